@@ -1,0 +1,688 @@
+"""Train a LLaMA on text: config -> data -> model -> loop -> checkpoint, in the order of the file.
+
+    python train.py                                   a laptop: a tiny model on the machine's own text
+    torchrun --nproc_per_node 8 train.py --model 7b   one process a GPU, the same code path
+    python train.py --help                            every flag
+
+A step draws `batch` sequences, whose order depends on seed and step alone, and splits them over the
+ranks and then into micro-batches. The loss is the sum over all valid tokens divided by their number,
+so neither split changes it. Stopped by SIGTERM or SIGINT, a run finishes its step and saves; killed,
+it continues from OUT/latest with `--resume` as if nothing had happened.
+
+Left out: tokenizers, data mixtures, and shuffling within a sequence.
+
+Legend: R ranks, M micro-batches a step and rank, B sequences a micro-batch, T tokens a sequence.
+"""
+import argparse
+import dataclasses
+import difflib
+import gc
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import sys
+import sysconfig
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes, attention,
+                   flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
+                   peak_flops, pick_kernel, rope_frequencies)
+from shard import States
+
+# ---------------------------------------------------------------------------- config
+
+
+def size(text: str) -> int:
+    """'4096', '64K', '1M': whole numbers with binary suffixes."""
+    scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
+    return int(float(text[:-1]) * scale) if scale > 1 else int(text)
+
+
+def flag(default, text: str):
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Config:
+    model: str = flag("auto", f"auto (tiny on a CPU, 7b on GPUs), {', '.join(MODELS)}")
+    seq: int = flag(0, "tokens a sequence; 0: 256 for tiny, else 4096")
+    steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end")
+    batch: int = flag(0, "sequences a step over all ranks; 0: 4K tokens for tiny, else 512K tokens")
+    micro_batch: int = flag(0, "sequences a rank runs at once; 0: the most within 8K tokens")
+    lr: float = flag(0.0, "peak learning rate; 0: by model, 3e-3 for tiny, 6e-4 for 160m, else 3e-4")
+    min_lr: float = flag(0.1, "the cosine's end, as a fraction of --lr")
+    warmup: int = flag(-1, "steps of linear warm-up; -1: a twentieth of --steps")
+    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms")
+    beta1: float = flag(0.9, "AdamW's")
+    beta2: float = flag(0.95, "AdamW's")
+    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
+    max_skips: int = flag(5, "non-finite steps in a row that end the run")
+    seed: int = flag(0, "of the weights and of the order of the data")
+    data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens), a .bin file of"
+                     " token ids, a folder with .bin files (val.bin is the validation split), or"
+                     " stdlib: the sources of Python's standard library")
+    token_bytes: int = flag(2, "of an id in .bin files: 2 (uint16) or 4 (uint32)")
+    ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
+    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
+    eval_sequences: int = flag(64, "most sequences of a validation")
+    out: str = flag("out", "folder of log.jsonl, loss.png and checkpoints")
+    save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
+    keep: int = flag(2, "checkpoints kept")
+    resume: str = flag("", "never, latest, auto (latest if there is one), or a checkpoint's folder;"
+                       " alone: latest; default: never, auto under a torchrun restart")
+    init: str = flag("random", "random, or hf:DIR: a Hugging Face LLaMA checkpoint")
+    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights")
+    rope_theta: float = flag(0.0, "rotary base; 0: the model's")
+    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR, yarn:FACTOR")
+    attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
+    device: str = flag("auto", "auto, cpu or cuda")
+    dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
+    compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
+    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
+    dry_run: bool = flag(False, "print config, counts and memory need, and end")
+
+
+SIZES = ("seq", "steps", "batch", "micro_batch")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """argparse's own message, with the nearest flag for an unknown one."""
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].split("=")[0]
+        near = difflib.get_close_matches(unknown, self._option_string_actions, 1)
+        super().error(message + (f" (nearest: {near[0]})" if unknown and near else ""))
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    for f in dataclasses.fields(Config):
+        kind = {"default": f.default, "help": f.metadata["help"]}
+        if f.type is bool:
+            kind["action"] = argparse.BooleanOptionalAction
+        else:
+            kind["type"] = size if f.name in SIZES else f.type
+        if f.name == "resume":
+            kind |= {"nargs": "?", "const": "latest"}
+        parser.add_argument("--" + f.name.replace("_", "-"), **kind)
+    return Config(**vars(parser.parse_args(argv)))
+
+
+# ---------------------------------------------------------------------------- data
+
+
+class Corpus:
+    """Tokens of one or many files as one long sequence, read where and when they are asked for."""
+
+    def __init__(self, files: list[Path], token_bytes: int):
+        """token_bytes: 1 for text. Raises ValueError if a file is unreadable or cut within a token."""
+        if not files:
+            raise ValueError("--data: no files with text or .bin tokens there")
+        self.dtype = {1: np.uint8, 2: np.dtype("<u2"), 4: np.dtype("<u4")}[token_bytes]
+        self.files, counts = files, []
+        for f in files:
+            with open(f, "rb") as handle:  # an unreadable file fails here, before any work
+                count, rest = divmod(handle.seek(0, os.SEEK_END), token_bytes)
+            if rest:
+                raise ValueError(f"--data: {f} is not a whole number of {token_bytes}-byte tokens")
+            counts.append(count)
+        self.ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) as int64."""
+        out, filled = np.empty(stop - start, np.int64), 0
+        i = int(np.searchsorted(self.ends, start, side="right"))
+        while filled < len(out):
+            count = min(int(self.ends[i]) - start, len(out) - filled)
+            if count:
+                size_i = int(self.ends[i] - (self.ends[i - 1] if i else 0))
+                tokens = np.memmap(self.files[i], self.dtype, "r", shape=(size_i,))
+                offset = size_i - (int(self.ends[i]) - start)
+                out[filled : filled + count] = tokens[offset : offset + count]
+            start, filled, i = start + count, filled + count, i + 1
+        return out
+
+
+def open_corpus(data: str, token_bytes: int) -> tuple[Corpus, Corpus | None]:
+    """--data -> (corpus, a validation corpus of its own if the folder has a val.bin)."""
+    root = Path(sysconfig.get_path("stdlib") if data == "stdlib" else data)
+    if data == "stdlib":  # without tests and installed packages, which differ between machines
+        skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+        return Corpus([f for f in sorted(root.rglob("*.py"))
+                       if not skip & set(f.relative_to(root).parts)], 1), None
+    if not root.exists():
+        raise ValueError(f"--data {data}: no such file or folder")
+    if token_bytes not in (2, 4):
+        raise ValueError(f"--token-bytes {token_bytes}: 2 (uint16) or 4 (uint32)")
+    if root.is_file():
+        return Corpus([root], token_bytes if root.suffix == ".bin" else 1), None
+    files = [f for f in sorted(root.rglob("*")) if f.is_file()
+             and not any(p.startswith(".") for p in f.relative_to(root).parts)]
+    if not (bins := [f for f in files if f.suffix == ".bin"]):
+        return Corpus(files, 1), None
+    val = [f for f in bins if f.name == "val.bin"]
+    return Corpus([f for f in bins if f not in val], token_bytes), (
+        Corpus(val, token_bytes) if val else None)
+
+
+class Sequences:
+    """Non-overlapping windows of T + 1 tokens (the last is a label only) of [0, stop) or a tail."""
+
+    def __init__(self, corpus: Corpus, first: int, count: int, seq: int, seed: int):
+        self.corpus, self.first, self.count, self.seq, self.seed = corpus, first, count, seq, seed
+        self.epoch, self.order = -1, np.arange(count)
+
+    def window(self, i: int) -> np.ndarray:
+        start = self.first + i * self.seq
+        return self.corpus.read(start, start + self.seq + 1)
+
+    def sample(self, i: int) -> np.ndarray:
+        """The i-th sample since step 0: every epoch is a permutation that depends on the seed."""
+        epoch, i = divmod(i, self.count)
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self.order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
+        return self.window(int(self.order[i]))
+
+
+def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:
+    """Training and validation sequences: a twentieth from the end, at least one, if there is no val.
+    Raises ValueError with the longest legal --seq."""
+    for c, need in ((corpus, 1 if val else 2), (val, 1)):
+        if c is not None and (len(c) - 1) // seq < need:
+            what = "training and validation" if need == 2 else "one sequence"
+            raise ValueError(f"--seq {seq}: the data has {len(c)} tokens, too few for {what}; "
+                             f"the longest that fits is --seq {max(0, (len(c) - 1) // need)}")
+    count = (len(corpus) - 1) // seq
+    held = 0 if val else max(1, count // 20)
+    train = Sequences(corpus, 0, count - held, seq, seed)
+    return train, Sequences(val, 0, (len(val) - 1) // seq, seq, seed) if val else (
+        Sequences(corpus, (count - held) * seq, held, seq, seed))
+
+
+def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> None:
+    """Raise ValueError if an id has no row in the embedding. Each rank scans its share."""
+    for c in corpora:
+        if c.dtype == np.uint8 and vocab >= 256:
+            continue
+        step = 2**24
+        for start in range(rank * step, len(c), world * step):
+            tokens = c.read(start, min(start + step, len(c)))
+            if (top := int(tokens.max(initial=0))) >= vocab:
+                at = start + int(tokens.argmax())
+                raise ValueError(f"--data: token {at} is {top}, the model's vocabulary ends at "
+                                 f"{vocab - 1}; take another model, or --token-bytes")
+
+
+# ---------------------------------------------------------------------------- ranks and plans
+
+
+def start_ranks(timeout: float) -> tuple[int, int, int]:
+    """Join torchrun's group, or make a group of one. Returns rank, R, local rank."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
+    return dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0))
+
+
+def on_all_ranks(check):
+    """check() on every rank; if it fails on any, the same ValueError on all, so that none hangs."""
+    result = error = None
+    try:
+        result = check()
+    except (ValueError, OSError) as e:
+        error = str(e)
+    errors = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    if failed := [(r, e) for r, e in enumerate(errors) if e]:
+        where = "" if len(failed) == len(errors) else f" (on ranks {[r for r, _ in failed]})"
+        raise ValueError(failed[0][1] + where)
+    return result
+
+
+@dataclass
+class Plan:
+    """What the flags come to: everything that is needed to build and run."""
+
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    kernel: str
+    micro_batches: int  # M
+    train: Sequences
+    val: Sequences
+    read: object = None  # name -> tensor of the imported checkpoint
+    resume: Path | None = None
+
+
+def nearest(value: int, step: int) -> str:
+    """The multiples of step around value, for messages."""
+    low = value // step * step
+    return " or ".join(str(n) for n in (low, low + step) if n > 0)
+
+
+def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
+    """Resolve what is left open in cfg (in place) and refuse what cannot work, with numbers."""
+    gpus = torch.cuda.device_count()
+    if cfg.device == "auto":
+        cfg.device = "cuda" if gpus else "cpu"
+    if cfg.device not in ("cpu", "cuda") or (cfg.device == "cuda" and local_rank >= gpus):
+        raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process would "
+                         f"be number {local_rank}; cpu, or --nproc_per_node {max(gpus, 1)} or fewer")
+    device = torch.device(cfg.device, local_rank if cfg.device == "cuda" else None)
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+    if cfg.dtype == "auto":
+        cfg.dtype = "bf16" if cfg.device == "cuda" else "fp32"
+    if cfg.dtype not in dtypes:
+        raise ValueError(f"--dtype {cfg.dtype}: auto, {', '.join(dtypes)}")
+    kernel = cfg.attention = pick_kernel(cfg.attention, device, dtypes[cfg.dtype])
+
+    if cfg.init != "random" and not cfg.init.startswith("hf:"):
+        raise ValueError(f"--init {cfg.init}: random or hf:DIR")
+    read = None
+    if cfg.init.startswith("hf:"):
+        if cfg.model not in ("auto", "hf"):
+            raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
+        model, cfg.model = hf_config(cfg.init[3:]), "hf"
+        read = hf_open(cfg.init[3:], model)
+    else:
+        if cfg.model == "auto":
+            cfg.model = "tiny" if cfg.device == "cpu" else "7b"
+        if cfg.model not in MODELS:
+            near = difflib.get_close_matches(cfg.model, MODELS, 1)
+            raise ValueError(f"--model {cfg.model}: auto, {', '.join(MODELS)}"
+                             + (f"; nearest: {near[0]}" if near else ""))
+        model = MODELS[cfg.model]
+    if cfg.rope_theta:
+        model = dataclasses.replace(model, rope_theta=cfg.rope_theta)
+    if cfg.rope_scaling:
+        kind, _, factor = cfg.rope_scaling.partition(":")
+        if kind not in ("linear", "yarn") or not factor.replace(".", "", 1).isdigit():
+            raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR")
+        trained = model.rope_scaling.get("original_max_position_embeddings", model.max_positions)
+        model = dataclasses.replace(model, rope_scaling={
+            "rope_type": kind, "factor": float(factor),
+            "original_max_position_embeddings": trained})
+    rope_frequencies(model)
+
+    small = cfg.model == "tiny"
+    cfg.seq = cfg.seq or (256 if small else 4096)
+    cfg.lr = cfg.lr or (3e-3 if small else 6e-4 if cfg.model == "160m" else 3e-4)
+    cfg.batch = cfg.batch or max(1, (2**12 if small else 2**19) // cfg.seq)
+    cfg.warmup = cfg.steps // 20 if cfg.warmup < 0 else cfg.warmup
+    for name in ("seq", "batch", "steps", "micro_batch", "keep", "max_skips", "eval_sequences"):
+        least = 0 if name in ("steps", "micro_batch") else 1
+        if getattr(cfg, name) < least:
+            flag_name = name.replace("_", "-")
+            raise ValueError(f"--{flag_name} {getattr(cfg, name)}: at least {least}")
+    if cfg.batch % world:
+        raise ValueError(f"--batch {cfg.batch}: not divisible by {world} ranks; nearest: "
+                         f"{nearest(cfg.batch, world)}")
+    each = cfg.batch // world
+    fits = [b for b in range(1, each + 1) if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13)]
+    cfg.micro_batch = cfg.micro_batch or fits[-1]
+    if each % cfg.micro_batch:
+        raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences of "
+                         f"a rank (--batch {cfg.batch} over {world}); nearest --batch: "
+                         f"{nearest(cfg.batch, cfg.micro_batch * world)}")
+    model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
+
+    corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
+    train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
+    check_tokens([c for c in (corpus, val_corpus) if c], model.vocab, rank, world)
+    if cfg.export and Path(cfg.export).exists() and any(Path(cfg.export).iterdir()):
+        raise ValueError(f"--export {cfg.export}: the folder is not empty; name a new one")
+    for folder in {cfg.out, cfg.export} - {""}:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as e:
+            raise ValueError(f"{folder} cannot be written: {e}") from e
+    resume = find_checkpoint(cfg, model)
+    return Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, train, val,
+                read, resume)
+
+
+def memory_need(cfg: Config, plan: Plan) -> dict[str, int]:
+    """Bytes on a device, by what they are for."""
+    e, count = plan.dtype.itemsize, param_count(plan.model)
+    wide = max(4, e)
+    tokens = cfg.micro_batch * cfg.seq
+    return {
+        "parameters": e * count,
+        "gradients": (e if plan.micro_batches == 1 else wide) * count,
+        "optimizer": (2 * wide + (wide if e < wide else 0)) * count,
+        "activations": activation_bytes(plan.model, tokens, e),
+        "loss": 2 * wide * min(LOSS_ELEMENTS, tokens * plan.model.vocab)
+        + wide * plan.model.vocab * plan.model.dim,
+    }
+
+
+# ---------------------------------------------------------------------------- checkpoints
+# OUT/step-00000100/ holds a step's states and meta.json (config, file sizes). It is written under
+# another name, synced, and renamed; then the link OUT/latest is replaced. Both are atomic, so what
+# `latest` names is whole at any moment.
+
+
+def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int) -> None:
+    out, tmp = Path(cfg.out), Path(cfg.out) / f"step-{step:08d}.tmp"
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir()
+    dist.barrier()
+    dcp.save(states.state_dict(), checkpoint_id=tmp)
+    dist.barrier()
+    if rank == 0:
+        files = {f.name: f.stat().st_size for f in tmp.iterdir()}
+        meta = {"step": step, "model": dataclasses.asdict(model), "files": files,
+                "config": dataclasses.asdict(cfg)}
+        with open(tmp / "meta.json", "w") as f:
+            json.dump(meta, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        final, n = out / f"step-{step:08d}", 0
+        while final.exists():  # an earlier branch of this run: `latest` may name it
+            final, n = out / f"step-{step:08d}-{n + 1}", n + 1
+        os.rename(tmp, final)
+        link = out / "latest.tmp"
+        link.unlink(missing_ok=True)
+        link.symlink_to(final.name)
+        os.replace(link, out / "latest")
+        kept = sorted((p for p in out.glob("step-*") if p.is_dir()), key=os.path.getmtime)
+        for old in [p for p in kept if p.name != final.name][: -cfg.keep + 1 or None]:
+            shutil.rmtree(old)
+        print(f"saved {final}", flush=True)
+    dist.barrier()
+
+
+def find_checkpoint(cfg: Config, model: ModelConfig) -> Path | None:
+    """The whole checkpoint to continue from, or None. Raises ValueError if it is not as it should be."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    want = cfg.resume or ("auto" if restarted else "never")
+    latest = Path(cfg.out) / "latest"
+    if want == "never" or (want == "auto" and not latest.exists()):
+        return None
+    path = latest.resolve() if want in ("auto", "latest") else Path(want)
+    if not path.exists():
+        raise ValueError(f"--resume {want}: there is no {path}")
+    try:
+        meta = json.loads((path / "meta.json").read_text())
+    except (OSError, ValueError) as e:
+        raise ValueError(f"--resume: {path} is not a whole checkpoint: {e}") from e
+    for name, size_bytes in meta["files"].items():
+        have = (path / name).stat().st_size if (path / name).exists() else None
+        if have != size_bytes:
+            what = "is missing" if have is None else f"has {have} bytes, not {size_bytes}"
+            raise ValueError(f"--resume: {path / name} {what}; earlier checkpoints are beside it")
+    shape = ("vocab", "dim", "layers", "heads", "kv_heads", "ffn", "head_dim")
+    mine = dataclasses.asdict(model)
+    if wrong := [f"{k} {meta['model'][k]} (here {mine[k]})" for k in shape
+                 if meta["model"][k] != mine[k]]:
+        raise ValueError(f"--resume: {path} is of another model: {', '.join(wrong)}; "
+                         f"it was made with --model {meta['config']['model']}")
+    return path
+
+
+def prepare_out(out: Path, resumed_step: int | None) -> None:
+    """Clear what a killed run left, keep the log up to the resumed step, put an older run aside."""
+    for torn in [*out.glob("step-*.tmp"), *out.glob("latest.tmp")]:
+        shutil.rmtree(torn) if torn.is_dir() else torn.unlink()
+    log = out / "log.jsonl"
+    if resumed_step is None:
+        old = [p for p in [log, out / "loss.png", out / "latest", *out.glob("step-*")]
+               if p.is_symlink() or p.exists()]
+        if old:
+            n = next(n for n in range(1, 10**6) if not (out / f"earlier-{n}").exists())
+            (out / f"earlier-{n}").mkdir()
+            for p in old:
+                os.rename(p, out / f"earlier-{n}" / p.name)
+            print(f"moved an earlier run to {out / f'earlier-{n}'}")
+    elif log.exists():
+        kept = [line for line in log.read_text().splitlines(True)
+                if line.endswith("}\n") and json.loads(line)["step"] <= resumed_step]
+        (out / "log.tmp").write_text("".join(kept))
+        os.replace(out / "log.tmp", log)
+
+
+# ---------------------------------------------------------------------------- the loop
+
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """Linear warm-up, then a cosine from lr to min_lr * lr; step counts from 0."""
+    if step < cfg.warmup:
+        return cfg.lr * (step + 1) / cfg.warmup
+    done = (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
+    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1))))
+
+
+def to_device(windows: list[np.ndarray], cfg: Config, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows of T + 1 tokens -> tokens, labels (M, B, T) on the device."""
+    t = torch.from_numpy(np.stack(windows)).view(-1, cfg.micro_batch, cfg.seq + 1)
+    t = t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
+    labels = t[..., 1:]
+    return t[..., :-1].contiguous(), labels.masked_fill(labels == cfg.ignore_token, IGNORE)
+
+
+def load_batch(cfg: Config, plan: Plan, step: int, rank: int, world: int):
+    """This rank's share of the step's sequences, and 1 / (valid labels on all ranks)."""
+    each = cfg.batch // world
+    first = step * cfg.batch + rank * each
+    tokens, labels = to_device([plan.train.sample(first + i) for i in range(each)], cfg, plan.device)
+    valid = (labels != IGNORE).sum()
+    dist.all_reduce(valid)
+    return tokens, labels, 1 / valid.clamp(min=1).to(torch.promote_types(plan.dtype, torch.float32))
+
+
+@torch.no_grad()
+def evaluate(cfg: Config, plan: Plan, model: LLaMA, rank: int, world: int) -> float:
+    """Mean loss over the first validation sequences, whatever R. Ranks without one run a blank."""
+    count = min(plan.val.count, cfg.eval_sequences)
+    total = torch.zeros(2, dtype=torch.float64, device=plan.device)
+    one = torch.ones((), device=plan.device)
+    for first in range(0, count, world * cfg.micro_batch):
+        ids = [first + rank * cfg.micro_batch + i for i in range(cfg.micro_batch)]
+        tokens, labels = to_device([plan.val.window(min(i, count - 1)) for i in ids], cfg,
+                                   plan.device)
+        labels[0, [i for i, j in enumerate(ids) if j >= count]] = IGNORE
+        total += torch.stack([model(tokens[0], labels[0], one).double(), (labels != IGNORE).sum()])
+    dist.all_reduce(total)
+    return (total[0] / total[1].clamp(min=1)).item()
+
+
+def finite_or_none(x: float | None) -> float | None:
+    return x if x is not None and math.isfinite(x) else None
+
+
+def draw_losses(out: Path) -> None:
+    """OUT/log.jsonl -> OUT/loss.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    fig, ax = plt.subplots(figsize=(7, 4))
+    for key, style in (("loss", "-"), ("val_loss", "o--")):
+        points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+        if points:
+            ax.plot(*zip(*points), style, markersize=4, label=key.replace("_", " "))
+    ax.set(xlabel="step", ylabel="cross-entropy, nats a token")
+    ax.legend()
+    fig.tight_layout()
+    fig.savefig(out / "loss.png", dpi=120)
+    plt.close(fig)
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg = parse(argv)
+    stop = {"signal": 0}  # set by a signal, agreed on by all ranks at the end of a step
+
+    def on_signal(number, _):
+        if stop["signal"] == signal.SIGINT == number and "RANK" not in os.environ:
+            raise KeyboardInterrupt  # Ctrl-C twice: now (torchrun itself sends it twice)
+        stop["signal"] = number
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    rank, world, local_rank = start_ranks(cfg.timeout)
+    print0 = print if rank == 0 else (lambda *a, **k: None)
+    plan = on_all_ranks(lambda: make_plan(cfg, rank, world, local_rank))
+    device, out = plan.device, Path(cfg.out)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+    print0("config: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items()))
+    count, (causal, full) = param_count(plan.model), flops_per_token(plan.model, cfg.seq)
+    print0(f"model {cfg.model}: {count:,} parameters, {causal:.3g} FLOPs a token causal, {full:.3g} "
+           f"full, at {cfg.seq:,} tokens")
+    need = memory_need(cfg, plan)
+    print0("memory a device: " + ", ".join(f"{k} {v / 2**30:.2f}" for k, v in need.items())
+           + f"; {sum(need.values()) / 2**30:.2f} GiB")
+    print0(f"data {cfg.data}: {len(plan.train.corpus):,} tokens, {plan.train.count:,} training and "
+           f"{plan.val.count:,} validation sequences of {cfg.seq:,}")
+    if cfg.dry_run:
+        return dist.destroy_process_group()
+
+    print0(f"attention kernel: {plan.kernel}")
+    fused = cfg.compile and device.type == "cuda"
+    print0(f"element-wise parts: {'compiled' if fused else 'eager'}")
+    torch.compiler.set_stance("default" if fused else "force_eager")
+    print0(f"batch: {cfg.batch} sequences = {world} ranks x {plan.micro_batches} micro-batches x "
+           f"{cfg.micro_batch}, on {name}")
+    with torch.device("meta"):
+        model = LLaMA(plan.model, attention(plan.kernel))
+    states = States(model, device, plan.dtype, plan.micro_batches, dist.group.WORLD,
+                    (cfg.beta1, cfg.beta2), decay=cfg.weight_decay)
+    start = 0
+    if plan.resume:
+        dcp.load(states.state_dict(), checkpoint_id=plan.resume)
+        states.loaded()
+        meta = json.loads((plan.resume / "meta.json").read_text())
+        start, old = meta["step"], meta["config"]
+        changed = [f"{k} {old.get(k)} -> {v}" for k, v in dataclasses.asdict(cfg).items()
+                   if old.get(k) != v and k not in ("resume", "out", "device")]
+        print0(f"resumed {plan.resume} at step {start}"
+               + (f"; changed: {', '.join(changed)}" if changed else ""))
+    else:
+        for pname, p in model.named_parameters():  # one tensor at a time
+            states.load(pname, plan.read(pname) if plan.read else initial_weight(
+                plan.model, pname, p.shape, cfg.seed, device))
+        print0(f"weights: {cfg.init}, seed {cfg.seed}")
+    if rank == 0:
+        prepare_out(out, start if plan.resume else None)
+    dist.barrier()
+
+    peak, losses_skipped, saved, val_loss, step = peak_flops(name), 0, start, None, start
+    log = open(out / "log.jsonl", "a") if rank == 0 else None
+    times: list[float] = []
+    gc.collect()
+    gc.freeze()  # what lives until the end need not be walked by every collection
+    if start < cfg.steps:
+        batch = load_batch(cfg, plan, start, rank, world)
+    clock = time.perf_counter()
+    for step in range(start + 1, cfg.steps + 1):
+        tokens, labels, scale = batch
+        states.begin()
+        loss = torch.zeros_like(scale)
+        for m in range(plan.micro_batches):
+            part = model(tokens[m], labels[m], scale)
+            part.backward()
+            loss += part.detach()
+        states.reduce()
+        lr = learning_rate(cfg, step - 1)
+        norm, finite = states.update(lr, cfg.clip)
+        dist.all_reduce(loss)
+        if step < cfg.steps:  # read the next batch while the GPU works
+            batch = load_batch(cfg, plan, step, rank, world)
+        host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        gpu_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0
+        worst = torch.tensor([stop["signal"], gpu_gib, host_gib], dtype=torch.float64, device=device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        # the only wait of a step: everything that the host must know, in one copy
+        loss, norm, finite, stopped, gpu_gib, host_gib = torch.cat(
+            [torch.stack([loss.double(), norm.double(), finite.double()]), worst]).tolist()
+        seconds = time.perf_counter() - clock
+
+        val_loss, last = None, step == cfg.steps
+        if (last and cfg.eval_every >= 0) or (cfg.eval_every > 0 and step % cfg.eval_every == 0):
+            val_loss = evaluate(cfg, plan, model, rank, world)
+        times = (times + [seconds])[-20:] if step > start + 1 else [seconds]  # not the compilation
+        tgs = cfg.batch * cfg.seq / seconds / world
+        mfu = [f * tgs / peak if peak else None for f in (causal, full)]
+        left = timedelta(seconds=round(sum(times) / len(times) * (cfg.steps - step)))
+        print0(f"step {step}/{cfg.steps} loss {loss:.4f} grad {norm:.3f} lr {lr:.2e} TGS {tgs:,.0f} "
+               + (f"MFU {mfu[0]:.1%} causal {mfu[1]:.1%} full " if peak else "")
+               + (f"GPU {gpu_gib:.1f} GiB " if gpu_gib else "") + f"{seconds:.2f} s left {left}"
+               + (f" val_loss {val_loss:.4f}" if val_loss is not None else "")
+               + ("" if finite else " SKIPPED: not finite"), flush=True)
+        if log:
+            row = {"step": step, "loss": finite_or_none(loss), "grad_norm": finite_or_none(norm),
+                   "lr": lr, "tgs": tgs, "mfu_causal": mfu[0], "mfu_full": mfu[1],
+                   "gpu_gib": gpu_gib or None, "host_gib": host_gib, "seconds": seconds}
+            row |= {} if val_loss is None else {"val_loss": val_loss}
+            row |= {} if finite else {"skipped": True}
+            print(json.dumps(row), file=log, flush=True)
+        losses_skipped = 0 if finite else losses_skipped + 1
+        if stopped:
+            print0(f"stopped by {signal.Signals(int(stopped)).name} after step {step}")
+        if losses_skipped == cfg.max_skips:
+            stopped = True
+            print0(f"{losses_skipped} steps in a row were not finite: the run ends here")
+        if cfg.save_every > 0 and step % cfg.save_every == 0 or stopped and cfg.save_every >= 0:
+            save_checkpoint(cfg, plan.model, states, step)
+            saved = step
+        if stopped:
+            break
+        clock = time.perf_counter()
+
+    if cfg.save_every >= 0 and (saved != step or not (plan.resume or step)):
+        save_checkpoint(cfg, plan.model, states, step)
+    if cfg.export:
+        aside = cfg.export.rstrip("/") + ".tmp"
+        hf_export(aside, plan.model, states.full,
+                  torch.bfloat16 if plan.dtype == torch.bfloat16 else torch.float32, rank == 0)
+        if rank == 0:
+            if cfg.init.startswith("hf:"):  # the tokenizer goes with the weights
+                for f in Path(cfg.init[3:]).glob("*token*"):
+                    shutil.copy(f, aside)
+            os.rename(aside, cfg.export)
+        print0(f"exported {cfg.export}")
+    if log:
+        log.close()
+        if step:
+            draw_losses(out)
+            print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
+    dist.barrier()
+    dist.destroy_process_group()
+    if losses_skipped == cfg.max_skips:
+        sys.exit("train.py: stopped, the loss or the gradient was not finite; see the log")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as e:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train.py: error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except torch.OutOfMemoryError as e:
+        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what was "
+                 "planned. Shorten --seq, lower --micro-batch, or use more GPUs. Checkpoints that "
+                 "were saved are whole: continue with --resume.")
