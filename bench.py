@@ -171,18 +171,53 @@ def commit() -> str:
     """The commit that is measured, with a + if files differ from it; BENCH_COMMIT where git is not."""
     git = ["git", "-C", str(HERE)]
     try:
+        head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True,
+                                       stderr=subprocess.DEVNULL)
         dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode
-        head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True)
         return head.strip() + ("+" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("BENCH_COMMIT", "unknown")
+
+
+README_MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
+
+
+def readme_tables(folder: Path) -> str:
+    """Markdown tables of all results files, for README.md."""
+    text = ""
+    for file in sorted(folder.glob("*.json")):
+        r = json.loads(file.read_text())
+        text += (f"`{r['command']}` on {r['hardware']}, torch {r['versions']['torch']}, commit "
+                 f"{r['commit']} ([file](results/{file.name})):\n\n"
+                 "| system | model | tokens | step ms | TGS | MFU causal | MFU full | of bound | "
+                 "GPU GiB |\n|---|---|--:|--:|--:|--:|--:|--:|--:|\n")
+        for x in r["rows"]:
+            cells = [x["system"], x["model"], f"{x['seq']:,}", f"{x['step_s'] * 1e3:.1f}",
+                     f"{x['tgs']:,.0f}", *(percent(x[k]).strip() for k in (
+                         "mfu_causal", "mfu_full", "bound_ratio")),
+                     f"{x['gpu_gib']:.1f}" if x["gpu_gib"] else "-"]
+            text += "| " + " | ".join(cells) + " |\n"
+        text += "\n"
+    return text
+
+
+def write_readme() -> None:
+    path = HERE / "README.md"
+    start, end = (path.read_text().index(mark) for mark in README_MARKS)
+    text = path.read_text()
+    path.write_text(text[: start + len(README_MARKS[0])] + readme_tables(HERE / "results")
+                    + text[end:])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; none: all")
     parser.add_argument("--out", default=str(HERE / "results"), help="folder of the results files")
+    parser.add_argument("--readme", action="store_true",
+                        help="measure nothing, write README.md's tables from results/")
     args = parser.parse_args()
+    if args.readme:
+        return write_readme()
     if unknown := set(args.tables) - set(TABLES):
         parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
     rank, _, local_rank = start_ranks(600)

@@ -235,9 +235,17 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
 def start_ranks(timeout: float) -> tuple[int, int, int]:
     """Join torchrun's group, or make a group of one. Returns rank, R, local rank."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), **alone)
-    return dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", 0))
+    limit = timedelta(seconds=timeout)
+    if "RANK" in os.environ:
+        store, rank, world = next(dist.rendezvous("env://", timeout=limit))
+        # torchrun's store outlives a restart: without a prefix, the new ranks read the addresses
+        # of the dead ones
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt-{attempt}", store)
+    else:
+        store, rank, world = dist.HashStore(), 0, 1
+    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
+    return rank, world, int(os.environ.get("LOCAL_RANK", 0))
 
 
 def on_all_ranks(check):

@@ -1,0 +1,750 @@
+"""Every mechanism equals the plain single-process model; every refusal comes with its numbers.
+
+    python -m pytest -q test_all.py
+
+test                                  the bug that it catches
+test_counts                           a size or a FLOP formula that drifted from the published one
+test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost ignored label
+test_rope_*                           angles in float32, a scaling that differs from transformers'
+test_attention_*                      head groups that mix heads, a kernel picked where it cannot run
+test_optimizer_*                      AdamW or clipping that differs, a skipped step that changes state
+test_gradient_pieces                  micro-batches summed in bf16, stale gradients of the last step
+test_hf_*                             rows of a fused matrix in the wrong order, a tied head lost
+test_data_*                           a sample drawn twice, windows cut wrong at a file's end
+test_ranks_and_micro_batches          a loss that depends on how a batch is split
+test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
+test_signals                          a stop without a checkpoint, or a hang
+test_refused                          bad input that is found late, or on one rank only
+
+Tests with ranks are real processes under torchrun, over gloo.
+"""
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import bench
+import model as m
+import train
+from shard import States
+
+HERE = Path(__file__).parent
+SMALL = dataclasses.replace(m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8,
+                            ffn=80, vocab=101)
+QUICK = "--model tiny --device cpu --seq 32 --batch 6 --steps 6 --eval-every -1".split()
+
+
+@pytest.fixture
+def group():
+    """A process group of this process alone, as train.py makes it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def clean_up():
+    """train.main in this process: undo what it leaves, also when it refuses."""
+    handlers = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    for s, handler in handlers:
+        signal.signal(s, handler)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def launch(args, ranks: int = 0, code: str = "", **env) -> subprocess.Popen:
+    """train.py in a process of its own, or under torchrun; `code` is run before it starts."""
+    script = [str(HERE / "train.py")]
+    if code:
+        script = [str(Path(env.pop("tmp")) / "driver.py")]
+        Path(script[0]).write_text(f"import os, signal, sys, train\nfrom pathlib import Path\n{code}\n"
+                                   "train.main()\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    extra = env.pop("torchrun", [])
+    command = [sys.executable, *(torchrun + extra if ranks else []), *script, *map(str, args)]
+    env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **env}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=env, cwd=HERE)
+
+
+def run(args, ranks: int = 0, code: str = "", expect: int | None = 0, **env) -> str:
+    process = launch(args, ranks, code, **env)
+    text = process.communicate(timeout=300)[0]
+    assert expect is None or process.returncode == expect, text[-3000:]
+    return text
+
+
+def log(out) -> list[dict]:
+    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+
+
+def losses(out) -> list:
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in log(out)]
+
+
+def relative(a, b) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+# ---------------------------------------------------------------------------- the model
+
+
+@pytest.mark.parametrize("name, count", [
+    ("7b", 6_738_415_616), ("13b", 13_015_864_320), ("30b", 32_528_943_616),
+    ("65b", 65_285_660_672), ("llama3-8b", 8_030_261_248)])
+def test_counts(name, count):
+    cfg = m.MODELS[name]
+    assert m.param_count(cfg) == count
+    with torch.device("meta"):
+        few = dataclasses.replace(cfg, layers=2)
+        assert sum(p.numel() for p in m.LLaMA(few).parameters()) == m.param_count(few)
+    causal, full = m.flops_per_token(cfg, 2**20)
+    attention = 6 * cfg.layers * cfg.dim * 2**20  # 6 n h s: heads * head_dim = dim in all of these
+    assert causal == 6 * count + attention and full == causal + attention
+
+
+def test_counts_of_memory_and_peak():
+    # 16 b s h elements a layer for F = 8/3 C (Memo, section 3), plus the float32 log-sum-exp
+    cfg = dataclasses.replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
+    assert m.activation_bytes(cfg, 10, 2) == 32 * 10 * (16 * 3072 * 2 + 24 * 4)
+    assert m.peak_flops("NVIDIA A800-SXM4-80GB") == 312e12
+    assert m.peak_flops("NVIDIA H200") == m.peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert m.peak_flops("NVIDIA H100 PCIe") == 756e12 and m.peak_flops("NVIDIA B200") == 2250e12
+    assert m.peak_flops("NVIDIA H20") is None and m.peak_flops("CPU") is None
+
+
+def plain_llama(model: m.LLaMA, tokens, labels):
+    """LLaMA from PyTorch's own operators, sharing nothing with model.py but the weights."""
+    cfg, t = model.cfg, tokens.shape[1]
+    angle = torch.outer(torch.arange(t).double(),
+                        cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2).double() / cfg.head_dim))
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def norm(x, module):
+        return F.rms_norm(x, x.shape[-1:], module.weight, cfg.norm_eps)
+
+    def rotate(x):  # (B, heads, T, D), the pairs (i, i + D/2) as complex numbers
+        z = torch.complex(*x.double().chunk(2, -1)) * turn
+        return torch.cat((z.real, z.imag), -1).to(x.dtype)
+
+    x = F.embedding(tokens, model.embed.weight)
+    for b in model.blocks:
+        heads = F.linear(norm(x, b.norm1), b.qkv.weight).unflatten(-1, (-1, cfg.head_dim))
+        q, k, v = heads.transpose(1, 2).split([cfg.heads, cfg.kv_heads, cfg.kv_heads], dim=1)
+        k, v = (s.repeat_interleave(cfg.heads // cfg.kv_heads, dim=1) for s in (rotate(k), v))
+        o = F.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
+        h = x + F.linear(o.transpose(1, 2).flatten(2), b.out.weight)
+        gate, up = F.linear(norm(h, b.norm2), b.gate_up.weight).chunk(2, -1)
+        x = h + F.linear(F.silu(gate) * up, b.down.weight)
+    logits = F.linear(norm(x, model.norm), model.head.weight)
+    return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=m.IGNORE)
+
+
+def example(batch=2, seq=40, vocab=101, seed=1):
+    rng = torch.Generator().manual_seed(seed)
+    tokens, labels = (torch.randint(vocab, (batch, seq), generator=rng) for _ in range(2))
+    labels[0, 3:17] = m.IGNORE
+    return tokens, labels
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("loss_elements", [2**27, 101 * 7])  # one chunk; chunks of 7 tokens, ragged
+def test_model_equals_plain_pytorch(kv_heads, loss_elements, monkeypatch):
+    monkeypatch.setattr(m, "LOSS_ELEMENTS", loss_elements)
+    model = m.LLaMA(dataclasses.replace(SMALL, kv_heads=kv_heads)).double()
+    model.init_weights(3)
+    tokens, labels = example()
+    loss = model(tokens, labels)
+    (3 * loss).backward()
+    ours = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    logits, plain = plain_llama(model, tokens, labels)
+    (3 * plain).backward()
+    assert abs(loss.item() - plain.item()) < 1e-13
+    assert relative(model(tokens), logits) < 1e-13
+    for name, p in model.named_parameters():
+        assert relative(ours[name], p.grad) < 1e-12, name
+
+
+def test_all_labels_ignored():
+    model = m.LLaMA(SMALL)
+    model.init_weights(0)
+    tokens, labels = example()
+    loss = model(tokens, torch.full_like(labels, m.IGNORE))
+    loss.backward()
+    assert loss.item() == 0 and model.blocks[0].qkv.weight.grad.abs().max() == 0
+
+
+def test_rope_at_a_million_positions():
+    positions = torch.tensor([0, 1, 2**19 + 1, 2**20 - 1])
+    cos, sin = m.rope_tables(m.MODELS["7b"], positions, torch.float32)
+    freq = np.longdouble(10000) ** (-np.arange(64, dtype=np.longdouble) / 64)
+    angle = positions.numpy().astype(np.longdouble)[:, None] * freq
+    assert np.abs(cos.numpy() - np.cos(angle)).max() < 1e-7
+    assert np.abs(sin.numpy() - np.sin(angle)).max() < 1e-7
+    narrow = positions.float()[:, None] * torch.tensor(freq.astype(np.float32))
+    assert np.abs(narrow.numpy() - angle).max() > 0.01  # what float32 would do
+
+
+def test_positions_shift_nothing_but_the_angles():
+    """Rotary attention sees differences of positions: a shifted sequence gives the same logits."""
+    model = m.LLaMA(SMALL).double()
+    model.init_weights(0)
+    tokens, _ = example()
+    far = model(tokens, positions=torch.arange(40) + 2**20)
+    assert relative(far, model(tokens)) < 1e-9
+    assert relative(model(tokens, positions=torch.arange(40) * 2), model(tokens)) > 1e-3
+
+
+@pytest.mark.parametrize("heads, kv_heads, limit", [(6, 6, 5000), (6, 2, 1000), (6, 1, 100)])
+def test_attention_head_groups(heads, kv_heads, limit, monkeypatch):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, do = (torch.randn(2, 50, h, 16, generator=rng, dtype=torch.float64)
+                   for h in (heads, kv_heads, kv_heads, heads))
+    kernel, seen = m.KERNELS["cpu"], []
+    spy = dataclasses.replace(kernel, forward=lambda *a: (seen.append(a[0].numel()),
+                                                          kernel.forward(*a))[1])
+    o, lse = m.attention_forward(kernel, q, k, v)
+    whole = (o, lse, *m.attention_backward(kernel, do, q, k, v, o, lse))
+    monkeypatch.setattr(m, "MAX_ELEMENTS", limit)
+    o, lse = m.attention_forward(spy, q, k, v)
+    parts = (o, lse, *m.attention_backward(kernel, do, q, k, v, o, lse))
+    assert len(seen) == 2 * -(-kv_heads // max(1, limit // (800 * heads // kv_heads)))
+    assert max(seen) <= max(limit, 800 * heads // kv_heads)
+    for a, b in zip(parts, whole):
+        assert torch.equal(a, b)
+
+
+def test_attention_choice():
+    cpu = torch.device("cpu")
+    assert m.pick_kernel("auto", cpu, torch.float32) == "cpu"
+    for name in ("fa4", "fa2", "cudnn", "flash"):
+        with pytest.raises(ValueError, match=f"{name}.*needs a GPU.*usable: cpu"):
+            m.pick_kernel(name, cpu, torch.float32)
+    with pytest.raises(ValueError, match="fa5.*no such kernel.*usable: cpu"):
+        m.pick_kernel("fa5", cpu, torch.float32)
+
+
+# ---------------------------------------------------------------------------- states
+
+
+def build(group, dtype, pieces=1, **kw):
+    with torch.device("meta"):
+        model = m.LLaMA(SMALL)
+    states = States(model, torch.device("cpu"), dtype, pieces, group, **kw)
+    for name, p in model.named_parameters():
+        states.load(name, m.initial_weight(SMALL, name, p.shape, 0, torch.device("cpu")))
+    return model, states
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_optimizer_equals_torch(clip, group):
+    model, states = build(group, torch.float64)
+    plain = m.LLaMA(SMALL).double()
+    for name, p in plain.named_parameters():
+        p.data.copy_(states.full(name))
+    decay = [p for n, p in plain.named_parameters() if "norm" not in n]
+    rest = [p for n, p in plain.named_parameters() if "norm" in n]
+    adamw = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}],
+                              betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+    for step in range(5):
+        tokens, labels = example(seed=step)
+        states.begin()
+        model(tokens, labels).backward()
+        states.reduce()
+        norm, finite = states.update(1e-2, clip)
+        adamw.zero_grad()
+        plain_llama(plain, tokens, labels)[1].backward()
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or 1e9)
+        adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = 1e-2
+        adamw.step()
+        assert finite and abs(norm.item() - expected.item()) < 1e-12
+    for name, p in plain.named_parameters():
+        assert relative(states.full(name), p) < 1e-11, name
+
+
+def test_optimizer_skips_what_is_not_finite(group):
+    model, states = build(group, torch.bfloat16)
+    tokens, labels = example()
+    for poison in (None, torch.nan, torch.inf):
+        before = {k: v.clone() for k, v in states.state_dict().items()}
+        states.begin()
+        model(tokens, labels).backward()
+        if poison:
+            states.units[1].grad[7] = poison
+        states.reduce()
+        norm, finite = states.update(1e-2, 1.0)
+        same = all(torch.equal(v, before[k]) for k, v in states.state_dict().items())
+        assert bool(finite) == (poison is None) and same == (poison is not None)
+    assert states.updates == 1
+    for unit in states.units:  # the weights are the masters, rounded
+        assert torch.equal(unit.weight, unit.master.to(unit.weight.dtype))
+
+
+@pytest.mark.parametrize("dtype, noise", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_gradient_pieces(dtype, noise, pieces, group):
+    """Several micro-batches, over two steps with poisoned buffers, against the plain gradient."""
+    model, states = build(group, dtype, pieces)
+    plain = m.LLaMA(SMALL).double()
+    for name, p in plain.named_parameters():
+        p.data.copy_(states.home[name].view("weight", name))
+    tokens, labels = example(batch=3)
+    scale = 1 / (labels != m.IGNORE).sum().to(states.scalars.dtype)
+    for _ in range(2):
+        for unit in states.units:
+            unit.grad.fill_(torch.nan)
+        states.begin()
+        for part in range(pieces):
+            rows = slice(part, part + 1) if pieces > 1 else slice(None)
+            model(tokens[rows], labels[rows], scale).backward()
+    plain_llama(plain, tokens, labels)[1].backward()
+    for name, p in plain.named_parameters():
+        grad = states.home[name].view("grad", name)
+        wide = pieces > 1 or "norm" in name
+        assert grad.dtype == (m.accumulation_dtype(dtype) if wide else dtype)
+        assert relative(grad, p.grad) < noise, name
+
+
+# ---------------------------------------------------------------------------- Hugging Face
+
+ROPES = {
+    "default": {}, "theta": {"rope_theta": 5e5},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
+    "yarn": {"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                              "original_max_position_embeddings": 64}},
+}
+
+
+def hf_llama(folder, **kw):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    hf = LlamaForCausalLM(LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=256, rms_norm_eps=1e-5,
+        attn_implementation="eager", **kw))
+    with torch.no_grad():
+        for p in hf.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    hf.save_pretrained(folder, max_shard_size=kw.pop("shard", "60KB"))
+    return hf
+
+
+def hf_equal(model, hf, tie):
+    tokens, labels = example(seq=90, vocab=300)
+    hf.zero_grad()
+    theirs = hf(tokens).logits
+    assert relative(model(tokens), theirs) < 2e-6
+    F.cross_entropy(theirs.flatten(0, 1), labels.flatten(), ignore_index=m.IGNORE).backward()
+    model.zero_grad()
+    model(tokens, labels).backward()
+    theirs = dict(hf.named_parameters())
+    for name, p in model.named_parameters():
+        if tie and name in ("embed.weight", "head.weight"):
+            continue  # two gradients here, their sum there
+        parts = [theirs[n].grad for n, _ in m._hf_parts(model.cfg, name, p.shape[0])]
+        assert relative(p.grad, torch.cat(parts)) < 1e-5, name
+    if tie:
+        both = model.embed.weight.grad + model.head.weight.grad
+        assert relative(both, theirs["model.embed_tokens.weight"].grad) < 1e-5
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("kv_heads, tie", [(4, False), (2, True)])
+def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    hf = hf_llama(tmp_path / "in", num_key_value_heads=kv_heads, tie_word_embeddings=tie, **ROPES[rope])
+    cfg = m.hf_config(tmp_path / "in")
+    read, model = m.hf_open(tmp_path / "in", cfg), m.LLaMA(cfg)
+    for name, p in model.named_parameters():
+        p.data.copy_(read(name))
+    hf_equal(model, hf, tie)
+    monkeypatch.setattr(m, "HF_FILE_BYTES", 60_000)
+    weights = dict(model.named_parameters())
+    m.hf_export(tmp_path / "out", cfg, lambda n: weights[n].data, torch.float32)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    back = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert back.config.tie_word_embeddings == tie
+    hf_equal(model, back, tie)
+
+
+def test_hf_older_config(tmp_path):
+    """transformers 4 keeps rope_theta and rope_scaling apart at the top level."""
+    hf_llama(tmp_path, **ROPES["llama3"])
+    new, path = m.hf_config(tmp_path), tmp_path / "config.json"
+    c = json.loads(path.read_text())
+    rope = c.pop("rope_parameters")
+    c |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    path.write_text(json.dumps(c))
+    assert m.hf_config(tmp_path) == new and new.rope_scaling["factor"] == 8.0
+
+
+def test_hf_train_and_export(tmp_path):
+    """Import, train at four times the length with YaRN, export, load: through the command."""
+    from transformers import LlamaForCausalLM
+
+    hf_llama(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
+    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    train.main(["--device", "cpu", "--init", f"hf:{tmp_path}/in", "--seq", "1K", "--batch", "2",
+                "--steps", "2", "--rope-scaling", "yarn:4", "--save-every", "-1", "--warmup", "0",
+                "--out", f"{tmp_path}/o", "--export", f"{tmp_path}/hf"])
+    hf = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    assert not hf.config.tie_word_embeddings  # trained apart
+    assert hf.config.max_position_embeddings == 1024 and (tmp_path / "hf/tokenizer.json").exists()
+    rope = hf.config.rope_parameters
+    assert (rope["rope_type"], rope["factor"]) == ("yarn", 4.0)
+    assert rope["original_max_position_embeddings"] == 256
+    train.main(["--device", "cpu", "--init", f"hf:{tmp_path}/hf", "--seq", "1K", "--batch", "2",
+                "--steps", "0", "--out", f"{tmp_path}/o2", "--export", f"{tmp_path}/hf2"])
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "hf2")
+    for (n, a), b in zip(hf.state_dict().items(), again.state_dict().values()):
+        assert torch.equal(a, b), n
+
+
+# ---------------------------------------------------------------------------- data
+
+
+def test_data_default_is_large_sorted_text():
+    corpus, val = train.open_corpus("stdlib", 2)
+    assert len(corpus) > 10e6 and val is None and corpus.files == sorted(corpus.files)
+    first = corpus.files[0].read_bytes()
+    assert bytes(corpus.read(0, len(first)).astype(np.uint8)) == first
+    sequences, val = train.split(corpus, None, 2**20, 0)
+    assert sequences.count >= 8 and val.count >= 1
+
+
+def test_data_windows_cover_everything_once(tmp_path):
+    text = bytes(np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8))
+    (tmp_path / "sub").mkdir()
+    for i, (a, b) in enumerate([(0, 10), (10, 10), (10, 503), (503, 1000)]):
+        (tmp_path / ("sub" if i > 2 else ".") / f"{i}.txt").write_bytes(text[a:b])
+    corpus, _ = train.open_corpus(str(tmp_path), 2)
+    tokens = np.frombuffer(text, np.uint8)
+    assert np.array_equal(corpus.read(5, 999), tokens[5:999])
+    data, val = train.split(corpus, None, 10, seed=5)
+    assert (data.count, val.count) == (95, 4)
+    for epoch in range(2):
+        drawn = [data.sample(epoch * 95 + i) for i in range(95)]
+        starts = sorted(np.flatnonzero([np.array_equal(w, tokens[s : s + 11]) for s in
+                                        range(0, 950, 10)])[0] for w in drawn)
+        assert starts == list(range(95))  # every window once an epoch
+    order = [data.sample(i)[0] for i in range(190)]
+    assert order[:95] != order[95:]
+    fresh = train.Sequences(corpus, 0, 95, 10, seed=5)
+    assert fresh.sample(137)[0] == order[137]  # the order needs no history
+    assert np.array_equal(val.window(3), tokens[980:991])
+
+
+@pytest.mark.parametrize("token_bytes, dtype", [(2, "<u2"), (4, "<u4")])
+def test_data_token_files(token_bytes, dtype, tmp_path):
+    ids = np.random.default_rng(1).integers(0, 2 ** (8 * token_bytes) - 1, 500)
+    ids[77] = 2 ** (8 * token_bytes) - 1
+    ids.astype(dtype).tofile(tmp_path / "train.bin")
+    ids[:100].astype(dtype).tofile(tmp_path / "val.bin")
+    corpus, val = train.open_corpus(str(tmp_path), token_bytes)
+    assert np.array_equal(corpus.read(0, 500), ids) and len(val) == 100
+    data, held = train.split(corpus, val, 20, 0)
+    assert (data.count, held.count) == (24, 4)
+    train.check_tokens([corpus, val], 2 ** (8 * token_bytes), 0, 1)
+    with pytest.raises(ValueError, match=f"token 77 is {ids[77]}.*ends at {ids[77] - 1}"):
+        train.check_tokens([corpus], int(ids[77]), 0, 1)
+
+
+# ---------------------------------------------------------------------------- the loop
+
+
+def test_log_checkpoint_and_evaluation(tmp_path, capsys):
+    train.main([*QUICK, "--out", f"{tmp_path}", "--steps", "7", "--save-every", "2", "--keep", "2",
+                "--eval-every", "3"])
+    text, rows = capsys.readouterr().out, log(tmp_path)
+    keys = "step loss grad_norm lr tgs mfu_causal mfu_full gpu_gib host_gib seconds".split()
+    assert [r["step"] for r in rows] == list(range(1, 8)) and all(set(keys) <= set(r) for r in rows)
+    assert [r["step"] for r in rows if "val_loss" in r] == [3, 6, 7]
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["mfu_causal"] is None
+    assert "parameters" in text and "seq=32" in text and "left 0:00:0" in text
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000006", "step-00000007"]
+    assert os.readlink(tmp_path / "latest") == "step-00000007"
+    assert (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
+    train.main([*QUICK, "--out", f"{tmp_path}", "--steps", "2"])  # anew: the old run is kept
+    assert len(log(tmp_path)) == 2 and len(log(tmp_path / "earlier-1")) == 7
+    assert (tmp_path / "earlier-1" / "latest" / "meta.json").exists()
+
+
+def test_dry_run_and_zero_steps(tmp_path, capsys):
+    train.main(["--dry-run", "--model", "7b", "--device", "cpu", "--seq", "64K", "--dtype", "bf16",
+                "--batch", "1", "--out", f"{tmp_path}/a"])
+    text = capsys.readouterr().out
+    assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
+    assert "optimizer 75.31" in text and not (tmp_path / "a" / "log.jsonl").exists()
+    train.main([*QUICK, "--steps", "0", "--out", f"{tmp_path}/b"])
+    assert (tmp_path / "b" / "latest" / "meta.json").exists()
+    train.main([*QUICK, "--steps", "2", "--resume", "--out", f"{tmp_path}/b"])
+    train.main([*QUICK, "--steps", "2", "--out", f"{tmp_path}/c"])
+    assert losses(tmp_path / "b") == losses(tmp_path / "c")
+
+
+def test_diverging_run_skips_stops_and_saves(tmp_path):
+    with pytest.raises(SystemExit, match="not finite"):
+        train.main([*QUICK, "--steps", "20", "--lr", "1e30", "--warmup", "0", "--clip", "0",
+                    "--max-skips", "3", "--out", f"{tmp_path}"])
+    rows = log(tmp_path)
+    assert [r.get("skipped", False) for r in rows[-3:]] == [True] * 3 and len(rows) < 20
+    assert rows[-1]["grad_norm"] is None and (tmp_path / "latest" / "meta.json").exists()
+
+
+def test_ranks_and_micro_batches(tmp_path):
+    """float64, labels ignored unevenly (32 is the space): the same losses however a batch is split."""
+    args = [*QUICK, "--dtype", "fp64", "--ignore-token", "32", "--eval-every", "3",
+            "--eval-sequences", "7", "--steps", "5", "--save-every", "-1"]
+    splits = {"one": (0, 6), "micro": (0, 1), "two": (2, 3), "three": (3, 1)}
+    for name, (ranks, micro) in splits.items():
+        run([*args, "--micro-batch", micro, "--out", tmp_path / name], ranks)
+    want = losses(tmp_path / "one")
+    vals = [r["val_loss"] for r in log(tmp_path / "one") if "val_loss" in r]
+    assert len(vals) == 2
+    for name in splits:
+        for a, b in zip(want, losses(tmp_path / name), strict=True):
+            assert a == pytest.approx(b, rel=1e-11), name
+        assert [r["val_loss"] for r in log(tmp_path / name) if "val_loss" in r] == pytest.approx(
+            vals, rel=1e-11)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """An uninterrupted run of one process."""
+    out = tmp_path_factory.mktemp("straight")
+    run([*QUICK, "--steps", "9", "--save-every", "2", "--out", out])
+    return losses(out)
+
+
+DIE = {  # where the process kills itself, at the third call: no chance to clean up
+    "in a step": "States = train.States; old = States.update; name = 'update'; calls = 5",
+    "in a save": "States = train.dcp; old = train.dcp.save; name = 'save'; calls = 2",
+}
+
+
+@pytest.mark.parametrize("where", DIE)
+def test_killed_and_resumed_bitwise(where, straight, tmp_path):
+    code = DIE[where] + """
+count = [0]
+def fatal(*args, **kw):
+    count[0] += 1
+    result = old(*args, **kw)
+    if count[0] == calls:
+        for f in Path(kw.get('checkpoint_id', '/nowhere')).glob('*.distcp'):
+            f.write_bytes(f.read_bytes()[:1000])
+        os.kill(os.getpid(), signal.SIGKILL)
+    return result
+setattr(States, name, fatal)
+"""
+    args = [*QUICK, "--steps", "9", "--save-every", "2", "--out", tmp_path]
+    run(args, code=code, expect=-signal.SIGKILL, tmp=tmp_path)
+    assert len(losses(tmp_path)) == 4
+    assert bool(list(tmp_path.glob("*.tmp"))) == (where == "in a save")
+    text = run([*args, "--resume", "auto"])
+    assert f"resumed {tmp_path}/step-0000000{4 if where == 'in a step' else 2}" in text
+    assert losses(tmp_path) == straight and not list(tmp_path.glob("*.tmp"))
+
+
+def test_resume_on_other_ranks(tmp_path):
+    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--out", tmp_path / "a", "--keep", "9"]
+    run([*args, "--save-every", "3"], 2)
+    want = losses(tmp_path / "a")
+    for ranks in (0, 3):
+        run([*args, "--resume", tmp_path / "a" / "step-00000003"], ranks)
+        for a, b in zip(want, losses(tmp_path / "a"), strict=True):
+            assert a == pytest.approx(b, rel=1e-11)
+
+
+def test_restart(tmp_path):
+    """One of two ranks dies; torchrun starts both again, and they go on where they had saved."""
+    args = [*QUICK, "--save-every", "2"]
+    run([*args, "--out", tmp_path / "a"], 2)
+    code = f"""
+old, flag, count = train.States.update, Path(r'{tmp_path}/died'), [0]
+def fatal(*args):
+    count[0] += 1
+    if count[0] == 4 and os.environ['RANK'] == '1' and not flag.exists():
+        flag.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return old(*args)
+train.States.update = fatal
+"""
+    text = run([*args, "--out", tmp_path / "b"], 2, code, tmp=tmp_path,
+               torchrun=["--max-restarts", "1", "--shutdown-timeout", "5"])
+    assert (tmp_path / "died").exists() and "resumed" in text
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+@pytest.mark.parametrize("ranks, number", [(0, signal.SIGTERM), (0, signal.SIGINT),
+                                           (2, signal.SIGTERM)])
+def test_signals(ranks, number, tmp_path):
+    """The step is finished, saved, and the worker exits 0; the run goes on from there."""
+    code = "import atexit; atexit.register(lambda: print('worker ends', flush=True))"
+    process = launch([*QUICK, "--steps", "1000000", "--out", tmp_path], ranks, code, tmp=tmp_path)
+    deadline = time.time() + 120
+    while not ((tmp_path / "log.jsonl").exists() and len(losses(tmp_path)) > 2):
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    text = process.communicate(timeout=120)[0]
+    done = len(losses(tmp_path))
+    assert f"stopped by {number.name} after step {done}" in text
+    assert text.count("worker ends") == max(ranks, 1)
+    if not ranks:
+        assert process.returncode == 0, text[-2000:]
+    assert os.readlink(tmp_path / "latest") == f"step-{done:08d}"
+
+
+# ---------------------------------------------------------------------------- refusals
+
+
+def hf_broken(tmp_path, what):
+    hf_llama(tmp_path / "hf")
+    shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
+    config = tmp_path / "hf" / "config.json"
+    if what == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif what == "missing":
+        shard.unlink()
+    elif what == "shape":
+        config.write_text(config.read_text().replace('"intermediate_size": 96',
+                                                     '"intermediate_size": 97'))
+    elif what == "kind":
+        config.write_text(config.read_text().replace('"llama"', '"mistral"'))
+    elif what == "config":
+        config.unlink()
+    return f"hf:{tmp_path}/hf"
+
+
+REFUSED = {
+    "seq": ("--seq 64M", r"67108864.*longest that fits is --seq \d{7}"),
+    "model": ("--model llama-8b", "llama-8b.*65b.*nearest: llama3-8b"),
+    "attention": ("--attention fa4", "fa4.*needs a GPU.*usable: cpu"),
+    "dtype": ("--dtype int8", "int8.*bf16, fp32"),
+    "micro": ("--micro-batch 4", "4.*6 sequences.*nearest --batch: 4 or 8"),
+    "negative": ("--steps -3", "--steps -3: at least 0"),
+    "data missing": ("--data {tmp}/no", "no such file"),
+    "data empty": ("--data {tmp}/empty", "no files"),
+    "data short": ("--data {tmp}/short.txt", "--seq 32.*20 tokens.*--seq 9"),
+    "data torn": ("--data {tmp}/odd.bin", "odd.bin is not a whole number of 2-byte"),
+    "data vocabulary": ("--data {tmp}/big.bin", "token 3 is 999.*255"),
+    "out": ("--out {tmp}/short.txt/x", "short.txt/x cannot be written"),
+    "scaling": ("--rope-scaling ntk:2", "ntk:2.*linear:FACTOR or yarn:FACTOR"),
+    "init": ("--init gpt2", "gpt2: random or hf:DIR"),
+    "export": ("--export {tmp}", "not empty"),
+    "resume nothing": ("--resume", "there is no"),
+    "resume path": ("--resume {tmp}/short.txt", "not a whole checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "short.txt").write_text("x" * 20)
+    (tmp_path / "odd.bin").write_bytes(b"x" * 2001)
+    ids = np.zeros(500, "<u2")
+    ids[3] = 999
+    ids.tofile(tmp_path / "big.bin")
+    flags, message = REFUSED[case]
+    args = [*QUICK, "--out", f"{tmp_path}/o", *flags.replace("{tmp}", str(tmp_path)).split()]
+    with pytest.raises(ValueError, match=message):
+        train.main(args)
+    assert not (tmp_path / "o" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize("what, message", [
+    ("truncated", "missing or truncated"), ("missing", "missing or truncated"),
+    ("shape", r"gate_proj.weight is \(96, 64\).*\(97, 64\)"), ("kind", "model_type is 'mistral'"),
+    ("config", "config.json cannot be read")])
+def test_refused_hf(what, message, tmp_path):
+    args = QUICK[2:]  # without --model
+    with pytest.raises(ValueError, match=message):
+        train.main([*args, "--init", hf_broken(tmp_path, what), "--out", f"{tmp_path}/o"])
+
+
+def test_refused_checkpoints(tmp_path):
+    args = [*QUICK, "--out", f"{tmp_path}"]
+    train.main([*args, "--steps", "1"])
+    part = next((tmp_path / "latest").resolve().glob("*.distcp"))
+    whole = part.read_bytes()
+
+    def refused(flags, message):
+        with pytest.raises(ValueError, match=message):
+            train.main([*args, *flags.split()])
+        dist.destroy_process_group()
+
+    refused("--resume --model 160m --seq 64", r"another model.* dim 192 \(here 768\)")
+    part.write_bytes(whole[:-1])
+    refused("--resume", f"{len(whole) - 1} bytes, not {len(whole)}")
+    part.unlink()
+    refused("--resume auto", f"{part.name} is missing")
+
+
+def test_refused_flags(capsys):
+    for args, message in (["--batch-size 5", "unrecognized.*--batch-size 5 .nearest: --batch"],
+                          ["--seq 5T", "invalid size value: '5T'"]):
+        with pytest.raises(SystemExit):
+            train.parse(args.split())
+        assert re.search(message, capsys.readouterr().err)
+    assert train.parse(["--seq", "64K", "--batch", "1M"]).seq == 65536
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--batch 5", "--batch 5: not divisible by 2 ranks; nearest: 4 or 6"),
+    ("--data {tmp}/one", r"no such file or folder \(on ranks \[1\]\)")])
+def test_refused_on_all_ranks(flags, message, tmp_path):
+    """Also what one rank alone finds: all end, none waits for the others."""
+    code = f"if os.environ['RANK'] == '0': Path(r'{tmp_path}/one').mkdir(exist_ok=True)\n"
+    code += f"Path(r'{tmp_path}/one/a.txt').write_text('x' * 9999) if os.environ['RANK'] == '0' else 0\n"
+    code += "real = Path.exists; hidden = os.environ['RANK'] == '1'\n"
+    code += "Path.exists = lambda p: False if hidden and p.name == 'one' else real(p)"
+    start = time.time()
+    text = run([*QUICK, *flags.replace("{tmp}", str(tmp_path)).split(), "--out", tmp_path / "o"], 2,
+               code, expect=1, tmp=tmp_path)
+    assert len(re.findall("ValueError.*" + message, text)) >= 2 and time.time() - start < 60
+
+
+# ---------------------------------------------------------------------------- the project
+
+
+def test_bench_writes_results(tmp_path):
+    text = subprocess.run([sys.executable, HERE / "bench.py", "step", "--out", tmp_path], text=True,
+                          capture_output=True, check=True).stdout
+    last = json.loads(text.splitlines()[-1])
+    saved = json.loads(next(tmp_path.glob("step-*.json")).read_text())
+    assert saved["rows"] == last["rows"] and {"hardware", "versions", "commit", "command"} <= set(saved)
+    assert [r["system"] for r in saved["rows"]] == ["bound", "ours, without optimizer", "ours"]
+    for r in saved["rows"]:
+        assert r["tgs"] == pytest.approx(r["seq"] / r["step_s"]) and r["step_s"] > 0
+
+
+def test_bench_counts_like_model():
+    r = bench.row("ours", m.MODELS["7b"], "7b", 4096, 4096, 1.0, torch.device("cpu"))
+    assert r["mfu_causal"] is None and r["tgs"] == 4096
+
+
+def test_readme_names_every_file_and_only_real_flags():
+    readme = (HERE / "README.md").read_text()
+    for file in HERE.glob("*.py"):
+        assert f"`{file.name}`" in readme, file.name
+    ours = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
+    others = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--no-compile", "--help",
+              "--nnodes", "--rdzv-endpoint", "--rdzv-backend"}
+    assert set(re.findall(r"(?<![\w-])--[a-z_-]+", readme)) <= ours | others
