@@ -740,11 +740,15 @@ def test_bench_counts_like_model():
     assert r["mfu_causal"] is None and r["tgs"] == 4096
 
 
+def test_readme_tables_are_the_results():
+    assert bench.readme_tables(HERE / "results") in (HERE / "README.md").read_text()
+
+
 def test_readme_names_every_file_and_only_real_flags():
     readme = (HERE / "README.md").read_text()
     for file in HERE.glob("*.py"):
         assert f"`{file.name}`" in readme, file.name
     ours = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
     others = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--no-compile", "--help",
-              "--nnodes", "--rdzv-endpoint", "--rdzv-backend"}
+              "--readme"}
     assert set(re.findall(r"(?<![\w-])--[a-z_-]+", readme)) <= ours | others

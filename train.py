@@ -362,8 +362,18 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
         except OSError as e:
             raise ValueError(f"{folder} cannot be written: {e}") from e
     resume = find_checkpoint(cfg, model)
-    return Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, train, val,
-                read, resume)
+    plan = Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, train, val, read,
+                resume)
+    if cfg.device == "cuda" and not cfg.dry_run:
+        room = torch.cuda.get_device_properties(device).total_memory
+        states = sum(v for k, v in memory_need(cfg, plan).items() if k in STATES)
+        if states > room:
+            raise ValueError(f"--model {cfg.model}: its states need {states / 2**30:.0f} GiB on each "
+                             f"GPU, which has {room / 2**30:.0f}; take a smaller model")
+    return plan
+
+
+STATES = ("parameters", "gradients", "optimizer")
 
 
 def memory_need(cfg: Config, plan: Plan) -> dict[str, int]:
@@ -631,7 +641,7 @@ def main(argv: list[str] | None = None) -> None:
         val_loss, last = None, step == cfg.steps
         if (last and cfg.eval_every >= 0) or (cfg.eval_every > 0 and step % cfg.eval_every == 0):
             val_loss = evaluate(cfg, plan, model, rank, world)
-        times = (times + [seconds])[-20:] if step > start + 1 else [seconds]  # not the compilation
+        times = times[-19:] * (step > start + 2) + [seconds]  # without the first, which compiles
         tgs = cfg.batch * cfg.seq / seconds / world
         mfu = [f * tgs / peak if peak else None for f in (causal, full)]
         left = timedelta(seconds=round(sum(times) / len(times) * (cfg.steps - step)))
