@@ -15,24 +15,25 @@ import argparse
 import dataclasses
 import gc
 import json
+import math
 import os
 import platform
-import shlex
 import statistics
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from model import (MODELS, LLaMA, ModelConfig, attention, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
-from shard import States
+from shard import LANES, Factors, States, state_bytes
 from train import start_ranks
 
 HERE = Path(__file__).parent
 GIB = 2**30
+TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
 
 def clock(fn, repeats: int, device: torch.device, warmup: int = 3) -> float:
@@ -64,60 +65,88 @@ def peak_gib(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
 
 
-def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds: float,
-        device: torch.device, **more) -> dict:
-    """A line of a table and of the results file. tokens: of one step on one device."""
+def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds: float | None,
+        device: torch.device, bound: dict | None = None, **more) -> dict:
+    """A line of a table and of the results file. tokens: of one step on one device; seconds: None
+    if it ran out of memory."""
     hw = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak, tgs = peak_flops(hw), tokens / seconds
-    causal, full = (f * tgs / peak if peak else None for f in flops_per_token(cfg, seq))
+    peak, tgs = peak_flops(hw), tokens / seconds if seconds else None
+    causal, full = (f * tgs / peak if peak and tgs else None for f in flops_per_token(cfg, seq))
+    ratio = causal / bound["mfu_causal"] if bound and causal else None
     return {"system": system, "model": name, "seq": seq, "gpus": int(device.type == "cuda"),
             "tgs": tgs, "step_s": seconds, "mfu_causal": causal, "mfu_full": full,
-            "bound_ratio": None, "gpu_gib": peak_gib(device), "host_gib": None, "oom": False, **more}
+            "bound_ratio": ratio, "gpu_gib": peak_gib(device), "host_gib": None,
+            "oom": seconds is None, **more}
 
 
-def make(cfg: ModelConfig, kernel: str, device, dtype, group):
+def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, **options):
+    """The model and its states (shard.States' options), freshly initialised."""
     with torch.device("meta"):
         model = LLaMA(cfg, attention(kernel))
-    states = States(model, device, dtype, 1, group)
+    model.recompute = recompute
+    states = States(model, device, dtype, recompute=recompute, **options)
     for name, p in model.named_parameters():
         states.load(name, initial_weight(cfg, name, p.shape, 0, device))
     return model, states
 
 
-def table_step(device: torch.device, group) -> list[dict]:
-    """One training step, one sequence, real optimizer: against six of its layers alone.
+def random_batch(cfg: ModelConfig, seq: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens, labels (1, T): uniform random ids, others on each rank."""
+    rng = torch.Generator(device).manual_seed(dist.get_rank())
+    tokens = torch.randint(cfg.vocab, (1, seq + 1), device=device, generator=rng)
+    return tokens[:, :-1], tokens[:, 1:]
 
-    The layers' rate is the ceiling: it has the same products, kernels and element-wise parts, but no
-    embedding, head, loss or optimizer, and its FLOPs are counted the same way.
-    """
+
+def layers_alone(name: str, seq: int, kernel: str, device, dtype, repeats: int) -> dict:
+    """The rate of a few layers on one device, forward and backward: the same products, kernels and
+    element-wise parts, but no embedding, head, loss, optimizer or communication."""
+    few = dataclasses.replace(MODELS[name], layers=min(6, MODELS[name].layers))
+    with torch.device(device):
+        model = LLaMA(few, attention(kernel)).to(dtype)
+    model.init_weights(0)
+    rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
+    x = torch.randn(1, seq, few.dim, device=device).to(dtype).requires_grad_()
+
+    def layers():
+        y = x
+        for block in model.blocks:
+            y = block(y, rope, model.attention)
+        y.backward(x.detach())
+        model.zero_grad()
+
+    blocks_only = dataclasses.replace(few, vocab=0)  # for the count of FLOPs
+    return row("bound", blocks_only, f"{name}, {few.layers} layers", seq, seq,
+               clock(layers, repeats, device), device, kernel=kernel)
+
+
+def train_step(model, states, batch, micro_batches: int):
+    """A function that runs one step of this rank on the same sequence `micro_batches` times."""
+    scale = torch.full((), 1 / (batch[0].numel() * micro_batches * dist.get_world_size()),
+                       device=batch[0].device)
+
+    def step():
+        states.begin()
+        for _ in range(micro_batches):
+            model(*batch, scale).backward()
+            states.end_micro_batch()
+        states.reduce()
+        states.update(1e-4, 1.0)
+
+    step.states = states
+    return step
+
+
+def table_step(device: torch.device) -> list[dict]:
+    """One training step, one sequence, real optimizer: against a few of its layers alone."""
     gpu = device.type == "cuda"
     name, seq, repeats = ("7b", 4096, 10) if gpu else ("tiny", 256, 5)
     dtype = torch.bfloat16 if gpu else torch.float32
     cfg, kernel = MODELS[name], pick_kernel("auto", device, dtype)
-    rng = torch.Generator(device).manual_seed(0)
-    tokens = torch.randint(cfg.vocab, (1, seq + 1), device=device, generator=rng)
-    batch, rows = (tokens[:, :-1], tokens[:, 1:]), []
-
-    def layers_alone() -> dict:
-        few = dataclasses.replace(cfg, layers=min(6, cfg.layers))
-        model, states = make(few, kernel, device, dtype, group)
-        rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
-        x = torch.randn(1, seq, cfg.dim, device=device, generator=rng).to(dtype).requires_grad_()
-
-        def layers():
-            states.begin()
-            y = x
-            for block in model.blocks:
-                y = block(y, rope, model.attention)
-            y.backward(x.detach())
-
-        blocks_only = dataclasses.replace(few, vocab=0)  # for the count of FLOPs
-        return row("bound", blocks_only, f"{name}, {few.layers} layers", seq, seq,
-                   clock(layers, repeats, device), device, kernel=kernel)
-
-    rows.append(bound := layers_alone())
+    bound = layers_alone(name, seq, kernel, device, dtype, repeats)
     release(device)
-    model, states = make(cfg, kernel, device, dtype, group)
+    model, states = make(cfg, kernel, device, dtype)
+    batch, rows = random_batch(cfg, seq, device), [bound]
+    step = train_step(model, states, batch, 1)
 
     def compute():
         states.begin()
@@ -126,37 +155,211 @@ def table_step(device: torch.device, group) -> list[dict]:
 
     without = clock(compute, repeats, device)
     update = clock(lambda: states.update(1e-4, 1.0), repeats, device)
-
-    def step():
-        compute()
-        states.update(1e-4, 1.0)
-
-    both = clock(step, repeats, device)
-    bandwidth = 28 * param_count(cfg) / update / 1e12 if gpu else None
-    for label, s in (("ours, without optimizer", without), ("ours", both)):
-        r = row(label, cfg, name, seq, seq, s, device, kernel=kernel)
-        if bound["mfu_causal"]:
-            r["bound_ratio"] = r["mfu_causal"] / bound["mfu_causal"]
-        rows.append(r)
-    rows[-1] |= {"optimizer_s": update, "optimizer_tb_s": bandwidth}
+    for label, s in (("ours, without optimizer", without), ("ours", clock(step, repeats, device))):
+        rows.append(row(label, cfg, name, seq, seq, s, device, bound, kernel=kernel))
+    rows[-1] |= {"optimizer_s": update,
+                 "optimizer_tb_s": 28 * param_count(cfg) / update / 1e12 if gpu else None}
     return rows
 
 
-TABLES = {"step": table_step}
+# ---------------------------------------------------------------------------- sharding
 
 
-def percent(x: float | None) -> str:
-    return f"{x:8.1%}" if x is not None else f"{'-':>8}"
+def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, reshard: bool,
+               batch):
+    """The same model under PyTorch's fully_shard with its best settings: bf16 on the wire, fused
+    AdamW, prefetching, gradients synchronised in the last micro-batch alone if they stay whole."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with torch.device("meta"):
+        model = LLaMA(cfg, attention(kernel))
+    wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
+                                cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=wire)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=wire)
+    model.to_empty(device=device)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
+    for here, after in zip(model.blocks, model.blocks[1:]):
+        here.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([here])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
+                                  fused=True)
+    scale = torch.full((), 1 / (batch[0].numel() * micro_batches), device=device)
+
+    def step():
+        for m in range(micro_batches):
+            last = m == micro_batches - 1
+            model.set_is_last_backward(last)
+            if not reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            model(*batch, scale).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
-def show(rows: list[dict]) -> None:
-    print(f"{'system':<26}{'model':<15}{'seq':>9}{'ms':>10}{'TGS':>9}{'causal':>8}{'full':>8}"
-          f"{'/bound':>8}{'GPU GiB':>9}")
-    for r in rows:
-        gib = f"{r['gpu_gib']:9.1f}" if r["gpu_gib"] else f"{'-':>9}"
-        print(f"{r['system']:<26}{r['model']:<15}{r['seq']:>9,}{r['step_s'] * 1e3:>10.1f}"
-              f"{r['tgs']:>9,.0f}{percent(r['mfu_causal'])}{percent(r['mfu_full'])}"
-              f"{percent(r['bound_ratio'])}{gib}")
+def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dict | None, device,
+            build, repeats: int = 5, **more) -> None:
+    """Build a step, time it, append its row; out of memory on any rank is a row too."""
+    release(device)
+    seconds, step, gpus = math.inf, None, dist.get_world_size()
+    try:
+        step = build()
+        seconds = clock(step, repeats, device, warmup=2)
+    except torch.OutOfMemoryError:
+        pass
+    if states := getattr(step, "states", None):
+        more["state_bytes"] = states.bytes()
+        more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.f, states.dtype,
+                                                  states.grad_dtype != states.dtype)
+    slowest = torch.tensor(seconds, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    seconds = slowest.item() if slowest.isfinite() else None
+    rows.append(row(label, MODELS[name], name, seq, tokens, seconds, device, bound, gpus=gpus, **more))
+    if dist.get_rank() == 0:
+        show(rows[-1:], head=len(rows) == 1)
+    step = states = None
+    release(device)
+
+
+def table_shard(device: torch.device) -> list[dict]:
+    """All ranks of one node, 7B: our factors beside FSDP2's modes, M = 1 and 8."""
+    world, (name, seq) = dist.get_world_size(), ("7b", 4096)
+    cfg, dtype = MODELS[name], torch.bfloat16
+    kernel, rows = pick_kernel("auto", device, dtype), []
+    rows.append(bound := layers_alone(name, seq, kernel, device, dtype, 5))
+    batch = random_batch(cfg, seq, device)
+    half = max(1, world // 2)
+    for m in (1, 8):
+        for f, layout in [(Factors(1, 1, world), "intra"), (Factors(1, 1, world), "inter"),
+                          (Factors(1, world, world), "intra"), (Factors(half, half, world), "intra"),
+                          (Factors(world, world, world), "intra"), (Factors(half, half, half), "intra")]:
+            attempt(rows, f"ours {f.p},{f.g},{f.os} {layout} M={m}", name, seq, seq * m, bound, device,
+                    lambda: train_step(*make(cfg, kernel, device, dtype, micro_batches=m, factors=f,
+                                             layout=layout), batch, m),
+                    5 if m == 1 else 3, micro_batches=m)
+        flat = dist.init_device_mesh("cuda", (world,))
+        two = dist.init_device_mesh("cuda", (world // half, half))
+        for label, mesh, reshard in (("ZeRO-3", flat, True), ("ZeRO-2-like", flat, False),
+                                     ("HSDP, reshard", two, True), ("HSDP", two, False)):
+            attempt(rows, f"fsdp2 {label} M={m}", name, seq, seq * m, bound, device,
+                    lambda: fsdp2_step(cfg, kernel, device, m, mesh, reshard, batch),
+                    5 if m == 1 else 3, micro_batches=m)
+    return rows
+
+
+def table_overlap(device: torch.device) -> list[dict]:
+    """What each overlap is worth (AMSP, table V): switched off one after the other."""
+    world, (name, seq) = dist.get_world_size(), ("7b", 4096)
+    cfg, dtype = MODELS[name], torch.bfloat16
+    kernel, rows = pick_kernel("auto", device, dtype), []
+    batch = random_batch(cfg, seq, device)
+    off = {"all overlaps": (), "without spread": ("spread",),
+           "without spread, reduce": ("spread", "reduce"), "none": LANES}
+    for f in (Factors(1, 1, world), Factors(world, world, world)):
+        for m in (1, 2, 4, 8):
+            for label, lanes in off.items():
+                attempt(rows, f"{f.p},{f.g},{f.os} M={m} {label}", name, seq, seq * m, None, device,
+                        lambda: train_step(*make(cfg, kernel, device, dtype, micro_batches=m,
+                                                 factors=f, layout="intra", off=lanes), batch, m),
+                        repeats=3, micro_batches=m)
+    return rows
+
+
+def table_nodes(device: torch.device) -> list[dict]:
+    """The same ranks as 2 "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
+    apart. A smaller model, since whole gathers of 7B would take 10 s a micro-batch."""
+    world, (name, seq) = dist.get_world_size(), ("1b", 4096)
+    cfg, dtype, k = MODELS[name], torch.bfloat16, world // 2
+    kernel, rows = pick_kernel("auto", device, dtype), []
+    batch = random_batch(cfg, seq, device)
+    for f in (Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, world), Factors(world, world, world)):
+        attempt(rows, f"ours {f.p},{f.g},{f.os} nodes=2", name, seq, seq, None, device,
+                lambda: train_step(*make(cfg, kernel, device, dtype, factors=f, layout="intra"),
+                                   batch, 1), repeats=3)
+    for label, mesh, reshard in (("HSDP", dist.init_device_mesh("cuda", (2, k)), False),
+                                 ("ZeRO-3", dist.init_device_mesh("cuda", (world,)), True)):
+        attempt(rows, f"fsdp2 {label} nodes=2", name, seq, seq, None, device,
+                lambda: fsdp2_step(cfg, kernel, device, 1, mesh, reshard, batch), repeats=3)
+    return rows
+
+
+def exposed_ms(events) -> dict[str, float]:
+    """Of a profile's device events: milliseconds in which anything, communication, and
+    communication without any computation beside it ran."""
+    spans = {True: [], False: []}
+    for e in events:
+        if e.device_type == torch.autograd.DeviceType.CUDA and "Memset" not in e.name:
+            spans["nccl" in e.name.lower()].append((e.time_range.start, e.time_range.end))
+
+    def union(parts):
+        total, end = 0.0, float("-inf")
+        for a, b in sorted(parts):
+            total, end = total + max(0.0, b - max(a, end)), max(end, b)
+        return total / 1e3
+
+    busy, compute = union(spans[True] + spans[False]), union(spans[False])
+    return {"busy_ms": busy, "communication_ms": union(spans[True]), "exposed_ms": busy - compute}
+
+
+def table_trace(device: torch.device) -> list[dict]:
+    """One profiled step for each of three factors: communication, and what of it is exposed."""
+    world, (name, seq) = dist.get_world_size(), ("7b", 4096)
+    cfg, dtype = MODELS[name], torch.bfloat16
+    kernel, rows = pick_kernel("auto", device, dtype), []
+    batch = random_batch(cfg, seq, device)
+    for f in (Factors(1, 1, world), Factors(1, world, world), Factors(world, world, world)):
+        def build():
+            step = train_step(*make(cfg, kernel, device, dtype, factors=f, layout="intra"), batch, 1)
+            for _ in range(3):
+                step()
+            sync(device)
+            kinds = torch.profiler.ProfilerActivity
+            with torch.profiler.profile(activities=[kinds.CUDA]) as profile:
+                step()
+                step()  # parameters travel under the next forward
+                sync(device)
+            build.times = {k: v / 2 for k, v in exposed_ms(profile.events()).items()}
+            if f.p > 1 and dist.get_rank() == 0:
+                TRACE.parent.mkdir(exist_ok=True)
+                profile.export_chrome_trace(str(TRACE))
+            return step
+
+        attempt(rows, f"ours {f.p},{f.g},{f.os} trace", name, seq, seq, None, device, build, 3)
+        rows[-1] |= build.times
+        if dist.get_rank() == 0:
+            print(build.times)
+    return rows
+
+
+#         table: function, ranks that it needs (a laptop measures the first alone)
+TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "overlap": (table_overlap, 2),
+          "trace": (table_trace, 2), "nodes": (table_nodes, 4)}
+
+
+def cells(r: dict) -> list[str]:
+    """A row as text, in the tables' order; what does not apply is a dash."""
+    def text(x, form):
+        return form.format(x) if x is not None else "-"
+
+    ms = r["step_s"] * 1e3 if r["step_s"] else None
+    return [r["system"], r["model"], f"{r['seq']:,}", "out of memory" if r["oom"] else text(
+        ms, "{:,.1f}"), text(r["tgs"], "{:,.0f}"), *(text(r[k], "{:.1%}") for k in (
+            "mfu_causal", "mfu_full", "bound_ratio")), text(r["gpu_gib"], "{:.1f}")]
+
+
+HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full", "of bound",
+        "GPU GiB"]
+
+
+def show(rows: list[dict], head: bool = True) -> None:
+    for line in [HEAD] * head + [cells(r) for r in rows]:
+        print(f"{line[0]:<34}{line[1]:<14}" + "".join(f"{c:>14}" for c in line[2:]), flush=True)
 
 
 def versions() -> dict:
@@ -189,14 +392,9 @@ def readme_tables(folder: Path) -> str:
         r = json.loads(file.read_text())
         text += (f"`{r['command']}` on {r['hardware']}, torch {r['versions']['torch']}, commit "
                  f"{r['commit']} ([file](results/{file.name})):\n\n"
-                 "| system | model | tokens | step ms | TGS | MFU causal | MFU full | of bound | "
-                 "GPU GiB |\n|---|---|--:|--:|--:|--:|--:|--:|--:|\n")
+                 f"| {' | '.join(HEAD)} |\n|---|---|{'--:|' * (len(HEAD) - 2)}\n")
         for x in r["rows"]:
-            cells = [x["system"], x["model"], f"{x['seq']:,}", f"{x['step_s'] * 1e3:.1f}",
-                     f"{x['tgs']:,.0f}", *(percent(x[k]).strip() for k in (
-                         "mfu_causal", "mfu_full", "bound_ratio")),
-                     f"{x['gpu_gib']:.1f}" if x["gpu_gib"] else "-"]
-            text += "| " + " | ".join(cells) + " |\n"
+            text += f"| {' | '.join(cells(x))} |\n"
         text += "\n"
     return text
 
@@ -215,34 +413,47 @@ def main() -> None:
     parser.add_argument("--out", default=str(HERE / "results"), help="folder of the results files")
     parser.add_argument("--readme", action="store_true",
                         help="measure nothing, write README.md's tables from results/")
+    parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
+                        " that reach each other by sockets alone, as nodes do (table nodes)")
     args = parser.parse_args()
     if args.readme:
         return write_readme()
     if unknown := set(args.tables) - set(TABLES):
         parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
-    rank, _, local_rank = start_ranks(600)
-    gpu = torch.cuda.is_available()
+    local, gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
+    if args.nodes > 1:
+        os.environ["NCCL_HOSTID"] = f"node{local * args.nodes // int(os.environ['WORLD_SIZE'])}"
+    rank, world, local_rank = start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
     torch.compiler.set_stance("default" if gpu else "force_eager")
     hardware = torch.cuda.get_device_name(device) if gpu else f"CPU, {os.cpu_count()} cores"
+    hardware = f"{world} x {hardware}" if world > 1 else hardware
     last = []
-    for name in args.tables or TABLES:
+    fit = [n for n, (_, ranks) in TABLES.items() if ranks <= world and (gpu or n == "step")
+           and (n != "nodes" or args.nodes > 1)]
+    for name in args.tables or fit:
+        if name not in fit:
+            raise SystemExit(f"bench.py: table {name} needs {TABLES[name][1]} GPUs or more"
+                             + (", and --nodes 2" if name == "nodes" else ""))
         release(device)
-        rows = TABLES[name](device, torch.distributed.group.WORLD)
+        rows = TABLES[name][0](device)
+        torchrun = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
+        nodes = f" --nodes {args.nodes}" if args.nodes > 1 else ""
         results = {"hardware": hardware, "versions": versions(), "commit": commit(),
-                   "command": shlex.join(["python", "bench.py", name]), "rows": rows}
-        print(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
-        show(rows)
+                   "command": f"{torchrun} bench.py {name}{nodes}", "rows": rows}
         if rank == 0:
+            print(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
+            show(rows)
             out = Path(args.out)
             out.mkdir(parents=True, exist_ok=True)
-            kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "-").lower()
+            kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
             (out / f"{name}-{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
         last.append({"table": name, **results})
-    print(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
-    torch.distributed.destroy_process_group()
+    if rank == 0:
+        print(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # a label that carries no loss
 
@@ -611,6 +612,7 @@ class LLaMA(nn.Module):
         super().__init__()
         self.cfg = cfg
         self.attention = attention_fn or attention("cpu")
+        self.recompute = False  # keep a layer's input alone, and run the layer again in backward
         self.embed = Matrix(cfg.vocab, cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = Norm(cfg.dim)
@@ -633,7 +635,10 @@ class LLaMA(nn.Module):
         x = _Embedding.apply(self.embed.weight, tokens, self.embed)  # (B, T, C)
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
         for block in self.blocks:
-            x = block(x, rope, self.attention)
+            if self.recompute and torch.is_grad_enabled():
+                x = checkpoint(block, x, rope, self.attention, use_reentrant=False)
+            else:
+                x = block(x, rope, self.attention)
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)

@@ -1,27 +1,243 @@
-"""Who holds what: the parameters, gradients and optimizer states of a model on R ranks.
+"""Who holds what: parameters, gradients and optimizer states, each sharded as it likes (AMSP).
 
-The matrices of a unit (the embedding, a layer, the head) lie one behind the other in flat buffers:
+R ranks hold the states of a model with P parameters. Three factors say in how many shards each kind
+lies, p | g | os | R, so that a rank holds (bf16 parameters, AdamW in float32; AMSP, section IV)
 
-    weight   compute dtype      what the model multiplies with: the parameters are views of it
-    grad     compute dtype for one piece a step, float32 for several (micro-batches, token chunks)
-    master, exp_avg, exp_avg_sq  float32: AdamW's           2 + 2 (or 4) + 12 bytes a parameter
+    2P/p  parameters  +  2P/g gradients (4P/g with several micro-batches)  +  12P/os  master, moments
 
-The model raises events (model.PlainEvents); this file answers them: a matrix product writes its
-weight's gradient straight into `grad`, no temporary, no hook, no copy. Norm weights are small: they
-are float32, their own master, and autograd fills their gradient.
+Ranks stand node by node, and shards fill a node before they cross it, so every group is a block of
+neighbours or a comb through blocks. With p = 2, os = 4, R = 8, where a letter is a p-shard:
 
-Every rank holds everything for now (DDP): gradients are summed over the ranks when the last piece
-is in, and each rank makes the same update. World size 1 takes the same path.
+    rank        0   1   2   3   4   5   6   7
+    holds       a   b   a   b   a   b   a   b         p group: {0,1} {2,3} {4,5} {6,7}
+    updates     a0  b0  a1  b1  a0  b0  a1  b1        os block: {0,1,2,3} {4,5,6,7}
+                                                      subgroup (same p-shard in a block): {0,2} ...
+                                                      across (same states): {0,4} {1,5} ...
+A step of a matrix, from the events that the model raises where it uses one:
 
-Legend: R ranks, P parameters.
+    need    gather the shards (p group), the next layer's while this one computes; in backward the
+            next matrix alone, so that a gather never delays a reduction (AMSP, section V-C)
+    piece   its gradient: reduce-scatter (p group), then over the replicas, under the backward
+    update  AdamW on what this rank owns; the new parameters travel under the next forward, in the
+            order of use, and `need` waits for them
+
+Each kind of communication is a lane, a CUDA stream of its own: launch, compute, wait. A lane that is
+switched off runs on the compute stream. Gathered weights and whole gradients live in fixed buffers,
+two of each shape, that neighbouring layers take in turn; the parameters are views of them, for ever.
+
+Left out: quantised communication, per-parameter learning rates, matrices that are used twice.
+
+Legend: R ranks, p g os factors, S elements of a matrix with padding, n subgroup size os/p.
 """
+import contextlib
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
+                                                   TensorProperties)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from model import Matrix, Norm, accumulation_dtype, compiled
 
-ALIGN = 128  # elements: every view starts where the fastest matrix kernels and copies want it
+ALIGN = 128  # elements: every shard starts where the fastest kernels and copies want it
+LANES = ("gather", "scatter", "reduce", "spread")
+# torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ---------------------------------------------------------------------------- factors
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Numbers of shards. `second`: ZeRO++'s secondary parameter shard, which the backward gathers
+    from (0: none)."""
+
+    p: int = 1
+    g: int = 1
+    os: int = 1
+    second: int = 0
+
+
+def strategies(ranks: int, k: int) -> dict[str, Factors]:
+    """The named baselines are rows of factors; k is their parameter, NAME:K."""
+    return {  #                      p      g      os
+        "ddp": Factors(1, 1, 1),
+        "zero1": Factors(1, 1, ranks),
+        "zero2": Factors(1, ranks, ranks),
+        "zero3": Factors(ranks, ranks, ranks),
+        "mics": Factors(k, k, k),
+        "zero++": Factors(ranks, ranks, ranks, k),
+        "zero1.5": Factors(1, 1, k),
+    }
+
+
+def parse_strategy(text: str, ranks: int) -> Factors:
+    """'zero3', 'mics:4' -> factors. Raises ValueError with the names."""
+    name, _, k = text.partition(":")
+    table = strategies(ranks, int(k) if k.isdigit() else 0)
+    with_k = ("mics", "zero++", "zero1.5")
+    if name not in table or (name in with_k) != (k.isdigit() and int(k) > 0):
+        names = ", ".join(n + (":K" if n in with_k else "") for n in table)
+        raise ValueError(f"--strategy {text}: one of {names}")
+    return table[name]
+
+
+def parse_mesh(text: str, per_node: int) -> int:
+    """'8' or '8x4' (GPUs in a node x nodes) -> number of shards. Raises ValueError."""
+    parts = text.lower().split("x")
+    if len(parts) > 2 or not all(n.isdigit() and int(n) for n in parts):
+        raise ValueError(f"factor {text!r}: a number or GPUs-in-a-node x nodes, as 8 or 8x4")
+    inside, nodes = int(parts[0]), int(parts[1]) if len(parts) == 2 else 1
+    if nodes > 1 and inside != per_node:
+        raise ValueError(f"factor {text}: fill a node before crossing it: {per_node}x{nodes}")
+    return inside * nodes
+
+
+def legal_sizes(ranks: int, per_node: int) -> list[int]:
+    """Shard counts s0 x s1: s0 divides a node's GPUs, s1 the nodes, and s1 > 1 fills its nodes."""
+    nodes = ranks // per_node
+    return ([s for s in range(1, per_node + 1) if per_node % s == 0]
+            + [per_node * s for s in range(2, nodes + 1) if nodes % s == 0])
+
+
+def legal_factors(ranks: int, per_node: int) -> list[Factors]:
+    """All (p, g, os) of AMSP's rules, fewest shards first. One node of 8 has 16."""
+    sizes = legal_sizes(ranks, per_node)
+    return [Factors(p, g, os) for p in sizes for g in sizes for os in sizes
+            if os % p == 0 and g in (p, os)]
+
+
+def check_factors(f: Factors, ranks: int, per_node: int) -> None:
+    """Raise ValueError naming the broken rule and the nearest legal factors."""
+    legal, sizes = legal_factors(ranks, per_node), legal_sizes(ranks, per_node)
+    second_fits = not f.second or (f.second in sizes and f.p % f.second == 0)
+    if Factors(f.p, f.g, f.os) in legal and second_fits:
+        return
+    near = min(legal, key=lambda o: abs(o.p - f.p) + abs(o.g - f.g) + abs(o.os - f.os))
+    if bad := [s for s in (f.p, f.g, f.os, f.second or 1) if s not in sizes]:
+        rule = f"{bad[0]} shards do not fit {ranks} ranks, {per_node} a node: {sizes}"
+    elif not second_fits:
+        rule = f"the secondary shard, {f.second}, must divide p"
+    elif f.os % f.p:
+        rule = "the dependency rule is p <= g <= os, each dividing the next"
+    else:
+        rule = "g must be p or os"
+    raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} "
+                     f"--os {near.os}")
+
+
+def state_bytes(params: int, f: Factors, dtype: torch.dtype, several: bool) -> dict[str, float]:
+    """Bytes of states a rank (AMSP, section IV); `several` pieces of a gradient need float32."""
+    e, wide = dtype.itemsize, accumulation_dtype(dtype).itemsize
+    return {"parameters": e * params / f.p + (e * params / f.second if f.second else 0),
+            "gradients": (wide if several else e) * params / f.g,
+            "optimizer": 3 * wide * params / f.os}
+
+
+# ---------------------------------------------------------------------------- lanes and shares
+
+
+class Lane:
+    """A stream for one kind of communication. On a CPU, or switched off, it is the compute stream:
+    then everything happens in the order of the program and nothing needs a wait."""
+
+    def __init__(self, device: torch.device, on: bool):
+        self.stream = torch.cuda.Stream(device) if on and device.type == "cuda" else None
+
+    @contextlib.contextmanager
+    def after_compute(self):
+        """Launch what follows on the lane, after all that compute has enqueued so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self):
+        """A point in the lane that `wait` can wait for."""
+        return self.stream.record_event() if self.stream else None
+
+
+def wait(event) -> None:
+    """The current stream goes on when the event is reached; the host does not stop."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+@dataclass
+class Buffer:
+    """A fixed place for a whole matrix, a gathered weight or a local gradient, used in turns."""
+
+    data: Tensor  # (S,)
+    holder: object = None  # the share whose weight it holds
+    event: object = None  # of the lane that filled it (weight) or that still reads it (gradient)
+
+
+class Groups:
+    """Process groups by their ranks, each lane with communicators of its own; made once."""
+
+    def __init__(self):
+        self.made: dict[tuple, dist.ProcessGroup] = {}
+
+    def get(self, lane: str, key) -> dist.ProcessGroup | None:
+        """The ranks r with this rank's key(r); None if it is alone. A collective of all ranks."""
+        members: dict = {}
+        for r in range(dist.get_world_size()):
+            members.setdefault(key(r), []).append(r)
+        mine = members[key(dist.get_rank())]
+        if len(mine) == 1:
+            return None
+        for ranks in members.values():
+            if (lane, *ranks) not in self.made:
+                self.made[lane, *ranks] = dist.new_group(ranks)
+        return self.made[lane, *mine]
+
+
+class Share:
+    """What this rank holds of one matrix. States fills in
+
+    shard (S/p) of the weight, second (S/K) of ZeRO++'s, store (S/g) of the gradient; start and size
+    of what this rank updates, within the matrix; master, exp_avg, exp_avg_sq (size); own_weight
+    and own_grad, the same part of shard and store; owner, its subgroup index in the inter layout.
+    """
+
+    def __init__(self, name: str, module: Matrix, padded: int):
+        self.name, self.module, self.padded = name, module, padded  # S
+        self.count = module.weight.numel()
+        self.spread_event = None  # the new parameters are in `shard`
+
+
+class Flat(Tensor):
+    """A part of a flat tensor, as torch.distributed.checkpoint saves and loads it: a tensor can be
+    read back in any other parts, so any factors and layout resume any others."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    @staticmethod
+    def of(part: Tensor, start: int, total: int) -> "Flat":
+        flat = part.as_subclass(Flat)
+        flat.part, flat.start, flat.total = part, start, torch.Size([total])
+        return flat
+
+    def size(self):
+        return self.total
+
+    def __create_chunk_list__(self):
+        offset, size = torch.Size([self.start]), self.part.shape
+        return [ChunkStorageMetadata(offset, size)] if self.part.numel() else []
+
+    def __create_write_items__(self, fqn: str, _):
+        properties = TensorProperties.create_from_tensor(self.part)
+        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
+                          tensor_data=TensorWriteData(chunk, properties, self.total))
+                for chunk in self.__create_chunk_list__()]
+
+    def __get_tensor_shard__(self, index):
+        return self.part
 
 
 @compiled
@@ -42,134 +258,363 @@ def adamw(weight: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, sc
     m.copy_(torch.where(finite > 0, m_new, m))
     v.copy_(torch.where(finite > 0, v_new, v))
     master.copy_(new)
-    if weight is not master:
-        weight.copy_(new)
+    weight.copy_(new)
 
 
-class Unit:
-    """Parameters that live in flat buffers of their own and are updated together."""
-
-    def __init__(self, modules: dict[str, nn.Module], dtype: torch.dtype, grad_dtype: torch.dtype,
-                 device: torch.device, decay: float):
-        wide, self.decay, self.spans, size = accumulation_dtype(dtype), decay, {}, 0
-        for name, module in modules.items():
-            shape = module.weight.shape
-            self.spans[name] = (size, shape)
-            size += -(-shape.numel() // ALIGN) * ALIGN
-        self.weight = torch.zeros(size, dtype=dtype, device=device)
-        self.grad = torch.zeros(size, dtype=grad_dtype, device=device)
-        self.master = self.weight if dtype == wide else torch.zeros_like(self.weight, dtype=wide)
-        self.exp_avg = torch.zeros(size, dtype=wide, device=device)
-        self.exp_avg_sq = torch.zeros(size, dtype=wide, device=device)
-        for name, module in modules.items():
-            module.weight = nn.Parameter(self.view("weight", name))
-
-    def view(self, kind: str, name: str) -> Tensor:
-        """A parameter's part of one of the flat buffers, in the parameter's shape."""
-        start, shape = self.spans[name]
-        return getattr(self, kind)[start : start + shape.numel()].view(shape)
+# ---------------------------------------------------------------------------- states
 
 
 class States:
     """A model's parameters, gradients and AdamW states on this rank.
 
-    model: built on any device, "meta" best: its parameters are replaced. pieces: how many times a
-    matrix is used, forward and backward, between two updates. group: the ranks that share a batch.
+    model: built on any device, "meta" best: its parameters are replaced. micro_batches: forward and
+    backward passes between two updates. layout: "inter" (whole p-shards have one owner in a
+    subgroup) or "intra" (each is split evenly). off: lanes without overlap. reduce_dtype: of
+    gradients on the wire, the compute dtype by default. recompute: layers run again in backward.
+    poison: released weights and used gradients become NaN, for tests.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, pieces: int,
-                 group: dist.ProcessGroup, betas: tuple[float, float] = (0.9, 0.95),
-                 eps: float = 1e-8, decay: float = 0.1):
-        self.group, self.betas, self.eps = group, betas, eps
-        wide = accumulation_dtype(dtype)
-        grad_dtype = dtype if pieces == 1 else wide
-        modules = {n: m for n, m in model.named_modules() if isinstance(m, (Matrix, Norm))}
-        units: dict[str, dict] = {}
-        for name, module in modules.items():
-            key = "norms" if isinstance(module, Norm) else name.rpartition(".")[0] or name
-            units.setdefault(key, {})[f"{name}.weight"] = module
-        self.units, self.home, self.grads, self.seen = [], {}, {}, {}
-        for key, members in units.items():
-            exact = key == "norms"
-            unit = Unit(members, wide if exact else dtype, wide if exact else grad_dtype, device,
-                        0.0 if exact else decay)
-            self.units.append(unit)
-            for name, module in members.items():
-                self.home[name] = unit
-                if exact:
-                    module.weight.grad = unit.view("grad", name)  # autograd adds to it in place
-                else:
-                    module.events = self
-                    self.grads[module] = unit.view("grad", name)
-        self.norms = self.home["norm.weight"]
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
+                 micro_batches: int = 1, factors: Factors = Factors(), layout: str = "inter",
+                 groups: Groups | None = None, off: tuple[str, ...] = (), reduce_dtype: torch.dtype | None = None,
+                 recompute: bool = False, bucket_bytes: int = 2**25, poison: bool = False,
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1):
+        self.f, self.layout, self.recompute, self.poison = factors, layout, recompute, poison
+        self.betas, self.eps, self.decay, self.bucket_bytes = betas, eps, decay, bucket_bytes
+        self.device, self.dtype, self.micro_batches = device, dtype, micro_batches
+        self.wide = accumulation_dtype(dtype)
+        self.wire = reduce_dtype or dtype
+        several = micro_batches > 1 or self.wire != dtype
+        self.grad_dtype = self.wide if several else dtype
+        self.lanes = {name: Lane(device, name not in off) for name in LANES}
+        self.prefetch = "gather" not in off
+        self._make_groups(groups or Groups())
+        self._make_shares(model)
+        self._make_norms(model)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        self.scalars = torch.ones(5, dtype=wide, device=device)
+        self.scalars = torch.ones(5, dtype=self.wide, device=device)
+        self.backward = False
         self.begin()
 
-    # -- events of the model
+    def _make_groups(self, groups: "Groups") -> None:
+        """The groups that this rank is in, by the ranks' arithmetic; None where it is alone."""
+        rank, f, group = dist.get_rank(), self.f, groups.get
+
+        def same_shard(r):
+            return r // f.os, r % f.p
+
+        self.p_gather = group("gather", lambda r: r // f.p)
+        self.p_second = group("gather", lambda r: r // f.second) if f.second else None
+        self.p_reduce = group("reduce", lambda r: r // f.p)
+        self.sub_reduce = group("reduce", same_shard)
+        self.sub_spread = group("spread", same_shard)
+        self.across = group("reduce", lambda r: r % f.os)
+        self.replicas = group("reduce", lambda r: r % f.p)
+        self.block = group("reduce", lambda r: r // f.os)
+        self.p_index, self.sub_index, self.n = rank % f.p, rank % f.os // f.p, f.os // f.p
+        # global rank of each member of this rank's subgroup: the roots of its broadcasts
+        self.sub_ranks = [rank // f.os * f.os + i * f.p + self.p_index for i in range(self.n)]
+
+    def _make_shares(self, model: nn.Module) -> None:
+        step, units = self.f.os * ALIGN, {}
+        self.shares: dict[Matrix, Share] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, Matrix):
+                padded = -(-module.weight.numel() // step) * step
+                s = self.shares[module] = Share(f"{name}.weight", module, padded)
+                units.setdefault(name.rpartition(".")[0] or name, []).append(s)
+        self.by_name = {s.name: s for s in self.shares.values()}
+        self.units = list(units.values())  # in the order of use: embedding, layers, head
+        self.unit_of = {s.module: i for i, unit in enumerate(self.units) for s in unit}
+        order = [s for unit in reversed(self.units[1:-1]) for s in reversed(unit)]
+        self.before = dict(zip(order, order[1:]))  # backward: the matrix that is needed next
+
+        loads = [0] * self.n  # greedy, largest first: which subgroup member updates a p-shard
+        for s in sorted(self.shares.values(), key=lambda s: -s.padded):
+            s.owner = loads.index(min(loads))
+            loads[s.owner] += s.padded
+        self.imbalance = max(loads) * self.n / sum(loads) - 1 if self.layout == "inter" else 0.0
+        pools: tuple[dict, dict] = {}, {}  # gathered weights, local gradients
+        for s in self.shares.values():
+            self._allocate(s, *pools)
+
+    def _allocate(self, s: Share, weights: dict[tuple, Buffer], grads: dict[tuple, Buffer]) -> None:
+        f, part = self.f, s.padded // self.f.p
+
+        def zeros(count: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(count, dtype=dtype, device=self.device)
+
+        def buffer(pool: dict[tuple, Buffer]) -> Buffer:
+            """One of two buffers of a kind of matrix, by the parity of the layer."""
+            key = s.padded, s.name.split(".")[-2], self.unit_of[s.module] % 2
+            if key not in pool:
+                pool[key] = Buffer(zeros(s.padded, self.dtype))
+            return pool[key]
+
+        s.shard = zeros(part, self.dtype)
+        s.second = zeros(s.padded // f.second, self.dtype) if f.second else None
+        s.full = Buffer(s.shard, s) if f.p == 1 else buffer(weights)
+        if self.layout == "inter":
+            offset, s.size = 0, part if s.owner == self.sub_index else 0
+        else:
+            offset, s.size = self.sub_index * (part // self.n), part // self.n
+        s.start = self.p_index * part + offset
+        s.store = zeros(part if f.g == f.p else s.size, self.grad_dtype)
+        s.local = Buffer(s.store) if f.g == 1 else buffer(grads)
+        s.own_weight = s.shard[offset : offset + s.size]
+        s.own_grad = s.store[offset : offset + s.size] if f.g == f.p else s.store
+        s.master, s.exp_avg, s.exp_avg_sq = (zeros(s.size, self.wide) for _ in range(3))
+        s.module.weight = nn.Parameter(s.full.data[: s.count].view(s.module.shape))
+        s.module.events = self
+
+    def _make_norms(self, model: nn.Module) -> None:
+        """Norm weights, on every rank: views of one vector, float32 or wider, their own masters."""
+        norms = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Norm)}
+        total = sum(m.weight.numel() for m in norms.values())
+        self.norm_states = {kind: torch.zeros(total, dtype=self.wide, device=self.device)
+                            for kind in ("master", "exp_avg", "exp_avg_sq")}
+        self.norm_grad = torch.zeros(total, dtype=self.wide, device=self.device)
+        self.norm_parts, start = {}, 0
+        for name, module in norms.items():
+            part = self.norm_parts[name] = slice(start, start + module.weight.numel())
+            module.weight = nn.Parameter(self.norm_states["master"][part])
+            module.weight.grad = self.norm_grad[part]  # autograd adds to it in place
+            start = part.stop
+
+    # -- parameters: need, release, and the gathers ahead of them
 
     def need(self, module: nn.Module) -> Tensor:
+        s, unit = self.shares[module], self.unit_of[module]
+        if unit == 0:
+            self.backward = False  # a forward pass starts
+        if self.f.p == 1:
+            wait(s.spread_event)
+            s.spread_event = None
+            return module.weight
+        self._gather([s])  # if it was not launched ahead
+        if not self.prefetch:
+            pass
+        elif self.backward and self.recompute:  # the layer before, once for both of its passes
+            self._gather(self.units[unit - 1] if unit > 1 else [])
+        elif self.backward:  # the next matrix alone
+            self._gather([self.before[s]] if s in self.before else [])
+        elif s is self.units[unit][0] and unit + 1 < len(self.units):  # all of the next layer
+            self._gather(self.units[unit + 1])
+        wait(s.full.event)
         return module.weight
 
     def release(self, module: nn.Module) -> None:
-        pass
+        """Nothing to free: the buffer goes to the layer after the next. Poison shows early reads."""
+        if self.poison and self.f.p > 1:
+            s = self.shares[module]
+            s.full.data.fill_(torch.nan)
+            s.full.holder = None
 
-    def piece(self, module: nn.Module, compute) -> None:
-        """The first piece of a step overwrites what the last step left, the others add to it."""
-        compute(self.grads[module], int(self.seen[module] > 0))
-        self.seen[module] += 1
+    def _gather(self, shares: list[Share]) -> None:
+        """Launch the all-gather of the weights that their buffers do not hold yet."""
+        shares = [s for s in shares if s.full.holder is not s]
+        if not shares:
+            return
+        with self.lanes["gather"].after_compute():
+            for s in shares:
+                wait(s.spread_event)
+                s.spread_event = None
+                if s.second is None or not self.backward:
+                    _all_gather(s.full.data, s.shard, group=self.p_gather)
+                elif self.p_second:
+                    _all_gather(s.full.data, s.second, group=self.p_second)
+                else:
+                    s.full.data.copy_(s.second)
+                if s.second is not None and not self.backward:
+                    k, size = dist.get_rank() % self.f.second, s.second.numel()
+                    s.second.copy_(s.full.data[k * size : (k + 1) * size])
+        event = self.lanes["gather"].mark()
+        for s in shares:
+            s.full.holder, s.full.event = s, event
 
-    # -- a step: begin, pieces, reduce, update
+    # -- gradients: pieces, and the reductions behind them
 
     def begin(self) -> None:
-        self.seen = dict.fromkeys(self.grads, 0)
-        self.norms.grad.zero_()
+        """A step starts: no gradient of the last one counts."""
+        self.micro_batch, self.bucket = 0, []
+        self.norm_grad.zero_()
+
+    def end_micro_batch(self) -> None:
+        self.micro_batch += 1
+
+    def piece(self, module: nn.Module, compute) -> None:
+        """The gradient of a matrix in this micro-batch; the reductions follow on their lanes."""
+        s, self.backward = self.shares[module], True
+        whole = s.local.data is s.store  # no shards: gradients add up where they stay
+        if not whole:
+            wait(s.local.event)  # the lane has read what the layer after the next left here
+        compute(s.local.data[: s.count].view(module.shape), int(whole and self.micro_batch > 0))
+        last = self.micro_batch == self.micro_batches - 1
+        if not whole:
+            with self.lanes["scatter"].after_compute():
+                self._scatter(s, last)
+                if self.poison:
+                    s.local.data[: s.count].fill_(torch.nan)
+                s.local.event = self.lanes["scatter"].mark()
+        if last:
+            self._synchronise(s)
+
+    def _scatter(self, s: Share, last: bool) -> None:
+        """This micro-batch's gradient: from the whole matrix to the part that is kept, and added."""
+        x = s.local.data.to(self.wire)
+        if self.p_reduce:
+            x = self._reduce_scatter(x, s.padded // self.f.p, self.p_reduce)
+        if self.f.g > self.f.p and self.layout == "intra":
+            x = self._reduce_scatter(x, s.size, self.sub_reduce)
+        elif self.f.g > self.f.p:  # inter: all-reduce, then select & drop
+            if last and self.micro_batch:
+                x[: s.size] += s.store  # what was kept joins before the final sum, once
+            dist.all_reduce(x, group=self.replicas if last else self.sub_reduce)
+            x = x[: s.size]
+        final = last and self.f.g > self.f.p and self.layout == "inter"
+        s.store.copy_(x) if final or self.micro_batch == 0 else s.store.add_(x)
+
+    def _synchronise(self, s: Share) -> None:
+        """Sum what is kept over the replicas, in buckets: small matrices travel together."""
+        if self.replicas is None or (self.f.g > self.f.p and self.layout == "inter"):
+            return  # there are none, or _scatter has done it
+        self.bucket.append(s)
+        if sum(b.store.nbytes for b in self.bucket) >= self.bucket_bytes:
+            self._reduce_bucket()
+
+    def _reduce_bucket(self) -> None:
+        bucket, self.bucket = self.bucket, []
+        intra = self.layout == "intra"
+        with self.lanes["reduce"].after_compute():
+            wait(self.lanes["scatter"].mark())
+            parts = [s.store.to(self.wire) for s in bucket]
+            if intra and self.f.g == self.f.p and self.n > 1:
+                parts = [self._reduce_scatter(x, s.size, self.sub_reduce)
+                         for s, x in zip(bucket, parts)]
+            if group := self.across if intra else self.replicas:
+                with dist._coalescing_manager(group):
+                    for x in parts:
+                        dist.all_reduce(x, group=group)
+            for s, x in zip(bucket, parts):
+                into = s.own_grad if intra else s.store
+                if x.data_ptr() != into.data_ptr():
+                    into.copy_(x)
+
+    @staticmethod
+    def _reduce_scatter(x: Tensor, size: int, group) -> Tensor:
+        out = torch.empty(size, dtype=x.dtype, device=x.device)
+        _reduce_scatter(out, x, group=group)
+        return out
 
     def reduce(self) -> None:
-        """Sum the gradients over the ranks."""
-        for unit in self.units:
-            dist.all_reduce(unit.grad, group=self.group)
+        """After the last backward: the rest of the buckets and the norms; compute waits for all."""
+        if self.bucket:
+            self._reduce_bucket()
+        dist.all_reduce(self.norm_grad)
+        for name in ("scatter", "reduce"):
+            wait(self.lanes[name].mark())
+
+    # -- the update
 
     def update(self, lr: float, clip: float) -> tuple[Tensor, Tensor]:
         """AdamW with the gradient's global norm clipped to `clip` (0: off).
 
         Returns the norm and whether it was finite, on the device; if not, nothing was changed.
         """
-        wide = self.scalars.dtype
-        norms = [torch.linalg.vector_norm(u.grad, dtype=wide) for u in self.units]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        parts = [torch.linalg.vector_norm(s.own_grad, dtype=self.wide)
+                 for s in self.shares.values() if s.size]
+        squares = torch.stack(parts).square().sum() if parts else self.scalars.new_zeros(())
+        if self.block:  # the ranks of a block own every element once
+            dist.all_reduce(squares, group=self.block)
+        norm = (squares + self.norm_grad.square().sum()).sqrt()
         finite = norm.isfinite()
         self.updates += finite
-        t = self.updates.to(wide).clamp(min=1)
+        t = self.updates.to(self.wide).clamp(min=1)
         self.scalars[0].fill_(lr)
         self.scalars[1].copy_((clip / (norm + 1e-6)).clamp(max=1) if clip else torch.ones_like(norm))
         self.scalars[2].copy_(1 - self.betas[0] ** t)
         self.scalars[3].copy_(1 - self.betas[1] ** t)
         self.scalars[4].copy_(finite)
-        for u in self.units:
-            adamw(u.weight, u.master, u.exp_avg, u.exp_avg_sq, u.grad, self.scalars, *self.betas,
-                  self.eps, u.decay)
+        constants = self.scalars, *self.betas, self.eps
+        copy = torch.empty_like(self.norm_grad)  # norm weights are their own masters
+        adamw(copy, *self.norm_states.values(), self.norm_grad, *constants, 0.0)
+        for unit in self.units:
+            for s in unit:
+                if s.size:
+                    adamw(s.own_weight, s.master, s.exp_avg, s.exp_avg_sq, s.own_grad, *constants,
+                          self.decay)
+            self._spread(unit)
         return norm, finite
+
+    def _spread(self, unit: list[Share]) -> None:
+        """Launch the travel of a unit's new parameters from their owners to the subgroup."""
+        if self.f.p > 1:
+            for s in unit:
+                s.full.holder = None  # what was gathered is old
+        if self.n == 1:
+            return
+        with self.lanes["spread"].after_compute():
+            for s in unit:
+                if self.layout == "inter":
+                    dist.broadcast(s.shard, self.sub_ranks[s.owner], group=self.sub_spread)
+                else:  # gloo may not read where it writes
+                    own = s.own_weight if self.device.type == "cuda" else s.own_weight.clone()
+                    _all_gather(s.shard, own, group=self.sub_spread)
+        event = self.lanes["spread"].mark()
+        for s in unit:
+            s.spread_event = event
+
+    def params_ready(self) -> None:
+        """All parameters have arrived: before they are read other than through `need`."""
+        for s in self.shares.values():
+            wait(s.spread_event)
 
     # -- loading and saving
 
     def load(self, name: str, tensor: Tensor) -> None:
-        """Set one parameter, from any dtype and device."""
-        unit = self.home[name]
-        unit.view("master", name).copy_(tensor)
-        unit.view("weight", name).copy_(unit.view("master", name))
+        """Set a parameter, each rank its shards, from the whole tensor of any dtype and device."""
+        if name in self.norm_parts:
+            self.norm_states["master"][self.norm_parts[name]].copy_(tensor)
+            return
+        s, flat = self.by_name[name], tensor.reshape(-1)
+        for part, start in ((s.shard, self.p_index * s.shard.numel()), (s.master, s.start)):
+            values = flat[start : start + part.numel()]
+            part[: values.numel()].copy_(values)
 
     def full(self, name: str) -> Tensor:
-        """A parameter at the optimizer's precision."""
-        return self.home[name].view("master", name)
+        """A whole parameter at the optimizer's precision; a collective of all ranks."""
+        if name in self.norm_parts:
+            return self.norm_states["master"][self.norm_parts[name]]
+        s = self.by_name[name]
+        whole = torch.zeros(s.padded, dtype=self.wide, device=self.device)
+        whole[s.start : s.start + s.size] = s.master
+        if self.block:
+            dist.all_reduce(whole, group=self.block)  # an element's one owner, and zeros
+        return whole[: s.count].view(s.module.shape)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Views by parameter name, free of padding: what a checkpoint holds and is loaded into."""
-        kinds = ("master", "exp_avg", "exp_avg_sq")
-        named = {f"{k}.{n}": u.view(k, n) for n, u in self.home.items() for k in kinds}
-        return {**named, "updates": self.updates}
+    def state_dict(self) -> dict:
+        """By parameter name, free of padding: what a checkpoint holds and is loaded into."""
+        out = {"updates": self.updates}
+        for kind in ("master", "exp_avg", "exp_avg_sq"):
+            for name, part in self.norm_parts.items():
+                out[f"{kind}.{name}"] = self.norm_states[kind][part]
+            for s in self.shares.values():
+                part = getattr(s, kind)[: max(0, s.count - s.start)]
+                out[f"{kind}.{s.name}"] = Flat.of(part, s.start, s.count)
+        return out
 
     def loaded(self) -> None:
         """After a checkpoint was read into state_dict(): the weights follow their masters."""
         for unit in self.units:
-            unit.weight.copy_(unit.master)
+            for s in unit:
+                s.own_weight.copy_(s.master)
+            self._spread(unit)
+
+    def bytes(self) -> dict[str, int]:
+        """What this rank really holds of each kind, the norms apart."""
+        shares = self.shares.values()
+        return {"parameters": sum(s.shard.nbytes + (s.second.nbytes if s.second is not None else 0)
+                                  for s in shares),
+                "gradients": sum(s.store.nbytes for s in shares),
+                "optimizer": sum(s.master.nbytes + s.exp_avg.nbytes + s.exp_avg_sq.nbytes
+                                 for s in shares)}

@@ -39,7 +39,8 @@ import torch.distributed.checkpoint as dcp
 from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes, attention,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel, rope_frequencies)
-from shard import States
+from shard import (LANES, Factors, States, check_factors, legal_factors, parse_mesh, parse_strategy,
+                   state_bytes)
 
 # ---------------------------------------------------------------------------- config
 
@@ -86,6 +87,18 @@ class Config:
     export: str = flag("", "folder for a Hugging Face checkpoint of the final weights")
     rope_theta: float = flag(0.0, "rotary base; 0: the model's")
     rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR, yarn:FACTOR")
+    p: str = flag("", "parameter shards: a number, or GPUs in a node x nodes (8, 8x4); default: the"
+                  " fewest shards that fit the GPU's memory, p before g before os")
+    g: str = flag("", "gradient shards, p or os")
+    os: str = flag("", "optimizer state shards, a multiple of p")
+    per_node: int = flag(0, "ranks of a node; 0: torchrun's local world size")
+    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero++:K, zero1.5:K")
+    os_layout: str = flag("intra", "of optimizer states: inter (whole tensors, greedy) or intra (each"
+                          " tensor split evenly)")
+    overlap: str = flag("gather,scatter,reduce,spread", "communication that runs under computation:"
+                        " a list of these, or none")
+    reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
+    recompute: str = flag("none", "none, or full: layers keep their input alone and run again")
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
@@ -272,6 +285,7 @@ class Plan:
     dtype: torch.dtype
     kernel: str
     micro_batches: int  # M
+    factors: Factors
     train: Sequences
     val: Sequences
     read: object = None  # name -> tensor of the imported checkpoint
@@ -282,6 +296,34 @@ def nearest(value: int, step: int) -> str:
     """The multiples of step around value, for messages."""
     low = value // step * step
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
+
+
+def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
+    """The factors of the flags; what is left open, with the fewest shards whose need fits in room
+    (bytes). Raises ValueError if nothing legal, or nothing that fits, is left."""
+    cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if cfg.per_node < 1 or world % cfg.per_node:
+        raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks")
+    wish = {k: parse_mesh(getattr(cfg, k), cfg.per_node) for k in ("p", "g", "os") if getattr(cfg, k)}
+    if cfg.strategy:
+        if wish:
+            raise ValueError(f"--strategy {cfg.strategy} sets p, g and os; drop --{' --'.join(wish)}")
+        factors = [parse_strategy(cfg.strategy, world)]
+        check_factors(factors[0], world, cfg.per_node)
+    else:
+        factors = [f for f in legal_factors(world, cfg.per_node)
+                   if all(getattr(f, k) == v for k, v in wish.items())]
+        if not factors:
+            low, high = wish.get("p", 1), wish.get("os", world)
+            check_factors(Factors(low, wish.get("g", high), high), world, cfg.per_node)
+            raise AssertionError("check_factors accepts what is not legal")
+    for f in factors:
+        if need(f) <= room:
+            return f
+    least = min(factors, key=need)
+    raise ValueError(f"--model {cfg.model}: states and buffers need {need(least) / 2**30:.0f} GiB a "
+                     f"GPU even with p={least.p} g={least.g} os={least.os}, a GPU has "
+                     f"{room / 2**30:.0f}; more ranks, or a smaller model or --micro-batch")
 
 
 def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
@@ -362,32 +404,33 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
         except OSError as e:
             raise ValueError(f"{folder} cannot be written: {e}") from e
     resume = find_checkpoint(cfg, model)
-    plan = Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, train, val, read,
-                resume)
-    if cfg.device == "cuda" and not cfg.dry_run:
-        room = torch.cuda.get_device_properties(device).total_memory
-        states = sum(v for k, v in memory_need(cfg, plan).items() if k in STATES)
-        if states > room:
-            raise ValueError(f"--model {cfg.model}: its states need {states / 2**30:.0f} GiB on each "
-                             f"GPU, which has {room / 2**30:.0f}; take a smaller model")
+    for name, values in (("os_layout", ("intra", "inter")), ("reduce_dtype", ("auto", "fp32")),
+                         ("recompute", ("none", "full"))):
+        if getattr(cfg, name) not in values:
+            flag_name = name.replace("_", "-")
+            raise ValueError(f"--{flag_name} {getattr(cfg, name)}: {' or '.join(values)}")
+    if unknown := set(cfg.overlap.split(",")) - {*LANES, "none"}:
+        raise ValueError(f"--overlap {','.join(unknown)}: a list of {', '.join(LANES)}, or none")
+    plan = Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, Factors(), train,
+                val, read, resume)
+    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**60
+    plan.factors = choose_factors(
+        cfg, world, lambda f: sum(memory_need(cfg, plan, f).values()), room)
     return plan
 
 
-STATES = ("parameters", "gradients", "optimizer")
-
-
-def memory_need(cfg: Config, plan: Plan) -> dict[str, int]:
-    """Bytes on a device, by what they are for."""
-    e, count = plan.dtype.itemsize, param_count(plan.model)
-    wide = max(4, e)
-    tokens = cfg.micro_batch * cfg.seq
-    return {
-        "parameters": e * count,
-        "gradients": (e if plan.micro_batches == 1 else wide) * count,
-        "optimizer": (2 * wide + (wide if e < wide else 0)) * count,
-        "activations": activation_bytes(plan.model, tokens, e),
-        "loss": 2 * wide * min(LOSS_ELEMENTS, tokens * plan.model.vocab)
-        + wide * plan.model.vocab * plan.model.dim,
+def memory_need(cfg: Config, plan: Plan, f: Factors) -> dict[str, float]:
+    """Bytes on a device under factors f, by what they are for."""
+    m, e, count = plan.model, plan.dtype.itemsize, param_count(plan.model)
+    wide, tokens = max(4, e), cfg.micro_batch * cfg.seq
+    several = plan.micro_batches > 1 or cfg.reduce_dtype == "fp32"
+    whole = 2 * (count - 2 * m.vocab * m.dim) / m.layers + 2 * m.vocab * m.dim  # two of each matrix
+    layers = m.layers if cfg.recompute == "none" else 1
+    kept = 0 if cfg.recompute == "none" else m.layers * tokens * m.dim * e
+    return state_bytes(count, f, plan.dtype, several) | {
+        "buffers": e * whole * ((f.p > 1) + (f.g > 1)),
+        "activations": activation_bytes(m, tokens, e) * layers / m.layers + kept,
+        "loss": 2 * wide * min(LOSS_ELEMENTS, tokens * m.vocab) + wide * m.vocab * m.dim,
     }
 
 
@@ -570,7 +613,7 @@ def main(argv: list[str] | None = None) -> None:
     count, (causal, full) = param_count(plan.model), flops_per_token(plan.model, cfg.seq)
     print0(f"model {cfg.model}: {count:,} parameters, {causal:.3g} FLOPs a token causal, {full:.3g} "
            f"full, at {cfg.seq:,} tokens")
-    need = memory_need(cfg, plan)
+    need, f = memory_need(cfg, plan, plan.factors), plan.factors
     print0("memory a device: " + ", ".join(f"{k} {v / 2**30:.2f}" for k, v in need.items())
            + f"; {sum(need.values()) / 2**30:.2f} GiB")
     print0(f"data {cfg.data}: {len(plan.train.corpus):,} tokens, {plan.train.count:,} training and "
@@ -582,12 +625,21 @@ def main(argv: list[str] | None = None) -> None:
     fused = cfg.compile and device.type == "cuda"
     print0(f"element-wise parts: {'compiled' if fused else 'eager'}")
     torch.compiler.set_stance("default" if fused else "force_eager")
+    print0(f"states: p={f.p} g={f.g} os={f.os}" + (f" second={f.second}" if f.second else "")
+           + f" of {world} ranks, {cfg.per_node} a node; {cfg.os_layout}-tensor; overlapped: "
+           f"{cfg.overlap}; recomputed: {cfg.recompute}")
     print0(f"batch: {cfg.batch} sequences = {world} ranks x {plan.micro_batches} micro-batches x "
            f"{cfg.micro_batch}, on {name}")
     with torch.device("meta"):
         model = LLaMA(plan.model, attention(plan.kernel))
-    states = States(model, device, plan.dtype, plan.micro_batches, dist.group.WORLD,
-                    (cfg.beta1, cfg.beta2), decay=cfg.weight_decay)
+    model.recompute = cfg.recompute == "full"
+    states = States(model, device, plan.dtype, plan.micro_batches, f, cfg.os_layout,
+                    off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),
+                    reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
+                    recompute=model.recompute, betas=(cfg.beta1, cfg.beta2),
+                    decay=cfg.weight_decay)
+    if states.imbalance:
+        print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
     start = 0
     if plan.resume:
         dcp.load(states.state_dict(), checkpoint_id=plan.resume)
@@ -622,6 +674,7 @@ def main(argv: list[str] | None = None) -> None:
         for m in range(plan.micro_batches):
             part = model(tokens[m], labels[m], scale)
             part.backward()
+            states.end_micro_batch()
             loss += part.detach()
         states.reduce()
         lr = learning_rate(cfg, step - 1)
