@@ -21,6 +21,7 @@ import platform
 import statistics
 import subprocess
 import time
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -72,9 +73,10 @@ def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds
     hw = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     peak, tgs = peak_flops(hw), tokens / seconds if seconds else None
     causal, full = (f * tgs / peak if peak and tgs else None for f in flops_per_token(cfg, seq))
-    ratio = causal / bound["mfu_causal"] if bound and causal else None
+    flops = flops_per_token(cfg, seq)[0] * tgs if tgs else None
+    ratio = flops / bound["flops"] if bound and flops else None  # known without a peak
     return {"system": system, "model": name, "seq": seq, "gpus": int(device.type == "cuda"),
-            "tgs": tgs, "step_s": seconds, "mfu_causal": causal, "mfu_full": full,
+            "tgs": tgs, "step_s": seconds, "flops": flops, "mfu_causal": causal, "mfu_full": full,
             "bound_ratio": ratio, "gpu_gib": peak_gib(device), "host_gib": None,
             "oom": seconds is None, **more}
 
@@ -244,7 +246,7 @@ def table_shard(device: torch.device) -> list[dict]:
                                              layout=layout), batch, m),
                     5 if m == 1 else 3, micro_batches=m)
         flat = dist.init_device_mesh("cuda", (world,))
-        two = dist.init_device_mesh("cuda", (world // half, half))
+        two = dist.init_device_mesh("cuda", (world // half, half), mesh_dim_names=("rep", "shard"))
         for label, mesh, reshard in (("ZeRO-3", flat, True), ("ZeRO-2-like", flat, False),
                                      ("HSDP, reshard", two, True), ("HSDP", two, False)):
             attempt(rows, f"fsdp2 {label} M={m}", name, seq, seq * m, bound, device,
@@ -282,7 +284,7 @@ def table_nodes(device: torch.device) -> list[dict]:
         attempt(rows, f"ours {f.p},{f.g},{f.os} nodes=2", name, seq, seq, None, device,
                 lambda: train_step(*make(cfg, kernel, device, dtype, factors=f, layout="intra"),
                                    batch, 1), repeats=3)
-    for label, mesh, reshard in (("HSDP", dist.init_device_mesh("cuda", (2, k)), False),
+    for label, mesh, reshard in (("HSDP", dist.init_device_mesh("cuda", (2, k), mesh_dim_names=("rep", "shard")), False),
                                  ("ZeRO-3", dist.init_device_mesh("cuda", (world,)), True)):
         attempt(rows, f"fsdp2 {label} nodes=2", name, seq, seq, None, device,
                 lambda: fsdp2_step(cfg, kernel, device, 1, mesh, reshard, batch), repeats=3)
@@ -364,6 +366,11 @@ def show(rows: list[dict], head: bool = True) -> None:
 
 def versions() -> dict:
     found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("flash-attn-4", "flash-attn", "triton"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            pass
     if torch.cuda.is_available():
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
                   "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
@@ -410,7 +417,8 @@ def write_readme() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; none: all")
-    parser.add_argument("--out", default=str(HERE / "results"), help="folder of the results files")
+    parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
+                        "out/results on a CPU, whose figures README does not show")
     parser.add_argument("--readme", action="store_true",
                         help="measure nothing, write README.md's tables from results/")
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
@@ -446,7 +454,7 @@ def main() -> None:
         if rank == 0:
             print(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
             show(rows)
-            out = Path(args.out)
+            out = Path(args.out or HERE / ("results" if gpu else "out/results"))
             out.mkdir(parents=True, exist_ok=True)
             kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
             (out / f"{name}-{kind}.json").write_text(json.dumps(results, indent=1) + "\n")

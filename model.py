@@ -25,6 +25,7 @@ import importlib
 import json
 import math
 import re
+import shutil
 import warnings
 import zlib
 from collections.abc import Callable
@@ -236,10 +237,13 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 def pick_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel's name, "auto" resolved. Raises ValueError if it is unknown or unusable here."""
-    usable = [k for k in KERNELS if why_not(k, device, dtype) is None]
+    reasons = {k: why_not(k, device, dtype) for k in KERNELS}
+    usable = [k for k in KERNELS if reasons[k] is None]
     if name == "auto" and usable:
         return usable[0]
-    reason = why_not(name, device, dtype) if name in KERNELS else "there is no such kernel here"
+    reason = reasons.get(name, "there is no such kernel here")
+    if name == "auto":
+        reason = "; ".join(f"{k}: {why}" for k, why in reasons.items())
     if reason:
         raise ValueError(f"--attention {name}: {reason}; usable: {', '.join(usable) or 'none'}")
     return name
@@ -249,17 +253,20 @@ MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger te
 
 
 def _head_groups(q: Tensor, k: Tensor):
-    """Cut (B, T, H, D) tensors into (sequence, query heads, kv heads) slices below MAX_ELEMENTS.
+    """Cut (B, T, H, D) tensors into (sequence, query heads, kv heads) slices of MAX_ELEMENTS.
 
-    At 1M tokens, 32 heads and D = 128, a tensor has 4.3e9 elements: three groups or more a call.
+    At 1M tokens, 32 heads and D = 128, a tensor has 4.3e9 elements: three groups. Where the query
+    heads of one kv head are too many, they are cut too.
     """
-    per_kv_head = q.shape[1] * q.shape[3] * (q.shape[2] // k.shape[2])
-    kv = max(1, min(k.shape[2], MAX_ELEMENTS // per_kv_head))
+    most = MAX_ELEMENTS // (q.shape[1] * q.shape[3])  # heads
+    if most == 0:
+        raise ValueError(f"a head of {q.shape[1]} tokens x {q.shape[3]} is past {MAX_ELEMENTS} elements")
     ratio = q.shape[2] // k.shape[2]
+    step = most // ratio * ratio or next(n for n in range(most, 0, -1) if ratio % n == 0)
     for b in range(q.shape[0]):
-        for h in range(0, k.shape[2], kv):
-            end = min(h + kv, k.shape[2])
-            yield slice(b, b + 1), slice(h * ratio, end * ratio), slice(h, end)
+        for h in range(0, q.shape[2], step):
+            end = min(h + step, q.shape[2])
+            yield slice(b, b + 1), slice(h, end), slice(h // ratio, -(-end // ratio))
 
 
 def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,10 +287,12 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse) -> tuple[Tensor, Ten
     """The gradients of q, k and v, from the same global o and lse for every head group."""
     if q.numel() <= MAX_ELEMENTS:
         return kernel.backward(do.contiguous(), q, k, v, o, lse)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for b, h, g in _head_groups(q, k):
         cut = (do[b, :, h], q[b, :, h], k[b, :, g], v[b, :, g], o[b, :, h], lse[b, h])
-        dq[b, :, h], dk[b, :, g], dv[b, :, g] = kernel.backward(*(t.contiguous() for t in cut))
+        dq[b, :, h], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut))
+        dk[b, :, g] += dk_part  # a kv head may serve several groups
+        dv[b, :, g] += dv_part
     return dq, dk, dv
 
 
@@ -689,26 +698,27 @@ def hf_config(folder: str) -> ModelConfig:
                       ("mlp_bias", False)):
         if c.get(key, ours) != ours:
             raise ValueError(f"{folder}/config.json: {key} is {c[key]!r}; only {ours!r} is built")
-    # transformers 5 keeps all of rope in rope_parameters, transformers 4 in two places
-    rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", c.get("rope_theta", 10000.0))
-    if rope.get("rope_type", rope.get("type")) == "default":
-        rope = {}
     known = {"rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast",
              "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"}
-    if rope.keys() - known:
-        raise ValueError(f"{folder}/config.json: rope scaling with {sorted(rope.keys() - known)}")
     try:
+        # transformers 5 keeps all of rope in rope_parameters, transformers 4 in two places
+        rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
+        theta = rope.pop("rope_theta", c.get("rope_theta", 10000.0))
+        rope = {} if rope.get("rope_type", rope.get("type")) == "default" else rope
+        if rope.keys() - known:
+            raise ValueError(f"rope scaling with {sorted(rope.keys() - known)} is not built")
+        if rope and not rope.get("original_max_position_embeddings"):
+            rope["original_max_position_embeddings"] = c["max_position_embeddings"]
         heads, dim = c["num_attention_heads"], c["hidden_size"]
         cfg = ModelConfig(
             c["vocab_size"], dim, c["num_hidden_layers"], heads,
             c.get("num_key_value_heads") or heads, c["intermediate_size"],
             c.get("head_dim") or dim // heads, c.get("rms_norm_eps", 1e-6), theta, rope,
             c.get("max_position_embeddings", 2048), c.get("tie_word_embeddings", False))
-    except KeyError as e:
-        raise ValueError(f"{folder}/config.json has no {e}") from e
-    rope_frequencies(cfg)  # refuses a scaling that it does not know
-    return cfg
+        rope_frequencies(cfg)  # refuses a scaling that it does not know
+        return cfg
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError, ValueError) as e:
+        raise ValueError(f"{folder}/config.json: {type(e).__name__}: {e}") from e
 
 
 def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
@@ -758,15 +768,19 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
 HF_FILE_BYTES = 4 * 2**30  # one file of an export
 
 
-def hf_export(folder: str, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-              write: bool = True) -> None:
+def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
+              write: bool = True, source: Path | None = None) -> None:
     """Write config.json and safetensors, which transformers 4 and 5 load, file by file.
 
     read(name) -> the full tensor; where ranks read together, all call this and one has write=True.
-    An imported tied head that still equals the embedding is tied again.
+    An imported tied head that still equals the embedding is tied again. source: the folder of the
+    import, whose tokenizer, other settings and dtype go along.
     """
     from safetensors.torch import save_file
 
+    config = json.loads((source / "config.json").read_text()) if source else {}
+    stored = config.get("dtype") or config.get("torch_dtype") or str(dtype)
+    dtype = getattr(torch, stored.removeprefix("torch."))
     with torch.device("meta"):
         shapes = {n: p.shape for n, p in LLaMA(cfg).named_parameters()}
     tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
@@ -789,10 +803,10 @@ def hf_export(folder: str, cfg: ModelConfig, read: Callable[[str], Tensor], dtyp
             file = "model.safetensors"
         tensors = {}
         for name in names:
-            rows = [n for _, n in _hf_parts(cfg, name, shapes[name][0])]
-            parts = read(name).to("cpu", dtype).split(rows)
+            tensor = read(name)
             if write:
-                theirs = [part for part, _ in _hf_parts(cfg, name, shapes[name][0])]
+                theirs, rows = zip(*_hf_parts(cfg, name, shapes[name][0]))
+                parts = tensor.to("cpu", dtype).split(rows)
                 tensors.update({n: p.contiguous() for n, p in zip(theirs, parts)})
         if write:
             save_file(tensors, root / file, metadata={"format": "pt"})
@@ -804,7 +818,7 @@ def hf_export(folder: str, cfg: ModelConfig, read: Callable[[str], Tensor], dtyp
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     rope = cfg.rope_scaling or {"rope_type": "default"}
-    config = {
+    config |= {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
         "vocab_size": cfg.vocab, "hidden_size": cfg.dim, "num_hidden_layers": cfg.layers,
         "num_attention_heads": cfg.heads, "num_key_value_heads": cfg.kv_heads,
@@ -814,4 +828,8 @@ def hf_export(folder: str, cfg: ModelConfig, read: Callable[[str], Tensor], dtyp
         "rope_theta": cfg.rope_theta, "rope_scaling": cfg.rope_scaling or None,  # transformers 4
         "rope_parameters": {"rope_theta": cfg.rope_theta, **rope},  # transformers 5
     }
+    config["dtype"] = config["torch_dtype"]
+    for f in [f for pattern in ("*token*", "generation_config.json", "chat_template*")
+              for f in (source.glob(pattern) if source else []) if f.is_file()]:
+        shutil.copy(f, root)
     (root / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -516,10 +516,11 @@ class States:
 
     # -- the update
 
-    def update(self, lr: float, clip: float) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float, clip: float, loss: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """AdamW with the gradient's global norm clipped to `clip` (0: off).
 
-        Returns the norm and whether it was finite, on the device; if not, nothing was changed.
+        Returns the norm, and whether it and the loss of all ranks are finite, on the device; if
+        not, nothing was changed.
         """
         parts = [torch.linalg.vector_norm(s.own_grad, dtype=self.wide)
                  for s in self.shares.values() if s.size]
@@ -527,7 +528,7 @@ class States:
         if self.block:  # the ranks of a block own every element once
             dist.all_reduce(squares, group=self.block)
         norm = (squares + self.norm_grad.square().sum()).sqrt()
-        finite = norm.isfinite()
+        finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
         self.updates += finite
         t = self.updates.to(self.wide).clamp(min=1)
         self.scalars[0].fill_(lr)

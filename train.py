@@ -20,6 +20,7 @@ import gc
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -46,9 +47,12 @@ from shard import (LANES, Factors, States, check_factors, legal_factors, parse_m
 
 
 def size(text: str) -> int:
-    """'4096', '64K', '1M': whole numbers with binary suffixes."""
-    scale = {"K": 2**10, "M": 2**20, "G": 2**30}.get(text[-1:].upper(), 1)
-    return int(float(text[:-1]) * scale) if scale > 1 else int(text)
+    """'4096', '64K', '1.5M': whole numbers with binary suffixes."""
+    number = re.fullmatch(r"(-?\d+(?:\.\d+)?)([KMG]?)", text.upper())
+    value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
+    if value != int(value):
+        raise ValueError(text)  # argparse says the rest
+    return int(value)
 
 
 def flag(default, text: str):
@@ -107,6 +111,14 @@ class Config:
     dry_run: bool = flag(False, "print config, counts and memory need, and end")
 
 
+LIMITS = {  # what a number may be, once "0: by model" and the like are resolved
+    "seq": (1, 2**40), "steps": (0, 2**40), "batch": (1, 2**40), "micro_batch": (0, 2**40),
+    "lr": (0, 1e30), "min_lr": (0, 1), "warmup": (0, 2**40), "weight_decay": (0, 1e6),
+    "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "clip": (0, 1e30), "max_skips": (1, 2**40),
+    "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "eval_every": (-1, 2**40),
+    "eval_sequences": (1, 2**40), "save_every": (-1, 2**40), "keep": (1, 2**40),
+    "rope_theta": (1, 1e30), "timeout": (1, 1e9), "per_node": (1, 2**40),
+}
 SIZES = ("seq", "steps", "batch", "micro_batch")
 
 
@@ -246,7 +258,8 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
 
 
 def start_ranks(timeout: float) -> tuple[int, int, int]:
-    """Join torchrun's group, or make a group of one. Returns rank, R, local rank."""
+    """Join torchrun's group, or make a group of one (timeout in seconds). Returns rank, R, local
+    rank."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
@@ -261,8 +274,19 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     return rank, world, int(os.environ.get("LOCAL_RANK", 0))
 
 
+def launch_name() -> str:
+    """The same on all ranks and after a restart by torchrun, another for another launch."""
+    name = [f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.uname().nodename} {os.getppid()}"]
+    dist.broadcast_object_list(name)
+    return name[0]
+
+
+class Refused(ValueError):
+    """Bad input, found before any work, raised on all ranks alike."""
+
+
 def on_all_ranks(check):
-    """check() on every rank; if it fails on any, the same ValueError on all, so that none hangs."""
+    """check() on every rank; if it fails on any, the same Refused on all, so that none hangs."""
     result = error = None
     try:
         result = check()
@@ -272,7 +296,7 @@ def on_all_ranks(check):
     dist.all_gather_object(errors, error)
     if failed := [(r, e) for r, e in enumerate(errors) if e]:
         where = "" if len(failed) == len(errors) else f" (on ranks {[r for r, _ in failed]})"
-        raise ValueError(failed[0][1] + where)
+        raise Refused(failed[0][1] + where)
     return result
 
 
@@ -301,8 +325,7 @@ def nearest(value: int, step: int) -> str:
 def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
     """The factors of the flags; what is left open, with the fewest shards whose need fits in room
     (bytes). Raises ValueError if nothing legal, or nothing that fits, is left."""
-    cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if cfg.per_node < 1 or world % cfg.per_node:
+    if world % cfg.per_node:
         raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks")
     wish = {k: parse_mesh(getattr(cfg, k), cfg.per_node) for k in ("p", "g", "os") if getattr(cfg, k)}
     if cfg.strategy:
@@ -326,7 +349,7 @@ def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
                      f"{room / 2**30:.0f}; more ranks, or a smaller model or --micro-batch")
 
 
-def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
+def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) -> Plan:
     """Resolve what is left open in cfg (in place) and refuse what cannot work, with numbers."""
     gpus = torch.cuda.device_count()
     if cfg.device == "auto":
@@ -358,35 +381,39 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
             raise ValueError(f"--model {cfg.model}: auto, {', '.join(MODELS)}"
                              + (f"; nearest: {near[0]}" if near else ""))
         model = MODELS[cfg.model]
-    if cfg.rope_theta:
+    cfg.rope_theta = cfg.rope_theta or model.rope_theta
+    cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if cfg.rope_theta != model.rope_theta:
         model = dataclasses.replace(model, rope_theta=cfg.rope_theta)
     if cfg.rope_scaling:
         kind, _, factor = cfg.rope_scaling.partition(":")
-        if kind not in ("linear", "yarn") or not factor.replace(".", "", 1).isdigit():
-            raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR")
+        if kind not in ("linear", "yarn") or not (
+                factor.replace(".", "", 1).isdigit() and float(factor) >= 1):
+            raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR, from 1")
         trained = model.rope_scaling.get("original_max_position_embeddings", model.max_positions)
         model = dataclasses.replace(model, rope_scaling={
             "rope_type": kind, "factor": float(factor),
             "original_max_position_embeddings": trained})
-    rope_frequencies(model)
 
     small = cfg.model == "tiny"
     cfg.seq = cfg.seq or (256 if small else 4096)
     cfg.lr = cfg.lr or (3e-3 if small else 6e-4 if cfg.model == "160m" else 3e-4)
-    cfg.batch = cfg.batch or max(1, (2**12 if small else 2**19) // cfg.seq)
-    cfg.warmup = cfg.steps // 20 if cfg.warmup < 0 else cfg.warmup
-    for name in ("seq", "batch", "steps", "micro_batch", "keep", "max_skips", "eval_sequences"):
-        least = 0 if name in ("steps", "micro_batch") else 1
-        if getattr(cfg, name) < least:
-            flag_name = name.replace("_", "-")
-            raise ValueError(f"--{flag_name} {getattr(cfg, name)}: at least {least}")
+    if not cfg.batch:
+        usual = max(1, (2**12 if small else 2**19) // cfg.seq)
+        cfg.batch = -(-usual // world) * world
+        if cfg.batch != usual and rank == 0:
+            print(f"--batch is {usual} here by default; {cfg.batch}, so that {world} ranks divide it")
+    cfg.warmup = cfg.steps // 20 if cfg.warmup == -1 else cfg.warmup
+    for name, (least, most) in LIMITS.items():
+        if not least <= getattr(cfg, name) <= most:  # a NaN is not, either
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: from {least} to {most}")
     if cfg.batch % world:
         raise ValueError(f"--batch {cfg.batch}: not divisible by {world} ranks; nearest: "
                          f"{nearest(cfg.batch, world)}")
     each = cfg.batch // world
-    fits = [b for b in range(1, each + 1) if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13)]
-    cfg.micro_batch = cfg.micro_batch or fits[-1]
-    if each % cfg.micro_batch:
+    tries = [cfg.micro_batch] if cfg.micro_batch else [
+        b for b in range(each, 0, -1) if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13)]
+    if each % tries[0]:
         raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences of "
                          f"a rank (--batch {cfg.batch} over {world}); nearest --batch: "
                          f"{nearest(cfg.batch, cfg.micro_batch * world)}")
@@ -395,15 +422,17 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
     corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     check_tokens([c for c in (corpus, val_corpus) if c], model.vocab, rank, world)
-    if cfg.export and Path(cfg.export).exists() and any(Path(cfg.export).iterdir()):
-        raise ValueError(f"--export {cfg.export}: the folder is not empty; name a new one")
-    for folder in {cfg.out, cfg.export} - {""}:
+    export = Path(cfg.export)
+    if cfg.export and (export.resolve() == Path(cfg.out).resolve() or export.is_dir() and any(
+            f.name != "partial" for f in export.iterdir())):
+        raise ValueError(f"--export {cfg.export}: the folder is not empty, or --out; name a new one")
+    for folder in {cfg.out, cfg.export} - {""} if not cfg.dry_run else {}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as e:
             raise ValueError(f"{folder} cannot be written: {e}") from e
-    resume = find_checkpoint(cfg, model)
+    resume = find_checkpoint(cfg, model, launch)
     for name, values in (("os_layout", ("intra", "inter")), ("reduce_dtype", ("auto", "fp32")),
                          ("recompute", ("none", "full"))):
         if getattr(cfg, name) not in values:
@@ -411,11 +440,17 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int) -> Plan:
             raise ValueError(f"--{flag_name} {getattr(cfg, name)}: {' or '.join(values)}")
     if unknown := set(cfg.overlap.split(",")) - {*LANES, "none"}:
         raise ValueError(f"--overlap {','.join(unknown)}: a list of {', '.join(LANES)}, or none")
-    plan = Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, Factors(), train,
-                val, read, resume)
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**60
-    plan.factors = choose_factors(
-        cfg, world, lambda f: sum(memory_need(cfg, plan, f).values()), room)
+    for cfg.micro_batch in tries:  # the largest that fits
+        plan = Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, Factors(),
+                    train, val, read, resume)
+        try:
+            plan.factors = choose_factors(
+                cfg, world, lambda f: sum(memory_need(cfg, plan, f).values()), room)
+            return plan
+        except ValueError:
+            if cfg.micro_batch == tries[-1] and not cfg.dry_run:
+                raise
     return plan
 
 
@@ -440,7 +475,15 @@ def memory_need(cfg: Config, plan: Plan, f: Factors) -> dict[str, float]:
 # `latest` names is whole at any moment.
 
 
-def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int) -> None:
+def sync_folder(path: Path) -> None:
+    """Names in a folder reach the disk with the folder, not with the files."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int,
+                    launch: str) -> None:
     out, tmp = Path(cfg.out), Path(cfg.out) / f"step-{step:08d}.tmp"
     rank = dist.get_rank()
     if rank == 0:
@@ -452,11 +495,12 @@ def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int) 
     if rank == 0:
         files = {f.name: f.stat().st_size for f in tmp.iterdir()}
         meta = {"step": step, "model": dataclasses.asdict(model), "files": files,
-                "config": dataclasses.asdict(cfg)}
+                "launch": launch, "config": dataclasses.asdict(cfg)}
         with open(tmp / "meta.json", "w") as f:
             json.dump(meta, f, indent=1)
             f.flush()
             os.fsync(f.fileno())
+        sync_folder(tmp)
         final, n = out / f"step-{step:08d}", 0
         while final.exists():  # an earlier branch of this run: `latest` may name it
             final, n = out / f"step-{step:08d}-{n + 1}", n + 1
@@ -464,7 +508,9 @@ def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int) 
         link = out / "latest.tmp"
         link.unlink(missing_ok=True)
         link.symlink_to(final.name)
+        sync_folder(out)  # the folder that it names is on disk before the link is
         os.replace(link, out / "latest")
+        sync_folder(out)
         kept = sorted((p for p in out.glob("step-*") if p.is_dir()), key=os.path.getmtime)
         for old in [p for p in kept if p.name != final.name][: -cfg.keep + 1 or None]:
             shutil.rmtree(old)
@@ -472,11 +518,13 @@ def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int) 
     dist.barrier()
 
 
-def find_checkpoint(cfg: Config, model: ModelConfig) -> Path | None:
-    """The whole checkpoint to continue from, or None. Raises ValueError if it is not as it should be."""
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    want = cfg.resume or ("auto" if restarted else "never")
-    latest = Path(cfg.out) / "latest"
+def find_checkpoint(cfg: Config, model: ModelConfig, launch: str) -> Path | None:
+    """The whole checkpoint to continue from, or None. Raises ValueError if it is not as it should
+    be. After a restart by torchrun, what this launch has saved goes before what the flag says."""
+    latest, want = Path(cfg.out) / "latest", cfg.resume or "never"
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and latest.exists():
+        if json.loads((latest / "meta.json").read_text())["launch"] == launch:
+            want = "latest"
     if want == "never" or (want == "auto" and not latest.exists()):
         return None
     path = latest.resolve() if want in ("auto", "latest") else Path(want)
@@ -484,28 +532,33 @@ def find_checkpoint(cfg: Config, model: ModelConfig) -> Path | None:
         raise ValueError(f"--resume {want}: there is no {path}")
     try:
         meta = json.loads((path / "meta.json").read_text())
-    except (OSError, ValueError) as e:
+        meta["files"], meta["model"], meta["config"], meta["step"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f"--resume: {path} is not a whole checkpoint: {e}") from e
     for name, size_bytes in meta["files"].items():
         have = (path / name).stat().st_size if (path / name).exists() else None
         if have != size_bytes:
             what = "is missing" if have is None else f"has {have} bytes, not {size_bytes}"
             raise ValueError(f"--resume: {path / name} {what}; earlier checkpoints are beside it")
-    shape = ("vocab", "dim", "layers", "heads", "kv_heads", "ffn", "head_dim")
-    mine = dataclasses.asdict(model)
-    if wrong := [f"{k} {meta['model'][k]} (here {mine[k]})" for k in shape
-                 if meta["model"][k] != mine[k]]:
-        raise ValueError(f"--resume: {path} is of another model: {', '.join(wrong)}; "
-                         f"it was made with --model {meta['config']['model']}")
+    mine, may_differ = dataclasses.asdict(model), {"max_positions", "tied"}
+    may_differ |= {k for k in ("rope_theta", "rope_scaling") if getattr(cfg, k)}
+    if wrong := [f"{k} {v} (here {mine[k]})" for k, v in meta["model"].items()
+                 if v != mine[k] and k not in may_differ]:
+        made = meta["config"]
+        made = "--init " + made["init"] if made["model"] == "hf" else "--model " + made["model"]
+        raise ValueError(f"--resume: {path} is of another model: {', '.join(wrong)}; it was made "
+                         f"with {made}")
     return path
 
 
-def prepare_out(out: Path, resumed_step: int | None) -> None:
-    """Clear what a killed run left, keep the log up to the resumed step, put an older run aside."""
-    for torn in [*out.glob("step-*.tmp"), *out.glob("latest.tmp")]:
-        shutil.rmtree(torn) if torn.is_dir() else torn.unlink()
+def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
+    """Clear what a killed run left. Of the run that goes on here, keep the log up to the step that
+    it resumes; put any other run aside."""
+    for torn in out.glob("step-*.tmp"):
+        shutil.rmtree(torn)
+    (out / "latest.tmp").unlink(missing_ok=True)
     log = out / "log.jsonl"
-    if resumed_step is None:
+    if resumed is None or resumed.parent.resolve() != out.resolve():
         old = [p for p in [log, out / "loss.png", out / "latest", *out.glob("step-*")]
                if p.is_symlink() or p.exists()]
         if old:
@@ -516,7 +569,7 @@ def prepare_out(out: Path, resumed_step: int | None) -> None:
             print(f"moved an earlier run to {out / f'earlier-{n}'}")
     elif log.exists():
         kept = [line for line in log.read_text().splitlines(True)
-                if line.endswith("}\n") and json.loads(line)["step"] <= resumed_step]
+                if line.endswith("}\n") and json.loads(line)["step"] <= step]
         (out / "log.tmp").write_text("".join(kept))
         os.replace(out / "log.tmp", log)
 
@@ -584,7 +637,7 @@ def draw_losses(out: Path) -> None:
         if points:
             ax.plot(*zip(*points), style, markersize=4, label=key.replace("_", " "))
     ax.set(xlabel="step", ylabel="cross-entropy, nats a token")
-    ax.legend()
+    ax.legend() if ax.lines else None
     fig.tight_layout()
     fig.savefig(out / "loss.png", dpi=120)
     plt.close(fig)
@@ -603,7 +656,8 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, on_signal)
     rank, world, local_rank = start_ranks(cfg.timeout)
     print0 = print if rank == 0 else (lambda *a, **k: None)
-    plan = on_all_ranks(lambda: make_plan(cfg, rank, world, local_rank))
+    launch = launch_name()
+    plan = on_all_ranks(lambda: make_plan(cfg, rank, world, local_rank, launch))
     device, out = plan.device, Path(cfg.out)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -656,12 +710,14 @@ def main(argv: list[str] | None = None) -> None:
                 plan.model, pname, p.shape, cfg.seed, device))
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
     if rank == 0:
-        prepare_out(out, start if plan.resume else None)
+        prepare_out(out, plan.resume, start)
     dist.barrier()
 
-    peak, losses_skipped, saved, val_loss, step = peak_flops(name), 0, start, None, start
+    peak, saved, step, stopped, times = peak_flops(name), start, start, 0, []
+    skipped = skipped_in_a_row = 0
+    if start >= cfg.steps > 0:
+        print0(f"nothing to train: at step {start} of {cfg.steps}")
     log = open(out / "log.jsonl", "a") if rank == 0 else None
-    times: list[float] = []
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
     if start < cfg.steps:
@@ -678,8 +734,8 @@ def main(argv: list[str] | None = None) -> None:
             loss += part.detach()
         states.reduce()
         lr = learning_rate(cfg, step - 1)
-        norm, finite = states.update(lr, cfg.clip)
         dist.all_reduce(loss)
+        norm, finite = states.update(lr, cfg.clip, loss)
         if step < cfg.steps:  # read the next batch while the GPU works
             batch = load_batch(cfg, plan, step, rank, world)
         host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -710,31 +766,34 @@ def main(argv: list[str] | None = None) -> None:
             row |= {} if val_loss is None else {"val_loss": val_loss}
             row |= {} if finite else {"skipped": True}
             print(json.dumps(row), file=log, flush=True)
-        losses_skipped = 0 if finite else losses_skipped + 1
+        skipped, skipped_in_a_row = skipped + (not finite), 0 if finite else skipped_in_a_row + 1
         if stopped:
             print0(f"stopped by {signal.Signals(int(stopped)).name} after step {step}")
-        if losses_skipped == cfg.max_skips:
-            stopped = True
-            print0(f"{losses_skipped} steps in a row were not finite: the run ends here")
+        if skipped_in_a_row == cfg.max_skips:
+            stopped = -1
+            print0(f"{skipped_in_a_row} steps in a row were not finite: the run ends here")
         if cfg.save_every > 0 and step % cfg.save_every == 0 or stopped and cfg.save_every >= 0:
-            save_checkpoint(cfg, plan.model, states, step)
+            save_checkpoint(cfg, plan.model, states, step, launch)
             saved = step
         if stopped:
             break
         clock = time.perf_counter()
 
     if cfg.save_every >= 0 and (saved != step or not (plan.resume or step)):
-        save_checkpoint(cfg, plan.model, states, step)
-    if cfg.export:
-        aside = cfg.export.rstrip("/") + ".tmp"
-        hf_export(aside, plan.model, states.full,
-                  torch.bfloat16 if plan.dtype == torch.bfloat16 else torch.float32, rank == 0)
+        save_checkpoint(cfg, plan.model, states, step, launch)
+    if cfg.export and not stopped:
+        part = Path(cfg.export) / "partial"  # its files move up when all are there
         if rank == 0:
-            if cfg.init.startswith("hf:"):  # the tokenizer goes with the weights
-                for f in Path(cfg.init[3:]).glob("*token*"):
-                    shutil.copy(f, aside)
-            os.rename(aside, cfg.export)
+            shutil.rmtree(part, ignore_errors=True)
+        source = Path(cfg.init[3:]) if cfg.init.startswith("hf:") else None
+        hf_export(part, plan.model, states.full, plan.dtype, rank == 0, source)
+        if rank == 0:
+            for f in sorted(part.iterdir(), key=lambda f: f.name == "config.json"):
+                os.replace(f, Path(cfg.export) / f.name)
+            part.rmdir()
         print0(f"exported {cfg.export}")
+    if skipped:
+        print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
     if log:
         log.close()
         if step:
@@ -742,14 +801,14 @@ def main(argv: list[str] | None = None) -> None:
             print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
     dist.barrier()
     dist.destroy_process_group()
-    if losses_skipped == cfg.max_skips:
+    if stopped == -1:
         sys.exit("train.py: stopped, the loss or the gradient was not finite; see the log")
 
 
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as e:
+    except Refused as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: error: {e}", file=sys.stderr)
         sys.exit(2)
