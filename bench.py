@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from model import (MODELS, LLaMA, ModelConfig, attention, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
-from shard import LANES, Factors, States, state_bytes
+from shard import LANES, Factors, Groups, States, legal_factors, state_bytes
 from train import start_ranks
 
 HERE = Path(__file__).parent
@@ -255,6 +255,26 @@ def table_shard(device: torch.device) -> list[dict]:
     return rows
 
 
+def table_memory(device: torch.device) -> list[dict]:
+    """Bytes of parameters, gradients and optimizer states on rank 0, under all legal factors, as
+    they are allocated and by the formula."""
+    world, name, rows = dist.get_world_size(), "7b", []
+    cfg, groups = MODELS[name], Groups()
+    for m in (1, 2):
+        for f in legal_factors(world, world):
+            for layout in ("intra", "inter"):
+                with torch.device("meta"):
+                    model = LLaMA(cfg)
+                release(device)
+                states = States(model, device, torch.bfloat16, m, f, layout, groups=groups)
+                r = row(f"ours {f.p},{f.g},{f.os} {layout} M={m}", cfg, name, 0, 0, None, device,
+                        gpus=world, state_bytes=states.bytes(), state_bytes_formula=state_bytes(
+                            param_count(cfg), f, torch.bfloat16, m > 1))
+                rows.append(r | {"oom": False, "imbalance": states.imbalance})
+                del model, states
+    return rows
+
+
 def table_overlap(device: torch.device) -> list[dict]:
     """What each overlap is worth (AMSP, table V): switched off one after the other."""
     world, (name, seq) = dist.get_world_size(), ("7b", 4096)
@@ -340,7 +360,7 @@ def table_trace(device: torch.device) -> list[dict]:
 
 
 #         table: function, ranks that it needs (a laptop measures the first alone)
-TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "overlap": (table_overlap, 2),
+TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "overlap": (table_overlap, 2), "memory": (table_memory, 2),
           "trace": (table_trace, 2), "nodes": (table_nodes, 4)}
 
 
@@ -357,6 +377,17 @@ def cells(r: dict) -> list[str]:
 
 HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full", "of bound",
         "GPU GiB"]
+
+
+def memory_cells(r: dict) -> list[str]:
+    """A row of the table memory: GiB held / GiB by the formula, for each kind of states."""
+    pairs = [(r["state_bytes"][k] / GIB, r["state_bytes_formula"][k] / GIB)
+             for k in ("parameters", "gradients", "optimizer")]
+    worst = max(abs(have / want - 1) for have, want in pairs)
+    return [r["system"], *(f"{have:.2f} / {want:.2f}" for have, want in pairs), f"{worst:.2%}"]
+
+
+MEMORY_HEAD = ["system", "parameters", "gradients", "optimizer", "largest deviation"]
 
 
 def show(rows: list[dict], head: bool = True) -> None:
@@ -397,11 +428,13 @@ def readme_tables(folder: Path) -> str:
     text = ""
     for file in sorted(folder.glob("*.json")):
         r = json.loads(file.read_text())
+        states = file.name.startswith("memory")
+        head = MEMORY_HEAD if states else HEAD
         text += (f"`{r['command']}` on {r['hardware']}, torch {r['versions']['torch']}, commit "
                  f"{r['commit']} ([file](results/{file.name})):\n\n"
-                 f"| {' | '.join(HEAD)} |\n|---|---|{'--:|' * (len(HEAD) - 2)}\n")
+                 f"| {' | '.join(head)} |\n|---|---|{'--:|' * (len(head) - 2)}\n")
         for x in r["rows"]:
-            text += f"| {' | '.join(cells(x))} |\n"
+            text += f"| {' | '.join(memory_cells(x) if states else cells(x))} |\n"
         text += "\n"
     return text
 
