@@ -222,7 +222,8 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     slowest = torch.tensor(seconds, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds = slowest.item() if slowest.isfinite() else None
-    rows.append(row(label, MODELS[name], name, seq, tokens, seconds, device, bound, gpus=gpus, **more))
+    rows.append(row(label, MODELS[name], name, seq, tokens, seconds, device, bound, gpus=gpus,
+                    **more))
     if dist.get_rank() == 0:
         show(rows[-1:], head=len(rows) == 1)
     step = states = None
@@ -238,15 +239,17 @@ def table_shard(device: torch.device) -> list[dict]:
     batch = random_batch(cfg, seq, device)
     half = max(1, world // 2)
     for m in (1, 8):
-        for f, layout in [(Factors(1, 1, world), "intra"), (Factors(1, 1, world), "inter"),
-                          (Factors(1, world, world), "intra"), (Factors(half, half, world), "intra"),
-                          (Factors(world, world, world), "intra"), (Factors(half, half, half), "intra")]:
-            attempt(rows, f"ours {f.p},{f.g},{f.os} {layout} M={m}", name, seq, seq * m, bound, device,
+        for p, g, os_, layout in [(1, 1, world, "intra"), (1, 1, world, "inter"),
+                                  (1, world, world, "intra"), (half, half, world, "intra"),
+                                  (world, world, world, "intra"), (half, half, half, "intra")]:
+            f = Factors(p, g, os_)
+            attempt(rows, f"ours {p},{g},{os_} {layout} M={m}", name, seq, seq * m, bound, device,
                     lambda: train_step(*make(cfg, kernel, device, dtype, micro_batches=m, factors=f,
                                              layout=layout), batch, m),
                     5 if m == 1 else 3, micro_batches=m)
         flat = dist.init_device_mesh("cuda", (world,))
-        two = dist.init_device_mesh("cuda", (world // half, half), mesh_dim_names=("rep", "shard"))
+        two = dist.init_device_mesh("cuda", (world // half, half),
+                                    mesh_dim_names=("rep", "shard"))
         for label, mesh, reshard in (("ZeRO-3", flat, True), ("ZeRO-2-like", flat, False),
                                      ("HSDP, reshard", two, True), ("HSDP", two, False)):
             attempt(rows, f"fsdp2 {label} M={m}", name, seq, seq * m, bound, device,
@@ -300,12 +303,14 @@ def table_nodes(device: torch.device) -> list[dict]:
     cfg, dtype, k = MODELS[name], torch.bfloat16, world // 2
     kernel, rows = pick_kernel("auto", device, dtype), []
     batch = random_batch(cfg, seq, device)
-    for f in (Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, world), Factors(world, world, world)):
+    for f in (Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, world),
+              Factors(world, world, world)):
         attempt(rows, f"ours {f.p},{f.g},{f.os} nodes=2", name, seq, seq, None, device,
                 lambda: train_step(*make(cfg, kernel, device, dtype, factors=f, layout="intra"),
                                    batch, 1), repeats=3)
-    for label, mesh, reshard in (("HSDP", dist.init_device_mesh("cuda", (2, k), mesh_dim_names=("rep", "shard")), False),
-                                 ("ZeRO-3", dist.init_device_mesh("cuda", (world,)), True)):
+    two = dist.init_device_mesh("cuda", (2, k), mesh_dim_names=("rep", "shard"))
+    flat = dist.init_device_mesh("cuda", (world,))
+    for label, mesh, reshard in (("HSDP", two, False), ("ZeRO-3", flat, True)):
         attempt(rows, f"fsdp2 {label} nodes=2", name, seq, seq, None, device,
                 lambda: fsdp2_step(cfg, kernel, device, 1, mesh, reshard, batch), repeats=3)
     return rows
@@ -337,7 +342,8 @@ def table_trace(device: torch.device) -> list[dict]:
     batch = random_batch(cfg, seq, device)
     for f in (Factors(1, 1, world), Factors(1, world, world), Factors(world, world, world)):
         def build():
-            step = train_step(*make(cfg, kernel, device, dtype, factors=f, layout="intra"), batch, 1)
+            model, states = make(cfg, kernel, device, dtype, factors=f, layout="intra")
+            step = train_step(model, states, batch, 1)
             for _ in range(3):
                 step()
             sync(device)
@@ -360,8 +366,8 @@ def table_trace(device: torch.device) -> list[dict]:
 
 
 #         table: function, ranks that it needs (a laptop measures the first alone)
-TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "overlap": (table_overlap, 2), "memory": (table_memory, 2),
-          "trace": (table_trace, 2), "nodes": (table_nodes, 4)}
+TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "memory": (table_memory, 2),
+          "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
 
 def cells(r: dict) -> list[str]:
@@ -409,7 +415,7 @@ def versions() -> dict:
 
 
 def commit() -> str:
-    """The commit that is measured, with a + if files differ from it; BENCH_COMMIT where git is not."""
+    """The commit that is measured, + if files differ from it; BENCH_COMMIT where git is not."""
     git = ["git", "-C", str(HERE)]
     try:
         head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True,

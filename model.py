@@ -260,7 +260,8 @@ def _head_groups(q: Tensor, k: Tensor):
     """
     most = MAX_ELEMENTS // (q.shape[1] * q.shape[3])  # heads
     if most == 0:
-        raise ValueError(f"a head of {q.shape[1]} tokens x {q.shape[3]} is past {MAX_ELEMENTS} elements")
+        raise ValueError(f"a head of {q.shape[1]} tokens x {q.shape[3]} has over {MAX_ELEMENTS} "
+                         "elements")
     ratio = q.shape[2] // k.shape[2]
     step = most // ratio * ratio or next(n for n in range(most, 0, -1) if ratio % n == 0)
     for b in range(q.shape[0]):

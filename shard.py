@@ -3,7 +3,7 @@
 R ranks hold the states of a model with P parameters. Three factors say in how many shards each kind
 lies, p | g | os | R, so that a rank holds (bf16 parameters, AdamW in float32; AMSP, section IV)
 
-    2P/p  parameters  +  2P/g gradients (4P/g with several micro-batches)  +  12P/os  master, moments
+    2P/p parameters  +  2P/g gradients (4P/g with several micro-batches)  +  12P/os master, moments
 
 Ranks stand node by node, and shards fill a node before they cross it, so every group is a block of
 neighbours or a comb through blocks. With p = 2, os = 4, R = 8, where a letter is a p-shard:
@@ -21,11 +21,11 @@ A step of a matrix, from the events that the model raises where it uses one:
     update  AdamW on what this rank owns; the new parameters travel under the next forward, in the
             order of use, and `need` waits for them
 
-Each kind of communication is a lane, a CUDA stream of its own: launch, compute, wait. A lane that is
-switched off runs on the compute stream. Gathered weights and whole gradients live in fixed buffers,
-two of each shape, that neighbouring layers take in turn; the parameters are views of them, for ever.
+Each kind of communication is a lane, a CUDA stream of its own: launch, compute, wait. A lane that
+is switched off runs on the compute stream. Gathered weights and whole gradients live in fixed
+buffers, two of each shape, that neighbouring layers take in turn; the parameters are views of them.
 
-Left out: quantised communication, per-parameter learning rates, matrices that are used twice.
+Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
 Legend: R ranks, p g os factors, S elements of a matrix with padding, n subgroup size os/p.
 """
@@ -276,7 +276,8 @@ class States:
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
                  micro_batches: int = 1, factors: Factors = Factors(), layout: str = "inter",
-                 groups: Groups | None = None, off: tuple[str, ...] = (), reduce_dtype: torch.dtype | None = None,
+                 groups: Groups | None = None, off: tuple[str, ...] = (),
+                 reduce_dtype: torch.dtype | None = None,
                  recompute: bool = False, bucket_bytes: int = 2**25, poison: bool = False,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1):
         self.f, self.layout, self.recompute, self.poison = factors, layout, recompute, poison
@@ -404,7 +405,7 @@ class States:
         return module.weight
 
     def release(self, module: nn.Module) -> None:
-        """Nothing to free: the buffer goes to the layer after the next. Poison shows early reads."""
+        """Nothing to free: the buffer goes to the layer after the next. Poison shows late reads."""
         if self.poison and self.f.p > 1:
             s = self.shares[module]
             s.full.data.fill_(torch.nan)
@@ -460,7 +461,7 @@ class States:
             self._synchronise(s)
 
     def _scatter(self, s: Share, last: bool) -> None:
-        """This micro-batch's gradient: from the whole matrix to the part that is kept, and added."""
+        """This micro-batch's gradient: from the whole matrix to what is kept, and added to it."""
         x = s.local.data.to(self.wire)
         if self.p_reduce:
             x = self._reduce_scatter(x, s.padded // self.f.p, self.p_reduce)
@@ -532,7 +533,7 @@ class States:
         self.updates += finite
         t = self.updates.to(self.wide).clamp(min=1)
         self.scalars[0].fill_(lr)
-        self.scalars[1].copy_((clip / (norm + 1e-6)).clamp(max=1) if clip else torch.ones_like(norm))
+        self.scalars[1].copy_((clip / (norm + 1e-6)).clamp(max=1) if clip else norm.new_ones(()))
         self.scalars[2].copy_(1 - self.betas[0] ** t)
         self.scalars[3].copy_(1 - self.betas[1] ** t)
         self.scalars[4].copy_(finite)

@@ -4,10 +4,10 @@
 
 test                                  the bug that it catches
 test_counts                           a size or a FLOP formula that drifted from the published one
-test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost ignored label
+test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
 test_rope_*                           angles in float32, a scaling that differs from transformers'
-test_attention_*                      head groups that mix heads, a kernel picked where it cannot run
-test_optimizer_*                      AdamW or clipping that differs, a skipped step that changes state
+test_attention_*                      head groups that mix heads, a kernel where it cannot run
+test_optimizer_*                      AdamW or clipping that differs, a skip that changes state
 test_gradient_pieces                  micro-batches summed in bf16, stale gradients of the last step
 test_factors*                         an illegal factor accepted, more shards than needed
 test_sharding_equals_one_process      a stale or early-read buffer, a sum over the wrong ranks
@@ -72,8 +72,8 @@ def launch(args, ranks: int = 0, code: str = "", **env) -> subprocess.Popen:
     script = [str(HERE / "train.py")]
     if code:
         script = [str(Path(env.pop("tmp")) / "driver.py")]
-        Path(script[0]).write_text(f"import os, signal, sys, train\nfrom pathlib import Path\n{code}\n"
-                                   "train.main()\n")
+        imports = "import os, signal, sys, train\nfrom pathlib import Path\n"
+        Path(script[0]).write_text(f"{imports}{code}\ntrain.main()\n")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     extra = env.pop("torchrun", [])
     command = [sys.executable, *(torchrun + extra if ranks else []), *script, *map(str, args)]
@@ -131,8 +131,8 @@ def test_counts_of_memory_and_peak():
 def plain_llama(model: m.LLaMA, tokens, labels):
     """LLaMA from PyTorch's own operators, sharing nothing with model.py but the weights."""
     cfg, t = model.cfg, tokens.shape[1]
-    angle = torch.outer(torch.arange(t).double(),
-                        cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2).double() / cfg.head_dim))
+    freq = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2).double() / cfg.head_dim)
+    angle = torch.outer(torch.arange(t).double(), freq)
     turn = torch.polar(torch.ones_like(angle), angle)
 
     def norm(x, module):
@@ -352,7 +352,8 @@ def test_factors():
         shard.parse_mesh("4x2", 8)
     need = shard.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, False)
     assert need == {"parameters": 1000, "gradients": 500, "optimizer": 1500}
-    assert shard.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, True)["gradients"] == 1000
+    need = shard.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, True)
+    assert need["gradients"] == 1000
 
 
 def test_factors_are_the_fewest_that_fit():
@@ -416,7 +417,8 @@ def sharding_worker(cases: str):
             states.reduce()
             norm, _ = states.update(1e-2, 0.5)
             dist.all_reduce(total)
-            assert (total.item(), norm.item()) == pytest.approx(want, rel=1e-11), (f, layout, several)
+            got = total.item(), norm.item()
+            assert got == pytest.approx(want, rel=1e-11), (f, layout, several, recompute)
         for name, p in plain.named_parameters():
             assert relative(states.full(name), p) < 1e-11, (f, layout, several, recompute, name)
         count = sum(p.numel() for n, p in plain.named_parameters() if "norm" not in n)
@@ -511,7 +513,8 @@ def hf_equal(model, hf, tie):
 def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
     from transformers import LlamaForCausalLM
 
-    hf = hf_llama(tmp_path / "in", num_key_value_heads=kv_heads, tie_word_embeddings=tie, **ROPES[rope])
+    hf = hf_llama(tmp_path / "in", num_key_value_heads=kv_heads, tie_word_embeddings=tie,
+                  **ROPES[rope])
     cfg = m.hf_config(tmp_path / "in")
     read, model = m.hf_open(tmp_path / "in", cfg), m.LLaMA(cfg)
     for name, p in model.named_parameters():
@@ -651,7 +654,7 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
 
 
 def test_ranks_and_micro_batches(tmp_path):
-    """float64, labels ignored unevenly (32 is the space): the same losses however a batch is split."""
+    """float64, labels ignored unevenly (32 is the space): the same losses for every split."""
     args = [*QUICK, "--dtype", "fp64", "--ignore-token", "32", "--eval-every", "3",
             "--eval-sequences", "7", "--steps", "5", "--save-every", "-1"]
     splits = {"one": (0, 6), "micro": (0, 1), "two": (2, 3), "three": (3, 1)}
@@ -815,7 +818,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case, tmp_path, monkeypatch):
-    def locked(path, *args, real=open, **kw):  # root may read everything, so permission is denied here
+    def locked(path, *args, real=open, **kw):  # root may read everything: deny it here
         if str(path).endswith("locked.txt"):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path, *args, **kw)
@@ -878,9 +881,9 @@ def test_refused_flags(capsys):
     ("--data {tmp}/one", r"no such file or folder \(on ranks \[1\]\)")])
 def test_refused_on_all_ranks(flags, message, tmp_path):
     """Also what one rank alone finds: all end, none waits for the others."""
-    code = f"if os.environ['RANK'] == '0': Path(r'{tmp_path}/one').mkdir(exist_ok=True)\n"
-    code += f"Path(r'{tmp_path}/one/a.txt').write_text('x' * 9999) if os.environ['RANK'] == '0' else 0\n"
-    code += "real = Path.exists; hidden = os.environ['RANK'] == '1'\n"
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "a.txt").write_text("x" * 9999)
+    code = "real = Path.exists; hidden = os.environ['RANK'] == '1'\n"
     code += "Path.exists = lambda p: False if hidden and p.name == 'one' else real(p)"
     start = time.time()
     text = run([*QUICK, *flags.replace("{tmp}", str(tmp_path)).split(), "--out", tmp_path / "o"], 2,
@@ -896,7 +899,8 @@ def test_bench_writes_results(tmp_path):
                           capture_output=True, check=True).stdout
     last = json.loads(text.splitlines()[-1])
     saved = json.loads(next(tmp_path.glob("step-*.json")).read_text())
-    assert saved["rows"] == last["rows"] and {"hardware", "versions", "commit", "command"} <= set(saved)
+    assert saved["rows"] == last["rows"]
+    assert {"hardware", "versions", "commit", "command"} <= set(saved)
     assert [r["system"] for r in saved["rows"]] == ["bound", "ours, without optimizer", "ours"]
     assert saved["rows"][2]["bound_ratio"] == pytest.approx(
         saved["rows"][2]["flops"] / saved["rows"][0]["flops"])

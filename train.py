@@ -1,13 +1,13 @@
 """Train a LLaMA on text: config -> data -> model -> loop -> checkpoint, in the order of the file.
 
-    python train.py                                   a laptop: a tiny model on the machine's own text
+    python train.py                                   a laptop: a tiny model, the machine's own text
     torchrun --nproc_per_node 8 train.py --model 7b   one process a GPU, the same code path
     python train.py --help                            every flag
 
-A step draws `batch` sequences, whose order depends on seed and step alone, and splits them over the
-ranks and then into micro-batches. The loss is the sum over all valid tokens divided by their number,
-so neither split changes it. Stopped by SIGTERM or SIGINT, a run finishes its step and saves; killed,
-it continues from OUT/latest with `--resume` as if nothing had happened.
+A step draws `batch` sequences, whose order depends on seed and step alone, and splits them over
+the ranks and then into micro-batches. The loss is the sum over all valid tokens divided by their
+number, so neither split changes it. Stopped by SIGTERM or SIGINT, a run finishes its step and
+saves; killed, it continues from OUT/latest with `--resume` as if nothing had happened.
 
 Left out: tokenizers, data mixtures, and shuffling within a sequence.
 
@@ -39,7 +39,7 @@ import torch.distributed.checkpoint as dcp
 
 from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes, attention,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
-                   peak_flops, pick_kernel, rope_frequencies)
+                   peak_flops, pick_kernel)
 from shard import (LANES, Factors, States, check_factors, legal_factors, parse_mesh, parse_strategy,
                    state_bytes)
 
@@ -66,7 +66,7 @@ class Config:
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end")
     batch: int = flag(0, "sequences a step over all ranks; 0: 4K tokens for tiny, else 512K tokens")
     micro_batch: int = flag(0, "sequences a rank runs at once; 0: the most within 8K tokens")
-    lr: float = flag(0.0, "peak learning rate; 0: by model, 3e-3 for tiny, 6e-4 for 160m, else 3e-4")
+    lr: float = flag(0.0, "peak learning rate; 0: 3e-3 for tiny, 6e-4 for 160m, else 3e-4")
     min_lr: float = flag(0.1, "the cosine's end, as a fraction of --lr")
     warmup: int = flag(-1, "steps of linear warm-up; -1: a twentieth of --steps")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms")
@@ -75,8 +75,8 @@ class Config:
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
     max_skips: int = flag(5, "non-finite steps in a row that end the run")
     seed: int = flag(0, "of the weights and of the order of the data")
-    data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens), a .bin file of"
-                     " token ids, a folder with .bin files (val.bin is the validation split), or"
+    data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens), a .bin file"
+                     " of token ids, a folder with .bin files (val.bin is the validation split), or"
                      " stdlib: the sources of Python's standard library")
     token_bytes: int = flag(2, "of an id in .bin files: 2 (uint16) or 4 (uint32)")
     ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
@@ -90,15 +90,17 @@ class Config:
     init: str = flag("random", "random, or hf:DIR: a Hugging Face LLaMA checkpoint")
     export: str = flag("", "folder for a Hugging Face checkpoint of the final weights")
     rope_theta: float = flag(0.0, "rotary base; 0: the model's")
-    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR, yarn:FACTOR")
+    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR or"
+                             " yarn:FACTOR")
     p: str = flag("", "parameter shards: a number, or GPUs in a node x nodes (8, 8x4); default: the"
                   " fewest shards that fit the GPU's memory, p before g before os")
     g: str = flag("", "gradient shards, p or os")
     os: str = flag("", "optimizer state shards, a multiple of p")
     per_node: int = flag(0, "ranks of a node; 0: torchrun's local world size")
-    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero++:K, zero1.5:K")
-    os_layout: str = flag("intra", "of optimizer states: inter (whole tensors, greedy) or intra (each"
-                          " tensor split evenly)")
+    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero++:K,"
+                         " zero1.5:K")
+    os_layout: str = flag("intra", "of optimizer states: inter (whole tensors, greedy) or intra"
+                          " (each tensor split evenly)")
     overlap: str = flag("gather,scatter,reduce,spread", "communication that runs under computation:"
                         " a list of these, or none")
     reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
@@ -152,7 +154,7 @@ class Corpus:
     """Tokens of one or many files as one long sequence, read where and when they are asked for."""
 
     def __init__(self, files: list[Path], token_bytes: int):
-        """token_bytes: 1 for text. Raises ValueError if a file is unreadable or cut within a token."""
+        """token_bytes: 1 for text. Raises OSError or ValueError if a file is unreadable or torn."""
         if not files:
             raise ValueError("--data: no files with text or .bin tokens there")
         self.dtype = {1: np.uint8, 2: np.dtype("<u2"), 4: np.dtype("<u4")}[token_bytes]
@@ -226,8 +228,8 @@ class Sequences:
 
 
 def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:
-    """Training and validation sequences: a twentieth from the end, at least one, if there is no val.
-    Raises ValueError with the longest legal --seq."""
+    """Training and validation sequences; these are a twentieth from the end, at least one, where
+    there is no val. Raises ValueError with the longest legal --seq."""
     for c, need in ((corpus, 1 if val else 2), (val, 1)):
         if c is not None and (len(c) - 1) // seq < need:
             what = "training and validation" if need == 2 else "one sequence"
@@ -327,10 +329,12 @@ def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
     (bytes). Raises ValueError if nothing legal, or nothing that fits, is left."""
     if world % cfg.per_node:
         raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks")
-    wish = {k: parse_mesh(getattr(cfg, k), cfg.per_node) for k in ("p", "g", "os") if getattr(cfg, k)}
+    wish = {k: parse_mesh(text, cfg.per_node)
+            for k, text in (("p", cfg.p), ("g", cfg.g), ("os", cfg.os)) if text}
     if cfg.strategy:
         if wish:
-            raise ValueError(f"--strategy {cfg.strategy} sets p, g and os; drop --{' --'.join(wish)}")
+            raise ValueError(f"--strategy {cfg.strategy} sets all factors: drop "
+                             f"--{' --'.join(wish)}")
         factors = [parse_strategy(cfg.strategy, world)]
         check_factors(factors[0], world, cfg.per_node)
     else:
@@ -344,8 +348,8 @@ def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
         if need(f) <= room:
             return f
     least = min(factors, key=need)
-    raise ValueError(f"--model {cfg.model}: states and buffers need {need(least) / 2**30:.0f} GiB a "
-                     f"GPU even with p={least.p} g={least.g} os={least.os}, a GPU has "
+    raise ValueError(f"--model {cfg.model}: a step needs {need(least) / 2**30:.0f} GiB a GPU even "
+                     f" with p={least.p} g={least.g} os={least.os}, a GPU has "
                      f"{room / 2**30:.0f}; more ranks, or a smaller model or --micro-batch")
 
 
@@ -355,8 +359,8 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     if cfg.device == "auto":
         cfg.device = "cuda" if gpus else "cpu"
     if cfg.device not in ("cpu", "cuda") or (cfg.device == "cuda" and local_rank >= gpus):
-        raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process would "
-                         f"be number {local_rank}; cpu, or --nproc_per_node {max(gpus, 1)} or fewer")
+        raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
+                         f"number {local_rank}; cpu, or --nproc_per_node {max(gpus, 1)} or fewer")
     device = torch.device(cfg.device, local_rank if cfg.device == "cuda" else None)
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
     if cfg.dtype == "auto":
@@ -389,7 +393,8 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
         kind, _, factor = cfg.rope_scaling.partition(":")
         if kind not in ("linear", "yarn") or not (
                 factor.replace(".", "", 1).isdigit() and float(factor) >= 1):
-            raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR, from 1")
+            raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR, "
+                             "from 1")
         trained = model.rope_scaling.get("original_max_position_embeddings", model.max_positions)
         model = dataclasses.replace(model, rope_scaling={
             "rope_type": kind, "factor": float(factor),
@@ -402,11 +407,12 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
         usual = max(1, (2**12 if small else 2**19) // cfg.seq)
         cfg.batch = -(-usual // world) * world
         if cfg.batch != usual and rank == 0:
-            print(f"--batch is {usual} here by default; {cfg.batch}, so that {world} ranks divide it")
+            print(f"--batch: {usual} by default, {cfg.batch} so that {world} ranks divide it")
     cfg.warmup = cfg.steps // 20 if cfg.warmup == -1 else cfg.warmup
     for name, (least, most) in LIMITS.items():
         if not least <= getattr(cfg, name) <= most:  # a NaN is not, either
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: from {least} to {most}")
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: from {least} to "
+                             f"{most}")
     if cfg.batch % world:
         raise ValueError(f"--batch {cfg.batch}: not divisible by {world} ranks; nearest: "
                          f"{nearest(cfg.batch, world)}")
@@ -414,8 +420,8 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     tries = [cfg.micro_batch] if cfg.micro_batch else [
         b for b in range(each, 0, -1) if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13)]
     if each % tries[0]:
-        raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences of "
-                         f"a rank (--batch {cfg.batch} over {world}); nearest --batch: "
+        raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences "
+                         f"of a rank (--batch {cfg.batch} over {world}); nearest --batch: "
                          f"{nearest(cfg.batch, cfg.micro_batch * world)}")
     model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
 
@@ -425,7 +431,7 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     export = Path(cfg.export)
     if cfg.export and (export.resolve() == Path(cfg.out).resolve() or export.is_dir() and any(
             f.name != "partial" for f in export.iterdir())):
-        raise ValueError(f"--export {cfg.export}: the folder is not empty, or --out; name a new one")
+        raise ValueError(f"--export {cfg.export}: the folder is not empty, or --out; name another")
     for folder in {cfg.out, cfg.export} - {""} if not cfg.dry_run else {}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -597,7 +603,8 @@ def load_batch(cfg: Config, plan: Plan, step: int, rank: int, world: int):
     """This rank's share of the step's sequences, and 1 / (valid labels on all ranks)."""
     each = cfg.batch // world
     first = step * cfg.batch + rank * each
-    tokens, labels = to_device([plan.train.sample(first + i) for i in range(each)], cfg, plan.device)
+    windows = [plan.train.sample(first + i) for i in range(each)]
+    tokens, labels = to_device(windows, cfg, plan.device)
     valid = (labels != IGNORE).sum()
     dist.all_reduce(valid)
     return tokens, labels, 1 / valid.clamp(min=1).to(torch.promote_types(plan.dtype, torch.float32))
@@ -665,8 +672,8 @@ def main(argv: list[str] | None = None) -> None:
 
     print0("config: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items()))
     count, (causal, full) = param_count(plan.model), flops_per_token(plan.model, cfg.seq)
-    print0(f"model {cfg.model}: {count:,} parameters, {causal:.3g} FLOPs a token causal, {full:.3g} "
-           f"full, at {cfg.seq:,} tokens")
+    print0(f"model {cfg.model}: {count:,} parameters, {causal:.3g} FLOPs a token causal, "
+           f"{full:.3g} full, at {cfg.seq:,} tokens")
     need, f = memory_need(cfg, plan, plan.factors), plan.factors
     print0("memory a device: " + ", ".join(f"{k} {v / 2**30:.2f}" for k, v in need.items())
            + f"; {sum(need.values()) / 2**30:.2f} GiB")
@@ -740,7 +747,7 @@ def main(argv: list[str] | None = None) -> None:
             batch = load_batch(cfg, plan, step, rank, world)
         host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         gpu_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0
-        worst = torch.tensor([stop["signal"], gpu_gib, host_gib], dtype=torch.float64, device=device)
+        worst = torch.tensor([stop["signal"], gpu_gib, host_gib], device=device).double()
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         # the only wait of a step: everything that the host must know, in one copy
         loss, norm, finite, stopped, gpu_gib, host_gib = torch.cat(
@@ -754,8 +761,8 @@ def main(argv: list[str] | None = None) -> None:
         tgs = cfg.batch * cfg.seq / seconds / world
         mfu = [f * tgs / peak if peak else None for f in (causal, full)]
         left = timedelta(seconds=round(sum(times) / len(times) * (cfg.steps - step)))
-        print0(f"step {step}/{cfg.steps} loss {loss:.4f} grad {norm:.3f} lr {lr:.2e} TGS {tgs:,.0f} "
-               + (f"MFU {mfu[0]:.1%} causal {mfu[1]:.1%} full " if peak else "")
+        print0(f"step {step}/{cfg.steps} loss {loss:.4f} grad {norm:.3f} lr {lr:.2e} "
+               f"TGS {tgs:,.0f} " + (f"MFU {mfu[0]:.1%} causal {mfu[1]:.1%} full " if peak else "")
                + (f"GPU {gpu_gib:.1f} GiB " if gpu_gib else "") + f"{seconds:.2f} s left {left}"
                + (f" val_loss {val_loss:.4f}" if val_loss is not None else "")
                + ("" if finite else " SKIPPED: not finite"), flush=True)
@@ -813,6 +820,6 @@ if __name__ == "__main__":
             print(f"train.py: error: {e}", file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError as e:
-        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what was "
-                 "planned. Shorten --seq, lower --micro-batch, or use more GPUs. Checkpoints that "
-                 "were saved are whole: continue with --resume.")
+        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
+                 "was planned. Shorten --seq, lower --micro-batch, pass --recompute full, or use "
+                 "more GPUs. What was saved is whole: continue with --resume.")
