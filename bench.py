@@ -258,6 +258,50 @@ def table_shard(device: torch.device) -> list[dict]:
     return rows
 
 
+def table_curves(device: torch.device) -> list[dict]:
+    """20 steps under all legal factors, bf16, released buffers poisoned: how far losses and norms lie
+    from those of p=g=os=1, whose own repetitions (the first rows) show the noise between runs."""
+    world, seq, steps = dist.get_world_size(), 1024, 20
+    cfg, groups, rows = dataclasses.replace(MODELS["160m"], layers=4), Groups(), []
+    rng, first = torch.Generator().manual_seed(0), None
+    ids = torch.randint(200, (steps, 8, seq + 1), generator=rng)
+    for t in range(seq):  # something to learn: most ids follow from the one before
+        ids[:, :, t + 1] = (7 * ids[:, :, t] + ids[:, :, t + 1] % 3) % 200
+    mine = ids[:, dist.get_rank() * 8 // world : (dist.get_rank() + 1) * 8 // world].to(device)
+    scale = torch.tensor(1 / (8 * seq), device=device)
+    kernel = pick_kernel("auto", device, torch.bfloat16)
+    legal = legal_factors(world, world) + [Factors(world, world, world, world // 2)]
+    for m in (1, 2):
+        for f, layout, recompute in [(Factors(), "intra", False)] * (3 if m == 1 else 0) + [
+                (f, layout, layout == "inter") for f in legal for layout in ("intra", "inter")]:
+            model, states = make(cfg, kernel, device, torch.bfloat16, recompute, micro_batches=m,
+                                 factors=f, layout=layout, groups=groups, poison=True)
+            curve = []
+            for batch in mine:
+                states.begin()
+                total = torch.zeros((), device=device)
+                for part in batch.chunk(m):
+                    loss = model(part[:, :-1], part[:, 1:], scale)
+                    loss.backward()
+                    states.end_micro_batch()
+                    total += loss.detach()
+                states.reduce()
+                norm, _ = states.update(3e-3, 1.0, total)
+                dist.all_reduce(total)
+                curve.append(torch.stack([total, norm]))
+            curve = torch.stack(curve)
+            first = curve if first is None else first
+            off = (curve - first).abs().amax(0).tolist()
+            name = f"{f.p},{f.g},{f.os}" + (f",{f.second}" if f.second else "")
+            label = f"{name} {layout} M={m}" + (" recompute" if recompute else "")
+            rows.append(row(label, cfg, "160m/3", seq, 0, None, device, gpus=world) | {
+                "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
+                "largest_loss_difference": off[0], "largest_norm_difference": off[1]})
+    if dist.get_rank() == 0:
+        assert all(r["largest_loss_difference"] < 0.02 for r in rows), "a loss curve is off"
+    return rows
+
+
 def table_memory(device: torch.device) -> list[dict]:
     """Bytes of parameters, gradients and optimizer states on rank 0, under all legal factors, as
     they are allocated and by the formula."""
@@ -297,23 +341,31 @@ def table_overlap(device: torch.device) -> list[dict]:
 
 
 def table_nodes(device: torch.device) -> list[dict]:
-    """The same ranks as 2 "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
+    """The same ranks as "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
     apart. A smaller model, since whole gathers of 7B would take 10 s a micro-batch."""
     world, (name, seq) = dist.get_world_size(), ("1b", 4096)
-    cfg, dtype, k = MODELS[name], torch.bfloat16, world // 2
+    nodes = len({os.environ["NCCL_HOSTID"], *every_rank(os.environ["NCCL_HOSTID"])})
+    cfg, dtype, k = MODELS[name], torch.bfloat16, world // nodes
     kernel, rows = pick_kernel("auto", device, dtype), []
     batch = random_batch(cfg, seq, device)
-    for f in (Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, world),
-              Factors(world, world, world)):
-        attempt(rows, f"ours {f.p},{f.g},{f.os} nodes=2", name, seq, seq, None, device,
+    for f in dict.fromkeys((Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, world),
+                            Factors(world, world, world))):
+        attempt(rows, f"ours {f.p},{f.g},{f.os} nodes={nodes}", name, seq, seq, None, device,
                 lambda: train_step(*make(cfg, kernel, device, dtype, factors=f, layout="intra"),
                                    batch, 1), repeats=3)
-    two = dist.init_device_mesh("cuda", (2, k), mesh_dim_names=("rep", "shard"))
+    two = dist.init_device_mesh("cuda", (nodes, k), mesh_dim_names=("rep", "shard"))
     flat = dist.init_device_mesh("cuda", (world,))
     for label, mesh, reshard in (("HSDP", two, False), ("ZeRO-3", flat, True)):
-        attempt(rows, f"fsdp2 {label} nodes=2", name, seq, seq, None, device,
+        attempt(rows, f"fsdp2 {label} nodes={nodes}", name, seq, seq, None, device,
                 lambda: fsdp2_step(cfg, kernel, device, 1, mesh, reshard, batch), repeats=3)
     return rows
+
+
+def every_rank(value) -> list:
+    """The values of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def exposed_ms(events) -> dict[str, float]:
@@ -367,6 +419,7 @@ def table_trace(device: torch.device) -> list[dict]:
 
 #         table: function, ranks that it needs (a laptop measures the first alone)
 TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "memory": (table_memory, 2),
+          "curves": (table_curves, 2),
           "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
 
@@ -393,12 +446,24 @@ def memory_cells(r: dict) -> list[str]:
     return [r["system"], *(f"{have:.2f} / {want:.2f}" for have, want in pairs), f"{worst:.2%}"]
 
 
-MEMORY_HEAD = ["system", "parameters", "gradients", "optimizer", "largest deviation"]
+def curve_cells(r: dict) -> list[str]:
+    return [r["system"], *(f"{r[k]:.4f}" for k in (
+        "loss_first", "loss_last", "largest_loss_difference", "largest_norm_difference"))]
+
+
+def layout(rows: list[dict]) -> tuple:
+    """The head of a table, and the function that writes its cells, by what the rows hold."""
+    if "largest_loss_difference" in rows[0]:
+        return ["p,g,os", "first loss", "last loss", "largest difference", "of the norm"], curve_cells
+    if rows[0]["step_s"] is None and not rows[0]["oom"]:
+        return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
+    return HEAD, cells
 
 
 def show(rows: list[dict], head: bool = True) -> None:
-    for line in [HEAD] * head + [cells(r) for r in rows]:
-        print(f"{line[0]:<34}{line[1]:<14}" + "".join(f"{c:>14}" for c in line[2:]), flush=True)
+    titles, write = layout(rows)
+    for line in [titles] * head + [write(r) for r in rows]:
+        print(f"{line[0]:<34}" + "".join(f"{c:>16}" for c in line[1:]), flush=True)
 
 
 def versions() -> dict:
@@ -434,13 +499,12 @@ def readme_tables(folder: Path) -> str:
     text = ""
     for file in sorted(folder.glob("*.json")):
         r = json.loads(file.read_text())
-        states = file.name.startswith("memory")
-        head = MEMORY_HEAD if states else HEAD
+        head, write = layout(r["rows"])
         text += (f"`{r['command']}` on {r['hardware']}, torch {r['versions']['torch']}, commit "
                  f"{r['commit']} ([file](results/{file.name})):\n\n"
                  f"| {' | '.join(head)} |\n|---|---|{'--:|' * (len(head) - 2)}\n")
         for x in r["rows"]:
-            text += f"| {' | '.join(memory_cells(x) if states else cells(x))} |\n"
+            text += f"| {' | '.join(write(x))} |\n"
         text += "\n"
     return text
 
@@ -496,6 +560,7 @@ def main() -> None:
             out = Path(args.out or HERE / ("results" if gpu else "out/results"))
             out.mkdir(parents=True, exist_ok=True)
             kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
+            name += f"{args.nodes}" if args.nodes > 1 else ""
             (out / f"{name}-{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
         last.append({"table": name, **results})
     if rank == 0:

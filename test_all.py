@@ -927,5 +927,5 @@ def test_readme_names_every_file_and_only_real_flags():
         assert f"`{file.name}`" in readme, file.name
     ours = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
     others = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--no-compile", "--help",
-              "--readme"}
+              "--readme", "--nodes"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", readme)) <= ours | others

@@ -349,8 +349,9 @@ def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
             return f
     least = min(factors, key=need)
     raise ValueError(f"--model {cfg.model}: a step needs {need(least) / 2**30:.0f} GiB a GPU even "
-                     f" with p={least.p} g={least.g} os={least.os}, a GPU has "
-                     f"{room / 2**30:.0f}; more ranks, or a smaller model or --micro-batch")
+                     f"with p={least.p} g={least.g} os={least.os}, a GPU has "
+                     f"{room / 2**30:.0f}; more ranks, --recompute full, a shorter --seq, a "
+                     "smaller --micro-batch or model")
 
 
 def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) -> Plan:
@@ -818,6 +819,7 @@ if __name__ == "__main__":
     except Refused as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: error: {e}", file=sys.stderr)
+        dist.destroy_process_group()
         sys.exit(2)
     except torch.OutOfMemoryError as e:
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
