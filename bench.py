@@ -259,8 +259,8 @@ def table_shard(device: torch.device) -> list[dict]:
 
 
 def table_curves(device: torch.device) -> list[dict]:
-    """20 steps under all legal factors, bf16, released buffers poisoned: how far losses and norms lie
-    from those of p=g=os=1, whose own repetitions (the first rows) show the noise between runs."""
+    """20 steps under all legal factors, bf16, released buffers poisoned: how far losses and norms
+    lie from those of p=g=os=1, whose own repetitions (the first rows) show the noise of runs."""
     world, seq, steps = dist.get_world_size(), 1024, 20
     cfg, groups, rows = dataclasses.replace(MODELS["160m"], layers=4), Groups(), []
     rng, first = torch.Generator().manual_seed(0), None
@@ -344,7 +344,7 @@ def table_nodes(device: torch.device) -> list[dict]:
     """The same ranks as "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
     apart. A smaller model, since whole gathers of 7B would take 10 s a micro-batch."""
     world, (name, seq) = dist.get_world_size(), ("1b", 4096)
-    nodes = len({os.environ["NCCL_HOSTID"], *every_rank(os.environ["NCCL_HOSTID"])})
+    nodes = len(set(every_rank(os.environ["NCCL_HOSTID"])))
     cfg, dtype, k = MODELS[name], torch.bfloat16, world // nodes
     kernel, rows = pick_kernel("auto", device, dtype), []
     batch = random_batch(cfg, seq, device)
@@ -454,7 +454,7 @@ def curve_cells(r: dict) -> list[str]:
 def layout(rows: list[dict]) -> tuple:
     """The head of a table, and the function that writes its cells, by what the rows hold."""
     if "largest_loss_difference" in rows[0]:
-        return ["p,g,os", "first loss", "last loss", "largest difference", "of the norm"], curve_cells
+        return ["p,g,os", "first loss", "last loss", "difference", "of the norm"], curve_cells
     if rows[0]["step_s"] is None and not rows[0]["oom"]:
         return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
     return HEAD, cells
@@ -533,6 +533,7 @@ def main() -> None:
         parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
     local, gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
     if args.nodes > 1:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ["NCCL_HOSTID"] = f"node{local * args.nodes // int(os.environ['WORLD_SIZE'])}"
     rank, world, local_rank = start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
