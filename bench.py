@@ -451,10 +451,17 @@ def curve_cells(r: dict) -> list[str]:
         "loss_first", "loss_last", "largest_loss_difference", "largest_norm_difference"))]
 
 
+def trace_cells(r: dict) -> list[str]:
+    return [r["system"], *(f"{x:.1f}" for x in (
+        r["step_s"] * 1e3, r["communication_ms"], r["exposed_ms"]))]
+
+
 def layout(rows: list[dict]) -> tuple:
     """The head of a table, and the function that writes its cells, by what the rows hold."""
     if "largest_loss_difference" in rows[0]:
         return ["p,g,os", "first loss", "last loss", "difference", "of the norm"], curve_cells
+    if "exposed_ms" in rows[0]:
+        return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
     if rows[0]["step_s"] is None and not rows[0]["oom"]:
         return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
     return HEAD, cells
@@ -495,9 +502,11 @@ README_MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
 
 
 def readme_tables(folder: Path) -> str:
-    """Markdown tables of all results files, for README.md."""
+    """Markdown tables of the results files, for README.md."""
     text = ""
     for file in sorted(folder.glob("*.json")):
+        if file.name.startswith(("memory", "curves")):  # long, and all alike
+            continue
         r = json.loads(file.read_text())
         head, write = layout(r["rows"])
         text += (f"`{r['command']}` on {r['hardware']}, torch {r['versions']['torch']}, commit "

@@ -363,7 +363,7 @@ def test_factors_are_the_fewest_that_fit():
         assert (chosen.p, chosen.g, chosen.os) == want
     cfg.p = "2"  # what is set by hand is respected
     assert train.choose_factors(cfg, 8, lambda f: 0, 1) == shard.Factors(2, 2, 2)
-    with pytest.raises(ValueError, match="need .* even with p=8 g=8 os=8.*has 0"):
+    with pytest.raises(ValueError, match="needs .* even with p=8 g=8 os=8.*has 0"):
         train.choose_factors(train.Config(per_node=8), 8, lambda f: 2**35 / f.p / f.os, 1)
 
 
