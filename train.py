@@ -530,7 +530,7 @@ def find_checkpoint(cfg: Config, model: ModelConfig, launch: str) -> Path | None
     be. After a restart by torchrun, what this launch has saved goes before what the flag says."""
     latest, want = Path(cfg.out) / "latest", cfg.resume or "never"
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and latest.exists():
-        if json.loads((latest / "meta.json").read_text())["launch"] == launch:
+        if json.loads((latest / "meta.json").read_text()).get("launch") == launch:
             want = "latest"
     if want == "never" or (want == "auto" and not latest.exists()):
         return None
