@@ -808,7 +808,7 @@ REFUSED = {
     "p": ("--p 2", "p=2 g=1 os=1: 2 shards do not fit 1 ranks.*nearest: --p 1"),
     "mesh": ("--os 2x", "factor '2x': a number or"),
     "strategy": ("--strategy zero4", "zero4: one of ddp, zero1.*mics:K"),
-    "layout": ("--os-layout whole", "whole: intra or inter"),
+    "layout": ("--os-layout whole", "whole: one of intra, inter"),
     "lanes": ("--overlap gather,all", "all: a list of gather"),
     "per node": ("--per-node 2", "--per-node 2: does not divide 1 ranks"),
     "resume nothing": ("--resume", "there is no"),

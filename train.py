@@ -354,24 +354,42 @@ def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
                      "smaller --micro-batch or model")
 
 
-def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) -> Plan:
-    """Resolve what is left open in cfg (in place) and refuse what cannot work, with numbers."""
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
+           "recompute": ("none", "full"), "dtype": ("auto", *DTYPES)}
+
+
+def check_flags(cfg: Config) -> None:
+    """Raise ValueError for a number out of its range or a word that is none of its choices."""
+    for name, values in CHOICES.items():
+        if getattr(cfg, name) not in values:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: one of "
+                             f"{', '.join(values)}")
+    for name, (least, most) in LIMITS.items():
+        if not least <= getattr(cfg, name) <= most:  # a NaN is not, either
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: from {least} to "
+                             f"{most}")
+    if unknown := set(cfg.overlap.split(",")) - {*LANES, "none"}:
+        raise ValueError(f"--overlap {','.join(unknown)}: a list of {', '.join(LANES)}, or none")
+    if cfg.init != "random" and not cfg.init.startswith("hf:"):
+        raise ValueError(f"--init {cfg.init}: random or hf:DIR")
+
+
+def choose_device(cfg: Config, local_rank: int) -> torch.device:
     gpus = torch.cuda.device_count()
     if cfg.device == "auto":
         cfg.device = "cuda" if gpus else "cpu"
     if cfg.device not in ("cpu", "cuda") or (cfg.device == "cuda" and local_rank >= gpus):
         raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
                          f"number {local_rank}; cpu, or --nproc_per_node {max(gpus, 1)} or fewer")
-    device = torch.device(cfg.device, local_rank if cfg.device == "cuda" else None)
-    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
     if cfg.dtype == "auto":
         cfg.dtype = "bf16" if cfg.device == "cuda" else "fp32"
-    if cfg.dtype not in dtypes:
-        raise ValueError(f"--dtype {cfg.dtype}: auto, {', '.join(dtypes)}")
-    kernel = cfg.attention = pick_kernel(cfg.attention, device, dtypes[cfg.dtype])
+    return torch.device(cfg.device, local_rank if cfg.device == "cuda" else None)
 
-    if cfg.init != "random" and not cfg.init.startswith("hf:"):
-        raise ValueError(f"--init {cfg.init}: random or hf:DIR")
+
+def choose_model(cfg: Config):
+    """The model of --model or --init with the flags' rotary settings, and (for --init hf:DIR)
+    name -> tensor, else None."""
     read = None
     if cfg.init.startswith("hf:"):
         if cfg.model not in ("auto", "hf"):
@@ -387,78 +405,83 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
                              + (f"; nearest: {near[0]}" if near else ""))
         model = MODELS[cfg.model]
     cfg.rope_theta = cfg.rope_theta or model.rope_theta
-    cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    if cfg.rope_theta != model.rope_theta:
-        model = dataclasses.replace(model, rope_theta=cfg.rope_theta)
+    scaling = model.rope_scaling
     if cfg.rope_scaling:
         kind, _, factor = cfg.rope_scaling.partition(":")
         if kind not in ("linear", "yarn") or not (
                 factor.replace(".", "", 1).isdigit() and float(factor) >= 1):
             raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR, "
                              "from 1")
-        trained = model.rope_scaling.get("original_max_position_embeddings", model.max_positions)
-        model = dataclasses.replace(model, rope_scaling={
-            "rope_type": kind, "factor": float(factor),
-            "original_max_position_embeddings": trained})
+        trained = scaling.get("original_max_position_embeddings", model.max_positions)
+        scaling = {"rope_type": kind, "factor": float(factor),
+                   "original_max_position_embeddings": trained}
+    cfg.seq = cfg.seq or (256 if cfg.model == "tiny" else 4096)
+    return dataclasses.replace(model, rope_theta=cfg.rope_theta, rope_scaling=scaling,
+                               max_positions=max(model.max_positions, cfg.seq)), read
 
-    small = cfg.model == "tiny"
-    cfg.seq = cfg.seq or (256 if small else 4096)
-    cfg.lr = cfg.lr or (3e-3 if small else 6e-4 if cfg.model == "160m" else 3e-4)
+
+def choose_batch(cfg: Config, rank: int, world: int) -> list[int]:
+    """Resolve --batch; return the micro-batches to try, the largest first."""
     if not cfg.batch:
-        usual = max(1, (2**12 if small else 2**19) // cfg.seq)
+        usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
         cfg.batch = -(-usual // world) * world
         if cfg.batch != usual and rank == 0:
             print(f"--batch: {usual} by default, {cfg.batch} so that {world} ranks divide it")
-    cfg.warmup = cfg.steps // 20 if cfg.warmup == -1 else cfg.warmup
-    for name, (least, most) in LIMITS.items():
-        if not least <= getattr(cfg, name) <= most:  # a NaN is not, either
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: from {least} to "
-                             f"{most}")
     if cfg.batch % world:
         raise ValueError(f"--batch {cfg.batch}: not divisible by {world} ranks; nearest: "
                          f"{nearest(cfg.batch, world)}")
     each = cfg.batch // world
-    tries = [cfg.micro_batch] if cfg.micro_batch else [
-        b for b in range(each, 0, -1) if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13)]
-    if each % tries[0]:
+    if not cfg.micro_batch:
+        return [b for b in range(each, 0, -1)
+                if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13)]
+    if each % cfg.micro_batch:
         raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences "
                          f"of a rank (--batch {cfg.batch} over {world}); nearest --batch: "
                          f"{nearest(cfg.batch, cfg.micro_batch * world)}")
-    model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
+    return [cfg.micro_batch]
 
-    corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
-    train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
-    check_tokens([c for c in (corpus, val_corpus) if c], model.vocab, rank, world)
+
+def check_folders(cfg: Config) -> None:
+    """--out and --export can be written, and an export overwrites nothing."""
     export = Path(cfg.export)
     if cfg.export and (export.resolve() == Path(cfg.out).resolve() or export.is_dir() and any(
             f.name != "partial" for f in export.iterdir())):
         raise ValueError(f"--export {cfg.export}: the folder is not empty, or --out; name another")
-    for folder in {cfg.out, cfg.export} - {""} if not cfg.dry_run else {}:
+    for folder in {cfg.out, cfg.export} - {""}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as e:
             raise ValueError(f"{folder} cannot be written: {e}") from e
+
+
+def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) -> Plan:
+    """Resolve what is left open in cfg (in place) and refuse what cannot work, with numbers."""
+    device = choose_device(cfg, local_rank)
+    model, read = choose_model(cfg)
+    cfg.lr = cfg.lr or {"tiny": 3e-3, "160m": 6e-4}.get(cfg.model, 3e-4)
+    cfg.warmup = cfg.steps // 20 if cfg.warmup == -1 else cfg.warmup
+    cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    micro_batches = choose_batch(cfg, rank, world)
+    check_flags(cfg)
+    kernel = cfg.attention = pick_kernel(cfg.attention, device, DTYPES[cfg.dtype])
+    corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
+    train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
+    check_tokens([c for c in (corpus, val_corpus) if c], model.vocab, rank, world)
+    if not cfg.dry_run:
+        check_folders(cfg)
     resume = find_checkpoint(cfg, model, launch)
-    for name, values in (("os_layout", ("intra", "inter")), ("reduce_dtype", ("auto", "fp32")),
-                         ("recompute", ("none", "full"))):
-        if getattr(cfg, name) not in values:
-            flag_name = name.replace("_", "-")
-            raise ValueError(f"--{flag_name} {getattr(cfg, name)}: {' or '.join(values)}")
-    if unknown := set(cfg.overlap.split(",")) - {*LANES, "none"}:
-        raise ValueError(f"--overlap {','.join(unknown)}: a list of {', '.join(LANES)}, or none")
     room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**60
-    for cfg.micro_batch in tries:  # the largest that fits
-        plan = Plan(model, device, dtypes[cfg.dtype], kernel, each // cfg.micro_batch, Factors(),
-                    train, val, read, resume)
+    for cfg.micro_batch in micro_batches:  # the largest that fits
+        plan = Plan(model, device, DTYPES[cfg.dtype], kernel, cfg.batch // world // cfg.micro_batch,
+                    Factors(), train, val, read, resume)
         try:
             plan.factors = choose_factors(
                 cfg, world, lambda f: sum(memory_need(cfg, plan, f).values()), room)
             return plan
         except ValueError:
-            if cfg.micro_batch == tries[-1] and not cfg.dry_run:
+            if cfg.micro_batch == micro_batches[-1]:
                 raise
-    return plan
 
 
 def memory_need(cfg: Config, plan: Plan, f: Factors) -> dict[str, float]:
