@@ -275,7 +275,7 @@ class States:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
-                 micro_batches: int = 1, factors: Factors = Factors(), layout: str = "inter",
+                 micro_batches: int = 1, factors: Factors = Factors(), layout: str = "intra",
                  groups: Groups | None = None, off: tuple[str, ...] = (),
                  reduce_dtype: torch.dtype | None = None,
                  recompute: bool = False, bucket_bytes: int = 2**25, poison: bool = False,
@@ -565,11 +565,6 @@ class States:
         event = self.lanes["spread"].mark()
         for s in unit:
             s.spread_event = event
-
-    def params_ready(self) -> None:
-        """All parameters have arrived: before they are read other than through `need`."""
-        for s in self.shares.values():
-            wait(s.spread_event)
 
     # -- loading and saving
 

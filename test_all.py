@@ -11,6 +11,7 @@ test_optimizer_*                      AdamW or clipping that differs, a skip tha
 test_gradient_pieces                  micro-batches summed in bf16, stale gradients of the last step
 test_factors*                         an illegal factor accepted, more shards than needed
 test_sharding_equals_one_process      a stale or early-read buffer, a sum over the wrong ranks
+test_wire_and_recomputation_flags     a flag that does nothing, or more than it says
 test_sharded_checkpoints_*            states read back into the wrong place
 test_hf_*                             rows of a fused matrix in the wrong order, a tied head lost
 test_data_*                           a sample drawn twice, windows cut wrong at a file's end
@@ -363,7 +364,7 @@ def test_factors_are_the_fewest_that_fit():
         assert (chosen.p, chosen.g, chosen.os) == want
     cfg.p = "2"  # what is set by hand is respected
     assert train.choose_factors(cfg, 8, lambda f: 0, 1) == shard.Factors(2, 2, 2)
-    with pytest.raises(ValueError, match="needs .* even with p=8 g=8 os=8.*has 0"):
+    with pytest.raises(ValueError, match="needs .* even with p=8 g=8 os=8.*room for 0"):
         train.choose_factors(train.Config(per_node=8), 8, lambda f: 2**35 / f.p / f.os, 1)
 
 
@@ -436,6 +437,17 @@ def test_sharding_equals_one_process(ranks, per_node, cases, count, tmp_path):
     code = f"import test_all; test_all.sharding_worker('{cases}')"
     text = run([], ranks, code, tmp=tmp_path, PER_NODE=str(per_node))
     assert text.count(f"{count} cases equal") == ranks
+
+
+def test_wire_and_recomputation_flags(tmp_path):
+    """bf16 gradients summed in float32, and layers run again, lie on the plain bf16 curve."""
+    args = [*QUICK, "--dtype", "bf16", "--save-every", "-1"]
+    run([*args, "--out", tmp_path / "plain"], 0)
+    for flags in ("--p 2 --reduce-dtype fp32 --recompute full", "--g 2 --os 2 --reduce-dtype fp32"):
+        text = run([*args, *flags.split(), "--out", tmp_path / flags[:3]], 2)
+        assert f"recomputed: {'full' if 'full' in flags else 'none'}" in text
+        for a, b in zip(losses(tmp_path / "plain"), losses(tmp_path / flags[:3]), strict=True):
+            assert a == pytest.approx(b, rel=1e-2), flags
 
 
 def test_sharded_checkpoints_fit_each_other(tmp_path):
@@ -860,6 +872,12 @@ def test_refused_checkpoints(tmp_path):
         dist.destroy_process_group()
 
     refused("--resume --model 160m --seq 64", r"another model.* dim 192 \(here 768\)")
+    meta = (tmp_path / "latest" / "meta.json").resolve()
+    text = meta.read_text()
+    meta.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 500000.0'))
+    refused("--resume", r"another model: rope_theta 500000.0 \(here 10000.0\)")
+    train.main([*args, "--steps", "1", "--resume", "--rope-theta", "70000"])  # knowingly another
+    meta.write_text(text)
     part.write_bytes(whole[:-1])
     refused("--resume", f"{len(whole) - 1} bytes, not {len(whole)}")
     part.unlink()

@@ -119,7 +119,7 @@ LIMITS = {  # what a number may be, once "0: by model" and the like are resolved
     "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "clip": (0, 1e30), "max_skips": (1, 2**40),
     "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "eval_every": (-1, 2**40),
     "eval_sequences": (1, 2**40), "save_every": (-1, 2**40), "keep": (1, 2**40),
-    "rope_theta": (1, 1e30), "timeout": (1, 1e9), "per_node": (1, 2**40),
+    "timeout": (1, 1e9), "per_node": (1, 2**40),
 }
 SIZES = ("seq", "steps", "batch", "micro_batch")
 
@@ -278,7 +278,9 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
 
 def launch_name() -> str:
     """The same on all ranks and after a restart by torchrun, another for another launch."""
-    name = [f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.uname().nodename} {os.getppid()}"]
+    name = [os.environ.get("TORCHELASTIC_RUN_ID", "none")]
+    if name == ["none"]:  # no rendezvous, so rank 0 stays where it is: its parent is the launcher
+        name = [f"{os.uname().nodename} {os.getppid()}"]
     dist.broadcast_object_list(name)
     return name[0]
 
@@ -349,11 +351,12 @@ def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
             return f
     least = min(factors, key=need)
     raise ValueError(f"--model {cfg.model}: a step needs {need(least) / 2**30:.0f} GiB a GPU even "
-                     f"with p={least.p} g={least.g} os={least.os}, a GPU has "
+                     f"with p={least.p} g={least.g} os={least.os}, there is room for "
                      f"{room / 2**30:.0f}; more ranks, --recompute full, a shorter --seq, a "
                      "smaller --micro-batch or model")
 
 
+GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
            "recompute": ("none", "full"), "dtype": ("auto", *DTYPES)}
@@ -404,7 +407,8 @@ def choose_model(cfg: Config):
             raise ValueError(f"--model {cfg.model}: auto, {', '.join(MODELS)}"
                              + (f"; nearest: {near[0]}" if near else ""))
         model = MODELS[cfg.model]
-    cfg.rope_theta = cfg.rope_theta or model.rope_theta
+    if cfg.rope_theta and not 1 <= cfg.rope_theta <= 1e30:
+        raise ValueError(f"--rope-theta {cfg.rope_theta}: from 1 to 1e30, or 0 for the model's")
     scaling = model.rope_scaling
     if cfg.rope_scaling:
         kind, _, factor = cfg.rope_scaling.partition(":")
@@ -416,8 +420,9 @@ def choose_model(cfg: Config):
         scaling = {"rope_type": kind, "factor": float(factor),
                    "original_max_position_embeddings": trained}
     cfg.seq = cfg.seq or (256 if cfg.model == "tiny" else 4096)
-    return dataclasses.replace(model, rope_theta=cfg.rope_theta, rope_scaling=scaling,
-                               max_positions=max(model.max_positions, cfg.seq)), read
+    return dataclasses.replace(
+        model, rope_theta=cfg.rope_theta or model.rope_theta, rope_scaling=scaling,
+        max_positions=max(model.max_positions, cfg.seq)), read
 
 
 def choose_batch(cfg: Config, rank: int, world: int) -> list[int]:
@@ -471,7 +476,9 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     if not cfg.dry_run:
         check_folders(cfg)
     resume = find_checkpoint(cfg, model, launch)
-    room = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**60
+    room = 2**60
+    if device.type == "cuda":
+        room = GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
     for cfg.micro_batch in micro_batches:  # the largest that fits
         plan = Plan(model, device, DTYPES[cfg.dtype], kernel, cfg.batch // world // cfg.micro_batch,
                     Factors(), train, val, read, resume)
