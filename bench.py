@@ -173,6 +173,7 @@ def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, 
     AdamW, prefetching, gradients synchronised in the last micro-batch alone if they stay whole."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    expandable_segments(True)
     with torch.device("meta"):
         model = LLaMA(cfg, attention(kernel))
     wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
@@ -228,6 +229,13 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
         show(rows[-1:], head=len(rows) == 1)
     step = states = None
     release(device)
+    expandable_segments(False)
+
+
+def expandable_segments(on: bool) -> None:
+    """The allocator's setting that FSDP2's users are told to take; ours needs no such help."""
+    if torch.cuda.is_available():
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{on}")
 
 
 def table_shard(device: torch.device) -> list[dict]:

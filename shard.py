@@ -555,7 +555,7 @@ class States:
                 s.full.holder = None  # what was gathered is old
         if self.n == 1:
             return
-        with self.lanes["spread"].after_compute():
+        with self.lanes["spread"].after_compute(), self._grouped(self.sub_spread):
             for s in unit:
                 if self.layout == "inter":
                     dist.broadcast(s.shard, self.sub_ranks[s.owner], group=self.sub_spread)
@@ -565,6 +565,12 @@ class States:
         event = self.lanes["spread"].mark()
         for s in unit:
             s.spread_event = event
+
+    def _grouped(self, group):
+        """One launch for all broadcasts of a unit, whose owners differ (NCCL alone can)."""
+        if self.layout == "inter" and self.device.type == "cuda":
+            return dist._coalescing_manager(group, device=self.device)
+        return contextlib.nullcontext()
 
     # -- loading and saving
 
