@@ -495,15 +495,18 @@ def versions() -> dict:
 
 
 def commit() -> str:
-    """The commit that is measured, + if files differ from it; BENCH_COMMIT where git is not."""
+    """The commit that is measured, + if files differ from it. BENCH_COMMIT names it where the files
+    were copied without their history."""
     git = ["git", "-C", str(HERE)]
     try:
+        if told := os.environ.get("BENCH_COMMIT"):
+            return told
         head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True,
                                        stderr=subprocess.DEVNULL)
         dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode
         return head.strip() + ("+" if dirty else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("BENCH_COMMIT", "unknown")
+        return "unknown"
 
 
 README_MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
