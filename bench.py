@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model import (MODELS, LLaMA, ModelConfig, attention, flops_per_token, initial_weight,
+from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
 from shard import LANES, Factors, Groups, States, legal_factors, state_bytes
 from train import start_ranks
@@ -84,7 +84,7 @@ def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds
 def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, **options):
     """The model and its states (shard.States' options), freshly initialised."""
     with torch.device("meta"):
-        model = LLaMA(cfg, attention(kernel))
+        model = LLaMA(cfg, Attention(kernel))
     model.recompute = recompute
     states = States(model, device, dtype, recompute=recompute, **options)
     for name, p in model.named_parameters():
@@ -104,7 +104,7 @@ def layers_alone(name: str, seq: int, kernel: str, device, dtype, repeats: int) 
     element-wise parts, but no embedding, head, loss, optimizer or communication."""
     few = dataclasses.replace(MODELS[name], layers=min(6, MODELS[name].layers))
     with torch.device(device):
-        model = LLaMA(few, attention(kernel)).to(dtype)
+        model = LLaMA(few, Attention(kernel)).to(dtype)
     model.init_weights(0)
     rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
     x = torch.randn(1, seq, few.dim, device=device).to(dtype).requires_grad_()
@@ -175,7 +175,7 @@ def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, 
 
     expandable_segments(True)
     with torch.device("meta"):
-        model = LLaMA(cfg, attention(kernel))
+        model = LLaMA(cfg, Attention(kernel))
     wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
                                 cast_forward_inputs=False)
     for block in model.blocks:

@@ -299,22 +299,36 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse) -> tuple[Tensor, Ten
 
 class _Attention(Function):
     @staticmethod
-    def forward(ctx, q, k, v, kernel):
-        o, lse = attention_forward(kernel, q, k, v)
+    def forward(ctx, q, k, v, op):
+        o, lse = op.forward(q, k, v)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.kernel = kernel
+        ctx.op = op
         ctx.mark_non_differentiable(lse)
         return o, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
-        return *attention_backward(ctx.kernel, do, *ctx.saved_tensors), None
+        return *ctx.op.backward(do, *ctx.saved_tensors), None
 
 
-def attention(kernel: str) -> Callable:
-    """The differentiable (q, k, v) -> (o, lse) of a kernel of the table."""
-    return lambda q, k, v: _Attention.apply(q, k, v, KERNELS[kernel])
+class Attention:
+    """A kernel of the table: forward and backward as they are, or called, with autograd.
+
+    A subclass may split the work over ranks; lse has then the shape that its backward wants.
+    """
+
+    def __init__(self, kernel: str):
+        self.kernel = KERNELS[kernel]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention_forward(self.kernel, q, k, v)
+
+    def backward(self, do, q, k, v, o, lse) -> tuple[Tensor, Tensor, Tensor]:
+        return attention_backward(self.kernel, do, q, k, v, o, lse)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _Attention.apply(q, k, v, self)
 
 
 # ---------------------------------------------------------------------------- token-wise operators
@@ -429,6 +443,19 @@ class PlainEvents:
         return compute(None, 0)
 
 
+def input_grad(module: nn.Module, dy: Tensor, out: Tensor | None = None) -> Tensor:
+    """dy (..., rows) of a projection -> dx = dy W (..., cols)."""
+    dx = torch.matmul(dy, module.events.need(module), out=out)
+    module.events.release(module)
+    return dx
+
+
+def weight_grad(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
+    """dy (..., rows), x (..., cols) of a projection: raises *piece* with dW = dy^T x."""
+    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, rows), (N, cols)
+    return module.events.piece(module, lambda out, beta: add_outer(dy, x, out, beta))
+
+
 class _Linear(Function):
     """y = x W^T. Autograd keeps x but never W, which may be a buffer that is refilled meanwhile."""
 
@@ -444,10 +471,8 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx, dy):
         (x,), module = ctx.saved_tensors, ctx.module
-        dx = dy @ module.events.need(module)
-        module.events.release(module)
-        dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, out), (N, in)
-        return dx, module.events.piece(module, lambda out, beta: add_outer(dy, x, out, beta)), None
+        dx = input_grad(module, dy)
+        return dx, weight_grad(module, dy, x), None
 
 
 class _Embedding(Function):
@@ -610,19 +635,20 @@ class Block(nn.Module):
         h, n = add_rms_norm(x, self.out(o.flatten(2)), self.norm2.weight, self.cfg.norm_eps)
         return h + self.down(swiglu(self.gate_up(n)))
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         o, _ = attention(*self.pre(x, rope))
         return self.post(x, o)
 
 
 class LLaMA(nn.Module):
-    """attention: a callable (q, k, v) -> (o, lse); the CPU operator if none is given."""
+    """attention: called with (q, k, v), returns (o, lse); the CPU's if none is given."""
 
-    def __init__(self, cfg: ModelConfig, attention_fn: Callable | None = None):
+    def __init__(self, cfg: ModelConfig, attention: Attention | None = None):
         super().__init__()
         self.cfg = cfg
-        self.attention = attention_fn or attention("cpu")
+        self.attention = attention or Attention("cpu")
         self.recompute = False  # keep a layer's input alone, and run the layer again in backward
+        self.run = None  # (index, x, rope) -> y: how a layer runs, if not as its forward says
         self.embed = Matrix(cfg.vocab, cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = Norm(cfg.dim)
@@ -644,8 +670,10 @@ class LLaMA(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = _Embedding.apply(self.embed.weight, tokens, self.embed)  # (B, T, C)
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
-        for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
+        for i, block in enumerate(self.blocks):
+            if self.run:
+                x = self.run(i, x, rope)
+            elif self.recompute and torch.is_grad_enabled():
                 x = checkpoint(block, x, rope, self.attention, use_reentrant=False)
             else:
                 x = block(x, rope, self.attention)

@@ -30,6 +30,7 @@ Left out: quantised communication, learning rates by parameter, matrices that ar
 Legend: R ranks, p g os factors, S elements of a matrix with padding, n subgroup size os/p.
 """
 import contextlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,8 @@ from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, Metadat
                                                    TensorProperties)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from model import Matrix, Norm, accumulation_dtype, compiled
+from model import (Attention, Matrix, Norm, accumulation_dtype, attention_backward,
+                   attention_forward, compiled)
 
 ALIGN = 128  # elements: every shard starts where the fastest kernels and copies want it
 LANES = ("gather", "scatter", "reduce", "spread")
@@ -209,6 +211,7 @@ class Share:
         self.name, self.module, self.padded = name, module, padded  # S
         self.count = module.weight.numel()
         self.spread_event = None  # the new parameters are in `shard`
+        self.pieces, self.done = 1, 0  # of its gradient: in a backward pass, and of them computed
 
 
 class Flat(Tensor):
@@ -261,6 +264,110 @@ def adamw(weight: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, sc
     weight.copy_(new)
 
 
+# ---------------------------------------------------------------------------- sequences
+
+
+def legal_sp(heads: int, ranks: int) -> list[int]:
+    """Sequence degrees: they divide the ranks and the query heads."""
+    return [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0]
+
+
+class Ulysses(Attention):
+    """Attention over a sequence that lies on sp neighbouring ranks (InternEvo's ISP, Ulysses).
+
+    A rank holds T = S/sp tokens of all heads. An all-to-all gives it all S tokens of H/sp heads,
+    the kernel runs on them, and an all-to-all brings the output back:
+
+        q (B, T, H, D) -> (sp, G, h) heads -> group by group: (B, S, h, D) -> kernel -> (B, T, H, D)
+
+    G head groups follow one another: the next one's all-to-all runs under this one's attention, on
+    a lane of its own, and only two groups are gathered at a time. Key/value heads that sp * G does
+    not divide are repeated until it does; their gradients are summed. lse: (G, B, h, S).
+
+    Whatever a lane reads or writes is allocated on the compute stream and held until the compute
+    stream has waited for the lane: so memory is never given to another too early.
+    """
+
+    def __init__(self, kernel: str, sp: int, groups: Groups, lane: Lane, head_groups: int = 1):
+        super().__init__(kernel)
+        self.sp, self.lane, self.head_groups = sp, lane, head_groups
+        self.group = groups.get("sequence", lambda r: r // sp)
+
+    def _repeats(self, heads: int) -> int:
+        """Copies of a key/value head, so that each of the sp * G parts has whole ones."""
+        return math.lcm(heads, self.sp * self.head_groups) // heads
+
+    def _parts(self, x: Tensor) -> Tensor:
+        """(B, T, H, D) -> a view (G, sp, B, T, h, D): what each group sends to each rank."""
+        return x.unflatten(2, (self.sp, self.head_groups, -1)).permute(3, 2, 0, 1, 4, 5)
+
+    def _gather(self, parts: list[Tensor], j: int):
+        """Launch group j's all-to-all from tokens to heads. Returns what is received (B, S, h, D),
+        the event of its arrival, and what must live until then."""
+        send = [torch.empty(x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
+        got = [torch.empty_like(x) for x in send]  # (sp, B, T, h, D): the ranks' tokens in turn
+        with self.lane.after_compute():
+            for x, there, here in zip(parts, send, got):
+                there.copy_(x[j])
+                dist.all_to_all_single(here, there, group=self.group)
+        return [x.transpose(0, 1) for x in got], self.lane.mark(), send
+
+    def _scatter(self, pairs: list[tuple[Tensor, Tensor]], j: int) -> list[Tensor]:
+        """Launch group j's all-to-all from heads (B, S, h, D) to tokens, into out[j] of each pair.
+        Returns what must live until the lane is done."""
+        # (B, S, h, D) -> (sp, B, T, h, D); of one sequence: a view
+        send = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous() for x, _ in pairs]
+        got = [torch.empty_like(x) for x in send]
+        with self.lane.after_compute():
+            for (_, out), there, here in zip(pairs, send, got):
+                dist.all_to_all_single(here, there, group=self.group)
+                out[j].copy_(here)
+        return send + got
+
+    def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel) -> None:
+        """kernel(j, inputs on heads) -> outputs on heads, group by group, copied into outputs."""
+        inputs, outputs = ([self._parts(x) for x in xs] for xs in (inputs, outputs))
+        ahead, leaving = self._gather(inputs, 0), []
+        for j in range(self.head_groups):
+            heads, event, send = ahead
+            ahead = self._gather(inputs, j + 1) if j + 1 < self.head_groups else None
+            wait(event)
+            del send, leaving[:-1]  # the lane had brought these away before it gathered this group
+            results = kernel(j, [x.flatten(1, 2) for x in heads])
+            leaving.append(self._scatter(list(zip(results, outputs)), j))
+        wait(self.lane.mark())
+
+    def forward(self, q, k, v):
+        if self.group is None:
+            return super().forward(q, k, v)
+        repeats, o, lse = self._repeats(k.shape[2]), torch.empty_like(q), []
+
+        def kernel(j, heads):
+            out, part = attention_forward(self.kernel, *heads)
+            lse.append(part)
+            return [out]
+
+        self._run([q, *(x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))],
+                  [o], kernel)
+        return o, torch.stack(lse)
+
+    def backward(self, do, q, k, v, o, lse):
+        if self.group is None:
+            return super().backward(do, q, k, v, o, lse)
+        repeats = self._repeats(k.shape[2])
+        k, v = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+
+        def kernel(j, heads):
+            return attention_backward(self.kernel, *heads, lse[j])
+
+        self._run([do.contiguous(), q, k, v, o], grads, kernel)
+        dq, dk, dv = grads
+        if repeats > 1:
+            dk, dv = (x.unflatten(2, (-1, repeats)).sum(3) for x in (dk, dv))
+        return dq, dk, dv
+
+
 # ---------------------------------------------------------------------------- states
 
 
@@ -268,17 +375,18 @@ class States:
     """A model's parameters, gradients and AdamW states on this rank.
 
     model: built on any device, "meta" best: its parameters are replaced. micro_batches: forward and
-    backward passes between two updates. layout: "inter" (whole p-shards have one owner in a
+    backward passes between two updates. pieces: of a layer's gradient in each, if its tokens run in
+    chunks (offload.py). layout: "inter" (whole p-shards have one owner in a
     subgroup) or "intra" (each is split evenly). off: lanes without overlap. reduce_dtype: of
-    gradients on the wire, the compute dtype by default. recompute: layers run again in backward.
-    poison: released weights and used gradients become NaN, for tests.
+    gradients on the wire, the compute dtype by default. recompute: a layer's backward uses its
+    matrices more than once, so they are gathered together. poison: released weights and used gradients become NaN, for tests.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
                  micro_batches: int = 1, factors: Factors = Factors(), layout: str = "intra",
                  groups: Groups | None = None, off: tuple[str, ...] = (),
                  reduce_dtype: torch.dtype | None = None,
-                 recompute: bool = False, bucket_bytes: int = 2**25, poison: bool = False,
+                 recompute: bool = False, pieces: int = 1, bucket_bytes: int = 2**25, poison: bool = False,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1):
         self.f, self.layout, self.recompute, self.poison = factors, layout, recompute, poison
         self.betas, self.eps, self.decay, self.bucket_bytes = betas, eps, decay, bucket_bytes
@@ -286,7 +394,7 @@ class States:
         self.wide = accumulation_dtype(dtype)
         self.wire = reduce_dtype or dtype
         several = micro_batches > 1 or self.wire != dtype
-        self.grad_dtype = self.wide if several else dtype
+        self.grad_dtype, self.pieces = self.wide if several else dtype, pieces
         self.lanes = {name: Lane(device, name not in off) for name in LANES}
         self.prefetch = "gather" not in off
         self._make_groups(groups or Groups())
@@ -327,6 +435,8 @@ class States:
         self.by_name = {s.name: s for s in self.shares.values()}
         self.units = list(units.values())  # in the order of use: embedding, layers, head
         self.unit_of = {s.module: i for i, unit in enumerate(self.units) for s in unit}
+        for s in (s for unit in self.units[1:-1] for s in unit):
+            s.pieces = self.pieces
         order = [s for unit in reversed(self.units[1:-1]) for s in reversed(unit)]
         self.before = dict(zip(order, order[1:]))  # backward: the matrix that is needed next
 
@@ -345,23 +455,25 @@ class States:
         def zeros(count: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(count, dtype=dtype, device=self.device)
 
-        def buffer(pool: dict[tuple, Buffer]) -> Buffer:
+        def buffer(pool: dict[tuple, Buffer], dtype: torch.dtype) -> Buffer:
             """One of two buffers of a kind of matrix, by the parity of the layer."""
             key = s.padded, s.name.split(".")[-2], self.unit_of[s.module] % 2
             if key not in pool:
-                pool[key] = Buffer(zeros(s.padded, self.dtype))
+                pool[key] = Buffer(zeros(s.padded, dtype))
             return pool[key]
 
         s.shard = zeros(part, self.dtype)
         s.second = zeros(s.padded // f.second, self.dtype) if f.second else None
-        s.full = Buffer(s.shard, s) if f.p == 1 else buffer(weights)
+        s.full = Buffer(s.shard, s) if f.p == 1 else buffer(weights, self.dtype)
         if self.layout == "inter":
             offset, s.size = 0, part if s.owner == self.sub_index else 0
         else:
             offset, s.size = self.sub_index * (part // self.n), part // self.n
         s.start = self.p_index * part + offset
-        s.store = zeros(part if f.g == f.p else s.size, self.grad_dtype)
-        s.local = Buffer(s.store) if f.g == 1 else buffer(grads)
+        summed = self.wide if s.pieces > 1 else self.dtype  # where the pieces add up
+        s.store = zeros(part if f.g == f.p else s.size,
+                        summed if f.g == 1 and s.pieces > 1 else self.grad_dtype)
+        s.local = Buffer(s.store) if f.g == 1 else buffer(grads, summed)
         s.own_weight = s.shard[offset : offset + s.size]
         s.own_grad = s.store[offset : offset + s.size] if f.g == f.p else s.store
         s.master, s.exp_avg, s.exp_avg_sq = (zeros(s.size, self.wide) for _ in range(3))
@@ -444,12 +556,16 @@ class States:
         self.micro_batch += 1
 
     def piece(self, module: nn.Module, compute) -> None:
-        """The gradient of a matrix in this micro-batch; the reductions follow on their lanes."""
+        """A piece of a matrix's gradient; after the last of a micro-batch the reductions follow."""
         s, self.backward = self.shares[module], True
         whole = s.local.data is s.store  # no shards: gradients add up where they stay
-        if not whole:
+        if not whole and s.done == 0:
             wait(s.local.event)  # the lane has read what the layer after the next left here
-        compute(s.local.data[: s.count].view(module.shape), int(whole and self.micro_batch > 0))
+        beta = int(s.done > 0 or whole and self.micro_batch > 0)
+        compute(s.local.data[: s.count].view(module.shape), beta)
+        s.done = (s.done + 1) % s.pieces
+        if s.done:
+            return
         last = self.micro_batch == self.micro_batches - 1
         if not whole:
             with self.lanes["scatter"].after_compute():

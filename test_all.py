@@ -40,6 +40,7 @@ import torch.nn.functional as F
 
 import bench
 import model as m
+import offload
 import shard
 import train
 
@@ -246,9 +247,10 @@ def test_attention_choice():
 # ---------------------------------------------------------------------------- states
 
 
-def build(dtype, micro_batches=1, factors=shard.Factors(), recompute=False, **options):
+def build(dtype, micro_batches=1, factors=shard.Factors(), recompute=False, attention=None,
+          **options):
     with torch.device("meta"):
-        model = m.LLaMA(SMALL)
+        model = m.LLaMA(SMALL, attention)
     model.recompute = recompute
     states = shard.States(model, torch.device("cpu"), dtype, micro_batches, factors,
                           recompute=recompute, **options)
@@ -472,6 +474,86 @@ def test_sharded_checkpoints_fit_each_other(tmp_path):
     run([*args, "--out", tmp_path / "b", "--resume", tmp_path / "o3" / "step-00000004"], 0)
     for a, b in zip(want[4:], losses(tmp_path / "b"), strict=True):
         assert a == pytest.approx(b, rel=1e-11)
+
+
+# ---------------------------------------------------------------------------- sequences, offload
+
+# eighths of the others swapped, resident layers of 5, chunks kept in them
+FATES = [(0, 2, 0), (1, 2, 2), (4, 3, 1), (8, 2, 99), (0, 5, 99), (0, 5, 0), (3, 4, 6)]
+
+
+def sequence_worker():
+    """Runs under torchrun: sequence degrees x fates x chunk sizes x kv heads x factors, three steps
+    each, against one plain process. What was used is poisoned."""
+    torch.set_num_threads(1)
+    rank, world, _ = train.start_ranks(100)
+    groups, count, cpu = shard.Groups(), 0, torch.device("cpu")
+    lane = shard.Lane(cpu, True)
+    for kv_heads, degrees in ((4, shard.legal_sp(8, world)), (2, [4]), (1, [4])):
+        global SMALL
+        SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
+                                    layers=5, head_dim=4)
+        batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(3)]
+        plain, wanted = m.LLaMA(SMALL).double(), []
+        for name, p in plain.named_parameters():
+            p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, p.device))
+        kinds = [[p for n, p in plain.named_parameters() if ("norm" in n) == x] for x in (0, 1)]
+        adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
+                                  lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+        for tokens, labels in batch:
+            adamw.zero_grad()
+            loss = plain_llama(plain, tokens, labels)[1]
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            adamw.step()
+            wanted.append((loss.item(), norm.item()))
+        legal = shard.legal_factors(world, world)
+        for sp in [n for n in degrees if n <= world]:
+            for i, (eighths, resident, kept) in enumerate(FATES):
+                chunk, several = (5, 6, 99)[i % 3], (1, 2)[i % 2]
+                head_groups = 1 + i % 2
+                f = legal[(count + i) % len(legal)]
+                dp, part = world // sp, 24 // sp
+                rows = 8 // dp // several
+                chunks = -(-rows * part // chunk)
+                fates = offload.Fates(5, chunks, resident, min(kept, resident * chunks),
+                                      eighths * chunks * (5 - resident) // 8,
+                                      dropped=int(i == 2))
+                attention = shard.Ulysses("cpu", sp, groups, lane, head_groups)
+                model, states = build(torch.float64, several, f, True, attention, groups=groups,
+                                      pieces=chunks, poison=True, layout=("intra", "inter")[i % 2])
+                offload.Layers(model, (rows, part), fates, chunk, cpu, torch.float64, poison=True)
+                mine = slice(rank // sp * 8 // dp, (rank // sp + 1) * 8 // dp)
+                cut = slice(rank % sp * part, (rank % sp + 1) * part)
+                positions = torch.arange(24)[cut]
+                for (tokens, labels), want in zip(batch, wanted):
+                    scale = 1 / (labels != m.IGNORE).sum().double()
+                    total = torch.zeros(()).double()
+                    with torch.no_grad():  # an evaluation in between changes nothing
+                        model(tokens[mine, cut][:rows], labels[mine, cut][:rows], scale, positions)
+                    states.begin()
+                    for t, l in zip(tokens[mine, cut].chunk(several),
+                                    labels[mine, cut].chunk(several)):
+                        loss = model(t, l, scale, positions)
+                        loss.backward()
+                        states.end_micro_batch()
+                        total += loss.detach()
+                    states.reduce()
+                    norm, _ = states.update(1e-2, 0.5)
+                    dist.all_reduce(total)
+                    case = kv_heads, sp, head_groups, fates, chunk, f, several
+                    assert (total.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
+                for name, p in plain.named_parameters():
+                    assert relative(states.full(name), p) < 1e-11, (case, name)
+                count += 1
+    print(f"rank {rank}: {count} cases equal", flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ranks, count", [(2, 14), (4, 35)])
+def test_sequences_and_fates_equal_one_process(ranks, count, tmp_path):
+    text = run([], ranks, "import test_all; test_all.sequence_worker()", tmp=tmp_path)
+    assert text.count(f"{count} cases equal") == ranks
 
 
 # ---------------------------------------------------------------------------- Hugging Face

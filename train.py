@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes, attention,
+from model import (IGNORE, LOSS_ELEMENTS, MODELS, Attention, LLaMA, ModelConfig, activation_bytes,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel)
 from shard import (LANES, Factors, States, check_factors, legal_factors, parse_mesh, parse_strategy,
@@ -723,7 +723,7 @@ def main(argv: list[str] | None = None) -> None:
     print0(f"batch: {cfg.batch} sequences = {world} ranks x {plan.micro_batches} micro-batches x "
            f"{cfg.micro_batch}, on {name}")
     with torch.device("meta"):
-        model = LLaMA(plan.model, attention(plan.kernel))
+        model = LLaMA(plan.model, Attention(plan.kernel))
     model.recompute = cfg.recompute == "full"
     states = States(model, device, plan.dtype, plan.micro_batches, f, cfg.os_layout,
                     off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),

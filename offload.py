@@ -1,0 +1,579 @@
+"""What a layer keeps for its backward: tokens that stay, are swapped to the host, or are recomputed.
+
+A layer is token-wise but for attention, so it runs in chunks of tokens, and with (q, k, v) and
+(h, gu) = (residual stream after attention, gate|up) of a chunk at hand, its backward multiplies
+matrices for gradients alone. Those are the chunk's "others"; each chunk's have one of three fates:
+
+    keep        they stay on the GPU                       the last k layers, as far as it has room
+    swap        they go to pinned host memory and return   the other layers, a fraction alpha
+    recompute   pre and post run again on the chunk, from the layer's input x and its o
+
+The layer's input x, attention output o and log-sum-exp always come back, from the GPU in the last k
+layers, from the host in the others: attention runs once (Memo, arXiv 2407.12117, section 4.1).
+Two rounding buffers receive what is fetched: layer i uses buffer i mod 2.
+
+    forward   compute  | layer i        | layer i+1      | layer i+2        drops what i had, once
+              offload  |                | i -> host      | i+1 -> host      it is on the host
+    backward  compute  | layer i+2      | layer i+1      | layer i
+              prefetch | i+1 -> buffer  | i -> buffer    | i-1 -> buffer    when i+1 is done with it
+
+`choose` solves for k, alpha and what stays, as one small mixed-integer program over measured times
+and sizes. Norm outputs and SwiGLU's are not kept in any case: they cost one pass over memory, and a
+third of the bytes. The backward is written out below: whoever changes model.Block changes it here.
+
+Left out: swapping to disk, and layers of different shapes.
+
+Legend: N = B*T tokens of a rank, n layers, k resident layers, c chunks of a layer, C width, H query
+heads, K key/value heads, D head width, F MLP width.
+"""
+import mmap
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from scipy.optimize import Bounds, LinearConstraint, milp
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from model import (Attention, Block, LLaMA, ModelConfig, accumulation_dtype, add_rms_norm, compiled,
+                   input_grad, rope_tables, swiglu, weight_grad)
+from shard import Lane, wait
+
+GIB = 2**30
+ALIGN = 512  # bytes: where a tensor starts in a slot
+
+# ---------------------------------------------------------------------------- what is kept where
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one layer on one rank, and seconds of its forward."""
+
+    input: int  # x
+    attn: int  # o and the log-sum-exp
+    others: int  # q, k, v, h, gate|up
+    layer_s: float  # forward
+    others_s: float  # of it, what recomputing the others takes
+    attn_s: float  # of it, attention
+
+
+def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1)."""
+    e, wide, qo = dtype.itemsize, accumulation_dtype(dtype).itemsize, cfg.heads * cfg.head_dim
+    others = qo + 2 * cfg.kv_heads * cfg.head_dim + cfg.dim + 2 * cfg.ffn
+    return tokens * cfg.dim * e, tokens * (qo * e + cfg.heads * wide), tokens * others * e
+
+
+@dataclass(frozen=True)
+class Fates:
+    """What the chunks of all layers are treated like."""
+
+    layers: int  # n
+    chunks: int  # c of a layer
+    resident: int  # k: the last ones, whose x and o stay on the GPU
+    kept: int = 0  # chunks whose others stay, over all resident layers, from the last one on
+    swapped: int = 0  # chunks whose others are swapped, over all other layers, evenly
+    dropped: int = 0  # of the swapped layers, the first ones: attention runs twice
+
+    @property
+    def alpha(self) -> float:
+        """Memo's: the swapped fraction of the others, in layers that are swapped."""
+        return self.swapped / (self.chunks * max(1, self.layers - self.resident))
+
+    def swaps(self, i: int) -> bool:
+        return i < self.layers - self.resident
+
+    def stored(self, i: int) -> int:
+        """How many of layer i's chunks are not recomputed: the first ones."""
+        if not self.swaps(i):
+            behind = (self.layers - 1 - i) * self.chunks
+            return min(self.chunks, max(0, self.kept - behind))
+        n = self.layers - self.resident
+        return (i + 1) * self.swapped // n - i * self.swapped // n
+
+    def describe(self) -> str:
+        share = self.kept / (self.chunks * max(1, self.resident))
+        text = (f"{self.resident} of {self.layers} layers resident, {share:.0%} of their others "
+                f"kept; alpha {self.alpha:.3f} of the other layers; {self.chunks} chunks a layer")
+        return text + (f"; ATTENTION RUNS TWICE in {self.dropped} layers" if self.dropped else "")
+
+
+def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
+           resident: int | None = None, alpha: float | None = None,
+           memo: bool = False) -> tuple[Fates, float]:
+    """The fates that lose the least time, and the seconds lost in a step's forward and backward.
+
+    bandwidth: bytes/s to the host, with all GPUs copying; gpu, host: bytes a rank can give to
+    activations. With the number of resident layers k, of kept chunks K, of swapped chunks S, of
+    layers without o, X, and of seconds w in which compute waits for copies:
+
+        min  w + X*attn_s - (K + S)*others_s/c
+        GPU    k*(input + attn) + K*others/c + 2*(input + attn + a*others/c)   <= gpu
+        host   (n - k)*(input + attn) - X*attn + S*others/c                    <= host
+        time   (n - k)*(input + attn) - X*attn + S*others/c  <= bandwidth*((n - k)*layer_s + w)
+               K <= c*k,  S <= a*(n - k),  X <= n - k
+
+    where a, the chunks that a rounding buffer has room for, takes some values in turn (eighths of a
+    layer, as Memo's alpha). The backward takes twice the forward's time and copies as much, so it
+    never binds. resident, alpha: set by hand. memo: k = 2, K = 2c, X = w = 0, any fraction of a
+    chunk: exactly Memo's rule,
+
+        max alpha:  (input + attn + alpha*others)/bandwidth <= layer_s
+                    (n - 2)*(input + attn + alpha*others) <= host
+
+    Raises ValueError with what is missing.
+    """
+    c, io, best = chunks, (s.input + s.attn) / GIB, None
+    attn, part = s.attn / GIB, s.others / chunks / GIB
+    rate, gpu, host = bandwidth / GIB, gpu / GIB, host / GIB
+    if memo:
+        resident = 2
+    if alpha is not None:
+        some = [round(alpha * c)]
+    else:
+        some = [c] if memo else sorted({round(c * e / 8) for e in range(9)})
+    for a in [*some, None]:  # None: nothing is swapped, no buffers
+        swap = a is not None
+        low, high = (2, n - 1) if swap else (n, n)
+        if resident is not None:
+            low, high = max(low, resident), min(high, resident)
+        if low > high or (not swap and (alpha or memo)):
+            continue
+        a = a or 0
+        kept = 2 * c if memo else 0
+        bounds = Bounds([low, kept, 0, 0, 0],
+                        [high, c * n, c * n, 0 if memo else n, 0 if memo else np.inf])
+        #                k                K     S     X      w
+        rows = np.array([
+            [-c, 1, 0, 0, 0],  # K <= c*k
+            [a, 0, 1, 0, 0],  # S <= a*(n - k)
+            [1, 0, 0, 1, 0],  # X <= n - k
+            [io, part, 0, 0, 0],  # GPU
+            [-io, 0, part, -attn, 0],  # host
+            [-io + rate * s.layer_s, 0, part, -attn, -rate]])  # time
+        limits = np.array([0, a * n, n, gpu - 2 * swap * (io + a * part), host - n * io,
+                           n * rate * s.layer_s - n * io])
+        least = np.full(6, -np.inf)
+        if alpha is not None:
+            least[1] = limits[1]
+        cost = [0, -s.others_s / c, -s.others_s / c, s.attn_s, 1]
+        found = milp(cost, integrality=[int(not memo)] * 4 + [0], bounds=bounds,
+                     constraints=LinearConstraint(rows, least, limits))
+        if found.x is None:
+            continue
+        lost = found.fun + n * s.others_s
+        if best is None or lost < best[0] - 1e-9:
+            best = lost, found.x
+    if best is None:
+        raise ValueError(
+            f"activations do not fit: layer inputs and attention outputs are {n * io:.1f} GiB a "
+            f"rank, {4 * io:.1f} at least of them on the GPU (two layers, two buffers); there is "
+            f"room for {gpu:.1f} GiB on the GPU and {host:.1f} on the host; a larger --sp, "
+            "--host-memory or --gpu-memory, more ranks, or a shorter --seq")
+    lost, (k, kept, swapped, dropped, _) = best
+    if memo:
+        return Fates(n, c, 2, 2 * c, swapped, 0), lost
+    return Fates(n, c, *(round(v) for v in (k, kept, swapped, dropped))), lost
+
+
+# ---------------------------------------------------------------------------- host memory
+
+
+def host_arena(size: int, pin: bool, report=print) -> Tensor:
+    """`size` bytes of host memory as one tensor, page-locked if `pin`.
+
+    Page faults are what takes the time, so threads touch and register pieces in parallel, in huge
+    pages. (PyTorch's own pinned allocator would round up to a power of two.) report(text) is called
+    as it goes. Raises MemoryError.
+    """
+    if not pin:
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    arena = torch.frombuffer(memory, dtype=torch.uint8)
+    cudart, device = torch.cuda.cudart(), torch.cuda.current_device()
+
+    def lock(start: int) -> int:
+        piece = arena[start : start + 2 * GIB]
+        torch.cuda.set_device(device)
+        piece.zero_()
+        if int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)):
+            raise MemoryError(f"pinning {piece.numel()} bytes of host memory at {start} failed")
+        return piece.numel()
+
+    done, said, start = 0, 0.0, time.perf_counter()
+    with ThreadPoolExecutor(4) as pool:
+        for job in as_completed([pool.submit(lock, i) for i in range(0, size, 2 * GIB)]):
+            done += job.result()
+            if (now := time.perf_counter()) - said > 5 or done == size:
+                said = now
+                report(f"pinned {done / GIB:.0f} of {size / GIB:.0f} GiB of host memory a rank, "
+                       f"{now - start:.0f} s")
+    return arena[:size]
+
+
+def host_limit() -> int:
+    """Bytes of memory that this container or machine allows, less an eighth for all else."""
+    limits = []
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(open(path).read()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            pass
+    with open("/proc/meminfo") as f:
+        total = int(f.readline().split()[1]) * 1024
+    limits = [x for x in limits if x < 2**50]  # version 1 says "none" with a huge number
+    return (min(limits) if limits else total) * 7 // 8
+
+
+Field = tuple[str, tuple[int, ...], torch.dtype]
+
+
+def span(fields: list[Field]) -> int:
+    """Bytes of a slot with these fields."""
+    return sum(-(-int(np.prod(shape)) * t.itemsize // ALIGN) * ALIGN for _, shape, t in fields)
+
+
+def carve(memory: Tensor, fields: list[Field]) -> dict[str, Tensor]:
+    """Tensors that lie one after the other in a slot."""
+    out, start = {}, 0
+    for name, shape, t in fields:
+        size = int(np.prod(shape)) * t.itemsize
+        out[name] = memory[start : start + size].view(t).view(shape)
+        start += -(-size // ALIGN) * ALIGN
+    return out
+
+
+# ---------------------------------------------------------------------------- token-wise backward
+
+
+@compiled
+def rms_norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, dy: Tensor):
+    """n = norm(x) again, dy + the gradient of x, the gradient of weight (its dtype), all (N, C)."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    unit, dn = wide * r, dn.to(wide.dtype)
+    g = dn * weight
+    dx = r * (g - unit * (g * unit).mean(-1, keepdim=True))
+    return (unit * weight).to(x.dtype), (dx + dy).to(x.dtype), (dn * unit).sum(0)
+
+
+@compiled
+def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+    """a = swiglu(gate_up) (N, F) again, and the gradient of gate_up (N, 2F)."""
+    gate, up = gate_up.to(accumulation_dtype(da.dtype)).chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    silu = gate * s
+    grads = da * up * (s + silu * (1 - s)), da * silu
+    return (silu * up).to(da.dtype), torch.cat(grads, dim=-1).to(da.dtype)
+
+
+@compiled
+def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gradients of q (N, H, D), k and v (N, K, D) -> that of the projection (N, (H+2K)D)."""
+    d1, d2 = torch.cat((dq, dk), dim=1).to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]  # (N, 1, D/2)
+    dqk = torch.cat((d1 * cos + d2 * sin, d2 * cos - d1 * sin), dim=-1).to(dq.dtype)
+    return torch.cat((dqk, dv), dim=1).flatten(1)
+
+
+# ---------------------------------------------------------------------------- the layers
+
+
+@dataclass
+class Saved:
+    """What a layer's backward finds. q, k, v: of the stored chunks' tokens; h, gu: by chunk."""
+
+    x: Tensor  # (N, C)
+    o: Tensor | None  # (N, H, D); None: dropped
+    lse: Tensor | None
+    qkv: list[Tensor] = field(default_factory=list)
+    h: list[Tensor] = field(default_factory=list)
+    gu: list[Tensor] = field(default_factory=list)
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.x, self.o, self.lse, *self.qkv, *self.h, *self.gu)
+                if t is not None]
+
+
+class _Layer(Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, layers, i):
+        ctx.layers, ctx.i, ctx.rope = layers, i, (cos, sin)
+        return layers.forward(i, x, (cos, sin), keep=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return ctx.layers.backward(ctx.i, dy, ctx.rope), None, None, None, None
+
+
+class Layers:
+    """Runs a model's layers as `fates` say; model.run is this object.
+
+    model: its matrices belong to shard.States (pieces = the number of chunks, recompute = True),
+    which takes their gradients. shape: (B, T) on this rank; chunk: tokens. arena: host memory for
+    the slots (need() bytes), made here if it is not given. poison, delay: for tests; what was used
+    becomes NaN, and copies start so many GPU cycles late.
+    """
+
+    def __init__(self, model: LLaMA, shape: tuple[int, int], fates: Fates, chunk: int,
+                 device: torch.device, dtype: torch.dtype, arena: Tensor | None = None,
+                 poison: bool = False, delay: int = 0, report=print):
+        self.blocks, self.attention, self.cfg = model.blocks, model.attention, model.cfg
+        self.batch, self.tokens, self.fates = shape[0], shape[0] * shape[1], fates
+        self.chunks = [slice(i, min(i + chunk, self.tokens)) for i in range(0, self.tokens, chunk)]
+        assert len(self.chunks) == fates.chunks and len(self.blocks) == fates.layers
+        assert fates.resident >= min(2, fates.layers), "the last two layers start their backward"
+        self.device, self.dtype, self.poison, self.delay = device, dtype, poison, delay
+        self.out, self.back = Lane(device, True), Lane(device, True)
+        swapped = [i for i in range(fates.layers) if fates.swaps(i)]
+        self.last_swapped = max(swapped, default=-1)
+        sizes = [span(self.fields(i)) for i in swapped]
+        if arena is None:
+            arena = host_arena(sum(sizes), device.type == "cuda", report) if swapped else None
+        starts = np.cumsum([0, *sizes]).tolist()
+        self.slots = [arena[a : a + n] for a, n in zip(starts, sizes)]
+        self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device)
+                        for _ in swapped[:2]]
+        self.nan = torch.full_like(self.buffers[0], 255) if poison and swapped else None
+        self.alive: dict[int, Saved] = {}  # of resident layers, and of those on their way out
+        self.offloaded: dict[int, object] = {}  # layer: event, it is on the host
+        self.fetched: dict[int, object] = {}  # layer: event, its slot was read
+        self.here: set[int] = set()  # layers that are in a rounding buffer, or on their way in
+        self.marks: deque = deque(maxlen=10 * fates.layers)  # (what begins, its event)
+        model.run = self
+
+    def fields(self, i: int) -> list[Field]:
+        """What the slot of a swapped layer holds."""
+        cfg, stored = self.cfg, self.fates.stored(i)
+        m = self.chunks[stored - 1].stop if stored else 0
+        heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
+        fields = [("x", (self.tokens, cfg.dim), self.dtype)]
+        if i >= self.fates.dropped:
+            fields += [("o", (self.tokens, cfg.heads, cfg.head_dim), self.dtype),
+                       ("lse", (self.tokens * cfg.heads,), accumulation_dtype(self.dtype))]
+        fields += [(name, (m, n, cfg.head_dim), self.dtype) for name, n in zip("qkv", heads)]
+        return fields + [("h", (m, cfg.dim), self.dtype), ("gu", (m, 2 * cfg.ffn), self.dtype)]
+
+    def __call__(self, i: int, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Layer i: x (B, T, C), rope (T, D/2) each -> y (B, T, C)."""
+        rope = tuple(t.repeat(self.batch, 1) for t in rope) if self.batch > 1 else rope
+        if torch.is_grad_enabled():
+            return _Layer.apply(x, *rope, self, i)
+        return self.forward(i, x, rope, keep=False)
+
+    def _mark(self, text: str) -> None:
+        event = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        self.marks.append((text, event))
+
+    def progress(self) -> str:
+        """The last phase that the device has begun, without waiting for it; any thread may ask."""
+        text = ""
+        while self.marks and (self.marks[0][1] is None or self.marks[0][1].query()):
+            text = self.marks.popleft()[0]
+        return text
+
+    # -- one layer
+
+    def _project(self, block: Block, x: Tensor, rope, out: list[Tensor], first: int = 0) -> None:
+        """q, k, v of the chunks from `first` on, into out: (N, H, D), (N, K, D) twice."""
+        for c in self.chunks[first:]:
+            parts = block.pre(x[None, c], (rope[0][c], rope[1][c]))
+            for whole, part in zip(out, parts):
+                whole[c] = part[0]
+
+    def _empty_qkv(self, x: Tensor) -> list[Tensor]:
+        heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
+        return [x.new_empty(self.tokens, n, self.cfg.head_dim) for n in heads]
+
+    def _attend(self, qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
+        o, lse = self.attention.forward(*(t.unflatten(0, (self.batch, -1)) for t in qkv))
+        return o.flatten(0, 1), lse
+
+    def forward(self, i: int, x: Tensor, rope, keep: bool) -> Tensor:
+        self._mark(f"forward layer {i + 1}/{len(self.blocks)}")
+        block, shape, x = self.blocks[i], x.shape, x.flatten(0, 1)
+        stored = self.fates.stored(i) if keep else 0
+        if keep:
+            self._leave(i - 2)
+        qkv = self._empty_qkv(x)
+        self._project(block, x, rope, qkv)
+        o, lse = self._attend(qkv)
+        saved, y = Saved(x, o, lse), torch.empty_like(x)
+        for j, c in enumerate(self.chunks):
+            h, n = add_rms_norm(x[c], block.out(o[c].flatten(1)), block.norm2.weight,
+                                self.cfg.norm_eps)
+            gu = block.gate_up(n)
+            torch.add(h, block.down(swiglu(gu)), out=y[c])
+            if j < stored:
+                saved.h.append(h)
+                saved.gu.append(gu)
+        if keep:
+            m = self.chunks[stored - 1].stop if stored else 0
+            if self.fates.swaps(i):
+                saved.qkv = [t[:m] for t in qkv]
+                self._offload(i, saved)
+            else:  # a part alone must not hold the memory of the whole
+                saved.qkv = qkv if m == self.tokens else [t[:m].clone() for t in qkv]
+                self.alive[i] = saved
+        return y.view(shape)
+
+    def backward(self, i: int, dy: Tensor, rope) -> Tensor:
+        """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
+        self._mark(f"backward layer {i + 1}/{len(self.blocks)}")
+        block, shape, dy, eps = self.blocks[i], dy.shape, dy.flatten(0, 1), self.cfg.norm_eps
+        saved, stored = self._fetch(i), self.fates.stored(i)
+        x, o, lse, qkv = saved.x, saved.o, saved.lse, saved.qkv
+        if stored < len(self.chunks):
+            qkv = self._empty_qkv(x)
+            for whole, part in zip(qkv, saved.qkv):
+                whole[: len(part)] = part
+            self._project(block, x, rope, qkv, first=stored)
+        if o is None:
+            o, lse = self._attend(qkv)
+        dx, do = torch.empty_like(x), torch.empty_like(o)
+        for j, c in enumerate(self.chunks):  # post
+            if j < stored:
+                h, gu = saved.h[j], saved.gu[j]
+            else:
+                h, n = add_rms_norm(x[c], block.out(o[c].flatten(1)), block.norm2.weight, eps)
+                gu = block.gate_up(n)
+                del n
+            a, dgu = swiglu_backward(gu, input_grad(block.down, dy[c]))
+            weight_grad(block.down, dy[c], a)
+            dn = input_grad(block.gate_up, dgu)
+            n, dh, dweight = rms_norm_backward(h, block.norm2.weight, eps, dn, dy[c])
+            weight_grad(block.gate_up, dgu, n)
+            block.norm2.weight.grad += dweight
+            input_grad(block.out, dh, out=do[c].flatten(1))
+            weight_grad(block.out, dh, o[c].flatten(1))
+            dx[c] = dh
+        del dy, h, gu, a, dgu, dn, n, dh
+        do, o, *qkv = (t.unflatten(0, (self.batch, -1)) for t in (do, o, *qkv))
+        grads = [t.flatten(0, 1) for t in self.attention.backward(do, *qkv, o, lse)]
+        del do, o, qkv
+        for c in self.chunks:  # pre
+            dqkv = unrotate(*(t[c] for t in grads), rope[0][c], rope[1][c])
+            dn = input_grad(block.qkv, dqkv)
+            n, dx[c], dweight = rms_norm_backward(x[c], block.norm1.weight, eps, dn, dx[c])
+            weight_grad(block.qkv, dqkv, n)
+            block.norm1.weight.grad += dweight
+        self._used(i, saved)
+        return dx.view(shape)
+
+    # -- copies
+
+    def _offload(self, i: int, saved: Saved) -> None:
+        """Launch the way to the host of what a layer's forward has left."""
+        self.alive[i] = saved
+        with self.out.after_compute():
+            wait(self.fetched.get(i))  # the last micro-batch's prefetch has read the slot
+            self._late(self.out)
+            slot = carve(self.slots[i], self.fields(i))
+            for name, t in zip(("x", "o", "lse", *"qkv"), (saved.x, saved.o, saved.lse,
+                                                           *saved.qkv)):
+                if name in slot:
+                    slot[name].view(-1).copy_(t.reshape(-1), non_blocking=True)
+            for c, h, gu in zip(self.chunks, saved.h, saved.gu):
+                slot["h"][c].copy_(h, non_blocking=True)
+                slot["gu"][c].copy_(gu, non_blocking=True)
+            self.lse_shape = saved.lse.shape
+        self.offloaded[i] = self.out.mark()
+
+    def _leave(self, i: int) -> None:
+        """Give back the memory of a layer that is on its way to the host, once it is there."""
+        if i in self.alive and self.fates.swaps(i):
+            wait(self.offloaded[i])
+            saved = self.alive.pop(i)
+            for t in saved.tensors() if self.poison else []:
+                t.fill_(torch.nan)
+
+    def _prefetch(self, i: int) -> None:
+        """Launch the way back of layer i, into the buffer that layer i + 2 is done with."""
+        if i < 0 or i in self.here:
+            return
+        self.here.add(i)
+        slot = self.slots[i]
+        with self.back.after_compute():
+            wait(self.offloaded[i])
+            self._late(self.back)
+            self.buffers[i % 2][: len(slot)].copy_(slot, non_blocking=True)
+            if self.poison:
+                slot.copy_(self.nan[: len(slot)], non_blocking=True)
+        self.fetched[i] = self.back.mark()
+
+    def _fetch(self, i: int) -> Saved:
+        """What layer i has kept, on the device; and the next layer's way back begins."""
+        ahead = (self.last_swapped, self.last_swapped - 1) if i > self.last_swapped else (i - 1,)
+        for j in ahead:
+            self._prefetch(j)
+        if not self.fates.swaps(i):
+            return self.alive.pop(i)
+        wait(self.fetched[i])
+        t = carve(self.buffers[i % 2], self.fields(i))
+        stored = self.chunks[: self.fates.stored(i)]
+        o, lse = t.get("o"), t["lse"].view(self.lse_shape) if "lse" in t else None
+        return Saved(t["x"], o, lse, [t[name] for name in "qkv"], [t["h"][c] for c in stored],
+                     [t["gu"][c] for c in stored])
+
+    def _used(self, i: int, saved: Saved) -> None:
+        self.here.discard(i)
+        for t in saved.tensors() if self.poison else []:
+            t.fill_(torch.nan)
+
+    def _late(self, lane: Lane) -> None:
+        if self.delay and lane.stream:
+            torch.cuda._sleep(self.delay)
+
+
+# ---------------------------------------------------------------------------- measurements
+
+
+def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chunk: int,
+            device: torch.device, dtype: torch.dtype) -> tuple[Sizes, float]:
+    """A layer's forward on this machine, timed part by part, and the bytes/s to the host with all
+    ranks copying at once. shape: (B, T) of this rank. A collective of all ranks; needs the memory
+    of a layer."""
+    n = shape[0] * shape[1]
+    with torch.device(device):
+        block = Block(cfg).to(dtype)
+    for p in block.parameters():
+        torch.nn.init.normal_(p, 0, 0.02)
+    c, e = min(chunk, n), dtype.itemsize
+    x = torch.randn(1, c, cfg.dim, device=device).to(dtype)
+    rope = rope_tables(cfg, torch.arange(c, device=device), accumulation_dtype(dtype))
+    o = torch.randn(1, c, cfg.heads, cfg.head_dim, device=device).to(dtype)
+    q = torch.randn(*shape, cfg.heads, cfg.head_dim, device=device).to(dtype)
+    kv = torch.randn(*shape, cfg.kv_heads, cfg.head_dim, device=device).to(dtype)
+
+    def seconds(fn, repeats: int) -> float:
+        """Of one call, on the slowest rank."""
+        times = []
+        for _ in range(repeats + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            fn()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor(min(times[1:]), device=device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+    with torch.no_grad():
+        tokenwise = (seconds(lambda: block.pre(x, rope), 3) + seconds(lambda: block.post(x, o), 3))
+        attn = seconds(lambda: attention.forward(q, kv, kv), 1)
+    tokenwise *= n / c
+    size = 2**28 if device.type == "cuda" else 2**22
+    here = torch.zeros(size, dtype=torch.uint8, device=device)
+    there = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    rate = size / seconds(lambda: there.copy_(here, non_blocking=True), 3)
+    matrices = cfg.dim * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads) + 3 * cfg.dim * cfg.ffn
+    again = 1 - cfg.dim * cfg.ffn / matrices  # the last product is not needed again
+    return Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, tokenwise * again, attn), rate
