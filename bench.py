@@ -27,13 +27,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import train
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
-from shard import LANES, Factors, Groups, States, legal_factors, state_bytes
-from train import start_ranks
+from offload import Fates, Layers, host_need, layer_bytes
+from shard import LANES, Factors, Groups, Lane, States, Ulysses, legal_factors, state_bytes
+from train import (Config, Plan, choose_plan, local_positions, memory_need, on_all_ranks, size,
+                   start_ranks)
 
 HERE = Path(__file__).parent
 GIB = 2**30
+SEQS: list[int] = []  # of the table long, from --seq
+SKIP: list[str] = []  # rows of it that --skip names
 TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
 
@@ -81,10 +86,11 @@ def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds
             "oom": seconds is None, **more}
 
 
-def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, **options):
+def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, attention=None,
+         **options):
     """The model and its states (shard.States' options), freshly initialised."""
     with torch.device("meta"):
-        model = LLaMA(cfg, Attention(kernel))
+        model = LLaMA(cfg, attention or Attention(kernel))
     model.recompute = recompute
     states = States(model, device, dtype, recompute=recompute, **options)
     for name, p in model.named_parameters():
@@ -121,15 +127,16 @@ def layers_alone(name: str, seq: int, kernel: str, device, dtype, repeats: int) 
                clock(layers, repeats, device), device, kernel=kernel)
 
 
-def train_step(model, states, batch, micro_batches: int):
-    """A function that runs one step of this rank on the same sequence `micro_batches` times."""
-    scale = torch.full((), 1 / (batch[0].numel() * micro_batches * dist.get_world_size()),
-                       device=batch[0].device)
+def train_step(model, states, batch, micro_batches: int, tokens: int = 0, positions=None):
+    """A function that runs one step of this rank on the same sequence `micro_batches` times.
+    tokens: of all ranks, where they share a sequence."""
+    tokens = tokens or batch[0].numel() * dist.get_world_size()
+    scale = torch.full((), 1 / (tokens * micro_batches), device=batch[0].device)
 
     def step():
         states.begin()
         for _ in range(micro_batches):
-            model(*batch, scale).backward()
+            model(*batch, scale, positions).backward()
             states.end_micro_batch()
         states.reduce()
         states.update(1e-4, 1.0)
@@ -168,14 +175,16 @@ def table_step(device: torch.device) -> list[dict]:
 
 
 def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, reshard: bool,
-               batch):
+               batch, attention=None):
     """The same model under PyTorch's fully_shard with its best settings: bf16 on the wire, fused
-    AdamW, prefetching, gradients synchronised in the last micro-batch alone if they stay whole."""
+    AdamW, prefetching, gradients synchronised in the last micro-batch alone if they stay whole.
+    attention: over a sequence that all ranks share; layers are then recomputed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     expandable_segments(True)
     with torch.device("meta"):
-        model = LLaMA(cfg, Attention(kernel))
+        model = LLaMA(cfg, attention or Attention(kernel))
+    model.recompute = attention is not None
     wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
                                 cast_forward_inputs=False)
     for block in model.blocks:
@@ -189,7 +198,10 @@ def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, 
         after.set_modules_to_backward_prefetch([here])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
                                   fused=True)
+    part, positions = batch[0].shape[1], None
     scale = torch.full((), 1 / (batch[0].numel() * micro_batches), device=device)
+    if attention:
+        positions = torch.arange(part, device=device) + dist.get_rank() * part
 
     def step():
         for m in range(micro_batches):
@@ -198,7 +210,7 @@ def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, 
             if not reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
-            model(*batch, scale).backward()
+            model(*batch, scale, positions).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -220,6 +232,14 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
         more["state_bytes"] = states.bytes()
         more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.f, states.dtype,
                                                   states.grad_dtype != states.dtype)
+    if plan := getattr(step, "plan", None):
+        f, fates = plan.factors, plan.fates
+        more |= {"p": f.p, "g": f.g, "os": f.os, "sp": step.config.sp, "chunk": step.config.chunk,
+                 "head_groups": step.config.head_groups, "planned_gib": {
+                     k: v / GIB for k, v in step.need.items()}, "why": plan.why,
+                 "fates": fates and dataclasses.asdict(fates), "alpha": fates and fates.alpha,
+                 "host_gib": fates and world_sum(host_need(fates, layer_bytes(
+                     plan.model, plan.tokens(step.config), plan.dtype))) / GIB}
     slowest = torch.tensor(seconds, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds = slowest.item() if slowest.isfinite() else None
@@ -230,6 +250,11 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     step = states = None
     release(device)
     expandable_segments(False)
+
+
+def world_sum(x: float) -> float:
+    """The same number on each rank: of all together."""
+    return x * dist.get_world_size()
 
 
 def expandable_segments(on: bool) -> None:
@@ -271,10 +296,7 @@ def table_curves(device: torch.device) -> list[dict]:
     lie from those of p=g=os=1, whose own repetitions (the first rows) show the noise of runs."""
     world, seq, steps = dist.get_world_size(), 1024, 20
     cfg, groups, rows = dataclasses.replace(MODELS["160m"], layers=4), Groups(), []
-    rng, first = torch.Generator().manual_seed(0), None
-    ids = torch.randint(200, (steps, 8, seq + 1), generator=rng)
-    for t in range(seq):  # something to learn: most ids follow from the one before
-        ids[:, :, t + 1] = (7 * ids[:, :, t] + ids[:, :, t + 1] % 3) % 200
+    first, ids = None, noisy_sequences(cfg, steps * 8, seq).view(steps, 8, seq + 1)
     mine = ids[:, dist.get_rank() * 8 // world : (dist.get_rank() + 1) * 8 // world].to(device)
     scale = torch.tensor(1 / (8 * seq), device=device)
     kernel = pick_kernel("auto", device, torch.bfloat16)
@@ -307,6 +329,163 @@ def table_curves(device: torch.device) -> list[dict]:
                 "largest_loss_difference": off[0], "largest_norm_difference": off[1]})
     if dist.get_rank() == 0:
         assert all(r["largest_loss_difference"] < 0.02 for r in rows), "a loss curve is off"
+    return rows
+
+
+def noisy_sequences(cfg: ModelConfig, count: int, seq: int) -> torch.Tensor:
+    """(count, seq + 1) ids with something to learn: most follow from the one before."""
+    ids = torch.randint(200, (count, seq + 1), generator=torch.Generator().manual_seed(0))
+    for t in range(seq):
+        ids[:, t + 1] = (7 * ids[:, t] + ids[:, t + 1] % 3) % 200
+    return ids
+
+
+def table_swap(device: torch.device) -> list[dict]:
+    """50 steps with a sequence over all ranks and layers that keep, swap or recompute, against the
+    plain model: same arithmetic, so all but the plain one must agree to the last bit; also with
+    everything poisoned after use and copies that start late, which finds a missing wait."""
+    world, seq, steps, chunk = dist.get_world_size(), 4096, 50, 512
+    cfg, groups, rows = dataclasses.replace(MODELS["160m"], layers=8), Groups(), []
+    ids = noisy_sequences(cfg, steps, seq).to(device)
+    part = seq // world
+    cut = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
+    positions, c = torch.arange(seq, device=device)[cut], -(-part // chunk)
+    scale = torch.tensor(1 / seq, device=device)
+    kernel, exact = pick_kernel("auto", device, torch.bfloat16), torch.use_deterministic_algorithms
+    f = Factors(1, world, world)
+    kinds = {"plain": None, "all kept": Fates(8, c, 8, 8 * c), "all recomputed": Fates(8, c, 8, 0)}
+    kinds |= {f"alpha {a}": Fates(8, c, 2, 2 * c, round(6 * c * a)) for a in (0, 0.25, 1)}
+    kinds["attention again"] = Fates(8, c, 2, 2 * c, 3 * c, dropped=3)
+    kinds["alpha 1, poisoned"] = kinds["alpha 0.25, poisoned"] = None
+    exact(True)
+    first = kept = None
+    for label in kinds:
+        fates, hard = kinds[label.partition(",")[0]], "poisoned" in label
+        attention = Ulysses(kernel, world, groups, Lane(device, True), 2)
+        model, states = make(cfg, kernel, device, torch.bfloat16, attention=attention,
+                             groups=groups, factors=f, recompute=fates is not None, poison=hard,
+                             pieces=c if fates else 1)
+        model.recompute = False
+        if fates:
+            Layers(model, (1, part), fates, chunk, device, torch.bfloat16, poison=hard,
+                   delay=3 * 10**7 * hard)
+        curve = []
+        for row_ in ids[:, None]:
+            states.begin()
+            loss = model(row_[:, :-1][:, cut], row_[:, 1:][:, cut], scale, positions)
+            loss.backward()
+            states.end_micro_batch()
+            states.reduce()
+            loss = loss.detach()
+            norm, _ = states.update(1e-3, 1.0, loss)
+            dist.all_reduce(loss)
+            curve.append(torch.stack([loss, norm]))
+        curve = torch.stack(curve)
+        first = curve if first is None else first
+        kept = curve if label == "all kept" else kept
+        same = kept is not None and torch.equal(curve, kept)
+        off = (curve - first).abs().amax(0).tolist()
+        rows.append(row(f"{label}, bit-equal" if same else label, cfg, "160m/8", seq, 0, None,
+                        device, gpus=world) | {
+            "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
+            "largest_loss_difference": off[0], "largest_norm_difference": off[1],
+            "bit_equal": same})
+        if dist.get_rank() == 0:
+            show(rows[-1:], head=len(rows) == 1)
+    exact(False)
+    if dist.get_rank() == 0:
+        assert all(r["bit_equal"] for r in rows[1:]), "a fate changes the arithmetic"
+        assert all(r["largest_loss_difference"] < 0.05 for r in rows), "a loss curve is off"
+    return rows
+
+
+# ---------------------------------------------------------------------------- long sequences
+
+
+def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dtype,
+                 chunk: int) -> dict:
+    """The rate of attention and matrix kernels alone: one sequence over all ranks, no norms, no
+    rotary, no loss but its products, no communication, nothing twice."""
+    world, e = dist.get_world_size(), dict(device=device, dtype=dtype)
+    tokens, op = seq // world, Attention(kernel)
+    chunk = min(chunk, tokens)
+
+    def attention_alone() -> float:
+        heads = (cfg.heads // world, max(1, cfg.kv_heads // world))
+        q, k, v, do = (torch.randn(1, seq, heads[i], cfg.head_dim, **e) for i in (0, 1, 1, 0))
+        o, lse = op.forward(q, k, v)
+        once = 1 if seq > 2**17 else 3
+        return (clock(lambda: op.forward(q, k, v), once, device, 1)
+                + clock(lambda: op.backward(do, q, k, v, o, lse), once, device, 1))
+
+    total = attn = cfg.layers * attention_alone()
+    qkv = cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads)
+    for rows, cols, times in ((qkv, cfg.dim, cfg.layers), (cfg.dim, cfg.dim, cfg.layers),
+                              (2 * cfg.ffn, cfg.dim, cfg.layers), (cfg.dim, cfg.ffn, cfg.layers),
+                              (cfg.vocab, cfg.dim, 1)):
+        x, y, w = (torch.randn(*shape, **e) for shape in ((chunk, cols), (chunk, rows),
+                                                          (rows, cols)))
+        products = clock(lambda: (x @ w.t(), y @ w, y.t() @ x), 10, device)
+        total += times * products * tokens / chunk
+    slowest = torch.tensor(total, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    release(device)
+    return row("kernels alone", cfg, name, seq, tokens, slowest.item(), device, gpus=world,
+               kernel=kernel, attention_s=attn)
+
+
+def long_step(cfg: Config, device, rank: int):
+    """A step of train.py under its own choices, on random tokens: one sequence over all ranks."""
+    world = dist.get_world_size()
+    model, dtype = MODELS[cfg.model], torch.bfloat16
+    kernel = pick_kernel("auto", device, dtype)
+    cfg.per_node, cfg.batch, cfg.sp, cfg.dtype = world, 1, world, "bf16"
+    plan = on_all_ranks(lambda: choose_plan(
+        cfg, Plan(model, device, dtype, kernel, None, None), [world], legal_factors(world, world),
+        world, rank))
+    say = print if rank == 0 else (lambda *a, **k: None)
+    llama, states, _ = train.build(cfg, plan, say)
+    for name, p in llama.named_parameters():
+        states.load(name, initial_weight(model, name, p.shape, 0, device))
+    tokens, labels = (t[:, rank * cfg.seq // world : (rank + 1) * cfg.seq // world].contiguous()
+                      for t in random_sequence(model, cfg.seq, device))
+    step = train_step(llama, states, (tokens, labels), 1, cfg.seq,
+                      local_positions(cfg, rank, device))
+    step.plan, step.config, step.need = plan, cfg, memory_need(cfg, plan)
+    return step
+
+
+def random_sequence(cfg: ModelConfig, seq: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens, labels (1, T): the same on all ranks."""
+    rng = torch.Generator(device).manual_seed(0)
+    tokens = torch.randint(cfg.vocab, (1, seq + 1), device=device, generator=rng)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def table_long(device: torch.device) -> list[dict]:
+    """7B, one sequence over all ranks, train.py's own choices, beside the kernels alone and beside
+    FSDP2 with Ulysses and full recomputation of each layer: same model, same kernels."""
+    world, rank, name, rows = dist.get_world_size(), dist.get_rank(), "7b", []
+    kernel = pick_kernel("auto", device, torch.bfloat16)
+    for seq in SEQS or [2**13 * world * i for i in (1, 2, 4, 8)]:
+        rows.append(bound := kernel_bound(MODELS[name], name, seq, kernel, device, torch.bfloat16,
+                                          2**14))
+        show(rows[-1:], head=len(rows) == 1) if rank == 0 else None
+        repeats = 1 if seq // world > 2**14 else 3
+        for label, recompute in (("ours", "auto"), ("ours, full recompute", "full")):
+            if label.split(", ")[-1] in SKIP:
+                continue
+            attempt(rows, label, name, seq, seq // world, bound, device,
+                    lambda: long_step(Config(model=name, seq=seq, recompute=recompute), device,
+                                      rank), repeats)
+        if "fsdp2" not in SKIP:
+            tokens = (t[:, rank * seq // world : (rank + 1) * seq // world].contiguous()
+                      for t in random_sequence(MODELS[name], seq, device))
+            flat = dist.init_device_mesh("cuda", (world,))
+            attention = Ulysses(kernel, world, Groups(), Lane(device, True), 1)
+            attempt(rows, "fsdp2 ZeRO-3, Ulysses, full", name, seq, seq // world, bound, device,
+                    lambda: fsdp2_step(MODELS[name], kernel, device, 1, flat, True, tuple(tokens),
+                                       attention), repeats)
     return rows
 
 
@@ -427,7 +606,7 @@ def table_trace(device: torch.device) -> list[dict]:
 
 #         table: function, ranks that it needs (a laptop measures the first alone)
 TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "memory": (table_memory, 2),
-          "curves": (table_curves, 2),
+          "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),
           "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
 
@@ -546,7 +725,12 @@ def main() -> None:
                         help="measure nothing, write README.md's tables from results/")
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
                         " that reach each other by sockets alone, as nodes do (table nodes)")
+    parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
+                        help="tokens of the sequences of the table long, as 64K,128K")
+    parser.add_argument("--skip", default="", help="rows that the table long leaves out, of full "
+                        "recompute and fsdp2")
     args = parser.parse_args()
+    SEQS[:], SKIP[:] = args.seq, args.skip.split(",")
     if args.readme:
         return write_readme()
     if unknown := set(args.tables) - set(TABLES):

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward: tokens that stay, are swapped to the host, or are recomputed.
+"""What a layer keeps for its backward: tokens that stay, are swapped to the host, or recomputed.
 
 A layer is token-wise but for attention, so it runs in chunks of tokens, and with (q, k, v) and
 (h, gu) = (residual stream after attention, gate|up) of a chunk at hand, its backward multiplies
@@ -26,6 +26,7 @@ Left out: swapping to disk, and layers of different shapes.
 Legend: N = B*T tokens of a rank, n layers, k resident layers, c chunks of a layer, C width, H query
 heads, K key/value heads, D head width, F MLP width.
 """
+import math
 import mmap
 import time
 from collections import deque
@@ -69,6 +70,23 @@ def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int,
     return tokens * cfg.dim * e, tokens * (qo * e + cfg.heads * wide), tokens * others * e
 
 
+def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
+                  head_groups: int) -> int:
+    """Bytes that a layer's backward needs beside what was kept, at its peak, attention's backward.
+
+    dy, dx, do; q, k, v and their gradients; of two head groups what is sent and received; the
+    kernel's float32 sums; one chunk's temporaries.
+    """
+    e, d = dtype.itemsize, cfg.head_dim
+    x, qo, kv = tokens * cfg.dim * e, tokens * cfg.heads * d * e, tokens * cfg.kv_heads * d * e
+    kv_sent = min(kv * sp * head_groups, qo) if sp > 1 else kv  # heads that are repeated
+    whole = 2 * x + 3 * qo + 2 * kv + 2 * kv_sent
+    groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups if sp > 1 else 0
+    sums = 2 * tokens * (cfg.heads + (cfg.heads != cfg.kv_heads) * 2 * cfg.kv_heads) * d * 4
+    return round(whole + groups + sums / head_groups
+                 + chunk * (8 * cfg.ffn + 6 * cfg.dim) * e)
+
+
 @dataclass(frozen=True)
 class Fates:
     """What the chunks of all layers are treated like."""
@@ -103,6 +121,21 @@ class Fates:
         return text + (f"; ATTENTION RUNS TWICE in {self.dropped} layers" if self.dropped else "")
 
 
+def gpu_bytes(f: Fates, layer: tuple[int, int, int]) -> float:
+    """Of a rank, for what resident layers keep and two rounding buffers; layer: layer_bytes."""
+    x, attn, others = layer
+    most = max((f.stored(i) for i in range(f.layers) if f.swaps(i)), default=0)
+    buffers = 2 * (x + attn + most * others / f.chunks) if f.resident < f.layers else 0
+    return f.resident * (x + attn) + f.kept * others / f.chunks + buffers
+
+
+def host_need(f: Fates, layer: tuple[int, int, int]) -> float:
+    """Of a rank, for the slots of the layers that are swapped."""
+    x, attn, others = layer
+    return ((f.layers - f.resident) * (x + attn) - f.dropped * attn
+            + f.swapped * others / f.chunks)
+
+
 def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
            resident: int | None = None, alpha: float | None = None,
            memo: bool = False) -> tuple[Fates, float]:
@@ -114,6 +147,7 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
 
         min  w + X*attn_s - (K + S)*others_s/c
         GPU    k*(input + attn) + K*others/c + 2*(input + attn + a*others/c)   <= gpu
+               (and, while layers leave in forward,  4*(input + attn + a*others/c) <= gpu)
         host   (n - k)*(input + attn) - X*attn + S*others/c                    <= host
         time   (n - k)*(input + attn) - X*attn + S*others/c  <= bandwidth*((n - k)*layer_s + w)
                K <= c*k,  S <= a*(n - k),  X <= n - k
@@ -134,7 +168,7 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
     if memo:
         resident = 2
     if alpha is not None:
-        some = [round(alpha * c)]
+        some = [math.ceil(alpha * c)]
     else:
         some = [c] if memo else sorted({round(c * e / 8) for e in range(9)})
     for a in [*some, None]:  # None: nothing is swapped, no buffers
@@ -145,6 +179,8 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
         if low > high or (not swap and (alpha or memo)):
             continue
         a = a or 0
+        if swap and 4 * (io + a * part) > gpu:  # in forward, two layers on their way, and buffers
+            continue
         kept = 2 * c if memo else 0
         bounds = Bounds([low, kept, 0, 0, 0],
                         [high, c * n, c * n, 0 if memo else n, 0 if memo else np.inf])
@@ -159,8 +195,9 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
         limits = np.array([0, a * n, n, gpu - 2 * swap * (io + a * part), host - n * io,
                            n * rate * s.layer_s - n * io])
         least = np.full(6, -np.inf)
-        if alpha is not None:
-            least[1] = limits[1]
+        if alpha is not None:  # S = alpha*c*(n - k), to the nearest chunk
+            rows[1, 0] = alpha * c
+            least[1], limits[1] = alpha * c * n - 0.5, alpha * c * n + 0.5
         cost = [0, -s.others_s / c, -s.others_s / c, s.attn_s, 1]
         found = milp(cost, integrality=[int(not memo)] * 4 + [0], bounds=bounds,
                      constraints=LinearConstraint(rows, least, limits))
@@ -545,7 +582,7 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
         block = Block(cfg).to(dtype)
     for p in block.parameters():
         torch.nn.init.normal_(p, 0, 0.02)
-    c, e = min(chunk, n), dtype.itemsize
+    c = min(chunk, n)
     x = torch.randn(1, c, cfg.dim, device=device).to(dtype)
     rope = rope_tables(cfg, torch.arange(c, device=device), accumulation_dtype(dtype))
     o = torch.randn(1, c, cfg.heads, cfg.head_dim, device=device).to(dtype)

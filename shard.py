@@ -379,14 +379,16 @@ class States:
     chunks (offload.py). layout: "inter" (whole p-shards have one owner in a
     subgroup) or "intra" (each is split evenly). off: lanes without overlap. reduce_dtype: of
     gradients on the wire, the compute dtype by default. recompute: a layer's backward uses its
-    matrices more than once, so they are gathered together. poison: released weights and used gradients become NaN, for tests.
+    matrices more than once, so they are gathered together. poison: released weights and used
+    gradients become NaN, for tests.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
                  micro_batches: int = 1, factors: Factors = Factors(), layout: str = "intra",
                  groups: Groups | None = None, off: tuple[str, ...] = (),
                  reduce_dtype: torch.dtype | None = None,
-                 recompute: bool = False, pieces: int = 1, bucket_bytes: int = 2**25, poison: bool = False,
+                 recompute: bool = False, pieces: int = 1, bucket_bytes: int = 2**25,
+                 poison: bool = False,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1):
         self.f, self.layout, self.recompute, self.poison = factors, layout, recompute, poison
         self.betas, self.eps, self.decay, self.bucket_bytes = betas, eps, decay, bucket_bytes

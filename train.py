@@ -5,13 +5,16 @@
     python train.py --help                            every flag
 
 A step draws `batch` sequences, whose order depends on seed and step alone, and splits them over
-the ranks and then into micro-batches. The loss is the sum over all valid tokens divided by their
-number, so neither split changes it. Stopped by SIGTERM or SIGINT, a run finishes its step and
+the data-parallel ranks and then into micro-batches; the sp ranks of each hold parts of the same
+sequences. The loss is the sum over all valid tokens divided by their number, so no split changes
+it. What is left open (sp, p, g, os, what layers keep) is chosen by counted bytes and measured
+times, and printed. Stopped by SIGTERM or SIGINT, a run finishes its step and
 saves; killed, it continues from OUT/latest with `--resume` as if nothing had happened.
 
 Left out: tokenizers, data mixtures, and shuffling within a sequence.
 
-Legend: R ranks, M micro-batches a step and rank, B sequences a micro-batch, T tokens a sequence.
+Legend: R = dp * sp ranks, M micro-batches a step and rank, B sequences a micro-batch, T tokens a
+sequence, T/sp on a rank.
 """
 import argparse
 import dataclasses
@@ -27,6 +30,7 @@ import signal
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,11 +41,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from model import (IGNORE, LOSS_ELEMENTS, MODELS, Attention, LLaMA, ModelConfig, activation_bytes,
+from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel)
-from shard import (LANES, Factors, States, check_factors, legal_factors, parse_mesh, parse_strategy,
-                   state_bytes)
+from offload import (Fates, Layers, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
+                     measure, working_bytes)
+from shard import (LANES, Factors, Groups, Lane, States, Ulysses, check_factors, legal_factors,
+                   legal_sp, parse_mesh, parse_strategy, state_bytes)
 
 # ---------------------------------------------------------------------------- config
 
@@ -63,9 +69,11 @@ def flag(default, text: str):
 class Config:
     model: str = flag("auto", f"auto (tiny on a CPU, 7b on GPUs), {', '.join(MODELS)}")
     seq: int = flag(0, "tokens a sequence; 0: 256 for tiny, else 4096")
+    sp: int = flag(0, "ranks that share a sequence; 0: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end")
     batch: int = flag(0, "sequences a step over all ranks; 0: 4K tokens for tiny, else 512K tokens")
-    micro_batch: int = flag(0, "sequences a rank runs at once; 0: the most within 8K tokens")
+    micro_batch: int = flag(0, "sequences that sp ranks run at once; 0: the most within 8K tokens a"
+                            " rank")
     lr: float = flag(0.0, "peak learning rate; 0: 3e-3 for tiny, 6e-4 for 160m, else 3e-4")
     min_lr: float = flag(0.1, "the cosine's end, as a fraction of --lr")
     warmup: int = flag(-1, "steps of linear warm-up; -1: a twentieth of --steps")
@@ -104,7 +112,18 @@ class Config:
     overlap: str = flag("gather,scatter,reduce,spread", "communication that runs under computation:"
                         " a list of these, or none")
     reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
-    recompute: str = flag("none", "none, or full: layers keep their input alone and run again")
+    recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
+                          " program of offload.py says; none: they keep everything; full: their"
+                          " input alone, and all of them runs again, attention included")
+    alpha: float = flag(-1.0, "fraction of tokens whose activations a swapped layer swaps; -1: by"
+                        " the program, as what follows")
+    resident_layers: int = flag(0, "last layers whose inputs and attention outputs stay on the GPU")
+    chunk: int = flag(0, "tokens that a layer runs at once, if not all")
+    head_groups: int = flag(0, "parts of a rank's heads; the next one's all-to-all runs under this"
+                            " one's attention")
+    host_memory: int = flag(0, "bytes of a node (as 400G) for swapped activations; 0: what the"
+                            " control group or the machine allows, less an eighth")
+    gpu_memory: int = flag(0, "bytes of a GPU that may be used (as 80G); 0: all")
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
@@ -114,14 +133,16 @@ class Config:
 
 
 LIMITS = {  # what a number may be, once "0: by model" and the like are resolved
-    "seq": (1, 2**40), "steps": (0, 2**40), "batch": (1, 2**40), "micro_batch": (0, 2**40),
+    "seq": (1, 2**40), "steps": (0, 2**40), "batch": (0, 2**40), "micro_batch": (0, 2**40),
     "lr": (0, 1e30), "min_lr": (0, 1), "warmup": (0, 2**40), "weight_decay": (0, 1e6),
     "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "clip": (0, 1e30), "max_skips": (1, 2**40),
     "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "eval_every": (-1, 2**40),
     "eval_sequences": (1, 2**40), "save_every": (-1, 2**40), "keep": (1, 2**40),
-    "timeout": (1, 1e9), "per_node": (1, 2**40),
+    "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (0, 2**20), "chunk": (0, 2**40),
+    "resident_layers": (0, 2**20), "head_groups": (0, 2**20), "host_memory": (0, 2**60),
+    "gpu_memory": (0, 2**60),
 }
-SIZES = ("seq", "steps", "batch", "micro_batch")
+SIZES = ("seq", "steps", "batch", "micro_batch", "chunk", "host_memory", "gpu_memory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -312,12 +333,18 @@ class Plan:
     device: torch.device
     dtype: torch.dtype
     kernel: str
-    micro_batches: int  # M
-    factors: Factors
     train: Sequences
     val: Sequences
     read: object = None  # name -> tensor of the imported checkpoint
     resume: Path | None = None
+    micro_batches: int = 1  # M
+    factors: Factors = Factors()
+    fates: Fates | None = None  # what layers keep; None: all, or their input if recomputed in full
+    why: str = ""  # what decided
+
+    def tokens(self, cfg: Config) -> int:
+        """N: of a micro-batch on a rank."""
+        return cfg.micro_batch * cfg.seq // cfg.sp
 
 
 def nearest(value: int, step: int) -> str:
@@ -326,9 +353,8 @@ def nearest(value: int, step: int) -> str:
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
-def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
-    """The factors of the flags; what is left open, with the fewest shards whose need fits in room
-    (bytes). Raises ValueError if nothing legal, or nothing that fits, is left."""
+def wanted_factors(cfg: Config, world: int) -> list[Factors]:
+    """The legal factors that the flags allow, fewest shards first. Raises ValueError."""
     if world % cfg.per_node:
         raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks")
     wish = {k: parse_mesh(text, cfg.per_node)
@@ -339,27 +365,21 @@ def choose_factors(cfg: Config, world: int, need, room: float) -> Factors:
                              f"--{' --'.join(wish)}")
         factors = [parse_strategy(cfg.strategy, world)]
         check_factors(factors[0], world, cfg.per_node)
-    else:
-        factors = [f for f in legal_factors(world, cfg.per_node)
-                   if all(getattr(f, k) == v for k, v in wish.items())]
-        if not factors:
-            low, high = wish.get("p", 1), wish.get("os", world)
-            check_factors(Factors(low, wish.get("g", high), high), world, cfg.per_node)
-            raise AssertionError("check_factors accepts what is not legal")
-    for f in factors:
-        if need(f) <= room:
-            return f
-    least = min(factors, key=need)
-    raise ValueError(f"--model {cfg.model}: a step needs {need(least) / 2**30:.0f} GiB a GPU even "
-                     f"with p={least.p} g={least.g} os={least.os}, there is room for "
-                     f"{room / 2**30:.0f}; more ranks, --recompute full, a shorter --seq, a "
-                     "smaller --micro-batch or model")
+        return factors
+    factors = [f for f in legal_factors(world, cfg.per_node)
+               if all(getattr(f, k) == v for k, v in wish.items())]
+    if not factors:
+        low, high = wish.get("p", 1), wish.get("os", world)
+        check_factors(Factors(low, wish.get("g", high), high), world, cfg.per_node)
+        raise AssertionError("check_factors accepts what is not legal")
+    return factors
 
 
+GIB = 2**30
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
-           "recompute": ("none", "full"), "dtype": ("auto", *DTYPES)}
+           "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES)}
 
 
 def check_flags(cfg: Config) -> None:
@@ -374,6 +394,13 @@ def check_flags(cfg: Config) -> None:
                              f"{most}")
     if unknown := set(cfg.overlap.split(",")) - {*LANES, "none"}:
         raise ValueError(f"--overlap {','.join(unknown)}: a list of {', '.join(LANES)}, or none")
+    if cfg.alpha != -1 and not 0 <= cfg.alpha <= 1:
+        raise ValueError(f"--alpha {cfg.alpha}: from 0 to 1, or -1: by the program")
+    by_hand = [f"--{k.replace('_', '-')}" for k in ("alpha", "resident_layers", "chunk")
+               if getattr(cfg, k) != Config.__dataclass_fields__[k].default]
+    if by_hand and cfg.recompute != "auto":
+        raise ValueError(f"{' '.join(by_hand)} and --recompute {cfg.recompute} say different things"
+                         ": drop one")
     if cfg.init != "random" and not cfg.init.startswith("hf:"):
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
 
@@ -425,25 +452,32 @@ def choose_model(cfg: Config):
         max_positions=max(model.max_positions, cfg.seq)), read
 
 
-def choose_batch(cfg: Config, rank: int, world: int) -> list[int]:
-    """Resolve --batch; return the micro-batches to try, the largest first."""
-    if not cfg.batch:
+def choose_batch(cfg: Config, batch: int, dp: int, sp: int) -> tuple[int, list[int]]:
+    """--batch (0: open), and the micro-batches to try, largest first, on dp * sp ranks."""
+    if not batch:
         usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
-        cfg.batch = -(-usual // world) * world
-        if cfg.batch != usual and rank == 0:
-            print(f"--batch: {usual} by default, {cfg.batch} so that {world} ranks divide it")
-    if cfg.batch % world:
-        raise ValueError(f"--batch {cfg.batch}: not divisible by {world} ranks; nearest: "
-                         f"{nearest(cfg.batch, world)}")
-    each = cfg.batch // world
+        batch = -(-usual // dp) * dp
+    if batch % dp:
+        raise ValueError(f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
+                         f"{nearest(batch, dp)}")
+    each = batch // dp
     if not cfg.micro_batch:
-        return [b for b in range(each, 0, -1)
-                if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13)]
+        return batch, [b for b in range(each, 0, -1)
+                       if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13 * sp)]
     if each % cfg.micro_batch:
         raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences "
-                         f"of a rank (--batch {cfg.batch} over {world}); nearest --batch: "
-                         f"{nearest(cfg.batch, cfg.micro_batch * world)}")
-    return [cfg.micro_batch]
+                         f"of a rank (--batch {batch} over {dp}); nearest --batch: "
+                         f"{nearest(batch, cfg.micro_batch * dp)}")
+    return batch, [cfg.micro_batch]
+
+
+def choose_degrees(cfg: Config, heads: int, world: int) -> list[int]:
+    """The sequence degrees to try. Raises ValueError with the legal ones."""
+    legal = [n for n in legal_sp(heads, world) if cfg.seq % n == 0]
+    if cfg.sp and cfg.sp not in legal:
+        raise ValueError(f"--sp {cfg.sp}: it must divide {world} ranks, {heads} heads and --seq "
+                         f"{cfg.seq}: one of {', '.join(map(str, legal))}")
+    return [cfg.sp] if cfg.sp else legal
 
 
 def check_folders(cfg: Config) -> None:
@@ -467,43 +501,150 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     cfg.lr = cfg.lr or {"tiny": 3e-3, "160m": 6e-4}.get(cfg.model, 3e-4)
     cfg.warmup = cfg.steps // 20 if cfg.warmup == -1 else cfg.warmup
     cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    micro_batches = choose_batch(cfg, rank, world)
     check_flags(cfg)
     kernel = cfg.attention = pick_kernel(cfg.attention, device, DTYPES[cfg.dtype])
+    degrees, factors = choose_degrees(cfg, model.heads, world), wanted_factors(cfg, world)
     corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     check_tokens([c for c in (corpus, val_corpus) if c], model.vocab, rank, world)
     if not cfg.dry_run:
         check_folders(cfg)
     resume = find_checkpoint(cfg, model, launch)
-    room = 2**60
-    if device.type == "cuda":
-        room = GPU_SHARE * torch.cuda.get_device_properties(device).total_memory
-    for cfg.micro_batch in micro_batches:  # the largest that fits
-        plan = Plan(model, device, DTYPES[cfg.dtype], kernel, cfg.batch // world // cfg.micro_batch,
-                    Factors(), train, val, read, resume)
+    plan = Plan(model, device, DTYPES[cfg.dtype], kernel, train, val, read, resume)
+    return choose_plan(cfg, plan, degrees, factors, world, rank)
+
+
+def choose_plan(cfg: Config, plan: Plan, degrees: list[int], factors: list[Factors], world: int,
+                rank: int) -> Plan:
+    """Set sp, batch, micro-batch (in cfg) and factors, fates (in plan): the least predicted time a
+    token; within 1 %, the smallest sp, the largest micro-batch and the fewest shards."""
+    asked, best, errors = dataclasses.replace(cfg), None, []
+    for sp in degrees:
+        dp = world // sp
         try:
-            plan.factors = choose_factors(
-                cfg, world, lambda f: sum(memory_need(cfg, plan, f).values()), room)
-            return plan
-        except ValueError:
-            if cfg.micro_batch == micro_batches[-1]:
-                raise
+            batch, micro_batches = choose_batch(asked, asked.batch, dp, sp)
+        except ValueError as e:
+            errors.append(e)
+            continue
+        for b in micro_batches:
+            for f in factors:
+                cfg.sp, cfg.batch, cfg.micro_batch = sp, batch, b
+                plan.micro_batches, plan.factors = batch // dp // b, f
+                try:
+                    set_heads_and_chunk(cfg, asked, plan)
+                    seconds, lost = treat(cfg, plan, *estimate(cfg, plan))
+                except ValueError as e:
+                    errors.append(e)
+                    continue
+                if best is None or seconds < 0.99 * best[0]:
+                    best = seconds, dataclasses.replace(cfg), dataclasses.replace(plan)
+                if not lost:
+                    break
+            if best and not lost:
+                break
+        if best and not lost:
+            break
+    if best is None:
+        raise errors[-1]
+    vars(cfg).update(vars(best[1]))
+    usual = asked.batch or max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+    if cfg.batch != usual and rank == 0:
+        print(f"--batch: {usual} by default, {cfg.batch} so that {world // cfg.sp} data-parallel "
+              "ranks divide it")
+    return best[2]
 
 
-def memory_need(cfg: Config, plan: Plan, f: Factors) -> dict[str, float]:
-    """Bytes on a device under factors f, by what they are for."""
+def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
+    """Resolve --head-groups and --chunk for cfg.sp. Raises ValueError with the legal groups."""
+    heads = plan.model.heads // cfg.sp
+    legal = [g for g in range(1, heads + 1) if heads % g == 0]
+    if asked.head_groups and asked.head_groups not in legal:
+        raise ValueError(f"--head-groups {asked.head_groups}: a rank has {heads} heads; one of "
+                         f"{', '.join(map(str, legal))}")
+    usual = max(g for g in legal if g <= 4) if cfg.sp > 1 else 1
+    cfg.head_groups = asked.head_groups or usual
+    n = plan.tokens(cfg)
+    cfg.chunk = min(n, asked.chunk or -(-n // -(-n // 2**14)))  # equal parts of at most 16K
+
+
+def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
+    """What offload.measure would find, from usual rates; to compare plans before anything runs."""
+    m, n = plan.model, plan.tokens(cfg)
+    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"
+    peak = peak_flops(name) or 1e14
+    matrices = (param_count(m) - 2 * m.vocab * m.dim) / m.layers
+    tokenwise = 2 * matrices * n / (0.75 * peak)
+    attn = 2 * m.heads * m.head_dim * cfg.seq * n / (0.62 * peak)
+    sent = n * (2 * m.heads + 2 * m.kv_heads) * m.head_dim * plan.dtype.itemsize
+    attn += sent * (1 - 1 / cfg.sp) / 250e9 / cfg.head_groups
+    again = 1 - m.dim * m.ffn / matrices
+    return Sizes(*layer_bytes(m, n, plan.dtype), tokenwise + attn, tokenwise * again, attn), 22e9
+
+
+def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float) -> tuple[float, float]:
+    """Set plan.fates. Returns predicted seconds of layers a token, and of these the lost ones a
+    micro-batch. Raises ValueError if the step does not fit."""
+    n, layers, f = plan.tokens(cfg), plan.model.layers, plan.factors
+    room = gpu_room(cfg, plan.device)
+    by_hand = cfg.alpha >= 0 or cfg.resident_layers or cfg.chunk < n
+    plan.fates, lost = None, 0.0
+    if cfg.recompute == "auto" and (by_hand or sum(memory_need(cfg, plan).values()) > room):
+        chunks = -(-n // cfg.chunk)
+        plan.fates = Fates(layers, chunks, layers)
+        need = memory_need(cfg, plan)
+        del need["activations"]
+        host = (cfg.host_memory or host_limit()) / min(cfg.per_node, dist.get_world_size())
+        try:
+            plan.fates, lost = choose(
+                layers, sizes, chunks, bandwidth, room - sum(need.values()), host,
+                cfg.resident_layers or None, cfg.alpha if cfg.alpha >= 0 else None)
+        except ValueError as e:
+            need = {k: round(v / 2**30, 1) for k, v in need.items()}
+            raise ValueError(f"--seq {cfg.seq} with sp={cfg.sp} p={f.p} g={f.g} os={f.os}: {e} "
+                             f"(GiB of {room / 2**30:.0f} a GPU beside them: {need})") from e
+    elif (need := sum(memory_need(cfg, plan).values())) > room:
+        raise ValueError(f"--model {cfg.model}: a step needs {need / GIB:.0f} GiB a GPU even with "
+                         f"p={f.p} g={f.g} os={f.os}, there is room for {room / GIB:.0f}; more "
+                         "ranks, --recompute full, a shorter --seq, a smaller --micro-batch or "
+                         "model")
+    if cfg.recompute == "full":
+        lost = layers * sizes.layer_s
+    forward = sizes.layer_s * layers
+    plan.why = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
+                f"copies; {bandwidth / 1e9:.0f} GB/s to the host")
+    return (3 * forward + lost) / n, lost
+
+
+def gpu_room(cfg: Config, device: torch.device) -> float:
+    """Bytes of a device to plan with."""
+    if device.type == "cpu":
+        return cfg.gpu_memory or 2**60
+    total = torch.cuda.get_device_properties(device).total_memory
+    return GPU_SHARE * min(total, cfg.gpu_memory or total)
+
+
+def memory_need(cfg: Config, plan: Plan) -> dict[str, float]:
+    """Bytes on a device, by what they are for."""
     m, e, count = plan.model, plan.dtype.itemsize, param_count(plan.model)
-    wide, tokens = max(4, e), cfg.micro_batch * cfg.seq
+    f, fates, tokens, wide = plan.factors, plan.fates, plan.tokens(cfg), max(4, e)
     several = plan.micro_batches > 1 or cfg.reduce_dtype == "fp32"
-    whole = 2 * (count - 2 * m.vocab * m.dim) / m.layers + 2 * m.vocab * m.dim  # two of each matrix
-    layers = m.layers if cfg.recompute == "none" else 1
-    kept = 0 if cfg.recompute == "none" else m.layers * tokens * m.dim * e
-    return state_bytes(count, f, plan.dtype, several) | {
-        "buffers": e * whole * ((f.p > 1) + (f.g > 1)),
-        "activations": activation_bytes(m, tokens, e) * layers / m.layers + kept,
-        "loss": 2 * wide * min(LOSS_ELEMENTS, tokens * m.vocab) + wide * m.vocab * m.dim,
-    }
+    pieces = fates.chunks > 1 if fates else False
+    ends = 2 * m.vocab * m.dim  # embedding and head: one buffer each; two for a layer's matrices
+    whole = 2 * (count - ends) / m.layers
+    buffers = (whole + ends) * e * (f.p > 1) + (f.g > 1) * (
+        whole * (wide if pieces else e) + ends * e)
+    if cfg.recompute == "full":
+        kept = m.layers * tokens * m.dim * e + activation_bytes(m, tokens, e) / m.layers
+    else:
+        kept = activation_bytes(m, tokens, e)
+    need = state_bytes(count, f, plan.dtype, several or (pieces and f.g == 1))
+    need |= {"buffers": buffers, "activations": kept,
+             "loss": 2 * wide * min(LOSS_ELEMENTS, tokens * m.vocab) + wide * m.vocab * m.dim}
+    if fates:
+        need["activations"] = gpu_bytes(fates, layer_bytes(m, tokens, plan.dtype))
+    need["working"] = working_bytes(m, tokens, min(cfg.chunk, tokens), plan.dtype, cfg.sp,
+                                    cfg.head_groups) if fates or cfg.sp > 1 else 0
+    return need
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -622,9 +763,19 @@ def learning_rate(cfg: Config, step: int) -> float:
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1))))
 
 
-def to_device(windows: list[np.ndarray], cfg: Config, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows of T + 1 tokens -> tokens, labels (M, B, T) on the device."""
-    t = torch.from_numpy(np.stack(windows)).view(-1, cfg.micro_batch, cfg.seq + 1)
+def local_positions(cfg: Config, rank: int, device: torch.device) -> torch.Tensor:
+    """Where this rank's tokens (T/sp,) stand in their sequence."""
+    part = cfg.seq // cfg.sp
+    return torch.arange(part, device=device) + rank % cfg.sp * part
+
+
+def to_device(windows: list[np.ndarray], cfg: Config, rank: int,
+              device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows of T + 1 tokens -> this rank's part of tokens, labels (M, B, T/sp) on the device."""
+    part = cfg.seq // cfg.sp
+    first = rank % cfg.sp * part
+    windows = [w[first : first + part + 1] for w in windows]
+    t = torch.from_numpy(np.stack(windows)).view(-1, cfg.micro_batch, part + 1)
     t = t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
     labels = t[..., 1:]
     return t[..., :-1].contiguous(), labels.masked_fill(labels == cfg.ignore_token, IGNORE)
@@ -632,10 +783,10 @@ def to_device(windows: list[np.ndarray], cfg: Config, device) -> tuple[torch.Ten
 
 def load_batch(cfg: Config, plan: Plan, step: int, rank: int, world: int):
     """This rank's share of the step's sequences, and 1 / (valid labels on all ranks)."""
-    each = cfg.batch // world
-    first = step * cfg.batch + rank * each
+    each = cfg.batch * cfg.sp // world
+    first = step * cfg.batch + rank // cfg.sp * each
     windows = [plan.train.sample(first + i) for i in range(each)]
-    tokens, labels = to_device(windows, cfg, plan.device)
+    tokens, labels = to_device(windows, cfg, rank, plan.device)
     valid = (labels != IGNORE).sum()
     dist.all_reduce(valid)
     return tokens, labels, 1 / valid.clamp(min=1).to(torch.promote_types(plan.dtype, torch.float32))
@@ -646,15 +797,48 @@ def evaluate(cfg: Config, plan: Plan, model: LLaMA, rank: int, world: int) -> fl
     """Mean loss over the first validation sequences, whatever R. Ranks without one run a blank."""
     count = min(plan.val.count, cfg.eval_sequences)
     total = torch.zeros(2, dtype=torch.float64, device=plan.device)
-    one = torch.ones((), device=plan.device)
-    for first in range(0, count, world * cfg.micro_batch):
-        ids = [first + rank * cfg.micro_batch + i for i in range(cfg.micro_batch)]
-        tokens, labels = to_device([plan.val.window(min(i, count - 1)) for i in ids], cfg,
+    one, positions = torch.ones((), device=plan.device), local_positions(cfg, rank, plan.device)
+    for first in range(0, count, world // cfg.sp * cfg.micro_batch):
+        ids = [first + rank // cfg.sp * cfg.micro_batch + i for i in range(cfg.micro_batch)]
+        tokens, labels = to_device([plan.val.window(min(i, count - 1)) for i in ids], cfg, rank,
                                    plan.device)
         labels[0, [i for i, j in enumerate(ids) if j >= count]] = IGNORE
-        total += torch.stack([model(tokens[0], labels[0], one).double(), (labels != IGNORE).sum()])
+        loss = model(tokens[0], labels[0], one, positions)
+        total += torch.stack([loss.double(), (labels != IGNORE).sum()])
     dist.all_reduce(total)
     return (total[0] / total[1].clamp(min=1)).item()
+
+
+class Progress(threading.Thread):
+    """Where in a step the device is, for steps that take long: it polls, and nothing waits for it.
+    A terminal gets one line that is rewritten, a file one every half minute."""
+
+    def __init__(self, layers: Layers | None, on: bool):
+        super().__init__(daemon=True)
+        self.layers, self.step, self.text = layers, 0, ""
+        self.every = 1.0 if sys.stdout.isatty() else 30.0
+        if on and layers:
+            self.start()
+
+    def begin(self, step: int) -> None:
+        self.step, self.since, self.text = step, time.perf_counter(), ""
+
+    def end(self) -> None:
+        self.step = 0
+
+    def run(self) -> None:
+        page = resource.getpagesize()
+        while True:
+            time.sleep(self.every)
+            self.text = self.layers.progress() or self.text
+            if not (self.step and self.text):
+                continue
+            host = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
+            gpu = torch.cuda.memory_reserved() / GIB if torch.cuda.is_initialized() else 0
+            line = (f"step {self.step}: {self.text}, {time.perf_counter() - self.since:.0f} s, GPU "
+                    f"{gpu:.1f} GiB, host {host:.1f} GiB a rank")
+            print(f"\r{line}\033[K" if self.every == 1 else line,
+                  end="\r" if self.every == 1 else "\n", flush=True)
 
 
 def finite_or_none(x: float | None) -> float | None:
@@ -681,6 +865,51 @@ def draw_losses(out: Path) -> None:
     plt.close(fig)
 
 
+def describe(cfg: Config, plan: Plan, say) -> None:
+    """Print what was chosen and why."""
+    f, fates, world = plan.factors, plan.fates, dist.get_world_size()
+    say(f"states: p={f.p} g={f.g} os={f.os}" + (f" second={f.second}" if f.second else "")
+        + f" of {world} ranks, {cfg.per_node} a node; {cfg.os_layout}-tensor; overlapped: "
+        f"{cfg.overlap}; recomputed: {cfg.recompute}")
+    say(f"batch: {cfg.batch} sequences = {world // cfg.sp} data-parallel ranks x "
+        f"{plan.micro_batches} micro-batches x {cfg.micro_batch}; sp={cfg.sp}, {cfg.head_groups} "
+        f"head groups; {plan.tokens(cfg):,} tokens a rank at once")
+    if fates:
+        host = host_need(fates, layer_bytes(plan.model, plan.tokens(cfg), plan.dtype))
+        say(f"activations: {fates.describe()} of {cfg.chunk:,} tokens; {host / GIB:.1f} GiB of "
+            f"host memory a rank; {plan.why}")
+    need = memory_need(cfg, plan)
+    say("memory a device: " + ", ".join(f"{k} {v / GIB:.2f}" for k, v in need.items())
+        + f"; {sum(need.values()) / GIB:.2f} GiB", flush=True)
+
+
+def build(cfg: Config, plan: Plan, say) -> tuple[LLaMA, States, Layers | None]:
+    """The model with its states and, if its layers run in chunks, what runs them. Sets plan.fates
+    again, by times of this machine. A collective of all ranks."""
+    device, groups, shape = plan.device, Groups(), (cfg.micro_batch, cfg.seq // cfg.sp)
+    attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups)
+    if plan.fates:
+        measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
+        on_all_ranks(lambda: treat(cfg, plan, *measured))
+        same = [plan.fates]
+        dist.broadcast_object_list(same)  # nodes may differ in memory, and plans must not
+        plan.fates = same[0]
+    describe(cfg, plan, say)
+    with torch.device("meta"):
+        model = LLaMA(plan.model, attention)
+    model.recompute = cfg.recompute == "full"
+    states = States(model, device, plan.dtype, plan.micro_batches, plan.factors, cfg.os_layout,
+                    groups, off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),
+                    reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
+                    recompute=model.recompute or plan.fates is not None,
+                    pieces=plan.fates.chunks if plan.fates else 1, betas=(cfg.beta1, cfg.beta2),
+                    decay=cfg.weight_decay)
+    layers = None
+    if plan.fates:
+        layers = Layers(model, shape, plan.fates, cfg.chunk, device, plan.dtype, report=say)
+    return model, states, layers
+
+
 def main(argv: list[str] | None = None) -> None:
     cfg = parse(argv)
     stop = {"signal": 0}  # set by a signal, agreed on by all ranks at the end of a step
@@ -699,37 +928,26 @@ def main(argv: list[str] | None = None) -> None:
     device, out = plan.device, Path(cfg.out)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if cfg.gpu_memory:
+            total = torch.cuda.get_device_properties(device).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_memory / total), device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     print0("config: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items()))
     count, (causal, full) = param_count(plan.model), flops_per_token(plan.model, cfg.seq)
     print0(f"model {cfg.model}: {count:,} parameters, {causal:.3g} FLOPs a token causal, "
-           f"{full:.3g} full, at {cfg.seq:,} tokens")
-    need, f = memory_need(cfg, plan, plan.factors), plan.factors
-    print0("memory a device: " + ", ".join(f"{k} {v / 2**30:.2f}" for k, v in need.items())
-           + f"; {sum(need.values()) / 2**30:.2f} GiB")
+           f"{full:.3g} full, at {cfg.seq:,} tokens; on {name}")
     print0(f"data {cfg.data}: {len(plan.train.corpus):,} tokens, {plan.train.count:,} training and "
            f"{plan.val.count:,} validation sequences of {cfg.seq:,}")
     if cfg.dry_run:
+        describe(cfg, plan, print0)
         return dist.destroy_process_group()
 
     print0(f"attention kernel: {plan.kernel}")
     fused = cfg.compile and device.type == "cuda"
     print0(f"element-wise parts: {'compiled' if fused else 'eager'}")
     torch.compiler.set_stance("default" if fused else "force_eager")
-    print0(f"states: p={f.p} g={f.g} os={f.os}" + (f" second={f.second}" if f.second else "")
-           + f" of {world} ranks, {cfg.per_node} a node; {cfg.os_layout}-tensor; overlapped: "
-           f"{cfg.overlap}; recomputed: {cfg.recompute}")
-    print0(f"batch: {cfg.batch} sequences = {world} ranks x {plan.micro_batches} micro-batches x "
-           f"{cfg.micro_batch}, on {name}")
-    with torch.device("meta"):
-        model = LLaMA(plan.model, Attention(plan.kernel))
-    model.recompute = cfg.recompute == "full"
-    states = States(model, device, plan.dtype, plan.micro_batches, f, cfg.os_layout,
-                    off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),
-                    reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
-                    recompute=model.recompute, betas=(cfg.beta1, cfg.beta2),
-                    decay=cfg.weight_decay)
+    model, states, layers = build(cfg, plan, print0)
     if states.imbalance:
         print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
     start = 0
@@ -758,15 +976,18 @@ def main(argv: list[str] | None = None) -> None:
     log = open(out / "log.jsonl", "a") if rank == 0 else None
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
+    positions = local_positions(cfg, rank, device)
     if start < cfg.steps:
         batch = load_batch(cfg, plan, start, rank, world)
     clock = time.perf_counter()
+    progress = Progress(layers, rank == 0)
     for step in range(start + 1, cfg.steps + 1):
         tokens, labels, scale = batch
+        progress.begin(step)
         states.begin()
         loss = torch.zeros_like(scale)
         for m in range(plan.micro_batches):
-            part = model(tokens[m], labels[m], scale)
+            part = model(tokens[m], labels[m], scale, positions)
             part.backward()
             states.end_micro_batch()
             loss += part.detach()
@@ -784,6 +1005,7 @@ def main(argv: list[str] | None = None) -> None:
         loss, norm, finite, stopped, gpu_gib, host_gib = torch.cat(
             [torch.stack([loss.double(), norm.double(), finite.double()]), worst]).tolist()
         seconds = time.perf_counter() - clock
+        progress.end()
 
         val_loss, last = None, step == cfg.steps
         if (last and cfg.eval_every >= 0) or (cfg.eval_every > 0 and step % cfg.eval_every == 0):
@@ -853,5 +1075,6 @@ if __name__ == "__main__":
         sys.exit(2)
     except torch.OutOfMemoryError as e:
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
-                 "was planned. Shorten --seq, lower --micro-batch, pass --recompute full, or use "
-                 "more GPUs. What was saved is whole: continue with --resume.")
+                 "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+                 "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
+                 "continue with --resume.")
