@@ -377,7 +377,7 @@ def table_swap(device: torch.device) -> list[dict]:
             states.end_micro_batch()
             states.reduce()
             loss = loss.detach()
-            norm, _ = states.update(1e-3, 1.0, loss)
+            norm, _ = states.update(2e-4, 1.0, loss)
             dist.all_reduce(loss)
             curve.append(torch.stack([loss, norm]))
         curve = torch.stack(curve)

@@ -339,6 +339,7 @@ def compiled(fn: Callable) -> Callable:
 
     `torch.compiler.set_stance("force_eager")` turns the compilation off.
     """
+    torch._dynamo.config.recompile_limit = 64  # with or without gradients, whole or in chunks, ...
     fused = torch.compile(fn)
     return functools.wraps(fn)(lambda x, *args: (fused if x.is_cuda else fn)(x, *args))
 

@@ -29,6 +29,7 @@ heads, K key/value heads, D head width, F MLP width.
 import math
 import mmap
 import time
+import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -221,37 +222,41 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
 # ---------------------------------------------------------------------------- host memory
 
 
-def host_arena(size: int, pin: bool, report=print) -> Tensor:
-    """`size` bytes of host memory as one tensor, page-locked if `pin`.
+def host_slots(sizes: list[int], pin: bool, report=print) -> list[Tensor]:
+    """Host memory for the slots, page-locked if `pin`, in pieces of so many bytes.
 
-    Page faults are what takes the time, so threads touch and register pieces in parallel, in huge
-    pages. (PyTorch's own pinned allocator would round up to a power of two.) report(text) is called
-    as it goes. Raises MemoryError.
+    Page faults are what takes the time, so threads touch and register slots in parallel, in huge
+    pages. (PyTorch's own pinned allocator would round up to a power of two.) A copy must not cross
+    two registrations, so a slot has one of its own. report(text) is called as it goes. Raises
+    MemoryError.
     """
     if not pin:
-        return torch.empty(size, dtype=torch.uint8)
-    memory = mmap.mmap(-1, max(size, mmap.PAGESIZE))
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    arena = torch.frombuffer(memory, dtype=torch.uint8)
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
     cudart, device = torch.cuda.cudart(), torch.cuda.current_device()
 
-    def lock(start: int) -> int:
-        piece = arena[start : start + 2 * GIB]
+    def lock(size: int) -> Tensor:
         torch.cuda.set_device(device)
-        piece.zero_()
-        if int(cudart.cudaHostRegister(piece.data_ptr(), piece.numel(), 0)):
-            raise MemoryError(f"pinning {piece.numel()} bytes of host memory at {start} failed")
-        return piece.numel()
+        memory = mmap.mmap(-1, size)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        slot = torch.frombuffer(memory, dtype=torch.uint8)
+        slot.zero_()
+        if error := int(cudart.cudaHostRegister(slot.data_ptr(), size, 0)):
+            raise MemoryError(f"pinning {size / GIB:.2f} GiB of host memory failed: CUDA error "
+                              f"{error}; lower --host-memory")
+        gone = weakref.finalize(memory, cudart.cudaHostUnregister, slot.data_ptr())
+        gone.atexit = False
+        return slot
 
-    done, said, start = 0, 0.0, time.perf_counter()
+    done, said, start, total = 0, 0.0, time.perf_counter(), sum(sizes)
     with ThreadPoolExecutor(4) as pool:
-        for job in as_completed([pool.submit(lock, i) for i in range(0, size, 2 * GIB)]):
-            done += job.result()
-            if (now := time.perf_counter()) - said > 5 or done == size:
+        jobs = [pool.submit(lock, size) for size in sizes]
+        for job in as_completed(jobs):
+            done += len(job.result())
+            if (now := time.perf_counter()) - said > 5 or done == total:
                 said = now
-                report(f"pinned {done / GIB:.0f} of {size / GIB:.0f} GiB of host memory a rank, "
+                report(f"pinned {done / GIB:.1f} of {total / GIB:.1f} GiB of host memory a rank, "
                        f"{now - start:.0f} s")
-    return arena[:size]
+    return [job.result() for job in jobs]
 
 
 def host_limit() -> int:
@@ -287,22 +292,24 @@ def carve(memory: Tensor, fields: list[Field]) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------------------- token-wise backward
+# Tokens are (1, N, ...) here and below: torch.compile, which model.py's operators see with (B, T,
+# ...), would make every dimension dynamic, and slow, if their number changed.
 
 
 @compiled
 def rms_norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, dy: Tensor):
-    """n = norm(x) again, dy + the gradient of x, the gradient of weight (its dtype), all (N, C)."""
+    """n = norm(x) again and dy + the gradient of x, (1, N, C); the gradient of weight (C,)."""
     wide = x.to(accumulation_dtype(x.dtype))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     unit, dn = wide * r, dn.to(wide.dtype)
     g = dn * weight
     dx = r * (g - unit * (g * unit).mean(-1, keepdim=True))
-    return (unit * weight).to(x.dtype), (dx + dy).to(x.dtype), (dn * unit).sum(0)
+    return (unit * weight).to(x.dtype), (dx + dy).to(x.dtype), (dn * unit).sum((0, 1))
 
 
 @compiled
 def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
-    """a = swiglu(gate_up) (N, F) again, and the gradient of gate_up (N, 2F)."""
+    """a = swiglu(gate_up) (1, N, F) again, and the gradient of gate_up (1, N, 2F)."""
     gate, up = gate_up.to(accumulation_dtype(da.dtype)).chunk(2, dim=-1)
     s = torch.sigmoid(gate)
     silu = gate * s
@@ -312,11 +319,11 @@ def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
 
 @compiled
 def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of q (N, H, D), k and v (N, K, D) -> that of the projection (N, (H+2K)D)."""
-    d1, d2 = torch.cat((dq, dk), dim=1).to(cos.dtype).chunk(2, dim=-1)
+    """Gradients of q (1, N, H, D), k, v (1, N, K, D) -> that of the projection (1, N, (H+2K)D)."""
+    d1, d2 = torch.cat((dq, dk), dim=2).to(cos.dtype).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]  # (N, 1, D/2)
     dqk = torch.cat((d1 * cos + d2 * sin, d2 * cos - d1 * sin), dim=-1).to(dq.dtype)
-    return torch.cat((dqk, dv), dim=1).flatten(1)
+    return torch.cat((dqk, dv), dim=2).flatten(2)
 
 
 # ---------------------------------------------------------------------------- the layers
@@ -326,8 +333,8 @@ def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Te
 class Saved:
     """What a layer's backward finds. q, k, v: of the stored chunks' tokens; h, gu: by chunk."""
 
-    x: Tensor  # (N, C)
-    o: Tensor | None  # (N, H, D); None: dropped
+    x: Tensor  # (1, N, C)
+    o: Tensor | None  # (1, N, H, D); None: dropped
     lse: Tensor | None
     qkv: list[Tensor] = field(default_factory=list)
     h: list[Tensor] = field(default_factory=list)
@@ -354,14 +361,13 @@ class Layers:
     """Runs a model's layers as `fates` say; model.run is this object.
 
     model: its matrices belong to shard.States (pieces = the number of chunks, recompute = True),
-    which takes their gradients. shape: (B, T) on this rank; chunk: tokens. arena: host memory for
-    the slots (need() bytes), made here if it is not given. poison, delay: for tests; what was used
-    becomes NaN, and copies start so many GPU cycles late.
+    which takes their gradients. shape: (B, T) on this rank; chunk: tokens. poison, delay: for
+    tests; what was used becomes NaN, and copies start so many GPU cycles late.
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], fates: Fates, chunk: int,
-                 device: torch.device, dtype: torch.dtype, arena: Tensor | None = None,
-                 poison: bool = False, delay: int = 0, report=print):
+                 device: torch.device, dtype: torch.dtype, poison: bool = False, delay: int = 0,
+                 report=print):
         self.blocks, self.attention, self.cfg = model.blocks, model.attention, model.cfg
         self.batch, self.tokens, self.fates = shape[0], shape[0] * shape[1], fates
         self.chunks = [slice(i, min(i + chunk, self.tokens)) for i in range(0, self.tokens, chunk)]
@@ -372,10 +378,7 @@ class Layers:
         swapped = [i for i in range(fates.layers) if fates.swaps(i)]
         self.last_swapped = max(swapped, default=-1)
         sizes = [span(self.fields(i)) for i in swapped]
-        if arena is None:
-            arena = host_arena(sum(sizes), device.type == "cuda", report) if swapped else None
-        starts = np.cumsum([0, *sizes]).tolist()
-        self.slots = [arena[a : a + n] for a, n in zip(starts, sizes)]
+        self.slots = host_slots(sizes, device.type == "cuda", report)
         self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device)
                         for _ in swapped[:2]]
         self.nan = torch.full_like(self.buffers[0], 255) if poison and swapped else None
@@ -391,12 +394,13 @@ class Layers:
         cfg, stored = self.cfg, self.fates.stored(i)
         m = self.chunks[stored - 1].stop if stored else 0
         heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
-        fields = [("x", (self.tokens, cfg.dim), self.dtype)]
+        fields = [("x", (1, self.tokens, cfg.dim), self.dtype)]
         if i >= self.fates.dropped:
-            fields += [("o", (self.tokens, cfg.heads, cfg.head_dim), self.dtype),
+            fields += [("o", (1, self.tokens, cfg.heads, cfg.head_dim), self.dtype),
                        ("lse", (self.tokens * cfg.heads,), accumulation_dtype(self.dtype))]
-        fields += [(name, (m, n, cfg.head_dim), self.dtype) for name, n in zip("qkv", heads)]
-        return fields + [("h", (m, cfg.dim), self.dtype), ("gu", (m, 2 * cfg.ffn), self.dtype)]
+        fields += [(name, (1, m, n, cfg.head_dim), self.dtype) for name, n in zip("qkv", heads)]
+        wide = (("h", cfg.dim), ("gu", 2 * cfg.ffn))
+        return fields + [(name, (1, m, n), self.dtype) for name, n in wide]
 
     def __call__(self, i: int, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Layer i: x (B, T, C), rope (T, D/2) each -> y (B, T, C)."""
@@ -419,23 +423,31 @@ class Layers:
     # -- one layer
 
     def _project(self, block: Block, x: Tensor, rope, out: list[Tensor], first: int = 0) -> None:
-        """q, k, v of the chunks from `first` on, into out: (N, H, D), (N, K, D) twice."""
+        """q, k, v of the chunks from `first` on, into out: (1, N, H, D), (1, N, K, D) twice."""
         for c in self.chunks[first:]:
-            parts = block.pre(x[None, c], (rope[0][c], rope[1][c]))
-            for whole, part in zip(out, parts):
-                whole[c] = part[0]
+            for whole, part in zip(out, block.pre(x[:, c], (rope[0][c], rope[1][c]))):
+                whole[:, c] = part
 
     def _empty_qkv(self, x: Tensor) -> list[Tensor]:
         heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
-        return [x.new_empty(self.tokens, n, self.cfg.head_dim) for n in heads]
+        return [x.new_empty(1, self.tokens, n, self.cfg.head_dim) for n in heads]
 
     def _attend(self, qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
-        o, lse = self.attention.forward(*(t.unflatten(0, (self.batch, -1)) for t in qkv))
-        return o.flatten(0, 1), lse
+        o, lse = self.attention.forward(*(self._split(t) for t in qkv))
+        return self._join(o), lse
+
+    def _split(self, t: Tensor) -> Tensor:
+        """(1, N, ...) -> (B, T, ...)"""
+        return t.unflatten(1, (self.batch, -1))[0]
+
+    @staticmethod
+    def _join(t: Tensor) -> Tensor:
+        """(B, T, ...) -> (1, N, ...)"""
+        return t.flatten(0, 1)[None]
 
     def forward(self, i: int, x: Tensor, rope, keep: bool) -> Tensor:
         self._mark(f"forward layer {i + 1}/{len(self.blocks)}")
-        block, shape, x = self.blocks[i], x.shape, x.flatten(0, 1)
+        block, shape, x = self.blocks[i], x.shape, self._join(x)
         stored = self.fates.stored(i) if keep else 0
         if keep:
             self._leave(i - 2)
@@ -444,33 +456,33 @@ class Layers:
         o, lse = self._attend(qkv)
         saved, y = Saved(x, o, lse), torch.empty_like(x)
         for j, c in enumerate(self.chunks):
-            h, n = add_rms_norm(x[c], block.out(o[c].flatten(1)), block.norm2.weight,
+            h, n = add_rms_norm(x[:, c], block.out(o[:, c].flatten(2)), block.norm2.weight,
                                 self.cfg.norm_eps)
             gu = block.gate_up(n)
-            torch.add(h, block.down(swiglu(gu)), out=y[c])
+            torch.add(h, block.down(swiglu(gu)), out=y[:, c])
             if j < stored:
                 saved.h.append(h)
                 saved.gu.append(gu)
         if keep:
             m = self.chunks[stored - 1].stop if stored else 0
             if self.fates.swaps(i):
-                saved.qkv = [t[:m] for t in qkv]
+                saved.qkv = [t[:, :m] for t in qkv]
                 self._offload(i, saved)
             else:  # a part alone must not hold the memory of the whole
-                saved.qkv = qkv if m == self.tokens else [t[:m].clone() for t in qkv]
+                saved.qkv = qkv if m == self.tokens else [t[:, :m].clone() for t in qkv]
                 self.alive[i] = saved
         return y.view(shape)
 
     def backward(self, i: int, dy: Tensor, rope) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
         self._mark(f"backward layer {i + 1}/{len(self.blocks)}")
-        block, shape, dy, eps = self.blocks[i], dy.shape, dy.flatten(0, 1), self.cfg.norm_eps
+        block, shape, dy, eps = self.blocks[i], dy.shape, self._join(dy), self.cfg.norm_eps
         saved, stored = self._fetch(i), self.fates.stored(i)
         x, o, lse, qkv = saved.x, saved.o, saved.lse, saved.qkv
         if stored < len(self.chunks):
             qkv = self._empty_qkv(x)
             for whole, part in zip(qkv, saved.qkv):
-                whole[: len(part)] = part
+                whole[:, : part.shape[1]] = part
             self._project(block, x, rope, qkv, first=stored)
         if o is None:
             o, lse = self._attend(qkv)
@@ -479,26 +491,27 @@ class Layers:
             if j < stored:
                 h, gu = saved.h[j], saved.gu[j]
             else:
-                h, n = add_rms_norm(x[c], block.out(o[c].flatten(1)), block.norm2.weight, eps)
+                h, n = add_rms_norm(x[:, c], block.out(o[:, c].flatten(2)), block.norm2.weight, eps)
                 gu = block.gate_up(n)
                 del n
-            a, dgu = swiglu_backward(gu, input_grad(block.down, dy[c]))
-            weight_grad(block.down, dy[c], a)
+            a, dgu = swiglu_backward(gu, input_grad(block.down, dy[:, c]))
+            weight_grad(block.down, dy[:, c], a)
             dn = input_grad(block.gate_up, dgu)
-            n, dh, dweight = rms_norm_backward(h, block.norm2.weight, eps, dn, dy[c])
+            n, dh, dweight = rms_norm_backward(h, block.norm2.weight, eps, dn, dy[:, c])
             weight_grad(block.gate_up, dgu, n)
             block.norm2.weight.grad += dweight
-            input_grad(block.out, dh, out=do[c].flatten(1))
-            weight_grad(block.out, dh, o[c].flatten(1))
-            dx[c] = dh
+            input_grad(block.out, dh, out=do[:, c].flatten(2))
+            weight_grad(block.out, dh, o[:, c].flatten(2))
+            dx[:, c] = dh
         del dy, h, gu, a, dgu, dn, n, dh
-        do, o, *qkv = (t.unflatten(0, (self.batch, -1)) for t in (do, o, *qkv))
-        grads = [t.flatten(0, 1) for t in self.attention.backward(do, *qkv, o, lse)]
+        do, o, *qkv = (self._split(t) for t in (do, o, *qkv))
+        grads = [self._join(t) for t in self.attention.backward(do, *qkv, o, lse)]
         del do, o, qkv
         for c in self.chunks:  # pre
-            dqkv = unrotate(*(t[c] for t in grads), rope[0][c], rope[1][c])
+            dqkv = unrotate(*(t[:, c] for t in grads), rope[0][c], rope[1][c])
             dn = input_grad(block.qkv, dqkv)
-            n, dx[c], dweight = rms_norm_backward(x[c], block.norm1.weight, eps, dn, dx[c])
+            n, dx[:, c], dweight = rms_norm_backward(x[:, c], block.norm1.weight, eps, dn,
+                                                     dx[:, c])
             weight_grad(block.qkv, dqkv, n)
             block.norm1.weight.grad += dweight
         self._used(i, saved)
@@ -518,8 +531,8 @@ class Layers:
                 if name in slot:
                     slot[name].view(-1).copy_(t.reshape(-1), non_blocking=True)
             for c, h, gu in zip(self.chunks, saved.h, saved.gu):
-                slot["h"][c].copy_(h, non_blocking=True)
-                slot["gu"][c].copy_(gu, non_blocking=True)
+                slot["h"][:, c].copy_(h, non_blocking=True)
+                slot["gu"][:, c].copy_(gu, non_blocking=True)
             self.lse_shape = saved.lse.shape
         self.offloaded[i] = self.out.mark()
 
@@ -556,8 +569,8 @@ class Layers:
         t = carve(self.buffers[i % 2], self.fields(i))
         stored = self.chunks[: self.fates.stored(i)]
         o, lse = t.get("o"), t["lse"].view(self.lse_shape) if "lse" in t else None
-        return Saved(t["x"], o, lse, [t[name] for name in "qkv"], [t["h"][c] for c in stored],
-                     [t["gu"][c] for c in stored])
+        return Saved(t["x"], o, lse, [t[name] for name in "qkv"], [t["h"][:, c] for c in stored],
+                     [t["gu"][:, c] for c in stored])
 
     def _used(self, i: int, saved: Saved) -> None:
         self.here.discard(i)
