@@ -39,6 +39,7 @@ HERE = Path(__file__).parent
 GIB = 2**30
 SEQS: list[int] = []  # of the table long, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
+HOST_MEMORY = 0  # bytes that it may swap to, from --host-memory
 TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
 
@@ -225,7 +226,7 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     seconds, step, gpus = math.inf, None, dist.get_world_size()
     try:
         step = build()
-        seconds = clock(step, repeats, device, warmup=2)
+        seconds = clock(step, repeats, device, warmup=min(2, repeats))
     except torch.OutOfMemoryError:
         pass
     if states := getattr(step, "states", None):
@@ -345,7 +346,8 @@ def table_swap(device: torch.device) -> list[dict]:
     plain model: same arithmetic, so all but the plain one must agree to the last bit; also with
     everything poisoned after use and copies that start late, which finds a missing wait."""
     world, seq, steps, chunk = dist.get_world_size(), 4096, 50, 512
-    cfg, groups, rows = dataclasses.replace(MODELS["160m"], layers=8), Groups(), []
+    cfg = dataclasses.replace(MODELS["160m"], layers=8, heads=16, kv_heads=4)
+    groups, rows = Groups(), []
     ids = noisy_sequences(cfg, steps, seq).to(device)
     part = seq // world
     cut = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
@@ -370,14 +372,14 @@ def table_swap(device: torch.device) -> list[dict]:
             Layers(model, (1, part), fates, chunk, device, torch.bfloat16, poison=hard,
                    delay=3 * 10**7 * hard)
         curve = []
-        for row_ in ids[:, None]:
+        for i, row_ in enumerate(ids[:, None]):
             states.begin()
             loss = model(row_[:, :-1][:, cut], row_[:, 1:][:, cut], scale, positions)
             loss.backward()
             states.end_micro_batch()
             states.reduce()
             loss = loss.detach()
-            norm, _ = states.update(2e-4, 1.0, loss)
+            norm, _ = states.update(1e-4 * min(1, (i + 1) / 20), 1.0, loss)
             dist.all_reduce(loss)
             curve.append(torch.stack([loss, norm]))
         curve = torch.stack(curve)
@@ -402,10 +404,22 @@ def table_swap(device: torch.device) -> list[dict]:
 # ---------------------------------------------------------------------------- long sequences
 
 
+def sustained(fn, device: torch.device) -> float:
+    """Seconds of fn() at the clock rate that a GPU holds under load: back to back, the second half
+    of at least a second."""
+    fn()
+    sync(device)
+    start = time.perf_counter()
+    fn()
+    sync(device)
+    calls = max(1, math.ceil(0.5 / (time.perf_counter() - start)))
+    return clock(lambda: [fn() for _ in range(calls)], 1, device, warmup=1) / calls
+
+
 def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dtype,
                  chunk: int) -> dict:
     """The rate of attention and matrix kernels alone: one sequence over all ranks, no norms, no
-    rotary, no loss but its products, no communication, nothing twice."""
+    rotary, no loss but its products, no communication, nothing twice. Each kernel back to back."""
     world, e = dist.get_world_size(), dict(device=device, dtype=dtype)
     tokens, op = seq // world, Attention(kernel)
     chunk = min(chunk, tokens)
@@ -414,9 +428,7 @@ def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dty
         heads = (cfg.heads // world, max(1, cfg.kv_heads // world))
         q, k, v, do = (torch.randn(1, seq, heads[i], cfg.head_dim, **e) for i in (0, 1, 1, 0))
         o, lse = op.forward(q, k, v)
-        once = 1 if seq > 2**17 else 3
-        return (clock(lambda: op.forward(q, k, v), once, device, 1)
-                + clock(lambda: op.backward(do, q, k, v, o, lse), once, device, 1))
+        return sustained(lambda: (op.forward(q, k, v), op.backward(do, q, k, v, o, lse)), device)
 
     total = attn = cfg.layers * attention_alone()
     qkv = cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads)
@@ -425,7 +437,7 @@ def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dty
                               (cfg.vocab, cfg.dim, 1)):
         x, y, w = (torch.randn(*shape, **e) for shape in ((chunk, cols), (chunk, rows),
                                                           (rows, cols)))
-        products = clock(lambda: (x @ w.t(), y @ w, y.t() @ x), 10, device)
+        products = sustained(lambda: (x @ w.t(), y @ w, y.t() @ x), device)
         total += times * products * tokens / chunk
     slowest = torch.tensor(total, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -476,8 +488,8 @@ def table_long(device: torch.device) -> list[dict]:
             if label.split(", ")[-1] in SKIP:
                 continue
             attempt(rows, label, name, seq, seq // world, bound, device,
-                    lambda: long_step(Config(model=name, seq=seq, recompute=recompute), device,
-                                      rank), repeats)
+                    lambda: long_step(Config(model=name, seq=seq, recompute=recompute,
+                                             host_memory=HOST_MEMORY), device, rank), repeats)
         if "fsdp2" not in SKIP:
             tokens = (t[:, rank * seq // world : (rank + 1) * seq // world].contiguous()
                       for t in random_sequence(MODELS[name], seq, device))
@@ -729,8 +741,11 @@ def main() -> None:
                         help="tokens of the sequences of the table long, as 64K,128K")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out, of full "
                         "recompute and fsdp2")
+    parser.add_argument("--host-memory", type=size, default=0, help="bytes of a node that it may "
+                        "swap to, as 160G (pinning them takes time); 0: what the machine allows")
     args = parser.parse_args()
-    SEQS[:], SKIP[:] = args.seq, args.skip.split(",")
+    global HOST_MEMORY
+    SEQS[:], SKIP[:], HOST_MEMORY = args.seq, args.skip.split(","), args.host_memory
     if args.readme:
         return write_readme()
     if unknown := set(args.tables) - set(TABLES):
@@ -757,6 +772,9 @@ def main() -> None:
         rows = TABLES[name][0](device)
         torchrun = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
         nodes = f" --nodes {args.nodes}" if args.nodes > 1 else ""
+        nodes += "".join(f" --{k} {v}" for k, v in (("seq", ",".join(
+            f"{s // 1024}K" for s in SEQS)), ("skip", args.skip), ("host-memory", (
+                f"{HOST_MEMORY // GIB}G" if HOST_MEMORY else ""))) if v)
         results = {"hardware": hardware, "versions": versions(), "commit": commit(),
                    "command": f"{torchrun} bench.py {name}{nodes}", "rows": rows}
         if rank == 0:
@@ -766,6 +784,7 @@ def main() -> None:
             out.mkdir(parents=True, exist_ok=True)
             kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
             name += f"{args.nodes}" if args.nodes > 1 else ""
+            name += "".join(f"-{s // 1024}k" for s in SEQS)
             (out / f"{name}-{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
         last.append({"table": name, **results})
     if rank == 0:
