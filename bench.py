@@ -30,7 +30,7 @@ import torch.distributed as dist
 import train
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
-from offload import Fates, Layers, host_need, layer_bytes
+from offload import Fates, Layers, Sizes, choose, host_need, layer_bytes
 from shard import LANES, Factors, Groups, Lane, States, Ulysses, legal_factors, state_bytes
 from train import (Config, Plan, choose_plan, local_positions, memory_need, on_all_ranks, size,
                    start_ranks)
@@ -39,6 +39,7 @@ HERE = Path(__file__).parent
 GIB = 2**30
 SEQS: list[int] = []  # of the table long, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
+KEEP: list = []  # of the table that is measured: a function that writes its rows so far
 HOST_MEMORY = 0  # bytes that it may swap to, from --host-memory
 TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
@@ -246,6 +247,7 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     seconds = slowest.item() if slowest.isfinite() else None
     rows.append(row(label, MODELS[name], name, seq, tokens, seconds, device, bound, gpus=gpus,
                     **more))
+    KEEP[0](rows)
     if dist.get_rank() == 0:
         show(rows[-1:], head=len(rows) == 1)
     step = states = None
@@ -501,6 +503,32 @@ def table_long(device: torch.device) -> list[dict]:
     return rows
 
 
+MEMO = {64: 52.34, 128: 50.96, 256: 53.62, 384: 53.04, 512: 51.84, 640: 52.59, 768: 51.89,
+        896: 52.71, 1024: 52.30}  # K tokens: published MFU of 7B on 8 A800s (table 3)
+MEMO_ALPHA = {256: 1.0, 384: 0.5, 512: 0.125, 768: 0.0, 896: 0.0, 1024: 0.0}  # table 7
+
+
+def table_alpha(device: torch.device) -> list[dict]:
+    """Memo's rule for 7B on 8 A800s (2 TB of host memory, 32 GB/s and 80 GB a GPU), from sizes and
+    the published MFU, beside the published alpha. No device is used."""
+    cfg, rows = MODELS["7b"], []
+    for k, mfu in MEMO.items():
+        n, e = k * 1024 // 8, 2
+        flops = flops_per_token(cfg, k * 1024)[0] * n
+        layer_s = flops / 3 / (312e12 * mfu / 100) / cfg.layers
+        io, others = 2 * n * cfg.dim * e, 14 * n * cfg.dim * e  # Memo's 16 bsh elements
+        sizes = Sizes(io // 2, io // 2, others, layer_s, layer_s, layer_s)
+        fates, _ = choose(cfg.layers, sizes, 8, 32e9, math.inf, 2e12 / 8, memo=True)
+        rows.append({
+            "system": f"7b, {k}K tokens", "rule_alpha": fates.alpha,
+            "by_bandwidth": (32e9 * layer_s - io) / others,
+            "by_host": (2e12 / 8 / (cfg.layers - 2) - io) / others,
+            "published_alpha": MEMO_ALPHA.get(k),
+            "host_gib": (cfg.layers - 2) * (io + MEMO_ALPHA.get(k, 0) * others) / GIB,
+            "buffers_gib": 2 * (io + others) / GIB, "buffers_alpha0_gib": (2 * io + others) / GIB})
+    return rows
+
+
 def table_memory(device: torch.device) -> list[dict]:
     """Bytes of parameters, gradients and optimizer states on rank 0, under all legal factors, as
     they are allocated and by the formula."""
@@ -616,8 +644,9 @@ def table_trace(device: torch.device) -> list[dict]:
     return rows
 
 
-#         table: function, ranks that it needs (a laptop measures the first alone)
-TABLES = {"step": (table_step, 1), "shard": (table_shard, 2), "memory": (table_memory, 2),
+#         table: function, ranks that it needs (a laptop measures the first two alone)
+TABLES = {"step": (table_step, 1), "alpha": (table_alpha, 1),
+          "shard": (table_shard, 2), "memory": (table_memory, 2),
           "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),
           "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
@@ -627,14 +656,19 @@ def cells(r: dict) -> list[str]:
     def text(x, form):
         return form.format(x) if x is not None else "-"
 
-    ms = r["step_s"] * 1e3 if r["step_s"] else None
-    return [r["system"], r["model"], f"{r['seq']:,}", "out of memory" if r["oom"] else text(
+    ms, name = r["step_s"] * 1e3 if r["step_s"] else None, r["system"]
+    if r.get("sp"):  # what train.py has chosen
+        name += f" {r['p']},{r['g']},{r['os']}"
+        if r["fates"]:
+            name += f" k={r['fates']['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
+    return [name, r["model"], f"{r['seq']:,}", "out of memory" if r["oom"] else text(
         ms, "{:,.1f}"), text(r["tgs"], "{:,.0f}"), *(text(r[k], "{:.1%}") for k in (
-            "mfu_causal", "mfu_full", "bound_ratio")), text(r["gpu_gib"], "{:.1f}")]
+            "mfu_causal", "mfu_full", "bound_ratio")), *(text(r[k], "{:.1f}") for k in (
+                "gpu_gib", "host_gib"))]
 
 
 HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full", "of bound",
-        "GPU GiB"]
+        "GPU GiB", "host GiB"]
 
 
 def memory_cells(r: dict) -> list[str]:
@@ -655,8 +689,17 @@ def trace_cells(r: dict) -> list[str]:
         r["step_s"] * 1e3, r["communication_ms"], r["exposed_ms"]))]
 
 
+def alpha_cells(r: dict) -> list[str]:
+    shown = "-" if r["published_alpha"] is None else f"{r['published_alpha']:.3f}"
+    return [r["system"], *(f"{r[k]:.2f}" for k in ("by_bandwidth", "by_host", "rule_alpha")), shown,
+            *(f"{r[k]:.1f}" for k in ("host_gib", "buffers_gib", "buffers_alpha0_gib"))]
+
+
 def layout(rows: list[dict]) -> tuple:
     """The head of a table, and the function that writes its cells, by what the rows hold."""
+    if "rule_alpha" in rows[0]:
+        return ["system", "alpha by bandwidth", "by host memory", "rule", "published",
+                "host GiB", "buffers GiB", "at alpha 0"], alpha_cells
     if "largest_loss_difference" in rows[0]:
         return ["p,g,os", "first loss", "last loss", "difference", "of the norm"], curve_cells
     if "exposed_ms" in rows[0]:
@@ -762,30 +805,40 @@ def main() -> None:
     hardware = torch.cuda.get_device_name(device) if gpu else f"CPU, {os.cpu_count()} cores"
     hardware = f"{world} x {hardware}" if world > 1 else hardware
     last = []
-    fit = [n for n, (_, ranks) in TABLES.items() if ranks <= world and (gpu or n == "step")
+    fit = [n for n, (_, ranks) in TABLES.items() if ranks <= world
+           and (gpu or n in ("step", "alpha"))
            and (n != "nodes" or args.nodes > 1)]
     for name in args.tables or fit:
         if name not in fit:
             raise SystemExit(f"bench.py: table {name} needs {TABLES[name][1]} GPUs or more"
                              + (", and --nodes 2" if name == "nodes" else ""))
         release(device)
-        rows = TABLES[name][0](device)
         torchrun = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
         nodes = f" --nodes {args.nodes}" if args.nodes > 1 else ""
         nodes += "".join(f" --{k} {v}" for k, v in (("seq", ",".join(
             f"{s // 1024}K" for s in SEQS)), ("skip", args.skip), ("host-memory", (
                 f"{HOST_MEMORY // GIB}G" if HOST_MEMORY else ""))) if v)
-        results = {"hardware": hardware, "versions": versions(), "commit": commit(),
-                   "command": f"{torchrun} bench.py {name}{nodes}", "rows": rows}
+        results = {"hardware": hardware if name != "alpha" else "no device (calculated)",
+                   "versions": versions(), "commit": commit(),
+                   "command": f"{torchrun} bench.py {name}{nodes}"}
+        out = Path(args.out or HERE / ("results" if gpu else "out/results"))
+        kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
+        file = name + (f"{args.nodes}" if args.nodes > 1 else "") + "".join(
+            f"-{s // 1024}k" for s in SEQS) + (f"-{kind}" if name != "alpha" else "")
+
+        def keep(rows: list[dict]) -> None:
+            """Write the rows so far: a table that is cut short leaves what it has measured."""
+            if rank == 0:
+                results["rows"] = rows
+                out.mkdir(parents=True, exist_ok=True)
+                (out / f"{file}.json").write_text(json.dumps(results, indent=1) + "\n")
+
+        KEEP[:] = [keep]
+        rows = TABLES[name][0](device)
+        keep(rows)
         if rank == 0:
             print(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
             show(rows)
-            out = Path(args.out or HERE / ("results" if gpu else "out/results"))
-            out.mkdir(parents=True, exist_ok=True)
-            kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
-            name += f"{args.nodes}" if args.nodes > 1 else ""
-            name += "".join(f"-{s // 1024}k" for s in SEQS)
-            (out / f"{name}-{kind}.json").write_text(json.dumps(results, indent=1) + "\n")
         last.append({"table": name, **results})
     if rank == 0:
         print(json.dumps(last[0] if len(last) == 1 else {"tables": last}))

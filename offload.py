@@ -146,7 +146,7 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
     activations. With the number of resident layers k, of kept chunks K, of swapped chunks S, of
     layers without o, X, and of seconds w in which compute waits for copies:
 
-        min  w + X*attn_s - (K + S)*others_s/c
+        min  w + X*attn_s - (K + S)*others_s/c            (+ a tenth of a millisecond a GiB swapped)
         GPU    k*(input + attn) + K*others/c + 2*(input + attn + a*others/c)   <= gpu
                (and, while layers leave in forward,  4*(input + attn + a*others/c) <= gpu)
         host   (n - k)*(input + attn) - X*attn + S*others/c                    <= host
@@ -164,6 +164,7 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
     Raises ValueError with what is missing.
     """
     c, io, best = chunks, (s.input + s.attn) / GIB, None
+    tie = 0 if memo else 1e-4  # seconds a GiB: what need not be pinned and copied stays
     attn, part = s.attn / GIB, s.others / chunks / GIB
     rate, gpu, host = bandwidth / GIB, gpu / GIB, host / GIB
     if memo:
@@ -199,24 +200,24 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
         if alpha is not None:  # S = alpha*c*(n - k), to the nearest chunk
             rows[1, 0] = alpha * c
             least[1], limits[1] = alpha * c * n - 0.5, alpha * c * n + 0.5
-        cost = [0, -s.others_s / c, -s.others_s / c, s.attn_s, 1]
+        cost = [-tie * io, -s.others_s / c, -s.others_s / c + tie * part, s.attn_s, 1]
         found = milp(cost, integrality=[int(not memo)] * 4 + [0], bounds=bounds,
                      constraints=LinearConstraint(rows, least, limits))
         if found.x is None:
             continue
-        lost = found.fun + n * s.others_s
-        if best is None or lost < best[0] - 1e-9:
-            best = lost, found.x
+        value = found.fun + tie * n * io
+        if best is None or value < best[0] - 1e-9:
+            best = value, found.x
     if best is None:
         raise ValueError(
             f"activations do not fit: layer inputs and attention outputs are {n * io:.1f} GiB a "
             f"rank, {4 * io:.1f} at least of them on the GPU (two layers, two buffers); there is "
             f"room for {gpu:.1f} GiB on the GPU and {host:.1f} on the host; a larger --sp, "
             "--host-memory or --gpu-memory, more ranks, or a shorter --seq")
-    lost, (k, kept, swapped, dropped, _) = best
-    if memo:
-        return Fates(n, c, 2, 2 * c, swapped, 0), lost
-    return Fates(n, c, *(round(v) for v in (k, kept, swapped, dropped))), lost
+    k, kept, swapped, dropped, waits = best[1]
+    lost = waits + dropped * s.attn_s + max(0.0, n - (kept + swapped) / c) * s.others_s
+    whole = (k, kept, swapped, dropped) if memo else map(round, (k, kept, swapped, dropped))
+    return Fates(n, c, *whole), lost
 
 
 # ---------------------------------------------------------------------------- host memory

@@ -143,9 +143,9 @@ def state_bytes(params: int, f: Factors, dtype: torch.dtype, several: bool) -> d
 
 
 class Lane:
-    """A stream for one kind of communication, of high priority: its few blocks go before the many of
-    a kernel that computes, not behind its last. On a CPU, or switched off, it is the compute stream:
-    then everything happens in the order of the program and nothing needs a wait."""
+    """A stream for one kind of communication, of high priority: its few blocks go before the many
+    of a kernel that computes, not behind its last. On a CPU, or switched off, it is the compute
+    stream: then everything happens in the order of the program and nothing needs a wait."""
 
     def __init__(self, device: torch.device, on: bool):
         on = on and device.type == "cuda"

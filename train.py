@@ -519,6 +519,7 @@ def choose_plan(cfg: Config, plan: Plan, degrees: list[int], factors: list[Facto
     """Set sp, batch, micro-batch (in cfg) and factors, fates (in plan): the least predicted time a
     token; within 1 %, the smallest sp, the largest micro-batch and the fewest shards."""
     asked, best, errors = dataclasses.replace(cfg), None, []
+    count = param_count(plan.model)
     for sp in degrees:
         dp = world // sp
         try:
@@ -532,18 +533,14 @@ def choose_plan(cfg: Config, plan: Plan, degrees: list[int], factors: list[Facto
                 plan.micro_batches, plan.factors = batch // dp // b, f
                 try:
                     set_heads_and_chunk(cfg, asked, plan)
-                    seconds, lost = treat(cfg, plan, *estimate(cfg, plan))
+                    seconds = treat(cfg, plan, *estimate(cfg, plan), chunked=b == micro_batches[-1])
                 except ValueError as e:
                     errors.append(e)
                     continue
+                update = 28 * count / f.os / 3.9e12 / plan.micro_batches  # AdamW's bytes, H200
+                seconds = (seconds + update) / plan.tokens(cfg)
                 if best is None or seconds < 0.99 * best[0]:
                     best = seconds, dataclasses.replace(cfg), dataclasses.replace(plan)
-                if not lost:
-                    break
-            if best and not lost:
-                break
-        if best and not lost:
-            break
     if best is None:
         raise errors[-1]
     vars(cfg).update(vars(best[1]))
@@ -581,19 +578,21 @@ def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
     return Sizes(*layer_bytes(m, n, plan.dtype), tokenwise + attn, tokenwise * again, attn), 22e9
 
 
-def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float) -> tuple[float, float]:
-    """Set plan.fates. Returns predicted seconds of layers a token, and of these the lost ones a
-    micro-batch. Raises ValueError if the step does not fit."""
+def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool = True) -> float:
+    """Set plan.fates. Returns predicted seconds of a micro-batch's layers. Raises ValueError if the
+    step does not fit (chunked: in chunks, if not whole)."""
     n, layers, f = plan.tokens(cfg), plan.model.layers, plan.factors
     room = gpu_room(cfg, plan.device)
     by_hand = cfg.alpha >= 0 or cfg.resident_layers or cfg.chunk < n
     plan.fates, lost = None, 0.0
-    if cfg.recompute == "auto" and (by_hand or sum(memory_need(cfg, plan).values()) > room):
+    fits = sum(memory_need(cfg, plan).values()) <= room
+    if cfg.recompute == "auto" and (by_hand or (chunked and not fits)):
         chunks = -(-n // cfg.chunk)
         plan.fates = Fates(layers, chunks, layers)
         need = memory_need(cfg, plan)
         del need["activations"]
-        host = (cfg.host_memory or host_limit()) / min(cfg.per_node, dist.get_world_size())
+        here = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # ranks that share it
+        host = (cfg.host_memory or host_limit()) / here
         try:
             plan.fates, lost = choose(
                 layers, sizes, chunks, bandwidth, room - sum(need.values()), host,
@@ -602,7 +601,8 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float) -> tuple[floa
             need = {k: round(v / 2**30, 1) for k, v in need.items()}
             raise ValueError(f"--seq {cfg.seq} with sp={cfg.sp} p={f.p} g={f.g} os={f.os}: {e} "
                              f"(GiB of {room / 2**30:.0f} a GPU beside them: {need})") from e
-    elif (need := sum(memory_need(cfg, plan).values())) > room:
+    elif not fits:
+        need = sum(memory_need(cfg, plan).values())
         raise ValueError(f"--model {cfg.model}: a step needs {need / GIB:.0f} GiB a GPU even with "
                          f"p={f.p} g={f.g} os={f.os}, there is room for {room / GIB:.0f}; more "
                          "ranks, --recompute full, a shorter --seq, a smaller --micro-batch or "
@@ -612,7 +612,7 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float) -> tuple[floa
     forward = sizes.layer_s * layers
     plan.why = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
                 f"copies; {bandwidth / 1e9:.0f} GB/s to the host")
-    return (3 * forward + lost) / n, lost
+    return 3 * forward + lost
 
 
 def gpu_room(cfg: Config, device: torch.device) -> float:
