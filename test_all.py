@@ -16,6 +16,7 @@ test_fates_*, test_plan_*             memory that is promised twice, time lost f
 test_swapping_run_*                   the same through train.py, saved and resumed
 test_wire_and_recomputation_flags     a flag that does nothing, or more than it says
 test_sharded_checkpoints_*            states read back into the wrong place
+test_memory_*, test_memplan_*         addresses that overlap, a peak wrongly called optimal
 test_hf_*                             rows of a fused matrix in the wrong order, a tied head lost
 test_data_*                           a sample drawn twice, windows cut wrong at a file's end
 test_ranks_and_micro_batches          a loss that depends on how a batch is split
@@ -26,6 +27,7 @@ test_refused                          bad input that is found late, or on one ra
 Tests with ranks are real processes under torchrun, over gloo.
 """
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -42,6 +44,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import bench
+import memplan
 import model as m
 import offload
 import shard
@@ -678,6 +681,119 @@ def test_sequences_and_fates_equal_one_process(ranks, count, tmp_path):
     assert text.count(f"{count} cases equal") == ranks
 
 
+# ---------------------------------------------------------------------------- planned memory
+
+
+def random_requests(n, seed, span=40):
+    rng = np.random.default_rng(seed)
+    lower = rng.integers(0, span, n)
+    return [memplan.Request(int(a), int(a + d), int(s)) for a, d, s in zip(
+        lower, rng.integers(1, span // 2, n), rng.integers(1, 50, n))]
+
+
+def tiled_requests(n, seed, span=200, height=1024):
+    """Boxes that fill span x height without a gap: the lower bound is met by one hidden plan."""
+    rng, boxes = np.random.default_rng(seed), [(0, span, 0, height)]
+    while len(boxes) < n:
+        i = max(range(len(boxes)), key=lambda k: (boxes[k][1] - boxes[k][0]) * (
+            boxes[k][3] - boxes[k][2]) * rng.random())
+        a, b, c, d = boxes[i]
+        if rng.random() < 0.5 and b - a > 1:
+            x = int(rng.integers(a + 1, b))
+            boxes[i : i + 1] = [(a, x, c, d), (x, b, c, d)]
+        elif d - c > 1:
+            x = int(rng.integers(c + 1, d))
+            boxes[i : i + 1] = [(a, b, c, x), (a, b, x, d)]
+    return [memplan.Request(a, b, d - c) for a, b, c, d in boxes]
+
+
+def best_peak(requests):
+    """By trying all orders of placing: one of them is an optimal plan from its bottom up."""
+    near, sizes = memplan.neighbours(requests), [r.size for r in requests]
+    return min(memplan.peak_of(sizes, memplan.place(sizes, near, list(order), False))
+               for order in itertools.permutations(range(len(requests))))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_memory_plans_are_the_best(seed):
+    requests = random_requests(3 + seed % 5, seed, span=12)
+    best = best_peak(requests)
+    plan = memplan.solve(requests, time_limit=5)
+    memplan.check(requests, plan.offsets, plan.peak)
+    assert plan.peak == best and plan.optimal
+    for cuts, symmetry in itertools.product((False, True), repeat=2):  # the program alone
+        offsets, bound = memplan.milp_offsets(requests, memplan.neighbours(requests), 10**4, 1,
+                                              time.monotonic() + 20, cuts, symmetry)
+        memplan.check(requests, offsets, best)
+        assert bound == best
+    ceiling = memplan.fill_valleys(requests, best, time.monotonic() + 2, tries=50)
+    if ceiling:
+        memplan.check(requests, ceiling, best)
+    assert memplan.fill_valleys(requests, memplan.lower_bound(requests) - 1, 1e18, tries=9) is None
+
+
+@pytest.mark.parametrize("n", [30, 60, 200])
+def test_memory_plans_without_a_gap_are_found(n):
+    requests = tiled_requests(n, n)
+    plan = memplan.solve(requests, time_limit=30)
+    memplan.check(requests, plan.offsets, 1024)
+    assert plan.optimal and plan.lower_bound == 1024
+
+
+def test_memory_plan_checker():
+    r = [memplan.Request(0, 2, 4), memplan.Request(1, 3, 4), memplan.Request(2, 4, 4)]
+    memplan.check(r, [0, 4, 0], 8)
+    for offsets, message in (([0, 3, 0], "requests 0 and 1 live together"), ([0, 5, 0], "leaves"),
+                             ([-1, 4, 0], "leaves"), ([0, 4, 2], "requests 1 and 2")):
+        with pytest.raises(ValueError, match=message):
+            memplan.check(r, offsets, 8)
+
+
+def test_memory_plan_of_two_levels():
+    """Ten passes of two kinds, and tensors that live across them."""
+    requests, passes, kinds = [], [], [random_requests(12, 1, 20), random_requests(9, 2, 20)]
+    for k in range(10):
+        start = 100 * k
+        passes.append((start, start + 60))
+        requests += [memplan.Request(start + r.lower, start + r.upper, r.size)
+                     for r in kinds[k % 2]]
+        requests.append(memplan.Request(start + 5, 1000 + start % 300, 17))
+    plan = memplan.solve_levels(requests, passes, time_limit=20)
+    memplan.check(requests, plan.offsets, plan.peak)
+    assert len(plan.levels) == 3  # two different passes and the step
+    assert plan.lower_bound <= plan.peak <= 1.1 * plan.lower_bound
+    inside = [(a, b, plan.offsets[i]) for i, r in enumerate(requests)
+              for a, b in passes if a <= r.lower and r.upper <= b]
+    assert len(inside) == 105 and len({x for *_, x in inside}) > 5
+
+
+def test_memplan_program(tmp_path, capsys):
+    trace, plan = tmp_path / "t.csv", tmp_path / "p.csv"
+    requests = random_requests(25, 5)
+    rows = [f"b{i},{r.lower},{r.upper},{r.size}" for i, r in enumerate(requests)]
+    trace.write_text("id,lower,upper,size\n" + "\n".join(rows) + "\n")
+    args = [str(trace), "--out", str(plan), "--plot", str(tmp_path / "p.png"), "--time-limit", "9"]
+    assert memplan.main(args) == 0
+    assert "25 requests, peak" in capsys.readouterr().out and (tmp_path / "p.png").exists()
+    head, *lines = plan.read_text().split()
+    assert head == "id,lower,upper,size,offset"
+    assert [line.rpartition(",")[0] for line in lines] == rows
+    offsets = [int(line.rpartition(",")[2]) for line in lines]
+    memplan.check(requests, offsets, memplan.peak_of([r.size for r in requests], offsets))
+    assert memplan.main([*args, "--capacity", "7"]) == 1
+    assert "above the capacity" in capsys.readouterr().err
+    for text, message in (("id,lower,size\n", "line 1: no column upper"),
+                          ("id,lower,upper,size\na,0,1,2\nb,0,x,2\n", "line 3: .*whole numbers"),
+                          ("id,lower,upper,size\na,4,4,2\n", "line 2: a request lives"),
+                          ("id,lower,upper,size\na,0,1\n", "line 2: .*whole"),
+                          ("id,lower,upper,size\na,0,1,2\na,0,1,2\n", "id a is there twice")):
+        trace.write_text(text)
+        assert memplan.main([str(trace)]) == 2
+        assert re.search(message, capsys.readouterr().err)
+    trace.write_text("id,lower,upper,size\n")  # nothing to place
+    assert memplan.main([str(trace), "--out", str(plan)]) == 0
+
+
 # ---------------------------------------------------------------------------- Hugging Face
 
 ROPES = {
@@ -1154,5 +1270,5 @@ def test_readme_names_every_file_and_only_real_flags():
         assert f"`{file.name}`" in readme, file.name
     ours = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
     others = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--no-compile", "--help",
-              "--readme", "--nodes", "--skip"}
+              "--readme", "--nodes", "--skip", "--out", "--plot", "--time-limit"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", readme)) <= ours | others

@@ -1,0 +1,540 @@
+"""Where memory lies: lifetimes in, addresses out (Memo, arXiv 2407.12117, sections 4.2 and 4.3).
+
+A training step's requests repeat exactly, so their addresses can be computed once (offline dynamic
+storage allocation). Request i has a size S_i and a half-open lifetime; it is to get an offset A_i:
+
+    min M   s.t.   A_i + S_i <= M;   for lifetimes that overlap, with a binary z_ij:
+                   A_i + S_i <= A_j + z_ij*U   and   A_j + S_j <= A_i + (1 - z_ij)*U
+
+`solve` is exact where it can be, and says so. No plan is below the largest sum of live sizes; most
+often an order of placing meets it, and is optimal. Where a gap remains: a search from the bottom up
+(`fill_valleys`), the mixed-integer program above with what makes it solvable (`milp_offsets`), and
+a search over orders, until time is up. Time splits where nothing lives, and each part is solved
+alone. `check` trusts none of it.
+
+`solve_levels` is the paper's second level: requests that live and die within one pass of a layer
+are solved for that pass (equal passes once), and the step is then solved with each pass as one
+block.
+
+    python memplan.py TRACE.csv [--capacity N] [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
+
+TRACE.csv has the columns id,lower,upper,size; PLAN.csv has offset beside them.
+
+Left out: alignment other than that of the sizes, and requests whose address is given.
+
+Legend: n requests, U an upper bound of M, live set: requests that are alive at one time.
+"""
+import argparse
+import csv
+import functools
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import coo_array
+
+
+@dataclass(frozen=True)
+class Request:
+    lower: int  # first moment alive
+    upper: int  # first moment dead
+    size: int
+
+
+@dataclass
+class Plan:
+    offsets: list[int]
+    peak: int
+    lower_bound: int  # the largest sum of live sizes, or better
+    method: str  # what found it
+    seconds: float = 0.0
+    levels: list["Plan"] = field(default_factory=list)  # of solve_levels: one a different pass
+
+    @property
+    def optimal(self) -> bool:
+        return self.peak == self.lower_bound
+
+    def __str__(self) -> str:
+        gap = self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
+        proof = "proved optimal" if self.optimal else f"gap {gap:.2%}"
+        return (f"{len(self.offsets)} requests, peak {self.peak:,}, lower bound "
+                f"{self.lower_bound:,}, {proof}, {self.method}, {self.seconds:.2f} s")
+
+
+def check(requests: list[Request], offsets: list[int], peak: int) -> None:
+    """Raise ValueError if two requests that live together overlap, or one leaves [0, peak). Slow,
+    and simple enough to be believed."""
+    for i, a in enumerate(requests):
+        if not 0 <= offsets[i] <= peak - a.size:
+            raise ValueError(f"request {i} of {a.size} at {offsets[i]} leaves [0, {peak})")
+        for j, b in enumerate(requests[:i]):
+            together = a.lower < b.upper and b.lower < a.upper
+            apart = offsets[i] + a.size <= offsets[j] or offsets[j] + b.size <= offsets[i]
+            if together and not apart:
+                raise ValueError(f"requests {j} and {i} live together and overlap: {b} at "
+                                 f"{offsets[j]}, {a} at {offsets[i]}")
+
+
+def live_sets(requests: list[Request]) -> list[list[int]]:
+    """The maximal live sets, in the order of time. Each begins with births and ends before a
+    death, so there are at most n."""
+    moments = sorted([(r.upper, 0, i) for i, r in enumerate(requests)]
+                     + [(r.lower, 1, i) for i, r in enumerate(requests)])
+    sets, alive, born = [], {}, False
+    for _, birth, i in moments:
+        if birth:
+            alive[i] = born = True
+        else:
+            if born:
+                sets.append(list(alive))
+            del alive[i]
+            born = False
+    return sets
+
+
+def lower_bound(requests: list[Request]) -> int:
+    return max((sum(requests[i].size for i in s) for s in live_sets(requests)), default=0)
+
+
+def neighbours(requests: list[Request]) -> list[list[int]]:
+    """For each request the others that live together with it."""
+    near = [set() for _ in requests]
+    for s in live_sets(requests):
+        for i in s:
+            near[i].update(s)
+    return [sorted(x - {i}) for i, x in enumerate(near)]
+
+
+# ---------------------------------------------------------------------------- orders of placing
+
+
+def place(sizes: list[int], near: list[list[int]], order: list[int], best_fit: bool) -> list[int]:
+    """Each request in turn at the lowest gap between those placed that it lives with (or at the
+    smallest gap that is large enough)."""
+    offsets = [-1] * len(sizes)
+    for i in order:
+        size, at, found, room = sizes[i], 0, -1, math.inf
+        placed = [j for j in near[i] if offsets[j] >= 0]
+        for a, end in sorted((offsets[j], offsets[j] + sizes[j]) for j in placed):
+            if at + size <= a and a - at < room:
+                found, room = at, a - at
+                if not best_fit:
+                    break
+            at = max(at, end)
+        offsets[i] = at if found < 0 else found
+    return offsets
+
+
+def peak_of(sizes: list[int], offsets: list[int]) -> int:
+    return max((a + s for a, s in zip(offsets, sizes)), default=0)
+
+
+def first_orders(requests: list[Request]) -> list[list[int]]:
+    """Orders that are often good: by size, lifetime, their product, birth, and by the fullest
+    moment that a request lives through."""
+    fullest = [0] * len(requests)
+    for s in live_sets(requests):
+        total = sum(requests[i].size for i in s)
+        for i in s:
+            fullest[i] = max(fullest[i], total)
+    life = [r.upper - r.lower for r in requests]
+    keys = (lambda i: (-requests[i].size, -life[i]), lambda i: (-life[i], -requests[i].size),
+            lambda i: -requests[i].size * life[i], lambda i: (requests[i].lower, -life[i]),
+            lambda i: (-fullest[i], -requests[i].size), lambda i: (-fullest[i], -life[i]),
+            lambda i: (-requests[i].upper, -life[i]))
+    return [sorted(range(len(requests)), key=key) for key in keys]
+
+
+def search_orders(requests: list[Request], near: list[list[int]], bound: int, until: float,
+                  seed: int = 0) -> list[int]:
+    """The first orders, then better ones near them: what ends at the peak, or just below it, moves
+    forward, and equal or (with a falling probability) worse results are taken."""
+    sizes, rng, best = [r.size for r in requests], random.Random(seed), None
+    tries = []
+    for order in first_orders(requests):
+        for best_fit in (False, True):
+            offsets = place(sizes, near, order, best_fit)
+            tries.append((peak_of(sizes, offsets), order, offsets))
+            if tries[-1][0] <= bound or time.monotonic() > until:
+                return min(tries, key=lambda t: t[0])[2]
+    tries.sort(key=lambda t: t[0])
+    best, begin = tries[0], time.monotonic()
+    for start in range(10**9):
+        now, heat = tries[start % 4], 0.02  # of the peak
+        for _ in range(200 + 10 * len(sizes)):
+            left = (until - time.monotonic()) / max(1e-9, until - begin)
+            if best[0] <= bound or left <= 0:
+                return best[2]
+            order = list(now[1])
+            high = now[0] * (1 - rng.random() / 8)
+            tops = [i for i, a in enumerate(now[2]) if a + sizes[i] > high]
+            i = rng.choice(tops)
+            where = order.index(i)
+            order.insert(rng.randrange(where + 1), order.pop(where))
+            offsets = place(sizes, near, order, False)
+            peak = peak_of(sizes, offsets)
+            worse = (peak / now[0] - 1) / (heat * left + 1e-9)
+            if worse <= 0 or rng.random() < math.exp(-worse) / 4:
+                now = peak, order, offsets
+                best = min(best, now, key=lambda t: t[0])
+    return best[2]
+
+
+def fill_valleys(requests: list[Request], capacity: int, until: float, seed: int = 0,
+                 tries: int = 10**9) -> list[int] | None:
+    """Offsets with a peak of at most `capacity`, by depth-first search from the bottom up; or None.
+
+    The picture so far has a height at every moment. At the lowest valley that something must still
+    cover, either a request that fits into it is put down (what fills it exactly first), or the
+    valley is given up to the height of its lower neighbour. Every moment can give up only what
+    capacity leaves beside the sizes that live then: little, where the problem is hard, so the
+    search is cut early. After some failures it starts again in a slightly different order.
+    """
+    times = sorted({x for r in requests for x in (r.lower, r.upper)})
+    at = {x: k for k, x in enumerate(times)}
+    spans, sizes = [(at[r.lower], at[r.upper]) for r in requests], [r.size for r in requests]
+    covering = [[] for _ in times]
+    for i, (a, b) in enumerate(spans):
+        for k in range(a, b):
+            covering[k].append(i)
+    spare = [capacity - sum(sizes[i] for i in c) for c in covering]
+    if min(spare) < 0:
+        return None
+    rng, high = random.Random(seed), math.inf
+    for attempt in range(tries):
+        noise, fails = min(1.0, attempt / 20), 100 * (attempt + 1)
+        order = [(b - a) / len(times) + sizes[i] / capacity + noise * rng.random()
+                 for i, (a, b) in enumerate(spans)]
+        heights, left = [0] * len(times), [len(c) for c in covering]
+        slack, offsets = list(spare), [-1] * len(requests)
+        stack = []  # of choices: (valley, candidates that are left, how to undo the last)
+        while True:
+            # the lowest moment that something must still cover, and the valley around it
+            open_heights = [x if c else high for x, c in zip(heights, left)]
+            h = min(open_heights)
+            if h == high:
+                return offsets
+            k = open_heights.index(h)
+            a, b = k, k + 1
+            while b < len(times) and heights[b] == h:
+                b += 1
+            fits = [i for i in covering[k] if offsets[i] < 0 and spans[i][1] <= b
+                    and max(heights[slice(*spans[i])]) == h]
+            edges = heights[a - 1] if a else high, heights[b] if b < len(times) else high
+            fits.sort(key=lambda i: (2 * (spans[i][1] == b) + (h + sizes[i] in edges), order[i]))
+            stack.append([(a, b, h), [None, *fits], None])
+            while stack:
+                (a, b, h), choices, undo = stack[-1]
+                if undo is not None:  # it led nowhere
+                    span, before, i = undo
+                    if i is None:
+                        for s in range(*span):
+                            slack[s] += heights[s] - before[s - span[0]]
+                    else:
+                        offsets[i] = -1
+                        for s in range(*span):
+                            left[s] += 1
+                    heights[slice(*span)] = before
+                    stack[-1][2] = None
+                    fails -= 1
+                if not choices or fails < 0:
+                    stack.pop()
+                    continue
+                i = choices.pop()
+                if i is None:
+                    rise = min(heights[a - 1] if a and heights[a - 1] > h else high,
+                               heights[b] if b < len(times) and heights[b] > h else high) - h
+                    if any(slack[s] < rise for s in range(a, b) if left[s]) or rise == high:
+                        continue
+                    span, top = (a, b), h + rise
+                    for s in range(a, b):
+                        slack[s] -= rise
+                else:
+                    span, top = spans[i], h + sizes[i]
+                    offsets[i] = h
+                    for s in range(*span):
+                        left[s] -= 1
+                stack[-1][2] = span, heights[slice(*span)], i
+                heights[slice(*span)] = [top] * (span[1] - span[0])
+                break
+            if not stack:
+                break
+            if time.monotonic() > until:
+                return None
+    return None
+
+
+# ---------------------------------------------------------------------------- the program
+
+
+def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bound: int,
+                 until: float, cuts: bool = True, symmetry: bool = True) -> tuple[list[int] | None,
+                                                                                  int]:
+    """Offsets with a peak of at most `upper`, or None; and a lower bound that was proved.
+
+    Variables: A_i, M, and z_ij = 1 where i lies above j, for pairs that live together. cuts: in a
+    live set C everything below j fits below it, and everything above it above:
+
+        sum_{i in C} S_i z_ji <= A_j        A_j + S_j + sum_{i in C} S_i z_ij <= M
+
+    symmetry: equal requests keep one order, and the picture is not turned upside down.
+    """
+    n, left = len(requests), until - time.monotonic()
+    sizes = [r.size for r in requests]
+    unit = math.gcd(*sizes)
+    pairs = {(i, j): k for k, (i, j) in enumerate(
+        ((i, j) for i in range(n) for j in near[i] if i < j), n + 1)}
+    if left <= 0 or len(pairs) > 40000:
+        return None, bound
+    width, big, rows = n + 1 + len(pairs), upper // unit, []  # rows: ({column: value}, least)
+    s = [x // unit for x in sizes]
+
+    def above(i: int, j: int) -> tuple[int, int, int]:
+        """z for "i lies above j" as column, factor, constant."""
+        return (pairs[i, j], 1, 0) if i < j else (pairs[j, i], -1, 1)
+
+    for (i, j), z in pairs.items():
+        rows.append(({i: 1, j: -1, z: -big}, s[j] - big))  # A_i >= A_j + S_j if z
+        rows.append(({j: 1, i: -1, z: big}, s[i]))  # A_j >= A_i + S_i if not z
+    for i in range(n):
+        rows.append(({n: 1, i: -1}, s[i]))
+    for members in live_sets(requests) if cuts else []:
+        for j in members:
+            low, high = {j: 1.0}, {n: 1.0, j: -1.0}
+            least_low, least_high = 0, s[j]
+            for i in members:
+                if i != j:
+                    z, factor, constant = above(j, i)  # i lies below j
+                    low[z], least_low = -s[i] * factor, least_low + s[i] * constant
+                    z, factor, constant = above(i, j)
+                    high[z], least_high = -s[i] * factor, least_high + s[i] * constant
+            rows += [(low, least_low), (high, least_high)]
+    fixed_low, fixed_high = np.zeros(width), np.full(width, np.inf)
+    fixed_low[n], fixed_high[n] = -(-bound // unit), big
+    fixed_high[:n] = [big - x for x in s]
+    fixed_high[n + 1 :] = 1
+    if symmetry:
+        same = {}
+        for i, r in enumerate(requests):
+            same.setdefault(r, []).append(i)
+        for group in same.values():
+            for i, j in zip(group, group[1:]):
+                fixed_high[pairs[i, j]] = 0  # i below j
+        if all(len(g) == 1 for g in same.values()) and pairs:
+            fixed_high[max(pairs.items(), key=lambda p: sizes[p[0][0]] * sizes[p[0][1]])[1]] = 0
+    entries = [(k, c, v) for k, (row, _) in enumerate(rows) for c, v in row.items()]
+    k, c, v = zip(*entries)
+    matrix = coo_array((v, (k, c)), shape=(len(rows), width)).tocsr()
+    found = milp(np.eye(1, width, n)[0], integrality=np.r_[np.zeros(n + 1), np.ones(len(pairs))],
+                 bounds=Bounds(fixed_low, fixed_high),
+                 constraints=LinearConstraint(matrix, [least for _, least in rows], np.inf),
+                 options={"time_limit": left, "mip_rel_gap": 0.0})
+    proved = bound
+    dual = found.fun if found.status == 0 else found.mip_dual_bound  # solved: they are equal
+    if found.status == 2:  # nothing is below `upper`
+        proved = upper
+    elif dual is not None and np.isfinite(dual):
+        proved = max(bound, math.ceil(dual - 1e-6) * unit)
+    if found.x is None:
+        return None, min(proved, upper)
+    # from the order alone: what is rounded in x cannot make two requests overlap
+    return place(sizes, near, sorted(range(n), key=lambda i: found.x[i]), False), min(proved, upper)
+
+
+def solve(requests: list[Request], capacity: int = 0, time_limit: float = 60.0, cuts: bool = True,
+          symmetry: bool = True) -> Plan:
+    """A plan of the lowest peak that is found within time_limit seconds; with a capacity, the first
+    that fits is good enough. cuts, symmetry: see milp_offsets; without them plans are as valid."""
+    start = time.monotonic()
+    where = split_in_time(requests)
+    parts = [[requests[i] for i in part] for part in where]
+    bound = max([capacity, *map(lower_bound, parts)])  # where one part is as high, lower is no use
+    plans = [solve_part(part, bound, start + time_limit / 20, cuts, symmetry) for part in parts]
+    for share in (0.3, 1.0):  # of the time, for the parts that are still too high
+        high = [k for k, p in enumerate(plans) if p.peak > max(bound, p.lower_bound)]
+        for count, k in enumerate(sorted(high, key=lambda k: -plans[k].peak)):
+            now = time.monotonic()
+            until = now + (start + share * time_limit - now) / (len(high) - count)
+            plans[k] = solve_part(parts[k], bound, until, cuts, symmetry, plans[k])
+    offsets = [0] * len(requests)
+    for part, p in zip(where, plans):
+        for i, a in zip(part, p.offsets):
+            offsets[i] = a
+    worst = max(plans, key=lambda p: p.peak, default=Plan([], 0, 0, "nothing to place"))
+    return Plan(offsets, worst.peak, max([p.lower_bound for p in plans], default=0), worst.method,
+                time.monotonic() - start)
+
+
+def split_in_time(requests: list[Request]) -> list[list[int]]:
+    """Indices of requests, cut where nothing is alive."""
+    parts, end = [], -math.inf
+    for i in sorted(range(len(requests)), key=lambda i: requests[i].lower):
+        if requests[i].lower >= end:
+            parts.append([])
+        parts[-1].append(i)
+        end = max(end, requests[i].upper)
+    return parts
+
+
+def solve_part(requests: list[Request], enough: int, until: float, cuts: bool, symmetry: bool,
+               plan: Plan | None = None) -> Plan:
+    """A plan that is better than `plan`, or the same: orders of placing; from the bottom up, with
+    ever lower ceilings; and, where there are few requests, the program."""
+    near, sizes = neighbours(requests), [r.size for r in requests]
+    seed = 0 if plan is None else plan.peak
+    if plan is None:
+        offsets = search_orders(requests, near, enough, until)
+        plan = Plan(offsets, peak_of(sizes, offsets), lower_bound(requests), "order of placing")
+
+    def take(offsets: list[int] | None, method: str) -> None:
+        nonlocal plan
+        if offsets and peak_of(sizes, offsets) < plan.peak:
+            plan = Plan(offsets, peak_of(sizes, offsets), plan.lower_bound, method)
+
+    def part_of_time(share: float) -> float:
+        now = time.monotonic()
+        return now + share * (until - now)
+
+    goal = max(enough, plan.lower_bound)
+    for ceiling in (goal, (goal + plan.peak) // 2, (goal + 3 * plan.peak) // 4):
+        if plan.peak > ceiling:
+            take(fill_valleys(requests, ceiling, part_of_time(0.12), seed), "from the bottom up")
+    if plan.peak > max(enough, plan.lower_bound) and len(requests) <= 150:
+        offsets, plan.lower_bound = milp_offsets(requests, near, plan.peak, plan.lower_bound,
+                                                 part_of_time(0.7), cuts, symmetry)
+        take(offsets, "integer program")
+    if plan.peak > max(enough, plan.lower_bound):
+        take(search_orders(requests, near, max(enough, plan.lower_bound), until, seed),
+             "order of placing")
+    return plan
+
+
+def solve_levels(requests: list[Request], passes: list[tuple[int, int]],
+                 time_limit: float = 60.0) -> Plan:
+    """Memo's two levels. passes: half-open spans of time, one a layer's forward or backward, that
+    do not overlap. What lives within one is planned there; the pass is then one block of the step.
+
+    The plan's lower bound is that of all requests, not of the blocks.
+    """
+    start, inner = time.monotonic(), [[] for _ in passes]
+    outer = []
+    for i, r in enumerate(requests):
+        home = [k for k, (a, b) in enumerate(passes) if a <= r.lower and r.upper <= b]
+        (inner[home[0]] if home else outer).append(i)
+
+    @functools.cache
+    def level1(mine: tuple[Request, ...]) -> Plan:
+        return solve(list(mine), time_limit=time_limit / 4)
+
+    plans = []
+    for (a, _), mine in zip(passes, inner):  # equal passes are equal but for when they begin
+        plans.append(level1(tuple(Request(requests[i].lower - a, requests[i].upper - a,
+                                          requests[i].size) for i in mine)))
+    blocks = [Request(a, b, p.peak) for (a, b), p in zip(passes, plans)]
+    step = solve(blocks + [requests[i] for i in outer],
+                 time_limit=start + time_limit - time.monotonic())
+    offsets = [0] * len(requests)
+    for base, p, mine in zip(step.offsets, plans, inner):
+        for i, a in zip(mine, p.offsets):
+            offsets[i] = base + a
+    for i, a in zip(outer, step.offsets[len(blocks) :]):
+        offsets[i] = a
+    different = list({id(p): p for p in plans}.values())
+    return Plan(offsets, step.peak, lower_bound(requests), f"two levels, {step.method}",
+                time.monotonic() - start, different + [step])
+
+
+# ---------------------------------------------------------------------------- the program's files
+
+
+def read_trace(path: str) -> tuple[list[str], list[Request]]:
+    """ids and requests of a CSV file. Raises ValueError naming the line."""
+    ids, requests = [], []
+    with open(path, newline="") as f:
+        rows = csv.DictReader(f)
+        if missing := {"id", "lower", "upper", "size"} - {*(rows.fieldnames or ())}:
+            raise ValueError(f"{path}, line 1: no column {', '.join(sorted(missing))}; the columns "
+                             "are id,lower,upper,size")
+        for row in rows:
+            where = f"{path}, line {rows.line_num}"
+            try:
+                r = Request(*(int(row[k]) for k in ("lower", "upper", "size")))
+            except (TypeError, ValueError):
+                raise ValueError(f"{where}: lower, upper and size must be whole numbers: "
+                                 f"{','.join(str(x) for x in row.values())}") from None
+            if r.lower >= r.upper or r.size <= 0:
+                raise ValueError(f"{where}: a request lives from lower to before upper, and has a "
+                                 f"size: {r}")
+            ids.append(row["id"])
+            requests.append(r)
+    if len({*ids}) < len(ids):
+        twice = next(x for i, x in enumerate(ids) if x in ids[:i])
+        raise ValueError(f"{path}: id {twice} is there twice")
+    return ids, requests
+
+
+def write_plan(path: str, ids: list[str], requests: list[Request], offsets: list[int]) -> None:
+    with open(path, "w", newline="") as f:
+        out = csv.writer(f)
+        out.writerow(["id", "lower", "upper", "size", "offset"])
+        out.writerows([x, r.lower, r.upper, r.size, a] for x, r, a in zip(ids, requests, offsets))
+
+
+def draw(path: str, requests: list[Request], plan: Plan) -> None:
+    """Address over time, one rectangle a request."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    fig, ax = plt.subplots(figsize=(9, 5))
+    boxes = [Rectangle((r.lower, a), r.upper - r.lower, r.size)
+             for r, a in zip(requests, plan.offsets)]
+    colours = PatchCollection(boxes, cmap="viridis", edgecolor="white", linewidth=0.2)
+    colours.set_array(np.log([r.size for r in requests]))
+    ax.add_collection(colours)
+    ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
+    ax.set(xlabel="time", ylabel="address", title=str(plan), ylim=(0, plan.peak * 1.05),
+           xlim=(min(r.lower for r in requests), max(r.upper for r in requests)))
+    ax.title.set_fontsize(8)
+    ax.legend()
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("trace", help="a CSV file with the columns id,lower,upper,size")
+    parser.add_argument("--capacity", type=int, default=0, help="a peak that is low enough")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds; default: 60")
+    parser.add_argument("--out", help="CSV file for the plan: the trace's columns and offset")
+    parser.add_argument("--plot", help="PNG file: address over time")
+    args = parser.parse_args(argv)
+    try:
+        ids, requests = read_trace(args.trace)
+        plan = solve(requests, args.capacity, args.time_limit)
+        check(requests, plan.offsets, plan.peak)
+        print(plan)
+        if args.out:
+            write_plan(args.out, ids, requests, plan.offsets)
+        if args.plot and requests:
+            draw(args.plot, requests, plan)
+    except (OSError, ValueError) as e:
+        print(f"memplan.py: error: {e}", file=sys.stderr)
+        return 2
+    if args.capacity and plan.peak > args.capacity:
+        print(f"memplan.py: the peak is {plan.peak - args.capacity:,} above the capacity; "
+              + ("nothing lower exists" if plan.optimal else "more --time-limit may help"),
+              file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
