@@ -27,6 +27,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+import offload
+import shard
 import train
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
@@ -361,6 +363,8 @@ def table_swap(device: torch.device) -> list[dict]:
     kinds |= {f"alpha {a}": Fates(8, c, 2, 2 * c, round(6 * c * a)) for a in (0, 0.25, 1)}
     kinds["attention again"] = Fates(8, c, 2, 2 * c, 3 * c, dropped=3)
     kinds["alpha 1, poisoned"] = kinds["alpha 0.25, poisoned"] = None
+    if device.type == "cuda":  # the control: without the waits, the same test must fail
+        kinds["alpha 1, poisoned, no waits"] = None
     exact(True)
     first = kept = None
     for label in kinds:
@@ -373,7 +377,7 @@ def table_swap(device: torch.device) -> list[dict]:
         if fates:
             Layers(model, (1, part), fates, chunk, device, torch.bfloat16, poison=hard,
                    delay=3 * 10**7 * hard)
-        curve = []
+        curve, offload.wait = [], (lambda _: None) if "no waits" in label else shard.wait
         for i, row_ in enumerate(ids[:, None]):
             states.begin()
             loss = model(row_[:, :-1][:, cut], row_[:, 1:][:, cut], scale, positions)
@@ -397,10 +401,13 @@ def table_swap(device: torch.device) -> list[dict]:
         if dist.get_rank() == 0:
             show(rows[-1:], head=len(rows) == 1)
     exact(False)
+    offload.wait = shard.wait
+    control = [rows.pop()] if device.type == "cuda" else []
     if dist.get_rank() == 0:
         assert all(r["bit_equal"] for r in rows[1:]), "a fate changes the arithmetic"
         assert all(r["largest_loss_difference"] < 0.05 for r in rows), "a loss curve is off"
-    return rows
+        assert not any(r["bit_equal"] for r in control), "this test does not see a missing wait"
+    return rows + control
 
 
 # ---------------------------------------------------------------------------- long sequences
@@ -454,9 +461,10 @@ def long_step(cfg: Config, device, rank: int):
     model, dtype = MODELS[cfg.model], torch.bfloat16
     kernel = pick_kernel("auto", device, dtype)
     cfg.per_node, cfg.batch, cfg.sp, cfg.dtype = world, 1, world, "bf16"
-    plan = on_all_ranks(lambda: choose_plan(
-        cfg, Plan(model, device, dtype, kernel, None, None), [world], legal_factors(world, world),
-        world, rank))
+    plan = Plan(model, device, dtype, kernel, None, None, room=train.gpu_room(cfg, device),
+                host=train.host_room(cfg))
+    train.agree(plan)
+    plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
     say = print if rank == 0 else (lambda *a, **k: None)
     llama, states, _ = train.build(cfg, plan, say)
     for name, p in llama.named_parameters():
@@ -701,7 +709,7 @@ def layout(rows: list[dict]) -> tuple:
         return ["system", "alpha by bandwidth", "by host memory", "rule", "published",
                 "host GiB", "buffers GiB", "at alpha 0"], alpha_cells
     if "largest_loss_difference" in rows[0]:
-        return ["p,g,os", "first loss", "last loss", "difference", "of the norm"], curve_cells
+        return ["system", "first loss", "last loss", "difference", "of the norm"], curve_cells
     if "exposed_ms" in rows[0]:
         return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
     if rows[0]["step_s"] is None and not rows[0]["oom"]:

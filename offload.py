@@ -26,13 +26,14 @@ Left out: swapping to disk, and layers of different shapes.
 Legend: N = B*T tokens of a rank, n layers, k resident layers, c chunks of a layer, C width, H query
 heads, K key/value heads, D head width, F MLP width.
 """
+import contextlib
 import math
 import mmap
 import time
 import weakref
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -42,8 +43,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from model import (Attention, Block, LLaMA, ModelConfig, accumulation_dtype, add_rms_norm, compiled,
-                   input_grad, rope_tables, swiglu, weight_grad)
+from model import (MAX_ELEMENTS, Attention, Block, LLaMA, ModelConfig, accumulation_dtype,
+                   add_rms_norm, compiled, input_grad, rope_tables, swiglu, weight_grad)
 from shard import Lane, wait
 
 GIB = 2**30
@@ -75,14 +76,17 @@ def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype,
                   head_groups: int) -> int:
     """Bytes that a layer's backward needs beside what was kept, at its peak, attention's backward.
 
-    dy, dx, do; q, k, v and their gradients; of two head groups what is sent and received; the
-    kernel's float32 sums; one chunk's temporaries.
+    dy, dx, do; o, if it was dropped; q, k, v and their gradients, repeated heads among them; of two
+    head groups what is sent and received, or the copies of a part of too many heads; the kernel's
+    float32 sums; one chunk's temporaries.
     """
     e, d = dtype.itemsize, cfg.head_dim
     x, qo, kv = tokens * cfg.dim * e, tokens * cfg.heads * d * e, tokens * cfg.kv_heads * d * e
     kv_sent = min(kv * sp * head_groups, qo) if sp > 1 else kv  # heads that are repeated
-    whole = 2 * x + 3 * qo + 2 * kv + 2 * kv_sent
-    groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups if sp > 1 else 0
+    whole = 2 * x + 4 * qo + 2 * kv + 2 * kv_sent + 2 * (kv_sent if kv_sent > kv else 0)
+    groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups
+    if sp == 1:
+        groups = 0 if tokens * cfg.heads * d <= MAX_ELEMENTS else 2 * qo
     sums = 2 * tokens * (cfg.heads + (cfg.heads != cfg.kv_heads) * 2 * cfg.kv_heads) * d * 4
     return round(whole + groups + sums / head_groups
                  + chunk * (8 * cfg.ffn + 6 * cfg.dim) * e)
@@ -237,8 +241,9 @@ def host_slots(sizes: list[int], pin: bool, report=print) -> list[Tensor]:
 
     def lock(size: int) -> Tensor:
         torch.cuda.set_device(device)
-        memory = mmap.mmap(-1, size)
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         slot = torch.frombuffer(memory, dtype=torch.uint8)
         slot.zero_()
         if error := int(cudart.cudaHostRegister(slot.data_ptr(), size, 0)):
@@ -260,18 +265,28 @@ def host_slots(sizes: list[int], pin: bool, report=print) -> list[Tensor]:
     return [job.result() for job in jobs]
 
 
-def host_limit() -> int:
-    """Bytes of memory that this container or machine allows, less an eighth for all else."""
-    limits = []
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(open(path).read()))
-        except (OSError, ValueError):  # no such control group, or "max"
-            pass
-    with open("/proc/meminfo") as f:
-        total = int(f.readline().split()[1]) * 1024
-    limits = [x for x in limits if x < 2**50]  # version 1 says "none" with a huge number
-    return (min(limits) if limits else total) * 7 // 8
+def group_limit() -> int | None:
+    """Bytes that the control groups around this process allow, None if they do not say."""
+    limits, root = [], Path("/sys/fs/cgroup")
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, kinds, path = line.split(":", 2)  # version 2 has no kinds
+        here = (root / "memory" if "memory" in kinds else root) / path.lstrip("/")
+        for folder in (here, *here.parents):
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+                    limits.append(int((folder / name).read_text()))
+    return min((x for x in limits if x < 2**50), default=None)  # version 1: none is a huge number
+
+
+def host_limit(asked: int = 0) -> int:
+    """Bytes of a node for what is swapped: as asked, or what control groups or the machine allow,
+    less an eighth for all else. Raises ValueError if the control groups allow less than asked."""
+    allowed = group_limit()
+    if asked and allowed and asked > allowed:
+        raise ValueError(f"--host-memory {asked / GIB:.0f}G: the control group allows "
+                         f"{allowed / GIB:.0f}G, and other things need some of it")
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    return asked or (allowed or total) * 7 // 8
 
 
 Field = tuple[str, tuple[int, ...], torch.dtype]
@@ -387,7 +402,7 @@ class Layers:
         self.offloaded: dict[int, object] = {}  # layer: event, it is on the host
         self.fetched: dict[int, object] = {}  # layer: event, its slot was read
         self.here: set[int] = set()  # layers that are in a rounding buffer, or on their way in
-        self.marks: deque = deque(maxlen=10 * fates.layers)  # (what begins, its event)
+        self.rope: tuple[Tensor, Tensor] | None = None  # for N tokens, in this pass
         model.run = self
 
     def fields(self, i: int) -> list[Field]:
@@ -405,21 +420,12 @@ class Layers:
 
     def __call__(self, i: int, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Layer i: x (B, T, C), rope (T, D/2) each -> y (B, T, C)."""
-        rope = tuple(t.repeat(self.batch, 1) for t in rope) if self.batch > 1 else rope
+        if i == 0:
+            self.rope = tuple(t.repeat(self.batch, 1) for t in rope) if self.batch > 1 else rope
+        rope = self.rope
         if torch.is_grad_enabled():
             return _Layer.apply(x, *rope, self, i)
         return self.forward(i, x, rope, keep=False)
-
-    def _mark(self, text: str) -> None:
-        event = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        self.marks.append((text, event))
-
-    def progress(self) -> str:
-        """The last phase that the device has begun, without waiting for it; any thread may ask."""
-        text = ""
-        while self.marks and (self.marks[0][1] is None or self.marks[0][1].query()):
-            text = self.marks.popleft()[0]
-        return text
 
     # -- one layer
 
@@ -447,7 +453,6 @@ class Layers:
         return t.flatten(0, 1)[None]
 
     def forward(self, i: int, x: Tensor, rope, keep: bool) -> Tensor:
-        self._mark(f"forward layer {i + 1}/{len(self.blocks)}")
         block, shape, x = self.blocks[i], x.shape, self._join(x)
         stored = self.fates.stored(i) if keep else 0
         if keep:
@@ -466,17 +471,15 @@ class Layers:
                 saved.gu.append(gu)
         if keep:
             m = self.chunks[stored - 1].stop if stored else 0
+            # a part alone must not hold the memory of the whole
+            saved.qkv = qkv if m == self.tokens else [t[:, :m].clone() for t in qkv]
+            self.alive[i] = saved
             if self.fates.swaps(i):
-                saved.qkv = [t[:, :m] for t in qkv]
                 self._offload(i, saved)
-            else:  # a part alone must not hold the memory of the whole
-                saved.qkv = qkv if m == self.tokens else [t[:, :m].clone() for t in qkv]
-                self.alive[i] = saved
         return y.view(shape)
 
     def backward(self, i: int, dy: Tensor, rope) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
-        self._mark(f"backward layer {i + 1}/{len(self.blocks)}")
         block, shape, dy, eps = self.blocks[i], dy.shape, self._join(dy), self.cfg.norm_eps
         saved, stored = self._fetch(i), self.fates.stored(i)
         x, o, lse, qkv = saved.x, saved.o, saved.lse, saved.qkv
@@ -487,7 +490,7 @@ class Layers:
             self._project(block, x, rope, qkv, first=stored)
         if o is None:
             o, lse = self._attend(qkv)
-        dx, do = torch.empty_like(x), torch.empty_like(o)
+        dx, do = torch.empty_like(x), o.new_empty(1, self.tokens, o.shape[2] * o.shape[3])
         for j, c in enumerate(self.chunks):  # post
             if j < stored:
                 h, gu = saved.h[j], saved.gu[j]
@@ -501,10 +504,11 @@ class Layers:
             n, dh, dweight = rms_norm_backward(h, block.norm2.weight, eps, dn, dy[:, c])
             weight_grad(block.gate_up, dgu, n)
             block.norm2.weight.grad += dweight
-            input_grad(block.out, dh, out=do[:, c].flatten(2))
+            input_grad(block.out, dh, out=do[:, c])
             weight_grad(block.out, dh, o[:, c].flatten(2))
             dx[:, c] = dh
         del dy, h, gu, a, dgu, dn, n, dh
+        do = do.view(o.shape)
         do, o, *qkv = (self._split(t) for t in (do, o, *qkv))
         grads = [self._join(t) for t in self.attention.backward(do, *qkv, o, lse)]
         del do, o, qkv
@@ -522,9 +526,7 @@ class Layers:
 
     def _offload(self, i: int, saved: Saved) -> None:
         """Launch the way to the host of what a layer's forward has left."""
-        self.alive[i] = saved
-        with self.out.after_compute():
-            wait(self.fetched.get(i))  # the last micro-batch's prefetch has read the slot
+        with self.out.after_compute():  # which waited for the slot's last prefetch, in _fetch
             self._late(self.out)
             slot = carve(self.slots[i], self.fields(i))
             for name, t in zip(("x", "o", "lse", *"qkv"), (saved.x, saved.o, saved.lse,
@@ -551,8 +553,7 @@ class Layers:
             return
         self.here.add(i)
         slot = self.slots[i]
-        with self.back.after_compute():
-            wait(self.offloaded[i])
+        with self.back.after_compute():  # which waited for the slot to be filled, in _leave
             self._late(self.back)
             self.buffers[i % 2][: len(slot)].copy_(slot, non_blocking=True)
             if self.poison:

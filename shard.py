@@ -31,7 +31,9 @@ Legend: R ranks, p g os factors, S elements of a matrix with padding, n subgroup
 """
 import contextlib
 import math
+from collections import deque
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -182,10 +184,12 @@ class Buffer:
 
 
 class Groups:
-    """Process groups by their ranks, each lane with communicators of its own; made once."""
+    """Process groups by their ranks, each lane with communicators of its own; made once. timeout:
+    of their collectives, PyTorch's if none is given."""
 
-    def __init__(self):
+    def __init__(self, timeout: timedelta | None = None):
         self.made: dict[tuple, dist.ProcessGroup] = {}
+        self.timeout = timeout
 
     def get(self, lane: str, key) -> dist.ProcessGroup | None:
         """The ranks r with this rank's key(r); None if it is alone. A collective of all ranks."""
@@ -197,7 +201,7 @@ class Groups:
             return None
         for ranks in members.values():
             if (lane, *ranks) not in self.made:
-                self.made[lane, *ranks] = dist.new_group(ranks)
+                self.made[lane, *ranks] = dist.new_group(ranks, timeout=self.timeout)
         return self.made[lane, *mine]
 
 
@@ -407,6 +411,7 @@ class States:
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         self.scalars = torch.ones(5, dtype=self.wide, device=device)
         self.backward = False
+        self.at, self.marks = None, deque(maxlen=10 * len(self.units))  # (phase, its event)
         self.begin()
 
     def _make_groups(self, groups: "Groups") -> None:
@@ -504,6 +509,8 @@ class States:
         s, unit = self.shares[module], self.unit_of[module]
         if unit == 0:
             self.backward = False  # a forward pass starts
+        if self.at != (self.backward, unit):
+            self._mark(unit)
         if self.f.p == 1:
             wait(s.spread_event)
             s.spread_event = None
@@ -519,6 +526,21 @@ class States:
             self._gather(self.units[unit + 1])
         wait(s.full.event)
         return module.weight
+
+    def _mark(self, unit: int) -> None:
+        """A point in the compute stream that `progress` can ask for."""
+        self.at, last = (self.backward, unit), len(self.units) - 1
+        part = {0: "embedding", last: "head"}.get(unit, f"layer {unit}/{last - 1}")
+        cuda = self.device.type == "cuda"
+        self.marks.append((f"{'backward' if self.backward else 'forward'}, {part}",
+                           torch.cuda.current_stream().record_event() if cuda else None))
+
+    def progress(self) -> str:
+        """The last phase that the device has begun, without waiting for it; any thread may ask."""
+        text = ""
+        while self.marks and (self.marks[0][1] is None or self.marks[0][1].query()):
+            text = self.marks.popleft()[0]
+        return text
 
     def release(self, module: nn.Module) -> None:
         """Nothing to free: the buffer goes to the layer after the next. Poison shows late reads."""

@@ -315,7 +315,7 @@ def on_all_ranks(check):
     result = error = None
     try:
         result = check()
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, MemoryError) as e:
         error = str(e)
     errors = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
@@ -341,6 +341,8 @@ class Plan:
     factors: Factors = Factors()
     fates: Fates | None = None  # what layers keep; None: all, or their input if recomputed in full
     why: str = ""  # what decided
+    room: float = 2.0**60  # bytes of a GPU to plan with
+    host: float = 2.0**60  # bytes of host memory of a rank to swap to
 
     def tokens(self, cfg: Config) -> int:
         """N: of a micro-batch on a rank."""
@@ -503,22 +505,27 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
     check_flags(cfg)
     kernel = cfg.attention = pick_kernel(cfg.attention, device, DTYPES[cfg.dtype])
-    degrees, factors = choose_degrees(cfg, model.heads, world), wanted_factors(cfg, world)
+    choose_degrees(cfg, model.heads, world), wanted_factors(cfg, world)  # they refuse early
     corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     check_tokens([c for c in (corpus, val_corpus) if c], model.vocab, rank, world)
     if not cfg.dry_run:
         check_folders(cfg)
     resume = find_checkpoint(cfg, model, launch)
-    plan = Plan(model, device, DTYPES[cfg.dtype], kernel, train, val, read, resume)
-    return choose_plan(cfg, plan, degrees, factors, world, rank)
+    if cfg.resident_layers == 1 or cfg.resident_layers > model.layers:
+        raise ValueError(f"--resident-layers {cfg.resident_layers}: from 2, whose backward starts "
+                         f"at once, to the model's {model.layers}; 0: by the program")
+    if cfg.alpha > 0 and cfg.resident_layers == model.layers:
+        raise ValueError(f"--alpha {cfg.alpha}: no layer swaps if all {model.layers} are resident")
+    return Plan(model, device, DTYPES[cfg.dtype], kernel, train, val, read, resume,
+                room=gpu_room(cfg, device), host=host_room(cfg))
 
 
-def choose_plan(cfg: Config, plan: Plan, degrees: list[int], factors: list[Factors], world: int,
-                rank: int) -> Plan:
+def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
     """Set sp, batch, micro-batch (in cfg) and factors, fates (in plan): the least predicted time a
     token; within 1 %, the smallest sp, the largest micro-batch and the fewest shards."""
     asked, best, errors = dataclasses.replace(cfg), None, []
+    degrees, factors = choose_degrees(cfg, plan.model.heads, world), wanted_factors(cfg, world)
     count = param_count(plan.model)
     for sp in degrees:
         dp = world // sp
@@ -554,12 +561,11 @@ def choose_plan(cfg: Config, plan: Plan, degrees: list[int], factors: list[Facto
 def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
     """Resolve --head-groups and --chunk for cfg.sp. Raises ValueError with the legal groups."""
     heads = plan.model.heads // cfg.sp
-    legal = [g for g in range(1, heads + 1) if heads % g == 0]
+    legal = [g for g in range(1, heads + 1) if heads % g == 0 and (cfg.sp > 1 or g == 1)]
     if asked.head_groups and asked.head_groups not in legal:
-        raise ValueError(f"--head-groups {asked.head_groups}: a rank has {heads} heads; one of "
-                         f"{', '.join(map(str, legal))}")
-    usual = max(g for g in legal if g <= 4) if cfg.sp > 1 else 1
-    cfg.head_groups = asked.head_groups or usual
+        raise ValueError(f"--head-groups {asked.head_groups}: with sp={cfg.sp} a rank has {heads} "
+                         f"heads; one of {', '.join(map(str, legal))}")
+    cfg.head_groups = asked.head_groups or max(g for g in legal if g <= 4)
     n = plan.tokens(cfg)
     cfg.chunk = min(n, asked.chunk or -(-n // -(-n // 2**14)))  # equal parts of at most 16K
 
@@ -582,7 +588,7 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
     """Set plan.fates. Returns predicted seconds of a micro-batch's layers. Raises ValueError if the
     step does not fit (chunked: in chunks, if not whole)."""
     n, layers, f = plan.tokens(cfg), plan.model.layers, plan.factors
-    room = gpu_room(cfg, plan.device)
+    room = plan.room
     by_hand = cfg.alpha >= 0 or cfg.resident_layers or cfg.chunk < n
     plan.fates, lost = None, 0.0
     fits = sum(memory_need(cfg, plan).values()) <= room
@@ -591,11 +597,9 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
         plan.fates = Fates(layers, chunks, layers)
         need = memory_need(cfg, plan)
         del need["activations"]
-        here = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # ranks that share it
-        host = (cfg.host_memory or host_limit()) / here
         try:
             plan.fates, lost = choose(
-                layers, sizes, chunks, bandwidth, room - sum(need.values()), host,
+                layers, sizes, chunks, bandwidth, room - sum(need.values()), plan.host,
                 cfg.resident_layers or None, cfg.alpha if cfg.alpha >= 0 else None)
         except ValueError as e:
             need = {k: round(v / 2**30, 1) for k, v in need.items()}
@@ -611,7 +615,8 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
         lost = layers * sizes.layer_s
     forward = sizes.layer_s * layers
     plan.why = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
-                f"copies; {bandwidth / 1e9:.0f} GB/s to the host")
+                f"copies, at {bandwidth / 1e9:.0f} GB/s to the host (sp and shards: by usual "
+                "rates)")
     return 3 * forward + lost
 
 
@@ -621,6 +626,19 @@ def gpu_room(cfg: Config, device: torch.device) -> float:
         return cfg.gpu_memory or 2**60
     total = torch.cuda.get_device_properties(device).total_memory
     return GPU_SHARE * min(total, cfg.gpu_memory or total)
+
+
+def host_room(cfg: Config) -> float:
+    """Bytes of host memory of a rank to swap to."""
+    ranks = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # that share it
+    return host_limit(cfg.host_memory) / ranks
+
+
+def agree(plan: Plan) -> None:
+    """Plan with what the smallest rank has: all must come to the same plan. A collective."""
+    least = torch.tensor([plan.room, plan.host], dtype=torch.float64, device=plan.device)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    plan.room, plan.host = least.tolist()
 
 
 def memory_need(cfg: Config, plan: Plan) -> dict[str, float]:
@@ -813,11 +831,11 @@ class Progress(threading.Thread):
     """Where in a step the device is, for steps that take long: it polls, and nothing waits for it.
     A terminal gets one line that is rewritten, a file one every half minute."""
 
-    def __init__(self, layers: Layers | None, on: bool):
+    def __init__(self, states: States, on: bool):
         super().__init__(daemon=True)
-        self.layers, self.step, self.text = layers, 0, ""
+        self.states, self.step, self.text = states, 0, ""
         self.every = 1.0 if sys.stdout.isatty() else 30.0
-        if on and layers:
+        if on:
             self.start()
 
     def begin(self, step: int) -> None:
@@ -830,11 +848,11 @@ class Progress(threading.Thread):
         page = resource.getpagesize()
         while True:
             time.sleep(self.every)
-            self.text = self.layers.progress() or self.text
-            if not (self.step and self.text):
+            self.text = self.states.progress() or self.text
+            if not (self.step and self.text and time.perf_counter() - self.since > self.every):
                 continue
             host = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
-            gpu = torch.cuda.memory_reserved() / GIB if torch.cuda.is_initialized() else 0
+            gpu = torch.cuda.memory_allocated() / GIB if torch.cuda.is_initialized() else 0
             line = (f"step {self.step}: {self.text}, {time.perf_counter() - self.since:.0f} s, GPU "
                     f"{gpu:.1f} GiB, host {host:.1f} GiB a rank")
             print(f"\r{line}\033[K" if self.every == 1 else line,
@@ -886,27 +904,25 @@ def describe(cfg: Config, plan: Plan, say) -> None:
 def build(cfg: Config, plan: Plan, say) -> tuple[LLaMA, States, Layers | None]:
     """The model with its states and, if its layers run in chunks, what runs them. Sets plan.fates
     again, by times of this machine. A collective of all ranks."""
-    device, groups, shape = plan.device, Groups(), (cfg.micro_batch, cfg.seq // cfg.sp)
+    device, shape = plan.device, (cfg.micro_batch, cfg.seq // cfg.sp)
+    groups, layers = Groups(timedelta(seconds=cfg.timeout)), None
     attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups)
     if plan.fates:
         measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
         on_all_ranks(lambda: treat(cfg, plan, *measured))
-        same = [plan.fates]
-        dist.broadcast_object_list(same)  # nodes may differ in memory, and plans must not
-        plan.fates = same[0]
     describe(cfg, plan, say)
     with torch.device("meta"):
         model = LLaMA(plan.model, attention)
     model.recompute = cfg.recompute == "full"
+    if plan.fates:
+        layers = on_all_ranks(lambda: Layers(model, shape, plan.fates, cfg.chunk, device,
+                                             plan.dtype, report=say))
     states = States(model, device, plan.dtype, plan.micro_batches, plan.factors, cfg.os_layout,
                     groups, off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),
                     reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
                     recompute=model.recompute or plan.fates is not None,
                     pieces=plan.fates.chunks if plan.fates else 1, betas=(cfg.beta1, cfg.beta2),
                     decay=cfg.weight_decay)
-    layers = None
-    if plan.fates:
-        layers = Layers(model, shape, plan.fates, cfg.chunk, device, plan.dtype, report=say)
     return model, states, layers
 
 
@@ -925,9 +941,12 @@ def main(argv: list[str] | None = None) -> None:
     print0 = print if rank == 0 else (lambda *a, **k: None)
     launch = launch_name()
     plan = on_all_ranks(lambda: make_plan(cfg, rank, world, local_rank, launch))
+    if plan.device.type == "cuda":
+        torch.cuda.set_device(plan.device)
+    agree(plan)
+    plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
     device, out = plan.device, Path(cfg.out)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         if cfg.gpu_memory:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_memory / total), device)
@@ -947,7 +966,7 @@ def main(argv: list[str] | None = None) -> None:
     fused = cfg.compile and device.type == "cuda"
     print0(f"element-wise parts: {'compiled' if fused else 'eager'}")
     torch.compiler.set_stance("default" if fused else "force_eager")
-    model, states, layers = build(cfg, plan, print0)
+    model, states, _ = build(cfg, plan, print0)
     if states.imbalance:
         print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
     start = 0
@@ -980,7 +999,7 @@ def main(argv: list[str] | None = None) -> None:
     if start < cfg.steps:
         batch = load_batch(cfg, plan, start, rank, world)
     clock = time.perf_counter()
-    progress = Progress(layers, rank == 0)
+    progress = Progress(states, rank == 0)
     for step in range(start + 1, cfg.steps + 1):
         tokens, labels, scale = batch
         progress.begin(step)
