@@ -16,6 +16,9 @@ alone. `check` trusts none of it.
 are solved for that pass (equal passes once), and the step is then solved with each pass as one
 block.
 
+`StepMemory` records a step's requests, plans them, and serves later steps from one arena at the
+planned addresses, through an allocator that delegates all else to PyTorch's (CPU tensors so far).
+
     python memplan.py TRACE.csv [--capacity N] [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
 TRACE.csv has the columns id,lower,upper,size; PLAN.csv has offset beside them.
@@ -26,12 +29,18 @@ Legend: n requests, U an upper bound of M, live set: requests that are alive at 
 """
 import argparse
 import csv
+import ctypes
 import functools
+import hashlib
 import math
+import os
 import random
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -446,6 +455,210 @@ def solve_levels(requests: list[Request], passes: list[tuple[int, int]],
     different = list({id(p): p for p in plans}.values())
     return Plan(offsets, step.peak, lower_bound(requests), f"two levels, {step.method}",
                 time.monotonic() - start, different + [step])
+
+
+# ---------------------------------------------------------------------------- record and replay
+
+ALIGN = 64  # bytes: where PyTorch's kernels want a tensor to start
+SOURCE = r"""
+#include <c10/core/CPUAllocator.h>
+#include <algorithm>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <vector>
+
+// Delegates to PyTorch's own allocator, and, in a step, records its requests or serves them from an
+// arena at planned offsets. A request that is not the next one of the plan (nor one of the few
+// after it), or whose place is taken, goes to PyTorch: a wrong plan costs memory, never a number.
+namespace {
+enum Mode { IDLE, RECORD, REPLAY } mode = IDLE;
+struct Event { int64_t request, size; };  // size -1: it was freed
+struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
+std::mutex guard;
+std::vector<Event> events;
+std::vector<Entry> plan;
+std::map<int64_t, int64_t> live;  // begin and end of planned blocks in use
+int64_t requests, least, session, counts[6];  // hits, passed, misses, refused, bytes hit, all bytes
+size_t cursor;
+char* arena;
+
+struct Recorded { c10::DataPtr inner; int64_t request, session; };
+void free_recorded(void* context) {
+  auto* r = static_cast<Recorded*>(context);
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    if (mode == RECORD && r->session == session) events.push_back({r->request, -1});
+  }
+  delete r;
+}
+void free_planned(void* context) {
+  std::lock_guard<std::mutex> lock(guard);
+  live.erase(static_cast<char*>(context) - arena);
+}
+
+struct Delegate final : c10::Allocator {
+  c10::Allocator* native = nullptr;
+  char* place(int64_t size) {
+    counts[5] += size;
+    for (size_t k = cursor; k < std::min(cursor + 16, plan.size()); ++k) {
+      if (plan[k].size != size) continue;
+      cursor = k + 1;
+      int64_t begin = plan[k].offset, end = begin + size;
+      if (begin < 0) return ++counts[1], nullptr;
+      auto after = live.lower_bound(begin);
+      bool taken = (after != live.end() && after->first < end) ||
+                   (after != live.begin() && std::prev(after)->second > begin);
+      if (taken) return ++counts[3], nullptr;
+      live[begin] = end;
+      ++counts[0], counts[4] += size;
+      return arena + begin;
+    }
+    return ++counts[2], nullptr;
+  }
+  c10::DataPtr allocate(size_t n) override {
+    int64_t size = static_cast<int64_t>(n), request = -1, now = 0;
+    {
+      std::lock_guard<std::mutex> lock(guard);
+      if (mode == REPLAY && size >= least)
+        if (char* p = place(size)) return {p, p, &free_planned, c10::Device(c10::DeviceType::CPU)};
+      if (mode == RECORD && size >= least) {
+        request = requests++, now = session;
+        events.push_back({request, size});
+      }
+    }
+    c10::DataPtr inner = native->allocate(n);
+    if (request < 0) return inner;
+    void* p = inner.get();
+    auto* r = new Recorded{std::move(inner), request, now};
+    return {p, r, &free_recorded, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t n) const override {
+    default_copy_data(to, from, n);
+  }
+} delegate;
+}  // namespace
+
+extern "C" {
+void install() {
+  if (delegate.native) return;
+  delegate.native = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(&delegate, 255);
+}
+void begin(int which, int64_t smallest) {
+  std::lock_guard<std::mutex> lock(guard);
+  mode = static_cast<Mode>(which), least = smallest, ++session, requests = 0, cursor = 0;
+  std::fill(counts, counts + 6, 0);
+  events.clear();
+}
+int64_t end() {
+  std::lock_guard<std::mutex> lock(guard);
+  mode = IDLE;
+  return static_cast<int64_t>(events.size());
+}
+const Event* recorded() { return events.data(); }
+const int64_t* counted() { return counts; }
+int64_t load(void* base, const Entry* entries, int64_t n) {
+  std::lock_guard<std::mutex> lock(guard);
+  if (!live.empty()) return static_cast<int64_t>(live.size());  // the last arena is in use
+  arena = static_cast<char*>(base), plan.assign(entries, entries + n);
+  return 0;
+}
+}
+"""
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The allocator above, compiled at first use (some seconds) and installed for good: outside of
+    record and replay it does nothing but delegate."""
+    import torch
+    from torch.utils.cpp_extension import include_paths
+
+    key = hashlib.sha256((SOURCE + torch.__version__).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
+    built = folder / f"{key}.so"
+    if not built.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as tmp:
+            source, made = Path(tmp) / "allocator.cpp", Path(tmp) / "allocator.so"
+            source.write_text(SOURCE)
+            lib = Path(torch.__file__).parent / "lib"
+            command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(source), "-o", str(made),
+                       f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+                       *(f"-I{path}" for path in include_paths()), f"-L{lib}", "-lc10"]
+            subprocess.run(command, check=True, capture_output=True)
+            os.replace(made, built)  # whole at any moment, whoever else compiles
+    loaded = ctypes.CDLL(str(built))
+    loaded.begin.argtypes = [ctypes.c_int, ctypes.c_int64]
+    loaded.end.restype = ctypes.c_int64
+    loaded.recorded.restype = loaded.counted.restype = ctypes.POINTER(ctypes.c_int64)
+    loaded.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    loaded.load.restype = ctypes.c_int64
+    loaded.install()
+    return loaded
+
+
+class StepMemory:
+    """Planned memory of a step, a callable that requests the same each time. CPU tensors.
+
+        memory = StepMemory(); memory.record(step); memory.solve()
+        memory.replay(step)     # as often as wanted; counts says how well the plan was met
+
+    Requests below `least` bytes, and those that outlive the step, stay with PyTorch's allocator.
+    One StepMemory at a time: its arena must live as long as any tensor in it, so solve() raises
+    RuntimeError while tensors of another's steps are in use. Left out so far: GPUs.
+    """
+
+    COUNTS = ("hits", "passed", "misses", "refused", "hit_bytes", "bytes")
+
+    def __init__(self, least: int = 1024):
+        self.least, self.requests, self.plan, self.arena, self.counts = least, [], None, None, {}
+
+    def record(self, step):
+        """Run the step, note its requests: sizes, and lifetimes counted in events."""
+        lib = library()
+        lib.begin(1, self.least)
+        try:
+            result = step()
+        finally:
+            n = lib.end()
+        events = np.ctypeslib.as_array(lib.recorded(), (n, 2)).copy() if n else []
+        born = [(now, int(size)) for now, (_, size) in enumerate(events) if size >= 0]
+        died = {int(request): now for now, (request, size) in enumerate(events) if size < 0}
+        self.sizes = [size for _, size in born]
+        self.inside = [i for i in range(len(born)) if i in died]
+        self.requests = [Request(born[i][0], died[i], -(-max(1, born[i][1]) // ALIGN) * ALIGN)
+                         for i in self.inside]
+        return result
+
+    def solve(self, time_limit: float = 60.0) -> Plan:
+        """Plan the recorded step, check the plan, and make the arena."""
+        import torch
+
+        self.plan = solve(self.requests, time_limit=time_limit)
+        check(self.requests, self.plan.offsets, self.plan.peak)
+        memory = torch.empty(self.plan.peak + ALIGN, dtype=torch.uint8)
+        first = -memory.data_ptr() % ALIGN
+        self.arena = memory[first : first + self.plan.peak]
+        entries = np.full((len(self.sizes), 2), -1, np.int64)
+        entries[:, 0] = self.sizes
+        entries[self.inside, 1] = self.plan.offsets
+        self.entries = np.ascontiguousarray(entries)
+        if used := library().load(self.arena.data_ptr(), self.entries.ctypes.data, len(entries)):
+            raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
+        return self.plan
+
+    def replay(self, step):
+        """Run the step on planned addresses; self.counts: how many requests met the plan."""
+        lib = library()
+        lib.begin(2, self.least)
+        try:
+            return step()
+        finally:
+            lib.end()
+            self.counts = dict(zip(self.COUNTS, lib.counted()[:6]))
 
 
 # ---------------------------------------------------------------------------- the program's files

@@ -767,6 +767,69 @@ def test_memory_plan_of_two_levels():
     assert len(inside) == 105 and len({x for *_, x in inside}) > 5
 
 
+def test_memory_replay_is_bit_equal(group):
+    """Five training steps on planned addresses, with a step of another shape in between."""
+    (plain, plain_states), (model, states) = build(torch.float32), build(torch.float32)
+    loss = {}
+
+    def step(model, states, seed, seq=40):
+        tokens, labels = example(seed=seed, seq=seq)
+        states.begin()
+        out = model(tokens, labels)
+        out.backward()
+        states.reduce()
+        states.update(1e-2, 1.0)
+        loss[model] = out.item()
+
+    for seed in range(2):  # the second step is recorded: what the first one makes stays
+        step(plain, plain_states, seed)
+        memory = memplan.StepMemory()
+        memory.record(lambda: step(model, states, seed))
+    plan = memory.solve(time_limit=20)
+    assert plan.peak <= 1.01 * plan.lower_bound and len(memory.requests) > 50
+    for seed in range(2, 7):
+        seq = 23 if seed == 4 else 40  # diverges: falls back, and harms nothing
+        step(plain, plain_states, seed, seq)
+        memory.replay(lambda: step(model, states, seed, seq))
+        assert loss[plain] == loss[model], seed
+        hits = memory.counts["hits"]
+        if seed == 4:
+            assert memory.counts["misses"] > 0 and hits < len(memory.requests)
+        else:
+            assert hits == len(memory.requests) and not memory.counts["misses"]
+            assert not memory.counts["refused"]
+    for name in dict(plain.named_parameters()):
+        assert torch.equal(plain_states.full(name), states.full(name)), name
+
+
+def test_memory_replay_refuses_what_is_taken():
+    """Two tensors that were never alive together get one place; later they are, and differ."""
+    kept = []
+
+    def step(hold):
+        a = torch.ones(5000)
+        if not hold:
+            del a
+        b = torch.zeros(5000)
+        if hold:
+            kept.append((a, b))
+
+    memory = memplan.StepMemory()
+    memory.record(lambda: step(False))
+    assert memory.solve().peak == 20032
+    memory.replay(lambda: step(False))
+    assert memory.counts["hits"] == 2
+    memory.replay(lambda: step(True))
+    assert memory.counts["hits"] == 1 and memory.counts["refused"] == 1
+    assert kept[0][0].eq(1).all() and kept[0][1].eq(0).all()
+    other = memplan.StepMemory()
+    other.record(lambda: step(False))
+    with pytest.raises(RuntimeError, match="1 tensors of an earlier plan"):
+        other.solve()
+    kept.clear()
+    other.solve()
+
+
 def test_memplan_program(tmp_path, capsys):
     trace, plan = tmp_path / "t.csv", tmp_path / "p.csv"
     requests = random_requests(25, 5)
