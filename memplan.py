@@ -648,6 +648,7 @@ class StepMemory:
         self.entries = np.ascontiguousarray(entries)
         if used := library().load(self.arena.data_ptr(), self.entries.ctypes.data, len(entries)):
             raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
+        StepMemory.held = self.arena  # for as long as the allocator may point into it
         return self.plan
 
     def replay(self, step):

@@ -635,7 +635,7 @@ def sequence_worker():
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
             for i, (eighths, resident, kept) in enumerate(FATES):
-                chunk, several = (5, 6, 99)[i % 3], (1, 2)[i % 2]
+                chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
                 head_groups = 1 + i % 2 if sp > 1 else 1
                 f = legal[(count + i) % len(legal)]
                 dp, part = world // sp, 24 // sp
