@@ -495,7 +495,7 @@ def table_long(device: torch.device) -> list[dict]:
         show(rows[-1:], head=len(rows) == 1) if rank == 0 else None
         repeats = 1 if seq // world > 2**14 else 3
         for label, recompute in (("ours", "auto"), ("ours, full recompute", "full")):
-            if label.split(", ")[-1] in SKIP:
+            if recompute in SKIP:
                 continue
             attempt(rows, label, name, seq, seq // world, bound, device,
                     lambda: long_step(Config(model=name, seq=seq, recompute=recompute,
@@ -790,8 +790,8 @@ def main() -> None:
                         " that reach each other by sockets alone, as nodes do (table nodes)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
                         help="tokens of the sequences of the table long, as 64K,128K")
-    parser.add_argument("--skip", default="", help="rows that the table long leaves out, of full "
-                        "recompute and fsdp2")
+    parser.add_argument("--skip", default="", help="rows that the table long leaves out: "
+                        "full (recompute) and fsdp2, as full,fsdp2")
     parser.add_argument("--host-memory", type=size, default=0, help="bytes of a node that it may "
                         "swap to, as 160G (pinning them takes time); 0: what the machine allows")
     args = parser.parse_args()
