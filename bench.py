@@ -242,8 +242,8 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
                  "head_groups": step.config.head_groups, "planned_gib": {
                      k: v / GIB for k, v in step.need.items()}, "why": plan.why,
                  "fates": fates and dataclasses.asdict(fates), "alpha": fates and fates.alpha,
-                 "host_gib": fates and world_sum(host_need(fates, layer_bytes(
-                     plan.model, plan.tokens(step.config), plan.dtype))) / GIB}
+                 "host_gib": fates and gpus / GIB * host_need(fates, layer_bytes(
+                     plan.model, plan.tokens(step.config), plan.dtype))}
     slowest = torch.tensor(seconds, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds = slowest.item() if slowest.isfinite() else None
@@ -255,11 +255,6 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     step = states = None
     release(device)
     expandable_segments(False)
-
-
-def world_sum(x: float) -> float:
-    """The same number on each rank: of all together."""
-    return x * dist.get_world_size()
 
 
 def expandable_segments(on: bool) -> None:
@@ -466,7 +461,7 @@ def long_step(cfg: Config, device, rank: int):
     train.agree(plan)
     plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
     say = print if rank == 0 else (lambda *a, **k: None)
-    llama, states, _ = train.build(cfg, plan, say)
+    llama, states = train.build(cfg, plan, say)
     for name, p in llama.named_parameters():
         states.load(name, initial_weight(model, name, p.shape, 0, device))
     tokens, labels = (t[:, rank * cfg.seq // world : (rank + 1) * cfg.seq // world].contiguous()

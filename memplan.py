@@ -32,6 +32,7 @@ import csv
 import ctypes
 import functools
 import hashlib
+import itertools
 import math
 import os
 import random
@@ -162,8 +163,7 @@ def search_orders(requests: list[Request], near: list[list[int]], bound: int, un
                   seed: int = 0) -> list[int]:
     """The first orders, then better ones near them: what ends at the peak, or just below it, moves
     forward, and equal or (with a falling probability) worse results are taken."""
-    sizes, rng, best = [r.size for r in requests], random.Random(seed), None
-    tries = []
+    sizes, rng, tries = [r.size for r in requests], random.Random(seed), []
     for order in first_orders(requests):
         for best_fit in (False, True):
             offsets = place(sizes, near, order, best_fit)
@@ -172,8 +172,8 @@ def search_orders(requests: list[Request], near: list[list[int]], bound: int, un
                 return min(tries, key=lambda t: t[0])[2]
     tries.sort(key=lambda t: t[0])
     best, begin = tries[0], time.monotonic()
-    for start in range(10**9):
-        now, heat = tries[start % 4], 0.02  # of the peak
+    for now in itertools.cycle(tries[:4]):
+        heat = 0.02  # of the peak
         for _ in range(200 + 10 * len(sizes)):
             left = (until - time.monotonic()) / max(1e-9, until - begin)
             if best[0] <= bound or left <= 0:
@@ -190,7 +190,6 @@ def search_orders(requests: list[Request], near: list[list[int]], bound: int, un
             if worse <= 0 or rng.random() < math.exp(-worse) / 4:
                 now = peak, order, offsets
                 best = min(best, now, key=lambda t: t[0])
-    return best[2]
 
 
 def fill_valleys(requests: list[Request], capacity: int, until: float, seed: int = 0,

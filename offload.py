@@ -44,7 +44,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from model import (MAX_ELEMENTS, Attention, Block, LLaMA, ModelConfig, accumulation_dtype,
-                   add_rms_norm, compiled, input_grad, rope_tables, swiglu, weight_grad)
+                   add_rms_norm, compiled, input_grad, param_count, rope_tables, swiglu,
+                   weight_grad)
 from shard import Lane, wait
 
 GIB = 2**30
@@ -587,6 +588,12 @@ class Layers:
 # ---------------------------------------------------------------------------- measurements
 
 
+def repeated_share(cfg: ModelConfig) -> float:
+    """Of a layer's matrix products, those that recomputing its others takes: all but the last."""
+    layer = (param_count(cfg) - 2 * cfg.vocab * cfg.dim) / cfg.layers
+    return 1 - cfg.dim * cfg.ffn / layer
+
+
 def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chunk: int,
             device: torch.device, dtype: torch.dtype) -> tuple[Sizes, float]:
     """A layer's forward on this machine, timed part by part, and the bytes/s to the host with all
@@ -626,6 +633,5 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     here = torch.zeros(size, dtype=torch.uint8, device=device)
     there = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     rate = size / seconds(lambda: there.copy_(here, non_blocking=True), 3)
-    matrices = cfg.dim * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads) + 3 * cfg.dim * cfg.ffn
-    again = 1 - cfg.dim * cfg.ffn / matrices  # the last product is not needed again
-    return Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, tokenwise * again, attn), rate
+    others = tokenwise * repeated_share(cfg)
+    return Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, others, attn), rate

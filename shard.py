@@ -25,9 +25,14 @@ Each kind of communication is a lane, a CUDA stream of its own: launch, compute,
 is switched off runs on the compute stream. Gathered weights and whole gradients live in fixed
 buffers, two of each shape, that neighbouring layers take in turn; the parameters are views of them.
 
+A sequence may lie on sp neighbouring ranks, whatever p, g and os are (InternEvo's ISP): `Ulysses`
+is then the model's attention.
+
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
-Legend: R ranks, p g os factors, S elements of a matrix with padding, n subgroup size os/p.
+Legend: R ranks, p g os factors, S elements of a matrix with padding, n subgroup size os/p; sp ranks
+of a sequence, B sequences, T tokens of one, H query heads, D head width, G head groups, h heads of
+a group on a rank.
 """
 import contextlib
 import math
@@ -281,14 +286,14 @@ def legal_sp(heads: int, ranks: int) -> list[int]:
 class Ulysses(Attention):
     """Attention over a sequence that lies on sp neighbouring ranks (InternEvo's ISP, Ulysses).
 
-    A rank holds T = S/sp tokens of all heads. An all-to-all gives it all S tokens of H/sp heads,
-    the kernel runs on them, and an all-to-all brings the output back:
+    A rank holds T/sp tokens of all heads. An all-to-all gives it all T tokens of H/sp heads, the
+    kernel runs on them, and an all-to-all brings the output back:
 
-        q (B, T, H, D) -> (sp, G, h) heads -> group by group: (B, S, h, D) -> kernel -> (B, T, H, D)
+        q (B, T/sp, sp*G*h, D) -> group by group (B, T, h, D) -> kernel -> o (B, T/sp, H, D)
 
     G head groups follow one another: the next one's all-to-all runs under this one's attention, on
     a lane of its own, and only two groups are gathered at a time. Key/value heads that sp * G does
-    not divide are repeated until it does; their gradients are summed. lse: (G, B, h, S).
+    not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T).
 
     Whatever a lane reads or writes is allocated on the compute stream and held until the compute
     stream has waited for the lane: so memory is never given to another too early.
@@ -304,14 +309,14 @@ class Ulysses(Attention):
         return math.lcm(heads, self.sp * self.head_groups) // heads
 
     def _parts(self, x: Tensor) -> Tensor:
-        """(B, T, H, D) -> a view (G, sp, B, T, h, D): what each group sends to each rank."""
+        """(B, T/sp, H, D) -> a view (G, sp, B, T/sp, h, D): what a group sends to each rank."""
         return x.unflatten(2, (self.sp, self.head_groups, -1)).permute(3, 2, 0, 1, 4, 5)
 
     def _gather(self, parts: list[Tensor], j: int):
-        """Launch group j's all-to-all from tokens to heads. Returns what is received (B, S, h, D),
-        the event of its arrival, and what must live until then."""
+        """Launch group j's all-to-all from tokens to heads. Returns what is received, (B, sp,
+        T/sp, h, D), the event of its arrival, and what must live until then."""
         send = [torch.empty(x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
-        got = [torch.empty_like(x) for x in send]  # (sp, B, T, h, D): the ranks' tokens in turn
+        got = [torch.empty_like(x) for x in send]  # (sp, B, T/sp, h, D): the ranks' tokens in turn
         with self.lane.after_compute():
             for x, there, here in zip(parts, send, got):
                 there.copy_(x[j])
@@ -319,9 +324,9 @@ class Ulysses(Attention):
         return [x.transpose(0, 1) for x in got], self.lane.mark(), send
 
     def _scatter(self, pairs: list[tuple[Tensor, Tensor]], j: int) -> list[Tensor]:
-        """Launch group j's all-to-all from heads (B, S, h, D) to tokens, into out[j] of each pair.
+        """Launch group j's all-to-all from heads (B, T, h, D) to tokens, into out[j] of each pair.
         Returns what must live until the lane is done."""
-        # (B, S, h, D) -> (sp, B, T, h, D); of one sequence: a view
+        # (B, T, h, D) -> (sp, B, T/sp, h, D); of one sequence: a view
         send = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous() for x, _ in pairs]
         got = [torch.empty_like(x) for x in send]
         with self.lane.after_compute():

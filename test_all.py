@@ -495,6 +495,24 @@ def test_progress_inside_a_step(capsys):
     assert "step 7: backward layer 3/4, 0 s, GPU" in capsys.readouterr().out
 
 
+def train_plainly(batches) -> tuple[m.LLaMA, list]:
+    """One process, torch's AdamW, float64: the trained model, and loss and norm of each step."""
+    plain, wanted = m.LLaMA(SMALL).double(), []
+    for name, p in plain.named_parameters():
+        p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, p.device))
+    kinds = [[p for n, p in plain.named_parameters() if ("norm" in n) == norm] for norm in (0, 1)]
+    adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
+                              lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
+    for tokens, labels in batches:
+        adamw.zero_grad()
+        loss = plain_llama(plain, tokens, labels)[1]
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        adamw.step()
+        wanted.append((loss.item(), norm.item()))
+    return plain, wanted
+
+
 def sharding_worker(cases: str):
     """Runs under torchrun: each case's losses, norms and parameters against one plain process."""
     torch.set_num_threads(1)
@@ -507,20 +525,7 @@ def sharding_worker(cases: str):
         labels[::3, :5] = m.IGNORE
         return tokens, labels
 
-    plain, wanted = m.LLaMA(SMALL).double(), []
-    for name, p in plain.named_parameters():
-        p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, p.device))
-    kinds = [[p for n, p in plain.named_parameters() if ("norm" in n) == norm] for norm in (0, 1)]
-    adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
-                              lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-    for step in range(5):
-        adamw.zero_grad()
-        loss = plain_llama(plain, *batch(step))[1]
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        adamw.step()
-        wanted.append((loss.item(), norm.item()))
-
+    plain, wanted = train_plainly([batch(step) for step in range(5)])
     groups, factors = shard.Groups(), shard.legal_factors(world, int(os.environ["PER_NODE"]))
     rows = [(f, layout, several, recompute) for f in factors for layout in ("inter", "intra")
             for several in (1, 3) for recompute in (False, True)]
@@ -619,19 +624,7 @@ def sequence_worker():
         SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
                                     layers=5, head_dim=4)
         batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(5)]
-        plain, wanted = m.LLaMA(SMALL).double(), []
-        for name, p in plain.named_parameters():
-            p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, p.device))
-        kinds = [[p for n, p in plain.named_parameters() if ("norm" in n) == x] for x in (0, 1)]
-        adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
-                                  lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-        for tokens, labels in batch:
-            adamw.zero_grad()
-            loss = plain_llama(plain, tokens, labels)[1]
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            adamw.step()
-            wanted.append((loss.item(), norm.item()))
+        plain, wanted = train_plainly(batch)
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
             for i, (eighths, resident, kept) in enumerate(FATES):

@@ -45,7 +45,7 @@ from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel)
 from offload import (Fates, Layers, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
-                     measure, working_bytes)
+                     measure, repeated_share, working_bytes)
 from shard import (LANES, Factors, Groups, Lane, States, Ulysses, check_factors, legal_factors,
                    legal_sp, parse_mesh, parse_strategy, state_bytes)
 
@@ -454,11 +454,14 @@ def choose_model(cfg: Config):
         max_positions=max(model.max_positions, cfg.seq)), read
 
 
+def usual_batch(cfg: Config) -> int:
+    return max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+
+
 def choose_batch(cfg: Config, batch: int, dp: int, sp: int) -> tuple[int, list[int]]:
     """--batch (0: open), and the micro-batches to try, largest first, on dp * sp ranks."""
     if not batch:
-        usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
-        batch = -(-usual // dp) * dp
+        batch = -(-usual_batch(cfg) // dp) * dp
     if batch % dp:
         raise ValueError(f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
                          f"{nearest(batch, dp)}")
@@ -551,7 +554,7 @@ def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
     if best is None:
         raise errors[-1]
     vars(cfg).update(vars(best[1]))
-    usual = asked.batch or max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+    usual = asked.batch or usual_batch(cfg)
     if cfg.batch != usual and rank == 0:
         print(f"--batch: {usual} by default, {cfg.batch} so that {world // cfg.sp} data-parallel "
               "ranks divide it")
@@ -580,8 +583,8 @@ def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
     attn = 2 * m.heads * m.head_dim * cfg.seq * n / (0.62 * peak)
     sent = n * (2 * m.heads + 2 * m.kv_heads) * m.head_dim * plan.dtype.itemsize
     attn += sent * (1 - 1 / cfg.sp) / 250e9 / cfg.head_groups
-    again = 1 - m.dim * m.ffn / matrices
-    return Sizes(*layer_bytes(m, n, plan.dtype), tokenwise + attn, tokenwise * again, attn), 22e9
+    others = tokenwise * repeated_share(m)
+    return Sizes(*layer_bytes(m, n, plan.dtype), tokenwise + attn, others, attn), 22e9
 
 
 def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool = True) -> float:
@@ -602,9 +605,9 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
                 layers, sizes, chunks, bandwidth, room - sum(need.values()), plan.host,
                 cfg.resident_layers or None, cfg.alpha if cfg.alpha >= 0 else None)
         except ValueError as e:
-            need = {k: round(v / 2**30, 1) for k, v in need.items()}
+            need = {k: round(v / GIB, 1) for k, v in need.items()}
             raise ValueError(f"--seq {cfg.seq} with sp={cfg.sp} p={f.p} g={f.g} os={f.os}: {e} "
-                             f"(GiB of {room / 2**30:.0f} a GPU beside them: {need})") from e
+                             f"(GiB of {room / GIB:.0f} a GPU beside them: {need})") from e
     elif not fits:
         need = sum(memory_need(cfg, plan).values())
         raise ValueError(f"--model {cfg.model}: a step needs {need / GIB:.0f} GiB a GPU even with "
@@ -833,13 +836,13 @@ class Progress(threading.Thread):
 
     def __init__(self, states: States, on: bool):
         super().__init__(daemon=True)
-        self.states, self.step, self.text = states, 0, ""
+        self.states, self.step, self.since, self.text = states, 0, 0.0, ""
         self.every = 1.0 if sys.stdout.isatty() else 30.0
         if on:
             self.start()
 
     def begin(self, step: int) -> None:
-        self.step, self.since, self.text = step, time.perf_counter(), ""
+        self.since, self.text, self.step = time.perf_counter(), "", step
 
     def end(self) -> None:
         self.step = 0
@@ -901,11 +904,11 @@ def describe(cfg: Config, plan: Plan, say) -> None:
         + f"; {sum(need.values()) / GIB:.2f} GiB", flush=True)
 
 
-def build(cfg: Config, plan: Plan, say) -> tuple[LLaMA, States, Layers | None]:
-    """The model with its states and, if its layers run in chunks, what runs them. Sets plan.fates
-    again, by times of this machine. A collective of all ranks."""
+def build(cfg: Config, plan: Plan, say) -> tuple[LLaMA, States]:
+    """The model, run by offload.Layers if it has fates, and its states. Sets plan.fates again, by
+    times of this machine. A collective of all ranks."""
     device, shape = plan.device, (cfg.micro_batch, cfg.seq // cfg.sp)
-    groups, layers = Groups(timedelta(seconds=cfg.timeout)), None
+    groups = Groups(timedelta(seconds=cfg.timeout))
     attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups)
     if plan.fates:
         measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
@@ -915,15 +918,15 @@ def build(cfg: Config, plan: Plan, say) -> tuple[LLaMA, States, Layers | None]:
         model = LLaMA(plan.model, attention)
     model.recompute = cfg.recompute == "full"
     if plan.fates:
-        layers = on_all_ranks(lambda: Layers(model, shape, plan.fates, cfg.chunk, device,
-                                             plan.dtype, report=say))
+        on_all_ranks(lambda: Layers(model, shape, plan.fates, cfg.chunk, device, plan.dtype,
+                                    report=say))
     states = States(model, device, plan.dtype, plan.micro_batches, plan.factors, cfg.os_layout,
                     groups, off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),
                     reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
                     recompute=model.recompute or plan.fates is not None,
                     pieces=plan.fates.chunks if plan.fates else 1, betas=(cfg.beta1, cfg.beta2),
                     decay=cfg.weight_decay)
-    return model, states, layers
+    return model, states
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -966,7 +969,7 @@ def main(argv: list[str] | None = None) -> None:
     fused = cfg.compile and device.type == "cuda"
     print0(f"element-wise parts: {'compiled' if fused else 'eager'}")
     torch.compiler.set_stance("default" if fused else "force_eager")
-    model, states, _ = build(cfg, plan, print0)
+    model, states = build(cfg, plan, print0)
     if states.imbalance:
         print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
     start = 0
