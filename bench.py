@@ -34,8 +34,8 @@ from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initi
                    param_count, peak_flops, pick_kernel, rope_tables)
 from offload import Fates, Layers, Sizes, choose, host_need, layer_bytes
 from shard import LANES, Factors, Groups, Lane, States, Ulysses, legal_factors, state_bytes
-from train import (Config, Plan, choose_plan, local_positions, memory_need, on_all_ranks, size,
-                   start_ranks)
+from train import (Config, Plan, Refused, choose_plan, local_positions, memory_need, on_all_ranks,
+                   size, start_ranks)
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -230,8 +230,8 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     try:
         step = build()
         seconds = clock(step, repeats, device, warmup=min(2, repeats))
-    except torch.OutOfMemoryError:
-        pass
+    except (torch.OutOfMemoryError, Refused) as e:  # it ran out, or said before that it would
+        more["why"] = str(e)[:300]
     if states := getattr(step, "states", None):
         more["state_bytes"] = states.bytes()
         more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.f, states.dtype,
@@ -393,6 +393,7 @@ def table_swap(device: torch.device) -> list[dict]:
             "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
             "largest_loss_difference": off[0], "largest_norm_difference": off[1],
             "bit_equal": same})
+        KEEP[0](rows)
         if dist.get_rank() == 0:
             show(rows[-1:], head=len(rows) == 1)
     exact(False)
