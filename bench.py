@@ -33,7 +33,8 @@ import train
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
 from offload import Fates, Layers, Sizes, choose, host_need, layer_bytes
-from shard import LANES, Factors, Groups, Lane, States, Ulysses, legal_factors, state_bytes
+from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, legal_factors,
+                   state_bytes)
 from train import (Config, Plan, Refused, choose_plan, local_positions, memory_need, on_all_ranks,
                    size, start_ranks)
 
@@ -72,7 +73,10 @@ def release(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
+    """Of PyTorch's allocator; and what ranks have mapped from each other, which lies outside it."""
+    if device.type != "cuda":
+        return None
+    return (torch.cuda.max_memory_allocated(device) + Exchange.bytes()) / GIB
 
 
 def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds: float | None,
@@ -342,8 +346,9 @@ def noisy_sequences(cfg: ModelConfig, count: int, seq: int) -> torch.Tensor:
 
 def table_swap(device: torch.device) -> list[dict]:
     """50 steps with a sequence over all ranks and layers that keep, swap or recompute, against the
-    plain model: same arithmetic, so all but the plain one must agree to the last bit; also with
-    everything poisoned after use and copies that start late, which finds a missing wait."""
+    plain model: same arithmetic, so all but the plain ones must agree to the last bit, and those
+    two, whose all-to-alls are NCCL's and copy engines', with each other; also with everything
+    poisoned after use and copies that start late, which finds a missing wait."""
     world, seq, steps, chunk = dist.get_world_size(), 4096, 50, 512
     cfg = dataclasses.replace(MODELS["160m"], layers=8, heads=16, kv_heads=4)
     groups, rows = Groups(), []
@@ -354,17 +359,19 @@ def table_swap(device: torch.device) -> list[dict]:
     scale = torch.tensor(1 / seq, device=device)
     kernel, exact = pick_kernel("auto", device, torch.bfloat16), torch.use_deterministic_algorithms
     f = Factors(1, world, world)
-    kinds = {"plain": None, "all kept": Fates(8, c, 8, 8 * c), "all recomputed": Fates(8, c, 8, 0)}
+    kinds = {"plain, NCCL": None, "plain": None, "all kept": Fates(8, c, 8, 8 * c),
+             "all recomputed": Fates(8, c, 8, 0)}
     kinds |= {f"alpha {a}": Fates(8, c, 2, 2 * c, round(6 * c * a)) for a in (0, 0.25, 1)}
     kinds["attention again"] = Fates(8, c, 2, 2 * c, 3 * c, dropped=3)
     kinds["alpha 1, poisoned"] = kinds["alpha 0.25, poisoned"] = None
     if device.type == "cuda":  # the control: without the waits, the same test must fail
         kinds["alpha 1, poisoned, no waits"] = None
     exact(True)
-    first = kept = None
+    first = like = None
     for label in kinds:
         fates, hard = kinds[label.partition(",")[0]], "poisoned" in label
-        attention = Ulysses(kernel, world, groups, Lane(device, True), 2)
+        attention = Ulysses(kernel, world, groups, Lane(device, True), 2,
+                            0 if "NCCL" in label else world, poison=hard)
         model, states = make(cfg, kernel, device, torch.bfloat16, attention=attention,
                              groups=groups, factors=f, recompute=fates is not None, poison=hard,
                              pieces=c if fates else 1)
@@ -385,8 +392,8 @@ def table_swap(device: torch.device) -> list[dict]:
             curve.append(torch.stack([loss, norm]))
         curve = torch.stack(curve)
         first = curve if first is None else first
-        kept = curve if label == "all kept" else kept
-        same = kept is not None and torch.equal(curve, kept)
+        same = like is not None and torch.equal(curve, like)
+        like = curve if label in ("plain, NCCL", "all kept") else like
         off = (curve - first).abs().amax(0).tolist()
         rows.append(row(f"{label}, bit-equal" if same else label, cfg, "160m/8", seq, 0, None,
                         device, gpus=world) | {
@@ -400,7 +407,7 @@ def table_swap(device: torch.device) -> list[dict]:
     offload.wait = shard.wait
     control = [rows.pop()] if device.type == "cuda" else []
     if dist.get_rank() == 0:
-        assert all(r["bit_equal"] for r in rows[1:]), "a fate changes the arithmetic"
+        assert all(r["bit_equal"] for r in rows[1:2] + rows[3:]), "a fate changes the arithmetic"
         assert all(r["largest_loss_difference"] < 0.05 for r in rows), "a loss curve is off"
         assert not any(r["bit_equal"] for r in control), "this test does not see a missing wait"
     return rows + control

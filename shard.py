@@ -36,12 +36,15 @@ a group on a rank.
 """
 import contextlib
 import math
+import weakref
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
                                                    TensorProperties)
@@ -283,6 +286,73 @@ def legal_sp(heads: int, ranks: int) -> list[int]:
     return [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0]
 
 
+def reach_each_other() -> bool:
+    """This GPU reads and writes the memory of the node's others."""
+    here, count = torch.cuda.current_device(), torch.cuda.device_count()
+    return all(torch.cuda.can_device_access_peer(here, i) for i in range(count) if i != here)
+
+
+def move(x: Tensor, into: Tensor) -> None:
+    """Copy heads (..., D) of any strides, 16 bytes at a time: PyTorch's copy goes by elements."""
+    if x.shape[-1] * x.itemsize % 16 == 0:
+        x, into = x.view(torch.complex128), into.view(torch.complex128)
+    into.copy_(x)
+
+
+class Exchange:
+    """All-to-alls between the ranks of a group, on the stream that is current.
+
+    near: every rank reaches the others' memory (GPUs of one node). Then copy engines push each part
+    to its place there, between two barriers of one warp, and no multiprocessor is taken from the
+    attention that runs beside it; elsewhere it is the group's own collective, whose blocks are.
+    """
+
+    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+
+    def __init__(self, group: dist.ProcessGroup, near: bool):
+        self.group, self.near = group, near
+        self.alive.add(self)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.memory = torch.empty(0)
+
+    @classmethod
+    def bytes(cls) -> int:
+        """What ranks have mapped from each other: it lies outside PyTorch's allocator."""
+        return sum(x.memory.nbytes for x in cls.alive)
+
+    def room(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
+        """Places to receive tensors of these shapes; near, all calls share them: what was received
+        must be read on this stream, or before it goes on. A collective where they grow."""
+        if not self.near:
+            return [like.new_empty(shape) for shape in shapes]
+        sizes = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
+        if self.memory.numel() < sum(sizes):
+            torch.cuda.synchronize()  # nobody uses the old place any more
+            dist.barrier(self.group)
+            self.memory, self.handle = torch.empty(0), None
+            torch.cuda.empty_cache()
+            self.memory = symm_mem.empty(sum(sizes), dtype=like.dtype, device=like.device)
+            self.handle = symm_mem.rendezvous(self.memory, self.group)
+        parts = self.memory[: sum(sizes)].split(sizes)
+        return [x[: math.prod(shape)].view(shape) for x, shape in zip(parts, shapes)]
+
+    def run(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Part i of each first tensor (n, ...) goes to rank i, into part `rank` of its second one,
+        which `room` has given."""
+        if not self.near:
+            for there, here in pairs:
+                dist.all_to_all_single(here, there, group=self.group)
+            return
+        self.handle.barrier()  # all have read what they received before
+        for i in range(self.ranks):
+            peer = (self.rank + i) % self.ranks  # another one for each rank
+            for there, here in pairs:
+                mine = here[self.rank]
+                self.handle.get_buffer(peer, mine.shape, mine.dtype, mine.storage_offset()).copy_(
+                    there[peer])
+        self.handle.barrier()  # all parts have arrived
+
+
 class Ulysses(Attention):
     """Attention over a sequence that lies on sp neighbouring ranks (InternEvo's ISP, Ulysses).
 
@@ -295,14 +365,20 @@ class Ulysses(Attention):
     a lane of its own, and only two groups are gathered at a time. Key/value heads that sp * G does
     not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T).
 
-    Whatever a lane reads or writes is allocated on the compute stream and held until the compute
-    stream has waited for the lane: so memory is never given to another too early.
+    per_node: ranks of a node (0: unknown), for Exchange. poison: what was received becomes NaN
+    after use, for tests. Whatever a lane reads or writes is allocated on the compute stream and
+    held until the compute stream has waited for the lane: so memory is never given to another too
+    early.
     """
 
-    def __init__(self, kernel: str, sp: int, groups: Groups, lane: Lane, head_groups: int = 1):
+    def __init__(self, kernel: str, sp: int, groups: Groups, lane: Lane, head_groups: int = 1,
+                 per_node: int = 0, poison: bool = False):
         super().__init__(kernel)
-        self.sp, self.lane, self.head_groups = sp, lane, head_groups
+        self.sp, self.lane, self.head_groups, self.poison = sp, lane, head_groups, poison
         self.group = groups.get("sequence", lambda r: r // sp)
+        if self.group:
+            near = lane.stream is not None and per_node % sp == 0 < per_node
+            self.exchange = Exchange(self.group, near and reach_each_other())
 
     def _repeats(self, heads: int) -> int:
         """Copies of a key/value head, so that each of the sp * G parts has whole ones."""
@@ -312,40 +388,45 @@ class Ulysses(Attention):
         """(B, T/sp, H, D) -> a view (G, sp, B, T/sp, h, D): what a group sends to each rank."""
         return x.unflatten(2, (self.sp, self.head_groups, -1)).permute(3, 2, 0, 1, 4, 5)
 
-    def _gather(self, parts: list[Tensor], j: int):
-        """Launch group j's all-to-all from tokens to heads. Returns what is received, (B, sp,
-        T/sp, h, D), the event of its arrival, and what must live until then."""
-        send = [torch.empty(x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
-        got = [torch.empty_like(x) for x in send]  # (sp, B, T/sp, h, D): the ranks' tokens in turn
+    def _gather(self, parts: list[Tensor], got: list[Tensor]):
+        """Launch a group's all-to-all from tokens to heads: parts (sp, B, T/sp, h, D), what goes to
+        each rank. Returns the event of the arrival in `got`, and what must live until then."""
+        send = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
         with self.lane.after_compute():
-            for x, there, here in zip(parts, send, got):
-                there.copy_(x[j])
-                dist.all_to_all_single(here, there, group=self.group)
-        return [x.transpose(0, 1) for x in got], self.lane.mark(), send
+            for x, there in zip(parts, send):
+                move(x, there)
+            self.exchange.run(list(zip(send, got)))
+        return self.lane.mark(), send
 
-    def _scatter(self, pairs: list[tuple[Tensor, Tensor]], j: int) -> list[Tensor]:
-        """Launch group j's all-to-all from heads (B, T, h, D) to tokens, into out[j] of each pair.
-        Returns what must live until the lane is done."""
+    def _scatter(self, results: list[Tensor], got: list[Tensor], outputs: list[Tensor]):
+        """Launch a group's all-to-all from heads (B, T, h, D) to tokens, into outputs (sp, B, T/sp,
+        h, D). Returns what must live until the lane is done."""
         # (B, T, h, D) -> (sp, B, T/sp, h, D); of one sequence: a view
-        send = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous() for x, _ in pairs]
-        got = [torch.empty_like(x) for x in send]
+        send = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous() for x in results]
         with self.lane.after_compute():
-            for (_, out), there, here in zip(pairs, send, got):
-                dist.all_to_all_single(here, there, group=self.group)
-                out[j].copy_(here)
-        return send + got
+            self.exchange.run(list(zip(send, got)))
+            for here, out in zip(got, outputs):
+                move(here, out)
+        return send
 
     def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel) -> None:
         """kernel(j, inputs on heads) -> outputs on heads, group by group, copied into outputs."""
         inputs, outputs = ([self._parts(x) for x in xs] for xs in (inputs, outputs))
-        ahead, leaving = self._gather(inputs, 0), []
+        shapes, n = [x.shape[1:] for x in (*inputs, *inputs, *outputs)], len(inputs)
+        room = self.exchange.room(shapes, inputs[0])  # (sp, B, T/sp, h, D): the ranks' tokens
+        slots, back = (room[:n], room[n : 2 * n]), room[2 * n :]
+        ahead, leaving = self._gather([x[0] for x in inputs], slots[0]), []
         for j in range(self.head_groups):
-            heads, event, send = ahead
-            ahead = self._gather(inputs, j + 1) if j + 1 < self.head_groups else None
+            event, send = ahead
+            if j + 1 < self.head_groups:
+                ahead = self._gather([x[j + 1] for x in inputs], slots[(j + 1) % 2])
             wait(event)
             del send, leaving[:-1]  # the lane had brought these away before it gathered this group
-            results = kernel(j, [x.flatten(1, 2) for x in heads])
-            leaving.append(self._scatter(list(zip(results, outputs)), j))
+            heads = [x.transpose(0, 1).flatten(1, 2) for x in slots[j % 2]]  # (B, T, h, D)
+            leaving.append(self._scatter(kernel(j, heads), back, [x[j] for x in outputs]))
+            if self.poison:
+                for x in slots[j % 2]:
+                    x.fill_(torch.nan)
         wait(self.lane.mark())
 
     def forward(self, q, k, v):

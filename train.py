@@ -46,8 +46,8 @@ from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation
                    peak_flops, pick_kernel)
 from offload import (Fates, Layers, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
                      measure, repeated_share, working_bytes)
-from shard import (LANES, Factors, Groups, Lane, States, Ulysses, check_factors, legal_factors,
-                   legal_sp, parse_mesh, parse_strategy, state_bytes)
+from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, check_factors,
+                   legal_factors, legal_sp, parse_mesh, parse_strategy, state_bytes)
 
 # ---------------------------------------------------------------------------- config
 
@@ -855,7 +855,9 @@ class Progress(threading.Thread):
             if not (self.step and self.text and time.perf_counter() - self.since > self.every):
                 continue
             host = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
-            gpu = torch.cuda.memory_allocated() / GIB if torch.cuda.is_initialized() else 0
+            gpu = 0.0
+            if torch.cuda.is_initialized():
+                gpu = (torch.cuda.memory_allocated() + Exchange.bytes()) / GIB
             line = (f"step {self.step}: {self.text}, {time.perf_counter() - self.since:.0f} s, GPU "
                     f"{gpu:.1f} GiB, host {host:.1f} GiB a rank")
             print(f"\r{line}\033[K" if self.every == 1 else line,
@@ -909,7 +911,8 @@ def build(cfg: Config, plan: Plan, say) -> tuple[LLaMA, States]:
     times of this machine. A collective of all ranks."""
     device, shape = plan.device, (cfg.micro_batch, cfg.seq // cfg.sp)
     groups = Groups(timedelta(seconds=cfg.timeout))
-    attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups)
+    attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups,
+                        cfg.per_node)
     if plan.fates:
         measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
         on_all_ranks(lambda: treat(cfg, plan, *measured))
@@ -1020,7 +1023,9 @@ def main(argv: list[str] | None = None) -> None:
         if step < cfg.steps:  # read the next batch while the GPU works
             batch = load_batch(cfg, plan, step, rank, world)
         host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        gpu_gib = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0
+        gpu_gib = Exchange.bytes() / GIB
+        if device.type == "cuda":
+            gpu_gib += torch.cuda.max_memory_allocated() / GIB
         worst = torch.tensor([stop["signal"], gpu_gib, host_gib], device=device).double()
         dist.all_reduce(worst, dist.ReduceOp.MAX)
         # the only wait of a step: everything that the host must know, in one copy
