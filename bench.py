@@ -32,7 +32,7 @@ import shard
 import train
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
-from offload import Fates, Layers, Sizes, choose, host_need, layer_bytes
+from offload import Fates, Layers, Sizes, choose
 from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, legal_factors,
                    state_bytes)
 from train import (Config, Plan, Refused, choose_plan, local_positions, memory_need, on_all_ranks,
@@ -189,7 +189,6 @@ def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, 
     attention: over a sequence that all ranks share; layers are then recomputed."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    expandable_segments(True)
     with torch.device("meta"):
         model = LLaMA(cfg, attention or Attention(kernel))
     model.recompute = attention is not None
@@ -235,7 +234,7 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
         step = build()
         seconds = clock(step, repeats, device, warmup=min(2, repeats))
     except (torch.OutOfMemoryError, Refused) as e:  # it ran out, or said before that it would
-        more["why"] = str(e)[:300]
+        more["error"] = str(e)[:600]
     if states := getattr(step, "states", None):
         more["state_bytes"] = states.bytes()
         more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.f, states.dtype,
@@ -246,8 +245,7 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
                  "head_groups": step.config.head_groups, "planned_gib": {
                      k: v / GIB for k, v in step.need.items()}, "why": plan.why,
                  "fates": fates and dataclasses.asdict(fates), "alpha": fates and fates.alpha,
-                 "host_gib": fates and gpus / GIB * host_need(fates, layer_bytes(
-                     plan.model, plan.tokens(step.config), plan.dtype))}
+                 "host_gib": fates and gpus / GIB * train.host_bytes(step.config, plan)}
     slowest = torch.tensor(seconds, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds = slowest.item() if slowest.isfinite() else None
@@ -258,13 +256,6 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
         show(rows[-1:], head=len(rows) == 1)
     step = states = None
     release(device)
-    expandable_segments(False)
-
-
-def expandable_segments(on: bool) -> None:
-    """The allocator's setting that FSDP2's users are told to take; ours needs no such help."""
-    if torch.cuda.is_available():
-        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{on}")
 
 
 def table_shard(device: torch.device) -> list[dict]:
@@ -812,6 +803,7 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
+        train.expandable_segments()
     torch.compiler.set_stance("default" if gpu else "force_eager")
     hardware = torch.cuda.get_device_name(device) if gpu else f"CPU, {os.cpu_count()} cores"
     hardware = f"{world} x {hardware}" if world > 1 else hardware

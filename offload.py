@@ -46,7 +46,7 @@ from torch.autograd.function import once_differentiable
 from model import (MAX_ELEMENTS, Attention, Block, LLaMA, ModelConfig, accumulation_dtype,
                    add_rms_norm, compiled, input_grad, param_count, rope_tables, swiglu,
                    weight_grad)
-from shard import Lane, wait
+from shard import Lane, move, wait
 
 GIB = 2**30
 ALIGN = 512  # bytes: where a tensor starts in a slot
@@ -314,14 +314,15 @@ def carve(memory: Tensor, fields: list[Field]) -> dict[str, Tensor]:
 
 
 @compiled
-def rms_norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, dy: Tensor):
-    """n = norm(x) again and dy + the gradient of x, (1, N, C); the gradient of weight (C,)."""
+def rms_norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, dy: Tensor, dx: Tensor):
+    """n = norm(x) again (1, N, C) and the gradient of weight (C,). Sets dx, which may be dy, to dy
+    + the gradient of x."""
     wide = x.to(accumulation_dtype(x.dtype))
     r = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     unit, dn = wide * r, dn.to(wide.dtype)
     g = dn * weight
-    dx = r * (g - unit * (g * unit).mean(-1, keepdim=True))
-    return (unit * weight).to(x.dtype), (dx + dy).to(x.dtype), (dn * unit).sum((0, 1))
+    dx.copy_(dy + r * (g - unit * (g * unit).mean(-1, keepdim=True)))
+    return (unit * weight).to(x.dtype), (dn * unit).sum((0, 1))
 
 
 @compiled
@@ -335,12 +336,11 @@ def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @compiled
-def unrotate(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gradients of q (1, N, H, D), k, v (1, N, K, D) -> that of the projection (1, N, (H+2K)D)."""
-    d1, d2 = torch.cat((dq, dk), dim=2).to(cos.dtype).chunk(2, dim=-1)
+def unrotate(d: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
+    """The gradient of rotated heads (1, N, h, D) -> out, that of the projection they came from."""
+    d1, d2 = d.to(cos.dtype).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]  # (N, 1, D/2)
-    dqk = torch.cat((d1 * cos + d2 * sin, d2 * cos - d1 * sin), dim=-1).to(dq.dtype)
-    return torch.cat((dqk, dv), dim=2).flatten(2)
+    out.copy_(torch.cat((d1 * cos + d2 * sin, d2 * cos - d1 * sin), dim=-1))
 
 
 # ---------------------------------------------------------------------------- the layers
@@ -386,6 +386,7 @@ class Layers:
                  device: torch.device, dtype: torch.dtype, poison: bool = False, delay: int = 0,
                  report=print):
         self.blocks, self.attention, self.cfg = model.blocks, model.attention, model.cfg
+        self.heads = self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads  # of q, k, v
         self.batch, self.tokens, self.fates = shape[0], shape[0] * shape[1], fates
         self.chunks = [slice(i, min(i + chunk, self.tokens)) for i in range(0, self.tokens, chunk)]
         assert len(self.chunks) == fates.chunks and len(self.blocks) == fates.layers
@@ -410,12 +411,12 @@ class Layers:
         """What the slot of a swapped layer holds."""
         cfg, stored = self.cfg, self.fates.stored(i)
         m = self.chunks[stored - 1].stop if stored else 0
-        heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
         fields = [("x", (1, self.tokens, cfg.dim), self.dtype)]
         if i >= self.fates.dropped:
             fields += [("o", (1, self.tokens, cfg.heads, cfg.head_dim), self.dtype),
                        ("lse", (self.tokens * cfg.heads,), accumulation_dtype(self.dtype))]
-        fields += [(name, (1, m, n, cfg.head_dim), self.dtype) for name, n in zip("qkv", heads)]
+        fields += [(name, (1, m, n, cfg.head_dim), self.dtype)
+                   for name, n in zip("qkv", self.heads)]
         wide = (("h", cfg.dim), ("gu", 2 * cfg.ffn))
         return fields + [(name, (1, m, n), self.dtype) for name, n in wide]
 
@@ -430,15 +431,19 @@ class Layers:
 
     # -- one layer
 
-    def _project(self, block: Block, x: Tensor, rope, out: list[Tensor], first: int = 0) -> None:
-        """q, k, v of the chunks from `first` on, into out: (1, N, H, D), (1, N, K, D) twice."""
-        for c in self.chunks[first:]:
-            for whole, part in zip(out, block.pre(x[:, c], (rope[0][c], rope[1][c]))):
-                whole[:, c] = part
-
-    def _empty_qkv(self, x: Tensor) -> list[Tensor]:
-        heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
-        return [x.new_empty(1, self.tokens, n, self.cfg.head_dim) for n in heads]
+    def _project(self, block: Block, x: Tensor, rope, stored: list[Tensor] = ()) -> list[Tensor]:
+        """q (1, N, H, D), k, v (1, N, K, D); stored: those of the first tokens, if any."""
+        if len(self.chunks) == 1:  # nothing to put together
+            return list(block.pre(x, rope))
+        first = stored[0].shape[1] if stored else 0
+        out = [x.new_empty(1, self.tokens, n, self.cfg.head_dim) for n in self.heads]
+        for whole, part in zip(out, stored):
+            whole[:, :first] = part
+        for c in self.chunks:
+            if c.start >= first:
+                for whole, part in zip(out, block.pre(x[:, c], (rope[0][c], rope[1][c]))):
+                    whole[:, c] = part
+        return out
 
     def _attend(self, qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
         o, lse = self.attention.forward(*(self._split(t) for t in qkv))
@@ -458,8 +463,7 @@ class Layers:
         stored = self.fates.stored(i) if keep else 0
         if keep:
             self._leave(i - 2)
-        qkv = self._empty_qkv(x)
-        self._project(block, x, rope, qkv)
+        qkv = self._project(block, x, rope)
         o, lse = self._attend(qkv)
         saved, y = Saved(x, o, lse), torch.empty_like(x)
         for j, c in enumerate(self.chunks):
@@ -485,12 +489,11 @@ class Layers:
         saved, stored = self._fetch(i), self.fates.stored(i)
         x, o, lse, qkv = saved.x, saved.o, saved.lse, saved.qkv
         if stored < len(self.chunks):
-            qkv = self._empty_qkv(x)
-            for whole, part in zip(qkv, saved.qkv):
-                whole[:, : part.shape[1]] = part
-            self._project(block, x, rope, qkv, first=stored)
+            qkv = self._project(block, x, rope, saved.qkv)
         if o is None:
             o, lse = self._attend(qkv)
+        inputs = [self._split(t) for t in (*qkv, o)]
+        self.attention.ahead(*inputs)
         dx, do = torch.empty_like(x), o.new_empty(1, self.tokens, o.shape[2] * o.shape[3])
         for j, c in enumerate(self.chunks):  # post
             if j < stored:
@@ -502,22 +505,24 @@ class Layers:
             a, dgu = swiglu_backward(gu, input_grad(block.down, dy[:, c]))
             weight_grad(block.down, dy[:, c], a)
             dn = input_grad(block.gate_up, dgu)
-            n, dh, dweight = rms_norm_backward(h, block.norm2.weight, eps, dn, dy[:, c])
+            dh = dx[:, c]
+            n, dweight = rms_norm_backward(h, block.norm2.weight, eps, dn, dy[:, c], dh)
             weight_grad(block.gate_up, dgu, n)
             block.norm2.weight.grad += dweight
             input_grad(block.out, dh, out=do[:, c])
             weight_grad(block.out, dh, o[:, c].flatten(2))
-            dx[:, c] = dh
         del dy, h, gu, a, dgu, dn, n, dh
-        do = do.view(o.shape)
-        do, o, *qkv = (self._split(t) for t in (do, o, *qkv))
-        grads = [self._join(t) for t in self.attention.backward(do, *qkv, o, lse)]
-        del do, o, qkv
+        do = self._split(do.view(o.shape))
+        grads = [self._join(t) for t in self.attention.backward(do, *inputs, lse)]
+        del do, o, qkv, inputs
         for c in self.chunks:  # pre
-            dqkv = unrotate(*(t[:, c] for t in grads), rope[0][c], rope[1][c])
-            dn = input_grad(block.qkv, dqkv)
-            n, dx[:, c], dweight = rms_norm_backward(x[:, c], block.norm1.weight, eps, dn,
-                                                     dx[:, c])
+            dqkv = x.new_empty(1, c.stop - c.start, sum(self.heads) * self.cfg.head_dim)
+            parts = dqkv.unflatten(2, (-1, self.cfg.head_dim)).split(self.heads, 2)
+            for d, part in zip(grads[:2], parts):
+                unrotate(d[:, c], rope[0][c], rope[1][c], part)
+            move(grads[2][:, c], parts[2])
+            dn, dy = input_grad(block.qkv, dqkv), dx[:, c]
+            n, dweight = rms_norm_backward(x[:, c], block.norm1.weight, eps, dn, dy, dy)
             weight_grad(block.qkv, dqkv, n)
             block.norm1.weight.grad += dweight
         self._used(i, saved)

@@ -375,14 +375,16 @@ class Ulysses(Attention):
                  per_node: int = 0, poison: bool = False):
         super().__init__(kernel)
         self.sp, self.lane, self.head_groups, self.poison = sp, lane, head_groups, poison
-        self.group = groups.get("sequence", lambda r: r // sp)
+        self.group, self.begun = groups.get("sequence", lambda r: r // sp), None
         if self.group:
             near = lane.stream is not None and per_node % sp == 0 < per_node
             self.exchange = Exchange(self.group, near and reach_each_other())
 
-    def _repeats(self, heads: int) -> int:
-        """Copies of a key/value head, so that each of the sp * G parts has whole ones."""
-        return math.lcm(heads, self.sp * self.head_groups) // heads
+    def _repeated(self, *tensors: Tensor) -> list[Tensor]:
+        """k, v with as many copies of a head as give each of the sp * G parts whole ones."""
+        heads = tensors[0].shape[2]
+        copies = math.lcm(heads, self.sp * self.head_groups) // heads
+        return [x.repeat_interleave(copies, 2) if copies > 1 else x for x in tensors]
 
     def _parts(self, x: Tensor) -> Tensor:
         """(B, T/sp, H, D) -> a view (G, sp, B, T/sp, h, D): what a group sends to each rank."""
@@ -409,13 +411,22 @@ class Ulysses(Attention):
                 move(here, out)
         return send
 
-    def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel) -> None:
-        """kernel(j, inputs on heads) -> outputs on heads, group by group, copied into outputs."""
+    def _places(self, inputs: list[Tensor], outputs: list[Tensor]):
+        """Where groups arrive on heads, in turn, and where outputs come back: (sp, B, T/sp, h, D),
+        the ranks' tokens."""
+        shapes = [self._parts(x).shape[1:] for x in (*inputs, *inputs, *outputs)]
+        room, n = self.exchange.room(shapes, inputs[0]), len(inputs)
+        return (room[:n], room[n : 2 * n]), room[2 * n :]
+
+    def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel, begun=None) -> None:
+        """kernel(j, inputs on heads) -> outputs on heads, group by group, copied into outputs.
+        begun: places, and what the first group has sent of the first inputs."""
+        (slots, back), sent = begun or (self._places(inputs, outputs), [])
         inputs, outputs = ([self._parts(x) for x in xs] for xs in (inputs, outputs))
-        shapes, n = [x.shape[1:] for x in (*inputs, *inputs, *outputs)], len(inputs)
-        room = self.exchange.room(shapes, inputs[0])  # (sp, B, T/sp, h, D): the ranks' tokens
-        slots, back = (room[:n], room[n : 2 * n]), room[2 * n :]
-        ahead, leaving = self._gather([x[0] for x in inputs], slots[0]), []
+        n, leaving = len(sent), []
+        event, send = self._gather([x[0] for x in inputs[n:]], slots[0][n:])
+        ahead = event, sent + send
+        del begun, sent, send
         for j in range(self.head_groups):
             event, send = ahead
             if j + 1 < self.head_groups:
@@ -432,32 +443,40 @@ class Ulysses(Attention):
     def forward(self, q, k, v):
         if self.group is None:
             return super().forward(q, k, v)
-        repeats, o, lse = self._repeats(k.shape[2]), torch.empty_like(q), []
+        o, lse, (k, v) = torch.empty_like(q), [], self._repeated(k, v)
+        self._places([q, k, v, q, q], [q, k, v])  # as much as backward needs, from the start
 
         def kernel(j, heads):
             out, part = attention_forward(self.kernel, *heads)
             lse.append(part)
             return [out]
 
-        self._run([q, *(x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))],
-                  [o], kernel)
+        self._run([q, k, v], [o], kernel)
         return o, torch.stack(lse)
+
+    def ahead(self, q, k, v, o):
+        """Launch the first group's way of what backward gets, all but do."""
+        if self.group:
+            inputs = [q, *self._repeated(k, v), o]
+            slots, back = self._places([*inputs, o], inputs[:3])
+            _, sent = self._gather([self._parts(x)[0] for x in inputs], slots[0][:4])
+            self.begun = (slots, back), sent
 
     def backward(self, do, q, k, v, o, lse):
         if self.group is None:
             return super().backward(do, q, k, v, o, lse)
-        repeats = self._repeats(k.shape[2])
-        k, v = (x.repeat_interleave(repeats, 2) if repeats > 1 else x for x in (k, v))
+        heads, (k, v) = k.shape[2], self._repeated(k, v)
         grads = [torch.empty_like(x) for x in (q, k, v)]
 
-        def kernel(j, heads):
-            return attention_backward(self.kernel, *heads, lse[j])
+        def kernel(j, on_heads):
+            *inputs, do = on_heads
+            return attention_backward(self.kernel, do, *inputs, lse[j])
 
-        self._run([do.contiguous(), q, k, v, o], grads, kernel)
-        dq, dk, dv = grads
-        if repeats > 1:
-            dk, dv = (x.unflatten(2, (-1, repeats)).sum(3) for x in (dk, dv))
-        return dq, dk, dv
+        begun, self.begun = self.begun, None
+        self._run([q, k, v, o, do.contiguous()], grads, kernel, begun)
+        # a head's copies: the gradients of all are its own
+        return grads[0], *(x.unflatten(2, (heads, -1)).sum(3) if x.shape[2] > heads else x
+                           for x in grads[1:])
 
 
 # ---------------------------------------------------------------------------- states

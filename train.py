@@ -280,6 +280,13 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
 # ---------------------------------------------------------------------------- ranks and plans
 
 
+def expandable_segments() -> None:
+    """PyTorch's allocator maps memory where a block needs it: without, the pieces between what
+    layers keep add up to gigabytes. What the environment says goes before."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
 def start_ranks(timeout: float) -> tuple[int, int, int]:
     """Join torchrun's group, or make a group of one (timeout in seconds). Returns rank, R, local
     rank."""
@@ -526,8 +533,9 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
 
 def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
     """Set sp, batch, micro-batch (in cfg) and factors, fates (in plan): the least predicted time a
-    token; within 1 %, the smallest sp, the largest micro-batch and the fewest shards."""
-    asked, best, errors = dataclasses.replace(cfg), None, []
+    token; within 1 %, the smallest sp and the largest micro-batch; for these, within 0.2 %, the
+    least host memory and the fewest shards."""
+    asked, found, errors = dataclasses.replace(cfg), [], []
     degrees, factors = choose_degrees(cfg, plan.model.heads, world), wanted_factors(cfg, world)
     count = param_count(plan.model)
     for sp in degrees:
@@ -548,17 +556,21 @@ def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
                     errors.append(e)
                     continue
                 update = 28 * count / f.os / 3.9e12 / plan.micro_batches  # AdamW's bytes, H200
-                seconds = (seconds + update) / plan.tokens(cfg)
-                if best is None or seconds < 0.99 * best[0]:
-                    best = seconds, dataclasses.replace(cfg), dataclasses.replace(plan)
-    if best is None:
+                found.append(((seconds + update) / plan.tokens(cfg), (sp, -b), host_bytes(cfg, plan),
+                              dataclasses.replace(cfg), dataclasses.replace(plan)))
+    if not found:
         raise errors[-1]
-    vars(cfg).update(vars(best[1]))
+    least = min(x[0] for x in found)
+    shape = min(x[1] for x in found if x[0] <= 1.01 * least)
+    found = [x for x in found if x[1] == shape]
+    least = min(x[0] for x in found)
+    *_, chosen, plan = min((x for x in found if x[0] <= 1.002 * least), key=lambda x: x[2])
+    vars(cfg).update(vars(chosen))
     usual = asked.batch or usual_batch(cfg)
     if cfg.batch != usual and rank == 0:
         print(f"--batch: {usual} by default, {cfg.batch} so that {world // cfg.sp} data-parallel "
               "ranks divide it")
-    return best[2]
+    return plan
 
 
 def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
@@ -635,6 +647,12 @@ def host_room(cfg: Config) -> float:
     """Bytes of host memory of a rank to swap to."""
     ranks = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # that share it
     return host_limit(cfg.host_memory) / ranks
+
+
+def host_bytes(cfg: Config, plan: Plan) -> float:
+    """Bytes of host memory of a rank that its plan swaps to."""
+    layer = layer_bytes(plan.model, plan.tokens(cfg), plan.dtype)
+    return host_need(plan.fates, layer) if plan.fates else 0.0
 
 
 def agree(plan: Plan) -> None:
@@ -898,7 +916,7 @@ def describe(cfg: Config, plan: Plan, say) -> None:
         f"{plan.micro_batches} micro-batches x {cfg.micro_batch}; sp={cfg.sp}, {cfg.head_groups} "
         f"head groups; {plan.tokens(cfg):,} tokens a rank at once")
     if fates:
-        host = host_need(fates, layer_bytes(plan.model, plan.tokens(cfg), plan.dtype))
+        host = host_bytes(cfg, plan)
         say(f"activations: {fates.describe()} of {cfg.chunk:,} tokens; {host / GIB:.1f} GiB of "
             f"host memory a rank; {plan.why}")
     need = memory_need(cfg, plan)
@@ -949,6 +967,7 @@ def main(argv: list[str] | None = None) -> None:
     plan = on_all_ranks(lambda: make_plan(cfg, rank, world, local_rank, launch))
     if plan.device.type == "cuda":
         torch.cuda.set_device(plan.device)
+        expandable_segments()
     agree(plan)
     plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
     device, out = plan.device, Path(cfg.out)
