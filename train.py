@@ -556,8 +556,9 @@ def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
                     errors.append(e)
                     continue
                 update = 28 * count / f.os / 3.9e12 / plan.micro_batches  # AdamW's bytes, H200
-                found.append(((seconds + update) / plan.tokens(cfg), (sp, -b), host_bytes(cfg, plan),
-                              dataclasses.replace(cfg), dataclasses.replace(plan)))
+                found.append(((seconds + update) / plan.tokens(cfg), (sp, -b),
+                              host_bytes(cfg, plan), dataclasses.replace(cfg),
+                              dataclasses.replace(plan)))
     if not found:
         raise errors[-1]
     least = min(x[0] for x in found)
