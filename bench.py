@@ -43,7 +43,7 @@ GIB = 2**30
 SEQS: list[int] = []  # of the table long, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
 KEEP: list = []  # of the table that is measured: a function that writes its rows so far
-HOST_MEMORY = 0  # bytes that it may swap to, from --host-memory
+MEMORY: dict[str, int] = {}  # host_memory and gpu_memory of it, from --host-memory, --gpu-memory
 TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
 
@@ -226,13 +226,13 @@ def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, 
 
 
 def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dict | None, device,
-            build, repeats: int = 5, **more) -> None:
+            build, repeats: int = 5, warmup: int = 2, **more) -> None:
     """Build a step, time it, append its row; out of memory on any rank is a row too."""
     release(device)
     seconds, step, gpus = math.inf, None, dist.get_world_size()
     try:
         step = build()
-        seconds = clock(step, repeats, device, warmup=min(2, repeats))
+        seconds = clock(step, repeats, device, warmup=min(warmup, repeats))
     except (torch.OutOfMemoryError, Refused) as e:  # it ran out, or said before that it would
         more["error"] = str(e)[:600]
     if states := getattr(step, "states", None):
@@ -240,12 +240,7 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
         more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.f, states.dtype,
                                                   states.grad_dtype != states.dtype)
     if plan := getattr(step, "plan", None):
-        f, fates = plan.factors, plan.fates
-        more |= {"p": f.p, "g": f.g, "os": f.os, "sp": step.config.sp, "chunk": step.config.chunk,
-                 "head_groups": step.config.head_groups, "planned_gib": {
-                     k: v / GIB for k, v in step.need.items()}, "why": plan.why,
-                 "fates": fates and dataclasses.asdict(fates), "alpha": fates and fates.alpha,
-                 "host_gib": fates and gpus / GIB * train.host_bytes(step.config, plan)}
+        more |= chosen(step.config, plan)
     slowest = torch.tensor(seconds, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     seconds = slowest.item() if slowest.isfinite() else None
@@ -256,6 +251,16 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
         show(rows[-1:], head=len(rows) == 1)
     step = states = None
     release(device)
+
+
+def chosen(cfg: Config, plan: Plan) -> dict:
+    """What a row says of a plan."""
+    f, fates = plan.factors, plan.fates
+    return {"p": f.p, "g": f.g, "os": f.os, "sp": cfg.sp, "chunk": cfg.chunk, "why": plan.why,
+            "head_groups": cfg.head_groups, "fates": fates and dataclasses.asdict(fates),
+            "planned_gib": {k: v / GIB for k, v in memory_need(cfg, plan).items()},
+            "alpha": fates and fates.alpha,
+            "host_gib": fates and cfg.per_node / GIB * train.host_bytes(cfg, plan)}
 
 
 def table_shard(device: torch.device) -> list[dict]:
@@ -449,25 +454,31 @@ def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dty
                kernel=kernel, attention_s=attn)
 
 
-def long_step(cfg: Config, device, rank: int):
-    """A step of train.py under its own choices, on random tokens: one sequence over all ranks."""
-    world = dist.get_world_size()
-    model, dtype = MODELS[cfg.model], torch.bfloat16
-    kernel = pick_kernel("auto", device, dtype)
+def long_plan(cfg: Config, device) -> Plan:
+    """What train.py chooses for one sequence over all ranks. Raises Refused."""
+    world, dtype = dist.get_world_size(), torch.bfloat16
     cfg.per_node, cfg.batch, cfg.sp, cfg.dtype = world, 1, world, "bf16"
-    plan = Plan(model, device, dtype, kernel, None, None, room=train.gpu_room(cfg, device),
-                host=train.host_room(cfg))
+    plan = Plan(MODELS[cfg.model], device, dtype, pick_kernel("auto", device, dtype), None, None,
+                room=train.gpu_room(cfg, device), host=train.host_room(cfg))
     train.agree(plan)
-    plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
+    return on_all_ranks(lambda: choose_plan(cfg, plan, world, dist.get_rank()))
+
+
+def long_step(cfg: Config, device, plan: Plan | None = None):
+    """A step of train.py under its own choices, or as planned, on random tokens: one sequence over
+    all ranks."""
+    world, rank, as_planned = dist.get_world_size(), dist.get_rank(), plan is not None
+    plan = plan or long_plan(cfg, device)
     say = print if rank == 0 else (lambda *a, **k: None)
-    llama, states = train.build(cfg, plan, say)
+    train.cap_gpu(cfg, device)
+    llama, states = train.build(cfg, plan, say, as_planned)
     for name, p in llama.named_parameters():
-        states.load(name, initial_weight(model, name, p.shape, 0, device))
+        states.load(name, initial_weight(plan.model, name, p.shape, 0, device))
     tokens, labels = (t[:, rank * cfg.seq // world : (rank + 1) * cfg.seq // world].contiguous()
-                      for t in random_sequence(model, cfg.seq, device))
+                      for t in random_sequence(plan.model, cfg.seq, device))
     step = train_step(llama, states, (tokens, labels), 1, cfg.seq,
                       local_positions(cfg, rank, device))
-    step.plan, step.config, step.need = plan, cfg, memory_need(cfg, plan)
+    step.plan, step.config = plan, cfg
     return step
 
 
@@ -479,21 +490,21 @@ def random_sequence(cfg: ModelConfig, seq: int, device) -> tuple[torch.Tensor, t
 
 
 def table_long(device: torch.device) -> list[dict]:
-    """7B, one sequence over all ranks, train.py's own choices, beside the kernels alone and beside
-    FSDP2 with Ulysses and full recomputation of each layer: same model, same kernels."""
+    """7B, one sequence over all ranks, train.py's own choices, beside the kernels alone, beside
+    what Memo compares with (full recomputation; all of it swapped, two layers resident), and
+    beside FSDP2 with Ulysses and full recomputation of each layer: same model, same kernels."""
     world, rank, name, rows = dist.get_world_size(), dist.get_rank(), "7b", []
+    kinds = {"ours": ("ours", {}), "full": ("ours, full recompute", {"recompute": "full"}),
+             "swap": ("ours, full swap", {"alpha": 1.0, "resident_layers": 2})}
     kernel = pick_kernel("auto", device, torch.bfloat16)
     for seq in SEQS or [2**13 * world * i for i in (1, 2, 4, 8)]:
         rows.append(bound := kernel_bound(MODELS[name], name, seq, kernel, device, torch.bfloat16,
                                           2**14))
         show(rows[-1:], head=len(rows) == 1) if rank == 0 else None
         repeats = 1 if seq // world > 2**14 else 3
-        for label, recompute in (("ours", "auto"), ("ours, full recompute", "full")):
-            if recompute in SKIP:
-                continue
-            attempt(rows, label, name, seq, seq // world, bound, device,
-                    lambda: long_step(Config(model=name, seq=seq, recompute=recompute,
-                                             host_memory=HOST_MEMORY), device, rank), repeats)
+        for label, by_hand in (v for k, v in kinds.items() if k not in SKIP):
+            attempt(rows, label, name, seq, seq // world, bound, device, lambda: long_step(
+                Config(model=name, seq=seq, **MEMORY, **by_hand), device), repeats)
         if "fsdp2" not in SKIP:
             tokens = (t[:, rank * seq // world : (rank + 1) * seq // world].contiguous()
                       for t in random_sequence(MODELS[name], seq, device))
@@ -502,6 +513,101 @@ def table_long(device: torch.device) -> list[dict]:
             attempt(rows, "fsdp2 ZeRO-3, Ulysses, full", name, seq, seq // world, bound, device,
                     lambda: fsdp2_step(MODELS[name], kernel, device, 1, flat, True, tuple(tokens),
                                        attention), repeats)
+    return rows
+
+
+def longest(name: str, ranks: int, device, gpu: float,
+            host: float) -> tuple[Config, Plan] | None:
+    """The most tokens of one sequence over `ranks` that there is a plan for, in steps of 16K a
+    rank, by usual rates. gpu, host: bytes of a rank to plan with."""
+    def fits(steps: int) -> tuple[Config, Plan] | None:
+        cfg = Config(model=name, seq=steps * ranks * 2**14, batch=1, sp=ranks, per_node=ranks,
+                     dtype="bf16")
+        plan = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None, room=gpu, host=host)
+        try:
+            return cfg, choose_plan(cfg, plan, ranks, 1)
+        except ValueError:
+            return None
+
+    best, good, bad = None, 0, 1
+    while found := fits(bad):
+        best, good, bad = found, bad, 2 * bad
+    while bad - good > 1:
+        if found := fits(middle := (good + bad) // 2):
+            best, good = found, middle
+        else:
+            bad = middle
+    return best
+
+
+def proof_step(cfg: Config, device, plan: Plan):
+    """A step of the first and the last two layers, with all else allocated as planned."""
+    f = plan.fates
+    most = max(f.stored(i) for i in range(f.layers) if f.swaps(i))
+    part = dataclasses.replace(plan, model=dataclasses.replace(plan.model, layers=4), fates=Fates(
+        4, f.chunks, 2, min(f.kept, 2 * f.chunks), 2 * most, dropped=min(1, f.dropped)))
+    gpu = sum(memory_need(cfg, plan).values()) - sum(memory_need(cfg, part).values())
+    host = train.host_bytes(cfg, plan) - train.host_bytes(cfg, part)
+    held = [torch.empty(int(gpu), dtype=torch.uint8, device=device),
+            offload.host_slots([2**32] * int(host / 2**32), device.type == "cuda")]
+    step = long_step(cfg, device, part)
+    step.held, step.plan = held, plan
+    return step
+
+
+def table_longest(device: torch.device) -> list[dict]:
+    """The longest sequence of 7B: of 8 H200s with 560 GiB of host memory by plan, and of this
+    machine by plan and by a step of its first and last layers."""
+    world, rank, rows, name = dist.get_world_size(), dist.get_rank(), [], "7b"
+    MODELS["7b/4"] = dataclasses.replace(MODELS[name], layers=4)
+    own = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None,
+               room=train.gpu_room(Config(**MEMORY), device),
+               host=train.host_room(Config(per_node=world, **MEMORY)))
+    train.agree(own)
+    for label, ranks, gpu, host in (
+            ("8 x H200, 560 GiB host, by plan", 8, train.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8),
+            ("this machine, by plan", world, own.room, own.host)):
+        cfg, plan = longest(name, ranks, device, gpu, host)
+        rows.append(row(label, plan.model, name, cfg.seq, 0, None, device, gpus=ranks,
+                        **chosen(cfg, plan)) | {"oom": False, "gpu_gib": None})
+    show(rows) if rank == 0 else None
+    attempt(rows, "its first and last layers", "7b/4", cfg.seq, cfg.seq // world, None, device,
+            lambda: proof_step(cfg, device, plan), repeats=1, warmup=0)
+    return rows
+
+
+def table_million(device: torch.device) -> list[dict]:
+    """Attention of a million tokens, where the elements of its heads pass 2^31: relative distance
+    of the last head from a run of that head alone, and of rows past 2^19 from the definition in
+    float64."""
+    gpu = device.type == "cuda"
+    seq, heads, dtype = (2**20, 17, torch.bfloat16) if gpu else (2**9, 3, torch.float32)
+    rows, kernel = [], pick_kernel("auto", device, dtype)
+    op = Attention(kernel)
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, seq, heads, 128, device=device).to(dtype) for _ in range(4))
+    o, lse = op.forward(q, k, v)
+    all_heads = dict(zip(("o", "dq", "dk", "dv"), (o, *op.backward(do, q, k, v, o, lse))))
+    last = [x[:, :, -1:].contiguous() for x in (q, k, v, do)]
+    o, lse = op.forward(*last[:3])
+    alone = dict(zip(("o", "dq", "dk", "dv"), (o, *op.backward(last[3], *last[:3], o, lse))))
+
+    def add(label: str, wanted: dict, have: dict) -> None:
+        distance = {x: ((have[x].double() - wanted[x].double()).norm()
+                        / wanted[x].double().norm()).item() for x in wanted}
+        rows.append({"system": label, "seq": seq, "heads": heads, "kernel": kernel,
+                     **dict.fromkeys(("o", "dq", "dk", "dv")), **distance})
+
+    add("the last head, to itself alone", alone, {k: x[:, :, -1:] for k, x in all_heads.items()})
+    at = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
+    q, k, v, do = (x[0, :, 0].double() for x in last)  # (T, D)
+    scores = q[at] @ k.t() / 128**0.5
+    scores.masked_fill_(torch.arange(seq, device=device) > at[:, None], -math.inf)
+    p = scores.softmax(-1)
+    o = p @ v
+    ds = p * (do[at] @ v.t() - (do[at] * o).sum(-1, keepdim=True))
+    add("its rows past the middle, to the definition", {"o": o, "dq": ds @ k / 128**0.5},
+        {x: all_heads[x][0, at, -1] for x in ("o", "dq")})
     return rows
 
 
@@ -650,6 +756,7 @@ def table_trace(device: torch.device) -> list[dict]:
 TABLES = {"step": (table_step, 1), "alpha": (table_alpha, 1),
           "shard": (table_shard, 2), "memory": (table_memory, 2),
           "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),
+          "longest": (table_longest, 1), "million": (table_million, 1),
           "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
 
@@ -697,6 +804,11 @@ def alpha_cells(r: dict) -> list[str]:
             *(f"{r[k]:.1f}" for k in ("host_gib", "buffers_gib", "buffers_alpha0_gib"))]
 
 
+def million_cells(r: dict) -> list[str]:
+    return [r["system"], f"{r['seq']:,}", str(r["heads"]), *(
+        "-" if r[k] is None else f"{r[k]:.1e}" for k in ("o", "dq", "dk", "dv"))]
+
+
 def layout(rows: list[dict]) -> tuple:
     """The head of a table, and the function that writes its cells, by what the rows hold."""
     if "rule_alpha" in rows[0]:
@@ -706,7 +818,9 @@ def layout(rows: list[dict]) -> tuple:
         return ["system", "first loss", "last loss", "difference", "of the norm"], curve_cells
     if "exposed_ms" in rows[0]:
         return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
-    if rows[0]["step_s"] is None and not rows[0]["oom"]:
+    if "dq" in rows[0]:
+        return ["system", "tokens", "heads", "o", "dq", "dk", "dv"], million_cells
+    if "imbalance" in rows[0]:
         return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
     return HEAD, cells
 
@@ -784,13 +898,15 @@ def main() -> None:
                         " that reach each other by sockets alone, as nodes do (table nodes)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
                         help="tokens of the sequences of the table long, as 64K,128K")
-    parser.add_argument("--skip", default="", help="rows that the table long leaves out: "
-                        "full (recompute) and fsdp2, as full,fsdp2")
+    parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
+                        "(recomputation), swap (all of it) and fsdp2, as full,swap")
     parser.add_argument("--host-memory", type=size, default=0, help="bytes of a node that it may "
                         "swap to, as 160G (pinning them takes time); 0: what the machine allows")
+    parser.add_argument("--gpu-memory", type=size, default=0, help="bytes of a GPU that it may "
+                        "use, as 80G, to imitate another; 0: all")
     args = parser.parse_args()
-    global HOST_MEMORY
-    SEQS[:], SKIP[:], HOST_MEMORY = args.seq, args.skip.split(","), args.host_memory
+    SEQS[:], SKIP[:] = args.seq, args.skip.split(",")
+    MEMORY.update(host_memory=args.host_memory, gpu_memory=args.gpu_memory)
     if args.readme:
         return write_readme()
     if unknown := set(args.tables) - set(TABLES):
@@ -809,7 +925,7 @@ def main() -> None:
     hardware = f"{world} x {hardware}" if world > 1 else hardware
     last = []
     fit = [n for n, (_, ranks) in TABLES.items() if ranks <= world
-           and (gpu or n in ("step", "alpha"))
+           and (gpu or n in ("step", "alpha", "million"))
            and (n != "nodes" or args.nodes > 1)]
     for name in args.tables or fit:
         if name not in fit:
@@ -818,16 +934,18 @@ def main() -> None:
         release(device)
         torchrun = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
         nodes = f" --nodes {args.nodes}" if args.nodes > 1 else ""
-        nodes += "".join(f" --{k} {v}" for k, v in (("seq", ",".join(
-            f"{s // 1024}K" for s in SEQS)), ("skip", args.skip), ("host-memory", (
-                f"{HOST_MEMORY // GIB}G" if HOST_MEMORY else ""))) if v)
+        nodes += "".join(f" --{k} {v}" for k, v in (
+            ("seq", ",".join(f"{s // 1024}K" for s in SEQS)), ("skip", args.skip),
+            *((k.replace("_", "-"), f"{v // GIB}G") for k, v in MEMORY.items() if v)) if v)
         results = {"hardware": hardware if name != "alpha" else "no device (calculated)",
                    "versions": versions(), "commit": commit(),
                    "command": f"{torchrun} bench.py {name}{nodes}"}
         out = Path(args.out or HERE / ("results" if gpu else "out/results"))
         kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
         file = name + (f"{args.nodes}" if args.nodes > 1 else "") + "".join(
-            f"-{s // 1024}k" for s in SEQS) + (f"-{kind}" if name != "alpha" else "")
+            f"-{s // 1024}k" for s in SEQS) + (
+            f"-{args.gpu_memory // GIB}g" if args.gpu_memory else "") + (
+            f"-{kind}" if name != "alpha" else "")
 
         def keep(rows: list[dict]) -> None:
             """Write the rows so far: a table that is cut short leaves what it has measured."""

@@ -1309,6 +1309,22 @@ def test_bench_writes_results(tmp_path):
         assert r["tgs"] == pytest.approx(r["seq"] / r["step_s"]) and r["step_s"] > 0
 
 
+def test_longest_sequence_is_the_last_that_fits():
+    gib = 2**30
+    cfg, plan = bench.longest("1b", 4, torch.device("cpu"), 40 * gib, 30 * gib)
+    need = sum(train.memory_need(cfg, plan).values())
+    assert 39 * gib < need <= 40 * gib or 29 * gib < train.host_bytes(cfg, plan) <= 30 * gib
+    longer = dataclasses.replace(cfg, seq=cfg.seq + 4 * 2**14, chunk=0, head_groups=0)
+    with pytest.raises(ValueError, match="do not fit"):
+        train.choose_plan(longer, plan, 4, 1)
+    assert bench.longest("7b", 1, torch.device("cpu"), 40 * gib, 30 * gib) is None
+
+
+def test_million_tokens_table_on_few():
+    for r in bench.table_million(torch.device("cpu")):
+        assert max(r[k] or 0 for k in ("o", "dq", "dk", "dv")) < 1e-5
+
+
 def test_bench_counts_like_model(monkeypatch):
     monkeypatch.setattr(bench, "peak_flops", lambda name: 1e15)
     cfg, cpu = m.MODELS["7b"], torch.device("cpu")

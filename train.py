@@ -644,6 +644,14 @@ def gpu_room(cfg: Config, device: torch.device) -> float:
     return GPU_SHARE * min(total, cfg.gpu_memory or total)
 
 
+def cap_gpu(cfg: Config, device: torch.device) -> None:
+    """Hold PyTorch's allocator to --gpu-memory."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = min(1.0, (cfg.gpu_memory or total) / total)
+        torch.cuda.set_per_process_memory_fraction(share, device)
+
+
 def host_room(cfg: Config) -> float:
     """Bytes of host memory of a rank to swap to."""
     ranks = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # that share it
@@ -925,14 +933,14 @@ def describe(cfg: Config, plan: Plan, say) -> None:
         + f"; {sum(need.values()) / GIB:.2f} GiB", flush=True)
 
 
-def build(cfg: Config, plan: Plan, say) -> tuple[LLaMA, States]:
+def build(cfg: Config, plan: Plan, say, as_planned: bool = False) -> tuple[LLaMA, States]:
     """The model, run by offload.Layers if it has fates, and its states. Sets plan.fates again, by
-    times of this machine. A collective of all ranks."""
+    times of this machine, if not as_planned. A collective of all ranks."""
     device, shape = plan.device, (cfg.micro_batch, cfg.seq // cfg.sp)
     groups = Groups(timedelta(seconds=cfg.timeout))
     attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups,
                         cfg.per_node)
-    if plan.fates:
+    if plan.fates and not as_planned:
         measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
         on_all_ranks(lambda: treat(cfg, plan, *measured))
     describe(cfg, plan, say)
@@ -972,10 +980,7 @@ def main(argv: list[str] | None = None) -> None:
     agree(plan)
     plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
     device, out = plan.device, Path(cfg.out)
-    if device.type == "cuda":
-        if cfg.gpu_memory:
-            total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cfg.gpu_memory / total), device)
+    cap_gpu(cfg, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     print0("config: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items()))
