@@ -30,6 +30,7 @@ import torch.distributed as dist
 import offload
 import shard
 import train
+from memplan import StepMemory
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
 from offload import Fates, Layers, Sizes, choose
@@ -70,6 +71,7 @@ def release(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def peak_gib(device: torch.device) -> float | None:
@@ -77,6 +79,14 @@ def peak_gib(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     return (torch.cuda.max_memory_allocated(device) + Exchange.bytes()) / GIB
+
+
+def reserved(device: torch.device) -> dict:
+    """What the allocator held at most, and how often it had to empty its cache for a request."""
+    if device.type != "cuda":
+        return {"reserved_gib": None, "retries": None}
+    return {"reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+            "retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0)}
 
 
 def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds: float | None,
@@ -90,7 +100,7 @@ def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds
     ratio = flops / bound["flops"] if bound and flops else None  # known without a peak
     return {"system": system, "model": name, "seq": seq, "gpus": int(device.type == "cuda"),
             "tgs": tgs, "step_s": seconds, "flops": flops, "mfu_causal": causal, "mfu_full": full,
-            "bound_ratio": ratio, "gpu_gib": peak_gib(device), "host_gib": None,
+            "bound_ratio": ratio, "gpu_gib": peak_gib(device), "host_gib": None, **reserved(device),
             "oom": seconds is None, **more}
 
 
@@ -516,6 +526,43 @@ def table_long(device: torch.device) -> list[dict]:
     return rows
 
 
+def table_memplan(device: torch.device) -> list[dict]:
+    """A step of 7B on addresses that were planned once, beside PyTorch's allocator, with segments
+    that expand and without. Reserved: the most that the allocator held after warm-up."""
+    world, rows, name = dist.get_world_size(), [], "7b"
+    for seq in SEQS or [2**14 * world, 2**16 * world]:
+        for label in ("caching allocator", "expandable segments", "planned"):
+            torch.cuda.memory._set_allocator_settings(
+                f"expandable_segments:{label == 'expandable segments'}")
+            memory = StepMemory(f"cuda:{device.index}") if label == "planned" else None
+
+            def build():
+                step = long_step(Config(model=name, seq=seq, **MEMORY), device)
+
+                def run():
+                    return memory.run(step) if memory else step()
+
+                for _ in range(3):  # the third is recorded
+                    run()
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(device)
+                run.plan, run.config = step.plan, step.config
+                return run
+
+            attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=1)
+            if memory and memory.plan:
+                p, c = memory.plan, memory.counts
+                rows[-1] |= {"requests": len(memory.requests), "planned_peak_gib": p.peak / GIB,
+                             "lower_bound_gib": p.lower_bound / GIB, "solve_s": p.seconds,
+                             "method": p.method, "optimal": p.optimal, "counts": c,
+                             "hit_requests": c["hits"] / (c["hits"] + c["misses"] + c["refused"]),
+                             "hit_bytes": c["hit_bytes"] / c["bytes"]}
+                memory.give_back()
+            KEEP[0](rows)
+    train.expandable_segments()
+    return rows
+
+
 def longest(name: str, ranks: int, device, gpu: float,
             host: float) -> tuple[Config, Plan] | None:
     """The most tokens of one sequence over `ranks` that there is a plan for, in steps of 16K a
@@ -757,6 +804,7 @@ TABLES = {"step": (table_step, 1), "alpha": (table_alpha, 1),
           "shard": (table_shard, 2), "memory": (table_memory, 2),
           "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),
           "longest": (table_longest, 1), "million": (table_million, 1),
+          "memplan": (table_memplan, 1),
           "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
 
@@ -804,6 +852,17 @@ def alpha_cells(r: dict) -> list[str]:
             *(f"{r[k]:.1f}" for k in ("host_gib", "buffers_gib", "buffers_alpha0_gib"))]
 
 
+def memplan_cells(r: dict) -> list[str]:
+    def text(k, form):
+        return form.format(r[k]) if r.get(k) is not None else "-"
+
+    return [r["system"], f"{r['seq']:,}", "out of memory" if r["oom"] else f"{r['step_s']:,.3f}",
+            text("gpu_gib", "{:.2f}"), text("reserved_gib", "{:.2f}"), text("retries", "{}"),
+            text("requests", "{:,}"), text("planned_peak_gib", "{:.2f}"),
+            text("lower_bound_gib", "{:.2f}"), text("solve_s", "{:.1f}"),
+            text("hit_requests", "{:.2%}"), text("hit_bytes", "{:.2%}")]
+
+
 def million_cells(r: dict) -> list[str]:
     return [r["system"], f"{r['seq']:,}", str(r["heads"]), *(
         "-" if r[k] is None else f"{r[k]:.1e}" for k in ("o", "dq", "dk", "dv"))]
@@ -818,6 +877,9 @@ def layout(rows: list[dict]) -> tuple:
         return ["system", "first loss", "last loss", "difference", "of the norm"], curve_cells
     if "exposed_ms" in rows[0]:
         return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
+    if rows[0]["system"] == "caching allocator":
+        return ["system", "tokens", "step s", "GPU GiB", "reserved GiB", "retries", "requests",
+                "planned GiB", "lower bound", "solved in s", "hits", "of bytes"], memplan_cells
     if "dq" in rows[0]:
         return ["system", "tokens", "heads", "o", "dq", "dk", "dv"], million_cells
     if "imbalance" in rows[0]:

@@ -17,7 +17,7 @@ are solved for that pass (equal passes once), and the step is then solved with e
 block.
 
 `StepMemory` records a step's requests, plans them, and serves later steps from one arena at the
-planned addresses, through an allocator that delegates all else to PyTorch's (CPU tensors so far).
+planned addresses, through an allocator that delegates all else to PyTorch's, on a CPU or a GPU.
 
     python memplan.py TRACE.csv [--capacity N] [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
@@ -28,6 +28,7 @@ Left out: alignment other than that of the sizes, and requests whose address is 
 Legend: n requests, U an upper bound of M, live set: requests that are alive at one time.
 """
 import argparse
+import bisect
 import csv
 import ctypes
 import functools
@@ -76,17 +77,25 @@ class Plan:
 
 
 def check(requests: list[Request], offsets: list[int], peak: int) -> None:
-    """Raise ValueError if two requests that live together overlap, or one leaves [0, peak). Slow,
-    and simple enough to be believed."""
-    for i, a in enumerate(requests):
-        if not 0 <= offsets[i] <= peak - a.size:
-            raise ValueError(f"request {i} of {a.size} at {offsets[i]} leaves [0, {peak})")
-        for j, b in enumerate(requests[:i]):
-            together = a.lower < b.upper and b.lower < a.upper
-            apart = offsets[i] + a.size <= offsets[j] or offsets[j] + b.size <= offsets[i]
-            if together and not apart:
-                raise ValueError(f"requests {j} and {i} live together and overlap: {b} at "
-                                 f"{offsets[j]}, {a} at {offsets[i]}")
+    """Raise ValueError if two requests that live together overlap, or one leaves [0, peak). Simple
+    enough to be believed: what lives is kept in the order of addresses, and who is born must fit
+    between its two neighbours."""
+    alive: list[tuple[int, int]] = []  # (offset, request)
+    for _, birth, i in sorted([(r.upper, 0, i) for i, r in enumerate(requests)]
+                              + [(r.lower, 1, i) for i, r in enumerate(requests)]):
+        r, here = requests[i], (offsets[i], i)
+        at = bisect.bisect(alive, here)
+        if not birth:
+            alive.pop(at - 1)
+            continue
+        if not 0 <= offsets[i] <= peak - r.size:
+            raise ValueError(f"request {i} of {r.size} at {offsets[i]} leaves [0, {peak})")
+        alive.insert(at, here)
+        for (low, a), (high, b) in itertools.pairwise(alive[max(0, at - 1) : at + 2]):
+            if low + requests[a].size > high:
+                a, b = sorted((a, b))
+                raise ValueError(f"requests {a} and {b} live together and overlap: {requests[a]} "
+                                 f"at {offsets[a]}, {requests[b]} at {offsets[b]}")
 
 
 def live_sets(requests: list[Request]) -> list[list[int]]:
@@ -458,21 +467,25 @@ def solve_levels(requests: list[Request], passes: list[tuple[int, int]],
 
 # ---------------------------------------------------------------------------- record and replay
 
-ALIGN = 64  # bytes: where PyTorch's kernels want a tensor to start
+ALIGN = {"cpu": 64, "cuda": 512}  # bytes: where PyTorch's kernels want a tensor to start
+LEAST = {"cpu": 2**10, "cuda": 2**20}  # bytes of a request that is planned: cuda, of large blocks
 SOURCE = r"""
 #include <c10/core/CPUAllocator.h>
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <map>
 #include <mutex>
+#include <unordered_map>
 #include <vector>
 
 // Delegates to PyTorch's own allocator, and, in a step, records its requests or serves them from an
 // arena at planned offsets. A request that is not the next one of the plan (nor one of the few
 // after it), or whose place is taken, goes to PyTorch: a wrong plan costs memory, never a number.
 namespace {
-enum Mode { IDLE, RECORD, REPLAY } mode = IDLE;
-struct Event { int64_t request, size; };  // size -1: it was freed
+enum Mode { IDLE, RECORD, REPLAY };
+std::atomic<Mode> mode{IDLE};
+struct Event { int64_t request, size, address; };  // size -1: it was freed
 struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
 std::mutex guard;
 std::vector<Event> events;
@@ -482,54 +495,57 @@ int64_t requests, least, session, counts[6];  // hits, passed, misses, refused, 
 size_t cursor;
 char* arena;
 
-struct Recorded { c10::DataPtr inner; int64_t request, session; };
-void free_recorded(void* context) {
-  auto* r = static_cast<Recorded*>(context);
-  {
-    std::lock_guard<std::mutex> lock(guard);
-    if (mode == RECORD && r->session == session) events.push_back({r->request, -1});
-  }
-  delete r;
-}
 void free_planned(void* context) {
   std::lock_guard<std::mutex> lock(guard);
   live.erase(static_cast<char*>(context) - arena);
 }
 
+char* place(int64_t size) {  // in REPLAY, under the guard
+  counts[5] += size;
+  for (size_t k = cursor; k < std::min(cursor + 16, plan.size()); ++k) {
+    if (plan[k].size != size) continue;
+    cursor = k + 1;
+    int64_t begin = plan[k].offset, end = begin + size;
+    if (begin < 0) return ++counts[1], nullptr;
+    auto after = live.lower_bound(begin);
+    bool taken = (after != live.end() && after->first < end) ||
+                 (after != live.begin() && std::prev(after)->second > begin);
+    if (taken) return ++counts[3], nullptr;
+    live[begin] = end;
+    ++counts[0], counts[4] += size;
+    return arena + begin;
+  }
+  return ++counts[2], nullptr;
+}
+}  // namespace
+
+#ifndef MEMPLAN_CUDA
+namespace {
+struct Recorded { c10::DataPtr inner; int64_t request, session; };
+void free_recorded(void* context) {
+  auto* r = static_cast<Recorded*>(context);
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    if (mode == RECORD && r->session == session) events.push_back({r->request, -1, 0});
+  }
+  delete r;
+}
+
 struct Delegate final : c10::Allocator {
   c10::Allocator* native = nullptr;
-  char* place(int64_t size) {
-    counts[5] += size;
-    for (size_t k = cursor; k < std::min(cursor + 16, plan.size()); ++k) {
-      if (plan[k].size != size) continue;
-      cursor = k + 1;
-      int64_t begin = plan[k].offset, end = begin + size;
-      if (begin < 0) return ++counts[1], nullptr;
-      auto after = live.lower_bound(begin);
-      bool taken = (after != live.end() && after->first < end) ||
-                   (after != live.begin() && std::prev(after)->second > begin);
-      if (taken) return ++counts[3], nullptr;
-      live[begin] = end;
-      ++counts[0], counts[4] += size;
-      return arena + begin;
-    }
-    return ++counts[2], nullptr;
-  }
   c10::DataPtr allocate(size_t n) override {
-    int64_t size = static_cast<int64_t>(n), request = -1, now = 0;
+    int64_t size = static_cast<int64_t>(n);
     {
       std::lock_guard<std::mutex> lock(guard);
       if (mode == REPLAY && size >= least)
         if (char* p = place(size)) return {p, p, &free_planned, c10::Device(c10::DeviceType::CPU)};
-      if (mode == RECORD && size >= least) {
-        request = requests++, now = session;
-        events.push_back({request, size});
-      }
     }
     c10::DataPtr inner = native->allocate(n);
-    if (request < 0) return inner;
+    std::lock_guard<std::mutex> lock(guard);
+    if (mode != RECORD || size < least) return inner;
     void* p = inner.get();
-    auto* r = new Recorded{std::move(inner), request, now};
+    events.push_back({requests, size, reinterpret_cast<int64_t>(p)});
+    auto* r = new Recorded{std::move(inner), requests++, session};
     return {p, r, &free_recorded, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
@@ -539,17 +555,143 @@ struct Delegate final : c10::Allocator {
 } delegate;
 }  // namespace
 
-extern "C" {
-void install() {
-  if (delegate.native) return;
+extern "C" void install(void*) {
   delegate.native = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&delegate, 255);
 }
+#else
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/version.h>
+
+// Planned are the requests on one stream, where a block that is freed may be given out again at
+// once. What another stream reads or writes must be in use until this one has waited for it, as for
+// PyTorch's own blocks without record_stream, which does nothing here.
+namespace c10::cuda::CUDACachingAllocator {
+namespace {
+void* stream;  // whose requests count
+c10::DeviceIndex device;
+std::unordered_map<int64_t, int64_t> born;  // address: request
+CUDAAllocator* native;
+
+void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
+  std::lock_guard<std::mutex> lock(guard);
+  if (mode != RECORD || e.device_ != device) return;
+  int64_t address = static_cast<int64_t>(e.addr_), size = static_cast<int64_t>(e.size_);
+  if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= least) {
+    born[address] = requests;
+    events.push_back({requests++, size, address});
+  } else if (e.action_ == TraceEntry::FREE_COMPLETED) {
+    auto found = born.find(address);
+    if (found == born.end()) return;
+    events.push_back({found->second, -1, 0});
+    born.erase(found);
+  }
+}
+
+#define PASS(type, name, params, args) \
+  type name params override { return native->name args; }
+struct Delegate final : CUDAAllocator {
+  c10::DataPtr allocate(size_t n) override {
+    if (mode == REPLAY && static_cast<int64_t>(n) >= least) {
+      auto now = c10::cuda::getCurrentCUDAStream();
+      std::lock_guard<std::mutex> lock(guard);
+      if (mode == REPLAY && now.stream() == stream && now.device_index() == device)
+        if (char* p = place(static_cast<int64_t>(n)))
+          return {p, p, &free_planned, c10::Device(c10::DeviceType::CUDA, device)};
+    }
+    return native->allocate(n);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // raw blocks: raw_alloc
+  void copy_data(void* to, const void* from, size_t n) const override {
+    native->copy_data(to, from, n);
+  }
+  PASS(bool, initialized, (), ())
+  PASS(void, emptyCache, (MempoolId_t id), (id))
+  PASS(CachingDeviceAllocator::DeviceStats, getDeviceStats, (c10::DeviceIndex d), (d))
+  PASS(void, resetAccumulatedStats, (c10::DeviceIndex d), (d))
+  PASS(void, resetPeakStats, (c10::DeviceIndex d), (d))
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) override {
+    return native->getMemoryInfo(d);
+  }
+  PASS(void*, raw_alloc, (size_t n), (n))
+  PASS(void*, raw_alloc_with_stream, (size_t n, cudaStream_t s), (n, s))
+  PASS(void, raw_delete, (void* p), (p))
+  PASS(void, init, (int count), (count))
+  PASS(double, getMemoryFraction, (c10::DeviceIndex d), (d))
+  PASS(void, setMemoryFraction, (double f, c10::DeviceIndex d), (f, d))
+  PASS(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, (c10::DeviceIndex d), (d))
+  PASS(void, enable, (bool on), (on))
+  bool isEnabled() const override { return native->isEnabled(); }
+  PASS(void, cacheInfo, (c10::DeviceIndex d, size_t* n), (d, n))
+  PASS(void*, getBaseAllocation, (void* p, size_t* n), (p, n))
+  PASS(void, recordStream, (const DataPtr& p, CUDAStream s), (p, s))
+  PASS(SnapshotInfo, snapshot, (MempoolId_t id, bool traces), (id, traces))
+  PASS(void, beginAllocateToPool, (c10::DeviceIndex d, MempoolId_t id,
+       std::function<bool(cudaStream_t)> f), (d, id, std::move(f)))
+  PASS(void, endAllocateToPool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(void, releasePool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(int, getPoolUseCount, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(void, createOrIncrefPool, (c10::DeviceIndex d, MempoolId_t id,
+       std::shared_ptr<CUDAAllocator> a), (d, id, std::move(a)))
+  PASS(void, setUseOnOOM, (c10::DeviceIndex d, MempoolId_t id, bool on), (d, id, on))
+  PASS(void, setNoSplit, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(bool, checkPoolLiveAllocations, (c10::DeviceIndex d, MempoolId_t id,
+       const std::unordered_set<void*>& expected), (d, id, expected))
+  PASS(ShareableHandle, shareIpcHandle, (void* p), (p))
+  PASS(std::shared_ptr<void>, getIpcDevPtr, (std::string handle), (std::move(handle)))
+  PASS(bool, isHistoryEnabled, (), ())
+  PASS(void, recordHistory, (bool on, CreateContextFn context, size_t most, RecordContext when,
+       bool clear, const std::vector<std::string>& skip), (on, context, most, when, clear, skip))
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& x) override {
+    native->recordAnnotation(x);
+  }
+  PASS(void, pushCompileContext, (std::string& x), (x))
+  PASS(void, popCompileContext, (), ())
+  PASS(void, setUserMetadata, (const std::string& x), (x))
+  PASS(std::string, getUserMetadata, (), ())
+  PASS(void, attachOutOfMemoryObserver, (OutOfMemoryObserver x), (std::move(x)))
+  PASS(void, attachAllocatorTraceTracker, (AllocatorTraceTracker x), (std::move(x)))
+  PASS(void, enablePeerAccess, (c10::DeviceIndex a, c10::DeviceIndex b), (a, b))
+  PASS(cudaError_t, memcpyAsync, (void* to, int d, const void* from, int e, size_t n,
+       cudaStream_t s, bool peer), (to, d, from, e, n, s, peer))
+  PASS(std::shared_ptr<AllocatorState>, getCheckpointState, (c10::DeviceIndex d, MempoolId_t id),
+       (d, id))
+  PASS(CheckpointDelta, setCheckpointPoolState, (c10::DeviceIndex d,
+       std::shared_ptr<AllocatorState> x), (d, std::move(x)))
+  PASS(std::string, name, (), ())
+#if TORCH_VERSION_MINOR >= 13
+  PASS(void, markCaptureBegin, (c10::DeviceIndex d), (d))
+  PASS(void, markCaptureEnd, (c10::DeviceIndex d), (d))
+  PASS(std::shared_ptr<GatheredContext>, getContextForPointer, (const void* p), (p))
+  PASS(void, attachOomRejectionObserver, (OomRejectionObserver x), (std::move(x)))
+  PASS(DataPtr, allocateWithAddress, (size_t n, void* p), (n, p))
+#endif
+} delegate;
+}  // namespace
+}  // namespace c10::cuda::CUDACachingAllocator
+
+extern "C" void install(void* which) {  // after CUDA has started, on its current device
+  namespace caching = c10::cuda::CUDACachingAllocator;
+  caching::stream = which;
+  caching::device = c10::cuda::current_device();
+  if (caching::native) return;
+  caching::native = caching::get();
+  caching::native->attachAllocatorTraceTracker(&caching::trace);
+  caching::allocator.store(&caching::delegate);
+  c10::SetAllocator(c10::DeviceType::CUDA, &caching::delegate, 255);
+}
+#endif
+
+extern "C" {
 void begin(int which, int64_t smallest) {
   std::lock_guard<std::mutex> lock(guard);
   mode = static_cast<Mode>(which), least = smallest, ++session, requests = 0, cursor = 0;
   std::fill(counts, counts + 6, 0);
   events.clear();
+#ifdef MEMPLAN_CUDA
+  c10::cuda::CUDACachingAllocator::born.clear();
+#endif
 }
 int64_t end() {
   std::lock_guard<std::mutex> lock(guard);
@@ -569,13 +711,14 @@ int64_t load(void* base, const Entry* entries, int64_t n) {
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """The allocator above, compiled at first use (some seconds) and installed for good: outside of
-    record and replay it does nothing but delegate."""
+def library(kind: str) -> ctypes.CDLL:
+    """The allocator above for "cpu" or "cuda", compiled at first use (some seconds) and installed
+    for good: outside of record and replay it does nothing but delegate. Raises RuntimeError with
+    the compiler's words."""
     import torch
     from torch.utils.cpp_extension import include_paths
 
-    key = hashlib.sha256((SOURCE + torch.__version__).encode()).hexdigest()[:16]
+    key = hashlib.sha256((SOURCE + torch.__version__ + kind).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
     built = folder / f"{key}.so"
     if not built.exists():
@@ -583,82 +726,137 @@ def library() -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=folder) as tmp:
             source, made = Path(tmp) / "allocator.cpp", Path(tmp) / "allocator.so"
             source.write_text(SOURCE)
-            lib = Path(torch.__file__).parent / "lib"
-            command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(source), "-o", str(made),
-                       f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-                       *(f"-I{path}" for path in include_paths()), f"-L{lib}", "-lc10"]
-            subprocess.run(command, check=True, capture_output=True)
+            command = compiler(str(source), str(made), kind, include_paths(kind),
+                               Path(torch.__file__).parent / "lib",
+                               int(torch._C._GLIBCXX_USE_CXX11_ABI))
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"memplan: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
             os.replace(made, built)  # whole at any moment, whoever else compiles
     loaded = ctypes.CDLL(str(built))
+    loaded.install.argtypes = [ctypes.c_void_p]
     loaded.begin.argtypes = [ctypes.c_int, ctypes.c_int64]
     loaded.end.restype = ctypes.c_int64
     loaded.recorded.restype = loaded.counted.restype = ctypes.POINTER(ctypes.c_int64)
     loaded.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     loaded.load.restype = ctypes.c_int64
-    loaded.install()
+    loaded.install(torch.cuda.current_stream().cuda_stream if kind == "cuda" else None)
     return loaded
 
 
+def compiler(source: str, made: str, kind: str, include: list[str], lib: Path,
+             abi: int) -> list[str]:
+    """The command that makes the library."""
+    cuda = ["-DMEMPLAN_CUDA", "-lc10_cuda"] if kind == "cuda" else []
+    return ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", source, "-o", made,
+            f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-I{path}" for path in include), f"-L{lib}",
+            "-lc10", *cuda]
+
+
 class StepMemory:
-    """Planned memory of a step, a callable that requests the same each time. CPU tensors.
+    """Planned memory of a step, a callable that requests the same each time.
 
-        memory = StepMemory(); memory.record(step); memory.solve()
-        memory.replay(step)     # as often as wanted; counts says how well the plan was met
+        memory = StepMemory()
+        memory.run(step)        # again and again; counts says how well the plan was met
+        memory.give_back()      # until the next run, for whatever else needs memory
 
+    On a CPU, all of the process's tensors; on a GPU those of the current device and stream.
     Requests below `least` bytes, and those that outlive the step, stay with PyTorch's allocator.
-    One StepMemory at a time: its arena must live as long as any tensor in it, so solve() raises
-    RuntimeError while tensors of another's steps are in use. Left out so far: GPUs.
+    One StepMemory a kind of device at a time: its arena must live as long as any tensor in it, so
+    what loads an arena raises RuntimeError while tensors of another's steps are in use.
     """
 
     COUNTS = ("hits", "passed", "misses", "refused", "hit_bytes", "bytes")
 
-    def __init__(self, least: int = 1024):
-        self.least, self.requests, self.plan, self.arena, self.counts = least, [], None, None, {}
+    def __init__(self, device: str = "cpu", least: int = 0):
+        self.kind = str(device).partition(":")[0]
+        self.device, self.align = device, ALIGN[self.kind]
+        self.least, self.requests, self.plan = least or LEAST[self.kind], [], None
+        self.arena, self.counts, self.runs = None, {}, 0
+
+    def run(self, step):
+        """Run the step: the first two as they are, for what lasts; the third is recorded; then by
+        plan, and recorded again after one that met less than nine tenths of its plan."""
+        self.runs += 1
+        if self.counts and self.counts["hits"] < 0.9 * len(self.inside):
+            self.give_back()
+            self.runs, self.counts, self.plan = 3, {}, None
+        if self.runs < 3:
+            return step()
+        if self.plan is None:
+            result = self.record(step)
+            self.solve()
+            return result
+        return self.replay(step)
 
     def record(self, step):
         """Run the step, note its requests: sizes, and lifetimes counted in events."""
-        lib = library()
+        lib = library(self.kind)
         lib.begin(1, self.least)
         try:
             result = step()
         finally:
             n = lib.end()
-        events = np.ctypeslib.as_array(lib.recorded(), (n, 2)).copy() if n else []
-        born = [(now, int(size)) for now, (_, size) in enumerate(events) if size >= 0]
-        died = {int(request): now for now, (request, size) in enumerate(events) if size < 0}
-        self.sizes = [size for _, size in born]
+        events = np.ctypeslib.as_array(lib.recorded(), (n, 3)).copy() if n else []
+        born = [(now, int(size), int(at)) for now, (_, size, at) in enumerate(events) if size >= 0]
+        died = {int(request): now for now, (request, size, _) in enumerate(events) if size < 0}
+        self.sizes = [size for _, size, _ in born]
         self.inside = [i for i in range(len(born)) if i in died]
-        self.requests = [Request(born[i][0], died[i], -(-max(1, born[i][1]) // ALIGN) * ALIGN)
+        self.addresses = [born[i][2] for i in self.inside]  # that PyTorch's allocator has given
+        self.requests = [Request(born[i][0], died[i], self._round(born[i][1]))
                          for i in self.inside]
         return result
 
-    def solve(self, time_limit: float = 60.0) -> Plan:
-        """Plan the recorded step, check the plan, and make the arena."""
-        import torch
+    def _round(self, size: int) -> int:
+        return -(-max(1, size) // self.align) * self.align
 
+    def solve(self, time_limit: float = 60.0) -> Plan:
+        """Plan the recorded step, and check the plan."""
         self.plan = solve(self.requests, time_limit=time_limit)
         check(self.requests, self.plan.offsets, self.plan.peak)
-        memory = torch.empty(self.plan.peak + ALIGN, dtype=torch.uint8)
-        first = -memory.data_ptr() % ALIGN
-        self.arena = memory[first : first + self.plan.peak]
         entries = np.full((len(self.sizes), 2), -1, np.int64)
         entries[:, 0] = self.sizes
         entries[self.inside, 1] = self.plan.offsets
         self.entries = np.ascontiguousarray(entries)
-        if used := library().load(self.arena.data_ptr(), self.entries.ctypes.data, len(entries)):
-            raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
-        StepMemory.held = self.arena  # for as long as the allocator may point into it
         return self.plan
+
+    def _load(self) -> None:
+        """Make the arena, one block of PyTorch's allocator."""
+        import torch
+
+        memory = torch.empty(self.plan.peak + self.align, dtype=torch.uint8, device=self.device)
+        first = -memory.data_ptr() % self.align
+        arena = memory[first : first + self.plan.peak]
+        if used := library(self.kind).load(arena.data_ptr(), self.entries.ctypes.data,
+                                           len(self.entries)):
+            raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
+        self.arena = HELD[self.kind] = arena  # for as long as the allocator may point into it
+
+    def give_back(self) -> None:
+        """The arena's memory, to PyTorch's allocator, if no tensor is in it."""
+        if self.arena is not None and not library(self.kind).load(None, None, 0):
+            self.arena = HELD[self.kind] = None
 
     def replay(self, step):
         """Run the step on planned addresses; self.counts: how many requests met the plan."""
-        lib = library()
+        if self.arena is None:
+            self._load()
+        lib = library(self.kind)
         lib.begin(2, self.least)
         try:
             return step()
         finally:
             lib.end()
             self.counts = dict(zip(self.COUNTS, lib.counted()[:6]))
+
+    def draw(self, path: str) -> None:
+        """A PNG file: the planned addresses over time beside those that PyTorch has given."""
+        first = min(self.addresses, default=0)
+        theirs = [address - first for address in self.addresses]
+        draw(path, self.requests, self.plan, theirs)
+
+
+HELD: dict[str, object] = {}  # a kind of device: the arena that its allocator points into
 
 
 # ---------------------------------------------------------------------------- the program's files
@@ -697,8 +895,8 @@ def write_plan(path: str, ids: list[str], requests: list[Request], offsets: list
         out.writerows([x, r.lower, r.upper, r.size, a] for x, r, a in zip(ids, requests, offsets))
 
 
-def draw(path: str, requests: list[Request], plan: Plan) -> None:
-    """Address over time, one rectangle a request."""
+def draw(path: str, requests: list[Request], plan: Plan, theirs: list[int] | None = None) -> None:
+    """Address over time, one rectangle a request; beside it, at the addresses of `theirs`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -706,17 +904,23 @@ def draw(path: str, requests: list[Request], plan: Plan) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    fig, ax = plt.subplots(figsize=(9, 5))
-    boxes = [Rectangle((r.lower, a), r.upper - r.lower, r.size)
-             for r, a in zip(requests, plan.offsets)]
-    colours = PatchCollection(boxes, cmap="viridis", edgecolor="white", linewidth=0.2)
-    colours.set_array(np.log([r.size for r in requests]))
-    ax.add_collection(colours)
-    ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
-    ax.set(xlabel="time", ylabel="address", title=str(plan), ylim=(0, plan.peak * 1.05),
-           xlim=(min(r.lower for r in requests), max(r.upper for r in requests)))
-    ax.title.set_fontsize(8)
-    ax.legend()
+    pictures = [(plan.offsets, str(plan))]
+    if theirs:
+        peak = peak_of([r.size for r in requests], theirs)
+        pictures.append((theirs, f"PyTorch's allocator, addresses from the lowest: {peak:,}"))
+    top = max(peak_of([r.size for r in requests], offsets) for offsets, _ in pictures)
+    fig, axes = plt.subplots(1, len(pictures), figsize=(9 * len(pictures), 5), squeeze=False)
+    for ax, (offsets, title) in zip(axes[0], pictures):
+        boxes = [Rectangle((r.lower, a), r.upper - r.lower, r.size)
+                 for r, a in zip(requests, offsets)]
+        colours = PatchCollection(boxes, cmap="viridis", edgecolor="white", linewidth=0.2)
+        colours.set_array(np.log([r.size for r in requests]))
+        ax.add_collection(colours)
+        ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
+        ax.set(xlabel="time", ylabel="address", title=title, ylim=(0, top * 1.05),
+               xlim=(min(r.lower for r in requests), max(r.upper for r in requests)))
+        ax.title.set_fontsize(8)
+        ax.legend()
     fig.savefig(path, dpi=150)
     plt.close(fig)
 

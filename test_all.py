@@ -26,10 +26,12 @@ test_refused                          bad input that is found late, or on one ra
 
 Tests with ranks are real processes under torchrun, over gloo.
 """
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -742,6 +744,42 @@ def test_memory_plan_checker():
             memplan.check(r, offsets, 8)
 
 
+def test_memory_plan_checker_is_the_definition():
+    rng, seen = random.Random(0), set()
+    for _ in range(2000):
+        r = [memplan.Request(a, a + rng.randint(1, 6), rng.randint(1, 5))
+             for a in rng.choices(range(9), k=rng.randint(1, 6))]
+        offsets = [rng.randint(0, 12) for _ in r]
+        good = all(o + x.size <= 15 for o, x in zip(offsets, r)) and not any(
+            a.lower < b.upper and b.lower < a.upper and o < q + b.size and q < o + a.size
+            for (a, o), (b, q) in itertools.combinations(zip(r, offsets), 2))
+        seen.add(good)
+        with contextlib.nullcontext() if good else pytest.raises(ValueError):
+            memplan.check(r, offsets, 15)
+    assert seen == {True, False}
+
+
+def test_planned_run_is_bit_equal(tmp_path):
+    """train.py --memplan on: with sequences over ranks, chunks, evaluation, a checkpoint in between
+    and resuming from it, the losses are those without it."""
+    args = [*QUICK, "--sp", "2", "--chunk", "16", "--alpha", "0.5", "--steps", "8",
+            "--eval-every", "5", "--save-every", "6"]
+    run([*args, "--out", tmp_path / "off"], 2)
+    text = run([*args, "--out", tmp_path / "on", "--memplan", "on"], 2)
+    assert re.search(r"memory plan of a step: \d+ requests, peak [\d,]+, .*proved optimal", text)
+    rows = [json.loads(x) for x in (tmp_path / "on" / "log.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if "memplan" in r] == [4, 5, 6, 7, 8]
+    for r in rows[3:]:
+        c = r["memplan"]  # gloo's threads let go of some tensors when they come to it
+        assert c["hits"] > 0.9 * (c["hits"] + c["misses"] + c["refused"]) > 100, c
+    run([*args, "--out", tmp_path / "on", "--memplan", "on", "--resume",
+         tmp_path / "on" / "step-00000006"], 2)
+    for key in ("loss", "grad_norm", "val_loss"):
+        a, b = ([json.loads(x).get(key) for x in (tmp_path / k / "log.jsonl").read_text()
+                 .splitlines()] for k in ("off", "on"))
+        assert a == b, key
+
+
 def test_memory_plan_of_two_levels():
     """Ten passes of two kinds, and tensors that live across them."""
     requests, passes, kinds = [], [], [random_requests(12, 1, 20), random_requests(9, 2, 20)]
@@ -817,10 +855,14 @@ def test_memory_replay_refuses_what_is_taken():
     assert kept[0][0].eq(1).all() and kept[0][1].eq(0).all()
     other = memplan.StepMemory()
     other.record(lambda: step(False))
-    with pytest.raises(RuntimeError, match="1 tensors of an earlier plan"):
-        other.solve()
-    kept.clear()
     other.solve()
+    with pytest.raises(RuntimeError, match="1 tensors of an earlier plan"):
+        other.replay(lambda: step(False))
+    memory.give_back()
+    assert memory.arena is not None  # kept is in it
+    kept.clear()
+    other.replay(lambda: step(False))
+    assert other.counts["hits"] == 2
 
 
 def test_memplan_program(tmp_path, capsys):

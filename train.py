@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from memplan import HELD, StepMemory
 from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel)
@@ -127,6 +128,8 @@ class Config:
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
+    memplan: str = flag("off", "addresses of a step's tensors, planned once: on, off, or auto: on"
+                        " if it saves a GPU 1 % of its memory")
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     dry_run: bool = flag(False, "print config, counts and memory need, and end")
@@ -388,7 +391,8 @@ GIB = 2**30
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
-           "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES)}
+           "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
+           "memplan": ("on", "off", "auto")}
 
 
 def check_flags(cfg: Config) -> None:
@@ -891,6 +895,24 @@ class Progress(threading.Thread):
                   end="\r" if self.every == 1 else "\n", flush=True)
 
 
+def planned_memory(cfg: Config, device: torch.device) -> StepMemory | None:
+    on = cfg.memplan == "on" or cfg.memplan == "auto" and device.type == "cuda"
+    return StepMemory(str(device)) if on else None
+
+
+def judge(cfg: Config, memory: StepMemory, device: torch.device, say) -> StepMemory | None:
+    """Print the plan; None if it saves too little to be worth keeping."""
+    say(f"memory plan of a step: {memory.plan}")
+    if device.type != "cuda":
+        return memory
+    reserved = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    saved = reserved - torch.cuda.memory_reserved(device) - memory.plan.peak
+    say(f"that is {saved / GIB:.2f} GiB less than PyTorch's allocator reserved for the step")
+    total = torch.cuda.get_device_properties(device).total_memory
+    return memory if cfg.memplan == "on" or saved > total / 100 else None
+
+
 def finite_or_none(x: float | None) -> float | None:
     return x if x is not None and math.isfinite(x) else None
 
@@ -1030,10 +1052,11 @@ def main(argv: list[str] | None = None) -> None:
     if start < cfg.steps:
         batch = load_batch(cfg, plan, start, rank, world)
     clock = time.perf_counter()
-    progress = Progress(states, rank == 0)
-    for step in range(start + 1, cfg.steps + 1):
+    progress, memory = Progress(states, rank == 0), planned_memory(cfg, device)
+
+    def work():
+        """A step: forward, backward, update. Returns loss, norm, and whether they are finite."""
         tokens, labels, scale = batch
-        progress.begin(step)
         states.begin()
         loss = torch.zeros_like(scale)
         for m in range(plan.micro_batches):
@@ -1042,9 +1065,16 @@ def main(argv: list[str] | None = None) -> None:
             states.end_micro_batch()
             loss += part.detach()
         states.reduce()
-        lr = learning_rate(cfg, step - 1)
         dist.all_reduce(loss)
-        norm, finite = states.update(lr, cfg.clip, loss)
+        return loss, *states.update(lr, cfg.clip, loss)
+
+    for step in range(start + 1, cfg.steps + 1):
+        progress.begin(step)
+        lr = learning_rate(cfg, step - 1)
+        new = memory and memory.plan is None
+        loss, norm, finite = memory.run(work) if memory else work()
+        if new and memory.plan:
+            memory = judge(cfg, memory, device, print0)
         if step < cfg.steps:  # read the next batch while the GPU works
             batch = load_batch(cfg, plan, step, rank, world)
         host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -1061,6 +1091,8 @@ def main(argv: list[str] | None = None) -> None:
 
         val_loss, last = None, step == cfg.steps
         if (last and cfg.eval_every >= 0) or (cfg.eval_every > 0 and step % cfg.eval_every == 0):
+            if memory:
+                memory.give_back()
             val_loss = evaluate(cfg, plan, model, rank, world)
         times = times[-19:] * (step > start + 2) + [seconds]  # without the first, which compiles
         tgs = cfg.batch * cfg.seq / seconds / world
@@ -1077,6 +1109,7 @@ def main(argv: list[str] | None = None) -> None:
                    "gpu_gib": gpu_gib or None, "host_gib": host_gib, "seconds": seconds}
             row |= {} if val_loss is None else {"val_loss": val_loss}
             row |= {} if finite else {"skipped": True}
+            row |= {"memplan": memory.counts} if memory and memory.counts else {}
             print(json.dumps(row), file=log, flush=True)
         skipped, skipped_in_a_row = skipped + (not finite), 0 if finite else skipped_in_a_row + 1
         if stopped:
@@ -1084,6 +1117,8 @@ def main(argv: list[str] | None = None) -> None:
         if skipped_in_a_row == cfg.max_skips:
             stopped = -1
             print0(f"{skipped_in_a_row} steps in a row were not finite: the run ends here")
+        if memory and cfg.save_every > 0 and step % cfg.save_every == 0:
+            memory.give_back()
         if cfg.save_every > 0 and step % cfg.save_every == 0 or stopped and cfg.save_every >= 0:
             save_checkpoint(cfg, plan.model, states, step, launch)
             saved = step
@@ -1126,7 +1161,9 @@ if __name__ == "__main__":
         dist.destroy_process_group()
         sys.exit(2)
     except torch.OutOfMemoryError as e:
+        arena = HELD.get("cuda")
+        held = "" if arena is None else f", and --memplan holds {arena.nbytes / GIB:.2f} GiB"
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
-                 "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+                 f"was planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
                  "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
                  "continue with --resume.")
