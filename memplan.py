@@ -18,6 +18,7 @@ block.
 
 `StepMemory` records a step's requests, plans them, and serves later steps from one arena at the
 planned addresses, through an allocator that delegates all else to PyTorch's, on a CPU or a GPU.
+`simulate` finds the requests of a step that no machine at hand could run.
 
     python memplan.py TRACE.csv [--capacity N] [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
@@ -41,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -854,6 +856,66 @@ class StepMemory:
         first = min(self.addresses, default=0)
         theirs = [address - first for address in self.addresses]
         draw(path, self.requests, self.plan, theirs)
+
+
+def simulate(make, ranks: int = 1, fused=lambda: None, least: int = 2**20,
+             align: int = 512) -> tuple[list[Request], int]:
+    """What a step would request, and the bytes of what lasts between steps, on fake tensors: no
+    GPU, no memory, any number of ranks, of which this is the first.
+
+    make() builds everything, on the CPU, and returns the step; fused() names the kernel that is
+    running, if it is one that will be a single one: what is born and dies in it is left out, and so
+    is what kernels request inside. Raises RuntimeError where there is a process group.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    events, known = [], set()  # (request, size or -1, fused kernel)
+
+    def gone(i: int, storage: int) -> None:
+        known.discard(storage)
+        events.append((i, -1, fused()))
+
+    class Births(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for t in tree_leaves(out):
+                if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known:
+                    storage, i = t.untyped_storage(), len(events)
+                    known.add(storage._cdata)
+                    events.append((i, storage.nbytes(), fused()))
+                    weakref.finalize(storage, gone, i, storage._cdata)
+            return out
+
+    if dist.is_initialized():
+        raise RuntimeError("simulate: a process group is in the way of the simulated one")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), Births():
+            step = make()
+            step()  # what it makes and keeps lasts
+            start = len(events)
+            step()
+            end = len(events)
+    finally:
+        dist.destroy_process_group()
+    lasting = {i: size for i, size, _ in events[:start] if size >= 0}
+    for i, size, _ in events[:start]:
+        if size < 0:
+            del lasting[i]
+    born, requests = {}, []
+    for now, (i, size, kernel) in enumerate(events[start:end]):
+        if size >= 0:
+            born[i] = now, size, kernel
+        elif i in born:
+            lower, size, first = born.pop(i)
+            if size >= least and (kernel is None or kernel is not first):
+                requests.append(Request(lower, now, -(-size // align) * align))
+    return requests, sum(lasting.values())
 
 
 HELD: dict[str, object] = {}  # a kind of device: the arena that its allocator points into

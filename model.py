@@ -337,6 +337,9 @@ class Attention:
 # ---------------------------------------------------------------------------- token-wise operators
 
 
+FUSED: list[object] = [None]  # last: a name of the fused kernel that runs, where it is not one
+
+
 def compiled(fn: Callable) -> Callable:
     """fn as one fused kernel on a GPU, forward and backward; as it is written elsewhere.
 
@@ -344,7 +347,18 @@ def compiled(fn: Callable) -> Callable:
     """
     torch._dynamo.config.recompile_limit = 64  # with or without gradients, whole or in chunks, ...
     fused = torch.compile(fn)
-    return functools.wraps(fn)(lambda x, *args: (fused if x.is_cuda else fn)(x, *args))
+
+    @functools.wraps(fn)
+    def run(x, *args):
+        if x.is_cuda:
+            return fused(x, *args)
+        FUSED.append(object())
+        try:
+            return fn(x, *args)
+        finally:
+            FUSED.pop()
+
+    return run
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -780,6 +780,47 @@ def test_planned_run_is_bit_equal(tmp_path):
         assert a == b, key
 
 
+@pytest.mark.parametrize("several", [1, 2])
+def test_simulated_step_requests_what_a_step_does(several, group):
+    """Fake tensors against the CPU's allocator, in sizes and lifetimes: the same at the peak up to
+    what kernels request inside."""
+    def make():
+        cfg = dataclasses.replace(SMALL, layers=3)
+        with torch.device("meta"):
+            model = m.LLaMA(cfg)
+        states = shard.States(model, torch.device("cpu"), torch.float32, several, recompute=True,
+                              pieces=2)
+        offload.Layers(model, (1, 64), offload.Fates(3, 2, 2, 3, 1), 32, torch.device("cpu"),
+                       torch.float32)
+        tokens = torch.arange(64 * several).remainder(SMALL.vocab).view(several, 1, 64)
+        batch = tokens, tokens, torch.ones(())
+        return lambda: train.run_step(model, states, batch, torch.arange(64), 1e-3, 1.0)
+
+    step, memory = make(), memplan.StepMemory()
+    for _ in range(2):
+        step()
+    memory.record(step)
+    dist.destroy_process_group()
+    requests, lasting = memplan.simulate(make, least=memory.least, align=memory.align)
+    real, simulated = memplan.lower_bound(memory.requests), memplan.lower_bound(requests)
+    assert simulated == pytest.approx(real, rel=0.05)
+    assert abs(len(requests) - len(memory.requests)) < 0.2 * len(requests)
+    params = m.param_count(dataclasses.replace(SMALL, layers=3))
+    assert lasting > 16 * params  # weights, gradients and AdamW's states in float32
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with pytest.raises(RuntimeError, match="in the way"):
+        memplan.simulate(make)
+
+
+def test_dry_run_of_ranks_that_are_not_there():
+    args = "--model 160m --seq 4K --dtype bf16 --gpu-memory 20G --host-memory 64G --batch 8".split()
+    text = run([*args, "--ranks", "8", "--dry-run", "--sp", "4", "--chunk", "512"], 0)
+    counted = float(re.search(r"; ([\d.]+) GiB$", text.split("simulated")[0].strip())[1])
+    simulated = float(re.search(r"or more\); ([\d.]+) GiB", text)[1])
+    assert "of 8 ranks" in text and simulated == pytest.approx(counted, rel=0.15)
+    assert "--ranks 8: of a plan alone; with --dry-run" in run(["--ranks", "8"], 0, expect=2)
+
+
 def test_memory_plan_of_two_levels():
     """Ten passes of two kinds, and tensors that live across them."""
     requests, passes, kinds = [], [], [random_requests(12, 1, 20), random_requests(9, 2, 20)]

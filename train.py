@@ -19,6 +19,7 @@ sequence, T/sp on a rank.
 import argparse
 import dataclasses
 import difflib
+import functools
 import gc
 import json
 import math
@@ -41,8 +42,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from memplan import HELD, StepMemory
-from model import (IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes,
+from memplan import HELD, Request, StepMemory, lower_bound, simulate
+from model import (FUSED, IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel)
 from offload import (Fates, Layers, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
@@ -133,6 +134,8 @@ class Config:
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     dry_run: bool = flag(False, "print config, counts and memory need, and end")
+    ranks: int = flag(0, "with --dry-run: plan for so many, and simulate the first one's step; none"
+                      " of them need be there")
 
 
 LIMITS = {  # what a number may be, once "0: by model" and the like are resolved
@@ -143,7 +146,7 @@ LIMITS = {  # what a number may be, once "0: by model" and the like are resolved
     "eval_sequences": (1, 2**40), "save_every": (-1, 2**40), "keep": (1, 2**40),
     "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (0, 2**20), "chunk": (0, 2**40),
     "resident_layers": (0, 2**20), "head_groups": (0, 2**20), "host_memory": (0, 2**60),
-    "gpu_memory": (0, 2**60),
+    "gpu_memory": (0, 2**60), "ranks": (0, 2**20),
 }
 SIZES = ("seq", "steps", "batch", "micro_batch", "chunk", "host_memory", "gpu_memory")
 
@@ -322,6 +325,8 @@ class Refused(ValueError):
 
 def on_all_ranks(check):
     """check() on every rank; if it fails on any, the same Refused on all, so that none hangs."""
+    if dist.get_backend() == "fake":  # of a simulated step: nobody else is there
+        return check()
     result = error = None
     try:
         result = check()
@@ -414,6 +419,8 @@ def check_flags(cfg: Config) -> None:
     if by_hand and cfg.recompute != "auto":
         raise ValueError(f"{' '.join(by_hand)} and --recompute {cfg.recompute} say different things"
                          ": drop one")
+    if cfg.ranks and not cfg.dry_run:
+        raise ValueError(f"--ranks {cfg.ranks}: of a plan alone; with --dry-run")
     if cfg.init != "random" and not cfg.init.startswith("hf:"):
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
 
@@ -659,7 +666,8 @@ def cap_gpu(cfg: Config, device: torch.device) -> None:
 def host_room(cfg: Config) -> float:
     """Bytes of host memory of a rank to swap to."""
     ranks = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # that share it
-    return host_limit(cfg.host_memory) / ranks
+    elsewhere = cfg.ranks and cfg.host_memory  # not of the machine at hand
+    return (elsewhere or host_limit(cfg.host_memory)) / ranks
 
 
 def host_bytes(cfg: Config, plan: Plan) -> float:
@@ -937,9 +945,9 @@ def draw_losses(out: Path) -> None:
     plt.close(fig)
 
 
-def describe(cfg: Config, plan: Plan, say) -> None:
+def describe(cfg: Config, plan: Plan, world: int, say) -> None:
     """Print what was chosen and why."""
-    f, fates, world = plan.factors, plan.fates, dist.get_world_size()
+    f, fates = plan.factors, plan.fates
     say(f"states: p={f.p} g={f.g} os={f.os}" + (f" second={f.second}" if f.second else "")
         + f" of {world} ranks, {cfg.per_node} a node; {cfg.os_layout}-tensor; overlapped: "
         f"{cfg.overlap}; recomputed: {cfg.recompute}")
@@ -965,7 +973,7 @@ def build(cfg: Config, plan: Plan, say, as_planned: bool = False) -> tuple[LLaMA
     if plan.fates and not as_planned:
         measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
         on_all_ranks(lambda: treat(cfg, plan, *measured))
-    describe(cfg, plan, say)
+    describe(cfg, plan, dist.get_world_size(), say)
     with torch.device("meta"):
         model = LLaMA(plan.model, attention)
     model.recompute = cfg.recompute == "full"
@@ -981,6 +989,39 @@ def build(cfg: Config, plan: Plan, say, as_planned: bool = False) -> tuple[LLaMA
     return model, states
 
 
+def run_step(model: LLaMA, states: States, batch, positions: torch.Tensor, lr: float, clip: float):
+    """Forward, backward, update. batch: of load_batch. Returns the loss, the gradient's norm, and
+    whether they are finite, on the device."""
+    tokens, labels, scale = batch
+    states.begin()
+    loss = torch.zeros_like(scale)
+    for micro_batch in zip(tokens, labels):
+        part = model(*micro_batch, scale, positions)
+        part.backward()
+        states.end_micro_batch()
+        loss += part.detach()
+    states.reduce()
+    dist.all_reduce(loss)
+    return loss, *states.update(lr, clip, loss)
+
+
+def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], int]:
+    """The first rank's requests in a step, from 1 MiB on, and bytes of what lasts between steps, on
+    fake tensors. Raises RuntimeError where there is a process group."""
+    plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel="cpu")
+
+    def make():
+        model, states = build(cfg, plan, lambda *_, **__: None, as_planned=True)
+        tokens = torch.zeros(plan.micro_batches, cfg.micro_batch, cfg.seq // cfg.sp).long()
+        batch = tokens, tokens, torch.ones((), dtype=states.wide)
+        positions = local_positions(cfg, 0, plan.device)
+        return lambda: run_step(model, states, batch, positions, cfg.lr, cfg.clip)
+
+    torch.compiler.set_stance("force_eager")
+    requests, lasting = simulate(make, world, lambda: FUSED[-1])
+    return requests, lasting - round(host_bytes(cfg, plan))  # which are on the CPU here, too
+
+
 def main(argv: list[str] | None = None) -> None:
     cfg = parse(argv)
     stop = {"signal": 0}  # set by a signal, agreed on by all ranks at the end of a step
@@ -993,6 +1034,7 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
     rank, world, local_rank = start_ranks(cfg.timeout)
+    world = cfg.ranks or world
     print0 = print if rank == 0 else (lambda *a, **k: None)
     launch = launch_name()
     plan = on_all_ranks(lambda: make_plan(cfg, rank, world, local_rank, launch))
@@ -1012,8 +1054,15 @@ def main(argv: list[str] | None = None) -> None:
     print0(f"data {cfg.data}: {len(plan.train.corpus):,} tokens, {plan.train.count:,} training and "
            f"{plan.val.count:,} validation sequences of {cfg.seq:,}")
     if cfg.dry_run:
-        describe(cfg, plan, print0)
-        return dist.destroy_process_group()
+        describe(cfg, plan, world, print0)
+        dist.destroy_process_group()
+        if cfg.ranks:
+            requests, lasting = simulate_step(cfg, plan, world)
+            most = lower_bound(requests)
+            print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
+                   f"{most / GIB:.2f} come in one ({len(requests):,} requests of 1 MiB or more); "
+                   f"{(lasting + most) / GIB:.2f} GiB")
+        return
 
     print0(f"attention kernel: {plan.kernel}")
     fused = cfg.compile and device.type == "cuda"
@@ -1053,26 +1102,13 @@ def main(argv: list[str] | None = None) -> None:
         batch = load_batch(cfg, plan, start, rank, world)
     clock = time.perf_counter()
     progress, memory = Progress(states, rank == 0), planned_memory(cfg, device)
-
-    def work():
-        """A step: forward, backward, update. Returns loss, norm, and whether they are finite."""
-        tokens, labels, scale = batch
-        states.begin()
-        loss = torch.zeros_like(scale)
-        for m in range(plan.micro_batches):
-            part = model(tokens[m], labels[m], scale, positions)
-            part.backward()
-            states.end_micro_batch()
-            loss += part.detach()
-        states.reduce()
-        dist.all_reduce(loss)
-        return loss, *states.update(lr, cfg.clip, loss)
-
     for step in range(start + 1, cfg.steps + 1):
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
+        work = functools.partial(run_step, model, states, batch, positions, lr, cfg.clip)
         new = memory and memory.plan is None
         loss, norm, finite = memory.run(work) if memory else work()
+        del work
         if new and memory.plan:
             memory = judge(cfg, memory, device, print0)
         if step < cfg.steps:  # read the next batch while the GPU works
