@@ -75,22 +75,25 @@ def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int,
 
 def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
                   head_groups: int) -> int:
-    """Bytes that a layer's backward needs beside what was kept, at its peak, attention's backward.
+    """Bytes that a layer's backward needs beside what was kept, at the higher of two peaks.
 
-    dy, dx, do; o, if it was dropped; q, k, v and their gradients, repeated heads among them; of two
-    head groups what is sent and received, or the copies of a part of too many heads; the kernel's
-    float32 sums; one chunk's temporaries.
+    Attention's: dy, dx, do; o, if it was dropped; q, k, v and their gradients, repeated heads among
+    them; of two head groups what is sent and received, or the copies of a part of too many heads;
+    the kernel's float32 sums. That of the products before it: dy, dx, do, q, k, v, one chunk's
+    temporaries, and where head groups will be received.
     """
     e, d = dtype.itemsize, cfg.head_dim
     x, qo, kv = tokens * cfg.dim * e, tokens * cfg.heads * d * e, tokens * cfg.kv_heads * d * e
     kv_sent = min(kv * sp * head_groups, qo) if sp > 1 else kv  # heads that are repeated
     whole = 2 * x + 4 * qo + 2 * kv + 2 * kv_sent + 2 * (kv_sent if kv_sent > kv else 0)
     groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups
+    received = (2 * (3 * qo + 2 * kv_sent) + qo + 2 * kv_sent) / head_groups
     if sp == 1:
-        groups = 0 if tokens * cfg.heads * d <= MAX_ELEMENTS else 2 * qo
+        groups, received = 0 if tokens * cfg.heads * d <= MAX_ELEMENTS else 2 * qo, 0
     sums = 2 * tokens * (cfg.heads + (cfg.heads != cfg.kv_heads) * 2 * cfg.kv_heads) * d * 4
-    return round(whole + groups + sums / head_groups
-                 + chunk * (8 * cfg.ffn + 6 * cfg.dim) * e)
+    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * e
+    return round(max(whole + groups + sums / head_groups,
+                     2 * x + 2 * qo + 2 * kv + temporaries + received))
 
 
 @dataclass(frozen=True)

@@ -698,12 +698,12 @@ def memory_need(cfg: Config, plan: Plan) -> dict[str, float]:
     else:
         kept = activation_bytes(m, tokens, e)
     need = state_bytes(count, f, plan.dtype, several or (pieces and f.g == 1))
-    need |= {"buffers": buffers, "activations": kept,
-             "loss": 2 * wide * min(LOSS_ELEMENTS, tokens * m.vocab) + wide * m.vocab * m.dim}
+    need |= {"buffers": buffers, "activations": kept}
     if fates:
         need["activations"] = gpu_bytes(fates, layer_bytes(m, tokens, plan.dtype))
-    need["working"] = working_bytes(m, tokens, min(cfg.chunk, tokens), plan.dtype, cfg.sp,
-                                    cfg.head_groups) if fates or cfg.sp > 1 else 0
+    loss = 2 * wide * min(LOSS_ELEMENTS, tokens * m.vocab) + wide * m.vocab * m.dim
+    layer = working_bytes(m, tokens, min(cfg.chunk, tokens), plan.dtype, cfg.sp, cfg.head_groups)
+    need["working"] = max(loss, layer if fates or cfg.sp > 1 else 0)
     return need
 
 
@@ -1007,7 +1007,8 @@ def run_step(model: LLaMA, states: States, batch, positions: torch.Tensor, lr: f
 
 def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], int]:
     """The first rank's requests in a step, from 1 MiB on, and bytes of what lasts between steps, on
-    fake tensors. Raises RuntimeError where there is a process group."""
+    fake tensors. Where layers have no fates, autograd saves more here than where operators are
+    fused. Raises RuntimeError where there is a process group."""
     plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel="cpu")
 
     def make():
@@ -1056,7 +1057,9 @@ def main(argv: list[str] | None = None) -> None:
     if cfg.dry_run:
         describe(cfg, plan, world, print0)
         dist.destroy_process_group()
-        if cfg.ranks:
+        if cfg.ranks and plan.fates is None:
+            print0("not simulated: what autograd saves is known for layers in chunks alone")
+        elif cfg.ranks:
             requests, lasting = simulate_step(cfg, plan, world)
             most = lower_bound(requests)
             print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
