@@ -600,7 +600,9 @@ def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
 def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
     """What offload.measure would find, from usual rates; to compare plans before anything runs."""
     m, n = plan.model, plan.tokens(cfg)
-    name = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else "CPU"
+    name = "NVIDIA H200" if cfg.ranks else "CPU"  # ranks that are not there are H200s
+    if plan.device.type == "cuda":
+        name = torch.cuda.get_device_name(plan.device)
     peak = peak_flops(name) or 1e14
     matrices = (param_count(m) - 2 * m.vocab * m.dim) / m.layers
     tokenwise = 2 * matrices * n / (0.75 * peak)
@@ -650,7 +652,7 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
 def gpu_room(cfg: Config, device: torch.device) -> float:
     """Bytes of a device to plan with."""
     if device.type == "cpu":
-        return cfg.gpu_memory or 2**60
+        return GPU_SHARE * (cfg.gpu_memory or 2**60)
     total = torch.cuda.get_device_properties(device).total_memory
     return GPU_SHARE * min(total, cfg.gpu_memory or total)
 
