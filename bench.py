@@ -377,7 +377,7 @@ def table_swap(device: torch.device) -> list[dict]:
     for label in kinds:
         fates, hard = kinds[label.partition(",")[0]], "poisoned" in label
         attention = Ulysses(kernel, world, groups, Lane(device, True), 2,
-                            0 if "NCCL" in label else world, poison=hard)
+                            0 if "NCCL" in label else world, hard, 3 * 10**6 * hard)
         model, states = make(cfg, kernel, device, torch.bfloat16, attention=attention,
                              groups=groups, factors=f, recompute=fates is not None, poison=hard,
                              pieces=c if fates else 1)
@@ -540,17 +540,20 @@ def table_memplan(device: torch.device) -> list[dict]:
                 step = long_step(Config(model=name, seq=seq, **MEMORY), device)
 
                 def run():
-                    return memory.run(step) if memory else step()
+                    if memory is None:
+                        return step()
+                    return memory.replay(step) if memory.plan else memory.run(step)
 
                 for _ in range(3):  # the third is recorded
                     run()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
+                torch.cuda.reset_accumulated_memory_stats(device)
                 run.plan, run.config = step.plan, step.config
                 return run
 
             attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=1)
-            if memory and memory.plan:
+            if memory and memory.counts:
                 p, c = memory.plan, memory.counts
                 rows[-1] |= {"requests": len(memory.requests), "planned_peak_gib": p.peak / GIB,
                              "lower_bound_gib": p.lower_bound / GIB, "solve_s": p.seconds,
@@ -569,7 +572,7 @@ def longest(name: str, ranks: int, device, gpu: float,
     rank, by usual rates. gpu, host: bytes of a rank to plan with."""
     def fits(steps: int) -> tuple[Config, Plan] | None:
         cfg = Config(model=name, seq=steps * ranks * 2**14, batch=1, sp=ranks, per_node=ranks,
-                     dtype="bf16")
+                     dtype="bf16", **MEMORY)
         plan = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None, room=gpu, host=host)
         try:
             return cfg, choose_plan(cfg, plan, ranks, 1)
@@ -588,9 +591,10 @@ def longest(name: str, ranks: int, device, gpu: float,
 
 
 def proof_step(cfg: Config, device, plan: Plan):
-    """A step of the first and the last two layers, with all else allocated as planned."""
+    """A step of the first and the last two layers, with all else allocated as planned. It shows
+    that memory suffices; its time, of a first step, is none of training."""
     f = plan.fates
-    most = max(f.stored(i) for i in range(f.layers) if f.swaps(i))
+    most = max((f.stored(i) for i in range(f.layers) if f.swaps(i)), default=0)
     part = dataclasses.replace(plan, model=dataclasses.replace(plan.model, layers=4), fates=Fates(
         4, f.chunks, 2, min(f.kept, 2 * f.chunks), 2 * most, dropped=min(1, f.dropped)))
     gpu = sum(memory_need(cfg, plan).values()) - sum(memory_need(cfg, part).values())
@@ -614,12 +618,16 @@ def table_longest(device: torch.device) -> list[dict]:
     for label, ranks, gpu, host in (
             ("8 x H200, 560 GiB host, by plan", 8, train.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8),
             ("this machine, by plan", world, own.room, own.host)):
-        cfg, plan = longest(name, ranks, device, gpu, host)
+        found = longest(name, ranks, device, gpu, host)
+        if found is None:
+            raise SystemExit(f"bench.py: {label}: not even {ranks * 2**14:,} tokens")
+        cfg, plan = found
         rows.append(row(label, plan.model, name, cfg.seq, 0, None, device, gpus=ranks,
                         **chosen(cfg, plan)) | {"oom": False, "gpu_gib": None})
     show(rows) if rank == 0 else None
     attempt(rows, "its first and last layers", "7b/4", cfg.seq, cfg.seq // world, None, device,
             lambda: proof_step(cfg, device, plan), repeats=1, warmup=0)
+    rows[-1] |= dict.fromkeys(("tgs", "flops", "mfu_causal", "mfu_full"))
     return rows
 
 

@@ -718,7 +718,13 @@ def library(kind: str) -> ctypes.CDLL:
     for good: outside of record and replay it does nothing but delegate. Raises RuntimeError with
     the compiler's words."""
     import torch
-    from torch.utils.cpp_extension import include_paths
+    from torch.utils.cpp_extension import CUDA_HOME, include_paths
+
+    include = include_paths()
+    if kind == "cuda" and CUDA_HOME:
+        include += [str(Path(CUDA_HOME) / "include")]
+    elif kind == "cuda":  # pip's packages
+        include += map(str, Path(torch.__file__).parents[1].glob("nvidia/cu*/include"))
 
     key = hashlib.sha256((SOURCE + torch.__version__ + kind).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
@@ -728,7 +734,7 @@ def library(kind: str) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=folder) as tmp:
             source, made = Path(tmp) / "allocator.cpp", Path(tmp) / "allocator.so"
             source.write_text(SOURCE)
-            command = compiler(str(source), str(made), kind, include_paths(kind),
+            command = compiler(str(source), str(made), kind, include,
                                Path(torch.__file__).parent / "lib",
                                int(torch._C._GLIBCXX_USE_CXX11_ABI))
             done = subprocess.run(command, capture_output=True, text=True)
@@ -774,15 +780,16 @@ class StepMemory:
         self.kind = str(device).partition(":")[0]
         self.device, self.align = device, ALIGN[self.kind]
         self.least, self.requests, self.plan = least or LEAST[self.kind], [], None
-        self.arena, self.counts, self.runs = None, {}, 0
+        self.arena, self.counts, self.runs, self.plans = None, {}, 0, 0
 
     def run(self, step):
         """Run the step: the first two as they are, for what lasts; the third is recorded; then by
-        plan, and recorded again after one that met less than nine tenths of its plan."""
+        plan, and recorded again (three times in all) after one that met less than nine tenths of
+        its plan."""
         self.runs += 1
-        if self.counts and self.counts["hits"] < 0.9 * len(self.inside):
-            self.give_back()
-            self.runs, self.counts, self.plan = 3, {}, None
+        missed = self.counts and self.counts["hits"] < 0.9 * len(self.inside)
+        if missed and self.plans < 3 and self.give_back():
+            self.counts, self.plan = {}, None
         if self.runs < 3:
             return step()
         if self.plan is None:
@@ -794,6 +801,10 @@ class StepMemory:
     def record(self, step):
         """Run the step, note its requests: sizes, and lifetimes counted in events."""
         lib = library(self.kind)
+        if self.kind == "cuda":  # what PyTorch's allocator holds afterwards is for this step
+            import torch
+
+            torch.cuda.empty_cache()
         lib.begin(1, self.least)
         try:
             result = step()
@@ -814,7 +825,7 @@ class StepMemory:
 
     def solve(self, time_limit: float = 60.0) -> Plan:
         """Plan the recorded step, and check the plan."""
-        self.plan = solve(self.requests, time_limit=time_limit)
+        self.plan, self.plans = solve(self.requests, time_limit=time_limit), self.plans + 1
         check(self.requests, self.plan.offsets, self.plan.peak)
         entries = np.full((len(self.sizes), 2), -1, np.int64)
         entries[:, 0] = self.sizes
@@ -834,10 +845,11 @@ class StepMemory:
             raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
         self.arena = HELD[self.kind] = arena  # for as long as the allocator may point into it
 
-    def give_back(self) -> None:
-        """The arena's memory, to PyTorch's allocator, if no tensor is in it."""
+    def give_back(self) -> bool:
+        """The arena's memory, to PyTorch's allocator, if no tensor is in it. Returns whether."""
         if self.arena is not None and not library(self.kind).load(None, None, 0):
             self.arena = HELD[self.kind] = None
+        return self.arena is None
 
     def replay(self, step):
         """Run the step on planned addresses; self.counts: how many requests met the plan."""

@@ -309,8 +309,9 @@ class Exchange:
 
     alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
-    def __init__(self, group: dist.ProcessGroup, near: bool):
+    def __init__(self, group: dist.ProcessGroup, near: bool, timeout: timedelta | None = None):
         self.group, self.near = group, near
+        self.timeout = round(1e3 * (timeout or timedelta(minutes=10)).total_seconds())  # ms
         self.alive.add(self)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.memory = torch.empty(0)
@@ -343,14 +344,14 @@ class Exchange:
             for there, here in pairs:
                 dist.all_to_all_single(here, there, group=self.group)
             return
-        self.handle.barrier()  # all have read what they received before
+        self.handle.barrier(timeout_ms=self.timeout)  # all have read what they received before
         for i in range(self.ranks):
             peer = (self.rank + i) % self.ranks  # another one for each rank
             for there, here in pairs:
                 mine = here[self.rank]
                 self.handle.get_buffer(peer, mine.shape, mine.dtype, mine.storage_offset()).copy_(
                     there[peer])
-        self.handle.barrier()  # all parts have arrived
+        self.handle.barrier(timeout_ms=self.timeout)  # all parts have arrived
 
 
 class Ulysses(Attention):
@@ -365,20 +366,21 @@ class Ulysses(Attention):
     a lane of its own, and only two groups are gathered at a time. Key/value heads that sp * G does
     not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T).
 
-    per_node: ranks of a node (0: unknown), for Exchange. poison: what was received becomes NaN
-    after use, for tests. Whatever a lane reads or writes is allocated on the compute stream and
-    held until the compute stream has waited for the lane: so memory is never given to another too
-    early.
+    per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
+    received becomes NaN after use, and the lane starts so many GPU cycles late. Whatever a lane
+    reads or writes is allocated on the compute stream and held until the compute stream has waited
+    for the lane: so memory is never given to another too early.
     """
 
     def __init__(self, kernel: str, sp: int, groups: Groups, lane: Lane, head_groups: int = 1,
-                 per_node: int = 0, poison: bool = False):
+                 per_node: int = 0, poison: bool = False, delay: int = 0):
         super().__init__(kernel)
-        self.sp, self.lane, self.head_groups, self.poison = sp, lane, head_groups, poison
+        self.sp, self.lane, self.head_groups = sp, lane, head_groups
+        self.poison, self.delay = poison, delay
         self.group, self.begun = groups.get("sequence", lambda r: r // sp), None
         if self.group:
             near = lane.stream is not None and per_node % sp == 0 < per_node
-            self.exchange = Exchange(self.group, near and reach_each_other())
+            self.exchange = Exchange(self.group, near and reach_each_other(), groups.timeout)
 
     def _repeated(self, *tensors: Tensor) -> list[Tensor]:
         """k, v with as many copies of a head as give each of the sp * G parts whole ones."""
@@ -395,6 +397,8 @@ class Ulysses(Attention):
         each rank. Returns the event of the arrival in `got`, and what must live until then."""
         send = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
         with self.lane.after_compute():
+            if self.delay and self.lane.stream:
+                torch.cuda._sleep(self.delay)
             for x, there in zip(parts, send):
                 move(x, there)
             self.exchange.run(list(zip(send, got)))
@@ -409,6 +413,8 @@ class Ulysses(Attention):
             self.exchange.run(list(zip(send, got)))
             for here, out in zip(got, outputs):
                 move(here, out)
+                if self.poison:
+                    here.fill_(torch.nan)
         return send
 
     def _places(self, inputs: list[Tensor], outputs: list[Tensor]):
@@ -420,13 +426,16 @@ class Ulysses(Attention):
 
     def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel, begun=None) -> None:
         """kernel(j, inputs on heads) -> outputs on heads, group by group, copied into outputs.
-        begun: places, and what the first group has sent of the first inputs."""
+        begun: places, and what the first group has sent of the first inputs; it is emptied, so that
+        nothing outlives its use."""
         (slots, back), sent = begun or (self._places(inputs, outputs), [])
+        if begun:
+            begun.clear()
         inputs, outputs = ([self._parts(x) for x in xs] for xs in (inputs, outputs))
         n, leaving = len(sent), []
         event, send = self._gather([x[0] for x in inputs[n:]], slots[0][n:])
         ahead = event, sent + send
-        del begun, sent, send
+        del sent, send
         for j in range(self.head_groups):
             event, send = ahead
             if j + 1 < self.head_groups:
@@ -443,6 +452,7 @@ class Ulysses(Attention):
     def forward(self, q, k, v):
         if self.group is None:
             return super().forward(q, k, v)
+        assert self.begun is None, "backward was announced"
         o, lse, (k, v) = torch.empty_like(q), [], self._repeated(k, v)
         self._places([q, k, v, q, q], [q, k, v])  # as much as backward needs, from the start
 
@@ -460,20 +470,19 @@ class Ulysses(Attention):
             inputs = [q, *self._repeated(k, v), o]
             slots, back = self._places([*inputs, o], inputs[:3])
             _, sent = self._gather([self._parts(x)[0] for x in inputs], slots[0][:4])
-            self.begun = (slots, back), sent
+            self.begun = [(slots, back), sent], inputs  # the lane reads repeated heads, too
 
     def backward(self, do, q, k, v, o, lse):
         if self.group is None:
             return super().backward(do, q, k, v, o, lse)
-        heads, (k, v) = k.shape[2], self._repeated(k, v)
-        grads = [torch.empty_like(x) for x in (q, k, v)]
+        (begun, inputs), self.begun = self.begun or (None, [q, *self._repeated(k, v), o]), None
+        heads, grads = k.shape[2], [torch.empty_like(x) for x in inputs[:3]]
 
         def kernel(j, on_heads):
             *inputs, do = on_heads
             return attention_backward(self.kernel, do, *inputs, lse[j])
 
-        begun, self.begun = self.begun, None
-        self._run([q, k, v, o, do.contiguous()], grads, kernel, begun)
+        self._run([*inputs, do.contiguous()], grads, kernel, begun)
         # a head's copies: the gradients of all are its own
         return grads[0], *(x.unflatten(2, (heads, -1)).sum(3) if x.shape[2] > heads else x
                            for x in grads[1:])

@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from memplan import HELD, Request, StepMemory, lower_bound, simulate
+from memplan import HELD, Request, StepMemory, library, lower_bound, simulate
 from model import (FUSED, IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel)
@@ -523,7 +523,8 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     model, read = choose_model(cfg)
     cfg.lr = cfg.lr or {"tiny": 3e-3, "160m": 6e-4}.get(cfg.model, 3e-4)
     cfg.warmup = cfg.steps // 20 if cfg.warmup == -1 else cfg.warmup
-    cfg.per_node = cfg.per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    usual = math.gcd(8, world) if cfg.ranks else int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    cfg.per_node = cfg.per_node or usual
     check_flags(cfg)
     kernel = cfg.attention = pick_kernel(cfg.attention, device, DTYPES[cfg.dtype])
     choose_degrees(cfg, model.heads, world), wanted_factors(cfg, world)  # they refuse early
@@ -567,9 +568,9 @@ def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
                     errors.append(e)
                     continue
                 update = 28 * count / f.os / 3.9e12 / plan.micro_batches  # AdamW's bytes, H200
-                found.append(((seconds + update) / plan.tokens(cfg), (sp, -b),
-                              host_bytes(cfg, plan), dataclasses.replace(cfg),
-                              dataclasses.replace(plan)))
+                host = round(20 * host_bytes(cfg, plan) / plan.host)  # twentieths: less is equal
+                found.append(((seconds + update) / plan.tokens(cfg), (sp, -b), host,
+                              dataclasses.replace(cfg), dataclasses.replace(plan)))
     if not found:
         raise errors[-1]
     least = min(x[0] for x in found)
@@ -905,9 +906,17 @@ class Progress(threading.Thread):
                   end="\r" if self.every == 1 else "\n", flush=True)
 
 
-def planned_memory(cfg: Config, device: torch.device) -> StepMemory | None:
-    on = cfg.memplan == "on" or cfg.memplan == "auto" and device.type == "cuda"
-    return StepMemory(str(device)) if on else None
+def planned_memory(cfg: Config, device: torch.device, say) -> StepMemory | None:
+    """For --memplan. Raises ValueError if its allocator cannot be built."""
+    if cfg.memplan == "off" or cfg.memplan == "auto" and device.type == "cpu":
+        return None
+    try:
+        library(device.type)
+    except RuntimeError as e:
+        if cfg.memplan == "on":
+            raise ValueError(f"--memplan on: {e}") from None
+        return say(f"--memplan auto is off: {e}")
+    return StepMemory(str(device))
 
 
 def judge(cfg: Config, memory: StepMemory, device: torch.device, say) -> StepMemory | None:
@@ -1106,7 +1115,8 @@ def main(argv: list[str] | None = None) -> None:
     if start < cfg.steps:
         batch = load_batch(cfg, plan, start, rank, world)
     clock = time.perf_counter()
-    progress, memory = Progress(states, rank == 0), planned_memory(cfg, device)
+    progress = Progress(states, rank == 0)
+    memory = on_all_ranks(lambda: planned_memory(cfg, device, print0))
     for step in range(start + 1, cfg.steps + 1):
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
@@ -1158,7 +1168,7 @@ def main(argv: list[str] | None = None) -> None:
         if skipped_in_a_row == cfg.max_skips:
             stopped = -1
             print0(f"{skipped_in_a_row} steps in a row were not finite: the run ends here")
-        if memory and cfg.save_every > 0 and step % cfg.save_every == 0:
+        if memory and (stopped or cfg.save_every > 0 and step % cfg.save_every == 0):
             memory.give_back()
         if cfg.save_every > 0 and step % cfg.save_every == 0 or stopped and cfg.save_every >= 0:
             save_checkpoint(cfg, plan.model, states, step, launch)
@@ -1167,6 +1177,8 @@ def main(argv: list[str] | None = None) -> None:
             break
         clock = time.perf_counter()
 
+    if memory:
+        memory.give_back()
     if cfg.save_every >= 0 and (saved != step or not (plan.resume or step)):
         save_checkpoint(cfg, plan.model, states, step, launch)
     if cfg.export and not stopped:
