@@ -422,46 +422,55 @@ def table_swap(device: torch.device) -> list[dict]:
 # ---------------------------------------------------------------------------- long sequences
 
 
-def sustained(fn, device: torch.device) -> float:
+def sustained(fn, device: torch.device, seconds: float = 1.0) -> float:
     """Seconds of fn() at the clock rate that a GPU holds under load: back to back, the second half
-    of at least a second."""
+    of at least twice `seconds`."""
     fn()
     sync(device)
     start = time.perf_counter()
     fn()
     sync(device)
-    calls = max(1, math.ceil(0.5 / (time.perf_counter() - start)))
+    calls = max(1, math.ceil(seconds / (time.perf_counter() - start)))
     return clock(lambda: [fn() for _ in range(calls)], 1, device, warmup=1) / calls
 
 
 def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dtype,
                  chunk: int) -> dict:
     """The rate of attention and matrix kernels alone: one sequence over all ranks, no norms, no
-    rotary, no loss but its products, no communication, nothing twice. Each kernel back to back."""
+    rotary, no loss but its products, no communication, nothing twice. A layer's kernels follow one
+    another in the order of a step, for seconds: what they draw together sets the clock rate."""
     world, e = dist.get_world_size(), dict(device=device, dtype=dtype)
     tokens, op = seq // world, Attention(kernel)
     chunk = min(chunk, tokens)
-
-    def attention_alone() -> float:
-        heads = (cfg.heads // world, max(1, cfg.kv_heads // world))
-        q, k, v, do = (torch.randn(1, seq, heads[i], cfg.head_dim, **e) for i in (0, 1, 1, 0))
-        o, lse = op.forward(q, k, v)
-        return sustained(lambda: (op.forward(q, k, v), op.backward(do, q, k, v, o, lse)), device)
-
-    total = attn = cfg.layers * attention_alone()
+    heads = (cfg.heads // world, max(1, cfg.kv_heads // world))
+    q, k, v, do = (torch.randn(1, seq, heads[i], cfg.head_dim, **e) for i in (0, 1, 1, 0))
     qkv = cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads)
-    for rows, cols, times in ((qkv, cfg.dim, cfg.layers), (cfg.dim, cfg.dim, cfg.layers),
-                              (2 * cfg.ffn, cfg.dim, cfg.layers), (cfg.dim, cfg.ffn, cfg.layers),
-                              (cfg.vocab, cfg.dim, 1)):
-        x, y, w = (torch.randn(*shape, **e) for shape in ((chunk, cols), (chunk, rows),
-                                                          (rows, cols)))
-        products = sustained(lambda: (x @ w.t(), y @ w, y.t() @ x), device)
-        total += times * products * tokens / chunk
+    shapes = [(qkv, cfg.dim), (cfg.dim, cfg.dim), (2 * cfg.ffn, cfg.dim), (cfg.dim, cfg.ffn)]
+
+    def operands(rows: int, cols: int) -> list[torch.Tensor]:
+        return [torch.randn(*shape, **e) for shape in ((chunk, cols), (chunk, rows), (rows, cols))]
+
+    def products(passes: str, matrices: list) -> None:
+        for _ in range(tokens // chunk):
+            for x, y, w in matrices:
+                (x @ w.t()) if passes == "forward" else (y @ w, y.t() @ x)
+
+    matrices, head = [operands(*shape) for shape in shapes], [operands(cfg.vocab, cfg.dim)]
+
+    def layer() -> None:
+        products("forward", matrices[:1])
+        o, lse = op.forward(q, k, v)
+        products("forward", matrices[1:])
+        products("backward", matrices[:0:-1])
+        op.backward(do, q, k, v, o, lse)
+        products("backward", matrices[:1])
+
+    total = cfg.layers * sustained(layer, device, 2.0)
+    total += sustained(lambda: [products(p, head) for p in ("forward", "backward")], device, 0.5)
     slowest = torch.tensor(total, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    release(device)
     return row("kernels alone", cfg, name, seq, tokens, slowest.item(), device, gpus=world,
-               kernel=kernel, attention_s=attn)
+               kernel=kernel)
 
 
 def long_plan(cfg: Config, device) -> Plan:

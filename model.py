@@ -324,11 +324,13 @@ class Attention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attention_forward(self.kernel, q, k, v)
 
-    def backward(self, do, q, k, v, o, lse) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, do, q, k, v, o, lse, late=lambda: None) -> tuple[Tensor, Tensor, Tensor]:
+        """late: other work, for the time in which a subclass brings the last gradients back."""
+        late()
         return attention_backward(self.kernel, do, q, k, v, o, lse)
 
-    def ahead(self, q, k, v, o) -> None:
-        """backward follows with these: a subclass may begin with what takes time."""
+    def ahead(self, *inputs: Tensor) -> None:
+        """backward follows with these, q, k, v and o, then do: a subclass may send them already."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _Attention.apply(q, k, v, self)

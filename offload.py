@@ -27,6 +27,7 @@ Legend: N = B*T tokens of a rank, n layers, k resident layers, c chunks of a lay
 heads, K key/value heads, D head width, F MLP width.
 """
 import contextlib
+import functools
 import math
 import mmap
 import time
@@ -506,18 +507,20 @@ class Layers:
                 gu = block.gate_up(n)
                 del n
             a, dgu = swiglu_backward(gu, input_grad(block.down, dy[:, c]))
-            weight_grad(block.down, dy[:, c], a)
-            dn = input_grad(block.gate_up, dgu)
-            dh = dx[:, c]
+            dn, dh = input_grad(block.gate_up, dgu), dx[:, c]
             n, dweight = rms_norm_backward(h, block.norm2.weight, eps, dn, dy[:, c], dh)
-            weight_grad(block.gate_up, dgu, n)
             block.norm2.weight.grad += dweight
             input_grad(block.out, dh, out=do[:, c])
-            weight_grad(block.out, dh, o[:, c].flatten(2))
+            if last := j == len(self.chunks) - 1:  # on its way under the products of the weights
+                self.attention.ahead(self._split(do.view(o.shape)))
+            weight_grad(block.down, dy[:, c], a)
+            weight_grad(block.gate_up, dgu, n)
+            late = functools.partial(weight_grad, block.out, dh, o[:, c].flatten(2))
+            None if last else late()
         del dy, h, gu, a, dgu, dn, n, dh
         do = self._split(do.view(o.shape))
-        grads = [self._join(t) for t in self.attention.backward(do, *inputs, lse)]
-        del do, o, qkv, inputs
+        grads = [self._join(t) for t in self.attention.backward(do, *inputs, lse, late)]
+        del do, o, qkv, inputs, late
         for c in self.chunks:  # pre
             dqkv = x.new_empty(1, c.stop - c.start, sum(self.heads) * self.cfg.head_dim)
             parts = dqkv.unflatten(2, (-1, self.cfg.head_dim)).split(self.heads, 2)

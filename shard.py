@@ -424,18 +424,20 @@ class Ulysses(Attention):
         room, n = self.exchange.room(shapes, inputs[0]), len(inputs)
         return (room[:n], room[n : 2 * n]), room[2 * n :]
 
-    def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel, begun=None) -> None:
+    def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel, begun: list = (),
+             late=lambda: None) -> None:
         """kernel(j, inputs on heads) -> outputs on heads, group by group, copied into outputs.
-        begun: places, and what the first group has sent of the first inputs; it is emptied, so that
-        nothing outlives its use."""
-        (slots, back), sent = begun or (self._places(inputs, outputs), [])
+        begun: places, and what of the first group is on its way; it is emptied, so that nothing
+        outlives its use. late: called while the last outputs are on their way."""
+        (slots, back), event, sent = begun or (self._places(inputs, outputs), None, [])
         if begun:
             begun.clear()
         inputs, outputs = ([self._parts(x) for x in xs] for xs in (inputs, outputs))
-        n, leaving = len(sent), []
-        event, send = self._gather([x[0] for x in inputs[n:]], slots[0][n:])
-        ahead = event, sent + send
-        del sent, send
+        if (n := len(sent)) < len(inputs):
+            event, send = self._gather([x[0] for x in inputs[n:]], slots[0][n:])
+            sent, send = sent + send, None
+        ahead, leaving = (event, sent), []
+        del sent
         for j in range(self.head_groups):
             event, send = ahead
             if j + 1 < self.head_groups:
@@ -447,6 +449,7 @@ class Ulysses(Attention):
             if self.poison:
                 for x in slots[j % 2]:
                     x.fill_(torch.nan)
+        late()
         wait(self.lane.mark())
 
     def forward(self, q, k, v):
@@ -464,25 +467,31 @@ class Ulysses(Attention):
         self._run([q, k, v], [o], kernel)
         return o, torch.stack(lse)
 
-    def ahead(self, q, k, v, o):
-        """Launch the first group's way of what backward gets, all but do."""
-        if self.group:
-            inputs = [q, *self._repeated(k, v), o]
-            slots, back = self._places([*inputs, o], inputs[:3])
-            _, sent = self._gather([self._parts(x)[0] for x in inputs], slots[0][:4])
-            self.begun = [(slots, back), sent], inputs  # the lane reads repeated heads, too
-
-    def backward(self, do, q, k, v, o, lse):
+    def ahead(self, *inputs):
+        """Launch the first group's way of what backward gets: q, k, v, o, and then do."""
         if self.group is None:
-            return super().backward(do, q, k, v, o, lse)
-        (begun, inputs), self.begun = self.begun or (None, [q, *self._repeated(k, v), o]), None
+            return
+        if self.begun is None:
+            q, k, v, o = inputs
+            inputs = [q, *self._repeated(k, v), o]
+            places = self._places([*inputs, o], inputs[:3])
+            self.begun = [places, None, []], inputs  # the lane reads repeated heads, too
+        begun, _ = self.begun
+        (slots, _), _, sent = begun
+        begun[1], more = self._gather([self._parts(x)[0] for x in inputs], slots[0][len(sent) :])
+        sent += more
+
+    def backward(self, do, q, k, v, o, lse, late=lambda: None):
+        if self.group is None:
+            return super().backward(do, q, k, v, o, lse, late)
+        (begun, inputs), self.begun = self.begun or ((), [q, *self._repeated(k, v), o]), None
         heads, grads = k.shape[2], [torch.empty_like(x) for x in inputs[:3]]
 
         def kernel(j, on_heads):
             *inputs, do = on_heads
             return attention_backward(self.kernel, do, *inputs, lse[j])
 
-        self._run([*inputs, do.contiguous()], grads, kernel, begun)
+        self._run([*inputs, do.contiguous()], grads, kernel, begun, late)
         # a head's copies: the gradients of all are its own
         return grads[0], *(x.unflatten(2, (heads, -1)).sum(3) if x.shape[2] > heads else x
                            for x in grads[1:])

@@ -622,7 +622,8 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
     by_hand = cfg.alpha >= 0 or cfg.resident_layers or cfg.chunk < n
     plan.fates, lost = None, 0.0
     fits = sum(memory_need(cfg, plan).values()) <= room
-    if cfg.recompute == "auto" and (by_hand or (chunked and not fits)):
+    # with sp, Layers' order of work hides more of the all-to-alls than autograd's
+    if cfg.recompute == "auto" and (by_hand or (cfg.sp > 1 if fits else chunked)):
         chunks = -(-n // cfg.chunk)
         plan.fates = Fates(layers, chunks, layers)
         need = memory_need(cfg, plan)
