@@ -43,7 +43,7 @@ HERE = Path(__file__).parent
 GIB = 2**30
 SEQS: list[int] = []  # of the table long, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
-KEEP: list = []  # of the table that is measured: a function that writes its rows so far
+KEEP: list = []  # of the table that is measured: a function that writes its rows, the folder
 MEMORY: dict[str, int] = {}  # host_memory and gpu_memory of it, from --host-memory, --gpu-memory
 TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
@@ -538,7 +538,7 @@ def table_long(device: torch.device) -> list[dict]:
 def table_memplan(device: torch.device) -> list[dict]:
     """A step of 7B on addresses that were planned once, beside PyTorch's allocator, with segments
     that expand and without. Reserved: the most that the allocator held after warm-up."""
-    world, rows, name = dist.get_world_size(), [], "7b"
+    world, rank, rows, name = dist.get_world_size(), dist.get_rank(), [], "7b"
     for seq in SEQS or [2**14 * world, 2**16 * world]:
         for label in ("caching allocator", "expandable segments", "planned"):
             torch.cuda.memory._set_allocator_settings(
@@ -553,7 +553,7 @@ def table_memplan(device: torch.device) -> list[dict]:
                         return step()
                     return memory.replay(step) if memory.plan else memory.run(step)
 
-                for _ in range(3):  # the third is recorded
+                for _ in range(3 if memory else 1):  # the third is recorded
                     run()
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats(device)
@@ -561,8 +561,10 @@ def table_memplan(device: torch.device) -> list[dict]:
                 run.plan, run.config = step.plan, step.config
                 return run
 
-            attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=1)
+            attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=0)
             if memory and memory.counts:
+                if rank == 0:
+                    memory.draw(str(KEEP[1] / f"memplan-{seq // 1024}k-{world}x.png"))
                 p, c = memory.plan, memory.counts
                 rows[-1] |= {"requests": len(memory.requests), "planned_peak_gib": p.peak / GIB,
                              "lower_bound_gib": p.lower_bound / GIB, "solve_s": p.seconds,
@@ -1033,7 +1035,7 @@ def main() -> None:
                 out.mkdir(parents=True, exist_ok=True)
                 (out / f"{file}.json").write_text(json.dumps(results, indent=1) + "\n")
 
-        KEEP[:] = [keep]
+        KEEP[:] = [keep, out]
         rows = TABLES[name][0](device)
         keep(rows)
         if rank == 0:

@@ -864,9 +864,13 @@ class StepMemory:
             self.counts = dict(zip(self.COUNTS, lib.counted()[:6]))
 
     def draw(self, path: str) -> None:
-        """A PNG file: the planned addresses over time beside those that PyTorch has given."""
-        first = min(self.addresses, default=0)
-        theirs = [address - first for address in self.addresses]
+        """A PNG file: the planned addresses over time beside those that PyTorch has given, which
+        are moved together where no request of the step ever was."""
+        theirs, end, shift = [0] * len(self.addresses), 0, 0
+        for i in sorted(range(len(self.addresses)), key=lambda i: self.addresses[i]):
+            shift += max(0, self.addresses[i] - shift - end)
+            theirs[i] = self.addresses[i] - shift
+            end = max(end, theirs[i] + self.requests[i].size)
         draw(path, self.requests, self.plan, theirs)
 
 
@@ -981,7 +985,7 @@ def draw(path: str, requests: list[Request], plan: Plan, theirs: list[int] | Non
     pictures = [(plan.offsets, str(plan))]
     if theirs:
         peak = peak_of([r.size for r in requests], theirs)
-        pictures.append((theirs, f"PyTorch's allocator, addresses from the lowest: {peak:,}"))
+        pictures.append((theirs, f"PyTorch's allocator, addresses in use: {peak:,}"))
     top = max(peak_of([r.size for r in requests], offsets) for offsets, _ in pictures)
     fig, axes = plt.subplots(1, len(pictures), figsize=(9 * len(pictures), 5), squeeze=False)
     for ax, (offsets, title) in zip(axes[0], pictures):

@@ -391,13 +391,16 @@ def split_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
 
     The pairs are (i, i + D/2), as in Hugging Face's checkpoints (Meta's own have (2i, 2i+1)).
     """
-    x = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
-    x1, x2 = x[:, :, : heads + kv_heads].to(cos.dtype).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]  # (T, 1, D/2)
-    qk = torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(qkv.dtype)
+
+    def turn(x: Tensor) -> Tensor:
+        x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
+        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+    x = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
+    q, k, v = x.split((heads, kv_heads, kv_heads), dim=2)
     # three tensors of their own: what a layer keeps for backward is 3 C, not 5 C
-    q, k = qk[:, :, :heads].contiguous(), qk[:, :, heads:].contiguous()
-    return q, k, x[:, :, heads + kv_heads :].contiguous()
+    return turn(q), turn(k), v.contiguous()
 
 
 @compiled
