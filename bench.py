@@ -13,6 +13,7 @@ Legend: T tokens a sequence, C width, L layers.
 """
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -30,7 +31,7 @@ import torch.distributed as dist
 import offload
 import shard
 import train
-from memplan import StepMemory
+from memplan import StepMemory, write_plan
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
 from offload import Fates, Layers, Sizes, choose
@@ -501,9 +502,10 @@ def long_step(cfg: Config, device, plan: Plan | None = None):
     return step
 
 
-def random_sequence(cfg: ModelConfig, seq: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def random_sequence(cfg: ModelConfig, seq: int, device,
+                    seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens, labels (1, T): the same on all ranks."""
-    rng = torch.Generator(device).manual_seed(0)
+    rng = torch.Generator(device).manual_seed(seed)
     tokens = torch.randint(cfg.vocab, (1, seq + 1), device=device, generator=rng)
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -535,14 +537,53 @@ def table_long(device: torch.device) -> list[dict]:
     return rows
 
 
+def exact_replay(device: torch.device) -> int:
+    """Steps at planned addresses equal others to the last bit: all kept and all fates, over all
+    ranks, with steps of another shape in between. Returns how many requests met the plans."""
+    world, seq, hits = dist.get_world_size(), 8192, 0
+    cfg = dataclasses.replace(MODELS["160m"], layers=6, heads=16, kv_heads=4)
+    kernel, groups, tokens = pick_kernel("auto", device, torch.bfloat16), Groups(), seq // world
+    torch.use_deterministic_algorithms(True)
+    for fates in (None, Fates(6, 4, 3, 8, 6)):
+        curves = []
+        for memory in (None, StepMemory(f"cuda:{device.index}")):
+            model, states = make(
+                cfg, kernel, device, torch.bfloat16, recompute=fates is not None, groups=groups,
+                attention=Ulysses(kernel, world, groups, Lane(device, True), 2, world),
+                factors=Factors(1, world, world), pieces=4 if fates else 1)
+            model.recompute = False
+            if fates:
+                Layers(model, (1, tokens), fates, tokens // 4, device, torch.bfloat16,
+                       report=lambda *_: None)
+            curve = []
+            for i in range(9):
+                n = tokens // 2 if i in (4, 6) and not fates else tokens
+                cut = slice(dist.get_rank() * n, (dist.get_rank() + 1) * n)
+                ids, labels = (t[None, :, cut] for t in random_sequence(cfg, n * world, device, i))
+                batch = ids, labels, torch.tensor(1 / seq, device=device)
+                step = functools.partial(train.run_step, model, states, batch,
+                                         torch.arange(n * world, device=device)[cut], 1e-4, 1.0)
+                curve.append(torch.stack([x.float() for x in (memory.run(step) if memory
+                                                              else step())]))
+                hits += memory.counts.get("hits", 0) if memory else 0
+            curves.append(torch.stack(curve))
+            if memory:
+                memory.give_back()
+        assert torch.equal(*curves), "planned addresses change the arithmetic"
+    torch.use_deterministic_algorithms(False)
+    return hits
+
+
 def table_memplan(device: torch.device) -> list[dict]:
     """A step of 7B on addresses that were planned once, beside PyTorch's allocator, with segments
     that expand and without. Reserved: the most that the allocator held after warm-up."""
     world, rank, rows, name = dist.get_world_size(), dist.get_rank(), [], "7b"
+    hits = exact_replay(device)
+    print(f"equal at planned addresses, {hits:,} requests") if rank == 0 else None
     for seq in SEQS or [2**14 * world, 2**16 * world]:
         for label in ("caching allocator", "expandable segments", "planned"):
             torch.cuda.memory._set_allocator_settings(
-                f"expandable_segments:{label == 'expandable segments'}")
+                f"expandable_segments:{label != 'caching allocator'}")
             memory = StepMemory(f"cuda:{device.index}") if label == "planned" else None
 
             def build():
@@ -563,9 +604,11 @@ def table_memplan(device: torch.device) -> list[dict]:
 
             attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=0)
             if memory and memory.counts:
-                if rank == 0:
-                    memory.draw(str(KEEP[1] / f"memplan-{seq // 1024}k-{world}x.png"))
                 p, c = memory.plan, memory.counts
+                if rank == 0:
+                    file = str(KEEP[1] / f"memplan-{seq // 1024}k-{world}x")
+                    memory.draw(f"{file}.png")
+                    write_plan(f"{file}.csv", range(len(p.offsets)), memory.requests, p.offsets)
                 rows[-1] |= {"requests": len(memory.requests), "planned_peak_gib": p.peak / GIB,
                              "lower_bound_gib": p.lower_bound / GIB, "solve_s": p.seconds,
                              "method": p.method, "optimal": p.optimal, "counts": c,

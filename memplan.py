@@ -43,6 +43,7 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -823,7 +824,7 @@ class StepMemory:
     def _round(self, size: int) -> int:
         return -(-max(1, size) // self.align) * self.align
 
-    def solve(self, time_limit: float = 60.0) -> Plan:
+    def solve(self, time_limit: float = 20.0) -> Plan:
         """Plan the recorded step, and check the plan."""
         self.plan, self.plans = solve(self.requests, time_limit=time_limit), self.plans + 1
         check(self.requests, self.plan.offsets, self.plan.peak)
@@ -966,7 +967,7 @@ def read_trace(path: str) -> tuple[list[str], list[Request]]:
     return ids, requests
 
 
-def write_plan(path: str, ids: list[str], requests: list[Request], offsets: list[int]) -> None:
+def write_plan(path: str, ids: Iterable, requests: list[Request], offsets: list[int]) -> None:
     with open(path, "w", newline="") as f:
         out = csv.writer(f)
         out.writerow(["id", "lower", "upper", "size", "offset"])

@@ -209,7 +209,12 @@ class Groups:
             return None
         for ranks in members.values():
             if (lane, *ranks) not in self.made:
-                self.made[lane, *ranks] = dist.new_group(ranks, timeout=self.timeout)
+                group = self.made[lane, *ranks] = dist.new_group(ranks, timeout=self.timeout)
+                if ranks == mine and torch.cuda.is_available():
+                    # NCCL takes its memory now, not amid a step that leaves it none
+                    one = torch.zeros(1, device="cuda")
+                    _all_gather(one.new_empty(len(ranks)), one, group=group)
+                    dist.all_reduce(one, group=group)
         return self.made[lane, *mine]
 
 
