@@ -545,8 +545,8 @@ def exact_replay(device: torch.device) -> int:
     kernel, groups, tokens = pick_kernel("auto", device, torch.bfloat16), Groups(), seq // world
     torch.use_deterministic_algorithms(True)
     for fates in (None, Fates(6, 4, 3, 8, 6)):
-        curves = []
-        for memory in (None, StepMemory(f"cuda:{device.index}")):
+        curves = []  # the first run compiles kernels for both shapes, the others find them
+        for memory in (None, None, StepMemory(f"cuda:{device.index}")):
             model, states = make(
                 cfg, kernel, device, torch.bfloat16, recompute=fates is not None, groups=groups,
                 attention=Ulysses(kernel, world, groups, Lane(device, True), 2, world),
@@ -569,7 +569,7 @@ def exact_replay(device: torch.device) -> int:
             curves.append(torch.stack(curve))
             if memory:
                 memory.give_back()
-        assert torch.equal(*curves), "planned addresses change the arithmetic"
+        assert torch.equal(*curves[1:]), f"planned addresses change the arithmetic: {curves}"
     torch.use_deterministic_algorithms(False)
     return hits
 
