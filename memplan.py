@@ -8,7 +8,7 @@ storage allocation). Request i has a size S_i and a half-open lifetime; it is to
 
 `solve` is exact where it can be, and says so. No plan is below the largest sum of live sizes; most
 often an order of placing meets it, and is optimal. Where a gap remains: a search from the bottom up
-(`fill_valleys`), the mixed-integer program above with what makes it solvable (`milp_offsets`), and
+(`pack`), the mixed-integer program above with what makes it solvable (`milp_offsets`), and
 a search over orders, until time is up. Time splits where nothing lives, and each part is solved
 alone. `check` trusts none of it.
 
@@ -42,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -204,88 +205,50 @@ def search_orders(requests: list[Request], near: list[list[int]], bound: int, un
                 best = min(best, now, key=lambda t: t[0])
 
 
-def fill_valleys(requests: list[Request], capacity: int, until: float, seed: int = 0,
-                 tries: int = 10**9) -> list[int] | None:
-    """Offsets with a peak of at most `capacity`, by depth-first search from the bottom up; or None.
+def pack(requests: list[Request], ceiling: int, seconds: float,
+         seed: int = 0) -> tuple[list[int] | None, bool]:
+    """Offsets with a peak of at most `ceiling`, by two searches (memplan_search.cpp), or None; and
+    whether it is proved that there are none. Without a C++ compiler: None, unproved."""
+    try:
+        search = compiled("memplan_search.cpp").pack
+    except RuntimeError as e:
+        warnings.warn(f"memplan: no search from the bottom up, plans may be worse: {e}")
+        return None, False
+    first, last = [-1] * len(requests), [0] * len(requests)
+    for k, members in enumerate(live_sets(requests)):  # time, counted in these: the same overlaps
+        for i in members:
+            first[i] = k if first[i] < 0 else first[i]
+            last[i] = k + 1
+    offsets = np.zeros(len(requests), np.int64)
+    data = [np.array(x, np.int64) for x in (first, last, [r.size for r in requests])]
+    answer = search(
+        ctypes.c_int64(len(requests)), *(ctypes.c_void_p(x.ctypes.data) for x in data),
+        ctypes.c_int64(ceiling), ctypes.c_double(seconds), ctypes.c_int64(seed),
+        ctypes.c_void_p(offsets.ctypes.data))
+    return offsets.tolist() if answer == 1 else None, answer == 0
 
-    The picture so far has a height at every moment. At the lowest valley that something must still
-    cover, either a request that fits into it is put down (what fills it exactly first), or the
-    valley is given up to the height of its lower neighbour. Every moment can give up only what
-    capacity leaves beside the sizes that live then: little, where the problem is hard, so the
-    search is cut early. After some failures it starts again in a slightly different order.
-    """
-    times = sorted({x for r in requests for x in (r.lower, r.upper)})
-    at = {x: k for k, x in enumerate(times)}
-    spans, sizes = [(at[r.lower], at[r.upper]) for r in requests], [r.size for r in requests]
-    covering = [[] for _ in times]
-    for i, (a, b) in enumerate(spans):
-        for k in range(a, b):
-            covering[k].append(i)
-    spare = [capacity - sum(sizes[i] for i in c) for c in covering]
-    if min(spare) < 0:
-        return None
-    rng, high = random.Random(seed), math.inf
-    for attempt in range(tries):
-        noise, fails = min(1.0, attempt / 20), 100 * (attempt + 1)
-        order = [(b - a) / len(times) + sizes[i] / capacity + noise * rng.random()
-                 for i, (a, b) in enumerate(spans)]
-        heights, left = [0] * len(times), [len(c) for c in covering]
-        slack, offsets = list(spare), [-1] * len(requests)
-        stack = []  # of choices: (valley, candidates that are left, how to undo the last)
-        while True:
-            # the lowest moment that something must still cover, and the valley around it
-            open_heights = [x if c else high for x, c in zip(heights, left)]
-            h = min(open_heights)
-            if h == high:
-                return offsets
-            k = open_heights.index(h)
-            a, b = k, k + 1
-            while b < len(times) and heights[b] == h:
-                b += 1
-            fits = [i for i in covering[k] if offsets[i] < 0 and spans[i][1] <= b
-                    and max(heights[slice(*spans[i])]) == h]
-            edges = heights[a - 1] if a else high, heights[b] if b < len(times) else high
-            fits.sort(key=lambda i: (2 * (spans[i][1] == b) + (h + sizes[i] in edges), order[i]))
-            stack.append([(a, b, h), [None, *fits], None])
-            while stack:
-                (a, b, h), choices, undo = stack[-1]
-                if undo is not None:  # it led nowhere
-                    span, before, i = undo
-                    if i is None:
-                        for s in range(*span):
-                            slack[s] += heights[s] - before[s - span[0]]
-                    else:
-                        offsets[i] = -1
-                        for s in range(*span):
-                            left[s] += 1
-                    heights[slice(*span)] = before
-                    stack[-1][2] = None
-                    fails -= 1
-                if not choices or fails < 0:
-                    stack.pop()
-                    continue
-                i = choices.pop()
-                if i is None:
-                    rise = min(heights[a - 1] if a and heights[a - 1] > h else high,
-                               heights[b] if b < len(times) and heights[b] > h else high) - h
-                    if any(slack[s] < rise for s in range(a, b) if left[s]) or rise == high:
-                        continue
-                    span, top = (a, b), h + rise
-                    for s in range(a, b):
-                        slack[s] -= rise
-                else:
-                    span, top = spans[i], h + sizes[i]
-                    offsets[i] = h
-                    for s in range(*span):
-                        left[s] -= 1
-                stack[-1][2] = span, heights[slice(*span)], i
-                heights[slice(*span)] = [top] * (span[1] - span[0])
-                break
-            if not stack:
-                break
-            if time.monotonic() > until:
-                return None
-    return None
+
+@functools.cache
+def compiled(source: str, *options: str) -> ctypes.CDLL:
+    """The library of a C++ file beside this one, compiled at first use (some seconds) and kept in
+    the user's cache. Raises RuntimeError with the compiler's words."""
+    file = Path(__file__).with_name(source)
+    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(file), *options]
+    key = hashlib.sha256(file.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
+    built = folder / f"{key}.so"
+    if not built.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as tmp:
+            made = Path(tmp) / "made.so"
+            try:
+                subprocess.run([*command, "-o", str(made)], capture_output=True, text=True,
+                               check=True)
+            except (OSError, subprocess.CalledProcessError) as e:
+                words = getattr(e, "stderr", None) or e
+                raise RuntimeError(f"{' '.join(command)} failed:\n{str(words)[-2000:]}") from None
+            os.replace(made, built)  # whole at any moment, whoever else compiles
+    return ctypes.CDLL(str(built))
 
 
 # ---------------------------------------------------------------------------- the program
@@ -373,7 +336,7 @@ def solve(requests: list[Request], capacity: int = 0, time_limit: float = 60.0, 
     where = split_in_time(requests)
     parts = [[requests[i] for i in part] for part in where]
     bound = max([capacity, *map(lower_bound, parts)])  # where one part is as high, lower is no use
-    plans = [solve_part(part, bound, start + time_limit / 20, cuts, symmetry) for part in parts]
+    plans = [solve_part(part, bound, start + time_limit / 50, cuts, symmetry) for part in parts]
     for share in (0.3, 1.0):  # of the time, for the parts that are still too high
         high = [k for k, p in enumerate(plans) if p.peak > max(bound, p.lower_bound)]
         for count, k in enumerate(sorted(high, key=lambda k: -plans[k].peak)):
@@ -419,17 +382,26 @@ def solve_part(requests: list[Request], enough: int, until: float, cuts: bool, s
         now = time.monotonic()
         return now + share * (until - now)
 
-    goal = max(enough, plan.lower_bound)
-    for ceiling in (goal, (goal + plan.peak) // 2, (goal + 3 * plan.peak) // 4):
-        if plan.peak > ceiling:
-            take(fill_valleys(requests, ceiling, part_of_time(0.12), seed), "from the bottom up")
-    if plan.peak > max(enough, plan.lower_bound) and len(requests) <= 150:
-        offsets, plan.lower_bound = milp_offsets(requests, near, plan.peak, plan.lower_bound,
-                                                 part_of_time(0.7), cuts, symmetry)
+    unit, goal = math.gcd(*sizes), max(enough, plan.lower_bound)
+    failed, ceiling = goal - 1, goal  # first the best that can be, then between what is known
+    while plan.peak > goal and len(requests) <= 6000 and time.monotonic() < until:
+        offsets, proved = pack(requests, ceiling, part_of_time(0.25) - time.monotonic(), seed)
+        take(offsets, "from the bottom up")
+        if proved:  # peaks are sums of sizes
+            plan.lower_bound = max(plan.lower_bound, (ceiling // unit + 1) * unit)
+            goal = max(goal, plan.lower_bound)
+        failed = failed if offsets else ceiling
+        ceiling = (failed + plan.peak) // 2
+        if ceiling < failed + max(unit, plan.peak // 2000):
+            break
+    if plan.peak > goal and len(requests) <= 150:
+        offsets, bound = milp_offsets(requests, near, plan.peak, plan.lower_bound,
+                                      part_of_time(0.6), cuts, symmetry)
+        plan.lower_bound = max(plan.lower_bound, bound)
+        goal = max(goal, plan.lower_bound)
         take(offsets, "integer program")
-    if plan.peak > max(enough, plan.lower_bound):
-        take(search_orders(requests, near, max(enough, plan.lower_bound), until, seed),
-             "order of placing")
+    if plan.peak > goal:
+        take(search_orders(requests, near, goal, until, seed), "order of placing")
     return plan
 
 
@@ -472,294 +444,39 @@ def solve_levels(requests: list[Request], passes: list[tuple[int, int]],
 
 ALIGN = {"cpu": 64, "cuda": 512}  # bytes: where PyTorch's kernels want a tensor to start
 LEAST = {"cpu": 2**10, "cuda": 2**20}  # bytes of a request that is planned: cuda, of large blocks
-SOURCE = r"""
-#include <c10/core/CPUAllocator.h>
-#include <algorithm>
-#include <atomic>
-#include <iterator>
-#include <map>
-#include <mutex>
-#include <unordered_map>
-#include <vector>
-
-// Delegates to PyTorch's own allocator, and, in a step, records its requests or serves them from an
-// arena at planned offsets. A request that is not the next one of the plan (nor one of the few
-// after it), or whose place is taken, goes to PyTorch: a wrong plan costs memory, never a number.
-namespace {
-enum Mode { IDLE, RECORD, REPLAY };
-std::atomic<Mode> mode{IDLE};
-struct Event { int64_t request, size, address; };  // size -1: it was freed
-struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
-std::mutex guard;
-std::vector<Event> events;
-std::vector<Entry> plan;
-std::map<int64_t, int64_t> live;  // begin and end of planned blocks in use
-int64_t requests, least, session, counts[6];  // hits, passed, misses, refused, bytes hit, all bytes
-size_t cursor;
-char* arena;
-
-void free_planned(void* context) {
-  std::lock_guard<std::mutex> lock(guard);
-  live.erase(static_cast<char*>(context) - arena);
-}
-
-char* place(int64_t size) {  // in REPLAY, under the guard
-  counts[5] += size;
-  for (size_t k = cursor; k < std::min(cursor + 16, plan.size()); ++k) {
-    if (plan[k].size != size) continue;
-    cursor = k + 1;
-    int64_t begin = plan[k].offset, end = begin + size;
-    if (begin < 0) return ++counts[1], nullptr;
-    auto after = live.lower_bound(begin);
-    bool taken = (after != live.end() && after->first < end) ||
-                 (after != live.begin() && std::prev(after)->second > begin);
-    if (taken) return ++counts[3], nullptr;
-    live[begin] = end;
-    ++counts[0], counts[4] += size;
-    return arena + begin;
-  }
-  return ++counts[2], nullptr;
-}
-}  // namespace
-
-#ifndef MEMPLAN_CUDA
-namespace {
-struct Recorded { c10::DataPtr inner; int64_t request, session; };
-void free_recorded(void* context) {
-  auto* r = static_cast<Recorded*>(context);
-  {
-    std::lock_guard<std::mutex> lock(guard);
-    if (mode == RECORD && r->session == session) events.push_back({r->request, -1, 0});
-  }
-  delete r;
-}
-
-struct Delegate final : c10::Allocator {
-  c10::Allocator* native = nullptr;
-  c10::DataPtr allocate(size_t n) override {
-    int64_t size = static_cast<int64_t>(n);
-    {
-      std::lock_guard<std::mutex> lock(guard);
-      if (mode == REPLAY && size >= least)
-        if (char* p = place(size)) return {p, p, &free_planned, c10::Device(c10::DeviceType::CPU)};
-    }
-    c10::DataPtr inner = native->allocate(n);
-    std::lock_guard<std::mutex> lock(guard);
-    if (mode != RECORD || size < least) return inner;
-    void* p = inner.get();
-    events.push_back({requests, size, reinterpret_cast<int64_t>(p)});
-    auto* r = new Recorded{std::move(inner), requests++, session};
-    return {p, r, &free_recorded, c10::Device(c10::DeviceType::CPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, size_t n) const override {
-    default_copy_data(to, from, n);
-  }
-} delegate;
-}  // namespace
-
-extern "C" void install(void*) {
-  delegate.native = c10::GetCPUAllocator();
-  c10::SetCPUAllocator(&delegate, 255);
-}
-#else
-#include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAStream.h>
-#include <torch/version.h>
-
-// Planned are the requests on one stream, where a block that is freed may be given out again at
-// once. What another stream reads or writes must be in use until this one has waited for it, as for
-// PyTorch's own blocks without record_stream, which does nothing here.
-namespace c10::cuda::CUDACachingAllocator {
-namespace {
-void* stream;  // whose requests count
-c10::DeviceIndex device;
-std::unordered_map<int64_t, int64_t> born;  // address: request
-CUDAAllocator* native;
-
-void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
-  std::lock_guard<std::mutex> lock(guard);
-  if (mode != RECORD || e.device_ != device) return;
-  int64_t address = static_cast<int64_t>(e.addr_), size = static_cast<int64_t>(e.size_);
-  if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= least) {
-    born[address] = requests;
-    events.push_back({requests++, size, address});
-  } else if (e.action_ == TraceEntry::FREE_COMPLETED) {
-    auto found = born.find(address);
-    if (found == born.end()) return;
-    events.push_back({found->second, -1, 0});
-    born.erase(found);
-  }
-}
-
-#define PASS(type, name, params, args) \
-  type name params override { return native->name args; }
-struct Delegate final : CUDAAllocator {
-  c10::DataPtr allocate(size_t n) override {
-    if (mode == REPLAY && static_cast<int64_t>(n) >= least) {
-      auto now = c10::cuda::getCurrentCUDAStream();
-      std::lock_guard<std::mutex> lock(guard);
-      if (mode == REPLAY && now.stream() == stream && now.device_index() == device)
-        if (char* p = place(static_cast<int64_t>(n)))
-          return {p, p, &free_planned, c10::Device(c10::DeviceType::CUDA, device)};
-    }
-    return native->allocate(n);
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // raw blocks: raw_alloc
-  void copy_data(void* to, const void* from, size_t n) const override {
-    native->copy_data(to, from, n);
-  }
-  PASS(bool, initialized, (), ())
-  PASS(void, emptyCache, (MempoolId_t id), (id))
-  PASS(CachingDeviceAllocator::DeviceStats, getDeviceStats, (c10::DeviceIndex d), (d))
-  PASS(void, resetAccumulatedStats, (c10::DeviceIndex d), (d))
-  PASS(void, resetPeakStats, (c10::DeviceIndex d), (d))
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) override {
-    return native->getMemoryInfo(d);
-  }
-  PASS(void*, raw_alloc, (size_t n), (n))
-  PASS(void*, raw_alloc_with_stream, (size_t n, cudaStream_t s), (n, s))
-  PASS(void, raw_delete, (void* p), (p))
-  PASS(void, init, (int count), (count))
-  PASS(double, getMemoryFraction, (c10::DeviceIndex d), (d))
-  PASS(void, setMemoryFraction, (double f, c10::DeviceIndex d), (f, d))
-  PASS(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, (c10::DeviceIndex d), (d))
-  PASS(void, enable, (bool on), (on))
-  bool isEnabled() const override { return native->isEnabled(); }
-  PASS(void, cacheInfo, (c10::DeviceIndex d, size_t* n), (d, n))
-  PASS(void*, getBaseAllocation, (void* p, size_t* n), (p, n))
-  PASS(void, recordStream, (const DataPtr& p, CUDAStream s), (p, s))
-  PASS(SnapshotInfo, snapshot, (MempoolId_t id, bool traces), (id, traces))
-  PASS(void, beginAllocateToPool, (c10::DeviceIndex d, MempoolId_t id,
-       std::function<bool(cudaStream_t)> f), (d, id, std::move(f)))
-  PASS(void, endAllocateToPool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(void, releasePool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(int, getPoolUseCount, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(void, createOrIncrefPool, (c10::DeviceIndex d, MempoolId_t id,
-       std::shared_ptr<CUDAAllocator> a), (d, id, std::move(a)))
-  PASS(void, setUseOnOOM, (c10::DeviceIndex d, MempoolId_t id, bool on), (d, id, on))
-  PASS(void, setNoSplit, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(bool, checkPoolLiveAllocations, (c10::DeviceIndex d, MempoolId_t id,
-       const std::unordered_set<void*>& expected), (d, id, expected))
-  PASS(ShareableHandle, shareIpcHandle, (void* p), (p))
-  PASS(std::shared_ptr<void>, getIpcDevPtr, (std::string handle), (std::move(handle)))
-  PASS(bool, isHistoryEnabled, (), ())
-  PASS(void, recordHistory, (bool on, CreateContextFn context, size_t most, RecordContext when,
-       bool clear, const std::vector<std::string>& skip), (on, context, most, when, clear, skip))
-  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& x) override {
-    native->recordAnnotation(x);
-  }
-  PASS(void, pushCompileContext, (std::string& x), (x))
-  PASS(void, popCompileContext, (), ())
-  PASS(void, setUserMetadata, (const std::string& x), (x))
-  PASS(std::string, getUserMetadata, (), ())
-  PASS(void, attachOutOfMemoryObserver, (OutOfMemoryObserver x), (std::move(x)))
-  PASS(void, attachAllocatorTraceTracker, (AllocatorTraceTracker x), (std::move(x)))
-  PASS(void, enablePeerAccess, (c10::DeviceIndex a, c10::DeviceIndex b), (a, b))
-  PASS(cudaError_t, memcpyAsync, (void* to, int d, const void* from, int e, size_t n,
-       cudaStream_t s, bool peer), (to, d, from, e, n, s, peer))
-  PASS(std::shared_ptr<AllocatorState>, getCheckpointState, (c10::DeviceIndex d, MempoolId_t id),
-       (d, id))
-  PASS(CheckpointDelta, setCheckpointPoolState, (c10::DeviceIndex d,
-       std::shared_ptr<AllocatorState> x), (d, std::move(x)))
-  PASS(std::string, name, (), ())
-#if TORCH_VERSION_MINOR >= 13
-  PASS(void, markCaptureBegin, (c10::DeviceIndex d), (d))
-  PASS(void, markCaptureEnd, (c10::DeviceIndex d), (d))
-  PASS(std::shared_ptr<GatheredContext>, getContextForPointer, (const void* p), (p))
-  PASS(void, attachOomRejectionObserver, (OomRejectionObserver x), (std::move(x)))
-  PASS(DataPtr, allocateWithAddress, (size_t n, void* p), (n, p))
-#endif
-} delegate;
-}  // namespace
-}  // namespace c10::cuda::CUDACachingAllocator
-
-extern "C" void install(void* which) {  // after CUDA has started, on its current device
-  namespace caching = c10::cuda::CUDACachingAllocator;
-  caching::stream = which;
-  caching::device = c10::cuda::current_device();
-  if (caching::native) return;
-  caching::native = caching::get();
-  caching::native->attachAllocatorTraceTracker(&caching::trace);
-  caching::allocator.store(&caching::delegate);
-  c10::SetAllocator(c10::DeviceType::CUDA, &caching::delegate, 255);
-}
-#endif
-
-extern "C" {
-void begin(int which, int64_t smallest) {
-  std::lock_guard<std::mutex> lock(guard);
-  mode = static_cast<Mode>(which), least = smallest, ++session, requests = 0, cursor = 0;
-  std::fill(counts, counts + 6, 0);
-  events.clear();
-#ifdef MEMPLAN_CUDA
-  c10::cuda::CUDACachingAllocator::born.clear();
-#endif
-}
-int64_t end() {
-  std::lock_guard<std::mutex> lock(guard);
-  mode = IDLE;
-  return static_cast<int64_t>(events.size());
-}
-const Event* recorded() { return events.data(); }
-const int64_t* counted() { return counts; }
-int64_t load(void* base, const Entry* entries, int64_t n) {
-  std::lock_guard<std::mutex> lock(guard);
-  if (!live.empty()) return static_cast<int64_t>(live.size());  // the last arena is in use
-  arena = static_cast<char*>(base), plan.assign(entries, entries + n);
-  return 0;
-}
-}
-"""
 
 
 @functools.cache
 def library(kind: str) -> ctypes.CDLL:
-    """The allocator above for "cpu" or "cuda", compiled at first use (some seconds) and installed
-    for good: outside of record and replay it does nothing but delegate. Raises RuntimeError with
-    the compiler's words."""
-    import torch
-    from torch.utils.cpp_extension import CUDA_HOME, include_paths
-
-    include = include_paths()
-    if kind == "cuda" and CUDA_HOME:
-        include += [str(Path(CUDA_HOME) / "include")]
-    elif kind == "cuda":  # pip's packages
-        include += map(str, Path(torch.__file__).parents[1].glob("nvidia/cu*/include"))
-
-    key = hashlib.sha256((SOURCE + torch.__version__ + kind).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
-    built = folder / f"{key}.so"
-    if not built.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as tmp:
-            source, made = Path(tmp) / "allocator.cpp", Path(tmp) / "allocator.so"
-            source.write_text(SOURCE)
-            command = compiler(str(source), str(made), kind, include,
-                               Path(torch.__file__).parent / "lib",
-                               int(torch._C._GLIBCXX_USE_CXX11_ABI))
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise RuntimeError(f"memplan: {' '.join(command)} failed:\n{done.stderr[-2000:]}")
-            os.replace(made, built)  # whole at any moment, whoever else compiles
-    loaded = ctypes.CDLL(str(built))
+    """The allocator (memplan_allocator.cpp) for "cpu" or "cuda", installed for good: outside of
+    record and replay it only delegates. Raises RuntimeError with the compiler's words."""
+    loaded = compiled("memplan_allocator.cpp", *allocator_options(kind))
     loaded.install.argtypes = [ctypes.c_void_p]
     loaded.begin.argtypes = [ctypes.c_int, ctypes.c_int64]
     loaded.end.restype = ctypes.c_int64
     loaded.recorded.restype = loaded.counted.restype = ctypes.POINTER(ctypes.c_int64)
     loaded.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     loaded.load.restype = ctypes.c_int64
+    import torch
+
     loaded.install(torch.cuda.current_stream().cuda_stream if kind == "cuda" else None)
     return loaded
 
 
-def compiler(source: str, made: str, kind: str, include: list[str], lib: Path,
-             abi: int) -> list[str]:
-    """The command that makes the library."""
-    cuda = ["-DMEMPLAN_CUDA", "-lc10_cuda"] if kind == "cuda" else []
-    return ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", source, "-o", made,
-            f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-I{path}" for path in include), f"-L{lib}",
-            "-lc10", *cuda]
+def allocator_options(kind: str) -> list[str]:
+    """Of the compiler, for this PyTorch and its headers."""
+    import torch
+    from torch.utils.cpp_extension import CUDA_HOME, include_paths
+
+    include, packages = include_paths(), Path(torch.__file__).parents[1]
+    if kind == "cuda" and CUDA_HOME:
+        include += [str(Path(CUDA_HOME) / "include")]
+    elif kind == "cuda":  # pip's packages
+        include += map(str, packages.glob("nvidia/cu*/include"))
+    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+            f'-DMEMPLAN_TORCH="{torch.__version__}"', *(f"-I{path}" for path in include),
+            f"-L{packages / 'torch' / 'lib'}", "-lc10",
+            *(["-DMEMPLAN_CUDA", "-lc10_cuda"] if kind == "cuda" else [])]
 
 
 class StepMemory:

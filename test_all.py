@@ -721,13 +721,21 @@ def test_memory_plans_are_the_best(seed):
                                               time.monotonic() + 20, cuts, symmetry)
         memplan.check(requests, offsets, best)
         assert bound == best
-    ceiling = memplan.fill_valleys(requests, best, time.monotonic() + 2, tries=50)
-    if ceiling:
-        memplan.check(requests, ceiling, best)
-    assert memplan.fill_valleys(requests, memplan.lower_bound(requests) - 1, 1e18, tries=9) is None
+    offsets, _ = memplan.pack(requests, best, 5)  # the searches alone, and their proof
+    memplan.check(requests, offsets, best)
+    assert memplan.pack(requests, best - 1, 5) == (None, True)
 
 
-@pytest.mark.parametrize("n", [30, 60, 200])
+def test_searches_find_what_is_there_and_prove_what_is_not():
+    for seed in range(300):
+        requests = random_requests(2 + seed % 5, seed, span=4 + seed % 7)
+        best = best_peak(requests)
+        offsets, _ = memplan.pack(requests, best, 5, seed)
+        memplan.check(requests, offsets, best)
+        assert memplan.pack(requests, best - 1, 5, seed) == (None, True), seed
+
+
+@pytest.mark.parametrize("n", [30, 60, 300])
 def test_memory_plans_without_a_gap_are_found(n):
     requests = tiled_requests(n, n)
     plan = memplan.solve(requests, time_limit=30)

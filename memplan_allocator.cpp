@@ -1,0 +1,238 @@
+// memplan.py's allocator. It delegates to PyTorch's own, and, in a step, records its requests or
+// serves them from an arena at planned offsets. A request that is not the next one of the plan (nor
+// one of the few after it), or whose place is taken, goes to PyTorch: a wrong plan costs memory,
+// never a number.
+#include <c10/core/CPUAllocator.h>
+#include <algorithm>
+#include <atomic>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+enum Mode { IDLE, RECORD, REPLAY };
+std::atomic<Mode> mode{IDLE};
+struct Event { int64_t request, size, address; };  // size -1: it was freed
+struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
+std::mutex guard;
+std::vector<Event> events;
+std::vector<Entry> plan;
+std::map<int64_t, int64_t> live;  // begin and end of planned blocks in use
+int64_t requests, least, session, counts[6];  // hits, passed, misses, refused, bytes hit, all bytes
+size_t cursor;
+char* arena;
+
+void free_planned(void* context) {
+  std::lock_guard<std::mutex> lock(guard);
+  live.erase(static_cast<char*>(context) - arena);
+}
+
+char* place(int64_t size) {  // in REPLAY, under the guard
+  counts[5] += size;
+  for (size_t k = cursor; k < std::min(cursor + 16, plan.size()); ++k) {
+    if (plan[k].size != size) continue;
+    cursor = k + 1;
+    int64_t begin = plan[k].offset, end = begin + size;
+    if (begin < 0) return ++counts[1], nullptr;
+    auto after = live.lower_bound(begin);
+    bool taken = (after != live.end() && after->first < end) ||
+                 (after != live.begin() && std::prev(after)->second > begin);
+    if (taken) return ++counts[3], nullptr;
+    live[begin] = end;
+    ++counts[0], counts[4] += size;
+    return arena + begin;
+  }
+  return ++counts[2], nullptr;
+}
+}  // namespace
+
+#ifndef MEMPLAN_CUDA
+namespace {
+struct Recorded { c10::DataPtr inner; int64_t request, session; };
+void free_recorded(void* context) {
+  auto* r = static_cast<Recorded*>(context);
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    if (mode == RECORD && r->session == session) events.push_back({r->request, -1, 0});
+  }
+  delete r;
+}
+
+struct Delegate final : c10::Allocator {
+  c10::Allocator* native = nullptr;
+  c10::DataPtr allocate(size_t n) override {
+    int64_t size = static_cast<int64_t>(n);
+    {
+      std::lock_guard<std::mutex> lock(guard);
+      if (mode == REPLAY && size >= least)
+        if (char* p = place(size)) return {p, p, &free_planned, c10::Device(c10::DeviceType::CPU)};
+    }
+    c10::DataPtr inner = native->allocate(n);
+    std::lock_guard<std::mutex> lock(guard);
+    if (mode != RECORD || size < least) return inner;
+    void* p = inner.get();
+    events.push_back({requests, size, reinterpret_cast<int64_t>(p)});
+    auto* r = new Recorded{std::move(inner), requests++, session};
+    return {p, r, &free_recorded, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, size_t n) const override {
+    default_copy_data(to, from, n);
+  }
+} delegate;
+}  // namespace
+
+extern "C" void install(void*) {
+  delegate.native = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(&delegate, 255);
+}
+#else
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/version.h>
+
+// Planned are the requests on one stream, where a block that is freed may be given out again at
+// once. What another stream reads or writes must be in use until this one has waited for it, as for
+// PyTorch's own blocks without record_stream, which does nothing here.
+namespace c10::cuda::CUDACachingAllocator {
+namespace {
+void* stream;  // whose requests count
+c10::DeviceIndex device;
+std::unordered_map<int64_t, int64_t> born;  // address: request
+CUDAAllocator* native;
+
+void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
+  std::lock_guard<std::mutex> lock(guard);
+  if (mode != RECORD || e.device_ != device) return;
+  int64_t address = static_cast<int64_t>(e.addr_), size = static_cast<int64_t>(e.size_);
+  if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= least) {
+    born[address] = requests;
+    events.push_back({requests++, size, address});
+  } else if (e.action_ == TraceEntry::FREE_COMPLETED) {
+    auto found = born.find(address);
+    if (found == born.end()) return;
+    events.push_back({found->second, -1, 0});
+    born.erase(found);
+  }
+}
+
+#define PASS(type, name, params, args) \
+  type name params override { return native->name args; }
+struct Delegate final : CUDAAllocator {
+  c10::DataPtr allocate(size_t n) override {
+    if (mode == REPLAY && static_cast<int64_t>(n) >= least) {
+      auto now = c10::cuda::getCurrentCUDAStream();
+      std::lock_guard<std::mutex> lock(guard);
+      if (mode == REPLAY && now.stream() == stream && now.device_index() == device)
+        if (char* p = place(static_cast<int64_t>(n)))
+          return {p, p, &free_planned, c10::Device(c10::DeviceType::CUDA, device)};
+    }
+    return native->allocate(n);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // raw blocks: raw_alloc
+  void copy_data(void* to, const void* from, size_t n) const override {
+    native->copy_data(to, from, n);
+  }
+  PASS(bool, initialized, (), ())
+  PASS(void, emptyCache, (MempoolId_t id), (id))
+  PASS(CachingDeviceAllocator::DeviceStats, getDeviceStats, (c10::DeviceIndex d), (d))
+  PASS(void, resetAccumulatedStats, (c10::DeviceIndex d), (d))
+  PASS(void, resetPeakStats, (c10::DeviceIndex d), (d))
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) override {
+    return native->getMemoryInfo(d);
+  }
+  PASS(void*, raw_alloc, (size_t n), (n))
+  PASS(void*, raw_alloc_with_stream, (size_t n, cudaStream_t s), (n, s))
+  PASS(void, raw_delete, (void* p), (p))
+  PASS(void, init, (int count), (count))
+  PASS(double, getMemoryFraction, (c10::DeviceIndex d), (d))
+  PASS(void, setMemoryFraction, (double f, c10::DeviceIndex d), (f, d))
+  PASS(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, (c10::DeviceIndex d), (d))
+  PASS(void, enable, (bool on), (on))
+  bool isEnabled() const override { return native->isEnabled(); }
+  PASS(void, cacheInfo, (c10::DeviceIndex d, size_t* n), (d, n))
+  PASS(void*, getBaseAllocation, (void* p, size_t* n), (p, n))
+  PASS(void, recordStream, (const DataPtr& p, CUDAStream s), (p, s))
+  PASS(SnapshotInfo, snapshot, (MempoolId_t id, bool traces), (id, traces))
+  PASS(void, beginAllocateToPool, (c10::DeviceIndex d, MempoolId_t id,
+       std::function<bool(cudaStream_t)> f), (d, id, std::move(f)))
+  PASS(void, endAllocateToPool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(void, releasePool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(int, getPoolUseCount, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(void, createOrIncrefPool, (c10::DeviceIndex d, MempoolId_t id,
+       std::shared_ptr<CUDAAllocator> a), (d, id, std::move(a)))
+  PASS(void, setUseOnOOM, (c10::DeviceIndex d, MempoolId_t id, bool on), (d, id, on))
+  PASS(void, setNoSplit, (c10::DeviceIndex d, MempoolId_t id), (d, id))
+  PASS(bool, checkPoolLiveAllocations, (c10::DeviceIndex d, MempoolId_t id,
+       const std::unordered_set<void*>& expected), (d, id, expected))
+  PASS(ShareableHandle, shareIpcHandle, (void* p), (p))
+  PASS(std::shared_ptr<void>, getIpcDevPtr, (std::string handle), (std::move(handle)))
+  PASS(bool, isHistoryEnabled, (), ())
+  PASS(void, recordHistory, (bool on, CreateContextFn context, size_t most, RecordContext when,
+       bool clear, const std::vector<std::string>& skip), (on, context, most, when, clear, skip))
+  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& x) override {
+    native->recordAnnotation(x);
+  }
+  PASS(void, pushCompileContext, (std::string& x), (x))
+  PASS(void, popCompileContext, (), ())
+  PASS(void, setUserMetadata, (const std::string& x), (x))
+  PASS(std::string, getUserMetadata, (), ())
+  PASS(void, attachOutOfMemoryObserver, (OutOfMemoryObserver x), (std::move(x)))
+  PASS(void, attachAllocatorTraceTracker, (AllocatorTraceTracker x), (std::move(x)))
+  PASS(void, enablePeerAccess, (c10::DeviceIndex a, c10::DeviceIndex b), (a, b))
+  PASS(cudaError_t, memcpyAsync, (void* to, int d, const void* from, int e, size_t n,
+       cudaStream_t s, bool peer), (to, d, from, e, n, s, peer))
+  PASS(std::shared_ptr<AllocatorState>, getCheckpointState, (c10::DeviceIndex d, MempoolId_t id),
+       (d, id))
+  PASS(CheckpointDelta, setCheckpointPoolState, (c10::DeviceIndex d,
+       std::shared_ptr<AllocatorState> x), (d, std::move(x)))
+  PASS(std::string, name, (), ())
+#if TORCH_VERSION_MINOR >= 13
+  PASS(void, markCaptureBegin, (c10::DeviceIndex d), (d))
+  PASS(void, markCaptureEnd, (c10::DeviceIndex d), (d))
+  PASS(std::shared_ptr<GatheredContext>, getContextForPointer, (const void* p), (p))
+  PASS(void, attachOomRejectionObserver, (OomRejectionObserver x), (std::move(x)))
+  PASS(DataPtr, allocateWithAddress, (size_t n, void* p), (n, p))
+#endif
+} delegate;
+}  // namespace
+}  // namespace c10::cuda::CUDACachingAllocator
+
+extern "C" void install(void* which) {  // after CUDA has started, on its current device
+  namespace caching = c10::cuda::CUDACachingAllocator;
+  caching::stream = which;
+  caching::device = c10::cuda::current_device();
+  if (caching::native) return;
+  caching::native = caching::get();
+  caching::native->attachAllocatorTraceTracker(&caching::trace);
+  caching::allocator.store(&caching::delegate);
+  c10::SetAllocator(c10::DeviceType::CUDA, &caching::delegate, 255);
+}
+#endif
+
+extern "C" {
+void begin(int which, int64_t smallest) {
+  std::lock_guard<std::mutex> lock(guard);
+  mode = static_cast<Mode>(which), least = smallest, ++session, requests = 0, cursor = 0;
+  std::fill(counts, counts + 6, 0);
+  events.clear();
+#ifdef MEMPLAN_CUDA
+  c10::cuda::CUDACachingAllocator::born.clear();
+#endif
+}
+int64_t end() {
+  std::lock_guard<std::mutex> lock(guard);
+  mode = IDLE;
+  return static_cast<int64_t>(events.size());
+}
+const Event* recorded() { return events.data(); }
+const int64_t* counted() { return counts; }
+int64_t load(void* base, const Entry* entries, int64_t n) {
+  std::lock_guard<std::mutex> lock(guard);
+  if (!live.empty()) return static_cast<int64_t>(live.size());  // the last arena is in use
+  arena = static_cast<char*>(base), plan.assign(entries, entries + n);
+  return 0;
+}
+}
