@@ -602,7 +602,7 @@ def table_memplan(device: torch.device) -> list[dict]:
                 run.plan, run.config = step.plan, step.config
                 return run
 
-            attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=0)
+            attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=1)
             if memory and memory.counts:
                 p, c = memory.plan, memory.counts
                 if rank == 0:

@@ -7,10 +7,11 @@ storage allocation). Request i has a size S_i and a half-open lifetime; it is to
                    A_i + S_i <= A_j + z_ij*U   and   A_j + S_j <= A_i + (1 - z_ij)*U
 
 `solve` is exact where it can be, and says so. No plan is below the largest sum of live sizes; most
-often an order of placing meets it, and is optimal. Where a gap remains: a search from the bottom up
-(`pack`), the mixed-integer program above with what makes it solvable (`milp_offsets`), and
-a search over orders, until time is up. Time splits where nothing lives, and each part is solved
-alone. `check` trusts none of it.
+often an order of placing meets it, and is optimal. Where a gap remains: two depth-first searches
+from the bottom up, which may also prove that nothing lower exists (`pack`), of thousands of
+requests for those at nearly full moments first (`pack_core`); the mixed-integer program above with
+what makes it solvable (`milp_offsets`); and a search over orders, until time is up. Time splits
+where nothing lives, and each part is solved alone. `check` trusts none of it.
 
 `solve_levels` is the paper's second level: requests that live and die within one pass of a layer
 are solved for that pass (equal passes once), and the step is then solved with each pass as one
@@ -135,10 +136,11 @@ def neighbours(requests: list[Request]) -> list[list[int]]:
 # ---------------------------------------------------------------------------- orders of placing
 
 
-def place(sizes: list[int], near: list[list[int]], order: list[int], best_fit: bool) -> list[int]:
+def place(sizes: list[int], near: list[list[int]], order: list[int], best_fit: bool,
+          fixed: list[int] | None = None) -> list[int]:
     """Each request in turn at the lowest gap between those placed that it lives with (or at the
-    smallest gap that is large enough)."""
-    offsets = [-1] * len(sizes)
+    smallest gap that is large enough). fixed: offsets of those that are not in `order`, else -1."""
+    offsets = list(fixed or [-1] * len(sizes))
     for i in order:
         size, at, found, room = sizes[i], 0, -1, math.inf
         placed = [j for j in near[i] if offsets[j] >= 0]
@@ -209,6 +211,8 @@ def pack(requests: list[Request], ceiling: int, seconds: float,
          seed: int = 0) -> tuple[list[int] | None, bool]:
     """Offsets with a peak of at most `ceiling`, by two searches (memplan_search.cpp), or None; and
     whether it is proved that there are none. Without a C++ compiler: None, unproved."""
+    if not requests:
+        return [], False
     try:
         search = compiled("memplan_search.cpp").pack
     except RuntimeError as e:
@@ -226,6 +230,33 @@ def pack(requests: list[Request], ceiling: int, seconds: float,
         ctypes.c_int64(ceiling), ctypes.c_double(seconds), ctypes.c_int64(seed),
         ctypes.c_void_p(offsets.ctypes.data))
     return offsets.tolist() if answer == 1 else None, answer == 0
+
+
+def pack_core(requests: list[Request], near: list[list[int]], ceiling: int, seconds: float,
+              seed: int = 0) -> tuple[list[int] | None, bool]:
+    """As `pack`, for thousands of requests: it places those that live at nearly full moments, and
+    the others, larger and longer ones first, find room around them."""
+    until, sizes = time.monotonic() + seconds, [r.size for r in requests]
+    sets = [(sum(sizes[i] for i in s), s) for s in live_sets(requests)]
+    for share in (0.98, 0.9, 0.7, 0.0) if len(requests) > 400 else (0.0,):
+        core = sorted({i for total, s in sets if total >= share * ceiling for i in s})
+        if len(core) > 6000:
+            break
+        left = until - time.monotonic()
+        offsets, proved = pack([requests[i] for i in core], ceiling,
+                               left / 3 if share else left, seed)
+        if proved:
+            return None, True
+        if offsets:
+            fixed = [-1] * len(requests)
+            for i, a in zip(core, offsets):
+                fixed[i] = a
+            rest = [i for i, a in enumerate(fixed) if a < 0]
+            rest.sort(key=lambda i: sizes[i] * (requests[i].lower - requests[i].upper))
+            offsets = place(sizes, near, rest, False, fixed)
+            if peak_of(sizes, offsets) <= ceiling:
+                return offsets, False
+    return None, False
 
 
 @functools.cache
@@ -384,8 +415,9 @@ def solve_part(requests: list[Request], enough: int, until: float, cuts: bool, s
 
     unit, goal = math.gcd(*sizes), max(enough, plan.lower_bound)
     failed, ceiling = goal - 1, goal  # first the best that can be, then between what is known
-    while plan.peak > goal and len(requests) <= 6000 and time.monotonic() < until:
-        offsets, proved = pack(requests, ceiling, part_of_time(0.25) - time.monotonic(), seed)
+    while plan.peak > goal and time.monotonic() < until:
+        seconds = part_of_time(0.25) - time.monotonic()
+        offsets, proved = pack_core(requests, near, ceiling, seconds, seed)
         take(offsets, "from the bottom up")
         if proved:  # peaks are sums of sizes
             plan.lower_bound = max(plan.lower_bound, (ceiling // unit + 1) * unit)
