@@ -484,7 +484,7 @@ def library(kind: str) -> ctypes.CDLL:
     record and replay it only delegates. Raises RuntimeError with the compiler's words."""
     loaded = compiled("memplan_allocator.cpp", *allocator_options(kind))
     loaded.install.argtypes = [ctypes.c_void_p]
-    loaded.begin.argtypes = [ctypes.c_int, ctypes.c_int64]
+    loaded.begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     loaded.end.restype = ctypes.c_int64
     loaded.recorded.restype = loaded.counted.restype = ctypes.POINTER(ctypes.c_int64)
     loaded.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
@@ -520,42 +520,53 @@ class StepMemory:
 
     On a CPU, all of the process's tensors; on a GPU those of the current device and stream.
     Requests below `least` bytes, and those that outlive the step, stay with PyTorch's allocator.
+    guess: the requests that `simulate` finds, where a step might not fit unplanned; then none runs
+    unplanned: the first ones run by a plan of these, as far as it is met, while one is recorded.
     One StepMemory a kind of device at a time: its arena must live as long as any tensor in it, so
     what loads an arena raises RuntimeError while tensors of another's steps are in use.
     """
 
     COUNTS = ("hits", "passed", "misses", "refused", "hit_bytes", "bytes")
 
-    def __init__(self, device: str = "cpu", least: int = 0):
+    def __init__(self, device: str = "cpu", least: int = 0, guess: list[Request] = ()):
         self.kind = str(device).partition(":")[0]
         self.device, self.align = device, ALIGN[self.kind]
-        self.least, self.requests, self.plan = least or LEAST[self.kind], [], None
+        self.least, self.requests, self.plan = least or LEAST[self.kind], list(guess), None
         self.arena, self.counts, self.runs, self.plans = None, {}, 0, 0
+        if guess:
+            self.requests.sort(key=lambda r: r.lower)
+            self.sizes, self.inside = [r.size for r in self.requests], range(len(guess))
+            self.solve()
+            self.plans = 0  # of recorded steps
 
     def run(self, step):
-        """Run the step: the first two as they are, for what lasts; the third is recorded; then by
-        plan, and recorded again (three times in all) after one that met less than nine tenths of
-        its plan."""
+        """Run the step: the first two as they are (or by the guess), for what lasts; the third is
+        recorded; then by plan, and recorded again (three times in all) after one that met less than
+        nine tenths of its plan."""
         self.runs += 1
-        missed = self.counts and self.counts["hits"] < 0.9 * len(self.inside)
+        missed = self.plans and self.counts and self.counts["hits"] < 0.9 * len(self.inside)
         if missed and self.plans < 3 and self.give_back():
             self.counts, self.plan = {}, None
         if self.runs < 3:
-            return step()
-        if self.plan is None:
+            return self.replay(step) if self.plan else step()
+        if self.plan is None or not self.plans:
             result = self.record(step)
-            self.solve()
+            if self.give_back():  # else what is in the arena outlives the step: the next one, maybe
+                self.solve()
             return result
         return self.replay(step)
 
     def record(self, step):
-        """Run the step, note its requests: sizes, and lifetimes counted in events."""
+        """Run the step, by the guess if there is one, and note its requests: sizes, and lifetimes
+        counted in events."""
         lib = library(self.kind)
-        if self.kind == "cuda":  # what PyTorch's allocator holds afterwards is for this step
+        if self.plan and self.arena is None:
+            self._load()
+        if self.kind == "cuda" and not self.plan:  # PyTorch's allocator is to show what it needs
             import torch
 
             torch.cuda.empty_cache()
-        lib.begin(1, self.least)
+        lib.begin(3 if self.plan else 1, self.least, self.align)
         try:
             result = step()
         finally:
@@ -568,6 +579,7 @@ class StepMemory:
         self.addresses = [born[i][2] for i in self.inside]  # that PyTorch's allocator has given
         self.requests = [Request(born[i][0], died[i], self._round(born[i][1]))
                          for i in self.inside]
+        self.counts = {}  # of a plan that is not followed any more
         return result
 
     def _round(self, size: int) -> int:
@@ -578,7 +590,7 @@ class StepMemory:
         self.plan, self.plans = solve(self.requests, time_limit=time_limit), self.plans + 1
         check(self.requests, self.plan.offsets, self.plan.peak)
         entries = np.full((len(self.sizes), 2), -1, np.int64)
-        entries[:, 0] = self.sizes
+        entries[:, 0] = [self._round(size) for size in self.sizes]
         entries[self.inside, 1] = self.plan.offsets
         self.entries = np.ascontiguousarray(entries)
         return self.plan
@@ -606,7 +618,7 @@ class StepMemory:
         if self.arena is None:
             self._load()
         lib = library(self.kind)
-        lib.begin(2, self.least)
+        lib.begin(2, self.least, self.align)
         try:
             return step()
         finally:

@@ -12,35 +12,43 @@
 #include <vector>
 
 namespace {
-enum Mode { IDLE, RECORD, REPLAY };
-std::atomic<Mode> mode{IDLE};
+enum Mode { IDLE = 0, RECORD = 1, REPLAY = 2 };  // or both
+std::atomic<int> mode{IDLE};
 struct Event { int64_t request, size, address; };  // size -1: it was freed
 struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
+struct Block { int64_t end, request, session; };
 std::mutex guard;
 std::vector<Event> events;
 std::vector<Entry> plan;
-std::map<int64_t, int64_t> live;  // begin and end of planned blocks in use
-int64_t requests, least, session, counts[6];  // hits, passed, misses, refused, bytes hit, all bytes
+std::map<int64_t, Block> live;  // planned blocks in use, by where they begin
+int64_t requests, least, align, session;
+int64_t counts[6];  // hits, passed, misses, refused, bytes hit, all bytes
 size_t cursor;
 char* arena;
 
 void free_planned(void* context) {
   std::lock_guard<std::mutex> lock(guard);
-  live.erase(static_cast<char*>(context) - arena);
+  auto block = live.find(static_cast<char*>(context) - arena);
+  if ((mode & RECORD) && block->second.session == session)
+    events.push_back({block->second.request, -1, 0});
+  live.erase(block);
 }
 
 char* place(int64_t size) {  // in REPLAY, under the guard
   counts[5] += size;
+  int64_t whole = (std::max<int64_t>(size, 1) + align - 1) / align * align;
   for (size_t k = cursor; k < std::min(cursor + 16, plan.size()); ++k) {
-    if (plan[k].size != size) continue;
+    if (plan[k].size != whole) continue;
     cursor = k + 1;
-    int64_t begin = plan[k].offset, end = begin + size;
+    int64_t begin = plan[k].offset, end = begin + whole;
     if (begin < 0) return ++counts[1], nullptr;
     auto after = live.lower_bound(begin);
     bool taken = (after != live.end() && after->first < end) ||
-                 (after != live.begin() && std::prev(after)->second > begin);
+                 (after != live.begin() && std::prev(after)->second.end > begin);
     if (taken) return ++counts[3], nullptr;
-    live[begin] = end;
+    live[begin] = {end, requests, session};
+    if (mode & RECORD)
+      events.push_back({requests++, size, reinterpret_cast<int64_t>(arena + begin)});
     ++counts[0], counts[4] += size;
     return arena + begin;
   }
@@ -55,7 +63,7 @@ void free_recorded(void* context) {
   auto* r = static_cast<Recorded*>(context);
   {
     std::lock_guard<std::mutex> lock(guard);
-    if (mode == RECORD && r->session == session) events.push_back({r->request, -1, 0});
+    if ((mode & RECORD) && r->session == session) events.push_back({r->request, -1, 0});
   }
   delete r;
 }
@@ -66,12 +74,12 @@ struct Delegate final : c10::Allocator {
     int64_t size = static_cast<int64_t>(n);
     {
       std::lock_guard<std::mutex> lock(guard);
-      if (mode == REPLAY && size >= least)
+      if ((mode & REPLAY) && size >= least)
         if (char* p = place(size)) return {p, p, &free_planned, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DataPtr inner = native->allocate(n);
     std::lock_guard<std::mutex> lock(guard);
-    if (mode != RECORD || size < least) return inner;
+    if (!(mode & RECORD) || size < least) return inner;
     void* p = inner.get();
     events.push_back({requests, size, reinterpret_cast<int64_t>(p)});
     auto* r = new Recorded{std::move(inner), requests++, session};
@@ -105,7 +113,7 @@ CUDAAllocator* native;
 
 void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
   std::lock_guard<std::mutex> lock(guard);
-  if (mode != RECORD || e.device_ != device) return;
+  if (!(mode & RECORD) || e.device_ != device) return;
   int64_t address = static_cast<int64_t>(e.addr_), size = static_cast<int64_t>(e.size_);
   if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= least) {
     born[address] = requests;
@@ -122,10 +130,10 @@ void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and free
   type name params override { return native->name args; }
 struct Delegate final : CUDAAllocator {
   c10::DataPtr allocate(size_t n) override {
-    if (mode == REPLAY && static_cast<int64_t>(n) >= least) {
+    if ((mode & REPLAY) && static_cast<int64_t>(n) >= least) {
       auto now = c10::cuda::getCurrentCUDAStream();
       std::lock_guard<std::mutex> lock(guard);
-      if (mode == REPLAY && now.stream() == stream && now.device_index() == device)
+      if ((mode & REPLAY) && now.stream() == stream && now.device_index() == device)
         if (char* p = place(static_cast<int64_t>(n)))
           return {p, p, &free_planned, c10::Device(c10::DeviceType::CUDA, device)};
     }
@@ -213,9 +221,9 @@ extern "C" void install(void* which) {  // after CUDA has started, on its curren
 #endif
 
 extern "C" {
-void begin(int which, int64_t smallest) {
+void begin(int which, int64_t smallest, int64_t step) {
   std::lock_guard<std::mutex> lock(guard);
-  mode = static_cast<Mode>(which), least = smallest, ++session, requests = 0, cursor = 0;
+  mode = which, least = smallest, align = step, ++session, requests = 0, cursor = 0;
   std::fill(counts, counts + 6, 0);
   events.clear();
 #ifdef MEMPLAN_CUDA

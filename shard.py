@@ -210,7 +210,7 @@ class Groups:
         for ranks in members.values():
             if (lane, *ranks) not in self.made:
                 group = self.made[lane, *ranks] = dist.new_group(ranks, timeout=self.timeout)
-                if ranks == mine and torch.cuda.is_available():
+                if ranks == mine and torch.cuda.is_initialized():
                     # NCCL takes its memory now, not amid a step that leaves it none
                     one = torch.zeros(1, device="cuda")
                     _all_gather(one.new_empty(len(ranks)), one, group=group)

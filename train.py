@@ -33,8 +33,10 @@ import sysconfig
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +44,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from memplan import HELD, Request, StepMemory, library, lower_bound, simulate
+from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
 from model import (FUSED, IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
                    peak_flops, pick_kernel)
@@ -907,7 +909,23 @@ class Progress(threading.Thread):
                   end="\r" if self.every == 1 else "\n", flush=True)
 
 
-def planned_memory(cfg: Config, device: torch.device, say) -> StepMemory | None:
+def guess_requests(cfg: Config, plan: Plan, world: int, rank: int, say) -> list[Request]:
+    """Of a step, simulated in a process that has no process group; none, if that fails. A
+    collective."""
+    found = [[]]
+    if rank == 0:
+        bare = dataclasses.replace(plan, train=None, val=None, read=None)
+        try:
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
+                found = [other.submit(simulate_step, cfg, bare, world).result()[0]]
+        except Exception as e:
+            say(f"the first steps run unplanned, since none could be simulated: {e!r}")
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def planned_memory(cfg: Config, device: torch.device, guess: list[Request],
+                   say) -> StepMemory | None:
     """For --memplan. Raises ValueError if its allocator cannot be built."""
     if cfg.memplan == "off" or cfg.memplan == "auto" and device.type == "cpu":
         return None
@@ -917,20 +935,23 @@ def planned_memory(cfg: Config, device: torch.device, say) -> StepMemory | None:
         if cfg.memplan == "on":
             raise ValueError(f"--memplan on: {e}") from None
         return say(f"--memplan auto is off: {e}")
-    return StepMemory(str(device))
+    memory = StepMemory(str(device), guess=guess)
+    if guess:
+        say(f"memory plan of a simulated step: {memory.plan}", flush=True)
+    return memory
 
 
 def judge(cfg: Config, memory: StepMemory, device: torch.device, say) -> StepMemory | None:
     """Print the plan; None if it saves too little to be worth keeping."""
     say(f"memory plan of a step: {memory.plan}")
-    if device.type != "cuda":
+    if cfg.memplan == "on":
         return memory
     reserved = torch.cuda.memory_reserved(device)
     torch.cuda.empty_cache()
     saved = reserved - torch.cuda.memory_reserved(device) - memory.plan.peak
     say(f"that is {saved / GIB:.2f} GiB less than PyTorch's allocator reserved for the step")
     total = torch.cuda.get_device_properties(device).total_memory
-    return memory if cfg.memplan == "on" or saved > total / 100 else None
+    return memory if saved > total / 100 else None
 
 
 def finite_or_none(x: float | None) -> float | None:
@@ -1018,9 +1039,10 @@ def run_step(model: LLaMA, states: States, batch, positions: torch.Tensor, lr: f
 
 
 def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], int]:
-    """The first rank's requests in a step, from 1 MiB on, and bytes of what lasts between steps, on
-    fake tensors. Where layers have no fates, autograd saves more here than where operators are
-    fused. Raises RuntimeError where there is a process group."""
+    """The first rank's requests in a step, as large as are planned, and bytes of what lasts between
+    steps, on fake tensors. Where layers have no fates, autograd saves more here than where
+    operators are fused. Raises RuntimeError where there is a process group."""
+    kind = "cpu" if plan.device.type == "cpu" and not cfg.ranks else "cuda"
     plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel="cpu")
 
     def make():
@@ -1031,7 +1053,8 @@ def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], i
         return lambda: run_step(model, states, batch, positions, cfg.lr, cfg.clip)
 
     torch.compiler.set_stance("force_eager")
-    requests, lasting = simulate(make, world, lambda: FUSED[-1])
+    fused = (lambda: FUSED[-1]) if kind == "cuda" else lambda: None
+    requests, lasting = simulate(make, world, fused, LEAST[kind], ALIGN[kind])
     return requests, lasting - round(host_bytes(cfg, plan))  # which are on the CPU here, too
 
 
@@ -1117,15 +1140,17 @@ def main(argv: list[str] | None = None) -> None:
         batch = load_batch(cfg, plan, start, rank, world)
     clock = time.perf_counter()
     progress = Progress(states, rank == 0)
-    memory = on_all_ranks(lambda: planned_memory(cfg, device, print0))
+    guessed = cfg.memplan == "on" and plan.fates and start < cfg.steps
+    guess = guess_requests(cfg, plan, world, rank, print0) if guessed else []
+    memory = on_all_ranks(lambda: planned_memory(cfg, device, guess, print0))
     for step in range(start + 1, cfg.steps + 1):
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
         work = functools.partial(run_step, model, states, batch, positions, lr, cfg.clip)
-        new = memory and memory.plan is None
+        plans = memory and memory.plans
         loss, norm, finite = memory.run(work) if memory else work()
         del work
-        if new and memory.plan:
+        if memory and memory.plans > plans:
             memory = judge(cfg, memory, device, print0)
         if step < cfg.steps:  # read the next batch while the GPU works
             batch = load_batch(cfg, plan, step, rank, world)
