@@ -442,7 +442,7 @@ def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dty
     another in the order of a step, for seconds: what they draw together sets the clock rate."""
     world, e = dist.get_world_size(), dict(device=device, dtype=dtype)
     tokens, op = seq // world, Attention(kernel)
-    chunk = min(chunk, tokens)
+    chunk = tokens // -(-tokens // chunk)  # equal parts
     heads = (cfg.heads // world, max(1, cfg.kv_heads // world))
     q, k, v, do = (torch.randn(1, seq, heads[i], cfg.head_dim, **e) for i in (0, 1, 1, 0))
     qkv = cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads)
@@ -568,6 +568,7 @@ def exact_replay(device: torch.device) -> int:
                 hits += memory.counts.get("hits", 0) if memory else 0
             curves.append(torch.stack(curve))
             if memory:
+                assert memory.counts["hits"] > 0.9 * len(memory.requests), memory.counts
                 memory.give_back()
         assert torch.equal(*curves[1:]), f"planned addresses change the arithmetic: {curves}"
     torch.use_deterministic_algorithms(False)

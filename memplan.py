@@ -38,6 +38,7 @@ import hashlib
 import itertools
 import math
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -126,11 +127,17 @@ def lower_bound(requests: list[Request]) -> int:
 
 def neighbours(requests: list[Request]) -> list[list[int]]:
     """For each request the others that live together with it."""
-    near = [set() for _ in requests]
-    for s in live_sets(requests):
-        for i in s:
-            near[i].update(s)
-    return [sorted(x - {i}) for i, x in enumerate(near)]
+    near, alive = [[] for _ in requests], set()
+    for _, birth, i in sorted([(r.upper, 0, i) for i, r in enumerate(requests)]
+                              + [(r.lower, 1, i) for i, r in enumerate(requests)]):
+        if birth:
+            near[i].extend(alive)
+            for j in alive:
+                near[j].append(i)
+            alive.add(i)
+        else:
+            alive.remove(i)
+    return near
 
 
 # ---------------------------------------------------------------------------- orders of placing
@@ -211,8 +218,9 @@ def pack(requests: list[Request], ceiling: int, seconds: float,
          seed: int = 0) -> tuple[list[int] | None, bool]:
     """Offsets with a peak of at most `ceiling`, by two searches (memplan_search.cpp), or None; and
     whether it is proved that there are none. Without a C++ compiler: None, unproved."""
-    if not requests:
-        return [], False
+    unit = math.gcd(*(r.size for r in requests))
+    if not requests or max(ceiling, sum(r.size for r in requests)) // unit >= 2**60:
+        return None if requests else [], False
     try:
         search = compiled("memplan_search.cpp").pack
     except RuntimeError as e:
@@ -224,12 +232,12 @@ def pack(requests: list[Request], ceiling: int, seconds: float,
             first[i] = k if first[i] < 0 else first[i]
             last[i] = k + 1
     offsets = np.zeros(len(requests), np.int64)
-    data = [np.array(x, np.int64) for x in (first, last, [r.size for r in requests])]
+    data = [np.array(x, np.int64) for x in (first, last, [r.size // unit for r in requests])]
     answer = search(
         ctypes.c_int64(len(requests)), *(ctypes.c_void_p(x.ctypes.data) for x in data),
-        ctypes.c_int64(ceiling), ctypes.c_double(seconds), ctypes.c_int64(seed),
+        ctypes.c_int64(ceiling // unit), ctypes.c_double(seconds), ctypes.c_int64(seed % 2**60),
         ctypes.c_void_p(offsets.ctypes.data))
-    return offsets.tolist() if answer == 1 else None, answer == 0
+    return [a * unit for a in offsets.tolist()] if answer == 1 else None, answer == 0
 
 
 def pack_core(requests: list[Request], near: list[list[int]], ceiling: int, seconds: float,
@@ -240,9 +248,9 @@ def pack_core(requests: list[Request], near: list[list[int]], ceiling: int, seco
     sets = [(sum(sizes[i] for i in s), s) for s in live_sets(requests)]
     for share in (0.98, 0.9, 0.7, 0.0) if len(requests) > 400 else (0.0,):
         core = sorted({i for total, s in sets if total >= share * ceiling for i in s})
-        if len(core) > 6000:
-            break
         left = until - time.monotonic()
+        if len(core) > 6000 or left <= 0:
+            break
         offsets, proved = pack([requests[i] for i in core], ceiling,
                                left / 3 if share else left, seed)
         if proved:
@@ -265,21 +273,22 @@ def compiled(source: str, *options: str) -> ctypes.CDLL:
     the user's cache. Raises RuntimeError with the compiler's words."""
     file = Path(__file__).with_name(source)
     command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(file), *options]
-    key = hashlib.sha256(file.read_bytes() + repr(command).encode()).hexdigest()[:16]
+    key = hashlib.sha256(file.read_bytes() + repr((command, platform.machine())).encode())
+    key = key.hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
     built = folder / f"{key}.so"
-    if not built.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as tmp:
-            made = Path(tmp) / "made.so"
-            try:
+    try:
+        if not built.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as tmp:
+                made = Path(tmp) / "made.so"
                 subprocess.run([*command, "-o", str(made)], capture_output=True, text=True,
                                check=True)
-            except (OSError, subprocess.CalledProcessError) as e:
-                words = getattr(e, "stderr", None) or e
-                raise RuntimeError(f"{' '.join(command)} failed:\n{str(words)[-2000:]}") from None
-            os.replace(made, built)  # whole at any moment, whoever else compiles
-    return ctypes.CDLL(str(built))
+                os.replace(made, built)  # whole at any moment, whoever else compiles
+        return ctypes.CDLL(str(built))
+    except (OSError, subprocess.CalledProcessError) as e:
+        words = getattr(e, "stderr", None) or e
+        raise RuntimeError(f"{' '.join(command)} failed:\n{str(words)[-2000:]}") from None
 
 
 # ---------------------------------------------------------------------------- the program
@@ -367,13 +376,15 @@ def solve(requests: list[Request], capacity: int = 0, time_limit: float = 60.0, 
     where = split_in_time(requests)
     parts = [[requests[i] for i in part] for part in where]
     bound = max([capacity, *map(lower_bound, parts)])  # where one part is as high, lower is no use
-    plans = [solve_part(part, bound, start + time_limit / 50, cuts, symmetry) for part in parts]
+    near = [neighbours(part) for part in parts]
+    plans = [solve_part(*x, bound, start + time_limit / 50, cuts, symmetry)
+             for x in zip(parts, near)]
     for share in (0.3, 1.0):  # of the time, for the parts that are still too high
         high = [k for k, p in enumerate(plans) if p.peak > max(bound, p.lower_bound)]
         for count, k in enumerate(sorted(high, key=lambda k: -plans[k].peak)):
             now = time.monotonic()
             until = now + (start + share * time_limit - now) / (len(high) - count)
-            plans[k] = solve_part(parts[k], bound, until, cuts, symmetry, plans[k])
+            plans[k] = solve_part(parts[k], near[k], bound, until, cuts, symmetry, plans[k])
     offsets = [0] * len(requests)
     for part, p in zip(where, plans):
         for i, a in zip(part, p.offsets):
@@ -394,12 +405,11 @@ def split_in_time(requests: list[Request]) -> list[list[int]]:
     return parts
 
 
-def solve_part(requests: list[Request], enough: int, until: float, cuts: bool, symmetry: bool,
-               plan: Plan | None = None) -> Plan:
+def solve_part(requests: list[Request], near: list[list[int]], enough: int, until: float,
+               cuts: bool, symmetry: bool, plan: Plan | None = None) -> Plan:
     """A plan that is better than `plan`, or the same: orders of placing; from the bottom up, with
     ever lower ceilings; and, where there are few requests, the program."""
-    near, sizes = neighbours(requests), [r.size for r in requests]
-    seed = 0 if plan is None else plan.peak
+    sizes, seed = [r.size for r in requests], 0 if plan is None else plan.peak
     if plan is None:
         offsets = search_orders(requests, near, enough, until)
         plan = Plan(offsets, peak_of(sizes, offsets), lower_bound(requests), "order of placing")
@@ -754,7 +764,7 @@ def draw(path: str, requests: list[Request], plan: Plan, theirs: list[int] | Non
         boxes = [Rectangle((r.lower, a), r.upper - r.lower, r.size)
                  for r, a in zip(requests, offsets)]
         colours = PatchCollection(boxes, cmap="viridis", edgecolor="white", linewidth=0.2)
-        colours.set_array(np.log([r.size for r in requests]))
+        colours.set_array(np.log(np.array([r.size for r in requests], float)))
         ax.add_collection(colours)
         ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
         ax.set(xlabel="time", ylabel="address", title=title, ylim=(0, top * 1.05),

@@ -41,13 +41,9 @@ struct Problem {
       a[i] = at(lower[i]), b[i] = at(upper[i]);
       for (int s = a[i]; s < b[i]; ++s) alive[s].push_back(i), total[s] += size[i];
     }
-    for (int i = 0; i < n; ++i) {
-      vector<int>& x = near[i];
-      for (int s = a[i]; s < b[i]; ++s) x.insert(x.end(), alive[s].begin(), alive[s].end());
-      std::sort(x.begin(), x.end());
-      x.erase(std::unique(x.begin(), x.end()), x.end());
-      x.erase(std::find(x.begin(), x.end(), i));
-    }
+    for (int i = 0; i < n; ++i)
+      for (int j = 0; j < n; ++j)
+        if (i != j && a[i] < b[j] && a[j] < b[i]) near[i].push_back(j);
   }
   bool twins(int i, int j) const { return a[i] == a[j] && b[i] == b[j] && size[i] == size[j]; }
 };
@@ -269,7 +265,7 @@ extern "C" int pack(int64_t n, const int64_t* lower, const int64_t* upper, const
     std::iota(order.begin(), order.end(), 0);
     std::sort(order.begin(), order.end(), [&](int i, int j) { return weight[i] > weight[j]; });
     for (int i = 0; i < n; ++i) rank[order[i]] = i;
-    auto steps = static_cast<int64_t>(2000 * std::pow(1.3, round));  // to try all, in the end
+    auto steps = static_cast<int64_t>(2000 * std::pow(1.3, min(round, 60)));  // in the end, all
 
     auto attempted = [&](auto search) {
       bool found = search.run();

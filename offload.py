@@ -81,14 +81,15 @@ def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype,
     Attention's: dy, dx, do; o, if it was dropped; q, k, v and their gradients, repeated heads among
     them; of two head groups what is sent and received, or the copies of a part of too many heads;
     the kernel's float32 sums. That of the products before it: dy, dx, do, q, k, v, one chunk's
-    temporaries, and where head groups will be received.
+    temporaries, the first group's parts, and where head groups will be received.
     """
     e, d = dtype.itemsize, cfg.head_dim
     x, qo, kv = tokens * cfg.dim * e, tokens * cfg.heads * d * e, tokens * cfg.kv_heads * d * e
     kv_sent = min(kv * sp * head_groups, qo) if sp > 1 else kv  # heads that are repeated
     whole = 2 * x + 4 * qo + 2 * kv + 2 * kv_sent + 2 * (kv_sent if kv_sent > kv else 0)
     groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups
-    received = (2 * (3 * qo + 2 * kv_sent) + qo + 2 * kv_sent) / head_groups
+    received = (3 * (3 * qo + 2 * kv_sent) + qo + 2 * kv_sent) / head_groups  # and a group's sent
+    received += 2 * (kv_sent if kv_sent > kv else 0)
     if sp == 1:
         groups, received = 0 if tokens * cfg.heads * d <= MAX_ELEMENTS else 2 * qo, 0
     sums = 2 * tokens * (cfg.heads + (cfg.heads != cfg.kv_heads) * 2 * cfg.kv_heads) * d * 4

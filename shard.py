@@ -444,7 +444,7 @@ class Ulysses(Attention):
         ahead, leaving = (event, sent), []
         del sent
         for j in range(self.head_groups):
-            event, send = ahead
+            (event, send), ahead = ahead, None
             if j + 1 < self.head_groups:
                 ahead = self._gather([x[j + 1] for x in inputs], slots[(j + 1) % 2])
             wait(event)

@@ -735,6 +735,23 @@ def test_searches_find_what_is_there_and_prove_what_is_not():
         assert memplan.pack(requests, best - 1, 5, seed) == (None, True), seed
 
 
+@pytest.mark.parametrize("unit", [1, 2**40])
+@pytest.mark.parametrize("boxes", [
+    [(3, 5, 14), (1, 4, 16), (2, 4, 12), (0, 2, 23), (0, 1, 19), (1, 3, 3), (2, 3, 11), (4, 5, 28)],
+    [(3, 6, 61), (1, 4, 31), (2, 4, 44), (1, 3, 8), (0, 2, 97), (0, 1, 39), (2, 3, 53), (4, 6, 75)],
+    [(0, 2, 21), (0, 1, 21), (3, 5, 24), (1, 3, 5), (1, 4, 16), (2, 4, 2), (2, 3, 19), (4, 5, 18)]])
+def test_proofs_above_the_largest_sum(boxes, unit):
+    """Live sets of equal sums that no plan stacks without a hole."""
+    requests = [memplan.Request(a, b, s * unit) for a, b, s in boxes]
+    best = best_peak(requests)
+    assert best > memplan.lower_bound(requests)
+    assert memplan.pack(requests, best - 1, 20) == (None, True)
+    offsets, _ = memplan.pack(requests, best, 20)
+    memplan.check(requests, offsets, best)
+    plan = memplan.solve(requests, time_limit=20)
+    assert plan.optimal and plan.peak == best
+
+
 @pytest.mark.parametrize("n", [30, 60, 300])
 def test_memory_plans_without_a_gap_are_found(n):
     requests = tiled_requests(n, n)
