@@ -577,8 +577,11 @@ def exact_replay(device: torch.device) -> int:
 
 def table_memplan(device: torch.device) -> list[dict]:
     """A step of 7B on addresses that were planned once, beside PyTorch's allocator, with segments
-    that expand and without. Reserved: the most that the allocator held after warm-up."""
-    world, rank, rows, name = dist.get_world_size(), dist.get_rank(), [], "7b"
+    that expand and without. Reserved: the most that the allocator held after warm-up. Of sequences
+    whose steps take minutes, a step of the first and last two layers, with the others' memory taken
+    as planned."""
+    world, rank, rows = dist.get_world_size(), dist.get_rank(), []
+    MODELS["7b/4"] = dataclasses.replace(MODELS["7b"], layers=4)
     hits = exact_replay(device)
     print(f"equal at planned addresses, {hits:,} requests") if rank == 0 else None
     for seq in SEQS or [2**14 * world, 2**16 * world]:
@@ -586,9 +589,12 @@ def table_memplan(device: torch.device) -> list[dict]:
             torch.cuda.memory._set_allocator_settings(
                 f"expandable_segments:{label != 'caching allocator'}")
             memory = StepMemory(f"cuda:{device.index}") if label == "planned" else None
+            cfg = Config(model="7b", seq=seq, **MEMORY)
+            name = "7b/4" if seq // world > 2**16 else "7b"
 
             def build():
-                step = long_step(Config(model=name, seq=seq, **MEMORY), device)
+                step = (long_step(cfg, device) if name == "7b" else
+                        proof_step(cfg, device, long_plan(cfg, device), pin=False))
 
                 def run():
                     if memory is None:
@@ -645,9 +651,9 @@ def longest(name: str, ranks: int, device, gpu: float,
     return best
 
 
-def proof_step(cfg: Config, device, plan: Plan):
-    """A step of the first and the last two layers, with all else allocated as planned. It shows
-    that memory suffices; its time, of a first step, is none of training."""
+def proof_step(cfg: Config, device, plan: Plan, pin: bool = True):
+    """A step of the first and the last two layers, with all else allocated as planned (pin: on the
+    host, too). It shows that memory suffices; its time, of a first step, is none of training."""
     f = plan.fates
     most = max((f.stored(i) for i in range(f.layers) if f.swaps(i)), default=0)
     part = dataclasses.replace(plan, model=dataclasses.replace(plan.model, layers=4), fates=Fates(
@@ -655,7 +661,7 @@ def proof_step(cfg: Config, device, plan: Plan):
     gpu = sum(memory_need(cfg, plan).values()) - sum(memory_need(cfg, part).values())
     host = train.host_bytes(cfg, plan) - train.host_bytes(cfg, part)
     held = [torch.empty(int(gpu), dtype=torch.uint8, device=device),
-            offload.host_slots([2**32] * int(host / 2**32), device.type == "cuda")]
+            offload.host_slots([2**32] * int(host / 2**32) * pin, device.type == "cuda")]
     step = long_step(cfg, device, part)
     step.held, step.plan = held, plan
     return step
@@ -919,10 +925,11 @@ def memplan_cells(r: dict) -> list[str]:
     def text(k, form):
         return form.format(r[k]) if r.get(k) is not None else "-"
 
-    return [r["system"], f"{r['seq']:,}", "out of memory" if r["oom"] else f"{r['step_s']:,.3f}",
-            text("gpu_gib", "{:.2f}"), text("reserved_gib", "{:.2f}"), text("retries", "{}"),
-            text("requests", "{:,}"), text("planned_peak_gib", "{:.2f}"),
-            text("lower_bound_gib", "{:.2f}"), text("solve_s", "{:.1f}"),
+    return [r["system"], r["model"], f"{r['seq']:,}",
+            "out of memory" if r["oom"] else f"{r['step_s']:,.3f}", text("gpu_gib", "{:.2f}"),
+            text("reserved_gib", "{:.2f}"), text("retries", "{}"), text("requests", "{:,}"),
+            text("planned_peak_gib", "{:.2f}"), text("lower_bound_gib", "{:.2f}"),
+            text("solve_s", "{:.1f}"),
             text("hit_requests", "{:.2%}"), text("hit_bytes", "{:.2%}")]
 
 
@@ -941,8 +948,9 @@ def layout(rows: list[dict]) -> tuple:
     if "exposed_ms" in rows[0]:
         return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
     if rows[0]["system"] == "caching allocator":
-        return ["system", "tokens", "step s", "GPU GiB", "reserved GiB", "retries", "requests",
-                "planned GiB", "lower bound", "solved in s", "hits", "of bytes"], memplan_cells
+        return ["system", "model", "tokens", "step s", "GPU GiB", "reserved GiB", "retries",
+                "requests", "planned GiB", "lower bound", "solved in s", "hits",
+                "of bytes"], memplan_cells
     if "dq" in rows[0]:
         return ["system", "tokens", "heads", "o", "dq", "dk", "dv"], million_cells
     if "imbalance" in rows[0]:
