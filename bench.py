@@ -575,6 +575,34 @@ def exact_replay(device: torch.device) -> int:
     return hits
 
 
+ALLOCATORS = "caching allocator", "expandable segments", "planned"
+
+
+def under(label: str, device: torch.device, build) -> tuple:
+    """A function that builds a step with build() and runs it under one of ALLOCATORS until nothing
+    new happens in it; and the memory that it plans with, or None."""
+    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{label != ALLOCATORS[0]}")
+    memory = StepMemory(f"cuda:{device.index}") if label == "planned" else None
+
+    def build_and_warm():
+        step = build()
+
+        def run():
+            if memory is None:
+                return step()
+            return memory.replay(step) if memory.plan else memory.run(step)
+
+        for _ in range(3 if memory else 1):  # the third is recorded
+            run()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
+        run.plan, run.config = step.plan, step.config
+        return run
+
+    return build_and_warm, memory
+
+
 def table_memplan(device: torch.device) -> list[dict]:
     """A step of 7B on addresses that were planned once, beside PyTorch's allocator, with segments
     that expand and without. Reserved: the most that the allocator held after warm-up. Of sequences
@@ -585,31 +613,13 @@ def table_memplan(device: torch.device) -> list[dict]:
     hits = exact_replay(device)
     print(f"equal at planned addresses, {hits:,} requests") if rank == 0 else None
     for seq in SEQS or [2**14 * world, 2**16 * world]:
-        for label in ("caching allocator", "expandable segments", "planned"):
-            torch.cuda.memory._set_allocator_settings(
-                f"expandable_segments:{label != 'caching allocator'}")
-            memory = StepMemory(f"cuda:{device.index}") if label == "planned" else None
+        for label in ALLOCATORS:
             cfg = Config(model="7b", seq=seq, **MEMORY)
-            name = "7b/4" if seq // world > 2**16 else "7b"
-
-            def build():
-                step = (long_step(cfg, device) if name == "7b" else
-                        proof_step(cfg, device, long_plan(cfg, device), pin=False))
-
-                def run():
-                    if memory is None:
-                        return step()
-                    return memory.replay(step) if memory.plan else memory.run(step)
-
-                for _ in range(3 if memory else 1):  # the third is recorded
-                    run()
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats(device)
-                torch.cuda.reset_accumulated_memory_stats(device)
-                run.plan, run.config = step.plan, step.config
-                return run
-
-            attempt(rows, label, name, seq, seq // world, None, device, build, 2, warmup=1)
+            whole = seq // world <= 2**16
+            build, memory = under(label, device, lambda: long_step(cfg, device) if whole else (
+                proof_step(cfg, device, long_plan(cfg, device), pin=False)))
+            attempt(rows, label, "7b" if whole else "7b/4", seq, seq // world, None, device, build,
+                    2 if whole else 1, warmup=1)
             if memory and memory.counts:
                 p, c = memory.plan, memory.counts
                 if rank == 0:
@@ -623,6 +633,34 @@ def table_memplan(device: torch.device) -> list[dict]:
                              "hit_bytes": c["hit_bytes"] / c["bytes"]}
                 memory.give_back()
             KEEP[0](rows)
+    train.expandable_segments()
+    return rows
+
+
+def table_capped(device: torch.device) -> list[dict]:
+    """The longest sequence of 7B, all kept, of which a step fits under a cap of GPU memory (80 GiB
+    without --gpu-memory), to 512 tokens a rank: as above, by what gives the memory (a plan's step
+    is recorded with segments that expand)."""
+    world, rows, layers = dist.get_world_size(), [], MODELS["7b"].layers
+    for label in ALLOCATORS:
+        good, bad, found = 2**14, 2**14 + 2**12, []
+        while bad - good > 512:
+            seq = (middle := (good + bad) // 2) * world
+            cfg = Config(model="7b", seq=seq, resident_layers=layers,
+                         **dict.fromkeys(("p", "g", "os"), str(world)))
+            plan = long_plan(cfg, device)  # for the whole GPU: not the plan is to find the limit
+            cfg.gpu_memory = MEMORY["gpu_memory"] or 80 * GIB
+            build, memory = under(label, device, lambda: long_step(cfg, device, plan))
+            attempt(tried := [], label, "7b", seq, middle, None, device, build, 1, warmup=0)
+            if memory:
+                memory.give_back()
+            if tried[0]["oom"]:
+                bad = middle
+            else:
+                good, found = middle, tried
+        rows += found or tried
+        KEEP[0](rows)
+    torch.cuda.set_per_process_memory_fraction(1.0, device)
     train.expandable_segments()
     return rows
 
@@ -873,7 +911,7 @@ TABLES = {"step": (table_step, 1), "alpha": (table_alpha, 1),
           "shard": (table_shard, 2), "memory": (table_memory, 2),
           "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),
           "longest": (table_longest, 1), "million": (table_million, 1),
-          "memplan": (table_memplan, 1),
+          "memplan": (table_memplan, 1), "capped": (table_capped, 4),
           "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
 
