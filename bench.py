@@ -45,6 +45,7 @@ GIB = 2**30
 SEQS: list[int] = []  # of the table long, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
 KEEP: list = []  # of the table that is measured: a function that writes its rows, the folder
+GROUPS = Groups()  # of all tables: the memory of NCCL's communicators does not come back
 MEMORY: dict[str, int] = {}  # host_memory and gpu_memory of it, from --host-memory, --gpu-memory
 TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
@@ -111,7 +112,7 @@ def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, 
     with torch.device("meta"):
         model = LLaMA(cfg, attention or Attention(kernel))
     model.recompute = recompute
-    states = States(model, device, dtype, recompute=recompute, **options)
+    states = States(model, device, dtype, groups=GROUPS, recompute=recompute, **options)
     for name, p in model.named_parameters():
         states.load(name, initial_weight(cfg, name, p.shape, 0, device))
     return model, states
@@ -306,7 +307,7 @@ def table_curves(device: torch.device) -> list[dict]:
     """20 steps under all legal factors, bf16, released buffers poisoned: how far losses and norms
     lie from those of p=g=os=1, whose own repetitions (the first rows) show the noise of runs."""
     world, seq, steps = dist.get_world_size(), 1024, 20
-    cfg, groups, rows = dataclasses.replace(MODELS["160m"], layers=4), Groups(), []
+    cfg, rows = dataclasses.replace(MODELS["160m"], layers=4), []
     first, ids = None, noisy_sequences(cfg, steps * 8, seq).view(steps, 8, seq + 1)
     mine = ids[:, dist.get_rank() * 8 // world : (dist.get_rank() + 1) * 8 // world].to(device)
     scale = torch.tensor(1 / (8 * seq), device=device)
@@ -316,7 +317,7 @@ def table_curves(device: torch.device) -> list[dict]:
         for f, layout, recompute in [(Factors(), "intra", False)] * (3 if m == 1 else 0) + [
                 (f, layout, layout == "inter") for f in legal for layout in ("intra", "inter")]:
             model, states = make(cfg, kernel, device, torch.bfloat16, recompute, micro_batches=m,
-                                 factors=f, layout=layout, groups=groups, poison=True)
+                                 factors=f, layout=layout, poison=True)
             curve = []
             for batch in mine:
                 states.begin()
@@ -358,7 +359,7 @@ def table_swap(device: torch.device) -> list[dict]:
     poisoned after use and copies that start late, which finds a missing wait."""
     world, seq, steps, chunk = dist.get_world_size(), 4096, 50, 512
     cfg = dataclasses.replace(MODELS["160m"], layers=8, heads=16, kv_heads=4)
-    groups, rows = Groups(), []
+    rows = []
     ids = noisy_sequences(cfg, steps, seq).to(device)
     part = seq // world
     cut = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
@@ -377,10 +378,10 @@ def table_swap(device: torch.device) -> list[dict]:
     first = like = None
     for label in kinds:
         fates, hard = kinds[label.partition(",")[0]], "poisoned" in label
-        attention = Ulysses(kernel, world, groups, Lane(device, True), 2,
+        attention = Ulysses(kernel, world, GROUPS, Lane(device, True), 2,
                             0 if "NCCL" in label else world, hard, 3 * 10**6 * hard)
         model, states = make(cfg, kernel, device, torch.bfloat16, attention=attention,
-                             groups=groups, factors=f, recompute=fates is not None, poison=hard,
+                             factors=f, recompute=fates is not None, poison=hard,
                              pieces=c if fates else 1)
         model.recompute = False
         if fates:
@@ -491,7 +492,7 @@ def long_step(cfg: Config, device, plan: Plan | None = None):
     plan = plan or long_plan(cfg, device)
     say = print if rank == 0 else (lambda *a, **k: None)
     train.cap_gpu(cfg, device)
-    llama, states = train.build(cfg, plan, say, as_planned)
+    llama, states = train.build(cfg, plan, say, as_planned, GROUPS)
     for name, p in llama.named_parameters():
         states.load(name, initial_weight(plan.model, name, p.shape, 0, device))
     tokens, labels = (t[:, rank * cfg.seq // world : (rank + 1) * cfg.seq // world].contiguous()
@@ -530,7 +531,7 @@ def table_long(device: torch.device) -> list[dict]:
             tokens = (t[:, rank * seq // world : (rank + 1) * seq // world].contiguous()
                       for t in random_sequence(MODELS[name], seq, device))
             flat = dist.init_device_mesh("cuda", (world,))
-            attention = Ulysses(kernel, world, Groups(), Lane(device, True), 1)
+            attention = Ulysses(kernel, world, GROUPS, Lane(device, True), 1)
             attempt(rows, "fsdp2 ZeRO-3, Ulysses, full", name, seq, seq // world, bound, device,
                     lambda: fsdp2_step(MODELS[name], kernel, device, 1, flat, True, tuple(tokens),
                                        attention), repeats)
@@ -542,14 +543,14 @@ def exact_replay(device: torch.device) -> int:
     ranks, with steps of another shape in between. Returns how many requests met the plans."""
     world, seq, hits = dist.get_world_size(), 8192, 0
     cfg = dataclasses.replace(MODELS["160m"], layers=6, heads=16, kv_heads=4)
-    kernel, groups, tokens = pick_kernel("auto", device, torch.bfloat16), Groups(), seq // world
+    kernel, tokens = pick_kernel("auto", device, torch.bfloat16), seq // world
     torch.use_deterministic_algorithms(True)
     for fates in (None, Fates(6, 4, 3, 8, 6)):
         curves = []  # the first run compiles kernels for both shapes, the others find them
         for memory in (None, None, StepMemory(f"cuda:{device.index}")):
             model, states = make(
-                cfg, kernel, device, torch.bfloat16, recompute=fates is not None, groups=groups,
-                attention=Ulysses(kernel, world, groups, Lane(device, True), 2, world),
+                cfg, kernel, device, torch.bfloat16, recompute=fates is not None,
+                attention=Ulysses(kernel, world, GROUPS, Lane(device, True), 2, world),
                 factors=Factors(1, world, world), pieces=4 if fates else 1)
             model.recompute = False
             if fates:
@@ -795,14 +796,14 @@ def table_memory(device: torch.device) -> list[dict]:
     """Bytes of parameters, gradients and optimizer states on rank 0, under all legal factors, as
     they are allocated and by the formula."""
     world, name, rows = dist.get_world_size(), "7b", []
-    cfg, groups = MODELS[name], Groups()
+    cfg = MODELS[name]
     for m in (1, 2):
         for f in legal_factors(world, world):
             for layout in ("intra", "inter"):
                 with torch.device("meta"):
                     model = LLaMA(cfg)
                 release(device)
-                states = States(model, device, torch.bfloat16, m, f, layout, groups=groups)
+                states = States(model, device, torch.bfloat16, m, f, layout, groups=GROUPS)
                 r = row(f"ours {f.p},{f.g},{f.os} {layout} M={m}", cfg, name, 0, 0, None, device,
                         gpus=world, state_bytes=states.bytes(), state_bytes_formula=state_bytes(
                             param_count(cfg), f, torch.bfloat16, m > 1))

@@ -20,6 +20,7 @@ Left out: dropout, biases, mixture of experts, inference caches, tied heads (unt
 Legend: B sequences, T tokens, N = B*T, C width, H query heads, K key/value heads, D head width,
 F MLP width, V vocabulary, L layers.
 """
+import contextlib
 import functools
 import importlib
 import json
@@ -198,6 +199,13 @@ def _cpu_backward(do, q, k, v, o, lse):
         do, q, k, v, o, lse, 0.0, True))
 
 
+def _simulated_backward(do, q, k, v, o, lse):
+    """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
+    grads = _cpu_backward(do, q, k, v, o, lse)
+    _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
+    return grads
+
+
 @dataclass(frozen=True)
 class Kernel:
     forward: Callable
@@ -215,6 +223,7 @@ KERNELS = {  # best first: "auto" takes the first usable one
                   "flash-attn"),
     "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
     "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
+    "simulated": Kernel(_cpu_forward, _simulated_backward, (0,)),  # of a GPU, on fake tensors
 }
 
 
@@ -339,7 +348,18 @@ class Attention:
 # ---------------------------------------------------------------------------- token-wise operators
 
 
-FUSED: list[object] = [None]  # last: a name of the fused kernel that runs, where it is not one
+FUSED: list[object] = [None]  # last: a name of what runs, if on a GPU it is one kernel or aside
+
+
+@contextlib.contextmanager
+def fused():
+    """What is inside is one kernel on a GPU, or on a stream of its own. memplan.simulate leaves out
+    what is born and dies in it."""
+    FUSED.append(object())
+    try:
+        yield
+    finally:
+        FUSED.pop()
 
 
 def compiled(fn: Callable) -> Callable:
@@ -348,17 +368,14 @@ def compiled(fn: Callable) -> Callable:
     `torch.compiler.set_stance("force_eager")` turns the compilation off.
     """
     torch._dynamo.config.recompile_limit = 64  # with or without gradients, whole or in chunks, ...
-    fused = torch.compile(fn)
+    kernel = torch.compile(fn)
 
     @functools.wraps(fn)
     def run(x, *args):
         if x.is_cuda:
-            return fused(x, *args)
-        FUSED.append(object())
-        try:
+            return kernel(x, *args)
+        with fused():
             return fn(x, *args)
-        finally:
-            FUSED.pop()
 
     return run
 
@@ -427,7 +444,10 @@ def matmul_wide(a: Tensor, b: Tensor) -> Tensor:
     wide = accumulation_dtype(a.dtype)
     if a.dtype == wide:
         return a @ b
-    return torch.mm(a, b, out_dtype=wide) if a.is_cuda else a.to(wide) @ b.to(wide)
+    if a.is_cuda:
+        return torch.mm(a, b, out_dtype=wide)
+    with fused():
+        return a.to(wide) @ b.to(wide)
 
 
 def add_outer(g: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Tensor:
@@ -438,12 +458,10 @@ def add_outer(g: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Tensor:
     """
     if out is None:
         return g.t() @ x
-    if out.dtype == g.dtype:
-        wide = {}
-    elif g.is_cuda:
-        wide = {"out_dtype": out.dtype}
-    else:  # no CPU kernel mixes the two
-        g, x, wide = g.to(out.dtype), x.to(out.dtype), {}
+    if out.dtype != g.dtype and not g.is_cuda:  # no CPU kernel mixes the two
+        with fused():
+            return add_outer(g.to(out.dtype), x.to(out.dtype), out, beta)
+    wide = {"out_dtype": out.dtype} if out.dtype != g.dtype else {}
     return (torch.addmm(out, g.t(), x, out=out, **wide) if beta else
             torch.mm(g.t(), x, out=out, **wide))
 

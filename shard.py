@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, Metadat
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from model import (Attention, Matrix, Norm, accumulation_dtype, attention_backward,
-                   attention_forward, compiled)
+                   attention_forward, compiled, fused)
 
 ALIGN = 128  # elements: every shard starts where the fastest kernels and copies want it
 LANES = ("gather", "scatter", "reduce", "spread")
@@ -158,14 +158,15 @@ class Lane:
     stream: then everything happens in the order of the program and nothing needs a wait."""
 
     def __init__(self, device: torch.device, on: bool):
-        on = on and device.type == "cuda"
-        self.stream = torch.cuda.Stream(device, priority=-1) if on else None
+        self.on, gpu = on, device.type == "cuda"
+        self.stream = torch.cuda.Stream(device, priority=-1) if on and gpu else None
 
     @contextlib.contextmanager
     def after_compute(self):
         """Launch what follows on the lane, after all that compute has enqueued so far."""
         if self.stream is None:
-            yield
+            with fused() if self.on else contextlib.nullcontext():
+                yield
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -319,7 +320,7 @@ class Exchange:
         self.timeout = round(1e3 * (timeout or timedelta(minutes=10)).total_seconds())  # ms
         self.alive.add(self)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.memory = torch.empty(0)
+        self.memory, self.handle = torch.empty(0), None
 
     @classmethod
     def bytes(cls) -> int:
@@ -332,7 +333,9 @@ class Exchange:
         if not self.near:
             return [like.new_empty(shape) for shape in shapes]
         sizes = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
-        if self.memory.numel() < sum(sizes):
+        if self.memory.numel() < sum(sizes) and dist.get_backend(self.group) == "fake":
+            self.memory = like.new_empty(sum(sizes))  # of a simulated step
+        elif self.memory.numel() < sum(sizes):
             torch.cuda.synchronize()  # nobody uses the old place any more
             dist.barrier(self.group)
             self.memory, self.handle = torch.empty(0), None
@@ -345,7 +348,7 @@ class Exchange:
     def run(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         """Part i of each first tensor (n, ...) goes to rank i, into part `rank` of its second one,
         which `room` has given."""
-        if not self.near:
+        if self.handle is None:  # not near, or simulated
             for there, here in pairs:
                 dist.all_to_all_single(here, there, group=self.group)
             return
@@ -755,21 +758,23 @@ class States:
 
     def _reduce_bucket(self) -> None:
         bucket, self.bucket = self.bucket, []
-        intra = self.layout == "intra"
         with self.lanes["reduce"].after_compute():
             wait(self.lanes["scatter"].mark())
-            parts = [s.store.to(self.wire) for s in bucket]
-            if intra and self.f.g == self.f.p and self.n > 1:
-                parts = [self._reduce_scatter(x, s.size, self.sub_reduce)
-                         for s, x in zip(bucket, parts)]
-            if group := self.across if intra else self.replicas:
-                fake = dist.get_backend(group) == "fake"  # of a simulated step: it cannot do this
-                with contextlib.nullcontext() if fake else dist._coalescing_manager(group):
-                    for x in parts:
-                        dist.all_reduce(x, group=group)
-            for s, x in zip(bucket, parts):
-                if x is not s.store:
-                    (s.own_grad if intra else s.store).copy_(x)
+            self._reduce(bucket)
+
+    def _reduce(self, bucket: list[Share]) -> None:
+        intra, parts = self.layout == "intra", [s.store.to(self.wire) for s in bucket]
+        if intra and self.f.g == self.f.p and self.n > 1:
+            parts = [self._reduce_scatter(x, s.size, self.sub_reduce)
+                     for s, x in zip(bucket, parts)]
+        if group := self.across if intra else self.replicas:
+            fake = dist.get_backend(group) == "fake"  # of a simulated step: it cannot do this
+            with contextlib.nullcontext() if fake else dist._coalescing_manager(group):
+                for x in parts:
+                    dist.all_reduce(x, group=group)
+        for s, x in zip(bucket, parts):
+            if x is not s.store:
+                (s.own_grad if intra else s.store).copy_(x)
 
     @staticmethod
     def _reduce_scatter(x: Tensor, size: int, group) -> Tensor:
@@ -830,8 +835,9 @@ class States:
                 if self.layout == "inter":
                     dist.broadcast(s.shard, self.sub_ranks[s.owner], group=self.sub_spread)
                 else:  # gloo may not read where it writes
-                    own = s.own_weight if self.device.type == "cuda" else s.own_weight.clone()
-                    _all_gather(s.shard, own, group=self.sub_spread)
+                    gpu = self.device.type == "cuda"
+                    _all_gather(s.shard, s.own_weight if gpu else s.own_weight.clone(),
+                                group=self.sub_spread)
         event = self.lanes["spread"].mark()
         for s in unit:
             s.spread_event = event

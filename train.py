@@ -996,11 +996,12 @@ def describe(cfg: Config, plan: Plan, world: int, say) -> None:
         + f"; {sum(need.values()) / GIB:.2f} GiB", flush=True)
 
 
-def build(cfg: Config, plan: Plan, say, as_planned: bool = False) -> tuple[LLaMA, States]:
+def build(cfg: Config, plan: Plan, say, as_planned: bool = False,
+          groups: Groups | None = None) -> tuple[LLaMA, States]:
     """The model, run by offload.Layers if it has fates, and its states. Sets plan.fates again, by
     times of this machine, if not as_planned. A collective of all ranks."""
     device, shape = plan.device, (cfg.micro_batch, cfg.seq // cfg.sp)
-    groups = Groups(timedelta(seconds=cfg.timeout))
+    groups = groups or Groups(timedelta(seconds=cfg.timeout))
     attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups,
                         cfg.per_node)
     if plan.fates and not as_planned:
@@ -1042,18 +1043,21 @@ def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], i
     """The first rank's requests in a step, as large as are planned, and bytes of what lasts between
     steps, on fake tensors. Where layers have no fates, autograd saves more here than where
     operators are fused. Raises RuntimeError where there is a process group."""
-    kind = "cpu" if plan.device.type == "cpu" and not cfg.ranks else "cuda"
-    plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel="cpu")
+    gpu = plan.device.type == "cuda" or cfg.ranks > 0
+    kind, kernel = ("cuda", "simulated") if gpu else ("cpu", "cpu")
+    plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel=kernel)
 
     def make():
         model, states = build(cfg, plan, lambda *_, **__: None, as_planned=True)
+        if cfg.sp > 1:
+            model.attention.exchange.near = gpu and cfg.per_node % cfg.sp == 0
         tokens = torch.zeros(plan.micro_batches, cfg.micro_batch, cfg.seq // cfg.sp).long()
         batch = tokens, tokens, torch.ones((), dtype=states.wide)
         positions = local_positions(cfg, 0, plan.device)
         return lambda: run_step(model, states, batch, positions, cfg.lr, cfg.clip)
 
     torch.compiler.set_stance("force_eager")
-    fused = (lambda: FUSED[-1]) if kind == "cuda" else lambda: None
+    fused = (lambda: FUSED[-1]) if gpu else lambda: None
     requests, lasting = simulate(make, world, fused, LEAST[kind], ALIGN[kind])
     return requests, lasting - round(host_bytes(cfg, plan))  # which are on the CPU here, too
 
