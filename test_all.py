@@ -37,6 +37,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -853,6 +854,29 @@ def test_counted_memory_is_what_a_step_needs(ranks, seq, factors, fates):
     requests, lasting = train.simulate_step(cfg, plan, ranks)
     simulated = lasting + memplan.lower_bound(requests)
     assert simulated <= sum(train.memory_need(cfg, plan).values()) <= 1.2 * simulated
+
+
+def test_simulated_step_requests_what_a_gpu_did():
+    """Fake tensors against what bench.py recorded of PyTorch's allocator on GPUs."""
+    file = next((HERE / "results").glob("memplan-128k-*.json"))
+    row = next(r for r in json.loads(file.read_text())["rows"] if r["system"] == "planned")
+    _, real = memplan.read_trace(HERE / "results" / f"memplan-128k-{row['gpus']}x.csv")
+    cfg = train.Config(model="7b", seq=row["seq"], sp=row["sp"], per_node=row["gpus"], batch=1,
+                       micro_batch=1, ranks=row["gpus"], chunk=row["chunk"], dtype="bf16",
+                       head_groups=row["head_groups"])
+    fates = {k: row["fates"][k] for k in offload.Fates.__dataclass_fields__}
+    plan = train.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
+                      factors=shard.Factors(row["p"], row["g"], row["os"]),
+                      fates=offload.Fates(**fates))
+    requests, _ = train.simulate_step(cfg, plan, row["gpus"])
+    assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
+    ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
+    assert (ours & theirs).total() > 0.998 * max(len(requests), len(real)) - 12
+    at, hits, sizes = 0, 0, [r.size for r in sorted(requests, key=lambda r: r.lower)]
+    for r in sorted(real, key=lambda r: r.lower):  # as the allocator does
+        if r.size in sizes[at : at + 16]:
+            at, hits = sizes.index(r.size, at) + 1, hits + 1
+    assert hits > 0.95 * len(real)
 
 
 def test_dry_run_of_ranks_that_are_not_there():
