@@ -642,17 +642,26 @@ def table_capped(device: torch.device) -> list[dict]:
     """The longest sequence of 7B, all kept, of which a step fits under a cap of GPU memory (80 GiB
     without --gpu-memory), to 512 tokens a rank: as above, by what gives the memory (a plan's step
     is recorded with segments that expand)."""
-    world, rows, layers = dist.get_world_size(), [], MODELS["7b"].layers
+    world, rows, layers, step = dist.get_world_size(), [], MODELS["7b"].layers, 512
+    cap = MEMORY["gpu_memory"] or 80 * GIB
+
+    def planned(tokens: int) -> tuple[Config, Plan]:
+        cfg = Config(model="7b", seq=tokens * world, resident_layers=layers,
+                     **dict.fromkeys(("p", "g", "os"), str(world)))
+        plan = long_plan(cfg, device)  # for the whole GPU: here not the plan is to set the limit
+        cfg.gpu_memory = cap
+        return cfg, plan
+
+    counted = step  # the most that would fit as train.py counts it
+    while sum(memory_need(*planned(counted + step)).values()) <= cap:
+        counted += step
     for label in ALLOCATORS:
-        good, bad, found = 2**14, 2**14 + 2**12, []
-        while bad - good > 512:
-            seq = (middle := (good + bad) // 2) * world
-            cfg = Config(model="7b", seq=seq, resident_layers=layers,
-                         **dict.fromkeys(("p", "g", "os"), str(world)))
-            plan = long_plan(cfg, device)  # for the whole GPU: not the plan is to find the limit
-            cfg.gpu_memory = MEMORY["gpu_memory"] or 80 * GIB
+        good, bad, found = counted - 4 * step, counted + 4 * step, []
+        while bad - good > step:
+            middle = (good + bad) // 2 // step * step
+            cfg, plan = planned(middle)
             build, memory = under(label, device, lambda: long_step(cfg, device, plan))
-            attempt(tried := [], label, "7b", seq, middle, None, device, build, 1, warmup=0)
+            attempt(tried := [], label, "7b", cfg.seq, middle, None, device, build, 1, warmup=0)
             if memory:
                 memory.give_back()
             if tried[0]["oom"]:
@@ -912,7 +921,7 @@ TABLES = {"step": (table_step, 1), "alpha": (table_alpha, 1),
           "shard": (table_shard, 2), "memory": (table_memory, 2),
           "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),
           "longest": (table_longest, 1), "million": (table_million, 1),
-          "memplan": (table_memplan, 1), "capped": (table_capped, 4),
+          "memplan": (table_memplan, 1), "capped": (table_capped, 2),
           "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
 
 
@@ -926,10 +935,12 @@ def cells(r: dict) -> list[str]:
         name += f" {r['p']},{r['g']},{r['os']}"
         if r["fates"]:
             name += f" k={r['fates']['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
-    return [name, r["model"], f"{r['seq']:,}", "out of memory" if r["oom"] else text(
-        ms, "{:,.1f}"), text(r["tgs"], "{:,.0f}"), *(text(r[k], "{:.1%}") for k in (
-            "mfu_causal", "mfu_full", "bound_ratio")), *(text(r[k], "{:.1f}") for k in (
-                "gpu_gib", "host_gib"))]
+    took = text(ms, "{:,.1f}")
+    if r["oom"]:  # while it ran, or it was refused before
+        took = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
+    return [name, r["model"], f"{r['seq']:,}", took, text(r["tgs"], "{:,.0f}"), *(
+        text(r[k], "{:.1%}") for k in ("mfu_causal", "mfu_full", "bound_ratio")), *(
+        text(r[k], "{:.1f}") for k in ("gpu_gib", "host_gib"))]
 
 
 HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full", "of bound",

@@ -219,11 +219,17 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
         if best is None or value < best[0] - 1e-9:
             best = value, found.x
     if best is None:
+        need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, {4 * io:.1f} at "
+                "least of them on the GPU (two layers, two buffers)")
+        if resident is not None or alpha is not None:
+            k, slot = resident or 2, io + (alpha or 0) * c * part
+            need = (f"with {k} resident layers and alpha {alpha or 0:g} they take "
+                    f"{max(4 * slot, k * io + 2 * slot):.1f} GiB of a GPU and {(n - k) * slot:.1f} "
+                    "of the host a rank")
         raise ValueError(
-            f"activations do not fit: layer inputs and attention outputs are {n * io:.1f} GiB a "
-            f"rank, {4 * io:.1f} at least of them on the GPU (two layers, two buffers); there is "
-            f"room for {gpu:.1f} GiB on the GPU and {host:.1f} on the host; a larger --sp, "
-            "--host-memory or --gpu-memory, more ranks, or a shorter --seq")
+            f"activations do not fit: {need}; there is room for {gpu:.1f} GiB on the GPU and "
+            f"{host:.1f} on the host; a larger --sp, --host-memory or --gpu-memory, more ranks, or "
+            "a shorter --seq")
     k, kept, swapped, dropped, waits = best[1]
     lost = waits + dropped * s.attn_s + max(0.0, n - (kept + swapped) / c) * s.others_s
     whole = (k, kept, swapped, dropped) if memo else map(round, (k, kept, swapped, dropped))
