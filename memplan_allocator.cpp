@@ -1,7 +1,7 @@
 // memplan.py's allocator. It delegates to PyTorch's own, and, in a step, records its requests or
-// serves them from an arena at planned offsets. A request that is not the next one of the plan (nor
-// one of the few after it), or whose place is taken, goes to PyTorch: a wrong plan costs memory,
-// never a number.
+// serves them from an arena at planned offsets. A request that is not the next one of the plan, nor
+// one near it that follows the same requests, or whose place is taken, goes to PyTorch: a wrong
+// plan costs memory, never a number.
 #include <c10/core/CPUAllocator.h>
 #include <algorithm>
 #include <atomic>
@@ -20,10 +20,11 @@ struct Block { int64_t end, request, session; };
 std::mutex guard;
 std::vector<Event> events;
 std::vector<Entry> plan;
+std::vector<int64_t> seen;  // sizes of the step's requests so far
 std::map<int64_t, Block> live;  // planned blocks in use, by where they begin
 int64_t requests, least, align, session;
 int64_t counts[6];  // hits, passed, misses, refused, bytes hit, all bytes
-size_t cursor;
+int64_t cursor;  // the plan's next entry
 char* arena;
 
 void free_planned(void* context) {
@@ -34,25 +35,38 @@ void free_planned(void* context) {
   live.erase(block);
 }
 
+constexpr int ALIKE = 4, BEFORE = 4, AFTER = 16;
+
+int64_t which(int64_t size) {  // of the plan's entries a request is; -1: of none
+  auto follows = [size](int64_t k) {  // what has been requested: the same as before entry k
+    return plan[k].size == size && static_cast<int64_t>(seen.size()) >= ALIKE && std::equal(
+        seen.end() - ALIKE, seen.end(), plan.begin() + k - ALIKE,
+        [](int64_t a, const Entry& b) { return a == b.size; });
+  };
+  int64_t n = plan.size(), end = std::min<int64_t>(cursor + AFTER, n);
+  if (cursor < n && plan[cursor].size == size) return cursor;
+  for (int64_t k = std::max<int64_t>(cursor - BEFORE, ALIKE); k < end; ++k)
+    if (follows(k)) return k;
+  return -1;
+}
+
 char* place(int64_t size) {  // in REPLAY, under the guard
   counts[5] += size;
-  int64_t whole = (std::max<int64_t>(size, 1) + align - 1) / align * align;
-  for (size_t k = cursor; k < std::min(cursor + 16, plan.size()); ++k) {
-    if (plan[k].size != whole) continue;
-    cursor = k + 1;
-    int64_t begin = plan[k].offset, end = begin + whole;
-    if (begin < 0) return ++counts[1], nullptr;
-    auto after = live.lower_bound(begin);
-    bool taken = (after != live.end() && after->first < end) ||
-                 (after != live.begin() && std::prev(after)->second.end > begin);
-    if (taken) return ++counts[3], nullptr;
-    live[begin] = {end, requests, session};
-    if (mode & RECORD)
-      events.push_back({requests++, size, reinterpret_cast<int64_t>(arena + begin)});
-    ++counts[0], counts[4] += size;
-    return arena + begin;
-  }
-  return ++counts[2], nullptr;
+  int64_t whole = (std::max<int64_t>(size, 1) + align - 1) / align * align, k = which(whole);
+  seen.push_back(whole);
+  if (k < 0) return ++counts[2], nullptr;
+  cursor = k + 1;
+  int64_t begin = plan[k].offset, end = begin + whole;
+  if (begin < 0) return ++counts[1], nullptr;
+  auto after = live.lower_bound(begin);
+  bool taken = (after != live.end() && after->first < end) ||
+               (after != live.begin() && std::prev(after)->second.end > begin);
+  if (taken) return ++counts[3], nullptr;
+  live[begin] = {end, requests, session};
+  if (mode & RECORD)
+    events.push_back({requests++, size, reinterpret_cast<int64_t>(arena + begin)});
+  ++counts[0], counts[4] += size;
+  return arena + begin;
 }
 }  // namespace
 
@@ -225,7 +239,7 @@ void begin(int which, int64_t smallest, int64_t step) {
   std::lock_guard<std::mutex> lock(guard);
   mode = which, least = smallest, align = step, ++session, requests = 0, cursor = 0;
   std::fill(counts, counts + 6, 0);
-  events.clear();
+  events.clear(), seen.clear();
 #ifdef MEMPLAN_CUDA
   c10::cuda::CUDACachingAllocator::born.clear();
 #endif
