@@ -731,6 +731,7 @@ def table_longest(device: torch.device) -> list[dict]:
         if found is None:
             raise SystemExit(f"bench.py: {label}: not even {ranks * 2**14:,} tokens")
         cfg, plan = found
+        plan.kernel = pick_kernel("auto", device, torch.bfloat16)
         rows.append(row(label, plan.model, name, cfg.seq, 0, None, device, gpus=ranks,
                         **chosen(cfg, plan)) | {"oom": False, "gpu_gib": None})
     show(rows) if rank == 0 else None

@@ -1487,6 +1487,23 @@ def test_longest_sequence_is_the_last_that_fits():
     assert bench.longest("7b", 1, torch.device("cpu"), 40 * gib, 30 * gib) is None
 
 
+def test_longest_sequence_table_on_little_memory(monkeypatch, group):
+    """The steps that prove it run, of a small model under the name of the large one."""
+    small = m.ModelConfig(64, 64, 6, 8, 8, 64, 8, max_positions=2**40)
+    for name in ("7b", "7b/4"):
+        monkeypatch.setitem(m.MODELS, name, small)
+    monkeypatch.setattr(bench, "KEEP", [lambda rows: None])
+    monkeypatch.setitem(bench.MEMORY, "gpu_memory", 80 * 2**20)
+    monkeypatch.setitem(bench.MEMORY, "host_memory", 2**25)
+    longest = bench.longest  # of large GPUs, too, in a moment
+    monkeypatch.setattr(bench, "longest", lambda name, ranks, device, gpu, host: longest(
+        name, ranks, device, min(gpu, 2**28), min(host, 2**28)))
+    planned, own, proof = bench.table_longest(torch.device("cpu"))
+    assert planned["seq"] > own["seq"] == proof["seq"] >= 2**14
+    assert proof["step_s"] > 0 and not proof["oom"], proof
+    assert proof["fates"] == own["fates"]  # of all layers, not of those that ran
+
+
 def test_million_tokens_table_on_few():
     for r in bench.table_million(torch.device("cpu")):
         assert max(r[k] or 0 for k in ("o", "dq", "dk", "dv")) < 1e-5
