@@ -73,33 +73,41 @@ char* place(int64_t size) {  // in REPLAY, under the guard
 #ifndef MEMPLAN_CUDA
 namespace {
 struct Recorded { c10::DataPtr inner; int64_t request, session; };
-void free_recorded(void* context) {
-  auto* r = static_cast<Recorded*>(context);
-  {
-    std::lock_guard<std::mutex> lock(guard);
-    if ((mode & RECORD) && r->session == session) events.push_back({r->request, -1, 0});
+std::unordered_map<void*, Recorded> recorded_blocks;
+c10::Allocator* native;
+
+void release(void* p) {  // of a block that is recorded, planned, or PyTorch's (raw, oneDNN's)
+  c10::DataPtr gone;  // when the lock is
+  std::unique_lock<std::mutex> lock(guard);
+  if (auto r = recorded_blocks.find(p); r != recorded_blocks.end()) {
+    if ((mode & RECORD) && r->second.session == session)
+      events.push_back({r->second.request, -1, 0});
+    gone = std::move(r->second.inner);
+    recorded_blocks.erase(r);
+    return;
   }
-  delete r;
+  bool planned = live.count(static_cast<char*>(p) - arena);
+  lock.unlock();
+  planned ? free_planned(p) : native->raw_deleter()(p);
 }
 
 struct Delegate final : c10::Allocator {
-  c10::Allocator* native = nullptr;
   c10::DataPtr allocate(size_t n) override {
     int64_t size = static_cast<int64_t>(n);
     {
       std::lock_guard<std::mutex> lock(guard);
       if ((mode & REPLAY) && size >= least)
-        if (char* p = place(size)) return {p, p, &free_planned, c10::Device(c10::DeviceType::CPU)};
+        if (char* p = place(size)) return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DataPtr inner = native->allocate(n);
     std::lock_guard<std::mutex> lock(guard);
     if (!(mode & RECORD) || size < least) return inner;
     void* p = inner.get();
     events.push_back({requests, size, reinterpret_cast<int64_t>(p)});
-    auto* r = new Recorded{std::move(inner), requests++, session};
-    return {p, r, &free_recorded, c10::Device(c10::DeviceType::CPU)};
+    recorded_blocks[p] = {std::move(inner), requests++, session};
+    return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override {
     default_copy_data(to, from, n);
   }
@@ -107,7 +115,7 @@ struct Delegate final : c10::Allocator {
 }  // namespace
 
 extern "C" void install(void*) {
-  delegate.native = c10::GetCPUAllocator();
+  native = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&delegate, 255);
 }
 #else

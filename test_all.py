@@ -958,6 +958,20 @@ def test_memory_replay_is_bit_equal(group):
         assert torch.equal(plain_states.full(name), states.full(name)), name
 
 
+def test_memory_replay_serves_raw_requests():
+    """oneDNN's products of bf16 take memory that no tensor holds."""
+    x, w = (torch.randn(512, 512).bfloat16() for _ in range(2))
+    memory, out = memplan.StepMemory(least=2**12), []
+
+    def step():
+        out.append((F.linear(x, w) @ w).float().sum().item())
+
+    for _ in range(6):
+        memory.run(step)
+    assert len(set(out)) == 1 and memory.counts["hits"] == len(memory.requests) >= 2
+    memory.give_back()
+
+
 def test_memory_replay_refuses_what_is_taken():
     """Two tensors that were never alive together get one place; later they are, and differ."""
     kept = []
