@@ -936,6 +936,7 @@ def cells(r: dict) -> list[str]:
         name += f" {r['p']},{r['g']},{r['os']}"
         if r["fates"]:
             name += f" k={r['fates']['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
+            name += f", attention twice in {n}" if (n := r["fates"]["dropped"]) else ""
     took = text(ms, "{:,.1f}")
     if r["oom"]:  # while it ran, or it was refused before
         took = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
