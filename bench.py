@@ -106,6 +106,9 @@ def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds
             "oom": seconds is None, **more}
 
 
+TIMES = "step_s", "tgs", "flops", "mfu_causal", "mfu_full"  # of a row
+
+
 def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, attention=None,
          **options):
     """The model and its states (shard.States' options), freshly initialised."""
@@ -669,6 +672,7 @@ def table_capped(device: torch.device) -> list[dict]:
             else:
                 good, found = middle, tried
         rows += found or tried
+        rows[-1] |= dict.fromkeys(TIMES)  # of one step each
         KEEP[0](rows)
     torch.cuda.set_per_process_memory_fraction(1.0, device)
     train.expandable_segments()
@@ -737,7 +741,7 @@ def table_longest(device: torch.device) -> list[dict]:
     show(rows) if rank == 0 else None
     attempt(rows, "its first and last layers", "7b/4", cfg.seq, cfg.seq // world, None, device,
             lambda: proof_step(cfg, device, plan), repeats=1, warmup=0)
-    rows[-1] |= dict.fromkeys(("tgs", "flops", "mfu_causal", "mfu_full"))
+    rows[-1] |= dict.fromkeys(TIMES[1:])
     return rows
 
 
@@ -978,7 +982,7 @@ def memplan_cells(r: dict) -> list[str]:
         return form.format(r[k]) if r.get(k) is not None else "-"
 
     return [r["system"], r["model"], f"{r['seq']:,}",
-            "out of memory" if r["oom"] else f"{r['step_s']:,.3f}", text("gpu_gib", "{:.2f}"),
+            "out of memory" if r["oom"] else text("step_s", "{:,.3f}"), text("gpu_gib", "{:.2f}"),
             text("reserved_gib", "{:.2f}"), text("retries", "{}"), text("requests", "{:,}"),
             text("planned_peak_gib", "{:.2f}"), text("lower_bound_gib", "{:.2f}"),
             text("solve_s", "{:.1f}"),

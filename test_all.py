@@ -856,11 +856,13 @@ def test_counted_memory_is_what_a_step_needs(ranks, seq, factors, fates):
     assert simulated <= sum(train.memory_need(cfg, plan).values()) <= 1.2 * simulated
 
 
-def test_simulated_step_requests_what_a_gpu_did():
+@pytest.mark.parametrize("trace", sorted((HERE / "results").glob("memplan-*.csv")),
+                         ids=lambda path: path.stem)
+def test_simulated_step_requests_what_a_gpu_did(trace):
     """Fake tensors against what bench.py recorded of PyTorch's allocator on GPUs."""
-    file = next((HERE / "results").glob("memplan-128k-*.json"))
-    row = next(r for r in json.loads(file.read_text())["rows"] if r["system"] == "planned")
-    _, real = memplan.read_trace(HERE / "results" / f"memplan-128k-{row['gpus']}x.csv")
+    table = json.loads(trace.with_name(f"{trace.stem}h200.json").read_text())
+    row = next(r for r in table["rows"] if r["system"] == "planned")
+    _, real = memplan.read_trace(trace)
     cfg = train.Config(model="7b", seq=row["seq"], sp=row["sp"], per_node=row["gpus"], batch=1,
                        micro_batch=1, ranks=row["gpus"], chunk=row["chunk"], dtype="bf16",
                        head_groups=row["head_groups"])
