@@ -223,8 +223,8 @@ KERNELS = {  # best first: "auto" takes the first usable one
                   "flash-attn"),
     "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
     "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
-    "simulated": Kernel(_cpu_forward, _simulated_backward, (0,)),  # of a GPU, on fake tensors
 }
+SIMULATED = Kernel(_cpu_forward, _simulated_backward, ())  # a GPU's, on fake tensors
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -45,9 +45,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
-from model import (FUSED, IGNORE, LOSS_ELEMENTS, MODELS, LLaMA, ModelConfig, activation_bytes,
-                   flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
-                   peak_flops, pick_kernel)
+from model import (FUSED, IGNORE, LOSS_ELEMENTS, MODELS, SIMULATED, LLaMA, ModelConfig,
+                   activation_bytes, flops_per_token, hf_config, hf_export, hf_open, initial_weight,
+                   param_count, peak_flops, pick_kernel)
 from offload import (Fates, Layers, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
                      measure, repeated_share, working_bytes)
 from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, check_factors,
@@ -1043,14 +1043,15 @@ def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], i
     """The first rank's requests in a step, as large as are planned, and bytes of what lasts between
     steps, on fake tensors. Where layers have no fates, autograd saves more here than where
     operators are fused. Raises RuntimeError where there is a process group."""
-    gpu = plan.device.type == "cuda" or cfg.ranks > 0
-    kind, kernel = ("cuda", "simulated") if gpu else ("cpu", "cpu")
-    plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel=kernel)
+    kind = "cuda" if (gpu := plan.device.type == "cuda" or cfg.ranks > 0) else "cpu"
+    plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel="cpu")
 
     def make():
         model, states = build(cfg, plan, lambda *_, **__: None, as_planned=True)
-        if cfg.sp > 1:
-            model.attention.exchange.near = gpu and cfg.per_node % cfg.sp == 0
+        if gpu:
+            model.attention.kernel = SIMULATED
+        if gpu and cfg.sp > 1:
+            model.attention.exchange.near = cfg.per_node % cfg.sp == 0
         tokens = torch.zeros(plan.micro_batches, cfg.micro_batch, cfg.seq // cfg.sp).long()
         batch = tokens, tokens, torch.ones((), dtype=states.wide)
         positions = local_positions(cfg, 0, plan.device)
