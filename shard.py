@@ -142,7 +142,7 @@ def check_factors(f: Factors, ranks: int, per_node: int) -> None:
 
 
 def state_bytes(params: int, f: Factors, dtype: torch.dtype, several: bool) -> dict[str, float]:
-    """Bytes of states a rank (AMSP, section IV); `several` pieces of a gradient need float32."""
+    """Bytes of states a rank (AMSP, section IV); `several` micro-batches add up in float32."""
     e, wide = dtype.itemsize, accumulation_dtype(dtype).itemsize
     return {"parameters": e * params / f.p + (e * params / f.second if f.second else 0),
             "gradients": (wide if several else e) * params / f.g,
@@ -610,10 +610,10 @@ class States:
         else:
             offset, s.size = self.sub_index * (part // self.n), part // self.n
         s.start = self.p_index * part + offset
+        s.store = zeros(part if f.g == f.p else s.size, self.grad_dtype)
         summed = self.wide if s.pieces > 1 else self.dtype  # where the pieces add up
-        s.store = zeros(part if f.g == f.p else s.size,
-                        summed if f.g == 1 and s.pieces > 1 else self.grad_dtype)
-        s.local = Buffer(s.store) if f.g == 1 else buffer(grads, summed)
+        stay = f.g == 1 and (s.pieces == 1 or self.grad_dtype == self.wide)
+        s.local = Buffer(s.store) if stay else buffer(grads, summed)
         s.own_weight = s.shard[offset : offset + s.size]
         s.own_grad = s.store[offset : offset + s.size] if f.g == f.p else s.store
         s.master, s.exp_avg, s.exp_avg_sq = (zeros(s.size, self.wide) for _ in range(3))
@@ -715,7 +715,7 @@ class States:
     def piece(self, module: nn.Module, compute) -> None:
         """A piece of a matrix's gradient; after the last of a micro-batch the reductions follow."""
         s, self.backward = self.shares[module], True
-        whole = s.local.data is s.store  # no shards: gradients add up where they stay
+        whole = s.local.data is s.store  # gradients add up where they stay
         if not whole and s.done == 0:
             wait(s.local.event)  # the lane has read what the layer after the next left here
         beta = int(s.done > 0 or whole and self.micro_batch > 0)

@@ -808,6 +808,32 @@ def test_planned_run_is_bit_equal(tmp_path):
         assert a == b, key
 
 
+def test_pieces_add_up_in_float32(group):
+    """Gradients of bf16 matrices in four pieces: kept in float32 they are what is kept in bf16,
+    before it is rounded."""
+    kept, tokens = [], torch.arange(64).remainder(SMALL.vocab)[None]
+    for reduce_dtype in (None, torch.float32):
+        with torch.device("meta"):
+            model = m.LLaMA(SMALL)
+        states = shard.States(model, torch.device("cpu"), torch.bfloat16, recompute=True, pieces=4,
+                              reduce_dtype=reduce_dtype, poison=True)
+        for name, p in model.named_parameters():
+            states.load(name, m.initial_weight(SMALL, name, p.shape, 0, "cpu"))
+        offload.Layers(model, (1, 64), offload.Fates(SMALL.layers, 4, SMALL.layers), 16,
+                       torch.device("cpu"), torch.bfloat16)
+        for _ in range(2):
+            states.begin()
+            model(tokens, tokens, torch.ones(()), torch.arange(64)).backward()
+            states.reduce()
+        kept.append({s.name: s.store for s in states.shares.values()})
+        count = m.param_count(SMALL) - states.norm_grad.numel()
+        formula = shard.state_bytes(count, states.f, torch.bfloat16, reduce_dtype is not None)
+        assert states.bytes()["gradients"] == pytest.approx(formula["gradients"], rel=0.1)
+    for name, narrow in kept[0].items():
+        assert narrow.dtype == torch.bfloat16 and narrow.abs().sum() > 0
+        assert torch.equal(narrow, kept[1][name].bfloat16()), name
+
+
 @pytest.mark.parametrize("several", [1, 2])
 def test_simulated_step_requests_what_a_step_does(several, group):
     """Fake tensors against the CPU's allocator, in sizes and lifetimes: the same at the peak up to

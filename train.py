@@ -697,13 +697,14 @@ def memory_need(cfg: Config, plan: Plan) -> dict[str, float]:
     pieces = fates.chunks > 1 if fates else False
     ends = 2 * m.vocab * m.dim  # embedding and head: one buffer each; two for a layer's matrices
     whole = 2 * (count - ends) / m.layers
-    buffers = (whole + ends) * e * (f.p > 1) + (f.g > 1) * (
-        whole * (wide if pieces else e) + ends * e)
+    buffers = (whole + ends) * e * (f.p > 1) + ends * e * (f.g > 1)
+    if f.g > 1 or pieces and not several and e < wide:  # where a gradient's pieces add up
+        buffers += whole * (wide if pieces else e)
     if cfg.recompute == "full":
         kept = m.layers * tokens * m.dim * e + activation_bytes(m, tokens, e) / m.layers
     else:
         kept = activation_bytes(m, tokens, e)
-    need = state_bytes(count, f, plan.dtype, several or (pieces and f.g == 1))
+    need = state_bytes(count, f, plan.dtype, several)
     need |= {"buffers": buffers, "activations": kept}
     if fates:
         need["activations"] = gpu_bytes(fates, layer_bytes(m, tokens, plan.dtype))
