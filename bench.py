@@ -494,7 +494,7 @@ def long_step(cfg: Config, device, plan: Plan | None = None):
     world, rank, as_planned = dist.get_world_size(), dist.get_rank(), plan is not None
     plan = plan or long_plan(cfg, device)
     say = print if rank == 0 else (lambda *a, **k: None)
-    train.cap_gpu(cfg, device)
+    train.cap_gpu(cfg, plan)
     llama, states = train.build(cfg, plan, say, as_planned, GROUPS)
     for name, p in llama.named_parameters():
         states.load(name, initial_weight(plan.model, name, p.shape, 0, device))

@@ -559,6 +559,7 @@ class _HeadLoss(Function):
                 dlogits = dlogits.to(x.dtype)
                 torch.mm(dlogits, w, out=dx[rows])
                 add_outer(dlogits, x[rows], dw, beta=int(i > 0))
+            del dlogits  # before the next ones are made
         module.events.release(module)
         ctx.module = module
         if differentiate:
@@ -573,7 +574,7 @@ class _HeadLoss(Function):
         def compute(out, beta):
             if out is None:
                 return (dw * dloss).to(dx.dtype)
-            return out.mul_(beta).add_(dw * dloss) if beta else torch.mul(dw, dloss, out=out)
+            return out.addcmul_(dw, dloss) if beta else torch.mul(dw, dloss, out=out)
 
         dw_out = ctx.module.events.piece(ctx.module, compute)
         return dx * dloss.to(dx.dtype), dw_out, None, None, None, None, None

@@ -98,6 +98,15 @@ def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype,
                      2 * x + 2 * qo + 2 * kv + temporaries + received))
 
 
+def places_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
+                 head_groups: int) -> int:
+    """Where all-to-alls arrive: q, k, v, o and do of two head groups, dq, dk and dv of one."""
+    if sp == 1:
+        return 0
+    kv = min(cfg.heads, cfg.kv_heads * sp * head_groups)  # heads that are repeated
+    return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
+
+
 @dataclass(frozen=True)
 class Fates:
     """What the chunks of all layers are treated like."""
@@ -256,12 +265,15 @@ def host_slots(sizes: list[int], pin: bool, report=print) -> list[Tensor]:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        slot = torch.frombuffer(memory, dtype=torch.uint8)
+        view = memoryview(memory)
+        slot = torch.frombuffer(view, dtype=torch.uint8)
         slot.zero_()
         if error := int(cudart.cudaHostRegister(slot.data_ptr(), size, 0)):
             raise MemoryError(f"pinning {size / GIB:.2f} GiB of host memory failed: CUDA error "
                               f"{error}; lower --host-memory")
-        gone = weakref.finalize(memory, cudart.cudaHostUnregister, slot.data_ptr())
+        # the call keeps the mapping until it is unregistered
+        gone = weakref.finalize(view, lambda at, _: cudart.cudaHostUnregister(at), slot.data_ptr(),
+                                memory)
         gone.atexit = False
         return slot
 

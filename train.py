@@ -33,9 +33,9 @@ import sysconfig
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from fractions import Fraction
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -49,7 +49,7 @@ from model import (FUSED, IGNORE, LOSS_ELEMENTS, MODELS, SIMULATED, LLaMA, Model
                    activation_bytes, flops_per_token, hf_config, hf_export, hf_open, initial_weight,
                    param_count, peak_flops, pick_kernel)
 from offload import (Fates, Layers, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
-                     measure, repeated_share, working_bytes)
+                     measure, places_bytes, repeated_share, working_bytes)
 from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, check_factors,
                    legal_factors, legal_sp, parse_mesh, parse_strategy, state_bytes)
 
@@ -122,7 +122,7 @@ class Config:
     alpha: float = flag(-1.0, "fraction of tokens whose activations a swapped layer swaps; -1: by"
                         " the program, as what follows")
     resident_layers: int = flag(0, "last layers whose inputs and attention outputs stay on the GPU")
-    chunk: int = flag(0, "tokens that a layer runs at once, if not all")
+    chunk: int = flag(0, "most tokens that a layer runs at once: it cuts them into equal parts")
     head_groups: int = flag(0, "parts of a rank's heads; the next one's all-to-all runs under this"
                             " one's attention")
     host_memory: int = flag(0, "bytes of a node (as 400G) for swapped activations; 0: what the"
@@ -539,6 +539,9 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     if cfg.resident_layers == 1 or cfg.resident_layers > model.layers:
         raise ValueError(f"--resident-layers {cfg.resident_layers}: from 2, whose backward starts "
                          f"at once, to the model's {model.layers}; 0: by the program")
+    if cfg.alpha > 0 and model.layers <= 2:
+        raise ValueError(f"--alpha {cfg.alpha}: the last two layers never swap, and --model "
+                         f"{cfg.model} has {model.layers}")
     if cfg.alpha > 0 and cfg.resident_layers == model.layers:
         raise ValueError(f"--alpha {cfg.alpha}: no layer swaps if all {model.layers} are resident")
     return Plan(model, device, DTYPES[cfg.dtype], kernel, train, val, read, resume,
@@ -597,7 +600,11 @@ def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
                          f"heads; one of {', '.join(map(str, legal))}")
     cfg.head_groups = asked.head_groups or max(g for g in legal if g <= 4)
     n = plan.tokens(cfg)
-    cfg.chunk = min(n, asked.chunk or -(-n // -(-n // 2**14)))  # equal parts of at most 16K
+    parts = -(-n // (asked.chunk or 2**14))
+    if not asked.chunk:  # --alpha is a number of them
+        least = Fraction(asked.alpha).limit_denominator(8).denominator
+        parts = -(-parts // least) * least
+    cfg.chunk = -(-n // min(n, parts))  # equal parts of at most that many
 
 
 def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
@@ -642,8 +649,8 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
         need = sum(memory_need(cfg, plan).values())
         raise ValueError(f"--model {cfg.model}: a step needs {need / GIB:.0f} GiB a GPU even with "
                          f"p={f.p} g={f.g} os={f.os}, there is room for {room / GIB:.0f}; more "
-                         "ranks, --recompute full, a shorter --seq, a smaller --micro-batch or "
-                         "model")
+                         "ranks, " + "--recompute full, " * (cfg.recompute != "full")
+                         + "a shorter --seq, a smaller --micro-batch or model")
     if cfg.recompute == "full":
         lost = layers * sizes.layer_s
     forward = sizes.layer_s * layers
@@ -661,12 +668,13 @@ def gpu_room(cfg: Config, device: torch.device) -> float:
     return GPU_SHARE * min(total, cfg.gpu_memory or total)
 
 
-def cap_gpu(cfg: Config, device: torch.device) -> None:
-    """Hold PyTorch's allocator to --gpu-memory."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        share = min(1.0, (cfg.gpu_memory or total) / total)
-        torch.cuda.set_per_process_memory_fraction(share, device)
+def cap_gpu(cfg: Config, plan: Plan) -> None:
+    """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
+    if plan.device.type == "cuda":
+        total = torch.cuda.get_device_properties(plan.device).total_memory
+        places = places_bytes(plan.model, plan.tokens(cfg), plan.dtype, cfg.sp, cfg.head_groups)
+        share = min(1.0, (cfg.gpu_memory - places) / total) if cfg.gpu_memory else 1.0
+        torch.cuda.set_per_process_memory_fraction(share, plan.device)
 
 
 def host_room(cfg: Config) -> float:
@@ -709,6 +717,7 @@ def memory_need(cfg: Config, plan: Plan) -> dict[str, float]:
     if fates:
         need["activations"] = gpu_bytes(fates, layer_bytes(m, tokens, plan.dtype))
     loss = 2 * wide * min(LOSS_ELEMENTS, tokens * m.vocab) + wide * m.vocab * m.dim
+    loss += 3 * tokens * m.dim * e + places_bytes(m, tokens, plan.dtype, cfg.sp, cfg.head_groups)
     layer = working_bytes(m, tokens, min(cfg.chunk, tokens), plan.dtype, cfg.sp, cfg.head_groups)
     need["working"] = max(loss, layer if fates or cfg.sp > 1 else 0)
     return need
@@ -917,8 +926,9 @@ def guess_requests(cfg: Config, plan: Plan, world: int, rank: int, say) -> list[
     if rank == 0:
         bare = dataclasses.replace(plan, train=None, val=None, read=None)
         try:
-            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as other:
-                found = [other.submit(simulate_step, cfg, bare, world).result()[0]]
+            with get_context("spawn").Pool(1) as other:  # whose end ends it; others wait, too
+                job = other.apply_async(simulate_step, (cfg, bare, world))
+                found = [job.get(cfg.timeout / 2)[0]]
         except Exception as e:
             say(f"the first steps run unplanned, since none could be simulated: {e!r}")
     dist.broadcast_object_list(found)
@@ -1086,7 +1096,7 @@ def main(argv: list[str] | None = None) -> None:
     agree(plan)
     plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
     device, out = plan.device, Path(cfg.out)
-    cap_gpu(cfg, device)
+    cap_gpu(cfg, plan)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     print0("config: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items()))
