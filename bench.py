@@ -42,7 +42,7 @@ from train import (Config, Plan, Refused, choose_plan, local_positions, memory_n
 
 HERE = Path(__file__).parent
 GIB = 2**30
-SEQS: list[int] = []  # of the table long, from --seq
+SEQS: list[int] = []  # of the tables long and memplan, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
 KEEP: list = []  # of the table that is measured: a function that writes its rows, the folder
 GROUPS = Groups()  # of all tables: the memory of NCCL's communicators does not come back
@@ -1086,7 +1086,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
                         " that reach each other by sockets alone, as nodes do (table nodes)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
-                        help="tokens of the sequences of the table long, as 64K,128K")
+                        help="tokens of the sequences of the tables long and memplan: 64K,128K")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
                         "(recomputation), swap (all of it) and fsdp2, as full,swap")
     parser.add_argument("--host-memory", type=size, default=0, help="bytes of a node that it may "

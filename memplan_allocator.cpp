@@ -35,6 +35,8 @@ void free_planned(void* context) {
   live.erase(block);
 }
 
+// Sizes repeat, so one alone tells little where a step leaves its plan: an entry so far BEFORE or
+// AFTER the next one, or nearer, counts if the ALIKE requests before it were the plan's, too.
 constexpr int ALIKE = 4, BEFORE = 4, AFTER = 16;
 
 int64_t which(int64_t size) {  // of the plan's entries a request is; -1: of none

@@ -74,6 +74,16 @@ def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int,
     return tokens * cfg.dim * e, tokens * (qo * e + cfg.heads * wide), tokens * others * e
 
 
+def places_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
+                 head_groups: int) -> int:
+    """Where all-to-alls arrive: q, k, v, o and do of two head groups, dq, dk and dv of one
+    (shard.Ulysses)."""
+    if sp == 1:
+        return 0
+    kv = math.lcm(cfg.kv_heads, sp * head_groups)  # with the heads that are repeated
+    return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
+
+
 def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
                   head_groups: int) -> int:
     """Bytes that a layer's backward needs beside what was kept, at the higher of two peaks.
@@ -85,10 +95,11 @@ def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype,
     """
     e, d = dtype.itemsize, cfg.head_dim
     x, qo, kv = tokens * cfg.dim * e, tokens * cfg.heads * d * e, tokens * cfg.kv_heads * d * e
-    kv_sent = min(kv * sp * head_groups, qo) if sp > 1 else kv  # heads that are repeated
+    kv_sent = kv // cfg.kv_heads * math.lcm(cfg.kv_heads, sp * head_groups)  # heads are repeated
     whole = 2 * x + 4 * qo + 2 * kv + 2 * kv_sent + 2 * (kv_sent if kv_sent > kv else 0)
     groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups
-    received = (3 * (3 * qo + 2 * kv_sent) + qo + 2 * kv_sent) / head_groups  # and a group's sent
+    received = (3 * qo + 2 * kv_sent) / head_groups  # a group's parts
+    received += places_bytes(cfg, tokens, dtype, sp, head_groups)
     received += 2 * (kv_sent if kv_sent > kv else 0)
     if sp == 1:
         groups, received = 0 if tokens * cfg.heads * d <= MAX_ELEMENTS else 2 * qo, 0
@@ -96,15 +107,6 @@ def working_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype,
     temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * e
     return round(max(whole + groups + sums / head_groups,
                      2 * x + 2 * qo + 2 * kv + temporaries + received))
-
-
-def places_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
-                 head_groups: int) -> int:
-    """Where all-to-alls arrive: q, k, v, o and do of two head groups, dq, dk and dv of one."""
-    if sp == 1:
-        return 0
-    kv = min(cfg.heads, cfg.kv_heads * sp * head_groups)  # heads that are repeated
-    return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
 
 
 @dataclass(frozen=True)

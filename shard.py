@@ -387,8 +387,9 @@ class Ulysses(Attention):
         self.poison, self.delay = poison, delay
         self.group, self.begun = groups.get("sequence", lambda r: r // sp), None
         if self.group:
-            near = lane.stream is not None and per_node % sp == 0 < per_node
-            self.exchange = Exchange(self.group, near and reach_each_other(), groups.timeout)
+            self.one_node = per_node % sp == 0 < per_node
+            near = lane.stream is not None and self.one_node and reach_each_other()
+            self.exchange = Exchange(self.group, near, groups.timeout)
 
     def _repeated(self, *tensors: Tensor) -> list[Tensor]:
         """k, v with as many copies of a head as give each of the sp * G parts whole ones."""
@@ -735,7 +736,7 @@ class States:
 
     def _scatter(self, s: Share, last: bool) -> None:
         """This micro-batch's gradient: from the whole matrix to what is kept, and added to it."""
-        x = s.local.data.to(self.wire)
+        x = s.local.data.to(self.wire) if self.f.g > 1 else s.local.data  # _reduce sends it
         if self.p_reduce:
             x = self._reduce_scatter(x, s.padded // self.f.p, self.p_reduce)
         if self.f.g > self.f.p and self.layout == "intra":

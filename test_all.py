@@ -28,8 +28,10 @@ Tests with ranks are real processes under torchrun, over gloo.
 """
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -39,6 +41,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -808,6 +811,71 @@ def test_planned_run_is_bit_equal(tmp_path):
         assert a == b, key
 
 
+def test_slow_simulation_gives_way(group):
+    """No guess, said so, and no process left behind, long before other ranks give up."""
+    cfg, said = train.Config(model="tiny", timeout=0.02), []
+    plan = train.Plan(m.MODELS["tiny"], torch.device("cpu"), torch.float32, "cpu", None, None)
+    assert train.guess_requests(cfg, plan, 1, 0, said.append) == []
+    assert len(said) == 1 and "run unplanned" in said[0] and "TimeoutError" in said[0]
+    assert not multiprocessing.active_children()
+
+
+def test_slots_are_unregistered_before_they_are_unmapped(monkeypatch):
+    """Another mapping may take an address as soon as it is free."""
+    def mapped(at):
+        spans = (line.split()[0].split("-") for line in open("/proc/self/maps"))
+        return any(int(a, 16) <= at < int(b, 16) for a, b in spans)
+
+    gone, cuda = [], SimpleNamespace(
+        cudaHostRegister=lambda at, size, flags: 0,
+        cudaHostUnregister=lambda at: gone.append(mapped(at)))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    slots = offload.host_slots([2**26, 2**26], True, lambda text: None)
+    where = [slot.data_ptr() for slot in slots]
+    parts = [slot[2**20 :] for slot in slots]  # hold them, too
+    del slots
+    assert all(map(mapped, where)) and not gone
+    parts.clear()
+    gc.collect()
+    assert gone == [True, True] and not any(map(mapped, where))
+
+
+@pytest.mark.parametrize("kv_heads, groups", [(8, 1), (8, 2), (2, 2), (1, 4)])
+def test_places_of_all_to_alls_take_what_is_counted(kv_heads, groups):
+    """The memory that ranks of a node map, as a simulated forward makes it."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    cfg, sp, tokens = m.ModelConfig(64, 64, 1, 8, kv_heads, 64, 64), 2, 64
+    dist.init_process_group("fake", rank=0, world_size=sp, store=FakeStore())
+    try:
+        attention = shard.Ulysses("cpu", sp, shard.Groups(), shard.Lane(torch.device("cpu"), True),
+                                  groups, sp)
+        attention.exchange.near = True
+        attention.forward(*(torch.zeros(1, tokens, h, 64) for h in (8, kv_heads, kv_heads)))
+        counted = offload.places_bytes(cfg, tokens, torch.float32, sp, groups)
+        assert attention.exchange.memory.nbytes == counted > 0
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("alpha, chunks", [(0.5, 2), (0.25, 4), (0.125, 8), (1.0, 1)])
+def test_alpha_by_hand_finds_chunks(alpha, chunks):
+    """Also where all tokens would run at once."""
+    cfg = train.Config(model="7b", seq=2**14, sp=1, per_node=1, batch=1, micro_batch=1, alpha=alpha,
+                       resident_layers=2, dtype="bf16")
+    plan = train.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None)
+    plan = train.choose_plan(cfg, plan, 1, 0)
+    assert plan.fates.chunks == chunks and plan.fates.alpha == alpha
+
+
+def test_alpha_needs_a_layer_that_swaps(monkeypatch, group, tmp_path):
+    monkeypatch.setitem(m.MODELS, "tiny", dataclasses.replace(m.MODELS["tiny"], layers=2))
+    cfg = train.Config(model="tiny", alpha=0.5, out=str(tmp_path))
+    with pytest.raises(ValueError, match="--alpha 0.5: the last two layers never swap.* has 2"):
+        train.make_plan(cfg, 0, 1, 0, "")
+
+
 def test_pieces_add_up_in_float32(group):
     """Gradients of bf16 matrices in four pieces: kept in float32 they are what is kept in bf16,
     before it is rounded."""
@@ -903,7 +971,8 @@ def test_simulated_step_requests_what_a_gpu_did(trace):
     requests, _ = train.simulate_step(cfg, plan, row["gpus"])
     assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
-    assert (ours & theirs).total() > 0.998 * max(len(requests), len(real)) - 12
+    assert (ours & theirs).total() > 0.998 * len(real)
+    assert len(requests) < 1.002 * len(real) + 12  # of the last norm's backward, fused on a GPU
 
     def small(requests):  # a thousandth of the sizes
         return [memplan.Request(r.lower, r.upper, r.size >> 10) for r in requests]

@@ -1062,15 +1062,15 @@ def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], i
         if gpu:
             model.attention.kernel = SIMULATED
         if gpu and cfg.sp > 1:
-            model.attention.exchange.near = cfg.per_node % cfg.sp == 0
+            model.attention.exchange.near = model.attention.one_node
         tokens = torch.zeros(plan.micro_batches, cfg.micro_batch, cfg.seq // cfg.sp).long()
         batch = tokens, tokens, torch.ones((), dtype=states.wide)
         positions = local_positions(cfg, 0, plan.device)
         return lambda: run_step(model, states, batch, positions, cfg.lr, cfg.clip)
 
     torch.compiler.set_stance("force_eager")
-    fused = (lambda: FUSED[-1]) if gpu else lambda: None
-    requests, lasting = simulate(make, world, fused, LEAST[kind], ALIGN[kind])
+    running = (lambda: FUSED[-1]) if gpu else lambda: None
+    requests, lasting = simulate(make, world, running, LEAST[kind], ALIGN[kind])
     return requests, lasting - round(host_bytes(cfg, plan))  # which are on the CPU here, too
 
 
