@@ -29,16 +29,17 @@ import torch
 import torch.distributed as dist
 
 import offload
+import planner
 import shard
 import train
 from memplan import StepMemory, write_plan
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
 from offload import Fates, Layers, Sizes, choose
+from planner import Plan, choose_plan, memory_need
 from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, legal_factors,
                    state_bytes)
-from train import (Config, Plan, Refused, choose_plan, local_positions, memory_need, on_all_ranks,
-                   size, start_ranks)
+from train import Config, Refused, local_positions, on_all_ranks, size, start_ranks
 
 HERE = Path(__file__).parent
 GIB = 2**30
@@ -275,7 +276,7 @@ def chosen(cfg: Config, plan: Plan) -> dict:
             "head_groups": cfg.head_groups, "fates": fates and dataclasses.asdict(fates),
             "planned_gib": {k: v / GIB for k, v in memory_need(cfg, plan).items()},
             "alpha": fates and fates.alpha,
-            "host_gib": fates and cfg.per_node / GIB * train.host_bytes(cfg, plan)}
+            "host_gib": fates and cfg.per_node / GIB * planner.host_bytes(cfg, plan)}
 
 
 def table_shard(device: torch.device) -> list[dict]:
@@ -483,7 +484,7 @@ def long_plan(cfg: Config, device) -> Plan:
     world, dtype = dist.get_world_size(), torch.bfloat16
     cfg.per_node, cfg.batch, cfg.sp, cfg.dtype = world, 1, world, "bf16"
     plan = Plan(MODELS[cfg.model], device, dtype, pick_kernel("auto", device, dtype), None, None,
-                room=train.gpu_room(cfg, device), host=train.host_room(cfg))
+                room=planner.gpu_room(cfg, device), host=planner.host_room(cfg))
     train.agree(plan)
     return on_all_ranks(lambda: choose_plan(cfg, plan, world, dist.get_rank()))
 
@@ -711,7 +712,7 @@ def proof_step(cfg: Config, device, plan: Plan, pin: bool = True):
     part = dataclasses.replace(plan, model=dataclasses.replace(plan.model, layers=4), fates=Fates(
         4, f.chunks, 2, min(f.kept, 2 * f.chunks), 2 * most, dropped=min(1, f.dropped)))
     gpu = sum(memory_need(cfg, plan).values()) - sum(memory_need(cfg, part).values())
-    host = train.host_bytes(cfg, plan) - train.host_bytes(cfg, part)
+    host = planner.host_bytes(cfg, plan) - planner.host_bytes(cfg, part)
     held = [torch.empty(int(gpu), dtype=torch.uint8, device=device),
             offload.host_slots([2**32] * int(host / 2**32) * pin, device.type == "cuda")]
     step = long_step(cfg, device, part)
@@ -725,11 +726,11 @@ def table_longest(device: torch.device) -> list[dict]:
     world, rank, rows, name = dist.get_world_size(), dist.get_rank(), [], "7b"
     MODELS["7b/4"] = dataclasses.replace(MODELS[name], layers=4)
     own = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None,
-               room=train.gpu_room(Config(**MEMORY), device),
-               host=train.host_room(Config(per_node=world, **MEMORY)))
+               room=planner.gpu_room(Config(**MEMORY), device),
+               host=planner.host_room(Config(per_node=world, **MEMORY)))
     train.agree(own)
     for label, ranks, gpu, host in (
-            ("8 x H200, 560 GiB host, by plan", 8, train.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8),
+            ("8 x H200, 560 GiB host, by plan", 8, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8),
             ("this machine, by plan", world, own.room, own.host)):
         found = longest(name, ranks, device, gpu, host)
         if found is None:
@@ -1055,7 +1056,7 @@ def readme_tables(folder: Path) -> str:
     """Markdown tables of the results files, for README.md."""
     text = ""
     for file in sorted(folder.glob("*.json")):
-        if file.name.startswith(("memory", "curves")):  # long, and all alike
+        if file.name.startswith(("memory", "curves", "swap-h200")):  # long, and all alike
             continue
         r = json.loads(file.read_text())
         head, write = layout(r["rows"])

@@ -53,6 +53,7 @@ import bench
 import memplan
 import model as m
 import offload
+import planner
 import shard
 import train
 
@@ -375,16 +376,16 @@ def choose(world, gpu_gib, model="7b", **flags):
     """What train.py chooses for `world` ranks of one node, in bf16, on a GPU of so many GiB."""
     cfg = train.Config(model=model, per_node=world, gpu_memory=int(gpu_gib * 2**30), dtype="bf16",
                        device="cpu", **flags)
-    plan = train.Plan(m.MODELS[model], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                      room=cfg.gpu_memory, host=(cfg.host_memory or 2**40) / world)
-    plan = train.choose_plan(cfg, plan, world, 1)
-    need = sum(train.memory_need(cfg, plan).values())
+    plan = planner.Plan(m.MODELS[model], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
+                        room=cfg.gpu_memory, host=(cfg.host_memory or 2**40) / world)
+    plan = planner.choose_plan(cfg, plan, world, 1)
+    need = sum(planner.memory_need(cfg, plan).values())
     assert need <= gpu_gib * 2**30
     return cfg, plan, need / 2**30
 
 
 def test_plan_takes_the_fewest_shards_that_fit_and_are_fast(monkeypatch):
-    monkeypatch.setattr(train, "peak_flops", lambda _: 989e12)
+    monkeypatch.setattr(planner, "peak_flops", lambda _: 989e12)
     many = dict(seq=4096, batch=4096)
     for gpu, want in ((139, (1, 1, 2)), (80, (1, 4, 4)), (45, (1, 8, 8)), (30, (8, 8, 8))):
         cfg, plan, _ = choose(8, gpu, **many)
@@ -814,7 +815,7 @@ def test_planned_run_is_bit_equal(tmp_path):
 def test_slow_simulation_gives_way(group):
     """No guess, said so, and no process left behind, long before other ranks give up."""
     cfg, said = train.Config(model="tiny", timeout=0.02), []
-    plan = train.Plan(m.MODELS["tiny"], torch.device("cpu"), torch.float32, "cpu", None, None)
+    plan = planner.Plan(m.MODELS["tiny"], torch.device("cpu"), torch.float32, "cpu", None, None)
     assert train.guess_requests(cfg, plan, 1, 0, said.append) == []
     assert len(said) == 1 and "run unplanned" in said[0] and "TimeoutError" in said[0]
     assert not multiprocessing.active_children()
@@ -864,8 +865,8 @@ def test_alpha_by_hand_finds_chunks(alpha, chunks):
     """Also where all tokens would run at once."""
     cfg = train.Config(model="7b", seq=2**14, sp=1, per_node=1, batch=1, micro_batch=1, alpha=alpha,
                        resident_layers=2, dtype="bf16")
-    plan = train.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None)
-    plan = train.choose_plan(cfg, plan, 1, 0)
+    plan = planner.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None)
+    plan = planner.choose_plan(cfg, plan, 1, 0)
     assert plan.fates.chunks == chunks and plan.fates.alpha == alpha
 
 
@@ -945,13 +946,13 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, fates, s
     model = dataclasses.replace(m.MODELS[name], layers=4)
     cfg = train.Config(model=name, seq=seq, sp=ranks, per_node=ranks, batch=several, micro_batch=1,
                        ranks=ranks, chunk=2**14, head_groups=4 if ranks > 1 else 1, dtype="bf16")
-    plan = train.Plan(model, torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                      micro_batches=several, factors=shard.Factors(*factors),
+    plan = planner.Plan(model, torch.device("cpu"), torch.bfloat16, "cpu", None, None,
+                        micro_batches=several, factors=shard.Factors(*factors),
                       fates=offload.Fates(4, *fates))
     requests, lasting = train.simulate_step(cfg, plan, ranks)
     simulated = lasting + memplan.lower_bound(requests)
     norm = 2 * 4 * model.dim * seq // ranks  # the last one's backward is fused on a GPU alone
-    assert simulated - norm <= sum(train.memory_need(cfg, plan).values()) <= 1.2 * simulated
+    assert simulated - norm <= sum(planner.memory_need(cfg, plan).values()) <= 1.2 * simulated
 
 
 @pytest.mark.parametrize("trace", sorted((HERE / "results").glob("memplan-*.csv")),
@@ -965,8 +966,8 @@ def test_simulated_step_requests_what_a_gpu_did(trace):
                        micro_batch=1, ranks=row["gpus"], chunk=row["chunk"], dtype="bf16",
                        head_groups=row["head_groups"])
     fates = {k: row["fates"][k] for k in offload.Fates.__dataclass_fields__}
-    plan = train.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                      factors=shard.Factors(row["p"], row["g"], row["os"]),
+    plan = planner.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
+                        factors=shard.Factors(row["p"], row["g"], row["os"]),
                       fates=offload.Fates(**fates))
     requests, _ = train.simulate_step(cfg, plan, row["gpus"])
     assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
@@ -1003,16 +1004,16 @@ def test_chunks_by_hand_hold_what_is_counted(chunk):
     gib, model = 2**30, m.MODELS["7b"]
     cfg = train.Config(model="7b", seq=2**16, sp=1, per_node=1, batch=1, micro_batch=1, chunk=chunk,
                        p="1", g="1", os="1", dtype="bf16")
-    plan = train.Plan(model, torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                      room=190 * gib, host=60 * gib)
-    plan = train.choose_plan(cfg, plan, 1, 0)
+    plan = planner.Plan(model, torch.device("cpu"), torch.bfloat16, "cpu", None, None,
+                        room=190 * gib, host=60 * gib)
+    plan = planner.choose_plan(cfg, plan, 1, 0)
     assert cfg.chunk <= chunk and plan.fates.swapped > 0
     layers = offload.Layers.__new__(offload.Layers)  # its slots, not its buffers
     layers.fates, layers.cfg, layers.dtype, layers.tokens = plan.fates, model, plan.dtype, cfg.seq
     layers.heads = model.heads, model.kv_heads, model.kv_heads
     layers.chunks = [slice(i, min(i + cfg.chunk, cfg.seq)) for i in range(0, cfg.seq, cfg.chunk)]
     slots = sum(offload.span(layers.fields(i)) for i in range(32) if plan.fates.swaps(i))
-    assert slots <= 1.001 * train.host_bytes(cfg, plan) <= 1.001 * plan.host
+    assert slots <= 1.001 * planner.host_bytes(cfg, plan) <= 1.001 * plan.host
 
 
 def test_dry_run_of_ranks_that_are_not_there():
@@ -1612,11 +1613,11 @@ def test_bench_writes_results(tmp_path):
 def test_longest_sequence_is_the_last_that_fits():
     gib = 2**30
     cfg, plan = bench.longest("1b", 4, torch.device("cpu"), 40 * gib, 30 * gib)
-    need = sum(train.memory_need(cfg, plan).values())
-    assert 39 * gib < need <= 40 * gib or 29 * gib < train.host_bytes(cfg, plan) <= 30 * gib
+    need = sum(planner.memory_need(cfg, plan).values())
+    assert 39 * gib < need <= 40 * gib or 29 * gib < planner.host_bytes(cfg, plan) <= 30 * gib
     longer = dataclasses.replace(cfg, seq=cfg.seq + 4 * 2**14, chunk=0, head_groups=0)
     with pytest.raises(ValueError, match="do not fit"):
-        train.choose_plan(longer, plan, 4, 1)
+        planner.choose_plan(longer, plan, 4, 1)
     assert bench.longest("7b", 1, torch.device("cpu"), 40 * gib, 30 * gib) is None
 
 

@@ -1,0 +1,285 @@
+"""What a command leaves open: how many ranks share a sequence, how states are sharded, how many
+sequences run at once, and what layers keep, by predicted time and counted bytes.
+
+    cfg (train.py's flags, 0 where open) + the model + a device's room  ->  Plan
+
+Every combination that the flags allow is treated: bytes are counted (memory_need), the program of
+offload.py decides what layers keep, and the least predicted time a token wins,
+
+    seconds of a micro-batch = 3 * forward + lost to recomputation and copies + AdamW's / M,
+
+ties going to fewer ranks a sequence, less host memory, fewer shards. What is set by hand stays.
+No profile is read: layers are predicted by usual rates of the GPU, and train.py measures them
+before it settles what they keep (treat, again).
+
+Left out, and to come here: the time of communication that computation does not hide, profiles of
+clusters, a ranked list of plans, tensor and pipeline degrees.
+
+Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
+gradients and optimizer states, sp ranks that share a sequence.
+"""
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import torch
+
+from model import LOSS_ELEMENTS, ModelConfig, activation_bytes, param_count, peak_flops
+from offload import (Fates, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
+                     places_bytes, repeated_share, working_bytes)
+from shard import (Factors, check_factors, legal_factors, legal_sp, parse_mesh, parse_strategy,
+                   state_bytes)
+
+if TYPE_CHECKING:  # which import this file
+    from pathlib import Path
+
+    from train import Config, Sequences
+
+GIB = 2**30
+GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
+
+
+@dataclass
+class Plan:
+    """What the flags come to: everything that is needed to build and run."""
+
+    model: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    kernel: str
+    train: Sequences
+    val: Sequences
+    read: object = None  # name -> tensor of the imported checkpoint
+    resume: Path | None = None
+    micro_batches: int = 1  # M
+    factors: Factors = Factors()
+    fates: Fates | None = None  # what layers keep; None: all, or their input if recomputed in full
+    why: str = ""  # what decided
+    room: float = 2.0**60  # bytes of a GPU to plan with
+    host: float = 2.0**60  # bytes of host memory of a rank to swap to
+
+    def tokens(self, cfg: Config) -> int:
+        """N: of a micro-batch on a rank."""
+        return cfg.micro_batch * cfg.seq // cfg.sp
+
+
+def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
+    """Set sp, batch, micro-batch (in cfg) and factors, fates (in plan): the least predicted time a
+    token; within 1 %, the smallest sp and the largest micro-batch; for these, within 0.2 %, the
+    least host memory and the fewest shards."""
+    asked, found, errors = dataclasses.replace(cfg), [], []
+    degrees, factors = choose_degrees(cfg, plan.model.heads, world), wanted_factors(cfg, world)
+    count = param_count(plan.model)
+    for sp in degrees:
+        dp = world // sp
+        try:
+            batch, micro_batches = choose_batch(asked, asked.batch, dp, sp)
+        except ValueError as e:
+            errors.append(e)
+            continue
+        for b in micro_batches:
+            for f in factors:
+                cfg.sp, cfg.batch, cfg.micro_batch = sp, batch, b
+                plan.micro_batches, plan.factors = batch // dp // b, f
+                try:
+                    set_heads_and_chunk(cfg, asked, plan)
+                    seconds = treat(cfg, plan, *estimate(cfg, plan), chunked=b == micro_batches[-1])
+                except ValueError as e:
+                    errors.append(e)
+                    continue
+                update = 28 * count / f.os / 3.9e12 / plan.micro_batches  # AdamW's bytes, H200
+                host = round(20 * host_bytes(cfg, plan) / plan.host)  # twentieths: less is equal
+                found.append(((seconds + update) / plan.tokens(cfg), (sp, -b), host,
+                              dataclasses.replace(cfg), dataclasses.replace(plan)))
+    if not found:
+        raise errors[-1]
+    least = min(x[0] for x in found)
+    shape = min(x[1] for x in found if x[0] <= 1.01 * least)
+    found = [x for x in found if x[1] == shape]
+    least = min(x[0] for x in found)
+    *_, chosen, plan = min((x for x in found if x[0] <= 1.002 * least), key=lambda x: x[2])
+    vars(cfg).update(vars(chosen))
+    usual = asked.batch or usual_batch(cfg)
+    if cfg.batch != usual and rank == 0:
+        print(f"--batch: {usual} by default, {cfg.batch} so that {world // cfg.sp} data-parallel "
+              "ranks divide it")
+    return plan
+
+
+def usual_batch(cfg: Config) -> int:
+    return max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+
+
+def nearest(value: int, step: int) -> str:
+    """The multiples of step around value, for messages."""
+    low = value // step * step
+    return " or ".join(str(n) for n in (low, low + step) if n > 0)
+
+
+def wanted_factors(cfg: Config, world: int) -> list[Factors]:
+    """The legal factors that the flags allow, fewest shards first. Raises ValueError."""
+    if world % cfg.per_node:
+        raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks")
+    wish = {k: parse_mesh(text, cfg.per_node)
+            for k, text in (("p", cfg.p), ("g", cfg.g), ("os", cfg.os)) if text}
+    if cfg.strategy:
+        if wish:
+            raise ValueError(f"--strategy {cfg.strategy} sets all factors: drop "
+                             f"--{' --'.join(wish)}")
+        factors = [parse_strategy(cfg.strategy, world)]
+        check_factors(factors[0], world, cfg.per_node)
+        return factors
+    factors = [f for f in legal_factors(world, cfg.per_node)
+               if all(getattr(f, k) == v for k, v in wish.items())]
+    if not factors:
+        low, high = wish.get("p", 1), wish.get("os", world)
+        check_factors(Factors(low, wish.get("g", high), high), world, cfg.per_node)
+        raise AssertionError("check_factors accepts what is not legal")
+    return factors
+
+
+def choose_degrees(cfg: Config, heads: int, world: int) -> list[int]:
+    """The sequence degrees to try. Raises ValueError with the legal ones."""
+    legal = [n for n in legal_sp(heads, world) if cfg.seq % n == 0]
+    if cfg.sp and cfg.sp not in legal:
+        raise ValueError(f"--sp {cfg.sp}: it must divide {world} ranks, {heads} heads and --seq "
+                         f"{cfg.seq}: one of {', '.join(map(str, legal))}")
+    return [cfg.sp] if cfg.sp else legal
+
+
+def choose_batch(cfg: Config, batch: int, dp: int, sp: int) -> tuple[int, list[int]]:
+    """--batch (0: open), and the micro-batches to try, largest first, on dp * sp ranks."""
+    if not batch:
+        batch = -(-usual_batch(cfg) // dp) * dp
+    if batch % dp:
+        raise ValueError(f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
+                         f"{nearest(batch, dp)}")
+    each = batch // dp
+    if not cfg.micro_batch:
+        return batch, [b for b in range(each, 0, -1)
+                       if each % b == 0 and (b == 1 or b * cfg.seq <= 2**13 * sp)]
+    if each % cfg.micro_batch:
+        raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences "
+                         f"of a rank (--batch {batch} over {dp}); nearest --batch: "
+                         f"{nearest(batch, cfg.micro_batch * dp)}")
+    return batch, [cfg.micro_batch]
+
+
+def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
+    """Resolve --head-groups and --chunk for cfg.sp. Raises ValueError with the legal groups."""
+    heads = plan.model.heads // cfg.sp
+    legal = [g for g in range(1, heads + 1) if heads % g == 0 and (cfg.sp > 1 or g == 1)]
+    if asked.head_groups and asked.head_groups not in legal:
+        raise ValueError(f"--head-groups {asked.head_groups}: with sp={cfg.sp} a rank has {heads} "
+                         f"heads; one of {', '.join(map(str, legal))}")
+    cfg.head_groups = asked.head_groups or max(g for g in legal if g <= 4)
+    n = plan.tokens(cfg)
+    parts = -(-n // (asked.chunk or 2**14))
+    if not asked.chunk:  # --alpha is a number of them
+        least = Fraction(asked.alpha).limit_denominator(8).denominator
+        parts = -(-parts // least) * least
+    cfg.chunk = -(-n // min(n, parts))  # equal parts of at most that many
+
+
+def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
+    """What offload.measure would find, from usual rates; to compare plans before anything runs."""
+    m, n = plan.model, plan.tokens(cfg)
+    name = "NVIDIA H200" if cfg.ranks else "CPU"  # ranks that are not there are H200s
+    if plan.device.type == "cuda":
+        name = torch.cuda.get_device_name(plan.device)
+    peak = peak_flops(name) or 1e14
+    matrices = (param_count(m) - 2 * m.vocab * m.dim) / m.layers
+    tokenwise = 2 * matrices * n / (0.75 * peak)
+    attn = 2 * m.heads * m.head_dim * cfg.seq * n / (0.62 * peak)
+    sent = n * (2 * m.heads + 2 * m.kv_heads) * m.head_dim * plan.dtype.itemsize
+    attn += sent * (1 - 1 / cfg.sp) / 250e9 / cfg.head_groups
+    others = tokenwise * repeated_share(m)
+    return Sizes(*layer_bytes(m, n, plan.dtype), tokenwise + attn, others, attn), 22e9
+
+
+def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool = True) -> float:
+    """Set plan.fates. Returns predicted seconds of a micro-batch's layers. Raises ValueError if the
+    step does not fit (chunked: in chunks, if not whole)."""
+    n, layers, f = plan.tokens(cfg), plan.model.layers, plan.factors
+    room = plan.room
+    by_hand = cfg.alpha >= 0 or cfg.resident_layers or cfg.chunk < n
+    plan.fates, lost = None, 0.0
+    fits = sum(memory_need(cfg, plan).values()) <= room
+    # with sp, Layers' order of work hides more of the all-to-alls than autograd's
+    if cfg.recompute == "auto" and (by_hand or (cfg.sp > 1 if fits else chunked)):
+        chunks = -(-n // cfg.chunk)
+        plan.fates = Fates(layers, chunks, layers)
+        need = memory_need(cfg, plan)
+        del need["activations"]
+        try:
+            plan.fates, lost = choose(
+                layers, sizes, chunks, bandwidth, room - sum(need.values()), plan.host,
+                cfg.resident_layers or None, cfg.alpha if cfg.alpha >= 0 else None)
+        except ValueError as e:
+            need = {k: round(v / GIB, 1) for k, v in need.items()}
+            raise ValueError(f"--seq {cfg.seq} with sp={cfg.sp} p={f.p} g={f.g} os={f.os}: {e} "
+                             f"(GiB of {room / GIB:.0f} a GPU beside them: {need})") from e
+    elif not fits:
+        need = sum(memory_need(cfg, plan).values())
+        raise ValueError(f"--model {cfg.model}: a step needs {need / GIB:.0f} GiB a GPU even with "
+                         f"p={f.p} g={f.g} os={f.os}, there is room for {room / GIB:.0f}; more "
+                         "ranks, " + "--recompute full, " * (cfg.recompute != "full")
+                         + "a shorter --seq, a smaller --micro-batch or model")
+    if cfg.recompute == "full":
+        lost = layers * sizes.layer_s
+    forward = sizes.layer_s * layers
+    plan.why = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
+                f"copies, at {bandwidth / 1e9:.0f} GB/s to the host (sp and shards: by usual "
+                "rates)")
+    return 3 * forward + lost
+
+
+def memory_need(cfg: Config, plan: Plan) -> dict[str, float]:
+    """Bytes on a device, by what they are for."""
+    m, e, count = plan.model, plan.dtype.itemsize, param_count(plan.model)
+    f, fates, tokens, wide = plan.factors, plan.fates, plan.tokens(cfg), max(4, e)
+    several = plan.micro_batches > 1 or cfg.reduce_dtype == "fp32"
+    pieces = fates.chunks > 1 if fates else False
+    ends = 2 * m.vocab * m.dim  # embedding and head: one buffer each; two for a layer's matrices
+    whole = 2 * (count - ends) / m.layers
+    buffers = (whole + ends) * e * (f.p > 1) + ends * e * (f.g > 1)
+    if f.g > 1 or pieces and not several and e < wide:  # where a gradient's pieces add up
+        buffers += whole * (wide if pieces else e)
+    if cfg.recompute == "full":
+        kept = m.layers * tokens * m.dim * e + activation_bytes(m, tokens, e) / m.layers
+    else:
+        kept = activation_bytes(m, tokens, e)
+    need = state_bytes(count, f, plan.dtype, several)
+    need |= {"buffers": buffers, "activations": kept}
+    if fates:
+        need["activations"] = gpu_bytes(fates, layer_bytes(m, tokens, plan.dtype))
+    loss = 2 * wide * min(LOSS_ELEMENTS, tokens * m.vocab) + wide * m.vocab * m.dim
+    loss += 3 * tokens * m.dim * e + places_bytes(m, tokens, plan.dtype, cfg.sp, cfg.head_groups)
+    layer = working_bytes(m, tokens, min(cfg.chunk, tokens), plan.dtype, cfg.sp, cfg.head_groups)
+    need["working"] = max(loss, layer if fates or cfg.sp > 1 else 0)
+    return need
+
+
+def gpu_room(cfg: Config, device: torch.device) -> float:
+    """Bytes of a device to plan with."""
+    if device.type == "cpu":
+        return GPU_SHARE * (cfg.gpu_memory or 2**60)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return GPU_SHARE * min(total, cfg.gpu_memory or total)
+
+
+def host_room(cfg: Config) -> float:
+    """Bytes of host memory of a rank to swap to."""
+    ranks = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # that share it
+    elsewhere = cfg.ranks and cfg.host_memory  # not of the machine at hand
+    return (elsewhere or host_limit(cfg.host_memory)) / ranks
+
+
+def host_bytes(cfg: Config, plan: Plan) -> float:
+    """Bytes of host memory of a rank that its plan swaps to."""
+    layer = layer_bytes(plan.model, plan.tokens(cfg), plan.dtype)
+    return host_need(plan.fates, layer) if plan.fates else 0.0
