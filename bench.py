@@ -528,9 +528,10 @@ def table_long(device: torch.device) -> list[dict]:
                                           2**14))
         show(rows[-1:], head=len(rows) == 1) if rank == 0 else None
         repeats = 1 if seq // world > 2**14 else 3
+        warmup = 0 if seq // world > 2**17 else 2  # of steps of many minutes, the first is timed
         for label, by_hand in (v for k, v in kinds.items() if k not in SKIP):
             attempt(rows, label, name, seq, seq // world, bound, device, lambda: long_step(
-                Config(model=name, seq=seq, **MEMORY, **by_hand), device), repeats)
+                Config(model=name, seq=seq, **MEMORY, **by_hand), device), repeats, warmup)
         if "fsdp2" not in SKIP:
             tokens = (t[:, rank * seq // world : (rank + 1) * seq // world].contiguous()
                       for t in random_sequence(MODELS[name], seq, device))
@@ -538,7 +539,7 @@ def table_long(device: torch.device) -> list[dict]:
             attention = Ulysses(kernel, world, GROUPS, Lane(device, True), 1)
             attempt(rows, "fsdp2 ZeRO-3, Ulysses, full", name, seq, seq // world, bound, device,
                     lambda: fsdp2_step(MODELS[name], kernel, device, 1, flat, True, tuple(tokens),
-                                       attention), repeats)
+                                       attention), repeats, warmup)
     return rows
 
 
