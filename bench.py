@@ -657,7 +657,7 @@ def table_capped(device: torch.device) -> list[dict]:
         cfg.gpu_memory = cap
         return cfg, plan
 
-    counted = step  # the most that would fit as train.py counts it
+    counted = step  # the most that would fit as planner.py counts it
     while sum(memory_need(*planned(counted + step)).values()) <= cap:
         counted += step
     for label in ALLOCATORS:
@@ -923,7 +923,7 @@ def table_trace(device: torch.device) -> list[dict]:
     return rows
 
 
-#         table: function, ranks that it needs (a laptop measures the first two alone)
+#         table: function, ranks that it needs (a laptop measures step, alpha, million)
 TABLES = {"step": (table_step, 1), "alpha": (table_alpha, 1),
           "shard": (table_shard, 2), "memory": (table_memory, 2),
           "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),

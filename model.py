@@ -348,7 +348,7 @@ class Attention:
 # ---------------------------------------------------------------------------- token-wise operators
 
 
-FUSED: list[object] = [None]  # last: a name of what runs, if on a GPU it is one kernel or aside
+FUSED: list[object] = [None]  # a stack; last: a token of the fused kernel or side stream that runs
 
 
 @contextlib.contextmanager

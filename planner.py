@@ -1,16 +1,16 @@
 """What a command leaves open: how many ranks share a sequence, how states are sharded, how many
 sequences run at once, and what layers keep, by predicted time and counted bytes.
 
-    cfg (train.py's flags, 0 where open) + the model + a device's room  ->  Plan
+    cfg (train.py's flags, some left open) + the model + a device's room  ->  Plan
 
 Every combination that the flags allow is treated: bytes are counted (memory_need), the program of
 offload.py decides what layers keep, and the least predicted time a token wins,
 
     seconds of a micro-batch = 3 * forward + lost to recomputation and copies + AdamW's / M,
 
-ties going to fewer ranks a sequence, less host memory, fewer shards. What is set by hand stays.
-No profile is read: layers are predicted by usual rates of the GPU, and train.py measures them
-before it settles what they keep (treat, again).
+ties going to fewer ranks a sequence, larger micro-batches, less host memory, fewer shards. What is
+set by hand stays. No profile is read: layers are predicted by usual rates of the GPU, and train.py
+measures them before it settles what they keep (treat, again).
 
 Left out, and to come here: the time of communication that computation does not hide, profiles of
 clusters, a ranked list of plans, tensor and pipeline degrees.
@@ -34,7 +34,7 @@ from offload import (Fates, Sizes, choose, gpu_bytes, host_limit, host_need, lay
 from shard import (Factors, check_factors, legal_factors, legal_sp, parse_mesh, parse_strategy,
                    state_bytes)
 
-if TYPE_CHECKING:  # which import this file
+if TYPE_CHECKING:  # for annotations: train.py imports this file
     from pathlib import Path
 
     from train import Config, Sequences
@@ -68,16 +68,17 @@ class Plan:
 
 
 def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
-    """Set sp, batch, micro-batch (in cfg) and factors, fates (in plan): the least predicted time a
-    token; within 1 %, the smallest sp and the largest micro-batch; for these, within 0.2 %, the
-    least host memory and the fewest shards."""
+    """Set sp, batch, micro-batch, head groups and chunk in cfg, and return the plan with factors
+    and fates (the one given was for trials): the least predicted time a token; within 1 %, the
+    smallest sp and the largest micro-batch; for these, within 0.2 %, the least host memory and the
+    fewest shards. Raises ValueError if nothing fits."""
     asked, found, errors = dataclasses.replace(cfg), [], []
     degrees, factors = choose_degrees(cfg, plan.model.heads, world), wanted_factors(cfg, world)
     count = param_count(plan.model)
     for sp in degrees:
         dp = world // sp
         try:
-            batch, micro_batches = choose_batch(asked, asked.batch, dp, sp)
+            batch, micro_batches = choose_batch(asked, dp, sp)
         except ValueError as e:
             errors.append(e)
             continue
@@ -102,6 +103,7 @@ def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
     found = [x for x in found if x[1] == shape]
     least = min(x[0] for x in found)
     *_, chosen, plan = min((x for x in found if x[0] <= 1.002 * least), key=lambda x: x[2])
+    plan.why += " (all by usual rates)"
     vars(cfg).update(vars(chosen))
     usual = asked.batch or usual_batch(cfg)
     if cfg.batch != usual and rank == 0:
@@ -123,7 +125,9 @@ def nearest(value: int, step: int) -> str:
 def wanted_factors(cfg: Config, world: int) -> list[Factors]:
     """The legal factors that the flags allow, fewest shards first. Raises ValueError."""
     if world % cfg.per_node:
-        raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks")
+        legal = [n for n in range(1, world + 1) if world % n == 0]
+        raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks; nearest: "
+                         f"{min(legal, key=lambda n: abs(n - cfg.per_node))}")
     wish = {k: parse_mesh(text, cfg.per_node)
             for k, text in (("p", cfg.p), ("g", cfg.g), ("os", cfg.os)) if text}
     if cfg.strategy:
@@ -151,10 +155,10 @@ def choose_degrees(cfg: Config, heads: int, world: int) -> list[int]:
     return [cfg.sp] if cfg.sp else legal
 
 
-def choose_batch(cfg: Config, batch: int, dp: int, sp: int) -> tuple[int, list[int]]:
-    """--batch (0: open), and the micro-batches to try, largest first, on dp * sp ranks."""
-    if not batch:
-        batch = -(-usual_batch(cfg) // dp) * dp
+def choose_batch(cfg: Config, dp: int, sp: int) -> tuple[int, list[int]]:
+    """The batch, and the micro-batches to try, largest first, on dp * sp ranks. Raises ValueError
+    with the nearest --batch."""
+    batch = cfg.batch or -(-usual_batch(cfg) // dp) * dp
     if batch % dp:
         raise ValueError(f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
                          f"{nearest(batch, dp)}")
@@ -188,7 +192,7 @@ def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
 def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
     """What offload.measure would find, from usual rates; to compare plans before anything runs."""
     m, n = plan.model, plan.tokens(cfg)
-    name = "NVIDIA H200" if cfg.ranks else "CPU"  # ranks that are not there are H200s
+    name = "NVIDIA H200" if cfg.ranks else "CPU"  # ranks that are not there: H200s, or as here
     if plan.device.type == "cuda":
         name = torch.cuda.get_device_name(plan.device)
     peak = peak_flops(name) or 1e14
@@ -205,36 +209,36 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
     """Set plan.fates. Returns predicted seconds of a micro-batch's layers. Raises ValueError if the
     step does not fit (chunked: in chunks, if not whole)."""
     n, layers, f = plan.tokens(cfg), plan.model.layers, plan.factors
-    room = plan.room
-    by_hand = cfg.alpha >= 0 or cfg.resident_layers or cfg.chunk < n
     plan.fates, lost = None, 0.0
-    fits = sum(memory_need(cfg, plan).values()) <= room
-    # with sp, Layers' order of work hides more of the all-to-alls than autograd's
-    if cfg.recompute == "auto" and (by_hand or (cfg.sp > 1 if fits else chunked)):
-        chunks = -(-n // cfg.chunk)
-        plan.fates = Fates(layers, chunks, layers)
+    need, in_chunks = memory_need(cfg, plan), False
+    if cfg.recompute == "auto":  # with sp, Layers' order hides more of the all-to-alls
+        in_chunks = (cfg.alpha >= 0 or cfg.resident_layers or cfg.chunk < n
+                     or (cfg.sp > 1 if sum(need.values()) <= plan.room else chunked))
+    if in_chunks:
+        plan.fates = Fates(layers, -(-n // cfg.chunk), layers)
         need = memory_need(cfg, plan)
         del need["activations"]
+    left = plan.room - sum(need.values())
+    listed = ", ".join(f"{k} {v / GIB:.1f}" for k, v in need.items())
+    if left < 0:
+        raise ValueError(f"--model {cfg.model}: a step needs {sum(need.values()) / GIB:.0f} GiB a "
+                         f"GPU{' beside activations' * in_chunks} even with p={f.p} g={f.g} "
+                         f"os={f.os}, there is room for {plan.room / GIB:.0f} ({listed}); more "
+                         "ranks, " + "--recompute full, " * (not in_chunks and cfg.recompute !=
+                         "full") + "a shorter --seq, a smaller --micro-batch or model")
+    if in_chunks:
         try:
             plan.fates, lost = choose(
-                layers, sizes, chunks, bandwidth, room - sum(need.values()), plan.host,
+                layers, sizes, plan.fates.chunks, bandwidth, left, plan.host,
                 cfg.resident_layers or None, cfg.alpha if cfg.alpha >= 0 else None)
         except ValueError as e:
-            need = {k: round(v / GIB, 1) for k, v in need.items()}
             raise ValueError(f"--seq {cfg.seq} with sp={cfg.sp} p={f.p} g={f.g} os={f.os}: {e} "
-                             f"(GiB of {room / GIB:.0f} a GPU beside them: {need})") from e
-    elif not fits:
-        need = sum(memory_need(cfg, plan).values())
-        raise ValueError(f"--model {cfg.model}: a step needs {need / GIB:.0f} GiB a GPU even with "
-                         f"p={f.p} g={f.g} os={f.os}, there is room for {room / GIB:.0f}; more "
-                         "ranks, " + "--recompute full, " * (cfg.recompute != "full")
-                         + "a shorter --seq, a smaller --micro-batch or model")
+                             f"(GiB of {plan.room / GIB:.0f} a GPU beside them: {listed})") from e
     if cfg.recompute == "full":
         lost = layers * sizes.layer_s
     forward = sizes.layer_s * layers
     plan.why = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
-                f"copies, at {bandwidth / 1e9:.0f} GB/s to the host (sp and shards: by usual "
-                "rates)")
+                f"copies, at {bandwidth / 1e9:.0f} GB/s to the host")
     return 3 * forward + lost
 
 

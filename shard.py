@@ -129,6 +129,10 @@ def check_factors(f: Factors, ranks: int, per_node: int) -> None:
     if Factors(f.p, f.g, f.os) in legal and second_fits:
         return
     near = min(legal, key=lambda o: abs(o.p - f.p) + abs(o.g - f.g) + abs(o.os - f.os))
+    nearest = f"--p {near.p} --g {near.g} --os {near.os}"
+    if f.second:
+        nearest = "--strategy zero++:%d" % min((s for s in sizes if ranks % s == 0),
+                                               key=lambda s: abs(s - f.second))
     if bad := [s for s in (f.p, f.g, f.os, f.second or 1) if s not in sizes]:
         rule = f"{bad[0]} shards do not fit {ranks} ranks, {per_node} a node: {sizes}"
     elif not second_fits:
@@ -137,8 +141,7 @@ def check_factors(f: Factors, ranks: int, per_node: int) -> None:
         rule = "the dependency rule is p <= g <= os, each dividing the next"
     else:
         rule = "g must be p or os"
-    raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} "
-                     f"--os {near.os}")
+    raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: {nearest}")
 
 
 def state_bytes(params: int, f: Factors, dtype: torch.dtype, several: bool) -> dict[str, float]:

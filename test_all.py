@@ -373,7 +373,7 @@ def test_factors():
 
 
 def choose(world, gpu_gib, model="7b", **flags):
-    """What train.py chooses for `world` ranks of one node, in bf16, on a GPU of so many GiB."""
+    """What planner.py chooses for `world` ranks of one node, in bf16, on a GPU of so many GiB."""
     cfg = train.Config(model=model, per_node=world, gpu_memory=int(gpu_gib * 2**30), dtype="bf16",
                        device="cpu", **flags)
     plan = planner.Plan(m.MODELS[model], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
@@ -941,7 +941,7 @@ def test_simulated_step_requests_what_a_step_does(several, group):
     ("7b", 1, 2**14, (), (1, 2), 1), ("7b", 1, 2**15, (), (2, 2), 1),
     ("llama3-8b", 8, 2**16, (1, 1, 8), (1, 2, 2), 2)])
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, fates, several):
-    """The formula by which train.py plans, against simulated steps of some layers (GPUs measured
+    """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured
     122.2 GiB where 122.1 were simulated, of 32 layers in the first case)."""
     model = dataclasses.replace(m.MODELS[name], layers=4)
     cfg = train.Config(model=name, seq=seq, sp=ranks, per_node=ranks, batch=several, micro_batch=1,

@@ -1,4 +1,4 @@
-"""Train a LLaMA on text: config -> data -> model -> loop -> checkpoint, in the order of the file.
+"""Train a LLaMA on text: config -> data -> plan -> checkpoints -> loop, in the order of the file.
 
     python train.py                                   a laptop: a tiny model, the machine's own text
     torchrun --nproc_per_node 8 train.py --model 7b   one process a GPU, the same code path
@@ -7,8 +7,8 @@
 A step draws `batch` sequences, whose order depends on seed and step alone, and splits them over
 the data-parallel ranks and then into micro-batches; the sp ranks of each hold parts of the same
 sequences. The loss is the sum over all valid tokens divided by their number, so no split changes
-it. What is left open (sp, p, g, os, what layers keep) is chosen by counted bytes and measured
-times, and printed. Stopped by SIGTERM or SIGINT, a run finishes its step and
+it. What is left open (sp, p, g, os, what layers keep) is chosen in planner.py by counted bytes and
+measured times, and printed. Stopped by SIGTERM or SIGINT, a run finishes its step and
 saves; killed, it continues from OUT/latest with `--resume` as if nothing had happened.
 
 Left out: tokenizers, data mixtures, and shuffling within a sequence.
@@ -59,7 +59,7 @@ def size(text: str) -> int:
     number = re.fullmatch(r"(-?\d+(?:\.\d+)?)([KMG]?)", text.upper())
     value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
     if value != int(value):
-        raise ValueError(text)  # argparse says the rest
+        raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
     return int(value)
 
 
@@ -102,8 +102,8 @@ class Config:
     rope_theta: float = flag(0.0, "rotary base; 0: the model's")
     rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR or"
                              " yarn:FACTOR")
-    p: str = flag("", "parameter shards: a number, or GPUs in a node x nodes (8, 8x4); default: the"
-                  " fewest shards that fit the GPU's memory, p before g before os")
+    p: str = flag("", "parameter shards: a number, or GPUs in a node x nodes (8, 8x4); default: by"
+                  " predicted time, then the fewest shards, p before g before os")
     g: str = flag("", "gradient shards, p or os")
     os: str = flag("", "optimizer state shards, a multiple of p")
     per_node: int = flag(0, "ranks of a node; 0: torchrun's local world size")
@@ -344,7 +344,7 @@ def on_all_ranks(check):
     return result
 
 
-# ---------------------------------------------------------------------------- the plan
+# ---------------------------------------------------------------------------- flags and files
 
 
 def check_flags(cfg: Config) -> None:
@@ -357,8 +357,8 @@ def check_flags(cfg: Config) -> None:
         if not least <= getattr(cfg, name) <= most:  # a NaN is not, either
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: from {least} to "
                              f"{most}")
-    if unknown := set(cfg.overlap.split(",")) - {*LANES, "none"}:
-        raise ValueError(f"--overlap {','.join(unknown)}: a list of {', '.join(LANES)}, or none")
+    if cfg.overlap != "none" and not {*cfg.overlap.split(",")} <= {*LANES}:
+        raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(LANES)}, or none")
     if cfg.alpha != -1 and not 0 <= cfg.alpha <= 1:
         raise ValueError(f"--alpha {cfg.alpha}: from 0 to 1, or -1: by the program")
     by_hand = [f"--{k.replace('_', '-')}" for k in ("alpha", "resident_layers", "chunk")
@@ -378,7 +378,8 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
         cfg.device = "cuda" if gpus else "cpu"
     if cfg.device not in ("cpu", "cuda") or (cfg.device == "cuda" and local_rank >= gpus):
         raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
-                         f"number {local_rank}; cpu, or --nproc_per_node {max(gpus, 1)} or fewer")
+                         f"number {local_rank}; cpu" + f", or --nproc_per_node {gpus} or fewer" * (
+                             gpus > 0))
     if cfg.dtype == "auto":
         cfg.dtype = "bf16" if cfg.device == "cuda" else "fp32"
     return torch.device(cfg.device, local_rank if cfg.device == "cuda" else None)
@@ -397,7 +398,7 @@ def choose_model(cfg: Config):
         if cfg.model == "auto":
             cfg.model = "tiny" if cfg.device == "cpu" else "7b"
         if cfg.model not in MODELS:
-            near = difflib.get_close_matches(cfg.model, MODELS, 1)
+            near = difflib.get_close_matches(cfg.model.lower(), MODELS, 1)
             raise ValueError(f"--model {cfg.model}: auto, {', '.join(MODELS)}"
                              + (f"; nearest: {near[0]}" if near else ""))
         model = MODELS[cfg.model]
@@ -434,7 +435,8 @@ def check_folders(cfg: Config) -> None:
 
 
 def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) -> Plan:
-    """Resolve what is left open in cfg (in place) and refuse what cannot work, with numbers."""
+    """What flags, files and devices settle (in cfg, in place); planner.choose_plan does the rest.
+    Raises ValueError for what cannot work, with numbers."""
     device = choose_device(cfg, local_rank)
     model, read = choose_model(cfg)
     cfg.lr = cfg.lr or {"tiny": 3e-3, "160m": 6e-4}.get(cfg.model, 3e-4)
@@ -771,8 +773,10 @@ def build(cfg: Config, plan: Plan, say, as_planned: bool = False,
     attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups,
                         cfg.per_node)
     if plan.fates and not as_planned:
+        say(f"measuring a layer, in chunks of {cfg.chunk:,} tokens", flush=True)
         measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
         on_all_ranks(lambda: treat(cfg, plan, *measured))
+        plan.why += " (a layer measured; sp and shards by usual rates)"
     describe(cfg, plan, dist.get_world_size(), say)
     with torch.device("meta"):
         model = LLaMA(plan.model, attention)
@@ -838,8 +842,6 @@ def main(argv: list[str] | None = None) -> None:
             raise KeyboardInterrupt  # Ctrl-C twice: now (torchrun itself sends it twice)
         stop["signal"] = number
 
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
     rank, world, local_rank = start_ranks(cfg.timeout)
     world = cfg.ranks or world
     print0 = print if rank == 0 else (lambda *a, **k: None)
@@ -909,6 +911,8 @@ def main(argv: list[str] | None = None) -> None:
     positions = local_positions(cfg, rank, device)
     if start < cfg.steps:
         batch = load_batch(cfg, plan, start, rank, world)
+    signal.signal(signal.SIGTERM, on_signal)  # until here there is nothing to save
+    signal.signal(signal.SIGINT, on_signal)
     clock = time.perf_counter()
     progress = Progress(states, rank == 0)
     guessed = cfg.memplan == "on" and plan.fates and start < cfg.steps
