@@ -40,6 +40,7 @@ import math
 import os
 import platform
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -294,6 +295,9 @@ def compiled(source: str, *options: str) -> ctypes.CDLL:
 # ---------------------------------------------------------------------------- the program
 
 
+EXACT = 2**17  # units of a peak for which the program's tolerances are far below one
+
+
 def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bound: int,
                  until: float, cuts: bool = True, symmetry: bool = True) -> tuple[list[int] | None,
                                                                                   int]:
@@ -305,16 +309,22 @@ def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bou
         sum_{i in C} S_i z_ji <= A_j        A_j + S_j + sum_{i in C} S_i z_ij <= M
 
     symmetry: equal requests keep one order, and the picture is not turned upside down.
+
+    Floating point decides about integers that are small enough: sizes count in units, rounded down.
+    What stands in a plan in its order stands so, too, with smaller sizes, at a peak of at most
+    upper / unit, so the bound holds for the sizes as they are.
     """
     n, left = len(requests), until - time.monotonic()
     sizes = [r.size for r in requests]
-    unit = math.gcd(*sizes)
+    exact = math.gcd(*sizes)
+    unit = exact * -(-upper // (exact * EXACT))
     pairs = {(i, j): k for k, (i, j) in enumerate(
         ((i, j) for i in range(n) for j in near[i] if i < j), n + 1)}
     if left <= 0 or len(pairs) > 40000:
         return None, bound
     width, big, rows = n + 1 + len(pairs), upper // unit, []  # rows: ({column: value}, least)
     s = [x // unit for x in sizes]
+    least_peak = -(-bound // unit) - n * (unit > exact)  # rounded up, all would take n units more
 
     def above(i: int, j: int) -> tuple[int, int, int]:
         """z for "i lies above j" as column, factor, constant."""
@@ -337,7 +347,7 @@ def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bou
                     high[z], least_high = -s[i] * factor, least_high + s[i] * constant
             rows += [(low, least_low), (high, least_high)]
     fixed_low, fixed_high = np.zeros(width), np.full(width, np.inf)
-    fixed_low[n], fixed_high[n] = -(-bound // unit), big
+    fixed_low[n], fixed_high[n] = max(0, least_peak), big
     fixed_high[:n] = [big - x for x in s]
     fixed_high[n + 1 :] = 1
     if symmetry:
@@ -356,12 +366,10 @@ def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bou
                  bounds=Bounds(fixed_low, fixed_high),
                  constraints=LinearConstraint(matrix, [least for _, least in rows], np.inf),
                  options={"time_limit": left, "mip_rel_gap": 0.0})
-    proved = bound
+    proved = bound  # also where it finds the program infeasible: there is a plan of `upper`
     dual = found.fun if found.status == 0 else found.mip_dual_bound  # solved: they are equal
-    if found.status == 2:  # nothing is below `upper`
-        proved = upper
-    elif dual is not None and np.isfinite(dual):
-        proved = max(bound, math.ceil(dual - 1e-6) * unit)
+    if found.status != 2 and dual is not None and np.isfinite(dual):
+        proved = max(bound, -(-math.ceil(dual - 1e-3) * unit // exact) * exact)
     if found.x is None:
         return None, min(proved, upper)
     # from the order alone: what is rounded in x cannot make two requests overlap
@@ -370,8 +378,10 @@ def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bou
 
 def solve(requests: list[Request], capacity: int = 0, time_limit: float = 60.0, cuts: bool = True,
           symmetry: bool = True) -> Plan:
-    """A plan of the lowest peak that is found within time_limit seconds; with a capacity, the first
-    that fits is good enough. cuts, symmetry: see milp_offsets; without them plans are as valid."""
+    """A plan of the lowest peak that is found within time_limit seconds (a first order of placing
+    is tried in any case: seconds, of thousands of requests that live together); with a capacity,
+    the first that fits is good enough. cuts, symmetry: see milp_offsets; without them plans are as
+    valid."""
     start = time.monotonic()
     where = split_in_time(requests)
     parts = [[requests[i] for i in part] for part in where]
@@ -379,12 +389,16 @@ def solve(requests: list[Request], capacity: int = 0, time_limit: float = 60.0, 
     near = [neighbours(part) for part in parts]
     plans = [solve_part(*x, bound, start + time_limit / 50, cuts, symmetry)
              for x in zip(parts, near)]
-    for share in (0.3, 1.0):  # of the time, for the parts that are still too high
-        high = [k for k, p in enumerate(plans) if p.peak > max(bound, p.lower_bound)]
-        for count, k in enumerate(sorted(high, key=lambda k: -plans[k].peak)):
-            now = time.monotonic()
+    for seed in itertools.count(1):  # the parts that are still too high, the highest first
+        bound = max([bound, *(p.lower_bound for p in plans)])
+        high = sorted((k for k, p in enumerate(plans) if p.peak > bound),
+                      key=lambda k: -plans[k].peak)
+        if not high or time.monotonic() > start + time_limit:
+            break
+        for count, k in enumerate(high):
+            now, share = time.monotonic(), 0.3 if seed == 1 else 1.0
             until = now + (start + share * time_limit - now) / (len(high) - count)
-            plans[k] = solve_part(parts[k], near[k], bound, until, cuts, symmetry, plans[k])
+            plans[k] = solve_part(parts[k], near[k], bound, until, cuts, symmetry, plans[k], seed)
     offsets = [0] * len(requests)
     for part, p in zip(where, plans):
         for i, a in zip(part, p.offsets):
@@ -406,10 +420,10 @@ def split_in_time(requests: list[Request]) -> list[list[int]]:
 
 
 def solve_part(requests: list[Request], near: list[list[int]], enough: int, until: float,
-               cuts: bool, symmetry: bool, plan: Plan | None = None) -> Plan:
+               cuts: bool, symmetry: bool, plan: Plan | None = None, seed: int = 0) -> Plan:
     """A plan that is better than `plan`, or the same: orders of placing; from the bottom up, with
     ever lower ceilings; and, where there are few requests, the program."""
-    sizes, seed = [r.size for r in requests], 0 if plan is None else plan.peak
+    sizes = [r.size for r in requests]
     if plan is None:
         offsets = search_orders(requests, near, enough, until)
         plan = Plan(offsets, peak_of(sizes, offsets), lower_bound(requests), "order of placing")
@@ -435,6 +449,8 @@ def solve_part(requests: list[Request], near: list[list[int]], enough: int, unti
         failed = failed if offsets else ceiling
         ceiling = (failed + plan.peak) // 2
         if ceiling < failed + max(unit, plan.peak // 2000):
+            ceiling = plan.peak - unit  # last, what a proof needs
+        if ceiling <= failed:
             break
     if plan.peak > goal and len(requests) <= 150:
         offsets, bound = milp_offsets(requests, near, plan.peak, plan.lower_bound,
@@ -442,7 +458,7 @@ def solve_part(requests: list[Request], near: list[list[int]], enough: int, unti
         plan.lower_bound = max(plan.lower_bound, bound)
         goal = max(goal, plan.lower_bound)
         take(offsets, "integer program")
-    if plan.peak > goal:
+    if plan.peak > goal and time.monotonic() < until:
         take(search_orders(requests, near, goal, until, seed), "order of placing")
     return plan
 
@@ -528,7 +544,11 @@ class StepMemory:
         memory.run(step)        # again and again; counts says how well the plan was met
         memory.give_back()      # until the next run, for whatever else needs memory
 
-    On a CPU, all of the process's tensors; on a GPU those of the current device and stream.
+    On a CPU, all of the process's tensors; on a GPU those of the current device and stream. What
+    other streams use must be in use until this one has waited for them. In train.py, gathered
+    weights, whole gradients and rounding buffers lie in memory that outlives steps, and what ranks
+    map from each other lies outside the allocator; what all-to-alls and copies to the host read or
+    write is held until this stream has waited for their event.
     Requests below `least` bytes, and those that outlive the step, stay with PyTorch's allocator.
     guess: the requests that `simulate` finds, where a step might not fit unplanned; then none runs
     unplanned: the first ones run by a plan of these, as far as it is met, while one is recorded.
@@ -714,28 +734,28 @@ HELD: dict[str, object] = {}  # a kind of device: the arena that its allocator p
 
 def read_trace(path: str) -> tuple[list[str], list[Request]]:
     """ids and requests of a CSV file. Raises ValueError naming the line."""
-    ids, requests = [], []
-    with open(path, newline="") as f:
-        rows = csv.DictReader(f)
-        if missing := {"id", "lower", "upper", "size"} - {*(rows.fieldnames or ())}:
-            raise ValueError(f"{path}, line 1: no column {', '.join(sorted(missing))}; the columns "
-                             "are id,lower,upper,size")
-        for row in rows:
-            where = f"{path}, line {rows.line_num}"
-            try:
-                r = Request(*(int(row[k]) for k in ("lower", "upper", "size")))
-            except (TypeError, ValueError):
-                raise ValueError(f"{where}: lower, upper and size must be whole numbers: "
-                                 f"{','.join(str(x) for x in row.values())}") from None
+    lines, requests = {}, []  # lines: by id
+    with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
+        rows = csv.reader(f)
+        columns = [c.strip() for c in next(rows, [])]
+        if any(columns.count(c) != 1 for c in ("id", "lower", "upper", "size")):
+            raise ValueError(f"{path}, line 1: the columns are id,lower,upper,size, each once; not "
+                             f"{','.join(columns)[:99]!r}")
+        for row in filter(None, rows):
+            where, named = f"{path}, line {rows.line_num}", dict(zip(columns, row))
+            cells = [named.get(k, "").strip() for k in ("lower", "upper", "size")]
+            if len(row) != len(columns) or not all(re.fullmatch(r"-?[0-9]{1,18}", x)
+                                                   for x in cells):
+                raise ValueError(f"{where}: {len(columns)} cells, of which lower, upper and size "
+                                 f"are whole numbers; not {','.join(row)[:99]!r}")
+            r = Request(*map(int, cells))
             if r.lower >= r.upper or r.size <= 0:
                 raise ValueError(f"{where}: a request lives from lower to before upper, and has a "
                                  f"size: {r}")
-            ids.append(row["id"])
+            if (first := lines.setdefault(named["id"], rows.line_num)) != rows.line_num:
+                raise ValueError(f"{where}: id {named['id']} is on line {first} already")
             requests.append(r)
-    if len({*ids}) < len(ids):
-        twice = next(x for i, x in enumerate(ids) if x in ids[:i])
-        raise ValueError(f"{path}: id {twice} is there twice")
-    return ids, requests
+    return [*lines], requests
 
 
 def write_plan(path: str, ids: Iterable, requests: list[Request], offsets: list[int]) -> None:
@@ -783,6 +803,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", help="CSV file for the plan: the trace's columns and offset")
     parser.add_argument("--plot", help="PNG file: address over time")
     args = parser.parse_args(argv)
+    if args.capacity < 0 or not 0 < args.time_limit < 1e9:
+        parser.error(f"--capacity {args.capacity}: from 0 (none); --time-limit {args.time_limit}: "
+                     "above 0")
     try:
         ids, requests = read_trace(args.trace)
         plan = solve(requests, args.capacity, args.time_limit)
@@ -792,7 +815,7 @@ def main(argv: list[str] | None = None) -> int:
             write_plan(args.out, ids, requests, plan.offsets)
         if args.plot and requests:
             draw(args.plot, requests, plan)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, csv.Error) as e:
         print(f"memplan.py: error: {e}", file=sys.stderr)
         return 2
     if args.capacity and plan.peak > args.capacity:
