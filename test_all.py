@@ -998,7 +998,7 @@ def recorded_steps():
                 yield pytest.param(r, trace, id=trace.stem)
 
 
-@pytest.mark.parametrize("row, trace", recorded_steps())
+@pytest.mark.parametrize("row, trace", [*recorded_steps()])
 def test_simulated_step_requests_what_a_gpu_did(row, trace):
     """Fake tensors against what bench.py recorded of PyTorch's allocator on GPUs."""
     _, real = memplan.read_trace(trace)
