@@ -1057,7 +1057,7 @@ def readme_tables(folder: Path) -> str:
     """Markdown tables of the results files, for README.md."""
     text = ""
     for file in sorted(folder.glob("*.json")):
-        if file.name.startswith(("memory", "curves", "swap-h200")):  # long, and all alike
+        if file.name.startswith(("memory", "curves", "swap-h200", "swap-2x")):  # all alike
             continue
         r = json.loads(file.read_text())
         head, write = layout(r["rows"])
