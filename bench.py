@@ -35,14 +35,13 @@ import train
 from memplan import StepMemory, write_plan
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
                    param_count, peak_flops, pick_kernel, rope_tables)
-from offload import Fates, Layers, Sizes, choose
+from offload import GIB, Fates, Layers, Sizes, choose
 from planner import Plan, choose_plan, memory_need
 from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, legal_factors,
                    state_bytes)
 from train import Config, Refused, local_positions, on_all_ranks, size, start_ranks
 
 HERE = Path(__file__).parent
-GIB = 2**30
 SEQS: list[int] = []  # of the tables long and memplan, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
 KEEP: list = []  # of the table that is measured: a function that writes its rows, the folder

@@ -298,6 +298,35 @@ def compiled(source: str, *options: str) -> ctypes.CDLL:
 EXACT = 2**17  # units of a peak for which the program's tolerances are far below one
 
 
+def milp_rows(s: list[int], pairs: dict[tuple[int, int], int], big: int,
+              sets: list[list[int]]) -> list[tuple[dict[int, float], int]]:
+    """The program's rows, ({column: factor}, least value of their sum): of sizes s, of pairs (with
+    the column of z_ij), and the cuts of live sets. Columns: A_i, then M, then z_ij."""
+    n, rows = len(s), []
+
+    def above(i: int, j: int) -> tuple[int, int, int]:
+        """z for "i lies above j" as column, factor, constant."""
+        return (pairs[i, j], 1, 0) if i < j else (pairs[j, i], -1, 1)
+
+    for (i, j), z in pairs.items():
+        rows.append(({i: 1, j: -1, z: -big}, s[j] - big))  # A_i >= A_j + S_j if z
+        rows.append(({j: 1, i: -1, z: big}, s[i]))  # A_j >= A_i + S_i if not z
+    for i in range(n):
+        rows.append(({n: 1, i: -1}, s[i]))
+    for members in sets:
+        for j in members:
+            low, high = {j: 1.0}, {n: 1.0, j: -1.0}
+            least_low, least_high = 0, s[j]
+            for i in members:
+                if i != j:
+                    z, factor, constant = above(j, i)  # i lies below j
+                    low[z], least_low = -s[i] * factor, least_low + s[i] * constant
+                    z, factor, constant = above(i, j)
+                    high[z], least_high = -s[i] * factor, least_high + s[i] * constant
+            rows += [(low, least_low), (high, least_high)]
+    return rows
+
+
 def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bound: int,
                  until: float, cuts: bool = True, symmetry: bool = True) -> tuple[list[int] | None,
                                                                                   int]:
@@ -322,30 +351,9 @@ def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bou
         ((i, j) for i in range(n) for j in near[i] if i < j), n + 1)}
     if left <= 0 or len(pairs) > 40000:
         return None, bound
-    width, big, rows = n + 1 + len(pairs), upper // unit, []  # rows: ({column: value}, least)
-    s = [x // unit for x in sizes]
+    width, big, s = n + 1 + len(pairs), upper // unit, [x // unit for x in sizes]
     least_peak = -(-bound // unit) - n * (unit > exact)  # rounded up, all would take n units more
-
-    def above(i: int, j: int) -> tuple[int, int, int]:
-        """z for "i lies above j" as column, factor, constant."""
-        return (pairs[i, j], 1, 0) if i < j else (pairs[j, i], -1, 1)
-
-    for (i, j), z in pairs.items():
-        rows.append(({i: 1, j: -1, z: -big}, s[j] - big))  # A_i >= A_j + S_j if z
-        rows.append(({j: 1, i: -1, z: big}, s[i]))  # A_j >= A_i + S_i if not z
-    for i in range(n):
-        rows.append(({n: 1, i: -1}, s[i]))
-    for members in live_sets(requests) if cuts else []:
-        for j in members:
-            low, high = {j: 1.0}, {n: 1.0, j: -1.0}
-            least_low, least_high = 0, s[j]
-            for i in members:
-                if i != j:
-                    z, factor, constant = above(j, i)  # i lies below j
-                    low[z], least_low = -s[i] * factor, least_low + s[i] * constant
-                    z, factor, constant = above(i, j)
-                    high[z], least_high = -s[i] * factor, least_high + s[i] * constant
-            rows += [(low, least_low), (high, least_high)]
+    rows = milp_rows(s, pairs, big, live_sets(requests) if cuts else [])
     fixed_low, fixed_high = np.zeros(width), np.full(width, np.inf)
     fixed_low[n], fixed_high[n] = max(0, least_peak), big
     fixed_high[:n] = [big - x for x in s]
@@ -369,7 +377,7 @@ def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bou
     proved = bound  # also where it finds the program infeasible: there is a plan of `upper`
     dual = found.fun if found.status == 0 else found.mip_dual_bound  # solved: they are equal
     if found.status != 2 and dual is not None and np.isfinite(dual):
-        proved = max(bound, -(-math.ceil(dual - 1e-3) * unit // exact) * exact)
+        proved = max(bound, math.ceil(dual - 1e-3) * unit)
     if found.x is None:
         return None, min(proved, upper)
     # from the order alone: what is rounded in x cannot make two requests overlap
@@ -395,9 +403,10 @@ def solve(requests: list[Request], capacity: int = 0, time_limit: float = 60.0, 
                       key=lambda k: -plans[k].peak)
         if not high or time.monotonic() > start + time_limit:
             break
+        end = start + (0.3 if seed == 1 else 1.0) * time_limit
         for count, k in enumerate(high):
-            now, share = time.monotonic(), 0.3 if seed == 1 else 1.0
-            until = now + (start + share * time_limit - now) / (len(high) - count)
+            now = time.monotonic()
+            until = now + (end - now) / (len(high) - count)
             plans[k] = solve_part(parts[k], near[k], bound, until, cuts, symmetry, plans[k], seed)
     offsets = [0] * len(requests)
     for part, p in zip(where, plans):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from model import LOSS_ELEMENTS, ModelConfig, activation_bytes, param_count, peak_flops
-from offload import (Fates, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
+from offload import (GIB, Fates, Sizes, choose, gpu_bytes, host_limit, host_need, layer_bytes,
                      places_bytes, repeated_share, working_bytes)
 from shard import (Factors, check_factors, legal_factors, legal_sp, parse_mesh, parse_strategy,
                    state_bytes)
@@ -39,7 +39,6 @@ if TYPE_CHECKING:  # for annotations: train.py imports this file
 
     from train import Config, Sequences
 
-GIB = 2**30
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 
 
@@ -220,12 +219,12 @@ def treat(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float, chunked: bool
         del need["activations"]
     left = plan.room - sum(need.values())
     listed = ", ".join(f"{k} {v / GIB:.1f}" for k, v in need.items())
+    instead = "" if in_chunks or cfg.recompute == "full" else "--recompute full, "
     if left < 0:
         raise ValueError(f"--model {cfg.model}: a step needs {sum(need.values()) / GIB:.0f} GiB a "
                          f"GPU{' beside activations' * in_chunks} even with p={f.p} g={f.g} "
                          f"os={f.os}, there is room for {plan.room / GIB:.0f} ({listed}); more "
-                         "ranks, " + "--recompute full, " * (not in_chunks and cfg.recompute !=
-                         "full") + "a shorter --seq, a smaller --micro-batch or model")
+                         f"ranks, {instead}a shorter --seq, a smaller --micro-batch or model")
     if in_chunks:
         try:
             plan.fates, lost = choose(

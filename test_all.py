@@ -982,7 +982,7 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, fates, s
                        ranks=ranks, chunk=2**14, head_groups=4 if ranks > 1 else 1, dtype="bf16")
     plan = planner.Plan(model, torch.device("cpu"), torch.bfloat16, "cpu", None, None,
                         micro_batches=several, factors=shard.Factors(*factors),
-                      fates=offload.Fates(4, *fates))
+                        fates=offload.Fates(4, *fates))
     requests, lasting = train.simulate_step(cfg, plan, ranks)
     simulated = lasting + memplan.lower_bound(requests)
     norm = 2 * 4 * model.dim * seq // ranks  # the last one's backward is fused on a GPU alone
@@ -1010,8 +1010,10 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
                         factors=shard.Factors(row["p"], row["g"], row["os"]),
                         fates=offload.Fates(**fates))
     requests, _ = train.simulate_step(cfg, plan, row["gpus"])
-    peak, most = memplan.lower_bound(real), memplan.lower_bound(requests)
-    assert 0.999 * peak < most < 1.01 * peak
+    # of one chunk, a step's peak may be in the last norm's backward, which is fused on a GPU alone
+    norm = 4 * m.MODELS["7b"].dim * row["seq"] // row["gpus"] * (fates["chunks"] == 1)
+    peak = memplan.lower_bound(real) + 3 * norm // 2
+    assert memplan.lower_bound(requests) == pytest.approx(peak, rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
     assert (ours & theirs).total() > 0.999 * len(real)
     assert len(requests) < 1.002 * len(real) + 12  # of the last norm's backward, fused on a GPU
@@ -1032,7 +1034,7 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
     memory = memplan.StepMemory(least=512, guess=small(requests))
     memory.run(step)  # the first step of a run, by the guess
     assert memory.counts["hits"] > 0.98 * len(real), memory.counts
-    assert memory.counts["hit_bytes"] > 0.97 * memory.counts["bytes"]
+    assert memory.counts["hit_bytes"] > 0.98 * memory.counts["bytes"] - (norm >> 10)
     for _ in range(3):  # the last by what was recorded
         memory.run(step)
     assert memory.counts["hits"] == len(real), memory.counts

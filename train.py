@@ -46,8 +46,8 @@ import torch.distributed.checkpoint as dcp
 from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
 from model import (FUSED, IGNORE, MODELS, SIMULATED, LLaMA, ModelConfig, flops_per_token, hf_config,
                    hf_export, hf_open, initial_weight, param_count, peak_flops, pick_kernel)
-from offload import Layers, measure, places_bytes
-from planner import (GIB, Plan, choose_degrees, choose_plan, gpu_room, host_bytes, host_room,
+from offload import GIB, Layers, measure, places_bytes
+from planner import (Plan, choose_degrees, choose_plan, gpu_room, host_bytes, host_room,
                      memory_need, treat, wanted_factors)
 from shard import LANES, Exchange, Groups, Lane, States, Ulysses
 
@@ -529,6 +529,38 @@ def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int,
     dist.barrier()
 
 
+def load_states(cfg: Config, plan: Plan, model: LLaMA, states: States, say) -> int:
+    """Of the checkpoint to resume, else the first weights. Returns the step that they are of. A
+    collective."""
+    if not plan.resume:
+        for name, p in model.named_parameters():  # one tensor at a time
+            states.load(name, plan.read(name) if plan.read else initial_weight(
+                plan.model, name, p.shape, cfg.seed, plan.device))
+        say(f"weights: {cfg.init}, seed {cfg.seed}")
+        return 0
+    dcp.load(states.state_dict(), checkpoint_id=plan.resume)
+    states.loaded()
+    meta = json.loads((plan.resume / "meta.json").read_text())
+    changed = [f"{k} {meta['config'].get(k)} -> {v}" for k, v in dataclasses.asdict(cfg).items()
+               if meta["config"].get(k) != v and k not in ("resume", "out", "device")]
+    say(f"resumed {plan.resume} at step {meta['step']}"
+        + (f"; changed: {', '.join(changed)}" if changed else ""))
+    return meta["step"]
+
+
+def export(cfg: Config, plan: Plan, states: States, rank: int) -> None:
+    """The weights as a Hugging Face checkpoint in --export. A collective."""
+    part = Path(cfg.export) / "partial"  # its files move up when all are there
+    if rank == 0:
+        shutil.rmtree(part, ignore_errors=True)
+    source = Path(cfg.init[3:]) if cfg.init.startswith("hf:") else None
+    hf_export(part, plan.model, states.full, plan.dtype, rank == 0, source)
+    if rank == 0:
+        for f in sorted(part.iterdir(), key=lambda f: f.name == "config.json"):
+            os.replace(f, Path(cfg.export) / f.name)
+        part.rmdir()
+
+
 def find_checkpoint(cfg: Config, model: ModelConfig, launch: str) -> Path | None:
     """The whole checkpoint to continue from, or None. Raises ValueError if it is not as it should
     be. After a restart by torchrun, what this launch has saved goes before what the flag says."""
@@ -882,21 +914,7 @@ def main(argv: list[str] | None = None) -> None:
     model, states = build(cfg, plan, print0)
     if states.imbalance:
         print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
-    start = 0
-    if plan.resume:
-        dcp.load(states.state_dict(), checkpoint_id=plan.resume)
-        states.loaded()
-        meta = json.loads((plan.resume / "meta.json").read_text())
-        start, old = meta["step"], meta["config"]
-        changed = [f"{k} {old.get(k)} -> {v}" for k, v in dataclasses.asdict(cfg).items()
-                   if old.get(k) != v and k not in ("resume", "out", "device")]
-        print0(f"resumed {plan.resume} at step {start}"
-               + (f"; changed: {', '.join(changed)}" if changed else ""))
-    else:
-        for pname, p in model.named_parameters():  # one tensor at a time
-            states.load(pname, plan.read(pname) if plan.read else initial_weight(
-                plan.model, pname, p.shape, cfg.seed, device))
-        print0(f"weights: {cfg.init}, seed {cfg.seed}")
+    start = load_states(cfg, plan, model, states, print0)
     if rank == 0:
         prepare_out(out, plan.resume, start)
     dist.barrier()
@@ -983,15 +1001,7 @@ def main(argv: list[str] | None = None) -> None:
     if cfg.save_every >= 0 and (saved != step or not (plan.resume or step)):
         save_checkpoint(cfg, plan.model, states, step, launch)
     if cfg.export and not stopped:
-        part = Path(cfg.export) / "partial"  # its files move up when all are there
-        if rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        source = Path(cfg.init[3:]) if cfg.init.startswith("hf:") else None
-        hf_export(part, plan.model, states.full, plan.dtype, rank == 0, source)
-        if rank == 0:
-            for f in sorted(part.iterdir(), key=lambda f: f.name == "config.json"):
-                os.replace(f, Path(cfg.export) / f.name)
-            part.rmdir()
+        export(cfg, plan, states, rank)
         print0(f"exported {cfg.export}")
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
