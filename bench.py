@@ -1,7 +1,9 @@
 """Measure what exists: print ceiling, measurement and ratio; write results/NAME.json.
 
-    python bench.py              every table that this machine can measure
-    python bench.py step         one table
+    python bench.py                              what this machine does with the largest model that
+                                                 it holds: table step, under ten minutes
+    python bench.py --quick                      the same with a small model, in a minute
+    torchrun --nproc_per_node 8 bench.py long    another table, of all GPUs together
 
 Each table prints first what the hardware allows, measured in the same run (a matrix product, the
 attention kernel, a few layers alone), then what the project reaches, then the ratio: machines are
@@ -21,7 +23,11 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -34,9 +40,9 @@ import shard
 import train
 from memplan import StepMemory, write_plan
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
-                   param_count, peak_flops, pick_kernel, rope_tables)
+                   param_count, pick_kernel, rope_tables)
 from offload import GIB, Fates, Layers, Sizes, choose
-from planner import Plan, choose_plan, memory_need
+from planner import Plan, choose_plan, find_rates, memory_need, peak_flops
 from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, legal_factors,
                    state_bytes)
 from train import Config, Refused, local_positions, on_all_ranks, size, start_ranks
@@ -44,8 +50,9 @@ from train import Config, Refused, local_positions, on_all_ranks, size, start_ra
 HERE = Path(__file__).parent
 SEQS: list[int] = []  # of the tables long and memplan, from --seq
 SKIP: list[str] = []  # rows of it that --skip names
-KEEP: list = []  # of the table that is measured: a function that writes its rows, the folder
+KEEP: list = [lambda rows: None, HERE]  # of a table: a function that writes its rows, the folder
 GROUPS = Groups()  # of all tables: the memory of NCCL's communicators does not come back
+QUICK: list[bool] = [False]  # of the table step, from --quick
 MEMORY: dict[str, int] = {}  # host_memory and gpu_memory of it, from --host-memory, --gpu-memory
 TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
 
@@ -76,6 +83,10 @@ def release(device: torch.device) -> None:
         torch.cuda.reset_accumulated_memory_stats(device)
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
 def peak_gib(device: torch.device) -> float | None:
     """Of PyTorch's allocator; and what ranks have mapped from each other, which lies outside it."""
     if device.type != "cuda":
@@ -95,11 +106,12 @@ def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds
         device: torch.device, bound: dict | None = None, **more) -> dict:
     """A line of a table and of the results file. tokens: of one step on one device; seconds: None
     if it ran out of memory."""
-    hw = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    peak, tgs = peak_flops(hw), tokens / seconds if seconds else None
+    peak, tgs = peak_flops(device_name(device)), tokens / seconds if seconds else None
     causal, full = (f * tgs / peak if peak and tgs else None for f in flops_per_token(cfg, seq))
     flops = flops_per_token(cfg, seq)[0] * tgs if tgs else None
-    ratio = flops / bound["flops"] if bound and flops else None  # known without a peak
+    ratio = None
+    if bound and bound["flops"] and flops:  # known without a peak
+        ratio = flops / bound["flops"]
     return {"system": system, "model": name, "seq": seq, "gpus": int(device.type == "cuda"),
             "tgs": tgs, "step_s": seconds, "flops": flops, "mfu_causal": causal, "mfu_full": full,
             "bound_ratio": ratio, "gpu_gib": peak_gib(device), "host_gib": None, **reserved(device),
@@ -145,21 +157,26 @@ def layers_alone(name: str, seq: int, kernel: str, device, dtype, repeats: int) 
         y.backward(x.detach())
         model.zero_grad()
 
-    blocks_only = dataclasses.replace(few, vocab=0)  # for the count of FLOPs
-    return row("bound", blocks_only, f"{name}, {few.layers} layers", seq, seq,
-               clock(layers, repeats, device), device, kernel=kernel)
+    seconds = clock(layers, repeats, device)
+    bound = row("bound", few, f"{name}, {few.layers} layers", seq, seq, seconds, device,
+                kernel=kernel)
+    ends = 6 * 2 * few.vocab * few.dim  # FLOPs a token of embedding and head, which did not run
+    share = 1 - ends / flops_per_token(few, seq)[0]
+    bound["flops"] *= share
+    for k, flops in zip(("mfu_causal", "mfu_full"), flops_per_token(few, seq)):
+        bound[k] = bound[k] and bound[k] * (1 - ends / flops)
+    return bound
 
 
-def train_step(model, states, batch, micro_batches: int, tokens: int = 0, positions=None):
-    """A function that runs one step of this rank on the same sequence `micro_batches` times.
-    tokens: of all ranks, where they share a sequence."""
-    tokens = tokens or batch[0].numel() * dist.get_world_size()
+def train_step(model, states, batch, micro_batches: int):
+    """A function that runs one step of this rank on the same sequence `micro_batches` times."""
+    tokens = batch[0].numel() * dist.get_world_size()
     scale = torch.full((), 1 / (tokens * micro_batches), device=batch[0].device)
 
     def step():
         states.begin()
         for _ in range(micro_batches):
-            model(*batch, scale, positions).backward()
+            model(*batch, scale).backward()
             states.end_micro_batch()
         states.reduce()
         states.update(1e-4, 1.0)
@@ -168,30 +185,89 @@ def train_step(model, states, batch, micro_batches: int, tokens: int = 0, positi
     return step
 
 
-def table_step(device: torch.device) -> list[dict]:
-    """One training step, one sequence, real optimizer: against a few of its layers alone."""
+def ceilings(kernel: str, seq: int, device, dtype) -> list[dict]:
+    """Rows of what the device does with one matrix product and with attention alone, as shares of
+    its data sheet."""
     gpu = device.type == "cuda"
-    name, seq, repeats = ("7b", 4096, 10) if gpu else ("tiny", 256, 5)
-    dtype = torch.bfloat16 if gpu else torch.float32
-    cfg, kernel = MODELS[name], pick_kernel("auto", device, dtype)
-    bound = layers_alone(name, seq, kernel, device, dtype, repeats)
-    release(device)
-    model, states = make(cfg, kernel, device, dtype)
-    batch, rows = random_batch(cfg, seq, device), [bound]
-    step = train_step(model, states, batch, 1)
-
-    def compute():
-        states.begin()
-        model(*batch).backward()
-        states.reduce()
-
-    without = clock(compute, repeats, device)
-    update = clock(lambda: states.update(1e-4, 1.0), repeats, device)
-    for label, s in (("ours, without optimizer", without), ("ours", clock(step, repeats, device))):
-        rows.append(row(label, cfg, name, seq, seq, s, device, bound, kernel=kernel))
-    rows[-1] |= {"optimizer_s": update,
-                 "optimizer_tb_s": 28 * param_count(cfg) / update / 1e12 if gpu else None}
+    n, heads = (8192, 32) if gpu else (1024, 6)
+    op, peak = Attention(kernel), peak_flops(device_name(device))
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    q, k, v, do = (torch.randn(1, seq, heads, 128, device=device).to(dtype) for _ in range(4))
+    o, lse = op.forward(q, k, v)
+    pairs = 2 * heads * 128 * seq**2  # FLOPs of one product with half of the (T, T) matrix
+    rows = []
+    for label, flops, fn in (
+            (f"matrix product of {n}", 2 * n**3, lambda: a @ b),
+            (f"attention forward, {kernel}", pairs, lambda: op.forward(q, k, v)),
+            (f"attention backward, {kernel}", 2.5 * pairs,
+             lambda: op.backward(do, q, k, v, o, lse))):
+        rate = flops / clock(fn, 10, device)
+        rows.append({"system": label, "model": "-", "seq": seq, "flops": rate, "tgs": None,
+                     "step_s": flops / rate, "mfu_causal": peak and rate / peak, "mfu_full": None,
+                     "bound_ratio": None, "gpu_gib": None, "host_gib": None, "oom": False})
     return rows
+
+
+LONG_STEP_S = 45.0  # a first step and a timed one, with what building takes: two minutes
+QUICK_STEP_S = 4.0
+
+
+def table_step(device: torch.device) -> list[dict]:
+    """What this machine does: ceilings; training steps of the largest model whose states fit its
+    GPUs, as train.py plans them, against a few of its layers alone; and one step at the longest
+    sequence that two minutes allow. On a CPU, the tiny model."""
+    world, gpu = dist.get_world_size(), device.type == "cuda"
+    quick = QUICK[0] or not gpu
+    dtype = torch.bfloat16 if gpu else torch.float32
+    kernel, repeats = pick_kernel("auto", device, dtype), 3 if quick else 10
+    names = sorted(MODELS, key=lambda name: param_count(MODELS[name]), reverse=True)
+    if quick:
+        names = [n for n in names if param_count(MODELS[n]) < (2e9 if gpu else 1e7)]
+    rows, too_large = [], None
+    for name in names:
+        seq = 4096 if gpu else 256
+        cfg = Config(model=name, seq=seq, batch=world, **MEMORY)
+        try:
+            plan = config_plan(dataclasses.replace(cfg), device)
+            break
+        except Refused as e:
+            too_large = name, str(e)
+    else:
+        raise Refused(f"no model fits: {too_large[1]}")
+    if too_large:  # the smallest one that is
+        rows.append(row("ours", MODELS[too_large[0]], too_large[0], seq, seq, None, device,
+                        gpus=world, error=too_large[1]))
+    rows += ceilings(kernel, seq, device, dtype)
+    rows.append(bound := layers_alone(name, seq, kernel, device, dtype, repeats))
+    show_new(rows)
+    for label, update in (("ours, without optimizer", False), ("ours", True)):
+        attempt(rows, label, name, seq, seq, bound, device,
+                lambda: config_step(dataclasses.replace(cfg), device, update=update), repeats,
+                warmup=3, kernel=kernel)
+    if not rows[-1]["oom"]:
+        states = 28 * param_count(plan.model) / rows[-1]["os"]  # bytes that an update moves
+        update_s = rows[-1]["step_s"] - rows[-2]["step_s"] if not rows[-2]["oom"] else None
+        rows[-1] |= {"optimizer_s": update_s,
+                     "optimizer_tb_s": update_s and gpu and states / update_s / 1e12 or None}
+        attempt_longest(rows, name, bound, device, QUICK_STEP_S if quick else LONG_STEP_S, kernel)
+    return rows
+
+
+def attempt_longest(rows: list, name: str, bound: dict, device, limit: float, kernel: str) -> None:
+    """A row of one sequence over all ranks: the longest power of two that fits and whose step, at
+    the rate of the last row, takes no more than `limit` seconds; shorter where it does not fit."""
+    world, flops = dist.get_world_size(), rows[-1]["flops"]
+    seconds = {seq: flops_per_token(MODELS[name], seq)[0] * seq / world / flops
+               for seq in (2**i for i in range(9, 24))}
+    seq = max((seq for seq, s in seconds.items() if s <= limit), default=min(seconds))
+    while seq > rows[-1]["seq"] // 2:
+        cfg = Config(model=name, seq=seq, batch=1, **MEMORY)
+        attempt(rows, "ours, longest in the time", name, seq, seq // world, bound, device,
+                lambda: config_step(dataclasses.replace(cfg), device), repeats=1, warmup=1,
+                kernel=kernel)
+        if not rows[-1]["oom"]:
+            return
+        seq //= 2
 
 
 # ---------------------------------------------------------------------------- sharding
@@ -261,11 +337,16 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     seconds = slowest.item() if slowest.isfinite() else None
     rows.append(row(label, MODELS[name], name, seq, tokens, seconds, device, bound, gpus=gpus,
                     **more))
-    KEEP[0](rows)
-    if dist.get_rank() == 0:
-        show(rows[-1:], head=len(rows) == 1)
+    show_new(rows, 1)
     step = states = None
     release(device)
+
+
+def show_new(rows: list, count: int = 0) -> None:
+    """Keep the rows so far, and print the last `count` of them; without, all."""
+    KEEP[0](rows)
+    if dist.get_rank() == 0:
+        show(rows[-count:], head=count in (0, len(rows)))
 
 
 def chosen(cfg: Config, plan: Plan) -> dict:
@@ -342,6 +423,7 @@ def table_curves(device: torch.device) -> list[dict]:
             rows.append(row(label, cfg, "160m/3", seq, 0, None, device, gpus=world) | {
                 "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
                 "largest_loss_difference": off[0], "largest_norm_difference": off[1]})
+            KEEP[0](rows)
     if dist.get_rank() == 0:
         assert all(r["largest_loss_difference"] < 0.02 for r in rows), "a loss curve is off"
     return rows
@@ -411,9 +493,7 @@ def table_swap(device: torch.device) -> list[dict]:
             "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
             "largest_loss_difference": off[0], "largest_norm_difference": off[1],
             "bit_equal": same})
-        KEEP[0](rows)
-        if dist.get_rank() == 0:
-            show(rows[-1:], head=len(rows) == 1)
+        show_new(rows, 1)
     exact(False)
     offload.wait = shard.wait
     control = [rows.pop()] if device.type == "cuda" else []
@@ -478,39 +558,68 @@ def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dty
                kernel=kernel)
 
 
-def long_plan(cfg: Config, device) -> Plan:
-    """What train.py chooses for one sequence over all ranks. Raises Refused."""
-    world, dtype = dist.get_world_size(), torch.bfloat16
-    cfg.per_node, cfg.batch, cfg.sp, cfg.dtype = world, 1, world, "bf16"
-    plan = Plan(MODELS[cfg.model], device, dtype, pick_kernel("auto", device, dtype), None, None,
+def config_plan(cfg: Config, device) -> Plan:
+    """What train.py chooses for these flags on all ranks. Raises Refused."""
+    world, gpu = dist.get_world_size(), device.type == "cuda"
+    cfg.per_node, cfg.dtype = world, "bf16" if gpu else "fp32"
+    dtype = train.DTYPES[cfg.dtype]
+    kernel = pick_kernel("auto", device, dtype)
+    plan = Plan(MODELS[cfg.model], device, dtype, kernel, None, None,
                 room=planner.gpu_room(cfg, device), host=planner.host_room(cfg))
     train.agree(plan)
+    plan.rates = find_rates(device_name(device), device, dtype, kernel,
+                            print if dist.get_rank() == 0 else lambda *_, **__: None)
     return on_all_ranks(lambda: choose_plan(cfg, plan, world, dist.get_rank()))
 
 
-def long_step(cfg: Config, device, plan: Plan | None = None):
-    """A step of train.py under its own choices, or as planned, on random tokens: one sequence over
-    all ranks."""
+def long_plan(cfg: Config, device) -> Plan:
+    """The same for one sequence over all ranks."""
+    cfg.batch, cfg.sp = 1, dist.get_world_size()
+    return config_plan(cfg, device)
+
+
+def config_step(cfg: Config, device, plan: Plan | None = None, update: bool = True):
+    """A function that runs a step of train.py under its own choices, or as planned, on random
+    tokens; update: or only its forward, backward and reductions."""
     world, rank, as_planned = dist.get_world_size(), dist.get_rank(), plan is not None
-    plan = plan or long_plan(cfg, device)
+    plan = plan or config_plan(cfg, device)
     say = print if rank == 0 else (lambda *a, **k: None)
     train.cap_gpu(cfg, plan)
     llama, states = train.build(cfg, plan, say, as_planned, GROUPS)
     for name, p in llama.named_parameters():
         states.load(name, initial_weight(plan.model, name, p.shape, 0, device))
-    tokens, labels = (t[:, rank * cfg.seq // world : (rank + 1) * cfg.seq // world].contiguous()
-                      for t in random_sequence(plan.model, cfg.seq, device))
-    step = train_step(llama, states, (tokens, labels), 1, cfg.seq,
-                      local_positions(cfg, rank, device))
-    step.plan, step.config = plan, cfg
+    train.wait_for_host_memory(llama, say)
+    part = slice(rank % cfg.sp * (cfg.seq // cfg.sp), (rank % cfg.sp + 1) * (cfg.seq // cfg.sp))
+    sequences = cfg.batch * cfg.sp // world
+    tokens, labels = (
+        t[:, part].reshape(-1, cfg.micro_batch, cfg.seq // cfg.sp)  # (M, B, T/sp)
+        for t in random_sequence(plan.model, cfg.seq, device, rank // cfg.sp, sequences))
+    scale = torch.full((), 1 / (cfg.batch * cfg.seq), device=device, dtype=states.wide)
+    positions = local_positions(cfg, rank, device)
+
+    def step():
+        if update:
+            return train.run_step(llama, states, (tokens, labels, scale), positions, 1e-4, 1.0)
+        states.begin()
+        for micro_batch in zip(tokens, labels):
+            llama(*micro_batch, scale, positions).backward()
+            states.end_micro_batch()
+        states.reduce()
+
+    step.plan, step.config, step.states = plan, cfg, states
     return step
 
 
-def random_sequence(cfg: ModelConfig, seq: int, device,
-                    seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens, labels (1, T): the same on all ranks."""
+def long_step(cfg: Config, device, plan: Plan | None = None):
+    """The same for one sequence over all ranks."""
+    return config_step(cfg, device, plan or long_plan(cfg, device))
+
+
+def random_sequence(cfg: ModelConfig, seq: int, device, seed: int = 0,
+                    count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens, labels (count, T): the same on all ranks with this seed."""
     rng = torch.Generator(device).manual_seed(seed)
-    tokens = torch.randint(cfg.vocab, (1, seq + 1), device=device, generator=rng)
+    tokens = torch.randint(cfg.vocab, (count, seq + 1), device=device, generator=rng)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -558,8 +667,7 @@ def exact_replay(device: torch.device) -> int:
                 factors=Factors(1, world, world), pieces=4 if fates else 1)
             model.recompute = False
             if fates:
-                Layers(model, (1, tokens), fates, tokens // 4, device, torch.bfloat16,
-                       report=lambda *_: None)
+                Layers(model, (1, tokens), fates, tokens // 4, device, torch.bfloat16)
             curve = []
             for i in range(9):
                 n = tokens // 2 if i in (4, 6) and not fates else tokens
@@ -647,7 +755,7 @@ def table_capped(device: torch.device) -> list[dict]:
     without --gpu-memory), to 512 tokens a rank: as above, by what gives the memory (a plan's step
     is recorded with segments that expand)."""
     world, rows, layers, step = dist.get_world_size(), [], MODELS["7b"].layers, 512
-    cap = MEMORY["gpu_memory"] or 80 * GIB
+    cap = MEMORY.get("gpu_memory") or 80 * GIB
 
     def planned(tokens: int) -> tuple[Config, Plan]:
         cfg = Config(model="7b", seq=tokens * world, resident_layers=layers,
@@ -714,7 +822,8 @@ def proof_step(cfg: Config, device, plan: Plan, pin: bool = True):
     gpu = sum(memory_need(cfg, plan).values()) - sum(memory_need(cfg, part).values())
     host = planner.host_bytes(cfg, plan) - planner.host_bytes(cfg, part)
     held = [torch.empty(int(gpu), dtype=torch.uint8, device=device),
-            offload.host_slots([2**32] * int(host / 2**32) * pin, device.type == "cuda")]
+            [slot.result() for slot in offload.host_slots(
+                [2**32] * int(host / 2**32) * pin, device.type == "cuda")]]
     step = long_step(cfg, device, part)
     step.held, step.plan = held, plan
     return step
@@ -767,6 +876,7 @@ def table_million(device: torch.device) -> list[dict]:
                         / wanted[x].double().norm()).item() for x in wanted}
         rows.append({"system": label, "seq": seq, "heads": heads, "kernel": kernel,
                      **dict.fromkeys(("o", "dq", "dk", "dv")), **distance})
+        KEEP[0](rows)
 
     add("the last head, to itself alone", alone, {k: x[:, :, -1:] for k, x in all_heads.items()})
     at = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
@@ -823,6 +933,7 @@ def table_memory(device: torch.device) -> list[dict]:
                         gpus=world, state_bytes=states.bytes(), state_bytes_formula=state_bytes(
                             param_count(cfg), f, torch.bfloat16, m > 1))
                 rows.append(r | {"oom": False, "imbalance": states.imbalance})
+                KEEP[0](rows)
                 del model, states
     return rows
 
@@ -922,13 +1033,38 @@ def table_trace(device: torch.device) -> list[dict]:
     return rows
 
 
-#         table: function, ranks that it needs (a laptop measures step, alpha, million)
-TABLES = {"step": (table_step, 1), "alpha": (table_alpha, 1),
-          "shard": (table_shard, 2), "memory": (table_memory, 2),
-          "curves": (table_curves, 2), "swap": (table_swap, 1), "long": (table_long, 1),
-          "longest": (table_longest, 1), "million": (table_million, 1),
-          "memplan": (table_memplan, 1), "capped": (table_capped, 2),
-          "trace": (table_trace, 2), "overlap": (table_overlap, 2), "nodes": (table_nodes, 4)}
+@dataclass(frozen=True)
+class Table:
+    measure: Callable[[torch.device], list[dict]]
+    ranks: int = 1  # that it needs
+    cpu: bool = False  # a machine without GPUs can measure it
+
+
+TABLES = {"step": Table(table_step, cpu=True), "alpha": Table(table_alpha, cpu=True),
+          "million": Table(table_million, cpu=True), "swap": Table(table_swap),
+          "long": Table(table_long), "longest": Table(table_longest),
+          "memplan": Table(table_memplan), "capped": Table(table_capped, 2),
+          "shard": Table(table_shard, 2), "memory": Table(table_memory, 2),
+          "curves": Table(table_curves, 2), "trace": Table(table_trace, 2),
+          "overlap": Table(table_overlap, 2), "nodes": Table(table_nodes, 4)}
+
+
+def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
+    """The reason why a table cannot be measured by these ranks, with what to type; or None."""
+    table = TABLES[name]
+    if not gpu and not table.cpu:
+        here = ", ".join(n for n, t in TABLES.items() if t.cpu)
+        return f"table {name} measures GPUs, and there are none here; a CPU can measure {here}"
+    if world < table.ranks:
+        split = " --nodes 2" if name == "nodes" else ""
+        return (f"table {name} needs {table.ranks} GPUs or more, one a rank: torchrun "
+                f"--nproc_per_node {table.ranks} bench.py {name}{split}")
+    if (name == "nodes") != (nodes > 1):
+        return ("table nodes needs --nodes 2 or more" if nodes == 1 else
+                f"--nodes {nodes}: splits the ranks of table nodes alone, not of {name}")
+    if world % nodes:
+        return f"--nodes {nodes}: does not divide {world} ranks"
+    return None
 
 
 def cells(r: dict) -> list[str]:
@@ -937,6 +1073,8 @@ def cells(r: dict) -> list[str]:
         return form.format(x) if x is not None else "-"
 
     ms, name = r["step_s"] * 1e3 if r["step_s"] else None, r["system"]
+    if r["model"] == "-":  # a ceiling
+        name += f", {r['flops'] / 1e12:.3g} TFLOP/s"
     if r.get("sp"):  # what train.py has chosen
         name += f" {r['p']},{r['g']},{r['os']}"
         if r["fates"]:
@@ -1077,9 +1215,14 @@ def write_readme() -> None:
                     + text[end:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}; none: all")
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], allow_abbrev=False,
+        epilog="Sizes may end in K, M or G, which are binary: 64K is 65536.")
+    parser.add_argument("tables", nargs="*", default=["step"], metavar="table",
+                        help=f"of {', '.join(TABLES)}; default: step")
+    parser.add_argument("--quick", action="store_true",
+                        help="table step with a small model, in a minute")
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
                         "out/results on a CPU, whose figures README does not show")
     parser.add_argument("--readme", action="store_true",
@@ -1090,71 +1233,105 @@ def main() -> None:
                         help="tokens of the sequences of the tables long and memplan: 64K,128K")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
                         "(recomputation), swap (all of it) and fsdp2, as full,swap")
-    parser.add_argument("--host-memory", type=size, default=0, help="bytes of a node that it may "
-                        "swap to, as 160G (pinning them takes time); 0: what the machine allows")
-    parser.add_argument("--gpu-memory", type=size, default=0, help="bytes of a GPU that it may "
-                        "use, as 80G, to imitate another; 0: all")
+    parser.add_argument("--host-memory", type=size, help="bytes of a node that it may swap to, as "
+                        "160G (pinning them takes time); default: what the machine allows")
+    parser.add_argument("--gpu-memory", type=size, help="bytes of a GPU that it may use, as 80G, "
+                        "to imitate another; default: all")
     args = parser.parse_args()
-    SEQS[:], SKIP[:] = args.seq, args.skip.split(",")
+    if unknown := set(args.tables) - set(TABLES):
+        parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
+    gpu, world = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
+    reasons = [why_not(name, world, args.nodes, gpu) for name in args.tables]
+    if refused := [r for r in reasons if r]:  # known to each rank, so all of them say it
+        parser.error(refused[0])
+    return args
+
+
+def try_folder(folder: Path) -> None:
+    """Raise ValueError if results cannot be written there: before anything is measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written: {e}; name another --out") from e
+
+
+def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, str]:
+    """The command that measures a table as this run does, and what sets its file's name apart."""
+    seqs, gib = [f"{s // 1024}K" for s in args.seq], (args.gpu_memory or 0) // GIB
+    flags = {"nodes": args.nodes if args.nodes > 1 else None, "seq": ",".join(seqs),
+             "skip": args.skip, "gpu-memory": f"{gib}G" if gib else None,
+             "host-memory": args.host_memory and f"{args.host_memory // GIB}G"}
+    launcher = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
+    command = f"{launcher} bench.py {name}" + " --quick" * args.quick + "".join(
+        f" --{k} {v}" for k, v in flags.items() if v)
+    file = name + f"{args.nodes}" * (args.nodes > 1) + "-quick" * args.quick
+    return command, file + "".join(f"-{s.lower()}" for s in seqs) + f"-{gib}g" * (gib > 0)
+
+
+def main() -> None:
+    args = parse()
+    SEQS[:], SKIP[:], QUICK[:] = args.seq, args.skip.split(","), [args.quick]
     MEMORY.update(host_memory=args.host_memory, gpu_memory=args.gpu_memory)
     if args.readme:
         return write_readme()
-    if unknown := set(args.tables) - set(TABLES):
-        parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
     local, gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
     if args.nodes > 1:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ["NCCL_HOSTID"] = f"node{local * args.nodes // int(os.environ['WORLD_SIZE'])}"
     rank, world, local_rank = start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    out = Path(args.out or HERE / ("results" if gpu else "out/results"))
+    on_all_ranks(lambda: try_folder(out) if rank == 0 else None)
     if gpu:
         torch.cuda.set_device(device)
         train.expandable_segments()
     torch.compiler.set_stance("default" if gpu else "force_eager")
     hardware = torch.cuda.get_device_name(device) if gpu else f"CPU, {os.cpu_count()} cores"
     hardware = f"{world} x {hardware}" if world > 1 else hardware
-    last = []
-    fit = [n for n, (_, ranks) in TABLES.items() if ranks <= world
-           and (gpu or n in ("step", "alpha", "million"))
-           and (n != "nodes" or args.nodes > 1)]
-    for name in args.tables or fit:
-        if name not in fit:
-            raise SystemExit(f"bench.py: table {name} needs {TABLES[name][1]} GPUs or more"
-                             + (", and --nodes 2" if name == "nodes" else ""))
+    if rank == 0 and (count := torch.cuda.device_count()) > world == 1:
+        print(f"one of {count} GPUs; all of them: torchrun --nproc_per_node {count} bench.py "
+              f"{' '.join(args.tables)}")
+    last, stopped = [], False
+    for name in args.tables:
         release(device)
-        torchrun = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
-        nodes = f" --nodes {args.nodes}" if args.nodes > 1 else ""
-        nodes += "".join(f" --{k} {v}" for k, v in (
-            ("seq", ",".join(f"{s // 1024}K" for s in SEQS)), ("skip", args.skip),
-            *((k.replace("_", "-"), f"{v // GIB}G") for k, v in MEMORY.items() if v)) if v)
+        command, file = command_line(args, name, world)
         results = {"hardware": hardware if name != "alpha" else "no device (calculated)",
-                   "versions": versions(), "commit": commit(),
-                   "command": f"{torchrun} bench.py {name}{nodes}"}
-        out = Path(args.out or HERE / ("results" if gpu else "out/results"))
-        kind = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
-        file = name + (f"{args.nodes}" if args.nodes > 1 else "") + "".join(
-            f"-{s // 1024}k" for s in SEQS) + (
-            f"-{args.gpu_memory // GIB}g" if args.gpu_memory else "") + (
-            f"-{kind}" if name != "alpha" else "")
+                   "versions": versions(), "commit": commit(), "command": command, "rows": []}
+        if name != "alpha":
+            file += "-" + hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
 
         def keep(rows: list[dict]) -> None:
             """Write the rows so far: a table that is cut short leaves what it has measured."""
+            results["rows"] = rows
             if rank == 0:
-                results["rows"] = rows
-                out.mkdir(parents=True, exist_ok=True)
                 (out / f"{file}.json").write_text(json.dumps(results, indent=1) + "\n")
 
         KEEP[:] = [keep, out]
-        rows = TABLES[name][0](device)
-        keep(rows)
+        try:
+            keep(TABLES[name].measure(device))
+        except KeyboardInterrupt:
+            stopped = True
         if rank == 0:
             print(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
-            show(rows)
+            show(results["rows"]) if results["rows"] else None
+            print(f"{'stopped; the rows so far are' if stopped else 'written'} in "
+                  f"{out / file}.json")
         last.append({"table": name, **results})
+        if stopped:
+            break
     if rank == 0:
         print(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
+    if stopped:  # in the middle of something: other ranks may wait in it
+        sys.stdout.flush()
+        os._exit(130)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Refused as e:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"bench.py: error: {e}", file=sys.stderr)
+        sys.exit(2)

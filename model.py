@@ -25,7 +25,6 @@ import functools
 import importlib
 import json
 import math
-import re
 import shutil
 import warnings
 import zlib
@@ -59,6 +58,23 @@ class ModelConfig:
     rope_scaling: dict = field(default_factory=dict)  # Hugging Face's keys; empty: none
     max_positions: int = 4096  # the length that the weights were trained at
     tied: bool = False  # the head was imported from the embedding; here they are two matrices
+
+    def __post_init__(self):
+        """Raise ValueError for sizes that no kernel computes, or computes wrongly in silence: where
+        kv_heads does not divide heads, the CPU's attention reads the next token's heads."""
+        sizes = {name: getattr(self, name) for name in
+                 ("vocab", "dim", "layers", "heads", "kv_heads", "ffn", "head_dim")}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}: a whole number from 1")
+        if self.heads % self.kv_heads:
+            legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
+            raise ValueError(f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} "
+                             f"heads; nearest: {nearest}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
+                             f"even; nearest: {self.head_dim + 1}")
 
 
 MODELS = {  #                   V       C     L   H   K   F
@@ -102,21 +118,6 @@ def activation_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
     qo, kv = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     elements = 4 * cfg.dim + 2 * qo + 2 * kv + 3 * cfg.ffn
     return cfg.layers * tokens * (elements * itemsize + 4 * cfg.heads)
-
-
-PEAK_FLOPS = {  # dense bf16 FLOP/s, from the vendors' data sheets, by PyTorch's device name
-    r"A100|A800": 312e12,
-    r"H100 PCIe": 756e12,
-    r"H(100|200) NVL": 835e12,
-    r"H100|H800|H200": 989.4e12,
-    r"B200": 2250e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, None if it is not in the table: then no MFU, never a guess."""
-    hits = (v for k, v in PEAK_FLOPS.items() if re.search(rf"\b({k})\b", device_name))
-    return next(hits, None)
 
 
 # ---------------------------------------------------------------------------- attention kernels
@@ -617,7 +618,8 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
             return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
         low = max(math.floor(index(opt.get("beta_fast") or 32)), 0)
         high = min(math.ceil(index(opt.get("beta_slow") or 1)), 2 * half - 1)
-        ramp = ((torch.arange(half) - low) / max(high - low, 1e-3)).clamp(0, 1).double()
+        steps = torch.arange(half, dtype=torch.float64)
+        ramp = ((steps - low) / max(high - low, 1e-3)).clamp(0, 1)
         factor = opt.get("attention_factor") or 0.1 * math.log(max(s, 1.0)) + 1.0
         return freq * (1 - ramp) + freq / s * ramp, factor
     raise ValueError(f"rope scaling {kind!r} is unknown: linear, llama3, yarn or none")
@@ -733,7 +735,8 @@ def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device)
     may make their parts in any order."""
     if "norm" in name:
         return torch.ones(shape, device=device)
-    rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + (seed << 32))
+    # a CPU's generator takes 32 bits; of one name, crc32 gives every start value another result
+    rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
     residual = name.endswith(("out.weight", "down.weight"))
     std = 0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02
     return torch.empty(shape, device=device).normal_(0, std, generator=rng)

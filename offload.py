@@ -32,7 +32,8 @@ import math
 import mmap
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -250,16 +251,19 @@ def choose(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: fl
 # ---------------------------------------------------------------------------- host memory
 
 
-def host_slots(sizes: list[int], pin: bool, report=print) -> list[Tensor]:
-    """Host memory for the slots, page-locked if `pin`, in pieces of so many bytes.
+def host_slots(sizes: list[int], pin: bool) -> list[Future[Tensor]]:
+    """Host memory for the slots, in pieces of so many bytes; page-locked if `pin`, by threads, so
+    that other work goes on meanwhile.
 
-    Page faults are what takes the time, so threads touch and register slots in parallel, in huge
-    pages. (PyTorch's own pinned allocator would round up to a power of two.) A copy must not cross
-    two registrations, so a slot has one of its own. report(text) is called as it goes. Raises
-    MemoryError.
+    Page faults are what takes the time, so four threads touch and register slots in parallel, in
+    huge pages. (PyTorch's own pinned allocator would round up to a power of two.) A copy must not
+    cross two registrations, so a slot has one of its own. A result raises MemoryError.
     """
     if not pin:
-        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        slots = [Future() for _ in sizes]
+        for slot, size in zip(slots, sizes):
+            slot.set_result(torch.empty(size, dtype=torch.uint8))
+        return slots
     cudart, device = torch.cuda.cudart(), torch.cuda.current_device()
 
     def lock(size: int) -> Tensor:
@@ -279,16 +283,22 @@ def host_slots(sizes: list[int], pin: bool, report=print) -> list[Tensor]:
         gone.atexit = False
         return slot
 
-    done, said, start, total = 0, 0.0, time.perf_counter(), sum(sizes)
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(lock, size) for size in sizes]
-        for job in as_completed(jobs):
-            done += len(job.result())
-            if (now := time.perf_counter()) - said > 5 or done == total:
-                said = now
-                report(f"pinned {done / GIB:.1f} of {total / GIB:.1f} GiB of host memory a rank, "
-                       f"{now - start:.0f} s")
-    return [job.result() for job in jobs]
+    pool = ThreadPoolExecutor(4)
+    slots = [pool.submit(lock, size) for size in sizes]
+    pool.shutdown(wait=False)
+    return slots
+
+
+def wait_for_slots(slots: list[Future[Tensor]], sizes: list[int], report=print) -> list[Tensor]:
+    """The slots, when all are there; report(text) says now and then how far it is. Raises
+    MemoryError."""
+    start, total = time.perf_counter(), sum(sizes)
+    while missing := [s for s in slots if not s.done()]:
+        done = sum(size for slot, size in zip(slots, sizes) if slot.done())
+        report(f"waiting for host memory: {done / GIB:.1f} of {total / GIB:.1f} GiB a rank pinned, "
+               f"{time.perf_counter() - start:.0f} s", flush=True)
+        wait_futures(missing, timeout=5)
+    return [slot.result() for slot in slots]
 
 
 def group_limit() -> int | None:
@@ -304,15 +314,15 @@ def group_limit() -> int | None:
     return min((x for x in limits if x < 2**50), default=None)  # version 1: none is a huge number
 
 
-def host_limit(asked: int = 0) -> int:
+def host_limit(asked: int | None = None) -> int:
     """Bytes of a node for what is swapped: as asked, or what control groups or the machine allow,
     less an eighth for all else. Raises ValueError if the control groups allow less than asked."""
     allowed = group_limit()
-    if asked and allowed and asked > allowed:
+    if asked is not None and allowed and asked > allowed:
         raise ValueError(f"--host-memory {asked / GIB:.0f}G: the control group allows "
                          f"{allowed / GIB:.0f}G, and other things need some of it")
     total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    return asked or (allowed or total) * 7 // 8
+    return (allowed or total) * 7 // 8 if asked is None else asked
 
 
 Field = tuple[str, tuple[int, ...], torch.dtype]
@@ -408,8 +418,7 @@ class Layers:
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], fates: Fates, chunk: int,
-                 device: torch.device, dtype: torch.dtype, poison: bool = False, delay: int = 0,
-                 report=print):
+                 device: torch.device, dtype: torch.dtype, poison: bool = False, delay: int = 0):
         self.blocks, self.attention, self.cfg = model.blocks, model.attention, model.cfg
         self.heads = self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads  # of q, k, v
         self.batch, self.tokens, self.fates = shape[0], shape[0] * shape[1], fates
@@ -420,8 +429,8 @@ class Layers:
         self.out, self.back = Lane(device, True), Lane(device, True)
         swapped = [i for i in range(fates.layers) if fates.swaps(i)]
         self.last_swapped = max(swapped, default=-1)
-        sizes = [span(self.fields(i)) for i in swapped]
-        self.slots = host_slots(sizes, device.type == "cuda", report)
+        sizes = self.slot_sizes = [span(self.fields(i)) for i in swapped]
+        self.coming, self.slots = host_slots(sizes, device.type == "cuda"), []
         self.buffers = [torch.empty(max(sizes), dtype=torch.uint8, device=device)
                         for _ in swapped[:2]]
         self.nan = torch.full_like(self.buffers[0], 255) if poison and swapped else None
@@ -431,6 +440,12 @@ class Layers:
         self.here: set[int] = set()  # layers that are in a rounding buffer, or on their way in
         self.rope: tuple[Tensor, Tensor] | None = None  # for N tokens, in this pass
         model.run = self
+
+    def wait_for_slots(self, report=print) -> None:
+        """The host memory was asked for when this object was made; a pass needs all of it. Raises
+        MemoryError."""
+        self.slots = wait_for_slots(self.coming, self.slot_sizes, report)
+        self.coming = []
 
     def fields(self, i: int) -> list[Field]:
         """What the slot of a swapped layer holds."""
@@ -447,6 +462,8 @@ class Layers:
 
     def __call__(self, i: int, x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Layer i: x (B, T, C), rope (T, D/2) each -> y (B, T, C)."""
+        if self.coming:
+            self.wait_for_slots()
         if i == 0:
             self.rope = tuple(t.repeat(self.batch, 1) for t in rope) if self.batch > 1 else rope
         rope = self.rope

@@ -33,6 +33,7 @@ import sysconfig
 import tempfile
 import threading
 import time
+import typing
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -44,11 +45,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
-from model import (FUSED, IGNORE, MODELS, SIMULATED, LLaMA, ModelConfig, flops_per_token, hf_config,
-                   hf_export, hf_open, initial_weight, param_count, peak_flops, pick_kernel)
+from model import (FUSED, IGNORE, MODELS, SIMULATED, LLaMA, ModelConfig, accumulation_dtype,
+                   flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
+                   pick_kernel)
 from offload import GIB, Layers, measure, places_bytes
-from planner import (Plan, choose_degrees, choose_plan, gpu_room, host_bytes, host_room,
-                     memory_need, treat, wanted_factors)
+from planner import (Plan, choose_degrees, choose_plan, find_rates, gpu_room, host_bytes, host_room,
+                     memory_need, nearest, treat, wanted_factors)
 from shard import LANES, Exchange, Groups, Lane, States, Ulysses
 
 # ---------------------------------------------------------------------------- config
@@ -69,16 +71,21 @@ def flag(default, text: str):
 
 @dataclass
 class Config:
+    """Every flag. None is `auto`: chosen by what the help says, and set here when it is known."""
+
     model: str = flag("auto", f"auto (tiny on a CPU, 7b on GPUs), {', '.join(MODELS)}")
-    seq: int = flag(0, "tokens a sequence; 0: 256 for tiny, else 4096")
-    sp: int = flag(0, "ranks that share a sequence; 0: by predicted time")
+    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
+    sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end")
-    batch: int = flag(0, "sequences a step over all ranks; 0: 4K tokens for tiny, else 512K tokens")
-    micro_batch: int = flag(0, "sequences that sp ranks run at once; 0: the most within 8K tokens a"
-                            " rank")
-    lr: float = flag(0.0, "peak learning rate; 0: 3e-3 for tiny, 6e-4 for 160m, else 3e-4")
+    batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
+                             " tokens for tiny and 512K tokens for others")
+    batch_tokens: int | None = flag(None, "the same in tokens (as 4M), a multiple of --seq")
+    micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
+                                   " within 8K tokens a rank")
+    lr: float | None = flag(None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, else"
+                            " 3e-4")
     min_lr: float = flag(0.1, "the cosine's end, as a fraction of --lr")
-    warmup: int = flag(-1, "steps of linear warm-up; -1: a twentieth of --steps")
+    warmup: int | None = flag(None, "steps of linear warm-up; auto: a twentieth of --steps")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms")
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
@@ -96,17 +103,17 @@ class Config:
     save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
     keep: int = flag(2, "checkpoints kept")
     resume: str = flag("", "never, latest, auto (latest if there is one), or a checkpoint's folder;"
-                       " alone: latest; default: never, auto under a torchrun restart")
+                       " alone: latest; without it: never, but auto under a torchrun restart")
     init: str = flag("random", "random, or hf:DIR: a Hugging Face LLaMA checkpoint")
     export: str = flag("", "folder for a Hugging Face checkpoint of the final weights")
-    rope_theta: float = flag(0.0, "rotary base; 0: the model's")
+    rope_theta: float | None = flag(None, "rotary base; auto: the model's")
     rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR or"
                              " yarn:FACTOR")
-    p: str = flag("", "parameter shards: a number, or GPUs in a node x nodes (8, 8x4); default: by"
-                  " predicted time, then the fewest shards, p before g before os")
-    g: str = flag("", "gradient shards, p or os")
-    os: str = flag("", "optimizer state shards, a multiple of p")
-    per_node: int = flag(0, "ranks of a node; 0: torchrun's local world size")
+    p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
+                         " auto: by predicted time, then the fewest shards, p before g before os")
+    g: str | None = flag(None, "gradient shards, p or os; auto: likewise")
+    os: str | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
+    per_node: int | None = flag(None, "ranks of a node; auto: torchrun's local world size")
     strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero++:K,"
                          " zero1.5:K")
     os_layout: str = flag("intra", "of optimizer states: inter (whole tensors, greedy) or intra"
@@ -117,15 +124,17 @@ class Config:
     recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
                           " program of offload.py says; none: they keep everything; full: their"
                           " input alone, and all of them runs again, attention included")
-    alpha: float = flag(-1.0, "fraction of tokens whose activations a swapped layer swaps; -1: by"
-                        " the program, as what follows")
-    resident_layers: int = flag(0, "last layers whose inputs and attention outputs stay on the GPU")
-    chunk: int = flag(0, "most tokens that a layer runs at once: it cuts them into equal parts")
-    head_groups: int = flag(0, "parts of a rank's heads; the next one's all-to-all runs under this"
-                            " one's attention")
-    host_memory: int = flag(0, "bytes of a node (as 400G) for swapped activations; 0: what the"
-                            " control group or the machine allows, less an eighth")
-    gpu_memory: int = flag(0, "bytes of a GPU that may be used (as 80G); 0: all")
+    alpha: float | None = flag(None, "fraction of tokens whose activations a swapped layer swaps;"
+                               " auto: by the program")
+    resident_layers: int | None = flag(None, "last layers whose inputs and attention outputs stay"
+                                       " on the GPU; auto: by the program")
+    chunk: int | None = flag(None, "most tokens that a layer runs at once, which cuts them into"
+                             " equal parts; auto: 16K")
+    head_groups: int | None = flag(None, "parts of a rank's heads; the next one's all-to-all runs"
+                                   " under this one's attention; auto: at most 4")
+    host_memory: int | None = flag(None, "bytes of a node (as 400G) for swapped activations; auto:"
+                                   " what the control group or the machine allows, less an eighth")
+    gpu_memory: int | None = flag(None, "bytes of a GPU that may be used (as 80G); auto: all")
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
@@ -134,25 +143,27 @@ class Config:
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     dry_run: bool = flag(False, "print config, counts and memory need, and end")
-    ranks: int = flag(0, "with --dry-run: plan for so many, and simulate the first one's step; none"
-                      " of them need be there")
+    ranks: int | None = flag(None, "with --dry-run: plan for so many, and simulate the first one's"
+                             " step; none of them need be there; auto: the ranks that are")
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
            "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
            "memplan": ("on", "off", "auto")}
-LIMITS = {  # what a number may be, once "0: by model" and the like are resolved
-    "seq": (1, 2**40), "steps": (0, 2**40), "batch": (0, 2**40), "micro_batch": (0, 2**40),
+LIMITS = {  # what a number may be, if it is not auto
+    "seq": (1, 2**40), "steps": (0, 2**40), "batch": (1, 2**40), "micro_batch": (1, 2**40),
+    "batch_tokens": (1, 2**60), "alpha": (0, 1), "rope_theta": (1, 1e30),
     "lr": (0, 1e30), "min_lr": (0, 1), "warmup": (0, 2**40), "weight_decay": (0, 1e6),
     "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "clip": (0, 1e30), "max_skips": (1, 2**40),
     "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "eval_every": (-1, 2**40),
     "eval_sequences": (1, 2**40), "save_every": (-1, 2**40), "keep": (1, 2**40),
-    "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (0, 2**20), "chunk": (0, 2**40),
-    "resident_layers": (0, 2**20), "head_groups": (0, 2**20), "host_memory": (0, 2**60),
-    "gpu_memory": (0, 2**60), "ranks": (0, 2**20),
+    "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "chunk": (1, 2**40),
+    "resident_layers": (2, 2**20), "head_groups": (1, 2**20), "host_memory": (0, 2**60),
+    "gpu_memory": (1, 2**60), "ranks": (1, 2**20),
 }
-SIZES = ("seq", "steps", "batch", "micro_batch", "chunk", "host_memory", "gpu_memory")
+SIZES = ("seq", "steps", "batch", "batch_tokens", "micro_batch", "chunk", "host_memory",
+         "gpu_memory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -163,15 +174,31 @@ class Parser(argparse.ArgumentParser):
         super().error(message + (f" (nearest: {near[0]})" if unknown and near else ""))
 
 
+def flag_type(f: dataclasses.Field):
+    """text -> value of a field; the word auto is None where that is allowed."""
+    kinds = typing.get_args(f.type) or (f.type,)
+    kind = size if f.name in SIZES else kinds[0]
+
+    def convert(text: str):
+        return None if text == "auto" and type(None) in kinds else kind(text)
+
+    convert.__name__ = kind.__name__  # argparse says "invalid float value"
+    return convert
+
+
 def parse(argv: list[str] | None = None) -> Config:
-    parser = Parser(description=__doc__.split("\n")[0], allow_abbrev=False,
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(
+        description=__doc__.split("\n")[0], allow_abbrev=False,
+        epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
+        "by the program, as its help says, and the choice is printed.")
     for f in dataclasses.fields(Config):
-        kind = {"default": f.default, "help": f.metadata["help"]}
+        default = "auto" if f.default is None else f.default
+        shown = "" if default in ("", False) else f" (default: {default})"
+        kind = {"default": f.default, "help": (f.metadata["help"] + shown).replace("%", "%%")}
         if f.type is bool:
             kind["action"] = argparse.BooleanOptionalAction
         else:
-            kind["type"] = size if f.name in SIZES else f.type
+            kind["type"] = flag_type(f)
         if f.name == "resume":
             kind |= {"nargs": "?", "const": "latest"}
         parser.add_argument("--" + f.name.replace("_", "-"), **kind)
@@ -348,21 +375,23 @@ def on_all_ranks(check):
 
 
 def check_flags(cfg: Config) -> None:
-    """Raise ValueError for a number out of its range or a word that is none of its choices."""
+    """Raise ValueError for a number out of its range, a word that is none of its choices, flags
+    that contradict each other. Nothing is read but flags, so all ranks of a command refuse alike."""
     for name, values in CHOICES.items():
         if getattr(cfg, name) not in values:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: one of "
                              f"{', '.join(values)}")
     for name, (least, most) in LIMITS.items():
-        if not least <= getattr(cfg, name) <= most:  # a NaN is not, either
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: from {least} to "
-                             f"{most}")
+        value = getattr(cfg, name)
+        if value is not None and not least <= value <= most:  # a NaN is not, either
+            raise ValueError(f"--{name.replace('_', '-')} {value}: from {least} to {most}")
+    if cfg.batch is not None and cfg.batch_tokens is not None:
+        raise ValueError(f"--batch {cfg.batch} and --batch-tokens {cfg.batch_tokens} say the same "
+                         "in sequences and in tokens: drop one")
     if cfg.overlap != "none" and not {*cfg.overlap.split(",")} <= {*LANES}:
         raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(LANES)}, or none")
-    if cfg.alpha != -1 and not 0 <= cfg.alpha <= 1:
-        raise ValueError(f"--alpha {cfg.alpha}: from 0 to 1, or -1: by the program")
     by_hand = [f"--{k.replace('_', '-')}" for k in ("alpha", "resident_layers", "chunk")
-               if getattr(cfg, k) != Config.__dataclass_fields__[k].default]
+               if getattr(cfg, k) is not None]
     if by_hand and cfg.recompute != "auto":
         raise ValueError(f"{' '.join(by_hand)} and --recompute {cfg.recompute} say different things"
                          ": drop one")
@@ -402,8 +431,6 @@ def choose_model(cfg: Config):
             raise ValueError(f"--model {cfg.model}: auto, {', '.join(MODELS)}"
                              + (f"; nearest: {near[0]}" if near else ""))
         model = MODELS[cfg.model]
-    if cfg.rope_theta and not 1 <= cfg.rope_theta <= 1e30:
-        raise ValueError(f"--rope-theta {cfg.rope_theta}: from 1 to 1e30, or 0 for the model's")
     scaling = model.rope_scaling
     if cfg.rope_scaling:
         kind, _, factor = cfg.rope_scaling.partition(":")
@@ -414,7 +441,8 @@ def choose_model(cfg: Config):
         trained = scaling.get("original_max_position_embeddings", model.max_positions)
         scaling = {"rope_type": kind, "factor": float(factor),
                    "original_max_position_embeddings": trained}
-    cfg.seq = cfg.seq or (256 if cfg.model == "tiny" else 4096)
+    if cfg.seq is None:
+        cfg.seq = 256 if cfg.model == "tiny" else 4096
     return dataclasses.replace(
         model, rope_theta=cfg.rope_theta or model.rope_theta, rope_scaling=scaling,
         max_positions=max(model.max_positions, cfg.seq)), read
@@ -439,11 +467,18 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     Raises ValueError for what cannot work, with numbers."""
     device = choose_device(cfg, local_rank)
     model, read = choose_model(cfg)
-    cfg.lr = cfg.lr or {"tiny": 3e-3, "160m": 6e-4}.get(cfg.model, 3e-4)
-    cfg.warmup = cfg.steps // 20 if cfg.warmup == -1 else cfg.warmup
-    usual = math.gcd(8, world) if cfg.ranks else int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    cfg.per_node = cfg.per_node or usual
-    check_flags(cfg)
+    if cfg.lr is None:
+        cfg.lr = {"tiny": 3e-3, "160m": 6e-4}.get(cfg.model, 3e-4)
+    if cfg.warmup is None:
+        cfg.warmup = cfg.steps // 20
+    if cfg.per_node is None:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        cfg.per_node = math.gcd(8, world) if cfg.ranks else here
+    if cfg.batch_tokens is not None:
+        if cfg.batch_tokens % cfg.seq:
+            raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
+                             f"{cfg.seq}; nearest: {nearest(cfg.batch_tokens, cfg.seq)}")
+        cfg.batch = cfg.batch_tokens // cfg.seq
     kernel = cfg.attention = pick_kernel(cfg.attention, device, DTYPES[cfg.dtype])
     choose_degrees(cfg, model.heads, world), wanted_factors(cfg, world)  # they refuse early
     corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
@@ -452,15 +487,22 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     if not cfg.dry_run:
         check_folders(cfg)
     resume = find_checkpoint(cfg, model, launch)
-    if cfg.resident_layers == 1 or cfg.resident_layers > model.layers:
+    samples = 0
+    if resume:
+        meta = json.loads((resume / "meta.json").read_text())
+        old = meta["config"]
+        samples = meta.get("samples", meta["step"] * old["batch"]) * old["seq"] // cfg.seq
+        if cfg.batch is None:  # the same tokens a step, whatever ranks there are now
+            cfg.batch = max(1, old["batch"] * old["seq"] // cfg.seq)
+    if cfg.resident_layers and cfg.resident_layers > model.layers:
         raise ValueError(f"--resident-layers {cfg.resident_layers}: from 2, whose backward starts "
-                         f"at once, to the model's {model.layers}; 0: by the program")
-    if cfg.alpha > 0 and model.layers <= 2:
+                         f"at once, to the model's {model.layers}")
+    if cfg.alpha and model.layers <= 2:
         raise ValueError(f"--alpha {cfg.alpha}: the last two layers never swap, and --model "
                          f"{cfg.model} has {model.layers}")
-    if cfg.alpha > 0 and cfg.resident_layers == model.layers:
+    if cfg.alpha and cfg.resident_layers == model.layers:
         raise ValueError(f"--alpha {cfg.alpha}: no layer swaps if all {model.layers} are resident")
-    return Plan(model, device, DTYPES[cfg.dtype], kernel, train, val, read, resume,
+    return Plan(model, device, DTYPES[cfg.dtype], kernel, train, val, read, resume, samples,
                 room=gpu_room(cfg, device), host=host_room(cfg))
 
 
@@ -493,7 +535,37 @@ def sync_folder(path: Path) -> None:
     os.close(handle)
 
 
-def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int,
+def checkpoint_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a checkpoint: master weights and two moments, float32 or wider."""
+    return 3 * accumulation_dtype(dtype).itemsize * param_count(model)
+
+
+def check_disk(cfg: Config, plan: Plan) -> str:
+    """Compare the free disk with what will be written, before the first step. Returns a line that
+    says it. Raises ValueError if it does not fit."""
+    out, each = Path(cfg.out), checkpoint_bytes(plan.model, plan.dtype)
+    most = 1  # checkpoints that lie there at once: --keep of them and the one that is written
+    if cfg.save_every > 0:
+        most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every))
+    there = len([f for f in out.glob("step-*") if f.is_dir()]) if plan.resume else 0
+    need = {out: max(1, most - there) * each if cfg.save_every >= 0 else 0}
+    if cfg.export:
+        need[Path(cfg.export)] = param_count(plan.model) * plan.dtype.itemsize
+    for folder, bytes_needed in need.items():
+        free = shutil.disk_usage(folder).free
+        if bytes_needed > free:
+            what = f"{most} checkpoints of {each / GIB:.1f} GiB" if folder == out else "the export"
+            raise ValueError(
+                f"{folder} has {free / GIB:.1f} GiB free, {what} need {bytes_needed / GIB:.1f}: "
+                "name another --out or --export, save less often (--save-every), keep fewer "
+                "(--keep), or save none (--save-every -1)")
+    if cfg.save_every < 0:
+        return "checkpoints: none"
+    free = shutil.disk_usage(out).free
+    return f"checkpoints: {each / GIB:.2f} GiB each, {free / GIB:.1f} GiB free in {out}"
+
+
+def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int, samples: int,
                     launch: str) -> None:
     out, tmp = Path(cfg.out), Path(cfg.out) / f"step-{step:08d}.tmp"
     rank = dist.get_rank()
@@ -505,8 +577,8 @@ def save_checkpoint(cfg: Config, model: ModelConfig, states: States, step: int,
     dist.barrier()
     if rank == 0:
         files = {f.name: f.stat().st_size for f in tmp.iterdir()}
-        meta = {"step": step, "model": dataclasses.asdict(model), "files": files,
-                "launch": launch, "config": dataclasses.asdict(cfg)}
+        meta = {"step": step, "samples": samples, "model": dataclasses.asdict(model),
+                "files": files, "launch": launch, "config": dataclasses.asdict(cfg)}
         with open(tmp / "meta.json", "w") as f:
             json.dump(meta, f, indent=1)
             f.flush()
@@ -646,10 +718,11 @@ def to_device(windows: list[np.ndarray], cfg: Config, rank: int,
     return t[..., :-1].contiguous(), labels.masked_fill(labels == cfg.ignore_token, IGNORE)
 
 
-def load_batch(cfg: Config, plan: Plan, step: int, rank: int, world: int):
-    """This rank's share of the step's sequences, and 1 / (valid labels on all ranks)."""
+def load_batch(cfg: Config, plan: Plan, samples: int, rank: int, world: int):
+    """This rank's share of the next batch, and 1 / (valid labels on all ranks). samples: sequences
+    that the run has seen, which alone decides what comes next."""
     each = cfg.batch * cfg.sp // world
-    first = step * cfg.batch + rank // cfg.sp * each
+    first = samples + rank // cfg.sp * each
     windows = [plan.train.sample(first + i) for i in range(each)]
     tokens, labels = to_device(windows, cfg, rank, plan.device)
     valid = (labels != IGNORE).sum()
@@ -814,8 +887,7 @@ def build(cfg: Config, plan: Plan, say, as_planned: bool = False,
         model = LLaMA(plan.model, attention)
     model.recompute = cfg.recompute == "full"
     if plan.fates:
-        on_all_ranks(lambda: Layers(model, shape, plan.fates, cfg.chunk, device, plan.dtype,
-                                    report=say))
+        on_all_ranks(lambda: Layers(model, shape, plan.fates, cfg.chunk, device, plan.dtype))
     states = States(model, device, plan.dtype, plan.micro_batches, plan.factors, cfg.os_layout,
                     groups, off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),
                     reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
@@ -823,6 +895,13 @@ def build(cfg: Config, plan: Plan, say, as_planned: bool = False,
                     pieces=plan.fates.chunks if plan.fates else 1, betas=(cfg.beta1, cfg.beta2),
                     decay=cfg.weight_decay)
     return model, states
+
+
+def wait_for_host_memory(model: LLaMA, say) -> None:
+    """The host memory that layers swap to is pinned while states are made and weights are read: go
+    on when it is all there, on all ranks."""
+    if model.run:
+        on_all_ranks(lambda: model.run.wait_for_slots(say))
 
 
 def run_step(model: LLaMA, states: States, batch, positions: torch.Tensor, lr: float, clip: float):
@@ -845,7 +924,7 @@ def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], i
     """The first rank's requests in a step, as large as are planned, and bytes of what lasts between
     steps, on fake tensors. Where layers have no fates, autograd saves more here than where
     operators are fused. Raises RuntimeError where there is a process group."""
-    kind = "cuda" if (gpu := plan.device.type == "cuda" or cfg.ranks > 0) else "cpu"
+    kind = "cuda" if (gpu := plan.device.type == "cuda" or cfg.ranks is not None) else "cpu"
     plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel="cpu")
 
     def make():
@@ -874,27 +953,36 @@ def main(argv: list[str] | None = None) -> None:
             raise KeyboardInterrupt  # Ctrl-C twice: now (torchrun itself sends it twice)
         stop["signal"] = number
 
+    try:
+        check_flags(cfg)
+    except ValueError as e:
+        raise Refused(str(e)) from None
     rank, world, local_rank = start_ranks(cfg.timeout)
     world = cfg.ranks or world
     print0 = print if rank == 0 else (lambda *a, **k: None)
     launch = launch_name()
     plan = on_all_ranks(lambda: make_plan(cfg, rank, world, local_rank, launch))
-    if plan.device.type == "cuda":
-        torch.cuda.set_device(plan.device)
+    device = plan.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
         expandable_segments()
     agree(plan)
-    plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
-    device, out = plan.device, Path(cfg.out)
-    cap_gpu(cfg, plan)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    planned_for = "NVIDIA H200" if cfg.ranks and device.type == "cpu" else name
+    plan.rates = find_rates(planned_for, device, plan.dtype, plan.kernel, print0)
+    plan = on_all_ranks(lambda: choose_plan(cfg, plan, world, rank))
+    out = Path(cfg.out)
+    cap_gpu(cfg, plan)
 
-    print0("config: " + " ".join(f"{k}={v}" for k, v in dataclasses.asdict(cfg).items()))
+    print0("config: " + " ".join(f"{k}={'auto' if v is None else v}"
+                                 for k, v in dataclasses.asdict(cfg).items()))
     count, (causal, full) = param_count(plan.model), flops_per_token(plan.model, cfg.seq)
     print0(f"model {cfg.model}: {count:,} parameters, {causal:.3g} FLOPs a token causal, "
            f"{full:.3g} full, at {cfg.seq:,} tokens; on {name}")
     print0(f"data {cfg.data}: {len(plan.train.corpus):,} tokens, {plan.train.count:,} training and "
            f"{plan.val.count:,} validation sequences of {cfg.seq:,}")
     if cfg.dry_run:
+        print0(f"a checkpoint: {checkpoint_bytes(plan.model, plan.dtype) / GIB:.2f} GiB")
         describe(cfg, plan, world, print0)
         dist.destroy_process_group()
         if cfg.ranks and plan.fates is None:
@@ -911,6 +999,7 @@ def main(argv: list[str] | None = None) -> None:
     fused = cfg.compile and device.type == "cuda"
     print0(f"element-wise parts: {'compiled' if fused else 'eager'}")
     torch.compiler.set_stance("default" if fused else "force_eager")
+    print0(on_all_ranks(lambda: check_disk(cfg, plan)))
     model, states = build(cfg, plan, print0)
     if states.imbalance:
         print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
@@ -919,7 +1008,7 @@ def main(argv: list[str] | None = None) -> None:
         prepare_out(out, plan.resume, start)
     dist.barrier()
 
-    peak, saved, step, stopped, times = peak_flops(name), start, start, 0, []
+    peak, saved, step, stopped, times = plan.rates.peak, start, start, 0, []
     skipped = skipped_in_a_row = 0
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
@@ -927,8 +1016,9 @@ def main(argv: list[str] | None = None) -> None:
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
     positions = local_positions(cfg, rank, device)
+    samples = plan.samples
     if start < cfg.steps:
-        batch = load_batch(cfg, plan, start, rank, world)
+        batch = load_batch(cfg, plan, samples, rank, world)
     signal.signal(signal.SIGTERM, on_signal)  # until here there is nothing to save
     signal.signal(signal.SIGINT, on_signal)
     clock = time.perf_counter()
@@ -936,6 +1026,7 @@ def main(argv: list[str] | None = None) -> None:
     guessed = cfg.memplan == "on" and plan.fates and start < cfg.steps
     guess = guess_requests(cfg, plan, world, rank, print0) if guessed else []
     memory = on_all_ranks(lambda: planned_memory(cfg, device, guess, print0))
+    wait_for_host_memory(model, print0)
     for step in range(start + 1, cfg.steps + 1):
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
@@ -945,8 +1036,9 @@ def main(argv: list[str] | None = None) -> None:
         del work
         if memory and memory.plans > plans:
             memory = judge(cfg, memory, device, print0)
+        samples += cfg.batch
         if step < cfg.steps:  # read the next batch while the GPU works
-            batch = load_batch(cfg, plan, step, rank, world)
+            batch = load_batch(cfg, plan, samples, rank, world)
         host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         gpu_gib = Exchange.bytes() / GIB
         if device.type == "cuda":
@@ -990,7 +1082,7 @@ def main(argv: list[str] | None = None) -> None:
         if memory and (stopped or cfg.save_every > 0 and step % cfg.save_every == 0):
             memory.give_back()
         if cfg.save_every > 0 and step % cfg.save_every == 0 or stopped and cfg.save_every >= 0:
-            save_checkpoint(cfg, plan.model, states, step, launch)
+            save_checkpoint(cfg, plan.model, states, step, samples, launch)
             saved = step
         if stopped:
             break
@@ -999,7 +1091,7 @@ def main(argv: list[str] | None = None) -> None:
     if memory:
         memory.give_back()
     if cfg.save_every >= 0 and (saved != step or not (plan.resume or step)):
-        save_checkpoint(cfg, plan.model, states, step, launch)
+        save_checkpoint(cfg, plan.model, states, step, samples, launch)
     if cfg.export and not stopped:
         export(cfg, plan, states, rank)
         print0(f"exported {cfg.export}")
@@ -1022,7 +1114,8 @@ if __name__ == "__main__":
     except Refused as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: error: {e}", file=sys.stderr)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.exit(2)
     except torch.OutOfMemoryError as e:
         arena = HELD.get("cuda")
