@@ -210,6 +210,7 @@ def ceilings(kernel: str, seq: int, device, dtype) -> list[dict]:
 
 LONG_STEP_S = 45.0  # a first step and a timed one, with what building takes: two minutes
 QUICK_STEP_S = 4.0
+QUICK_PARAMS = {"cuda": 2e9, "cpu": 1e7}  # models with fewer
 
 
 def table_step(device: torch.device) -> list[dict]:
@@ -222,7 +223,7 @@ def table_step(device: torch.device) -> list[dict]:
     kernel, repeats = pick_kernel("auto", device, dtype), 3 if quick else 10
     names = sorted(MODELS, key=lambda name: param_count(MODELS[name]), reverse=True)
     if quick:
-        names = [n for n in names if param_count(MODELS[n]) < (2e9 if gpu else 1e7)]
+        names = [n for n in names if param_count(MODELS[n]) < QUICK_PARAMS[device.type]]
     rows, too_large = [], None
     for name in names:
         seq = 4096 if gpu else 256
@@ -236,7 +237,7 @@ def table_step(device: torch.device) -> list[dict]:
         raise Refused(f"no model fits: {too_large[1]}")
     if too_large:  # the smallest one that is
         rows.append(row("ours", MODELS[too_large[0]], too_large[0], seq, seq, None, device,
-                        gpus=world, error=too_large[1]))
+                        gpus=world, error=too_large[1]) | {"gpu_gib": None})
     rows += ceilings(kernel, seq, device, dtype)
     rows.append(bound := layers_alone(name, seq, kernel, device, dtype, repeats))
     show_new(rows)
@@ -260,7 +261,8 @@ def attempt_longest(rows: list, name: str, bound: dict, device, limit: float, ke
     seconds = {seq: flops_per_token(MODELS[name], seq)[0] * seq / world / flops
                for seq in (2**i for i in range(9, 24))}
     seq = max((seq for seq, s in seconds.items() if s <= limit), default=min(seconds))
-    while seq > rows[-1]["seq"] // 2:
+    shortest = rows[-1]["seq"]
+    while seq >= shortest:
         cfg = Config(model=name, seq=seq, batch=1, **MEMORY)
         attempt(rows, "ours, longest in the time", name, seq, seq // world, bound, device,
                 lambda: config_step(dataclasses.replace(cfg), device), repeats=1, warmup=1,

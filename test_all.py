@@ -270,6 +270,19 @@ def test_rope_at_a_million_positions():
     assert np.abs(narrow.numpy() - angle).max() > 0.01  # what float32 would do
 
 
+def test_yarn_is_float64():
+    """Its ramp, too: against the formula of arXiv 2309.00071 (A.2), written once more in numpy."""
+    cfg = dataclasses.replace(m.MODELS["7b"], rope_scaling={
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096})
+    i, theta = np.arange(64, dtype=np.float64), 10000.0
+    low, high = (np.clip(f(64 * np.log(4096 / (turns * 2 * np.pi)) / np.log(theta)), 0, 127)
+                 for f, turns in ((np.floor, 32), (np.ceil, 1)))
+    ramp = np.clip((i - low) / (high - low), 0, 1)
+    want = theta ** (-i / 64) * ((1 - ramp) + ramp / 8)
+    freq, factor = m.rope_frequencies(cfg)
+    assert np.abs(freq.numpy() / want - 1).max() < 1e-15 and factor == 0.1 * np.log(8) + 1
+
+
 def test_positions_shift_nothing_but_the_angles():
     """Rotary attention sees differences of positions: a shifted sequence gives the same logits."""
     model = m.LLaMA(SMALL).double()
@@ -1577,6 +1590,62 @@ def test_resume_on_other_ranks(tmp_path):
             assert a == pytest.approx(b, rel=1e-11)
 
 
+def test_order_of_data_follows_from_samples_seen(tmp_path, monkeypatch):
+    """A default batch is the checkpoint's on any number of ranks; one that they do not divide is
+    refused with the nearest; another one goes on where the data was left."""
+    args = "--model tiny --device cpu --seq 32 --eval-every -1 --save-every 2 --keep 9".split()
+    run([*args, "--out", tmp_path / "a", "--steps", "4"], 2)
+    meta = json.loads((tmp_path / "a" / "latest" / "meta.json").read_text())
+    assert (meta["samples"], meta["config"]["batch"]) == (4 * 128, 128)
+    first = tmp_path / "a" / "step-00000002"
+    text = run([*args, "--out", tmp_path / "b", "--steps", "4", "--resume", first], 3, expect=1)
+    assert "--batch 128, which a resumed run keeps: not divisible by 3 data-parallel ranks; " \
+        "nearest: 126 or 129" in text
+    drawn, load = [], train.Sequences.sample
+    monkeypatch.setattr(train.Sequences, "sample", lambda self, i: drawn.append(i) or load(self, i))
+    train.main([*args, "--out", f"{tmp_path}/b", "--steps", "4", "--resume", f"{first}"])
+    assert drawn == list(range(256, 512)) and [r["step"] for r in log(tmp_path / "b")] == [3, 4]
+    for a, b in zip(losses(tmp_path / "a")[2:], losses(tmp_path / "b"), strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+    drawn.clear()
+    train.main([*args, "--out", f"{tmp_path}/c", "--steps", "4", "--resume", f"{first}",
+                "--batch-tokens", "1K"])
+    assert drawn == list(range(256, 256 + 2 * 32))
+    meta = json.loads((tmp_path / "c" / "latest" / "meta.json").read_text())
+    assert (meta["samples"], meta["step"]) == (256 + 64, 4)
+
+
+def test_learning_rate_of_zero_changes_nothing(tmp_path):
+    train.main([*QUICK, "--steps", "3", "--lr", "0", "--out", f"{tmp_path}", "--export",
+                f"{tmp_path}/hf"])
+    assert all(r["lr"] == 0 for r in log(tmp_path))
+    from safetensors.torch import load_file
+
+    embed = load_file(tmp_path / "hf" / "model.safetensors")["model.embed_tokens.weight"]
+    first = m.initial_weight(m.MODELS["tiny"], "embed.weight", embed.shape, 0, embed.device)
+    assert torch.equal(embed, first)
+
+
+def test_checkpoints_that_the_disk_has_no_room_for_are_refused(tmp_path, monkeypatch, capsys):
+    gib = 2**30
+    free = {"bytes": 0.1 * gib}
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda _: SimpleNamespace(free=free["bytes"]))
+    args = [*QUICK, "--model", "160m", "--seq", "16", "--batch", "1", "--out", f"{tmp_path}/o"]
+    with pytest.raises(ValueError, match=r"/o has 0.1 GiB free, 1 checkpoints of 1.8 GiB need 1.8.*"
+                       "--save-every -1"):
+        train.main([*args, "--steps", "1"])
+    dist.destroy_process_group()
+    free["bytes"] = 4 * gib
+    with pytest.raises(ValueError, match="has 4.0 GiB free, 3 checkpoints of 1.8 GiB need 5.4"):
+        train.main([*args, "--steps", "9", "--save-every", "1"])
+    dist.destroy_process_group()
+    free["bytes"] = 0.1 * gib
+    train.main([*QUICK, "--steps", "1", "--save-every", "-1", "--out", f"{tmp_path}/none"])
+    assert "checkpoints: none" in capsys.readouterr().out
+    train.main([*QUICK, "--steps", "1", "--out", f"{tmp_path}/tiny"])
+    assert "checkpoints: 0.02 GiB each, 0.1 GiB free in" in capsys.readouterr().out
+
+
 def test_restart(tmp_path):
     """One of two ranks dies; torchrun starts both again, and they go on where they had saved."""
     args = [*QUICK, "--save-every", "2"]
@@ -1771,6 +1840,86 @@ def test_refused_on_all_ranks(flags, message, tmp_path):
 
 
 # ---------------------------------------------------------------------------- the project
+
+
+@pytest.mark.parametrize("program", ["train.py", "bench.py", "memplan.py"])
+def test_help(program):
+    done = subprocess.run([sys.executable, HERE / program, "--help"], text=True,
+                          capture_output=True)
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr[-2000:]
+    if program == "train.py":
+        text = " ".join(done.stdout.split())
+        assert "K, M or G, which are binary: 4K is 4096" in text and "saves a GPU 1 %" in text
+        assert "auto: 3e-3 for tiny, 6e-4 for 160m, else 3e-4 (default: auto)" in text
+        assert set(re.findall(r"--([a-z0-9-]+)", text)) >= {
+            f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
+
+
+@pytest.mark.parametrize("flags, ranks, message", [
+    ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step, alpha"),
+    ("nodes --nodes 2", 2, "table nodes measures GPUs"),
+    ("step --nodes 2", 0, "--nodes 2: splits the ranks of table nodes alone, not of step"),
+    ("steps", 0, "no table steps; there are: step, alpha"),
+    ("--out {tmp}/file/x", 2, "file/x cannot be written.*name another --out")])
+def test_bench_refuses_before_it_measures(flags, ranks, message, tmp_path):
+    (tmp_path / "file").write_text("")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *torchrun * (ranks > 0), HERE / "bench.py",
+         *flags.replace("{tmp}", str(tmp_path)).split()], text=True, capture_output=True)
+    text = done.stdout + done.stderr
+    assert done.returncode and re.search(message, text), text[-3000:]
+    assert ranks or "Traceback" not in text, text  # torchrun itself raises
+    if ranks and "cannot be written" not in message:
+        assert len(re.findall(message, text)) >= ranks  # each rank says it, none waits for another
+
+
+def test_bench_says_which_ranks_a_table_needs():
+    assert bench.why_not("shard", 1, 1, True) == (
+        "table shard needs 2 GPUs or more, one a rank: torchrun --nproc_per_node 2 bench.py shard")
+    assert bench.why_not("nodes", 4, 1, True) == "table nodes needs --nodes 2 or more"
+    assert bench.why_not("nodes", 4, 3, True) == "--nodes 3: does not divide 4 ranks"
+    assert "--nproc_per_node 4 bench.py nodes --nodes 2" in bench.why_not("nodes", 1, 2, True)
+    assert all(bench.why_not(n, 8, 1 + (n == "nodes"), True) is None for n in bench.TABLES)
+
+
+def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
+    process = subprocess.Popen([sys.executable, HERE / "bench.py", "--out", tmp_path], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for line in process.stdout:
+        if line.startswith("ours, without"):
+            break
+    process.send_signal(signal.SIGINT)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and "stopped; the rows so far are in" in text
+    rows = json.loads(next(tmp_path.glob("step-*.json")).read_text())["rows"]
+    assert "ours, without optimizer" in [r["system"] for r in rows] and len(rows) < 7
+    assert json.loads(text.splitlines()[-1])["rows"] == rows
+
+
+def test_bench_of_what_does_not_fit_is_a_row(monkeypatch, group):
+    """The largest model that fits is taken, the next larger one is a row with its numbers, and so
+    is a sequence that runs out of memory, before a shorter one."""
+    tiny = m.MODELS["tiny"]
+    models = {"tiny": tiny, "wide": dataclasses.replace(tiny, dim=1024, heads=8, kv_heads=8),
+              "wider": dataclasses.replace(tiny, dim=2048, heads=8, kv_heads=8)}
+    for module in (bench, train):
+        monkeypatch.setattr(module, "MODELS", models)
+    monkeypatch.setitem(bench.MEMORY, "gpu_memory", 160 * 2**20)
+    monkeypatch.setitem(bench.QUICK_PARAMS, "cpu", 1e9)
+    step = bench.config_step
+
+    def small_machine(cfg, device, **options):
+        if cfg.seq > 512:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return step(cfg, device, **options)
+
+    monkeypatch.setattr(bench, "config_step", small_machine)
+    too_large, *_, ours, missed, longest = bench.table_step(torch.device("cpu"))
+    assert too_large["model"] == "wide" and too_large["oom"] and "GiB a GPU" in too_large["error"]
+    assert bench.cells(too_large)[3] == "does not fit" and bench.cells(missed)[3] == "out of memory"
+    assert ours["model"] == longest["model"] == "tiny" and not ours["oom"]
+    assert missed["seq"] == 2 * longest["seq"] == 1024 and longest["step_s"] > 0
 
 
 def test_bench_writes_results(tmp_path):
