@@ -40,7 +40,7 @@ import shard
 import train
 from memplan import StepMemory, write_plan
 from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
-                   param_count, pick_kernel, rope_tables)
+                   param_count, pick_kernel, rope_tables, why_not as why_no_kernel)
 from offload import GIB, Fates, Layers, Sizes, choose
 from planner import Plan, choose_plan, find_rates, memory_need, peak_flops
 from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, legal_factors,
@@ -452,8 +452,9 @@ def table_swap(device: torch.device) -> list[dict]:
     cut = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
     positions, c = torch.arange(seq, device=device)[cut], -(-part // chunk)
     scale = torch.tensor(1 / seq, device=device)
-    kernel, exact = pick_kernel("auto", device, torch.bfloat16), torch.use_deterministic_algorithms
-    f = Factors(1, world, world)
+    exact, f = torch.use_deterministic_algorithms, Factors(1, world, world)
+    kernel = next(k for k in ("fa4", "flash", "cpu")  # cuDNN's backward adds up in any order
+                  if why_no_kernel(k, device, torch.bfloat16) is None)
     kinds = {"plain, NCCL": None, "plain": None, "all kept": Fates(8, c, 8, 8 * c),
              "all recomputed": Fates(8, c, 8, 0)}
     kinds |= {f"alpha {a}": Fates(8, c, 2, 2 * c, round(6 * c * a)) for a in (0, 0.25, 1)}
@@ -696,7 +697,7 @@ ALLOCATORS = "caching allocator", "expandable segments", "planned"
 def under(label: str, device: torch.device, build) -> tuple:
     """A function that builds a step with build() and runs it under one of ALLOCATORS until nothing
     new happens in it; and the memory that it plans with, or None."""
-    torch.cuda.memory._set_allocator_settings(f"expandable_segments:{label != ALLOCATORS[0]}")
+    train.set_allocator(f"expandable_segments:{label != ALLOCATORS[0]}")
     memory = StepMemory(f"cuda:{device.index}") if label == "planned" else None
 
     def build_and_warm():

@@ -71,8 +71,9 @@ RATES = {  # by PyTorch's device name; data sheets: dense bf16, memory, NVLink o
     r"A100": shares_of(312e12, 2.039e12, 300e9, 32e9, "NVIDIA A100 80GB"),
     r"H100 PCIe": shares_of(756e12, 2.0e12, 64e9, 64e9, "NVIDIA H100 PCIe"),
     r"H(100|200) NVL": shares_of(835e12, 3.9e12, 300e9, 64e9, "NVIDIA H100 NVL"),
-    r"H100|H800": shares_of(989.4e12, 3.35e12, 450e9, 64e9, "NVIDIA H100 SXM"),
-    # eight at once copy to the host at 22 GB/s each, one alone at 55
+    # eight H200s at once copy to the host at 22 GB/s each, one of either kind alone at 55
+    r"H100|H800": Rates(700e12, 487e12, 2.7e12, 22e9, 250e9, "measured on one, with cuDNN's "
+                        "attention; several: as H200s", 989.4e12),
     r"H200": Rates(742e12, 613e12, 3.9e12, 22e9, 250e9, "measured", 989.4e12),
     r"B200": shares_of(2250e12, 7.7e12, 900e9, 64e9, "NVIDIA B200"),
     r"CPU": Rates(1e11, 5e10, 1e10, 5e9, 1e9, "a guess at a few cores: only ratios matter"),

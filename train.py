@@ -34,6 +34,7 @@ import tempfile
 import threading
 import time
 import typing
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -317,11 +318,22 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
 # ---------------------------------------------------------------------------- ranks
 
 
+# said once by a backward's thread, whose context PyTorch then makes
+warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
+
+
+def set_allocator(settings: str) -> None:
+    """PyTorch's CUDA allocator, as PYTORCH_ALLOC_CONF would set it: torch 2.11 and later rename
+    this."""
+    getattr(torch._C, "_accelerator_setAllocatorSettings",
+            torch.cuda.memory._set_allocator_settings)(settings)
+
+
 def expandable_segments() -> None:
     """PyTorch's allocator maps memory where a block needs it: without, the pieces between what
     layers keep add up to gigabytes. What the environment says goes before."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        set_allocator("expandable_segments:True")
 
 
 def start_ranks(timeout: float) -> tuple[int, int, int]:
