@@ -1702,6 +1702,9 @@ def hf_broken(tmp_path, what):
                                                      '"intermediate_size": 97'))
     elif what == "kind":
         config.write_text(config.read_text().replace('"llama"', '"mistral"'))
+    elif what == "kv heads":
+        config.write_text(config.read_text().replace('"num_key_value_heads": 4',
+                                                     '"num_key_value_heads": 3'))
     elif what == "config":
         config.unlink()
     return f"hf:{tmp_path}/hf"
@@ -1781,6 +1784,7 @@ def test_refused(case, tmp_path, monkeypatch):
 @pytest.mark.parametrize("what, message", [
     ("truncated", "missing or truncated"), ("missing", "missing or truncated"),
     ("shape", r"gate_proj.weight is \(96, 64\).*\(97, 64\)"), ("kind", "model_type is 'mistral'"),
+    ("kv heads", "config.json.*kv_heads is 3, which does not divide the 4 heads; nearest: 2"),
     ("config", "config.json cannot be read")])
 def test_refused_hf(what, message, tmp_path):
     args = QUICK[2:]  # without --model
@@ -1992,5 +1996,5 @@ def test_readme_names_every_file_and_only_real_flags():
         assert f"`{file.name}`" in readme, file.name
     ours = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
     others = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--no-compile", "--help",
-              "--readme", "--nodes", "--skip", "--out", "--plot", "--time-limit"}
+              "--readme", "--nodes", "--skip", "--quick", "--out", "--plot", "--time-limit"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", readme)) <= ours | others
