@@ -36,16 +36,17 @@ import torch.distributed as dist
 
 import offload
 import planner
-import shard
 import train
+from attention import Attention, CommStream, Exchange, Groups, Ulysses, pick_kernel, wait
+from attention import why_not as why_no_kernel
 from memplan import StepMemory, write_plan
-from model import (MODELS, Attention, LLaMA, ModelConfig, flops_per_token, initial_weight,
-                   param_count, pick_kernel, rope_tables, why_not as why_no_kernel)
-from offload import GIB, Fates, Layers, Sizes, choose
-from planner import Plan, choose_plan, find_rates, memory_need, peak_flops
-from shard import (LANES, Exchange, Factors, Groups, Lane, States, Ulysses, legal_factors,
-                   state_bytes)
-from train import Config, Refused, local_positions, on_all_ranks, size, start_ranks
+from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, param_count,
+                   rope_tables, whole_layers)
+from offload import GIB, ActivationPlan, ChunkedLayers, recomputed_layers
+from planner import (Plan, Sizes, choose_plan, device_bytes, find_rates, peak_flops,
+                     plan_activations, state_bytes)
+from shard import STREAMS, Factors, States, legal_factors
+from train import Config, ConfigError, local_positions, on_all_ranks, size, start_ranks
 
 HERE = Path(__file__).parent
 SEQS: list[int] = []  # of the tables long and memplan, from --seq
@@ -91,7 +92,7 @@ def peak_gib(device: torch.device) -> float | None:
     """Of PyTorch's allocator; and what ranks have mapped from each other, which lies outside it."""
     if device.type != "cuda":
         return None
-    return (torch.cuda.max_memory_allocated(device) + Exchange.bytes()) / GIB
+    return (torch.cuda.max_memory_allocated(device) + Exchange.mapped_bytes()) / GIB
 
 
 def reserved(device: torch.device) -> dict:
@@ -122,12 +123,15 @@ TIMES = "step_s", "tgs", "flops", "mfu_causal", "mfu_full"  # of a row
 
 
 def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, attention=None,
-         **options):
-    """The model and its states (shard.States' options), freshly initialised."""
+         chunked: bool = False, **options):
+    """The model and its states (shard.States' options), freshly initialised; chunked: its layers
+    will run in chunks."""
     with torch.device("meta"):
         model = LLaMA(cfg, attention or Attention(kernel))
-    model.recompute = recompute
-    states = States(model, device, dtype, groups=GROUPS, recompute=recompute, **options)
+    if recompute:
+        model.layer_runner = recomputed_layers
+    states = States(model, device, dtype, groups=GROUPS, gather_layers=recompute or chunked,
+                    **options)
     for name, p in model.named_parameters():
         states.load(name, initial_weight(cfg, name, p.shape, 0, device))
     return model, states
@@ -147,13 +151,14 @@ def layers_alone(name: str, seq: int, kernel: str, device, dtype, repeats: int) 
     with torch.device(device):
         model = LLaMA(few, Attention(kernel)).to(dtype)
     model.init_weights(0)
-    rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
+    run_layer = whole_layers(
+        model, rope_tables(few, torch.arange(seq, device=device), torch.float32))
     x = torch.randn(1, seq, few.dim, device=device).to(dtype).requires_grad_()
 
     def layers():
         y = x
-        for block in model.blocks:
-            y = block(y, rope, model.attention)
+        for i in range(few.layers):
+            y = run_layer(i, y)
         y.backward(x.detach())
         model.zero_grad()
 
@@ -174,11 +179,11 @@ def train_step(model, states, batch, micro_batches: int):
     scale = torch.full((), 1 / (tokens * micro_batches), device=batch[0].device)
 
     def step():
-        states.begin()
+        states.begin_step()
         for _ in range(micro_batches):
             model(*batch, scale).backward()
             states.end_micro_batch()
-        states.reduce()
+        states.finish_gradients()
         states.update(1e-4, 1.0)
 
     step.states = states
@@ -231,10 +236,10 @@ def table_step(device: torch.device) -> list[dict]:
         try:
             plan = config_plan(dataclasses.replace(cfg), device)
             break
-        except Refused as e:
+        except ConfigError as e:
             too_large = name, str(e)
     else:
-        raise Refused(f"no model fits: {too_large[1]}")
+        raise ConfigError(f"no model fits: {too_large[1]}")
     if too_large:  # the smallest one that is
         rows.append(row("ours", MODELS[too_large[0]], too_large[0], seq, seq, None, device,
                         gpus=world, error=too_large[1]) | {"gpu_gib": None})
@@ -284,7 +289,8 @@ def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, 
 
     with torch.device("meta"):
         model = LLaMA(cfg, attention or Attention(kernel))
-    model.recompute = attention is not None
+    if attention is not None:
+        model.layer_runner = recomputed_layers
     wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
                                 cast_forward_inputs=False)
     for block in model.blocks:
@@ -326,11 +332,11 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
     try:
         step = build()
         seconds = clock(step, repeats, device, warmup=min(warmup, repeats))
-    except (torch.OutOfMemoryError, Refused) as e:  # it ran out, or said before that it would
+    except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
         more["error"] = str(e)[:600]
     if states := getattr(step, "states", None):
         more["state_bytes"] = states.bytes()
-        more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.f, states.dtype,
+        more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.factors, states.dtype,
                                                   states.grad_dtype != states.dtype)
     if plan := getattr(step, "plan", None):
         more |= chosen(step.config, plan)
@@ -353,12 +359,13 @@ def show_new(rows: list, count: int = 0) -> None:
 
 def chosen(cfg: Config, plan: Plan) -> dict:
     """What a row says of a plan."""
-    f, fates = plan.factors, plan.fates
-    return {"p": f.p, "g": f.g, "os": f.os, "sp": cfg.sp, "chunk": cfg.chunk, "why": plan.why,
-            "head_groups": cfg.head_groups, "fates": fates and dataclasses.asdict(fates),
-            "planned_gib": {k: v / GIB for k, v in memory_need(cfg, plan).items()},
-            "alpha": fates and fates.alpha,
-            "host_gib": fates and cfg.per_node / GIB * planner.host_bytes(cfg, plan)}
+    f, kept = plan.factors, plan.activations
+    return {"p": f.p, "g": f.g, "os": f.os, "sp": cfg.sp, "chunk": cfg.chunk,
+            "reason": plan.reason, "head_groups": cfg.head_groups,
+            "activations": kept and dataclasses.asdict(kept),
+            "planned_gib": {k: v / GIB for k, v in device_bytes(cfg, plan).items()},
+            "alpha": kept and kept.alpha,
+            "host_gib": kept and cfg.per_node / GIB * planner.swapped_host_bytes(cfg, plan)}
 
 
 def table_shard(device: torch.device) -> list[dict]:
@@ -406,21 +413,21 @@ def table_curves(device: torch.device) -> list[dict]:
                                  factors=f, layout=layout, poison=True)
             curve = []
             for batch in mine:
-                states.begin()
+                states.begin_step()
                 total = torch.zeros((), device=device)
                 for part in batch.chunk(m):
                     loss = model(part[:, :-1], part[:, 1:], scale)
                     loss.backward()
                     states.end_micro_batch()
                     total += loss.detach()
-                states.reduce()
+                states.finish_gradients()
                 norm, _ = states.update(3e-3, 1.0, total)
                 dist.all_reduce(total)
                 curve.append(torch.stack([total, norm]))
             curve = torch.stack(curve)
             first = curve if first is None else first
             off = (curve - first).abs().amax(0).tolist()
-            name = f"{f.p},{f.g},{f.os}" + (f",{f.second}" if f.second else "")
+            name = f"{f.p},{f.g},{f.os}" + (f",{f.secondary}" if f.secondary else "")
             label = f"{name} {layout} M={m}" + (" recompute" if recompute else "")
             rows.append(row(label, cfg, "160m/3", seq, 0, None, device, gpus=world) | {
                 "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
@@ -455,33 +462,32 @@ def table_swap(device: torch.device) -> list[dict]:
     exact, f = torch.use_deterministic_algorithms, Factors(1, world, world)
     kernel = next(k for k in ("fa4", "flash", "cpu")  # cuDNN's backward adds up in any order
                   if why_no_kernel(k, device, torch.bfloat16) is None)
-    kinds = {"plain, NCCL": None, "plain": None, "all kept": Fates(8, c, 8, 8 * c),
-             "all recomputed": Fates(8, c, 8, 0)}
-    kinds |= {f"alpha {a}": Fates(8, c, 2, 2 * c, round(6 * c * a)) for a in (0, 0.25, 1)}
-    kinds["attention again"] = Fates(8, c, 2, 2 * c, 3 * c, dropped=3)
+    kinds = {"plain, NCCL": None, "plain": None, "all kept": ActivationPlan(8, c, 8, 8 * c),
+             "all recomputed": ActivationPlan(8, c, 8, 0)}
+    kinds |= {f"alpha {a}": ActivationPlan(8, c, 2, 2 * c, round(6 * c * a)) for a in (0, 0.25, 1)}
+    kinds["attention again"] = ActivationPlan(8, c, 2, 2 * c, 3 * c, 3)
     kinds["alpha 1, poisoned"] = kinds["alpha 0.25, poisoned"] = None
     if device.type == "cuda":  # the control: without the waits, the same test must fail
         kinds["alpha 1, poisoned, no waits"] = None
     exact(True)
     first = like = None
     for label in kinds:
-        fates, hard = kinds[label.partition(",")[0]], "poisoned" in label
-        attention = Ulysses(kernel, world, GROUPS, Lane(device, True), 2,
+        kept, hard = kinds[label.partition(",")[0]], "poisoned" in label
+        attention = Ulysses(kernel, world, GROUPS, CommStream(device), 2,
                             0 if "NCCL" in label else world, hard, 3 * 10**6 * hard)
         model, states = make(cfg, kernel, device, torch.bfloat16, attention=attention,
-                             factors=f, recompute=fates is not None, poison=hard,
-                             pieces=c if fates else 1)
-        model.recompute = False
-        if fates:
-            Layers(model, (1, part), fates, chunk, device, torch.bfloat16, poison=hard,
-                   delay=3 * 10**7 * hard)
-        curve, offload.wait = [], (lambda _: None) if "no waits" in label else shard.wait
+                             factors=f, chunked=kept is not None, poison=hard,
+                             num_chunks=c if kept else 1)
+        if kept:
+            ChunkedLayers(model, (1, part), kept, chunk, device, torch.bfloat16, poison=hard,
+                          delay=3 * 10**7 * hard)
+        curve, offload.wait = [], (lambda _: None) if "no waits" in label else wait
         for i, row_ in enumerate(ids[:, None]):
-            states.begin()
+            states.begin_step()
             loss = model(row_[:, :-1][:, cut], row_[:, 1:][:, cut], scale, positions)
             loss.backward()
             states.end_micro_batch()
-            states.reduce()
+            states.finish_gradients()
             loss = loss.detach()
             norm, _ = states.update(1e-4 * min(1, (i + 1) / 20), 1.0, loss)
             dist.all_reduce(loss)
@@ -498,10 +504,10 @@ def table_swap(device: torch.device) -> list[dict]:
             "bit_equal": same})
         show_new(rows, 1)
     exact(False)
-    offload.wait = shard.wait
+    offload.wait = wait
     control = [rows.pop()] if device.type == "cuda" else []
     if dist.get_rank() == 0:
-        assert all(r["bit_equal"] for r in rows[1:2] + rows[3:]), "a fate changes the arithmetic"
+        assert all(r["bit_equal"] for r in rows[1:2] + rows[3:]), "what is kept changes the sums"
         assert all(r["largest_loss_difference"] < 0.05 for r in rows), "a loss curve is off"
         assert not any(r["bit_equal"] for r in control), "this test does not see a missing wait"
     return rows + control
@@ -562,14 +568,14 @@ def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dty
 
 
 def config_plan(cfg: Config, device) -> Plan:
-    """What train.py chooses for these flags on all ranks. Raises Refused."""
+    """What train.py chooses for these flags on all ranks. Raises ConfigError."""
     world, gpu = dist.get_world_size(), device.type == "cuda"
     cfg.per_node, cfg.dtype = world, "bf16" if gpu else "fp32"
     dtype = train.DTYPES[cfg.dtype]
     kernel = pick_kernel("auto", device, dtype)
     plan = Plan(MODELS[cfg.model], device, dtype, kernel, None, None,
-                room=planner.gpu_room(cfg, device), host=planner.host_room(cfg))
-    train.agree(plan)
+                gpu_budget=planner.gpu_budget(cfg, device), host_budget=planner.host_budget(cfg))
+    train.min_budget_over_ranks(plan)
     plan.rates = find_rates(device_name(device), device, dtype, kernel,
                             print if dist.get_rank() == 0 else lambda *_, **__: None)
     return on_all_ranks(lambda: choose_plan(cfg, plan, world, dist.get_rank()))
@@ -597,17 +603,17 @@ def config_step(cfg: Config, device, plan: Plan | None = None, update: bool = Tr
     tokens, labels = (
         t[:, part].reshape(-1, cfg.micro_batch, cfg.seq // cfg.sp)  # (M, B, T/sp)
         for t in random_sequence(plan.model, cfg.seq, device, rank // cfg.sp, sequences))
-    scale = torch.full((), 1 / (cfg.batch * cfg.seq), device=device, dtype=states.wide)
+    scale = torch.full((), 1 / (cfg.batch * cfg.seq), device=device, dtype=states.accum_dtype)
     positions = local_positions(cfg, rank, device)
 
     def step():
         if update:
             return train.run_step(llama, states, (tokens, labels, scale), positions, 1e-4, 1.0)
-        states.begin()
+        states.begin_step()
         for micro_batch in zip(tokens, labels):
             llama(*micro_batch, scale, positions).backward()
             states.end_micro_batch()
-        states.reduce()
+        states.finish_gradients()
 
     step.plan, step.config, step.states = plan, cfg, states
     return step
@@ -647,7 +653,7 @@ def table_long(device: torch.device) -> list[dict]:
             tokens = (t[:, rank * seq // world : (rank + 1) * seq // world].contiguous()
                       for t in random_sequence(MODELS[name], seq, device))
             flat = dist.init_device_mesh("cuda", (world,))
-            attention = Ulysses(kernel, world, GROUPS, Lane(device, True), 1)
+            attention = Ulysses(kernel, world, GROUPS, CommStream(device), 1)
             attempt(rows, "fsdp2 ZeRO-3, Ulysses, full", name, seq, seq // world, bound, device,
                     lambda: fsdp2_step(MODELS[name], kernel, device, 1, flat, True, tuple(tokens),
                                        attention), repeats, warmup)
@@ -661,19 +667,18 @@ def exact_replay(device: torch.device) -> int:
     cfg = dataclasses.replace(MODELS["160m"], layers=6, heads=16, kv_heads=4)
     kernel, tokens = pick_kernel("auto", device, torch.bfloat16), seq // world
     torch.use_deterministic_algorithms(True)
-    for fates in (None, Fates(6, 4, 3, 8, 6)):
+    for kept in (None, ActivationPlan(6, 4, 3, 8, 6)):
         curves = []  # the first run compiles kernels for both shapes, the others find them
         for memory in (None, None, StepMemory(f"cuda:{device.index}")):
             model, states = make(
-                cfg, kernel, device, torch.bfloat16, recompute=fates is not None,
-                attention=Ulysses(kernel, world, GROUPS, Lane(device, True), 2, world),
-                factors=Factors(1, world, world), pieces=4 if fates else 1)
-            model.recompute = False
-            if fates:
-                Layers(model, (1, tokens), fates, tokens // 4, device, torch.bfloat16)
+                cfg, kernel, device, torch.bfloat16, chunked=kept is not None,
+                attention=Ulysses(kernel, world, GROUPS, CommStream(device), 2, world),
+                factors=Factors(1, world, world), num_chunks=4 if kept else 1)
+            if kept:
+                ChunkedLayers(model, (1, tokens), kept, tokens // 4, device, torch.bfloat16)
             curve = []
             for i in range(9):
-                n = tokens // 2 if i in (4, 6) and not fates else tokens
+                n = tokens // 2 if i in (4, 6) and not kept else tokens
                 cut = slice(dist.get_rank() * n, (dist.get_rank() + 1) * n)
                 ids, labels = (t[None, :, cut] for t in random_sequence(cfg, n * world, device, i))
                 batch = ids, labels, torch.tensor(1 / seq, device=device)
@@ -768,7 +773,7 @@ def table_capped(device: torch.device) -> list[dict]:
         return cfg, plan
 
     counted = step  # the most that would fit as planner.py counts it
-    while sum(memory_need(*planned(counted + step)).values()) <= cap:
+    while sum(device_bytes(*planned(counted + step)).values()) <= cap:
         counted += step
     for label in ALLOCATORS:
         good, bad, found = counted - 4 * step, counted + 4 * step, []
@@ -798,7 +803,7 @@ def longest(name: str, ranks: int, device, gpu: float,
     def fits(steps: int) -> tuple[Config, Plan] | None:
         cfg = Config(model=name, seq=steps * ranks * 2**14, batch=1, sp=ranks, per_node=ranks,
                      dtype="bf16", **MEMORY)
-        plan = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None, room=gpu, host=host)
+        plan = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None, gpu_budget=gpu, host_budget=host)
         try:
             return cfg, choose_plan(cfg, plan, ranks, 1)
         except ValueError:
@@ -818,14 +823,15 @@ def longest(name: str, ranks: int, device, gpu: float,
 def proof_step(cfg: Config, device, plan: Plan, pin: bool = True):
     """A step of the first and the last two layers, with all else allocated as planned (pin: on the
     host, too). It shows that memory suffices; its time, of a first step, is none of training."""
-    f = plan.fates
-    most = max((f.stored(i) for i in range(f.layers) if f.swaps(i)), default=0)
-    part = dataclasses.replace(plan, model=dataclasses.replace(plan.model, layers=4), fates=Fates(
-        4, f.chunks, 2, min(f.kept, 2 * f.chunks), 2 * most, dropped=min(1, f.dropped)))
-    gpu = sum(memory_need(cfg, plan).values()) - sum(memory_need(cfg, part).values())
-    host = planner.host_bytes(cfg, plan) - planner.host_bytes(cfg, part)
+    kept = plan.activations
+    few = ActivationPlan(4, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
+                         2 * kept.most_swapped_chunks(), min(1, kept.layers_recomputing_attention))
+    part = dataclasses.replace(plan, model=dataclasses.replace(plan.model, layers=4),
+                               activations=few)
+    gpu = sum(device_bytes(cfg, plan).values()) - sum(device_bytes(cfg, part).values())
+    host = planner.swapped_host_bytes(cfg, plan) - planner.swapped_host_bytes(cfg, part)
     held = [torch.empty(int(gpu), dtype=torch.uint8, device=device),
-            [slot.result() for slot in offload.host_slots(
+            [buffer.result() for buffer in offload.pin_host_buffers(
                 [2**32] * int(host / 2**32) * pin, device.type == "cuda")]]
     step = long_step(cfg, device, part)
     step.held, step.plan = held, plan
@@ -838,12 +844,12 @@ def table_longest(device: torch.device) -> list[dict]:
     world, rank, rows, name = dist.get_world_size(), dist.get_rank(), [], "7b"
     MODELS["7b/4"] = dataclasses.replace(MODELS[name], layers=4)
     own = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None,
-               room=planner.gpu_room(Config(**MEMORY), device),
-               host=planner.host_room(Config(per_node=world, **MEMORY)))
-    train.agree(own)
+               gpu_budget=planner.gpu_budget(Config(**MEMORY), device),
+               host_budget=planner.host_budget(Config(per_node=world, **MEMORY)))
+    train.min_budget_over_ranks(own)
     for label, ranks, gpu, host in (
             ("8 x H200, 560 GiB host, by plan", 8, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8),
-            ("this machine, by plan", world, own.room, own.host)):
+            ("this machine, by plan", world, own.gpu_budget, own.host_budget)):
         found = longest(name, ranks, device, gpu, host)
         if found is None:
             raise SystemExit(f"bench.py: {label}: not even {ranks * 2**14:,} tokens")
@@ -909,9 +915,9 @@ def table_alpha(device: torch.device) -> list[dict]:
         layer_s = flops / 3 / (312e12 * mfu / 100) / cfg.layers
         io, others = 2 * n * cfg.dim * e, 14 * n * cfg.dim * e  # Memo's 16 bsh elements
         sizes = Sizes(io // 2, io // 2, others, layer_s, layer_s, layer_s)
-        fates, _ = choose(cfg.layers, sizes, 8, 32e9, math.inf, 2e12 / 8, memo=True)
+        memo, _ = plan_activations(cfg.layers, sizes, 8, 32e9, math.inf, 2e12 / 8, memo=True)
         rows.append({
-            "system": f"7b, {k}K tokens", "rule_alpha": fates.alpha,
+            "system": f"7b, {k}K tokens", "rule_alpha": memo.alpha,
             "by_bandwidth": (32e9 * layer_s - io) / others,
             "by_host": (2e12 / 8 / (cfg.layers - 2) - io) / others,
             "published_alpha": MEMO_ALPHA.get(k),
@@ -947,14 +953,15 @@ def table_overlap(device: torch.device) -> list[dict]:
     cfg, dtype = MODELS[name], torch.bfloat16
     kernel, rows = pick_kernel("auto", device, dtype), []
     batch = random_batch(cfg, seq, device)
-    off = {"all overlaps": (), "without spread": ("spread",),
-           "without spread, reduce": ("spread", "reduce"), "none": LANES}
+    kinds = {"all overlaps": STREAMS, "without param_broadcast": STREAMS[:3],
+             "without param_broadcast, grad_reduce": STREAMS[:2], "none": ()}
     for f in (Factors(1, 1, world), Factors(world, world, world)):
         for m in (1, 2, 4, 8):
-            for label, lanes in off.items():
+            for label, overlap in kinds.items():
                 attempt(rows, f"{f.p},{f.g},{f.os} M={m} {label}", name, seq, seq * m, None, device,
                         lambda: train_step(*make(cfg, kernel, device, dtype, micro_batches=m,
-                                                 factors=f, layout="intra", off=lanes), batch, m),
+                                                 factors=f, layout="intra",
+                                                 overlap=overlap), batch, m),
                         repeats=3, micro_batches=m)
     return rows
 
@@ -1080,9 +1087,11 @@ def cells(r: dict) -> list[str]:
         name += f", {r['flops'] / 1e12:.3g} TFLOP/s"
     if r.get("sp"):  # what train.py has chosen
         name += f" {r['p']},{r['g']},{r['os']}"
-        if r["fates"]:
-            name += f" k={r['fates']['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
-            name += f", attention twice in {n}" if (n := r["fates"]["dropped"]) else ""
+        kept = r.get("activations") or r.get("fates")  # as older files call them
+        if kept:
+            name += f" k={kept['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
+            twice = kept.get("layers_recomputing_attention") or kept.get("dropped")
+            name += f", attention twice in {twice}" if twice else ""
     took = text(ms, "{:,.1f}")
     if r["oom"]:  # while it ran, or it was refused before
         took = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
@@ -1334,7 +1343,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Refused as e:
+    except ConfigError as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"bench.py: error: {e}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""LLaMA on one device: the model, its attention kernels, its loss, and what it costs.
+"""What is computed: LLaMA on one device, its operators, its loss, and how many FLOPs it takes.
 
 A layer is token-wise but for one operator, and the code is cut along that line:
 
@@ -6,30 +6,37 @@ A layer is token-wise but for one operator, and the code is cut along that line:
     o, lse  = attention(q, k, v)        # the only operator that mixes tokens
     y       = block.post(x, o)          # output projection, norm, SwiGLU        token-wise
 
-so a layer can be run in chunks of tokens, and a sequence can be split over ranks, from outside:
-this file knows neither ranks nor streams. What it offers to the outside are three events, raised
-where a matrix is really used (`PlainEvents`): *need* (the weight must be here), *release*, and
-*piece* (one piece of its gradient can be computed). They replace PyTorch's hooks, which nested
-`torch.autograd.grad` does not fire.
+This file knows neither ranks nor streams. The outside acts on a model in three ways, and no other:
 
-Left out: dropout, biases, mixture of experts, inference caches, tied heads (untied on import).
+    matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
+                         shard.py gathers weights and reduces gradients there
+    model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
+                         or a sequence over several ranks
+    model.layer_runner   called at the start of a forward pass with the model and the angles,
+                         returns run_layer(i, x) -> y: offload.py runs layers in chunks of tokens
 
-    model = LLaMA(MODELS["tiny"]); model.init_weights(seed=0)
+Another block changes class Block alone. Its operators may be any of PyTorch's; those of this file
+save for backward what a layer keeps anyway (x, o, the residual stream, gate|up), and compute norms
+and SwiGLU again there, in one pass over memory.
+
+Left out: dropout, mixture of experts, inference caches, tied heads (untied on import).
+
+    model = LLaMA(MODELS["tiny"])
+    model.init_weights(seed=0)
     loss = model(tokens, labels)        # tokens, labels: (B, T) integers
 
-Legend: B sequences, T tokens, N = B*T, C width, H query heads, K key/value heads, D head width,
-F MLP width, V vocabulary, L layers.
+Legend: B sequences, T tokens of one, N = B*T, C width, H query heads, K key/value heads, D head
+width, F MLP width, V vocabulary, L layers.
 """
 import contextlib
 import functools
-import importlib
 import json
 import math
 import shutil
-import warnings
+import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
@@ -37,7 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 IGNORE = -100  # a label that carries no loss
 
@@ -55,7 +61,8 @@ class ModelConfig:
     head_dim: int = 128  # D
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict = field(default_factory=dict)  # Hugging Face's keys; empty: none
+    # Hugging Face's keys; empty: none. Not hashed, since a dict cannot be
+    rope_scaling: dict = field(default_factory=dict, hash=False)
     max_positions: int = 4096  # the length that the weights were trained at
     tied: bool = False  # the head was imported from the embedding; here they are two matrices
 
@@ -109,307 +116,94 @@ def flops_per_token(cfg: ModelConfig, seq: int) -> tuple[float, float]:
     return 6.0 * param_count(cfg) + attention, 6.0 * param_count(cfg) + 2 * attention
 
 
-def activation_bytes(cfg: ModelConfig, tokens: int, itemsize: int) -> int:
-    """Bytes that all layers keep for the backward of `tokens` tokens (Memo's skeletal activations).
-
-    A layer keeps x, norm(x), q, k, v, o, h = x + attention, norm(h), gate|up, SwiGLU: with H = K
-    and F = 8/3 C these are 16 C elements a token. The log-sum-exp is float32, one a head.
-    """
-    qo, kv = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    elements = 4 * cfg.dim + 2 * qo + 2 * kv + 3 * cfg.ffn
-    return cfg.layers * tokens * (elements * itemsize + 4 * cfg.heads)
-
-
-# ---------------------------------------------------------------------------- attention kernels
-# A kernel is a pair of functions on (B, T, heads, D) tensors, causal, scaled by 1/sqrt(D):
-#   forward(q, k, v) -> o, lse          lse (B, H, T), natural logarithm, float32 or wider
-#   backward(do, q, k, v, o, lse) -> dq, dk, dv
-# aten's operators want (B, heads, T, D): transposed views, which cost nothing.
-
-_aten = torch.ops.aten
-_module = importlib.import_module  # a dictionary look-up after the first call
-
-
-def _swap(*tensors):
-    return [t.transpose(1, 2) for t in tensors]
-
-
-def _fa4_forward(q, k, v):
-    warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
-    o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=True, return_lse=True)
-    return o, lse
-
-
-def _fa4_backward(do, q, k, v, o, lse):
-    exact = torch.are_deterministic_algorithms_enabled()
-    return _module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, o, do, lse, causal=True, deterministic=exact)[:3]
-
-
-_FA2 = dict(dropout_p=0.0, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None)
-
-
-def _fa2_forward(q, k, v):
-    o, lse, *_ = _module("flash_attn.flash_attn_interface")._flash_attn_forward(
-        q, k, v, softmax_scale=q.shape[-1] ** -0.5, return_softmax=False, **_FA2)
-    return o, lse
-
-
-def _fa2_backward(do, q, k, v, o, lse):
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    _module("flash_attn.flash_attn_interface")._flash_attn_backward(
-        do, q, k, v, o, lse, *grads, softmax_scale=q.shape[-1] ** -0.5,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_FA2)
-    return grads
-
-
-def _cudnn_forward(q, k, v):
-    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(*_swap(q, k, v), None, True, 0.0, True)
-    return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
-
-
-def _cudnn_backward(do, q, k, v, o, lse):
-    t, no_seed = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
-    do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, t, t, 0.0, True))
-
-
-def _flash_forward(q, k, v):
-    o, lse, *_ = _aten._scaled_dot_product_flash_attention(*_swap(q, k, v), 0.0, True)
-    return o.transpose(1, 2), lse
-
-
-def _flash_backward(do, q, k, v, o, lse):
-    t, no_seed = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
-    do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, lse, None, None, t, t, 0.0, True, no_seed, no_seed))
-
-
-def _cpu_forward(q, k, v):
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, True)
-    return o.transpose(1, 2), lse
-
-
-def _cpu_backward(do, q, k, v, o, lse):
-    do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, True))
-
-
-def _simulated_backward(do, q, k, v, o, lse):
-    """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
-    grads = _cpu_backward(do, q, k, v, o, lse)
-    _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
-    return grads
-
-
-@dataclass(frozen=True)
-class Kernel:
-    forward: Callable
-    backward: Callable
-    capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
-    module: str = ""  # what must be importable
-    package: str = ""  # and where it comes from
-
-
-KERNELS = {  # best first: "auto" takes the first usable one
-    "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
-                  "flash-attn-4[cu13]"),
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10)),
-    "fa2": Kernel(_fa2_forward, _fa2_backward, (8, 9), "flash_attn.flash_attn_interface",
-                  "flash-attn"),
-    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
-    "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
-}
-SIMULATED = Kernel(_cpu_forward, _simulated_backward, ())  # a GPU's, on fake tensors
-
-
-def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why a kernel cannot run here, or None if it can."""
-    kernel = KERNELS[name]
-    if device.type != "cuda":
-        return f"it needs a GPU, this is {device.type}" if kernel.capability else None
-    if (major := torch.cuda.get_device_capability(device)[0]) not in kernel.capability:
-        return f"it does not run on CUDA capability {major}.x"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
-    if kernel.module:
-        try:
-            importlib.import_module(kernel.module)
-        except Exception as e:  # a broken install raises more than ImportError
-            return f"`pip install '{kernel.package}'` is missing or broken: {type(e).__name__}: {e}"
-    return None
-
-
-def pick_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel's name, "auto" resolved. Raises ValueError if it is unknown or unusable here."""
-    reasons = {k: why_not(k, device, dtype) for k in KERNELS}
-    usable = [k for k in KERNELS if reasons[k] is None]
-    if name == "auto" and usable:
-        return usable[0]
-    reason = reasons.get(name, "there is no such kernel here")
-    if name == "auto":
-        reason = "; ".join(f"{k}: {why}" for k, why in reasons.items())
-    if reason:
-        raise ValueError(f"--attention {name}: {reason}; usable: {', '.join(usable) or 'none'}")
-    return name
-
-
-MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
-
-
-def _head_groups(q: Tensor, k: Tensor):
-    """Cut (B, T, H, D) tensors into (sequence, query heads, kv heads) slices of MAX_ELEMENTS.
-
-    At 1M tokens, 32 heads and D = 128, a tensor has 4.3e9 elements: three groups. Where the query
-    heads of one kv head are too many, they are cut too.
-    """
-    most = MAX_ELEMENTS // (q.shape[1] * q.shape[3])  # heads
-    if most == 0:
-        raise ValueError(f"a head of {q.shape[1]} tokens x {q.shape[3]} has over {MAX_ELEMENTS} "
-                         "elements")
-    ratio = q.shape[2] // k.shape[2]
-    step = most // ratio * ratio or next(n for n in range(most, 0, -1) if ratio % n == 0)
-    for b in range(q.shape[0]):
-        for h in range(0, q.shape[2], step):
-            end = min(h + step, q.shape[2])
-            yield slice(b, b + 1), slice(h, end), slice(h // ratio, -(-end // ratio))
-
-
-def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T)."""
-    if q.numel() <= MAX_ELEMENTS:
-        return kernel.forward(q, k, v)
-    o, lse = torch.empty_like(q), None
-    for b, h, g in _head_groups(q, k):
-        cut = (q[b, :, h], k[b, :, g], v[b, :, g])
-        o[b, :, h], part = kernel.forward(*(t.contiguous() for t in cut))
-        if lse is None:
-            lse = part.new_empty(q.shape[0], q.shape[2], q.shape[1])
-        lse[b, h] = part
-    return o, lse
-
-
-def attention_backward(kernel: Kernel, do, q, k, v, o, lse) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from the same global o and lse for every head group."""
-    if q.numel() <= MAX_ELEMENTS:
-        return kernel.backward(do.contiguous(), q, k, v, o, lse)
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for b, h, g in _head_groups(q, k):
-        cut = (do[b, :, h], q[b, :, h], k[b, :, g], v[b, :, g], o[b, :, h], lse[b, h])
-        dq[b, :, h], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut))
-        dk[b, :, g] += dk_part  # a kv head may serve several groups
-        dv[b, :, g] += dv_part
-    return dq, dk, dv
-
-
-class _Attention(Function):
-    @staticmethod
-    def forward(ctx, q, k, v, op):
-        o, lse = op.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.op = op
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, _):
-        return *ctx.op.backward(do, *ctx.saved_tensors), None
-
-
-class Attention:
-    """A kernel of the table: forward and backward as they are, or called, with autograd.
-
-    A subclass may split the work over ranks; lse has then the shape that its backward wants.
-    """
-
-    def __init__(self, kernel: str):
-        self.kernel = KERNELS[kernel]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return attention_forward(self.kernel, q, k, v)
-
-    def backward(self, do, q, k, v, o, lse, late=lambda: None) -> tuple[Tensor, Tensor, Tensor]:
-        """late: other work, for the time in which a subclass brings the last gradients back."""
-        late()
-        return attention_backward(self.kernel, do, q, k, v, o, lse)
-
-    def ahead(self, *inputs: Tensor) -> None:
-        """backward follows with these, q, k, v and o, then do: a subclass may send them already."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _Attention.apply(q, k, v, self)
-
-
 # ---------------------------------------------------------------------------- token-wise operators
 
 
-FUSED: list[object] = [None]  # a stack; last: a token of the fused kernel or side stream that runs
+def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
+    """Return fn as one fused kernel on a GPU, and as it is written elsewhere.
 
-
-@contextlib.contextmanager
-def fused():
-    """What is inside is one kernel on a GPU, or on a stream of its own. memplan.simulate leaves out
-    what is born and dies in it."""
-    FUSED.append(object())
-    try:
-        yield
-    finally:
-        FUSED.pop()
-
-
-def compiled(fn: Callable) -> Callable:
-    """fn as one fused kernel on a GPU, forward and backward; as it is written elsewhere.
-
-    `torch.compiler.set_stance("force_eager")` turns the compilation off.
+    A kernel belongs to the shapes that it is called with (a run has few: whole sequences, chunks,
+    a shorter last one), so that its sums do not depend on what ran before. dynamic=None: kernels
+    for any shape from the second one on. `torch.compiler.set_stance("force_eager")` turns the
+    compilation off.
     """
     torch._dynamo.config.recompile_limit = 64  # with or without gradients, whole or in chunks, ...
-    kernel = torch.compile(fn)
+    kernel = torch.compile(fn, dynamic=dynamic)
 
     @functools.wraps(fn)
     def run(x, *args):
-        if x.is_cuda:
-            return kernel(x, *args)
-        with fused():
-            return fn(x, *args)
+        return kernel(x, *args) if x.is_cuda else fn(x, *args)
 
+    run.is_compiled = True
     return run
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or the dtype itself if it is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _normalise(x, weight, eps):
-    y = x.to(accumulation_dtype(x.dtype))
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+def copy_heads(source: Tensor, into: Tensor) -> None:
+    """Copy heads (..., D) of any strides, 16 bytes at a time: PyTorch's copy goes by elements."""
+    if source.shape[-1] * source.itemsize % 16 == 0:
+        source = source.view(torch.complex128)
+        into = into.view(torch.complex128)
+    into.copy_(source)
+
+
+def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(accumulation_dtype(x.dtype))
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 @compiled
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, computed in float32 or wider."""
-    return _normalise(x, weight, eps)
+def norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return normalise(x, weight, eps)
 
 
 @compiled
-def add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """h = x + branch, and its norm."""
+def add_norm_forward(x: Tensor, branch: Tensor, weight: Tensor, eps: float):
+    """Return h = x + branch, and its norm."""
     h = x + branch
-    return h, _normalise(h, weight, eps)
+    return h, normalise(h, weight, eps)
 
 
 @compiled
-def split_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int):
-    """qkv (B, T, (H+2K)D) -> q (B, T, H, D), k, v (B, T, K, D), q and k turned by their angles.
+def norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, residual: Tensor | None):
+    """Return n = norm(x) again (..., C), the gradient of x, with that of a residual path added, and
+    the gradient of weight (C,)."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    unit = wide * scale
+    dn = dn.to(wide.dtype)
+    dunit = dn * weight
+    dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
+    if residual is not None:
+        dx = residual + dx
+    dweight = (dn * unit).sum(tuple(range(x.dim() - 1)))
+    return (unit * weight).to(x.dtype), dx.to(x.dtype), dweight
+
+
+@compiled
+def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn pairs of x (B, T, heads, D) by their angles (T, D/2); minus sin turns them back.
 
     The pairs are (i, i + D/2), as in Hugging Face's checkpoints (Meta's own have (2i, 2i+1)).
     """
-    cos, sin = cos[:, None], sin[:, None]  # (T, 1, D/2)
+    cos = cos[:, None]  # (T, 1, D/2)
+    sin = sin[:, None]
+    x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+@compiled
+def split_rotate_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int):
+    """qkv (B, T, (H+2K)D) -> q (B, T, H, D), k, v (B, T, K, D), q and k turned.
+
+    They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
+    """
+    cos = cos[:, None]  # (T, 1, D/2)
+    sin = sin[:, None]
 
     def turn(x: Tensor) -> Tensor:
         x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
@@ -417,16 +211,33 @@ def split_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: in
 
     x = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
     q, k, v = x.split((heads, kv_heads, kv_heads), dim=2)
-    # three tensors of their own: what a layer keeps for backward is 3 C, not 5 C
     return turn(q), turn(k), v.contiguous()
 
 
 @compiled
-def swiglu(gate_up: Tensor) -> Tensor:
+def rotate_back_into(dy: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
+    """Write the gradient of heads (B, T, h, D) before they were turned."""
+    cos = cos[:, None]  # (T, 1, D/2)
+    sin = sin[:, None]
+    d1, d2 = dy.to(cos.dtype).chunk(2, dim=-1)
+    dx.copy_(torch.cat((d1 * cos + d2 * sin, d2 * cos - d1 * sin), dim=-1))
+
+
+@compiled
+def swiglu_forward(gate_up: Tensor) -> Tensor:
     """(..., 2F) -> silu(gate) * up (..., F)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    acc = accumulation_dtype(gate.dtype)
-    return (F.silu(gate.to(acc)) * up.to(acc)).to(gate_up.dtype)
+    gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+@compiled
+def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a = swiglu(gate_up) (..., F) again, and the gradient of gate_up (..., 2F)."""
+    gate, up = gate_up.to(accumulation_dtype(da.dtype)).chunk(2, dim=-1)
+    sigmoid = torch.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = da * up * (sigmoid + silu * (1 - sigmoid))
+    return (silu * up).to(da.dtype), torch.cat((dgate, da * silu), dim=-1).to(da.dtype)
 
 
 @compiled
@@ -440,62 +251,172 @@ def softmax_loss(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor,
     return loss * scale, grad
 
 
-def matmul_wide(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b with the accumulator's dtype (float32 of bf16 operands) as the result's."""
-    wide = accumulation_dtype(a.dtype)
-    if a.dtype == wide:
+def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b in the accumulator's dtype (float32 of bf16 operands)."""
+    accum_dtype = accumulation_dtype(a.dtype)
+    if a.dtype == accum_dtype:
         return a @ b
     if a.is_cuda:
-        return torch.mm(a, b, out_dtype=wide)
-    with fused():
-        return a.to(wide) @ b.to(wide)
+        return torch.mm(a, b, out_dtype=accum_dtype)
+    return a.to(accum_dtype) @ b.to(accum_dtype)  # no CPU kernel mixes the two
 
 
-def add_outer(g: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Tensor:
-    """beta * out + g^T x, in place: g (N, rows), x (N, cols), out (rows, cols), g's dtype or wider.
+def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Tensor:
+    """beta * out + dy^T x, in place: dy (N, rows), x (N, cols), out (rows, cols), dy's dtype or
+    wider.
 
-    A weight's gradient. Several pieces are summed in float32, which costs no more than bf16: the
-    tensor cores accumulate in float32 anyway. beta = 0 ignores what `out` holds.
+    Several contributions are summed in float32, which costs no more than bf16: the tensor cores
+    accumulate in float32 anyway. beta = 0 ignores what `out` holds.
     """
     if out is None:
-        return g.t() @ x
-    if out.dtype != g.dtype and not g.is_cuda:  # no CPU kernel mixes the two
-        with fused():
-            return add_outer(g.to(out.dtype), x.to(out.dtype), out, beta)
-    wide = {"out_dtype": out.dtype} if out.dtype != g.dtype else {}
-    return (torch.addmm(out, g.t(), x, out=out, **wide) if beta else
-            torch.mm(g.t(), x, out=out, **wide))
+        return dy.t() @ x
+    if out.dtype == dy.dtype:
+        return torch.addmm(out, dy.t(), x, out=out) if beta else torch.mm(dy.t(), x, out=out)
+    if not dy.is_cuda:  # no CPU kernel mixes the two
+        return weight_grad_into(dy.to(out.dtype), x.to(out.dtype), out, beta)
+    if beta:
+        return torch.addmm(out, dy.t(), x, out=out, out_dtype=out.dtype)
+    return torch.mm(dy.t(), x, out=out, out_dtype=out.dtype)
+
+
+# ---------------------------------------------------------------------------- matrices and events
 
 
 class PlainEvents:
     """What a matrix says to the outside, and what happens on one device: nothing.
 
-    need(module) -> the weight, there until release(module). piece(module, compute): a piece of the
-    weight's gradient is due; compute(out, beta) returns beta*out + piece (out=None: a new tensor).
-    What piece returns goes to autograd: the gradient, or None if it was put elsewhere.
+    unshard(module, backward) -> weight    it is about to be used, in a backward pass or not, and
+                                           stays until ...
+    reshard(module)                        ... here
+    add_grad(module, compute) -> grad      a contribution to its gradient is due: compute(out, beta)
+                                           returns beta * out + contribution (out=None: a new
+                                           tensor). The result goes to autograd: None if the outside
+                                           has put it elsewhere.
     """
 
-    def need(self, module: nn.Module) -> Tensor:
+    def unshard(self, module: nn.Module, backward: bool) -> Tensor:
         return module.weight
 
-    def release(self, module: nn.Module) -> None:
+    def reshard(self, module: nn.Module) -> None:
         pass
 
-    def piece(self, module: nn.Module, compute: Callable) -> Tensor | None:
+    def add_grad(self, module: nn.Module, compute: Callable) -> Tensor | None:
         return compute(None, 0)
 
 
-def input_grad(module: nn.Module, dy: Tensor, out: Tensor | None = None) -> Tensor:
+class _Mode(threading.local):
+    """What a backward pass that runs operators by hand wants of them (offload.py)."""
+
+    recomputing = False  # a forward runs again: its events say that the pass goes backward
+    unneeded: nn.Module | None = None  # a matrix whose product ends a layer that nobody reads
+    deferred: list[Callable] | None = None  # where products for weights wait for their turn
+
+
+_mode = _Mode()
+
+
+@contextlib.contextmanager
+def recomputation(unneeded: nn.Module | None = None):
+    """Run a forward again inside a backward pass. unneeded: a matrix that add_swiglu_linear may
+    leave out, because only gradients of its result are wanted."""
+    before = _mode.recomputing, _mode.unneeded
+    _mode.recomputing, _mode.unneeded = True, unneeded
+    try:
+        yield
+    finally:
+        _mode.recomputing, _mode.unneeded = before
+
+
+@contextlib.contextmanager
+def deferred_weight_grads(on: bool = True):
+    """Yield a list which, if `on`, takes the products for weights of a backward pass instead of
+    running them: functions to call in order, when there is something to hide under them."""
+    before, deferred = _mode.deferred, []
+    _mode.deferred = deferred if on else None
+    try:
+        yield deferred
+    finally:
+        _mode.deferred = before
+
+
+def project(module: nn.Module, x: Tensor) -> Tensor:
+    """Return x W^T (..., rows)."""
+    y = F.linear(x, module.events.unshard(module, backward=_mode.recomputing))
+    module.events.reshard(module)
+    return y
+
+
+def input_grad(module: nn.Module, dy: Tensor) -> Tensor:
     """dy (..., rows) of a projection -> dx = dy W (..., cols)."""
-    dx = torch.matmul(dy, module.events.need(module), out=out)
-    module.events.release(module)
+    dx = torch.matmul(dy, module.events.unshard(module, backward=True))
+    module.events.reshard(module)
     return dx
 
 
 def weight_grad(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dy (..., rows), x (..., cols) of a projection: raises *piece* with dW = dy^T x."""
-    dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # (N, rows), (N, cols)
-    return module.events.piece(module, lambda out, beta: add_outer(dy, x, out, beta))
+    """dy (..., rows), x (..., cols) of a projection: raise add_grad with dW = dy^T x, or defer it.
+    Returns what autograd gets."""
+    dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
+    x = x.reshape(-1, x.shape[-1])  # (N, cols)
+
+    def add_grad() -> Tensor | None:
+        return module.events.add_grad(module, lambda out, beta: weight_grad_into(dy, x, out, beta))
+
+    def add_grad_later() -> None:
+        grad = add_grad()
+        if grad is not None:  # autograd has gone on without it
+            old = module.weight.grad
+            module.weight.grad = grad if old is None else old + grad
+
+    if _mode.deferred is None:
+        return add_grad()
+    _mode.deferred.append(add_grad_later)
+    return None
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return norm_forward(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dn):
+        _, dx, dweight = norm_backward(*ctx.saved_tensors, ctx.eps, dn, None)
+        return dx, dweight, None
+
+
+class _Rotate(Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return rotate_forward(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        cos, sin = ctx.saved_tensors
+        return rotate_forward(dy, cos, -sin), None, None
+
+
+class _SplitRotate(Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, heads, kv_heads):
+        ctx.save_for_backward(cos, sin)
+        return split_rotate_forward(qkv, cos, sin, heads, kv_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        heads = [d.shape[2] for d in (dq, dk, dv)]
+        dqkv = dq.new_empty(*dq.shape[:2], sum(heads) * dq.shape[3])
+        dq_part, dk_part, dv_part = dqkv.unflatten(2, (sum(heads), -1)).split(heads, 2)
+        rotate_back_into(dq, *ctx.saved_tensors, dq_part)
+        rotate_back_into(dk, *ctx.saved_tensors, dk_part)
+        copy_heads(dv, dv_part)
+        return dqkv, None, None, None, None
 
 
 class _Linear(Function):
@@ -505,24 +426,117 @@ class _Linear(Function):
     def forward(ctx, x, weight, module):
         ctx.save_for_backward(x)
         ctx.module = module
-        y = F.linear(x, module.events.need(module))
-        module.events.release(module)
-        return y
+        return project(module, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x,), module = ctx.saved_tensors, ctx.module
-        dx = input_grad(module, dy)
-        return dx, weight_grad(module, dy, x), None
+        (x,) = ctx.saved_tensors
+        dx = input_grad(ctx.module, dy)
+        return dx, weight_grad(ctx.module, dy, x), None
+
+
+class _NormLinear(Function):
+    """y = norm(x) W^T. Autograd keeps x: the norm is computed again."""
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, weight, norm, module, eps):
+        ctx.save_for_backward(x)
+        ctx.norm, ctx.module, ctx.eps = norm, module, eps
+        return project(module, norm_forward(x, norm_weight, eps))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dn = input_grad(ctx.module, dy)
+        n, dx, dnorm = norm_backward(x, ctx.norm.weight, ctx.eps, dn, None)
+        return dx, dnorm, weight_grad(ctx.module, dy, n), None, None, None
+
+
+class _AddNormLinear(Function):
+    """h = x + branch, and norm(h) W^T. Autograd keeps h: the norm is computed again."""
+
+    @staticmethod
+    def forward(ctx, x, branch, norm_weight, weight, norm, module, eps):
+        h, n = add_norm_forward(x, branch, norm_weight, eps)
+        ctx.save_for_backward(h)
+        ctx.norm, ctx.module, ctx.eps = norm, module, eps
+        return h, project(module, n)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh, dy):
+        (h,) = ctx.saved_tensors
+        dn = input_grad(ctx.module, dy)
+        n, dx, dnorm = norm_backward(h, ctx.norm.weight, ctx.eps, dn, dh)
+        return dx, dx, dnorm, weight_grad(ctx.module, dy, n), None, None, None
+
+
+class _AddSwigluLinear(Function):
+    """h + swiglu(gate_up) W^T. Autograd keeps gate_up: the activation is computed again."""
+
+    @staticmethod
+    def forward(ctx, h, gate_up, weight, module):
+        ctx.save_for_backward(gate_up)
+        ctx.module = module
+        if _mode.unneeded is module:
+            return h.detach()  # of the right shape; nobody reads it
+        return project(module, swiglu_forward(gate_up)).add_(h)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (gate_up,) = ctx.saved_tensors
+        a, dgate_up = swiglu_backward(gate_up, input_grad(ctx.module, dy))
+        return dy, dgate_up, weight_grad(ctx.module, dy, a), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return x / rms(x) * weight over the last dimension, computed in float32 or wider."""
+    return _RMSNorm.apply(x, weight, eps)
+
+
+def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn x (B, T, heads, D) by the angles of its positions: rope (T, D/2) each."""
+    return _Rotate.apply(x, *rope)
+
+
+def split_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int):
+    """qkv (B, T, (H+2K)D) -> q (B, T, H, D), k, v (B, T, K, D), q and k turned."""
+    return _SplitRotate.apply(qkv, *rope, heads, kv_heads)
+
+
+def norm_linear(x: Tensor, norm: nn.Module, matrix: nn.Module, eps: float) -> Tensor:
+    """Return norm(x) W^T."""
+    return _NormLinear.apply(x, norm.weight, matrix.weight, norm, matrix, eps)
+
+
+def add_norm_linear(x: Tensor, branch: Tensor, norm: nn.Module, matrix: nn.Module,
+                    eps: float) -> tuple[Tensor, Tensor]:
+    """Return h = x + branch, and norm(h) W^T."""
+    return _AddNormLinear.apply(x, branch, norm.weight, matrix.weight, norm, matrix, eps)
+
+
+def add_swiglu_linear(h: Tensor, gate_up: Tensor, matrix: nn.Module) -> Tensor:
+    """Return h + swiglu(gate_up) W^T."""
+    return _AddSwigluLinear.apply(h, gate_up, matrix.weight, matrix)
+
+
+def final_matrix(y: Tensor) -> nn.Module | None:
+    """Return the matrix of the add_swiglu_linear whose result is y, None if y is another's: then
+    nothing can be left out where only gradients of y are wanted."""
+    last = y.grad_fn
+    return last.module if isinstance(last, _AddSwigluLinear._backward_cls) else None
 
 
 class _Embedding(Function):
     @staticmethod
     def forward(ctx, weight, tokens, module):
-        ctx.tokens, ctx.module = tokens, module
-        x = F.embedding(tokens, module.events.need(module))
-        module.events.release(module)
+        ctx.tokens = tokens
+        ctx.module = module
+        x = F.embedding(tokens, module.events.unshard(module, backward=False))
+        module.events.reshard(module)
         return x
 
     @staticmethod
@@ -530,12 +544,12 @@ class _Embedding(Function):
     def backward(ctx, dx):
         def compute(out, beta):
             rows = ctx.module.shape[0]
-            dw = _aten.embedding_dense_backward(dx, ctx.tokens, rows, -1, False)  # (V, C)
+            dw = torch.ops.aten.embedding_dense_backward(dx, ctx.tokens, rows, -1, False)  # (V, C)
             if out is None:
                 return dw
             return out.add_(dw) if beta else out.copy_(dw)
 
-        return ctx.module.events.piece(ctx.module, compute), None, None
+        return ctx.module.events.add_grad(ctx.module, compute), None, None
 
 
 class _HeadLoss(Function):
@@ -547,21 +561,22 @@ class _HeadLoss(Function):
 
     @staticmethod
     def forward(ctx, x, weight, labels, scale, module, chunk, differentiate):
-        w = module.events.need(module)  # (V, C)
-        wide = accumulation_dtype(x.dtype)
-        loss = torch.zeros((), dtype=wide, device=x.device)
+        w = module.events.unshard(module, backward=False)  # (V, C)
+        accum_dtype = accumulation_dtype(x.dtype)
+        loss = torch.zeros((), dtype=accum_dtype, device=x.device)
         if differentiate:
-            dx, dw = torch.empty_like(x), torch.empty(w.shape, dtype=wide, device=x.device)
+            dx = torch.empty_like(x)
+            dw = torch.empty(w.shape, dtype=accum_dtype, device=x.device)
         for i in range(0, x.shape[0], chunk):
             rows = slice(i, i + chunk)
-            part, dlogits = softmax_loss(matmul_wide(x[rows], w.t()), labels[rows], scale)
+            part, dlogits = softmax_loss(matmul_fp32(x[rows], w.t()), labels[rows], scale)
             loss += part
             if differentiate:
                 dlogits = dlogits.to(x.dtype)
                 torch.mm(dlogits, w, out=dx[rows])
-                add_outer(dlogits, x[rows], dw, beta=int(i > 0))
+                weight_grad_into(dlogits, x[rows], dw, beta=int(i > 0))
             del dlogits  # before the next ones are made
-        module.events.release(module)
+        module.events.reshard(module)
         ctx.module = module
         if differentiate:
             ctx.save_for_backward(dx, dw)
@@ -577,7 +592,7 @@ class _HeadLoss(Function):
                 return (dw * dloss).to(dx.dtype)
             return out.addcmul_(dw, dloss) if beta else torch.mul(dw, dloss, out=out)
 
-        dw_out = ctx.module.events.piece(ctx.module, compute)
+        dw_out = ctx.module.events.add_grad(ctx.module, compute)
         return dx * dloss.to(dx.dtype), dw_out, None, None, None, None, None
 
 
@@ -585,7 +600,8 @@ LOSS_ELEMENTS = 2**27  # logits of one chunk: 512 MiB of float32
 
 
 def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> Tensor:
-    """sum over valid tokens of cross-entropy(x W^T, label) * scale; x (B, T, C), labels (B, T)."""
+    """Return the sum over valid tokens of cross-entropy(x W^T, label) * scale: x (B, T, C), labels
+    (B, T)."""
     chunk = max(1, LOSS_ELEMENTS // head.shape[0])
     return _HeadLoss.apply(x.flatten(0, 1), head.weight, labels.flatten(), scale, head, chunk,
                            torch.is_grad_enabled())
@@ -595,7 +611,7 @@ def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> Tens
 
 
 def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
-    """Angles a position (D/2,) in float64, and the factor on cos and sin (YaRN's temperature).
+    """Return angles a position (D/2,) in float64, and the factor on cos and sin (YaRN's temperature).
 
     Scaling for lengths past the trained one: "linear" (positions shrink), "llama3" (only the slow
     frequencies shrink), "yarn" (a ramp between the two, arXiv 2309.00071).
@@ -626,7 +642,7 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
 
 
 def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos, sin (T, D/2) of integer positions (T,).
+    """Return cos, sin (T, D/2) of integer positions (T,).
 
     The angles are float64: near position 2^20 float32 numbers lie 1/16 apart.
     """
@@ -649,8 +665,8 @@ class Matrix(nn.Module):
         return _Linear.apply(x, self.weight, self)
 
 
-class Norm(nn.Module):
-    """The weight of an RMSNorm: float32 or wider, and never sharded, for it is small."""
+class Vector(nn.Module):
+    """A weight that is too small to shard, of a norm or a bias: float32 or wider, on every rank."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -658,44 +674,59 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
+    """One layer. Whoever changes it changes it here alone: see the file's first lines."""
+
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
         heads = cfg.heads + 2 * cfg.kv_heads
-        self.norm1 = Norm(cfg.dim)
+        self.norm1 = Vector(cfg.dim)
         self.qkv = Matrix(heads * cfg.head_dim, cfg.dim)
         self.out = Matrix(cfg.dim, cfg.heads * cfg.head_dim)
-        self.norm2 = Norm(cfg.dim)
+        self.norm2 = Vector(cfg.dim)
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim)
         self.down = Matrix(cfg.dim, cfg.ffn)
 
     def pre(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
-        qkv = self.qkv(rms_norm(x, self.norm1.weight, self.cfg.norm_eps))
-        return split_rotate(qkv, *rope, self.cfg.heads, self.cfg.kv_heads)
+        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps)
+        return split_rotate(qkv, rope, self.cfg.heads, self.cfg.kv_heads)
 
     def post(self, x: Tensor, o: Tensor) -> Tensor:
         """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C)."""
-        h, n = add_rms_norm(x, self.out(o.flatten(2)), self.norm2.weight, self.cfg.norm_eps)
-        return h + self.down(swiglu(self.gate_up(n)))
+        h, gate_up = add_norm_linear(x, self.out(o.flatten(2)), self.norm2, self.gate_up,
+                                     self.cfg.norm_eps)
+        return add_swiglu_linear(h, gate_up, self.down)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        o, _ = attention(*self.pre(x, rope))
-        return self.post(x, o)
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+    """Causal attention of (B, T, heads, D) tensors by PyTorch alone; attention.py has kernels."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return o.transpose(1, 2), None
+
+
+def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor]) -> Callable[[int, Tensor], Tensor]:
+    """A layer_runner: each layer at once, and autograd keeps what its operators save."""
+    def run_layer(i: int, x: Tensor) -> Tensor:
+        block = model.blocks[i]
+        o, _ = model.attention(*block.pre(x, rope))
+        return block.post(x, o)
+
+    return run_layer
 
 
 class LLaMA(nn.Module):
-    """attention: called with (q, k, v), returns (o, lse); the CPU's if none is given."""
+    """attention: called with (q, k, v), returns (o, lse)."""
 
-    def __init__(self, cfg: ModelConfig, attention: Attention | None = None):
+    def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
         super().__init__()
         self.cfg = cfg
-        self.attention = attention or Attention("cpu")
-        self.recompute = False  # keep a layer's input alone, and run the layer again in backward
-        self.run = None  # (index, x, rope) -> y: how a layer runs, if not as its forward says
+        self.attention = attention
+        self.layer_runner = whole_layers
         self.embed = Matrix(cfg.vocab, cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
-        self.norm = Norm(cfg.dim)
+        self.norm = Vector(cfg.dim)
         self.head = Matrix(cfg.vocab, cfg.dim)
 
     def init_weights(self, seed: int) -> None:
@@ -704,7 +735,7 @@ class LLaMA(nn.Module):
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
                 positions: Tensor | None = None) -> Tensor:
-        """Logits (B, T, V) without labels; else the sum of the valid tokens' losses times scale.
+        """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale.
 
         tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
         default 1 / valid tokens here; whoever splits a batch passes 1 / valid tokens of all parts,
@@ -714,13 +745,9 @@ class LLaMA(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = _Embedding.apply(self.embed.weight, tokens, self.embed)  # (B, T, C)
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
-        for i, block in enumerate(self.blocks):
-            if self.run:
-                x = self.run(i, x, rope)
-            elif self.recompute and torch.is_grad_enabled():
-                x = checkpoint(block, x, rope, self.attention, use_reentrant=False)
-            else:
-                x = block(x, rope, self.attention)
+        run_layer = self.layer_runner(self, rope)
+        for i in range(len(self.blocks)):
+            x = run_layer(i, x)
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)
@@ -730,11 +757,13 @@ class LLaMA(nn.Module):
 
 
 def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device) -> Tensor:
-    """One tensor of a fresh model, float32: normal(0, 0.02), the two matrices that write into the
-    residual stream smaller by sqrt(2L), norms 1. It depends on (seed, name) alone, so that ranks
-    may make their parts in any order."""
+    """Return one tensor of a fresh model, float32: normal(0, 0.02), the two matrices that write
+    into the residual stream smaller by sqrt(2L), norms 1, biases 0. It depends on (seed, name)
+    alone, so that ranks may make their parts in any order."""
     if "norm" in name:
         return torch.ones(shape, device=device)
+    if len(shape) == 1:
+        return torch.zeros(shape, device=device)
     # a CPU's generator takes 32 bits; of one name, crc32 gives every start value another result
     rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
     residual = name.endswith(("out.weight", "down.weight"))
@@ -750,6 +779,15 @@ _HF = {  # our matrix: theirs, whose rows follow one another in it
     "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "out": ["self_attn.o_proj"], "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "down": ["mlp.down_proj"],
+}
+
+
+_HF_KEYS = {  # our field: its key in config.json
+    "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size",
+    "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling", "max_positions": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
 }
 
 
@@ -785,10 +823,12 @@ def hf_config(folder: str) -> ModelConfig:
             rope["original_max_position_embeddings"] = c["max_position_embeddings"]
         heads, dim = c["num_attention_heads"], c["hidden_size"]
         cfg = ModelConfig(
-            c["vocab_size"], dim, c["num_hidden_layers"], heads,
-            c.get("num_key_value_heads") or heads, c["intermediate_size"],
-            c.get("head_dim") or dim // heads, c.get("rms_norm_eps", 1e-6), theta, rope,
-            c.get("max_position_embeddings", 2048), c.get("tie_word_embeddings", False))
+            vocab=c["vocab_size"], dim=dim, layers=c["num_hidden_layers"], heads=heads,
+            kv_heads=c.get("num_key_value_heads") or heads, ffn=c["intermediate_size"],
+            head_dim=c.get("head_dim") or dim // heads, norm_eps=c.get("rms_norm_eps", 1e-6),
+            rope_theta=theta, rope_scaling=rope,
+            max_positions=c.get("max_position_embeddings", 2048),
+            tied=c.get("tie_word_embeddings", False))
         rope_frequencies(cfg)  # refuses a scaling that it does not know
         return cfg
     except (KeyError, TypeError, AttributeError, ZeroDivisionError, ValueError) as e:
@@ -842,6 +882,15 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
 HF_FILE_BYTES = 4 * 2**30  # one file of an export
 
 
+def check_exportable(cfg: ModelConfig) -> None:
+    """Raise ValueError for a field of the model that config.json has no key for: an export would
+    drop it in silence."""
+    for f in fields(ModelConfig):
+        if f.name not in _HF_KEYS and getattr(cfg, f.name) != f.default:
+            raise ValueError(f"--export: a LLaMA's config.json has no key for {f.name}="
+                             f"{getattr(cfg, f.name)!r}; what reads it would compute another model")
+
+
 def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
               write: bool = True, source: Path | None = None) -> None:
     """Write config.json and safetensors, which transformers 4 and 5 load, file by file.
@@ -892,14 +941,12 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     rope = cfg.rope_scaling or {"rope_type": "default"}
+    config |= {theirs: getattr(cfg, ours) for ours, theirs in _HF_KEYS.items()}
     config |= {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "vocab_size": cfg.vocab, "hidden_size": cfg.dim, "num_hidden_layers": cfg.layers,
-        "num_attention_heads": cfg.heads, "num_key_value_heads": cfg.kv_heads,
-        "head_dim": cfg.head_dim, "intermediate_size": cfg.ffn, "rms_norm_eps": cfg.norm_eps,
-        "max_position_embeddings": cfg.max_positions, "tie_word_embeddings": tied,
-        "attention_bias": False, "mlp_bias": False, "torch_dtype": str(dtype).split(".")[1],
-        "rope_theta": cfg.rope_theta, "rope_scaling": cfg.rope_scaling or None,  # transformers 4
+        "tie_word_embeddings": tied, "attention_bias": False, "mlp_bias": False,
+        "torch_dtype": str(dtype).split(".")[1],
+        "rope_scaling": cfg.rope_scaling or None,  # transformers 4
         "rope_parameters": {"rope_theta": cfg.rope_theta, **rope},  # transformers 5
     }
     config["dtype"] = config["torch_dtype"]

@@ -1,4 +1,4 @@
-"""Who holds what: parameters, gradients and optimizer states, each sharded as it likes (AMSP).
+"""Who holds what, and when does it travel? Parameters, gradients, optimizer states, sharded (AMSP).
 
 R ranks hold the states of a model with P parameters. Three factors say in how many shards each kind
 lies, p | g | os | R, so that a rank holds (bf16 parameters, AdamW in float32; AMSP, section IV)
@@ -9,72 +9,69 @@ Ranks stand node by node, and shards fill a node before they cross it, so every 
 neighbours or a comb through blocks. With p = 2, os = 4, R = 8, where a letter is a p-shard:
 
     rank        0   1   2   3   4   5   6   7
-    holds       a   b   a   b   a   b   a   b         p group: {0,1} {2,3} {4,5} {6,7}
-    updates     a0  b0  a1  b1  a0  b0  a1  b1        os block: {0,1,2,3} {4,5,6,7}
-                                                      subgroup (same p-shard in a block): {0,2} ...
-                                                      across (same states): {0,4} {1,5} ...
-A step of a matrix, from the events that the model raises where it uses one:
+    holds       a   b   a   b   a   b   a   b         param gather: {0,1} {2,3} {4,5} {6,7}
+    updates     a0  b0  a1  b1  a0  b0  a1  b1        os group: {0,1,2,3} {4,5,6,7}
+                                                      subgroup (same p-shard in it): {0,2} {1,3} ..
+                                                      cross os (same states): {0,4} {1,5} ..
+                                                      replicate (same p-shard): {0,2,4,6} ..
 
-    need    gather the shards (p group), the next layer's while this one computes; in backward the
-            next matrix alone, so that a gather never delays a reduction (AMSP, section V-C)
-    piece   its gradient: reduce-scatter (p group), then over the replicas, under the backward
-    update  AdamW on what this rank owns; the new parameters travel under the next forward, in the
-            order of use, and `need` waits for them
+Four kinds of communication have a CUDA stream each (CommStream): launch, compute, wait.
 
-Each kind of communication is a lane, a CUDA stream of its own: launch, compute, wait. A lane that
-is switched off runs on the compute stream. Gathered weights and whole gradients live in fixed
-buffers, two of each shape, that neighbouring layers take in turn; the parameters are views of them.
+    stream           launched in          hidden under                     waited for in
+    param_gather     launch_param_gather  the layer before; in backward    unshard
+                                          the matrix before
+    grad_scatter     scatter_grad         the backward of the layers that  add_grad (buffer free),
+                                          follow it                        launch_bucket (sum here),
+                                                                           finish_gradients
+    grad_reduce      launch_bucket        the same, last micro-batch only  finish_gradients
+    param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
+                                          follow, the next forward         gather_param (p > 1)
 
-A sequence may lie on sp neighbouring ranks, whatever p, g and os are (InternEvo's ISP): `Ulysses`
-is then the model's attention.
+In backward the next matrix alone is gathered, so that a gather never delays a reduction (AMSP,
+section V-C). Where a stream does not overlap, it is the compute stream. Gathered weights and whole
+gradients lie in fixed buffers, two of each shape, that neighbouring layers take in turn; the
+model's parameters are views of them.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
-Legend: R ranks, p g os factors, S elements of a matrix with padding, n subgroup size os/p; sp ranks
-of a sequence, B sequences, T tokens of one, H query heads, D head width, G head groups, h heads of
-a group on a rank.
+Legend: R ranks, r one of them; p, g, os factors, f all of them; S elements of a matrix with
+padding; x a gradient on its way; m, v AdamW's moments, t its updates; i, n, k counts.
 """
 import contextlib
+import functools
 import math
-import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
                                                    TensorProperties)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from model import (Attention, Matrix, Norm, accumulation_dtype, attention_backward,
-                   attention_forward, compiled, fused)
+from attention import CommStream, Groups, all_gather, reduce_scatter, wait
+from model import Matrix, Vector, accumulation_dtype, compiled
 
-ALIGN = 128  # elements: every shard starts where the fastest kernels and copies want it
-LANES = ("gather", "scatter", "reduce", "spread")
-# torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
+STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast")
 
 # ---------------------------------------------------------------------------- factors
 
 
 @dataclass(frozen=True)
 class Factors:
-    """Numbers of shards. `second`: ZeRO++'s secondary parameter shard, which the backward gathers
-    from (0: none)."""
+    """Numbers of shards of parameters, gradients and optimizer states (AMSP, section IV)."""
 
     p: int = 1
     g: int = 1
     os: int = 1
-    second: int = 0
+    secondary: int = 0  # of ZeRO++'s secondary parameter shard, for backward's gathers; 0: none
 
 
 def strategies(ranks: int, k: int) -> dict[str, Factors]:
-    """The named baselines are rows of factors; k is their parameter, NAME:K."""
+    """Return the named baselines, rows of factors; k is their parameter, NAME:K."""
     return {  #                      p      g      os
         "ddp": Factors(1, 1, 1),
         "zero1": Factors(1, 1, ranks),
@@ -87,154 +84,178 @@ def strategies(ranks: int, k: int) -> dict[str, Factors]:
 
 
 def parse_strategy(text: str, ranks: int) -> Factors:
-    """'zero3', 'mics:4' -> factors. Raises ValueError with the names."""
-    name, _, k = text.partition(":")
-    table = strategies(ranks, int(k) if k.isdigit() else 0)
+    """Return the factors of 'zero3' or 'mics:4'. Raises ValueError with the names."""
+    name, _, number = text.partition(":")
+    k = int(number) if number.isdigit() else 0
+    table = strategies(ranks, k)
     with_k = ("mics", "zero++", "zero1.5")
-    if name not in table or (name in with_k) != (k.isdigit() and int(k) > 0):
-        names = ", ".join(n + (":K" if n in with_k else "") for n in table)
+    if name not in table or (name in with_k) != (k > 0):
+        names = ", ".join(row + ":K" if row in with_k else row for row in table)
         raise ValueError(f"--strategy {text}: one of {names}")
     return table[name]
 
 
 def parse_mesh(text: str, per_node: int) -> int:
-    """'8' or '8x4' (GPUs in a node x nodes) -> number of shards. Raises ValueError."""
-    parts = text.lower().split("x")
-    if len(parts) > 2 or not all(n.isdigit() and int(n) for n in parts):
+    """Return the number of shards of '8' or '8x4' (GPUs in a node x nodes). Raises ValueError."""
+    counts = text.lower().split("x")
+    if len(counts) > 2 or not all(n.isdigit() and int(n) for n in counts):
         raise ValueError(f"factor {text!r}: a number or GPUs-in-a-node x nodes, as 8 or 8x4")
-    inside, nodes = int(parts[0]), int(parts[1]) if len(parts) == 2 else 1
-    if nodes > 1 and inside != per_node:
+    in_node = int(counts[0])
+    nodes = int(counts[-1]) if len(counts) == 2 else 1
+    if nodes > 1 and in_node != per_node:
         raise ValueError(f"factor {text}: fill a node before crossing it: {per_node}x{nodes}")
-    return inside * nodes
+    return in_node * nodes
 
 
+@functools.cache
 def legal_sizes(ranks: int, per_node: int) -> list[int]:
-    """Shard counts s0 x s1: s0 divides a node's GPUs, s1 the nodes, and s1 > 1 fills its nodes."""
+    """Return the shard counts: divisors of a node's GPUs, then whole nodes, a divisor of all."""
     nodes = ranks // per_node
-    return ([s for s in range(1, per_node + 1) if per_node % s == 0]
-            + [per_node * s for s in range(2, nodes + 1) if nodes % s == 0])
+    within = [n for n in range(1, per_node + 1) if per_node % n == 0]
+    across = [per_node * n for n in range(2, nodes + 1) if nodes % n == 0]
+    return within + across
+
+
+def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
+    """Return the rule that f breaks, in words, or None (AMSP, section IV). Another rule is another
+    `if` here: what is listed, checked and said follows."""
+    sizes = legal_sizes(ranks, per_node)
+    for count in (f.p, f.g, f.os, f.secondary or 1):
+        if count not in sizes:
+            return f"{count} shards do not fit {ranks} ranks, {per_node} a node: {sizes}"
+    if f.secondary and f.p % f.secondary:
+        return f"the secondary shard, {f.secondary}, must divide p"
+    if f.os % f.p:
+        return "the dependency rule is p <= g <= os, each dividing the next"
+    if f.g not in (f.p, f.os):
+        return "g must be p or os"
+    return None
 
 
 def legal_factors(ranks: int, per_node: int) -> list[Factors]:
-    """All (p, g, os) of AMSP's rules, fewest shards first. One node of 8 has 16."""
+    """Return all (p, g, os) that break no rule, fewest shards first. One node of 8 has 16."""
     sizes = legal_sizes(ranks, per_node)
-    return [Factors(p, g, os) for p in sizes for g in sizes for os in sizes
-            if os % p == 0 and g in (p, os)]
+    every = [Factors(p, g, os) for p in sizes for g in sizes for os in sizes]
+    return [f for f in every if illegal(f, ranks, per_node) is None]
+
+
+def nearest_legal(f: Factors, ranks: int, per_node: int) -> str:
+    """Return the flags of the legal factors that are nearest to f."""
+    if f.secondary:
+        fitting = [n for n in legal_sizes(ranks, per_node) if ranks % n == 0]
+        return f"--strategy zero++:{min(fitting, key=lambda n: abs(n - f.secondary))}"
+
+    def distance(legal: Factors) -> int:
+        return abs(legal.p - f.p) + abs(legal.g - f.g) + abs(legal.os - f.os)
+
+    nearest = min(legal_factors(ranks, per_node), key=distance)
+    return f"--p {nearest.p} --g {nearest.g} --os {nearest.os}"
 
 
 def check_factors(f: Factors, ranks: int, per_node: int) -> None:
-    """Raise ValueError naming the broken rule and the nearest legal factors."""
-    legal, sizes = legal_factors(ranks, per_node), legal_sizes(ranks, per_node)
-    second_fits = not f.second or (f.second in sizes and f.p % f.second == 0)
-    if Factors(f.p, f.g, f.os) in legal and second_fits:
-        return
-    near = min(legal, key=lambda o: abs(o.p - f.p) + abs(o.g - f.g) + abs(o.os - f.os))
-    nearest = f"--p {near.p} --g {near.g} --os {near.os}"
-    if f.second:
-        nearest = "--strategy zero++:%d" % min((s for s in sizes if ranks % s == 0),
-                                               key=lambda s: abs(s - f.second))
-    if bad := [s for s in (f.p, f.g, f.os, f.second or 1) if s not in sizes]:
-        rule = f"{bad[0]} shards do not fit {ranks} ranks, {per_node} a node: {sizes}"
-    elif not second_fits:
-        rule = f"the secondary shard, {f.second}, must divide p"
-    elif f.os % f.p:
-        rule = "the dependency rule is p <= g <= os, each dividing the next"
-    else:
-        rule = "g must be p or os"
-    raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: {nearest}")
+    """Raise ValueError with the broken rule and the nearest legal factors, if f breaks one."""
+    rule = illegal(f, ranks, per_node)
+    if rule is not None:
+        nearest = nearest_legal(f, ranks, per_node)
+        raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: {nearest}")
 
 
-def state_bytes(params: int, f: Factors, dtype: torch.dtype, several: bool) -> dict[str, float]:
-    """Bytes of states a rank (AMSP, section IV); `several` micro-batches add up in float32."""
-    e, wide = dtype.itemsize, accumulation_dtype(dtype).itemsize
-    return {"parameters": e * params / f.p + (e * params / f.second if f.second else 0),
-            "gradients": (wide if several else e) * params / f.g,
-            "optimizer": 3 * wide * params / f.os}
+# ---------------------------------------------------------------------------- optimizers
 
 
-# ---------------------------------------------------------------------------- lanes and shares
+@dataclass(frozen=True)
+class Optimizer:
+    """A function and the names of its states: all that an optimizer is.
+
+    update(weight, grad, states, scalars, betas, eps, decay) writes weight and states in place.
+    weight: of the compute dtype, grad: of that or wider, both (size,), a part of a matrix; with
+    `whole`, all of it, (rows, cols). states: a tuple of tensors of their shape, in accum_dtype, as
+    named; the first is "master", the weight itself, the others start at 0. scalars (5,), on the
+    device, so that nothing waits for the host: the learning rate, the factor on the gradient
+    (clipping), 1 - beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update
+    changes nothing.
+    """
+
+    update: Callable
+    states: tuple[str, ...]
+    whole: bool = False  # it needs whole matrices: layout inter and p = 1
 
 
-class Lane:
-    """A stream for one kind of communication, of high priority: its few blocks go before the many
-    of a kernel that computes, not behind its last. On a CPU, or switched off, it is the compute
-    stream: then everything happens in the order of the program and nothing needs a wait."""
-
-    def __init__(self, device: torch.device, on: bool):
-        self.on, gpu = on, device.type == "cuda"
-        self.stream = torch.cuda.Stream(device, priority=-1) if on and gpu else None
-
-    @contextlib.contextmanager
-    def after_compute(self):
-        """Launch what follows on the lane, after all that compute has enqueued so far."""
-        if self.stream is None:
-            with fused() if self.on else contextlib.nullcontext():
-                yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
-
-    def mark(self):
-        """A point in the lane that `wait` can wait for."""
-        return self.stream.record_event() if self.stream else None
+@functools.partial(compiled, dynamic=None)  # matrices of many sizes
+def adamw(weight: Tensor, grad: Tensor, states: tuple[Tensor, Tensor, Tensor], scalars: Tensor,
+          betas: tuple[float, float], eps: float, decay: float) -> None:
+    """Update flat tensors by AdamW, 14 bytes read and 14 written a bf16 parameter (`Optimizer`)."""
+    master, m, v = states
+    beta1, beta2 = betas
+    lr, clip, correction1, correction2, finite = scalars.unbind()
+    grad = grad.to(master.dtype) * clip
+    m_new = m + (1 - beta1) * (grad - m)
+    v_new = v + (1 - beta2) * (grad * grad - v)
+    step = lr / correction1 * m_new / ((v_new / correction2).sqrt() + eps)
+    new = torch.where(finite > 0, master * (1 - lr * decay) - step, master)
+    m.copy_(torch.where(finite > 0, m_new, m))
+    v.copy_(torch.where(finite > 0, v_new, v))
+    master.copy_(new)
+    weight.copy_(new)
 
 
-def wait(event) -> None:
-    """The current stream goes on when the event is reached; the host does not stop."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+ADAMW = Optimizer(adamw, ("master", "exp_avg", "exp_avg_sq"))
+
+# ---------------------------------------------------------------------------- what a rank holds
 
 
 @dataclass
-class Buffer:
-    """A fixed place for a whole matrix, a gathered weight or a local gradient, used in turns."""
+class ParamBuffer:
+    """A fixed place for a gathered weight, which two matrices of a shape and more take in turn."""
 
     data: Tensor  # (S,)
-    holder: object = None  # the share whose weight it holds
-    event: object = None  # of the lane that filled it (weight) or that still reads it (gradient)
+    holder: object = None  # the ShardedParam whose newest weight it holds, or will at `gathered`
+    gathered: object = None  # event of param_gather: the weight is here
 
 
-class Groups:
-    """Process groups by their ranks, each lane with communicators of its own; made once. timeout:
-    of their collectives, PyTorch's if none is given."""
+@dataclass
+class GradBuffer:
+    """A fixed place for one micro-batch's whole gradient, taken in turn likewise."""
 
-    def __init__(self, timeout: timedelta | None = None):
-        self.made: dict[tuple, dist.ProcessGroup] = {}
-        self.timeout = timeout
-
-    def get(self, lane: str, key) -> dist.ProcessGroup | None:
-        """The ranks r with this rank's key(r); None if it is alone. A collective of all ranks."""
-        members: dict = {}
-        for r in range(dist.get_world_size()):
-            members.setdefault(key(r), []).append(r)
-        mine = members[key(dist.get_rank())]
-        if len(mine) == 1:
-            return None
-        for ranks in members.values():
-            if (lane, *ranks) not in self.made:
-                group = self.made[lane, *ranks] = dist.new_group(ranks, timeout=self.timeout)
-                if ranks == mine and torch.cuda.is_initialized():
-                    # NCCL takes its memory now, not amid a step that leaves it none
-                    one = torch.zeros(1, device="cuda")
-                    _all_gather(one.new_empty(len(ranks)), one, group=group)
-                    dist.all_reduce(one, group=group)
-        return self.made[lane, *mine]
+    data: Tensor  # (S,)
+    scattered: object = None  # event of grad_scatter: it has read the gradient, the place is free
 
 
-class Share:
-    """What this rank holds of one matrix. States fills in
+@dataclass(eq=False)
+class ShardedParam:
+    """What this rank holds of one matrix; tensors are flat, and stay where they are for good."""
 
-    shard (S/p) of the weight, second (S/K) of ZeRO++'s, store (S/g) of the gradient; start and size
-    of what this rank updates, within the matrix; master, exp_avg, exp_avg_sq (size); own_weight
-    and own_grad, the same part of shard and store; owner, its subgroup index in the inter layout.
-    """
+    name: str  # of the parameter, as in a checkpoint
+    module: Matrix
+    unit: int  # index of its unit in the order of use: embedding, layers, head
+    owner: int  # layout inter: index in the subgroup of the rank that updates this p-shard
+    start: int  # of what this rank updates, within the matrix
+    size: int  # of it, elements; S/os, or S/p and 0 in layout inter
+    param_shard: Tensor  # (S/p,) newest after broadcast_done
+    secondary_shard: Tensor | None  # (S/secondary,) newest after the step's first gather
+    unsharded_param: ParamBuffer  # (S,) from `gathered` until the layer after the next; p=1: shard
+    grad_shard: Tensor  # (S/g,) sum of the step's micro-batches, final after finish_gradients
+    unsharded_grad: GradBuffer  # (S,) from the first chunk until `scattered`; or grad_shard itself
+    owned_param: Tensor  # (size,) the part of param_shard that this rank updates
+    owned_grad: Tensor  # (size,) the same part of the gradient
+    states: dict[str, Tensor]  # (size,) each, of the optimizer
+    num_chunks: int  # contributions to its gradient in one backward pass
+    chunks_done: int = 0  # of them, in this pass
+    broadcast_done: object = None  # event of param_broadcast: new parameters are in param_shard
 
-    def __init__(self, name: str, module: Matrix, padded: int):
-        self.name, self.module, self.padded = name, module, padded  # S
-        self.count = module.weight.numel()
-        self.spread_event = None  # the new parameters are in `shard`
-        self.pieces, self.done = 1, 0  # of its gradient: in a backward pass, and of them computed
+    @property
+    def grad_stays(self) -> bool:
+        """Return whether gradients add up in grad_shard, without a buffer and its scatter."""
+        return self.unsharded_grad.data is self.grad_shard
+
+    @property
+    def count(self) -> int:
+        """Return the elements of the matrix, S without the padding."""
+        return math.prod(self.module.shape)
+
+    def as_matrix(self, flat: Tensor) -> Tensor:
+        """Return the view (rows, cols) of a flat tensor (S,)."""
+        return flat[: self.count].view(self.module.shape)
 
 
 class Flat(Tensor):
@@ -266,638 +287,542 @@ class Flat(Tensor):
         return self.part
 
 
-@compiled
-def adamw(weight: Tensor, master: Tensor, m: Tensor, v: Tensor, grad: Tensor, scalars: Tensor,
-          beta1: float, beta2: float, eps: float, decay: float) -> None:
-    """One AdamW update of flat tensors in place: 14 bytes read and 14 written a bf16 parameter.
-
-    scalars: learning rate, factor on the gradient (clipping), 1 - beta1^t, 1 - beta2^t, and 1 if
-    the gradients are finite, else 0: then nothing changes. They are on the device, so that
-    nothing waits for the host.
-    """
-    lr, clip, correct1, correct2, finite = scalars.unbind()
-    g = grad.to(master.dtype) * clip
-    m_new = m + (1 - beta1) * (g - m)
-    v_new = v + (1 - beta2) * (g * g - v)
-    step = lr / correct1 * m_new / ((v_new / correct2).sqrt() + eps)
-    new = torch.where(finite > 0, master * (1 - lr * decay) - step, master)
-    m.copy_(torch.where(finite > 0, m_new, m))
-    v.copy_(torch.where(finite > 0, v_new, v))
-    master.copy_(new)
-    weight.copy_(new)
-
-
-# ---------------------------------------------------------------------------- sequences
-
-
-def legal_sp(heads: int, ranks: int) -> list[int]:
-    """Sequence degrees: they divide the ranks and the query heads."""
-    return [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0]
-
-
-def reach_each_other() -> bool:
-    """This GPU reads and writes the memory of the node's others."""
-    here, count = torch.cuda.current_device(), torch.cuda.device_count()
-    return all(torch.cuda.can_device_access_peer(here, i) for i in range(count) if i != here)
-
-
-def move(x: Tensor, into: Tensor) -> None:
-    """Copy heads (..., D) of any strides, 16 bytes at a time: PyTorch's copy goes by elements."""
-    if x.shape[-1] * x.itemsize % 16 == 0:
-        x, into = x.view(torch.complex128), into.view(torch.complex128)
-    into.copy_(x)
-
-
-class Exchange:
-    """All-to-alls between the ranks of a group, on the stream that is current.
-
-    near: every rank reaches the others' memory (GPUs of one node). Then copy engines push each part
-    to its place there, between two barriers of one warp, and no multiprocessor is taken from the
-    attention that runs beside it; elsewhere it is the group's own collective, whose blocks are.
-    """
-
-    alive: ClassVar[weakref.WeakSet] = weakref.WeakSet()
-
-    def __init__(self, group: dist.ProcessGroup, near: bool, timeout: timedelta | None = None):
-        self.group, self.near = group, near
-        self.timeout = round(1e3 * (timeout or timedelta(minutes=10)).total_seconds())  # ms
-        self.alive.add(self)
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self.memory, self.handle = torch.empty(0), None
-
-    @classmethod
-    def bytes(cls) -> int:
-        """What ranks have mapped from each other: it lies outside PyTorch's allocator."""
-        return sum(x.memory.nbytes for x in cls.alive)
-
-    def room(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
-        """Places to receive tensors of these shapes; near, all calls share them: what was received
-        must be read on this stream, or before it goes on. A collective where they grow."""
-        if not self.near:
-            return [like.new_empty(shape) for shape in shapes]
-        sizes = [-(-math.prod(shape) // ALIGN) * ALIGN for shape in shapes]
-        if self.memory.numel() < sum(sizes) and dist.get_backend(self.group) == "fake":
-            self.memory = like.new_empty(sum(sizes))  # of a simulated step
-        elif self.memory.numel() < sum(sizes):
-            torch.cuda.synchronize()  # nobody uses the old place any more
-            dist.barrier(self.group)
-            self.memory, self.handle = torch.empty(0), None
-            torch.cuda.empty_cache()
-            self.memory = symm_mem.empty(sum(sizes), dtype=like.dtype, device=like.device)
-            self.handle = symm_mem.rendezvous(self.memory, self.group)
-        parts = self.memory[: sum(sizes)].split(sizes)
-        return [x[: math.prod(shape)].view(shape) for x, shape in zip(parts, shapes)]
-
-    def run(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Part i of each first tensor (n, ...) goes to rank i, into part `rank` of its second one,
-        which `room` has given."""
-        if self.handle is None:  # not near, or simulated
-            for there, here in pairs:
-                dist.all_to_all_single(here, there, group=self.group)
-            return
-        self.handle.barrier(timeout_ms=self.timeout)  # all have read what they received before
-        for i in range(self.ranks):
-            peer = (self.rank + i) % self.ranks  # another one for each rank
-            for there, here in pairs:
-                mine = here[self.rank]
-                self.handle.get_buffer(peer, mine.shape, mine.dtype, mine.storage_offset()).copy_(
-                    there[peer])
-        self.handle.barrier(timeout_ms=self.timeout)  # all parts have arrived
-
-
-class Ulysses(Attention):
-    """Attention over a sequence that lies on sp neighbouring ranks (InternEvo's ISP, Ulysses).
-
-    A rank holds T/sp tokens of all heads. An all-to-all gives it all T tokens of H/sp heads, the
-    kernel runs on them, and an all-to-all brings the output back:
-
-        q (B, T/sp, sp*G*h, D) -> group by group (B, T, h, D) -> kernel -> o (B, T/sp, H, D)
-
-    G head groups follow one another: the next one's all-to-all runs under this one's attention, on
-    a lane of its own, and only two groups are gathered at a time. Key/value heads that sp * G does
-    not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T).
-
-    per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
-    received becomes NaN after use, and the lane starts so many GPU cycles late. Whatever a lane
-    reads or writes is allocated on the compute stream and held until the compute stream has waited
-    for the lane: so memory is never given to another too early.
-    """
-
-    def __init__(self, kernel: str, sp: int, groups: Groups, lane: Lane, head_groups: int = 1,
-                 per_node: int = 0, poison: bool = False, delay: int = 0):
-        super().__init__(kernel)
-        self.sp, self.lane, self.head_groups = sp, lane, head_groups
-        self.poison, self.delay = poison, delay
-        self.group, self.begun = groups.get("sequence", lambda r: r // sp), None
-        if self.group:
-            self.one_node = per_node % sp == 0 < per_node
-            near = lane.stream is not None and self.one_node and reach_each_other()
-            self.exchange = Exchange(self.group, near, groups.timeout)
-
-    def _repeated(self, *tensors: Tensor) -> list[Tensor]:
-        """k, v with as many copies of a head as give each of the sp * G parts whole ones."""
-        heads = tensors[0].shape[2]
-        copies = math.lcm(heads, self.sp * self.head_groups) // heads
-        return [x.repeat_interleave(copies, 2) if copies > 1 else x for x in tensors]
-
-    def _parts(self, x: Tensor) -> Tensor:
-        """(B, T/sp, H, D) -> a view (G, sp, B, T/sp, h, D): what a group sends to each rank."""
-        return x.unflatten(2, (self.sp, self.head_groups, -1)).permute(3, 2, 0, 1, 4, 5)
-
-    def _gather(self, parts: list[Tensor], got: list[Tensor]):
-        """Launch a group's all-to-all from tokens to heads: parts (sp, B, T/sp, h, D), what goes to
-        each rank. Returns the event of the arrival in `got`, and what must live until then."""
-        send = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
-        with self.lane.after_compute():
-            if self.delay and self.lane.stream:
-                torch.cuda._sleep(self.delay)
-            for x, there in zip(parts, send):
-                move(x, there)
-            self.exchange.run(list(zip(send, got)))
-        return self.lane.mark(), send
-
-    def _scatter(self, results: list[Tensor], got: list[Tensor], outputs: list[Tensor]):
-        """Launch a group's all-to-all from heads (B, T, h, D) to tokens, into outputs (sp, B, T/sp,
-        h, D). Returns what must live until the lane is done."""
-        # (B, T, h, D) -> (sp, B, T/sp, h, D); of one sequence: a view
-        send = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous() for x in results]
-        with self.lane.after_compute():
-            self.exchange.run(list(zip(send, got)))
-            for here, out in zip(got, outputs):
-                move(here, out)
-                if self.poison:
-                    here.fill_(torch.nan)
-        return send
-
-    def _places(self, inputs: list[Tensor], outputs: list[Tensor]):
-        """Where groups arrive on heads, in turn, and where outputs come back: (sp, B, T/sp, h, D),
-        the ranks' tokens."""
-        shapes = [self._parts(x).shape[1:] for x in (*inputs, *inputs, *outputs)]
-        room, n = self.exchange.room(shapes, inputs[0]), len(inputs)
-        return (room[:n], room[n : 2 * n]), room[2 * n :]
-
-    def _run(self, inputs: list[Tensor], outputs: list[Tensor], kernel, begun: list = (),
-             late=lambda: None) -> None:
-        """kernel(j, inputs on heads) -> outputs on heads, group by group, copied into outputs.
-        begun: places, and what of the first group is on its way; it is emptied, so that nothing
-        outlives its use. late: called while the last outputs are on their way."""
-        (slots, back), event, sent = begun or (self._places(inputs, outputs), None, [])
-        if begun:
-            begun.clear()
-        inputs, outputs = ([self._parts(x) for x in xs] for xs in (inputs, outputs))
-        if (n := len(sent)) < len(inputs):
-            event, send = self._gather([x[0] for x in inputs[n:]], slots[0][n:])
-            sent, send = sent + send, None
-        ahead, leaving = (event, sent), []
-        del sent
-        for j in range(self.head_groups):
-            (event, send), ahead = ahead, None
-            if j + 1 < self.head_groups:
-                ahead = self._gather([x[j + 1] for x in inputs], slots[(j + 1) % 2])
-            wait(event)
-            del send, leaving[:-1]  # the lane had brought these away before it gathered this group
-            heads = [x.transpose(0, 1).flatten(1, 2) for x in slots[j % 2]]  # (B, T, h, D)
-            leaving.append(self._scatter(kernel(j, heads), back, [x[j] for x in outputs]))
-            if self.poison:
-                for x in slots[j % 2]:
-                    x.fill_(torch.nan)
-        late()
-        wait(self.lane.mark())
-
-    def forward(self, q, k, v):
-        if self.group is None:
-            return super().forward(q, k, v)
-        assert self.begun is None, "backward was announced"
-        o, lse, (k, v) = torch.empty_like(q), [], self._repeated(k, v)
-        self._places([q, k, v, q, q], [q, k, v])  # as much as backward needs, from the start
-
-        def kernel(j, heads):
-            out, part = attention_forward(self.kernel, *heads)
-            lse.append(part)
-            return [out]
-
-        self._run([q, k, v], [o], kernel)
-        return o, torch.stack(lse)
-
-    def ahead(self, *inputs):
-        """Launch the first group's way of what backward gets: q, k, v, o, and then do."""
-        if self.group is None:
-            return
-        if self.begun is None:
-            q, k, v, o = inputs
-            inputs = [q, *self._repeated(k, v), o]
-            places = self._places([*inputs, o], inputs[:3])
-            self.begun = [places, None, []], inputs  # the lane reads repeated heads, too
-        begun, _ = self.begun
-        (slots, _), _, sent = begun
-        begun[1], more = self._gather([self._parts(x)[0] for x in inputs], slots[0][len(sent) :])
-        sent += more
-
-    def backward(self, do, q, k, v, o, lse, late=lambda: None):
-        if self.group is None:
-            return super().backward(do, q, k, v, o, lse, late)
-        (begun, inputs), self.begun = self.begun or ((), [q, *self._repeated(k, v), o]), None
-        heads, grads = k.shape[2], [torch.empty_like(x) for x in inputs[:3]]
-
-        def kernel(j, on_heads):
-            *inputs, do = on_heads
-            return attention_backward(self.kernel, do, *inputs, lse[j])
-
-        self._run([*inputs, do.contiguous()], grads, kernel, begun, late)
-        # a head's copies: the gradients of all are its own
-        return grads[0], *(x.unflatten(2, (heads, -1)).sum(3) if x.shape[2] > heads else x
-                           for x in grads[1:])
+def sum_and_scatter(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part (count,) of the sum of x over the group's ranks: a reduce-scatter on
+    the stream that is current."""
+    part = torch.empty(count, dtype=x.dtype, device=x.device)
+    reduce_scatter(part, x, group=group)
+    return part
 
 
 # ---------------------------------------------------------------------------- states
 
 
 class States:
-    """A model's parameters, gradients and AdamW states on this rank.
+    """A model's parameters, gradients and optimizer states on this rank, and their travels.
 
-    model: built on any device, "meta" best: its parameters are replaced. micro_batches: forward and
-    backward passes between two updates. pieces: of a layer's gradient in each, if its tokens run in
-    chunks (offload.py). layout: "inter" (whole p-shards have one owner in a
-    subgroup) or "intra" (each is split evenly). off: lanes without overlap. reduce_dtype: of
-    gradients on the wire, the compute dtype by default. recompute: a layer's backward uses its
-    matrices more than once, so they are gathered together. poison: released weights and used
-    gradients become NaN, for tests.
+    model: built on any device, "meta" best: its parameters are replaced, and its matrices raise
+    their events here: unshard, reshard, add_grad. micro_batches: forward and backward passes
+    between two updates. layout: "inter" (whole p-shards have one owner in a subgroup, AMSP's) or
+    "intra" (each is split evenly). overlap: those of STREAMS that run under computation.
+    reduce_dtype: of gradients that travel, the compute dtype by default. gather_layers: a layer's
+    backward uses its matrices more than once, so they are gathered together. num_chunks: of
+    tokens, if layers run in chunks, and so contributions to a gradient in each pass. poison:
+    released weights and used gradients become NaN, for tests. optimizer: of matrices; vectors have
+    AdamW. Raises ValueError if the optimizer needs whole matrices and a rank has parts.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
                  micro_batches: int = 1, factors: Factors = Factors(), layout: str = "intra",
-                 groups: Groups | None = None, off: tuple[str, ...] = (),
-                 reduce_dtype: torch.dtype | None = None,
-                 recompute: bool = False, pieces: int = 1, bucket_bytes: int = 2**25,
-                 poison: bool = False,
-                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1):
-        self.f, self.layout, self.recompute, self.poison = factors, layout, recompute, poison
-        self.betas, self.eps, self.decay, self.bucket_bytes = betas, eps, decay, bucket_bytes
-        self.device, self.dtype, self.micro_batches = device, dtype, micro_batches
-        self.wide = accumulation_dtype(dtype)
-        self.wire = reduce_dtype or dtype
-        several = micro_batches > 1 or self.wire != dtype
-        self.grad_dtype, self.pieces = self.wide if several else dtype, pieces
-        self.lanes = {name: Lane(device, name not in off) for name in LANES}
-        self.prefetch = "gather" not in off
-        self._make_groups(groups or Groups())
-        self._make_shares(model)
-        self._make_norms(model)
+                 groups: Groups | None = None, overlap: tuple[str, ...] = STREAMS,
+                 reduce_dtype: torch.dtype | None = None, gather_layers: bool = False,
+                 num_chunks: int = 1, bucket_bytes: int = 2**25, poison: bool = False,
+                 optimizer: Optimizer = ADAMW, betas: tuple[float, float] = (0.9, 0.95),
+                 eps: float = 1e-8, decay: float = 0.1):
+        if optimizer.whole and (layout != "inter" or factors.p != 1):
+            raise ValueError(f"layout={layout} p={factors.p}: this optimizer needs whole matrices, "
+                             "which a rank owns with layout=inter p=1")
+        self.device = device
+        self.dtype = dtype
+        self.micro_batches = micro_batches
+        self.factors = factors
+        self.layout = layout
+        self.gather_layers = gather_layers
+        self.num_chunks = num_chunks
+        self.bucket_bytes = bucket_bytes
+        self.poison = poison
+        self.optimizer = optimizer
+        self.betas = betas
+        self.eps = eps
+        self.decay = decay
+        self.accum_dtype = accumulation_dtype(dtype)
+        self.reduce_dtype = reduce_dtype or dtype
+        self.accumulates = micro_batches > 1 or self.reduce_dtype != dtype
+        self.grad_dtype = self.accum_dtype if self.accumulates else dtype
+        self.streams = {name: CommStream(device, name in overlap) for name in STREAMS}
+        self.prefetch = "param_gather" in overlap
+        self.make_groups(groups or Groups())
+        self.make_params(model)
+        self.make_vectors(model)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        self.scalars = torch.ones(5, dtype=self.wide, device=device)
-        self.backward = False
-        self.at, self.marks = None, deque(maxlen=10 * len(self.units))  # (phase, its event)
-        self.begin()
+        self.scalars = torch.ones(5, dtype=self.accum_dtype, device=device)  # of Optimizer
+        self.last_phase = None  # (backward, unit)
+        self.progress_events = deque(maxlen=10 * len(self.units))  # (phase in words, its event)
+        self.begin_step()
 
-    def _make_groups(self, groups: "Groups") -> None:
-        """The groups that this rank is in, by the ranks' arithmetic; None where it is alone."""
-        rank, f, group = dist.get_rank(), self.f, groups.get
+    # -- who holds what
 
-        def same_shard(r):
+    def make_groups(self, groups: Groups) -> None:
+        """Make the groups that this rank is in, by the ranks' arithmetic; None: it is alone. Groups
+        of one name share communicators. A collective of all ranks."""
+        f = self.factors
+        rank = dist.get_rank()
+        self.subgroup_size = f.os // f.p
+        self.subgroup_index = rank % f.os // f.p
+        self.param_index = rank % f.p
+        self.secondary_index = rank % f.secondary if f.secondary else 0
+
+        def by_param_group(r):
+            return r // f.p
+
+        def by_subgroup(r):
             return r // f.os, r % f.p
 
-        self.p_gather = group("gather", lambda r: r // f.p)
-        self.p_second = group("gather", lambda r: r // f.second) if f.second else None
-        self.p_reduce = group("reduce", lambda r: r // f.p)
-        self.sub_reduce = group("reduce", same_shard)
-        self.sub_spread = group("spread", same_shard)
-        self.across = group("reduce", lambda r: r % f.os)
-        self.replicas = group("reduce", lambda r: r % f.p)
-        self.block = group("reduce", lambda r: r // f.os)
-        self.p_index, self.sub_index, self.n = rank % f.p, rank % f.os // f.p, f.os // f.p
+        self.param_gather_group = groups.get("param_gather", by_param_group)
+        self.secondary_group = None
+        if f.secondary:
+            self.secondary_group = groups.get("param_gather", lambda r: r // f.secondary)
+        self.grad_scatter_group = groups.get("grad_reduce", by_param_group)
+        self.grad_subgroup = groups.get("grad_reduce", by_subgroup)
+        self.param_subgroup = groups.get("param_broadcast", by_subgroup)
+        self.cross_os_group = groups.get("grad_reduce", lambda r: r % f.os)
+        self.replicate_group = groups.get("grad_reduce", lambda r: r % f.p)
+        self.os_group = groups.get("grad_reduce", lambda r: r // f.os)
         # global rank of each member of this rank's subgroup: the roots of its broadcasts
-        self.sub_ranks = [rank // f.os * f.os + i * f.p + self.p_index for i in range(self.n)]
+        first = rank // f.os * f.os + self.param_index
+        self.subgroup_ranks = [first + i * f.p for i in range(self.subgroup_size)]
 
-    def _make_shares(self, model: nn.Module) -> None:
-        step, units = self.f.os * ALIGN, {}
-        self.shares: dict[Matrix, Share] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, Matrix):
-                padded = -(-module.weight.numel() // step) * step
-                s = self.shares[module] = Share(f"{name}.weight", module, padded)
-                units.setdefault(name.rpartition(".")[0] or name, []).append(s)
-        self.by_name = {s.name: s for s in self.shares.values()}
-        self.units = list(units.values())  # in the order of use: embedding, layers, head
-        self.unit_of = {s.module: i for i, unit in enumerate(self.units) for s in unit}
-        for s in (s for unit in self.units[1:-1] for s in unit):
-            s.pieces = self.pieces
-        order = [s for unit in reversed(self.units[1:-1]) for s in reversed(unit)]
-        self.before = dict(zip(order, order[1:]))  # backward: the matrix that is needed next
+    def make_params(self, model: nn.Module) -> None:
+        """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
+        matrices = {f"{name}.weight": module for name, module in model.named_modules()
+                    if isinstance(module, Matrix)}
+        multiple = self.factors.os * SHARD_ALIGN_ELEMENTS
+        padded = {name: math.ceil(math.prod(module.shape) / multiple) * multiple
+                  for name, module in matrices.items()}
+        owners = self.assign_owners(padded)
+        # a layer's matrices are a unit: "blocks.0.qkv.weight" is of "blocks.0"
+        unit_names = list(dict.fromkeys(name.rsplit(".", 2)[0] for name in matrices))
+        self.units: list[list[ShardedParam]] = [[] for _ in unit_names]
+        self.sharded_params: dict[Matrix, ShardedParam] = {}
+        self.param_buffers: dict[tuple, ParamBuffer] = {}
+        self.grad_buffers: dict[tuple, GradBuffer] = {}
+        for name, module in matrices.items():
+            unit = unit_names.index(name.rsplit(".", 2)[0])
+            is_layer = 0 < unit < len(unit_names) - 1
+            num_chunks = self.num_chunks if is_layer else 1
+            param = self.shard(name, module, unit, padded[name], owners[name], num_chunks)
+            module.weight = nn.Parameter(param.as_matrix(param.unsharded_param.data))
+            module.events = self
+            self.sharded_params[module] = param
+            self.units[unit].append(param)
+        self.by_name = {param.name: param for param in self.sharded_params.values()}
+        order = [param for unit in self.units[-2:0:-1] for param in reversed(unit)]
+        self.next_in_backward = {param: [then] for param, then in zip(order, order[1:])}
 
-        loads = [0] * self.n  # greedy, largest first: which subgroup member updates a p-shard
-        for s in sorted(self.shares.values(), key=lambda s: -s.padded):
-            s.owner = loads.index(min(loads))
-            loads[s.owner] += s.padded
-        self.imbalance = max(loads) * self.n / sum(loads) - 1 if self.layout == "inter" else 0.0
-        pools: tuple[dict, dict] = {}, {}  # gathered weights, local gradients
-        for s in self.shares.values():
-            self._allocate(s, *pools)
-
-    def _allocate(self, s: Share, weights: dict[tuple, Buffer], grads: dict[tuple, Buffer]) -> None:
-        f, part = self.f, s.padded // self.f.p
-
-        def zeros(count: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(count, dtype=dtype, device=self.device)
-
-        def buffer(pool: dict[tuple, Buffer], dtype: torch.dtype) -> Buffer:
-            """One of two buffers of a kind of matrix, by the parity of the layer."""
-            key = s.padded, s.name.split(".")[-2], self.unit_of[s.module] % 2
-            if key not in pool:
-                pool[key] = Buffer(zeros(s.padded, dtype))
-            return pool[key]
-
-        s.shard = zeros(part, self.dtype)
-        s.second = zeros(s.padded // f.second, self.dtype) if f.second else None
-        s.full = Buffer(s.shard, s) if f.p == 1 else buffer(weights, self.dtype)
+    def assign_owners(self, padded: dict[str, int]) -> dict[str, int]:
+        """Return who updates each matrix in layout inter, an index in the subgroup: greedy, largest
+        first (AMSP, section IV). padded: S by name. Sets `imbalance`: largest load / mean - 1."""
+        loads = [0] * self.subgroup_size
+        owners = {}
+        for name in sorted(padded, key=lambda name: -padded[name]):
+            owners[name] = loads.index(min(loads))
+            loads[owners[name]] += padded[name]
+        self.imbalance = 0.0
         if self.layout == "inter":
-            offset, s.size = 0, part if s.owner == self.sub_index else 0
-        else:
-            offset, s.size = self.sub_index * (part // self.n), part // self.n
-        s.start = self.p_index * part + offset
-        s.store = zeros(part if f.g == f.p else s.size, self.grad_dtype)
-        summed = self.wide if s.pieces > 1 else self.dtype  # where the pieces add up
-        stay = f.g == 1 and (s.pieces == 1 or self.grad_dtype == self.wide)
-        s.local = Buffer(s.store) if stay else buffer(grads, summed)
-        s.own_weight = s.shard[offset : offset + s.size]
-        s.own_grad = s.store[offset : offset + s.size] if f.g == f.p else s.store
-        s.master, s.exp_avg, s.exp_avg_sq = (zeros(s.size, self.wide) for _ in range(3))
-        s.module.weight = nn.Parameter(s.full.data[: s.count].view(s.module.shape))
-        s.module.events = self
+            self.imbalance = max(loads) * len(loads) / sum(loads) - 1
+        return owners
 
-    def _make_norms(self, model: nn.Module) -> None:
-        """Norm weights, on every rank: views of one vector, float32 or wider, their own masters."""
-        norms = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Norm)}
-        total = sum(m.weight.numel() for m in norms.values())
-        self.norm_states = {kind: torch.zeros(total, dtype=self.wide, device=self.device)
-                            for kind in ("master", "exp_avg", "exp_avg_sq")}
-        self.norm_grad = torch.zeros(total, dtype=self.wide, device=self.device)
-        self.norm_parts, start = {}, 0
-        for name, module in norms.items():
-            part = self.norm_parts[name] = slice(start, start + module.weight.numel())
-            module.weight = nn.Parameter(self.norm_states["master"][part])
-            module.weight.grad = self.norm_grad[part]  # autograd adds to it in place
+    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=self.device)
+
+    def shard(self, name: str, module: Matrix, unit: int, padded: int, owner: int,
+              num_chunks: int) -> ShardedParam:
+        """Allocate what this rank holds of a matrix of S = padded elements."""
+        f = self.factors
+        part = padded // f.p
+        if self.layout == "intra":
+            size = part // self.subgroup_size
+            offset = self.subgroup_index * size  # within the p-shard
+        else:
+            size = part if owner == self.subgroup_index else 0
+            offset = 0
+        owned = slice(offset, offset + size)
+        key = padded, name.split(".")[-2], unit % 2  # two buffers of each kind of matrix
+        param_shard = self.zeros(part, self.dtype)
+        secondary_shard = None
+        if f.secondary:
+            secondary_shard = self.zeros(padded // f.secondary, self.dtype)
+        if f.p == 1:
+            unsharded_param = ParamBuffer(param_shard)
+        else:
+            if key not in self.param_buffers:
+                self.param_buffers[key] = ParamBuffer(self.zeros(padded, self.dtype))
+            unsharded_param = self.param_buffers[key]
+        grad_shard = self.zeros(part if f.g == f.p else size, self.grad_dtype)
+        sum_dtype = self.accum_dtype if num_chunks > 1 else self.dtype  # where chunks add up
+        if f.g == 1 and (num_chunks == 1 or self.grad_dtype == self.accum_dtype):
+            unsharded_grad = GradBuffer(grad_shard)
+        else:
+            if key not in self.grad_buffers:
+                self.grad_buffers[key] = GradBuffer(self.zeros(padded, sum_dtype))
+            unsharded_grad = self.grad_buffers[key]
+        owned_grad = grad_shard[owned] if f.g == f.p else grad_shard
+        states = {state: self.zeros(size, self.accum_dtype) for state in self.optimizer.states}
+        start = self.param_index * part + offset
+        return ShardedParam(name, module, unit, owner, start, size, param_shard, secondary_shard,
+                            unsharded_param, grad_shard, unsharded_grad, param_shard[owned],
+                            owned_grad, states, num_chunks)
+
+    def make_vectors(self, model: nn.Module) -> None:
+        """Make small weights parts of one vector on every rank, in accum_dtype: they are their own
+        masters. Autograd adds to their gradients in place."""
+        vectors = {f"{name}.weight": module for name, module in model.named_modules()
+                   if isinstance(module, Vector)}
+        total = sum(module.weight.numel() for module in vectors.values())
+        self.vector_states = {state: self.zeros(total, self.accum_dtype) for state in ADAMW.states}
+        self.vector_grad = self.zeros(total, self.accum_dtype)
+        self.vector_slices: dict[str, slice] = {}
+        start = 0
+        for name, module in vectors.items():
+            part = slice(start, start + module.weight.numel())
+            self.vector_slices[name] = part
+            module.weight = nn.Parameter(self.vector_states["master"][part])
+            module.weight.grad = self.vector_grad[part]
             start = part.stop
 
-    # -- parameters: need, release, and the gathers ahead of them
+    # -- parameters: gathered ahead of their use
 
-    def need(self, module: nn.Module) -> Tensor:
-        s, unit = self.shares[module], self.unit_of[module]
-        if unit == 0:
-            self.backward = False  # a forward pass starts
-        if self.at != (self.backward, unit):
-            self._mark(unit)
-        if self.f.p == 1:
-            wait(s.spread_event)
-            s.spread_event = None
+    def unshard(self, module: Matrix, backward: bool) -> Tensor:
+        """Return the weight (rows, cols), whole, and launch the gathers of those that follow.
+
+        backward: the direction of the pass. The weight may be read until the layer after the next
+        is unsharded.
+        """
+        param = self.sharded_params[module]
+        if self.last_phase != (backward, param.unit):
+            self.record_phase(backward, param.unit)
+        if self.factors.p == 1:
+            wait(param.broadcast_done)  # new parameters are here; hidden: update, layers before
+            param.broadcast_done = None
             return module.weight
-        self._gather([s])  # if it was not launched ahead
-        if not self.prefetch:
-            pass
-        elif self.backward and self.recompute:  # the layer before, once for both of its passes
-            self._gather(self.units[unit - 1] if unit > 1 else [])
-        elif self.backward:  # the next matrix alone
-            self._gather([self.before[s]] if s in self.before else [])
-        elif s is self.units[unit][0] and unit + 1 < len(self.units):  # all of the next layer
-            self._gather(self.units[unit + 1])
-        wait(s.full.event)
+        self.launch_param_gather([param], backward)  # if it was not launched ahead
+        if self.prefetch:
+            self.launch_param_gather(self.params_ahead(param, backward), backward)
+        wait(param.unsharded_param.gathered)  # hidden: the layer, in backward the matrix, before
         return module.weight
 
-    def _mark(self, unit: int) -> None:
-        """A point in the compute stream that `progress` can ask for."""
-        self.at, last = (self.backward, unit), len(self.units) - 1
+    def params_ahead(self, param: ShardedParam, backward: bool) -> list[ShardedParam]:
+        """Return what to gather while `param` is used (AMSP, section V-C)."""
+        if backward and self.gather_layers:  # the layer before, once for both of its passes
+            return self.units[param.unit - 1] if param.unit > 1 else []
+        if backward:  # the next matrix alone
+            return self.next_in_backward.get(param, [])
+        is_first = param is self.units[param.unit][0]
+        is_last_unit = param.unit + 1 == len(self.units)
+        return self.units[param.unit + 1] if is_first and not is_last_unit else []
+
+    def launch_param_gather(self, params: list[ShardedParam], backward: bool) -> None:
+        """Launch the all-gather of the weights that their buffers do not hold yet."""
+        params = [param for param in params if param.unsharded_param.holder is not param]
+        if not params:
+            return
+        stream = self.streams["param_gather"]
+        with stream.after_compute():  # buffers are free: the layer before the last has read them
+            for param in params:
+                self.gather_param(param, backward)
+        gathered = stream.last_event()
+        for param in params:
+            param.unsharded_param.holder = param
+            param.unsharded_param.gathered = gathered
+
+    def gather_param(self, param: ShardedParam, backward: bool) -> None:
+        """Enqueue one all-gather; in backward of the secondary shard, where there is one."""
+        whole = param.unsharded_param.data
+        secondary = param.secondary_shard
+        wait(param.broadcast_done)  # param_shard is new; hidden: the update, layers before
+        param.broadcast_done = None
+        if secondary is None or not backward:
+            all_gather(whole, param.param_shard, group=self.param_gather_group)  # (S/p,) -> (S,)
+        elif self.secondary_group is not None:
+            all_gather(whole, secondary, group=self.secondary_group)  # (S/secondary,) -> (S,)
+        else:
+            whole.copy_(secondary)
+        if secondary is not None and not backward:
+            secondary.copy_(whole.view(self.factors.secondary, -1)[self.secondary_index])
+
+    def reshard(self, module: Matrix) -> None:
+        """Free nothing: the layer after the next takes the buffer. Poison shows late reads."""
+        if self.poison and self.factors.p > 1:
+            buffer = self.sharded_params[module].unsharded_param
+            buffer.data.fill_(torch.nan)
+            buffer.holder = None
+
+    def record_phase(self, backward: bool, unit: int) -> None:
+        """Record an event of the compute stream that `progress` can ask for."""
+        self.last_phase = backward, unit
+        last = len(self.units) - 1
+        direction = "backward" if backward else "forward"
         part = {0: "embedding", last: "head"}.get(unit, f"layer {unit}/{last - 1}")
-        cuda = self.device.type == "cuda"
-        self.marks.append((f"{'backward' if self.backward else 'forward'}, {part}",
-                           torch.cuda.current_stream().record_event() if cuda else None))
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.current_stream().record_event()
+        self.progress_events.append((f"{direction}, {part}", event))
 
     def progress(self) -> str:
-        """The last phase that the device has begun, without waiting for it; any thread may ask."""
+        """Return the last phase that the device has begun, "" if no other since the last call. It
+        does not wait for the device; any thread may ask."""
         text = ""
-        while self.marks and (self.marks[0][1] is None or self.marks[0][1].query()):
-            text = self.marks.popleft()[0]
+        while self.progress_events:
+            _, event = self.progress_events[0]
+            if event is not None and not event.query():
+                break
+            text, _ = self.progress_events.popleft()
         return text
 
-    def release(self, module: nn.Module) -> None:
-        """Nothing to free: the buffer goes to the layer after the next. Poison shows late reads."""
-        if self.poison and self.f.p > 1:
-            s = self.shares[module]
-            s.full.data.fill_(torch.nan)
-            s.full.holder = None
+    # -- gradients: reduced behind their computation
 
-    def _gather(self, shares: list[Share]) -> None:
-        """Launch the all-gather of the weights that their buffers do not hold yet."""
-        shares = [s for s in shares if s.full.holder is not s]
-        if not shares:
-            return
-        with self.lanes["gather"].after_compute():
-            for s in shares:
-                wait(s.spread_event)
-                s.spread_event = None
-                if s.second is None or not self.backward:
-                    _all_gather(s.full.data, s.shard, group=self.p_gather)
-                elif self.p_second:
-                    _all_gather(s.full.data, s.second, group=self.p_second)
-                else:
-                    s.full.data.copy_(s.second)
-                if s.second is not None and not self.backward:
-                    k, size = dist.get_rank() % self.f.second, s.second.numel()
-                    s.second.copy_(s.full.data[k * size : (k + 1) * size])
-        event = self.lanes["gather"].mark()
-        for s in shares:
-            s.full.holder, s.full.event = s, event
-
-    # -- gradients: pieces, and the reductions behind them
-
-    def begin(self) -> None:
-        """A step starts: no gradient of the last one counts."""
-        self.micro_batch, self.bucket = 0, []
-        self.norm_grad.zero_()
+    def begin_step(self) -> None:
+        """Begin a step: no gradient of the last one counts."""
+        self.micro_batch = 0
+        self.bucket: list[ShardedParam] = []
+        self.vector_grad.zero_()
 
     def end_micro_batch(self) -> None:
         self.micro_batch += 1
 
-    def piece(self, module: nn.Module, compute) -> None:
-        """A piece of a matrix's gradient; after the last of a micro-batch the reductions follow."""
-        s, self.backward = self.shares[module], True
-        whole = s.local.data is s.store  # gradients add up where they stay
-        if not whole and s.done == 0:
-            wait(s.local.event)  # the lane has read what the layer after the next left here
-        beta = int(s.done > 0 or whole and self.micro_batch > 0)
-        compute(s.local.data[: s.count].view(module.shape), beta)
-        s.done = (s.done + 1) % s.pieces
-        if s.done:
+    def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor]) -> None:
+        """Add a chunk's contribution to a gradient, and launch the reductions after the last one.
+
+        compute(out, beta) writes beta * out + contribution into out (rows, cols). Returns None:
+        nothing is left to autograd.
+        """
+        param = self.sharded_params[module]
+        buffer = param.unsharded_grad
+        if param.chunks_done == 0:
+            wait(buffer.scattered)  # the place is free; hidden: the layer after this one's backward
+        adds = param.chunks_done > 0 or (param.grad_stays and self.micro_batch > 0)
+        compute(param.as_matrix(buffer.data), int(adds))
+        param.chunks_done += 1
+        if param.chunks_done < param.num_chunks:
             return
+        param.chunks_done = 0
         last = self.micro_batch == self.micro_batches - 1
-        if not whole:
-            with self.lanes["scatter"].after_compute():
-                self._scatter(s, last)
-                if self.poison:
-                    s.local.data[: s.count].fill_(torch.nan)
-                s.local.event = self.lanes["scatter"].mark()
+        if not param.grad_stays:
+            self.scatter_grad(param, last)
         if last:
-            self._synchronise(s)
+            self.bucket_all_reduce(param)
 
-    def _scatter(self, s: Share, last: bool) -> None:
-        """This micro-batch's gradient: from the whole matrix to what is kept, and added to it."""
-        x = s.local.data.to(self.wire) if self.f.g > 1 else s.local.data  # _reduce sends it
-        if self.p_reduce:
-            x = self._reduce_scatter(x, s.padded // self.f.p, self.p_reduce)
-        if self.f.g > self.f.p and self.layout == "intra":
-            x = self._reduce_scatter(x, s.size, self.sub_reduce)
-        elif self.f.g > self.f.p:  # inter: all-reduce, then select & drop
-            if last and self.micro_batch:
-                x[: s.size] += s.store  # what was kept joins before the final sum, once
-            dist.all_reduce(x, group=self.replicas if last else self.sub_reduce)
-            x = x[: s.size]
-        final = last and self.f.g > self.f.p and self.layout == "inter"
-        s.store.copy_(x) if final or self.micro_batch == 0 else s.store.add_(x)
+    def scatter_grad(self, param: ShardedParam, last: bool) -> None:
+        """Launch the reduction of a micro-batch's gradient (S,) to what is kept of it (S/g,), where
+        it is added to the micro-batches before. last: of the step."""
+        stream = self.streams["grad_scatter"]
+        with stream.after_compute():  # x is computed; the last update has read grad_shard
+            x = param.unsharded_grad.data
+            if self.factors.g > 1:
+                x = x.to(self.reduce_dtype)
+            if self.grad_scatter_group is not None:  # (S,) -> (S/p,)
+                x = sum_and_scatter(x, param.param_shard.numel(), self.grad_scatter_group)
+            self.keep_grad(param, x, last)
+            if self.poison:
+                param.as_matrix(param.unsharded_grad.data).fill_(torch.nan)
+        param.unsharded_grad.scattered = stream.last_event()
 
-    def _synchronise(self, s: Share) -> None:
-        """Sum what is kept over the replicas, in buckets: small matrices travel together."""
-        if self.replicas is None or (self.f.g > self.f.p and self.layout == "inter"):
-            return  # there are none, or _scatter has done it
-        self.bucket.append(s)
-        if sum(b.store.nbytes for b in self.bucket) >= self.bucket_bytes:
-            self._reduce_bucket()
+    def keep_grad(self, param: ShardedParam, x: Tensor, last: bool) -> None:
+        """Enqueue the rest of the way of a gradient x (S/p,) into grad_shard (S/g,)."""
+        replaces = self.micro_batch == 0
+        cut = self.factors.g > self.factors.p  # the subgroup keeps one gradient
+        if cut and self.layout == "intra":  # (S/p,) -> (S/os,)
+            x = sum_and_scatter(x, param.size, self.grad_subgroup)
+        elif cut:  # (S/p,) -> (S/p,) all-reduce, then select & drop (AMSP, section IV)
+            if last and not replaces:
+                x[: param.size] += param.grad_shard  # joins before the final sum, once
+            dist.all_reduce(x, group=self.replicate_group if last else self.grad_subgroup)
+            x = x[: param.size]
+            replaces = replaces or last
+        if replaces:
+            param.grad_shard.copy_(x)
+        else:
+            param.grad_shard.add_(x)
 
-    def _reduce_bucket(self) -> None:
-        bucket, self.bucket = self.bucket, []
-        with self.lanes["reduce"].after_compute():
-            wait(self.lanes["scatter"].mark())
-            self._reduce(bucket)
+    def bucket_all_reduce(self, param: ShardedParam) -> None:
+        """Sum a step's gradient over the replicas, in buckets: small matrices travel together."""
+        summed = self.layout == "inter" and self.factors.g > self.factors.p  # by keep_grad
+        if self.replicate_group is None or summed:
+            return
+        self.bucket.append(param)
+        if sum(each.grad_shard.nbytes for each in self.bucket) >= self.bucket_bytes:
+            self.launch_bucket()
 
-    def _reduce(self, bucket: list[Share]) -> None:
-        intra, parts = self.layout == "intra", [s.store.to(self.wire) for s in bucket]
-        if intra and self.f.g == self.f.p and self.n > 1:
-            parts = [self._reduce_scatter(x, s.size, self.sub_reduce)
-                     for s, x in zip(bucket, parts)]
-        if group := self.across if intra else self.replicas:
-            fake = dist.get_backend(group) == "fake"  # of a simulated step: it cannot do this
-            with contextlib.nullcontext() if fake else dist._coalescing_manager(group):
+    def launch_bucket(self) -> None:
+        """Launch the sum of the bucket's gradients, (S/g,) to what this rank owns (size,); in
+        layout inter with g = p, to all of it."""
+        intra = self.layout == "intra"
+        with self.streams["grad_reduce"].after_compute():
+            # their grad_shards are complete; hidden: the backward of the layers that follow
+            wait(self.streams["grad_scatter"].last_event())
+            parts = [param.grad_shard.to(self.reduce_dtype) for param in self.bucket]
+            if intra and self.factors.g == self.factors.p and self.subgroup_size > 1:
+                parts = [sum_and_scatter(x, param.size, self.grad_subgroup)  # (S/p,) -> (S/os,)
+                         for param, x in zip(self.bucket, parts)]
+            self.all_reduce_together(parts, self.cross_os_group if intra else self.replicate_group)
+            for param, x in zip(self.bucket, parts):
+                if x is not param.grad_shard:
+                    kept = param.owned_grad if intra else param.grad_shard
+                    kept.copy_(x)
+        self.bucket = []
+
+    def all_reduce_together(self, parts: list[Tensor], group: dist.ProcessGroup | None) -> None:
+        """Enqueue all-reduces as one launch; none where the rank is alone."""
+        if group is not None:
+            with dist._coalescing_manager(group):
                 for x in parts:
                     dist.all_reduce(x, group=group)
-        for s, x in zip(bucket, parts):
-            if x is not s.store:
-                (s.own_grad if intra else s.store).copy_(x)
 
-    @staticmethod
-    def _reduce_scatter(x: Tensor, size: int, group) -> Tensor:
-        out = torch.empty(size, dtype=x.dtype, device=x.device)
-        _reduce_scatter(out, x, group=group)
-        return out
-
-    def reduce(self) -> None:
-        """After the last backward: the rest of the buckets and the norms; compute waits for all."""
+    def finish_gradients(self) -> None:
+        """Launch what is left after the step's last backward; compute waits for all gradients."""
         if self.bucket:
-            self._reduce_bucket()
-        dist.all_reduce(self.norm_grad)
-        for name in ("scatter", "reduce"):
-            wait(self.lanes[name].mark())
+            self.launch_bucket()
+        dist.all_reduce(self.vector_grad)
+        # every grad_shard is final; hidden: all but the reductions of the backward's last layers
+        wait(self.streams["grad_scatter"].last_event())
+        wait(self.streams["grad_reduce"].last_event())
 
     # -- the update
 
     def update(self, lr: float, clip: float, loss: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """AdamW with the gradient's global norm clipped to `clip` (0: off).
+        """Update all weights with the gradient's global norm clipped to `clip` (0: off), and launch
+        the new parameters' travel.
 
         Returns the norm, and whether it and the loss of all ranks are finite, on the device; if
         not, nothing was changed.
         """
-        parts = [torch.linalg.vector_norm(s.own_grad, dtype=self.wide)
-                 for s in self.shares.values() if s.size]
-        squares = torch.stack(parts).square().sum() if parts else self.scalars.new_zeros(())
-        if self.block:  # the ranks of a block own every element once
-            dist.all_reduce(squares, group=self.block)
-        norm = (squares + self.norm_grad.square().sum()).sqrt()
-        finite = norm.isfinite() if loss is None else norm.isfinite() & loss.isfinite()
+        # weights may change: in unshard, compute has waited for all gathers and broadcasts of them
+        norm = self.grad_norm()
+        finite = norm.isfinite()
+        if loss is not None:
+            finite = finite & loss.isfinite()
         self.updates += finite
-        t = self.updates.to(self.wide).clamp(min=1)
+        self.write_scalars(lr, clip, norm, finite)
+        self.update_vectors()
+        for unit in self.units:
+            for param in unit:
+                if param.size:
+                    self.update_param(param)
+            self.broadcast_params(unit)
+        return norm, finite
+
+    def grad_norm(self) -> Tensor:
+        """Return the global norm of the step's gradient, in accum_dtype. A collective."""
+        norms = [torch.linalg.vector_norm(param.owned_grad, dtype=self.accum_dtype)
+                 for param in self.sharded_params.values() if param.size]
+        squares = torch.stack(norms).square().sum() if norms else self.scalars.new_zeros(())
+        if self.os_group is not None:  # its ranks own every element once
+            dist.all_reduce(squares, group=self.os_group)
+        return (squares + self.vector_grad.square().sum()).sqrt()
+
+    def write_scalars(self, lr: float, clip: float, norm: Tensor, finite: Tensor) -> None:
+        """Set the scalars that an optimizer's update reads (`Optimizer`)."""
+        t = self.updates.to(self.accum_dtype).clamp(min=1)
+        factor = (clip / (norm + 1e-6)).clamp(max=1) if clip else norm.new_ones(())
         self.scalars[0].fill_(lr)
-        self.scalars[1].copy_((clip / (norm + 1e-6)).clamp(max=1) if clip else norm.new_ones(()))
+        self.scalars[1].copy_(factor)
         self.scalars[2].copy_(1 - self.betas[0] ** t)
         self.scalars[3].copy_(1 - self.betas[1] ** t)
         self.scalars[4].copy_(finite)
-        constants = self.scalars, *self.betas, self.eps
-        copy = torch.empty_like(self.norm_grad)  # norm weights are their own masters
-        adamw(copy, *self.norm_states.values(), self.norm_grad, *constants, 0.0)
-        for unit in self.units:
-            for s in unit:
-                if s.size:
-                    adamw(s.own_weight, s.master, s.exp_avg, s.exp_avg_sq, s.own_grad, *constants,
-                          self.decay)
-            self._spread(unit)
-        return norm, finite
 
-    def _spread(self, unit: list[Share]) -> None:
+    def update_vectors(self) -> None:
+        """Update small weights by AdamW without decay, on every rank alike."""
+        unused = torch.empty_like(self.vector_grad)  # they are their own masters
+        states = tuple(self.vector_states.values())
+        adamw(unused, self.vector_grad, states, self.scalars, self.betas, self.eps, 0.0)
+
+    def update_param(self, param: ShardedParam) -> None:
+        """Update what this rank owns of a matrix."""
+        tensors = [param.owned_param, param.owned_grad, *param.states.values()]
+        if self.optimizer.whole:  # (S,) -> (rows, cols)
+            tensors = [param.as_matrix(flat) for flat in tensors]
+        weight, grad, *states = tensors
+        self.optimizer.update(weight, grad, tuple(states), self.scalars, self.betas, self.eps,
+                              self.decay)
+
+    def broadcast_params(self, unit: list[ShardedParam]) -> None:
         """Launch the travel of a unit's new parameters from their owners to the subgroup."""
-        if self.f.p > 1:
-            for s in unit:
-                s.full.holder = None  # what was gathered is old
-        if self.n == 1:
+        if self.factors.p > 1:
+            for param in unit:
+                param.unsharded_param.holder = None  # what was gathered is old
+        if self.subgroup_size == 1:
             return
-        with self.lanes["spread"].after_compute(), self._grouped(self.sub_spread):
-            for s in unit:
-                if self.layout == "inter":
-                    dist.broadcast(s.shard, self.sub_ranks[s.owner], group=self.sub_spread)
-                else:  # gloo may not read where it writes
-                    gpu = self.device.type == "cuda"
-                    _all_gather(s.shard, s.own_weight if gpu else s.own_weight.clone(),
-                                group=self.sub_spread)
-        event = self.lanes["spread"].mark()
-        for s in unit:
-            s.spread_event = event
+        stream = self.streams["param_broadcast"]
+        with stream.after_compute(), self.one_launch():  # the unit is updated
+            for param in unit:
+                self.broadcast_param(param)
+        broadcast_done = stream.last_event()
+        for param in unit:
+            param.broadcast_done = broadcast_done
 
-    def _grouped(self, group):
-        """One launch for all broadcasts of a unit, whose owners differ (NCCL alone can)."""
+    def broadcast_param(self, param: ShardedParam) -> None:
+        """Enqueue the travel of one matrix's new parameters: inter, the owner's (S/p,); intra, an
+        all-gather (S/os,) -> (S/p,)."""
+        if self.layout == "inter":
+            owner = self.subgroup_ranks[param.owner]
+            dist.broadcast(param.param_shard, owner, group=self.param_subgroup)
+            return
+        own = param.owned_param
+        if self.device.type != "cuda":
+            own = own.clone()  # gloo may not read where it writes
+        all_gather(param.param_shard, own, group=self.param_subgroup)
+
+    def one_launch(self):
+        """Return a context that launches a unit's broadcasts, of several owners, as one: NCCL."""
         if self.layout == "inter" and self.device.type == "cuda":
-            return dist._coalescing_manager(group, device=self.device)
+            return dist._coalescing_manager(self.param_subgroup, device=self.device)
         return contextlib.nullcontext()
 
     # -- loading and saving
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Set a parameter, each rank its shards, from the whole tensor of any dtype and device."""
-        if name in self.norm_parts:
-            self.norm_states["master"][self.norm_parts[name]].copy_(tensor)
+        if name in self.vector_slices:
+            self.vector_states["master"][self.vector_slices[name]].copy_(tensor)
             return
-        s, flat = self.by_name[name], tensor.reshape(-1)
-        for part, start in ((s.shard, self.p_index * s.shard.numel()), (s.master, s.start)):
+        param = self.by_name[name]
+        flat = tensor.reshape(-1)
+        shard_start = self.param_index * param.param_shard.numel()
+        places = ((param.param_shard, shard_start), (param.states["master"], param.start))
+        for part, start in places:
             values = flat[start : start + part.numel()]
             part[: values.numel()].copy_(values)
 
     def full(self, name: str) -> Tensor:
-        """A whole parameter at the optimizer's precision; a collective of all ranks."""
-        if name in self.norm_parts:
-            return self.norm_states["master"][self.norm_parts[name]]
-        s = self.by_name[name]
-        whole = torch.zeros(s.padded, dtype=self.wide, device=self.device)
-        whole[s.start : s.start + s.size] = s.master
-        if self.block:
-            dist.all_reduce(whole, group=self.block)  # an element's one owner, and zeros
-        return whole[: s.count].view(s.module.shape)
+        """Return a whole parameter in accum_dtype; a collective of all ranks."""
+        if name in self.vector_slices:
+            return self.vector_states["master"][self.vector_slices[name]]
+        param = self.by_name[name]
+        padded = param.param_shard.numel() * self.factors.p
+        whole = self.zeros(padded, self.accum_dtype)
+        whole[param.start : param.start + param.size] = param.states["master"]
+        if self.os_group is not None:
+            dist.all_reduce(whole, group=self.os_group)  # an element's one owner, and zeros
+        return param.as_matrix(whole)
 
     def state_dict(self) -> dict:
-        """By parameter name, free of padding: what a checkpoint holds and is loaded into."""
-        out = {"updates": self.updates}
-        for kind in ("master", "exp_avg", "exp_avg_sq"):
-            for name, part in self.norm_parts.items():
-                out[f"{kind}.{name}"] = self.norm_states[kind][part]
-            for s in self.shares.values():
-                part = getattr(s, kind)[: max(0, s.count - s.start)]
-                out[f"{kind}.{s.name}"] = Flat.of(part, s.start, s.count)
-        return out
+        """Return what a checkpoint holds and is loaded into: by f"{state}.{parameter name}", free
+        of padding, and the number of updates."""
+        entries = {"updates": self.updates}
+        for state, vector in self.vector_states.items():
+            for name, part in self.vector_slices.items():
+                entries[f"{state}.{name}"] = vector[part]
+        for param in self.sharded_params.values():
+            length = max(0, param.count - param.start)
+            for state, values in param.states.items():
+                flat = Flat.of(values[:length], param.start, param.count)
+                entries[f"{state}.{param.name}"] = flat
+        return entries
 
     def loaded(self) -> None:
-        """After a checkpoint was read into state_dict(): the weights follow their masters."""
+        """Set the weights to their masters, after a checkpoint was read into state_dict()."""
         for unit in self.units:
-            for s in unit:
-                s.own_weight.copy_(s.master)
-            self._spread(unit)
+            for param in unit:
+                param.owned_param.copy_(param.states["master"])
+            self.broadcast_params(unit)
 
     def bytes(self) -> dict[str, int]:
-        """What this rank really holds of each kind, the norms apart."""
-        shares = self.shares.values()
-        return {"parameters": sum(s.shard.nbytes + (s.second.nbytes if s.second is not None else 0)
-                                  for s in shares),
-                "gradients": sum(s.store.nbytes for s in shares),
-                "optimizer": sum(s.master.nbytes + s.exp_avg.nbytes + s.exp_avg_sq.nbytes
-                                 for s in shares)}
+        """Return the bytes that this rank really holds of each kind, the vectors apart."""
+        held = {"parameters": 0, "gradients": 0, "optimizer": 0}
+        for param in self.sharded_params.values():
+            held["parameters"] += param.param_shard.nbytes
+            if param.secondary_shard is not None:
+                held["parameters"] += param.secondary_shard.nbytes
+            held["gradients"] += param.grad_shard.nbytes
+            held["optimizer"] += sum(values.nbytes for values in param.states.values())
+        return held

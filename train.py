@@ -17,6 +17,7 @@ Legend: R = dp * sp ranks, M micro-batches a step and rank, B sequences a micro-
 sequence, T/sp on a rank.
 """
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -45,14 +46,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+import attention
+import model as llama
+import shard
+from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel
 from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
-from model import (FUSED, IGNORE, MODELS, SIMULATED, LLaMA, ModelConfig, accumulation_dtype,
-                   flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count,
-                   pick_kernel)
-from offload import GIB, Layers, measure, places_bytes
-from planner import (Plan, choose_degrees, choose_plan, find_rates, gpu_room, host_bytes, host_room,
-                     memory_need, nearest, treat, wanted_factors)
-from shard import LANES, Exchange, Groups, Lane, States, Ulysses
+from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, check_exportable,
+                   flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count)
+from offload import GIB, ChunkedLayers, recomputed_layers
+from planner import (Plan, all_to_all_bytes, choose_degrees, choose_plan, device_bytes, find_rates,
+                     gpu_budget, host_budget, measure, nearest, set_activations,
+                     swapped_host_bytes, wanted_factors)
+from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
 
@@ -119,8 +124,10 @@ class Config:
                          " zero1.5:K")
     os_layout: str = flag("intra", "of optimizer states: inter (whole tensors, greedy) or intra"
                           " (each tensor split evenly)")
-    overlap: str = flag("gather,scatter,reduce,spread", "communication that runs under computation:"
-                        " a list of these, or none")
+    overlap: str = flag(",".join(STREAMS), "communication that runs under computation, a list, or"
+                        " none: param_gather (weights before they are used), grad_scatter (a"
+                        " matrix's gradient to its shards), grad_reduce (shards over replicas),"
+                        " param_broadcast (updated weights to those who hold them)")
     reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
     recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
                           " program of offload.py says; none: they keep everything; full: their"
@@ -362,12 +369,12 @@ def launch_name() -> str:
     return name[0]
 
 
-class Refused(ValueError):
+class ConfigError(ValueError):
     """Bad input, found before any work, raised on all ranks alike."""
 
 
 def on_all_ranks(check):
-    """check() on every rank; if it fails on any, the same Refused on all, so that none hangs."""
+    """check() on every rank; if it fails on any, the same ConfigError on all, so that none hangs."""
     if dist.get_backend() == "fake":  # of a simulated step: nobody else is there
         return check()
     result = error = None
@@ -379,7 +386,7 @@ def on_all_ranks(check):
     dist.all_gather_object(errors, error)
     if failed := [(r, e) for r, e in enumerate(errors) if e]:
         where = "" if len(failed) == len(errors) else f" (on ranks {[r for r, _ in failed]})"
-        raise Refused(failed[0][1] + where)
+        raise ConfigError(failed[0][1] + where)
     return result
 
 
@@ -400,8 +407,13 @@ def check_flags(cfg: Config) -> None:
     if cfg.batch is not None and cfg.batch_tokens is not None:
         raise ValueError(f"--batch {cfg.batch} and --batch-tokens {cfg.batch_tokens} say the same "
                          "in sequences and in tokens: drop one")
-    if cfg.overlap != "none" and not {*cfg.overlap.split(",")} <= {*LANES}:
-        raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(LANES)}, or none")
+    old = {"gather": "param_gather", "scatter": "grad_scatter", "reduce": "grad_reduce",
+           "spread": "param_broadcast"}
+    words = set(cfg.overlap.split(",")) if cfg.overlap != "none" else set()
+    if renamed := [f"{word} is now {old[word]}" for word in old if word in words]:
+        raise ValueError(f"--overlap {cfg.overlap}: {', '.join(renamed)}")
+    if not words <= set(STREAMS):
+        raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(STREAMS)}, or none")
     by_hand = [f"--{k.replace('_', '-')}" for k in ("alpha", "resident_layers", "chunk")
                if getattr(cfg, k) is not None]
     if by_hand and cfg.recompute != "auto":
@@ -460,12 +472,14 @@ def choose_model(cfg: Config):
         max_positions=max(model.max_positions, cfg.seq)), read
 
 
-def check_folders(cfg: Config) -> None:
-    """--out and --export can be written, and an export overwrites nothing."""
+def check_folders(cfg: Config, model: ModelConfig) -> None:
+    """--out and --export can be written, and an export overwrites and drops nothing."""
     export = Path(cfg.export)
     if cfg.export and (export.resolve() == Path(cfg.out).resolve() or export.is_dir() and any(
             f.name != "partial" for f in export.iterdir())):
         raise ValueError(f"--export {cfg.export}: the folder is not empty, or --out; name another")
+    if cfg.export:
+        check_exportable(model)
     for folder in {cfg.out, cfg.export} - {""}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -497,7 +511,7 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     check_tokens([c for c in (corpus, val_corpus) if c], model.vocab, rank, world)
     if not cfg.dry_run:
-        check_folders(cfg)
+        check_folders(cfg, model)
     resume = find_checkpoint(cfg, model, launch)
     samples = 0
     if resume:
@@ -515,23 +529,24 @@ def make_plan(cfg: Config, rank: int, world: int, local_rank: int, launch: str) 
     if cfg.alpha and cfg.resident_layers == model.layers:
         raise ValueError(f"--alpha {cfg.alpha}: no layer swaps if all {model.layers} are resident")
     return Plan(model, device, DTYPES[cfg.dtype], kernel, train, val, read, resume, samples,
-                room=gpu_room(cfg, device), host=host_room(cfg))
+                gpu_budget=gpu_budget(cfg, device), host_budget=host_budget(cfg))
 
 
 def cap_gpu(cfg: Config, plan: Plan) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
     if plan.device.type == "cuda":
         total = torch.cuda.get_device_properties(plan.device).total_memory
-        places = places_bytes(plan.model, plan.tokens(cfg), plan.dtype, cfg.sp, cfg.head_groups)
-        share = min(1.0, (cfg.gpu_memory - places) / total) if cfg.gpu_memory else 1.0
+        mapped = all_to_all_bytes(plan.model, plan.tokens(cfg), plan.dtype, cfg.sp, cfg.head_groups)
+        share = min(1.0, (cfg.gpu_memory - mapped) / total) if cfg.gpu_memory else 1.0
         torch.cuda.set_per_process_memory_fraction(share, plan.device)
 
 
-def agree(plan: Plan) -> None:
+def min_budget_over_ranks(plan: Plan) -> None:
     """Plan with what the smallest rank has: all must come to the same plan. A collective."""
-    least = torch.tensor([plan.room, plan.host], dtype=torch.float64, device=plan.device)
+    least = torch.tensor([plan.gpu_budget, plan.host_budget], dtype=torch.float64,
+                         device=plan.device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
-    plan.room, plan.host = least.tolist()
+    plan.gpu_budget, plan.host_budget = least.tolist()
 
 
 # ---------------------------------------------------------------------------- checkpoints
@@ -618,8 +633,10 @@ def load_states(cfg: Config, plan: Plan, model: LLaMA, states: States, say) -> i
     collective."""
     if not plan.resume:
         for name, p in model.named_parameters():  # one tensor at a time
-            states.load(name, plan.read(name) if plan.read else initial_weight(
-                plan.model, name, p.shape, cfg.seed, plan.device))
+            if plan.pretrained:
+                states.load(name, plan.pretrained(name))
+            else:
+                states.load(name, initial_weight(plan.model, name, p.shape, cfg.seed, plan.device))
         say(f"weights: {cfg.init}, seed {cfg.seed}")
         return 0
     dcp.load(states.state_dict(), checkpoint_id=plan.resume)
@@ -669,8 +686,10 @@ def find_checkpoint(cfg: Config, model: ModelConfig, launch: str) -> Path | None
             raise ValueError(f"--resume: {path / name} {what}; earlier checkpoints are beside it")
     mine, may_differ = dataclasses.asdict(model), {"max_positions", "tied"}
     may_differ |= {k for k in ("rope_theta", "rope_scaling") if getattr(cfg, k)}
-    if wrong := [f"{k} {v} (here {mine[k]})" for k, v in meta["model"].items()
-                 if v != mine[k] and k not in may_differ]:
+    defaults = {f.name: f.default for f in dataclasses.fields(ModelConfig)}
+    theirs = defaults | meta["model"]  # a field that is newer than the checkpoint has its default
+    if wrong := [f"{k} {v} (here {mine.get(k, 'unknown')})" for k, v in theirs.items()
+                 if k not in may_differ and (k not in mine or v != mine[k])]:
         made = meta["config"]
         made = "--init " + made["init"] if made["model"] == "hf" else "--model " + made["model"]
         raise ValueError(f"--resume: {path} is of another model: {', '.join(wrong)}; it was made "
@@ -786,19 +805,19 @@ class Progress(threading.Thread):
             host = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
             gpu = 0.0
             if torch.cuda.is_initialized():
-                gpu = (torch.cuda.memory_allocated() + Exchange.bytes()) / GIB
+                gpu = (torch.cuda.memory_allocated() + Exchange.mapped_bytes()) / GIB
             line = (f"step {self.step}: {self.text}, {time.perf_counter() - self.since:.0f} s, GPU "
                     f"{gpu:.1f} GiB, host {host:.1f} GiB a rank")
             print(f"\r{line}\033[K" if self.every == 1 else line,
                   end="\r" if self.every == 1 else "\n", flush=True)
 
 
-def guess_requests(cfg: Config, plan: Plan, world: int, rank: int, say) -> list[Request]:
+def simulated_requests(cfg: Config, plan: Plan, world: int, rank: int, say) -> list[Request]:
     """Of a step, simulated in a process that has no process group; none, if that fails. A
     collective."""
     found = [[]]
     if rank == 0:
-        bare = dataclasses.replace(plan, train=None, val=None, read=None)
+        bare = dataclasses.replace(plan, train=None, val=None, pretrained=None)
         try:
             with get_context("spawn").Pool(1) as other:  # whose end ends it; others wait, too
                 job = other.apply_async(simulate_step, (cfg, bare, world))
@@ -826,7 +845,7 @@ def planned_memory(cfg: Config, device: torch.device, guess: list[Request],
     return memory
 
 
-def judge(cfg: Config, memory: StepMemory, device: torch.device, say) -> StepMemory | None:
+def keep_if_it_saves(cfg: Config, memory: StepMemory, device: torch.device, say) -> StepMemory | None:
     """Print the plan; None if it saves too little to be worth keeping."""
     say(f"memory plan of a step: {memory.plan}")
     if cfg.memplan == "on":
@@ -865,95 +884,160 @@ def draw_losses(out: Path) -> None:
 
 def describe(cfg: Config, plan: Plan, world: int, say) -> None:
     """Print what was chosen and why."""
-    f, fates = plan.factors, plan.fates
-    say(f"states: p={f.p} g={f.g} os={f.os}" + (f" second={f.second}" if f.second else "")
-        + f" of {world} ranks, {cfg.per_node} a node; {cfg.os_layout}-tensor; overlapped: "
-        f"{cfg.overlap}; recomputed: {cfg.recompute}")
+    f, kept = plan.factors, plan.activations
+    secondary = f" secondary={f.secondary}" if f.secondary else ""
+    say(f"states: p={f.p} g={f.g} os={f.os}{secondary} of {world} ranks, {cfg.per_node} a node; "
+        f"{cfg.os_layout}-tensor; overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
     say(f"batch: {cfg.batch} sequences = {world // cfg.sp} data-parallel ranks x "
         f"{plan.micro_batches} micro-batches x {cfg.micro_batch}; sp={cfg.sp}, {cfg.head_groups} "
         f"head groups; {plan.tokens(cfg):,} tokens a rank at once")
-    if fates:
-        host = host_bytes(cfg, plan)
-        say(f"activations: {fates.describe()} of {cfg.chunk:,} tokens; {host / GIB:.1f} GiB of "
-            f"host memory a rank; {plan.why}")
-    need = memory_need(cfg, plan)
+    if kept:
+        host = swapped_host_bytes(cfg, plan)
+        say(f"activations: {kept.describe()} of {cfg.chunk:,} tokens; {host / GIB:.1f} GiB of "
+            f"host memory a rank; {plan.reason}")
+    need = device_bytes(cfg, plan)
     say("memory a device: " + ", ".join(f"{k} {v / GIB:.2f}" for k, v in need.items())
         + f"; {sum(need.values()) / GIB:.2f} GiB", flush=True)
 
 
 def build(cfg: Config, plan: Plan, say, as_planned: bool = False,
           groups: Groups | None = None) -> tuple[LLaMA, States]:
-    """The model, run by offload.Layers if it has fates, and its states. Sets plan.fates again, by
-    times of this machine, if not as_planned. A collective of all ranks."""
+    """Make the model, with layers in chunks if that is planned, and its states. Sets
+    plan.activations again, by times of this machine, if not as_planned. A collective of all
+    ranks."""
     device, shape = plan.device, (cfg.micro_batch, cfg.seq // cfg.sp)
     groups = groups or Groups(timedelta(seconds=cfg.timeout))
-    attention = Ulysses(plan.kernel, cfg.sp, groups, Lane(device, True), cfg.head_groups,
-                        cfg.per_node)
-    if plan.fates and not as_planned:
+    op = Ulysses(plan.kernel, cfg.sp, groups, CommStream(device), cfg.head_groups, cfg.per_node)
+    if plan.activations and not as_planned:
         say(f"measuring a layer, in chunks of {cfg.chunk:,} tokens", flush=True)
-        measured = measure(plan.model, attention, shape, cfg.chunk, device, plan.dtype)
-        on_all_ranks(lambda: treat(cfg, plan, *measured))
-        plan.why += " (a layer measured; sp and shards by usual rates)"
+        measured = measure(plan.model, op, shape, cfg.chunk, device, plan.dtype)
+        on_all_ranks(lambda: set_activations(cfg, plan, *measured))
+        plan.reason += " (a layer measured; sp and shards by default hardware rates)"
     describe(cfg, plan, dist.get_world_size(), say)
     with torch.device("meta"):
-        model = LLaMA(plan.model, attention)
-    model.recompute = cfg.recompute == "full"
-    if plan.fates:
-        on_all_ranks(lambda: Layers(model, shape, plan.fates, cfg.chunk, device, plan.dtype))
-    states = States(model, device, plan.dtype, plan.micro_batches, plan.factors, cfg.os_layout,
-                    groups, off=tuple(lane for lane in LANES if lane not in cfg.overlap.split(",")),
-                    reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
-                    recompute=model.recompute or plan.fates is not None,
-                    pieces=plan.fates.chunks if plan.fates else 1, betas=(cfg.beta1, cfg.beta2),
-                    decay=cfg.weight_decay)
+        model = LLaMA(plan.model, op)
+    kept = plan.activations
+    if cfg.recompute == "full":
+        model.layer_runner = recomputed_layers
+    elif kept:
+        on_all_ranks(lambda: ChunkedLayers(model, shape, kept, cfg.chunk, device, plan.dtype))
+    states = States(
+        model, device, plan.dtype, plan.micro_batches, plan.factors, cfg.os_layout, groups,
+        overlap=() if cfg.overlap == "none" else tuple(cfg.overlap.split(",")),
+        reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
+        gather_layers=cfg.recompute == "full" or kept is not None,
+        num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
+        decay=cfg.weight_decay)
     return model, states
 
 
 def wait_for_host_memory(model: LLaMA, say) -> None:
     """The host memory that layers swap to is pinned while states are made and weights are read: go
     on when it is all there, on all ranks."""
-    if model.run:
-        on_all_ranks(lambda: model.run.wait_for_slots(say))
+    layers = getattr(model.layer_runner, "__self__", None)
+    if isinstance(layers, ChunkedLayers):
+        on_all_ranks(lambda: layers.wait_for_host_memory(say))
 
 
 def run_step(model: LLaMA, states: States, batch, positions: torch.Tensor, lr: float, clip: float):
     """Forward, backward, update. batch: of load_batch. Returns the loss, the gradient's norm, and
     whether they are finite, on the device."""
     tokens, labels, scale = batch
-    states.begin()
+    states.begin_step()
     loss = torch.zeros_like(scale)
     for micro_batch in zip(tokens, labels):
         part = model(*micro_batch, scale, positions)
         part.backward()
         states.end_micro_batch()
         loss += part.detach()
-    states.reduce()
+    states.finish_gradients()
     dist.all_reduce(loss)
     return loss, *states.update(lr, clip, loss)
 
 
+def simulated_backward(do, q, k, v, o, lse):
+    """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
+    grads = attention.KERNELS["cpu"].backward(do, q, k, v, o, lse)
+    _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
+    return grads
+
+
+@contextlib.contextmanager
+def simulation(running: list, gpu: bool):
+    """Inside, a step on fake tensors of the CPU, in a process group that sends nothing, requests
+    what it does elsewhere: gpu, on GPUs. running: a stack, whose last is a token of the fused
+    kernel or side stream that would run; what is born and dies in it is left out."""
+    replaced = []
+
+    def replace(owner, name: str, new) -> None:
+        replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, new)
+
+    def as_one_kernel(fn):
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            running.append(object())
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                running.pop()
+
+        return run
+
+    @contextlib.contextmanager
+    def after_compute(stream):
+        if not stream.overlap:
+            yield
+            return
+        running.append(object())
+        try:
+            yield
+        finally:
+            running.pop()
+
+    def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
+        exchange.memory = like.new_empty(elements)
+
+    for module in (llama, shard) if gpu else ():
+        for name, fn in list(vars(module).items()):
+            casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
+            if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
+                replace(module, name, as_one_kernel(fn))
+    if gpu:
+        replace(CommStream, "after_compute", after_compute)
+        replace(Exchange, "map_memory", map_memory)
+    replace(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
+    try:
+        yield
+    finally:
+        for owner, name, old in reversed(replaced):
+            setattr(owner, name, old)
+
+
 def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], int]:
-    """The first rank's requests in a step, as large as are planned, and bytes of what lasts between
-    steps, on fake tensors. Where layers have no fates, autograd saves more here than where
-    operators are fused. Raises RuntimeError where there is a process group."""
-    kind = "cuda" if (gpu := plan.device.type == "cuda" or cfg.ranks is not None) else "cpu"
+    """Return the first rank's requests in a step, as large as are planned, and the bytes of what
+    lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
+    gpu = plan.device.type == "cuda" or cfg.ranks is not None
+    kind = "cuda" if gpu else "cpu"
     plan = dataclasses.replace(plan, device=torch.device("cpu"), kernel="cpu")
+    running: list = [None]
 
     def make():
         model, states = build(cfg, plan, lambda *_, **__: None, as_planned=True)
         if gpu:
-            model.attention.kernel = SIMULATED
+            cpu = attention.KERNELS["cpu"]
+            model.attention.kernel = dataclasses.replace(cpu, backward=simulated_backward)
         if gpu and cfg.sp > 1:
-            model.attention.exchange.near = model.attention.one_node
+            model.attention.exchange.peer_access = model.attention.one_node
         tokens = torch.zeros(plan.micro_batches, cfg.micro_batch, cfg.seq // cfg.sp).long()
-        batch = tokens, tokens, torch.ones((), dtype=states.wide)
+        batch = tokens, tokens, torch.ones((), dtype=states.accum_dtype)
         positions = local_positions(cfg, 0, plan.device)
-        return lambda: run_step(model, states, batch, positions, cfg.lr, cfg.clip)
+        return lambda: run_step(model, states, batch, positions, 1e-4, cfg.clip)
 
     torch.compiler.set_stance("force_eager")
-    running = (lambda: FUSED[-1]) if gpu else lambda: None
-    requests, lasting = simulate(make, world, running, LEAST[kind], ALIGN[kind])
-    return requests, lasting - round(host_bytes(cfg, plan))  # which are on the CPU here, too
+    with simulation(running, gpu):
+        requests, lasting = simulate(make, world, lambda: running[-1], LEAST[kind], ALIGN[kind])
+    return requests, lasting - round(swapped_host_bytes(cfg, plan))  # on the CPU here, too
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -968,7 +1052,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         check_flags(cfg)
     except ValueError as e:
-        raise Refused(str(e)) from None
+        raise ConfigError(str(e)) from None
     rank, world, local_rank = start_ranks(cfg.timeout)
     world = cfg.ranks or world
     print0 = print if rank == 0 else (lambda *a, **k: None)
@@ -978,7 +1062,7 @@ def main(argv: list[str] | None = None) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         expandable_segments()
-    agree(plan)
+    min_budget_over_ranks(plan)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     planned_for = "NVIDIA H200" if cfg.ranks and device.type == "cpu" else name
     plan.rates = find_rates(planned_for, device, plan.dtype, plan.kernel, print0)
@@ -997,7 +1081,7 @@ def main(argv: list[str] | None = None) -> None:
         print0(f"a checkpoint: {checkpoint_bytes(plan.model, plan.dtype) / GIB:.2f} GiB")
         describe(cfg, plan, world, print0)
         dist.destroy_process_group()
-        if cfg.ranks and plan.fates is None:
+        if cfg.ranks and plan.activations is None:
             print0("not simulated: what autograd saves is known for layers in chunks alone")
         elif cfg.ranks:
             requests, lasting = simulate_step(cfg, plan, world)
@@ -1035,8 +1119,8 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGINT, on_signal)
     clock = time.perf_counter()
     progress = Progress(states, rank == 0)
-    guessed = cfg.memplan == "on" and plan.fates and start < cfg.steps
-    guess = guess_requests(cfg, plan, world, rank, print0) if guessed else []
+    guessed = cfg.memplan == "on" and plan.activations and start < cfg.steps
+    guess = simulated_requests(cfg, plan, world, rank, print0) if guessed else []
     memory = on_all_ranks(lambda: planned_memory(cfg, device, guess, print0))
     wait_for_host_memory(model, print0)
     for step in range(start + 1, cfg.steps + 1):
@@ -1047,12 +1131,12 @@ def main(argv: list[str] | None = None) -> None:
         loss, norm, finite = memory.run(work) if memory else work()
         del work
         if memory and memory.plans > plans:
-            memory = judge(cfg, memory, device, print0)
+            memory = keep_if_it_saves(cfg, memory, device, print0)
         samples += cfg.batch
         if step < cfg.steps:  # read the next batch while the GPU works
             batch = load_batch(cfg, plan, samples, rank, world)
         host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        gpu_gib = Exchange.bytes() / GIB
+        gpu_gib = Exchange.mapped_bytes() / GIB
         if device.type == "cuda":
             gpu_gib += torch.cuda.max_memory_allocated() / GIB
         worst = torch.tensor([stop["signal"], gpu_gib, host_gib], device=device).double()
@@ -1123,7 +1207,7 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Refused as e:
+    except ConfigError as e:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: error: {e}", file=sys.stderr)
         if dist.is_initialized():

@@ -1,0 +1,618 @@
+"""Who attends to whom: attention kernels, and sequences that lie on several ranks.
+
+Attention is the only operator of a layer that mixes tokens, and so the only one that crosses ranks
+when a sequence is split. A kernel is two functions and a row of KERNELS; `Attention` is a kernel
+that the model can call; `Ulysses` is one over a sequence that sp neighbouring ranks share
+(InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp tokens of all heads. An
+all-to-all gives it all T tokens of some heads, the kernel runs, an all-to-all brings o back:
+
+                    rank 0        rank 1                     rank 0        rank 1
+    tokens 0, 1     all heads     .            all-to-all    heads 0, 1    heads 2, 3
+    tokens 2, 3     .             all heads    --------->    heads 0, 1    heads 2, 3
+
+A rank's heads go in G groups, so that one group's all-to-all hides under another's kernel:
+
+    exchange   | send 0 | send 1 |        | send 2, return 0 | return 1 | return 2 |
+    compute             | kernel 0        | kernel 1         | kernel 2 | while_waiting
+
+Each kind of communication has a CUDA stream of its own (CommStream): launch, compute, wait.
+
+Left out: windows, dropout, kernels that are not causal, and rings (ranks that share heads).
+
+Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
+sequence, G head groups, h heads of a group on a rank.
+"""
+import contextlib
+import importlib
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from model import copy_heads
+
+SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
+# torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ---------------------------------------------------------------------------- streams and groups
+
+
+class CommStream:
+    """A CUDA stream for one kind of communication, of high priority: its few blocks go before the
+    many of a kernel that computes, not behind its last.
+
+    On a CPU, or with `overlap` off, it is the compute stream itself: then everything happens in the
+    order of the program, and nothing needs a wait.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool = True):
+        self.stream, self.overlap = None, overlap
+        if overlap and device.type == "cuda":
+            self.stream = torch.cuda.Stream(device, priority=-1)
+
+    @contextlib.contextmanager
+    def after_compute(self):
+        """Launch what follows on this stream, after all that compute has enqueued so far."""
+        if self.stream is None:
+            yield
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def last_event(self):
+        """An event behind all that was launched so far, for `wait`; None where nothing can wait."""
+        return self.stream.record_event() if self.stream else None
+
+
+def wait(event) -> None:
+    """The current stream goes on when the event is reached; the host does not stop."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+class Groups:
+    """Process groups by their ranks, each stream with communicators of its own; made once.
+
+    timeout: of their collectives; PyTorch's if none is given.
+    """
+
+    def __init__(self, timeout: timedelta | None = None):
+        self.made: dict[tuple, dist.ProcessGroup] = {}
+        self.timeout = timeout
+
+    def get(self, stream: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
+        """Return the group of the ranks r that have this rank's key(r), None if it is alone there.
+        A collective of all ranks."""
+        members: dict = {}
+        for r in range(dist.get_world_size()):
+            members.setdefault(key(r), []).append(r)
+        mine = members[key(dist.get_rank())]
+        if len(mine) == 1:
+            return None
+        for ranks in members.values():
+            if (stream, *ranks) in self.made:
+                continue
+            group = dist.new_group(ranks, timeout=self.timeout)
+            self.made[stream, *ranks] = group
+            if ranks == mine and torch.cuda.is_initialized():
+                # NCCL takes its memory now, not amid a step that leaves it none
+                one = torch.zeros(1, device="cuda")
+                all_gather(one.new_empty(len(ranks)), one, group=group)
+                dist.all_reduce(one, group=group)
+        return self.made[stream, *mine]
+
+
+# ---------------------------------------------------------------------------- attention kernels
+# A kernel is a pair of functions on (B, T, heads, D) tensors, causal, scaled by 1/sqrt(D):
+#   forward(q, k, v) -> o, lse          lse (B, H, T), natural logarithm, float32 or wider
+#   backward(do, q, k, v, o, lse) -> dq, dk, dv
+# aten's operators want (B, heads, T, D): transposed views, which cost nothing.
+
+_aten = torch.ops.aten
+_module = importlib.import_module  # a dictionary look-up after the first call
+
+
+def _swap(*tensors):
+    return [t.transpose(1, 2) for t in tensors]
+
+
+def _fa4_forward(q, k, v):
+    warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
+    o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
+        q, k, v, causal=True, return_lse=True)
+    return o, lse
+
+
+def _fa4_backward(do, q, k, v, o, lse):
+    exact = torch.are_deterministic_algorithms_enabled()
+    return _module("flash_attn.cute.interface")._flash_attn_bwd(
+        q, k, v, o, do, lse, causal=True, deterministic=exact)[:3]
+
+
+_FA2 = dict(dropout_p=0.0, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
+            alibi_slopes=None)
+
+
+def _fa2_forward(q, k, v):
+    o, lse, *_ = _module("flash_attn.flash_attn_interface")._flash_attn_forward(
+        q, k, v, softmax_scale=q.shape[-1] ** -0.5, return_softmax=False, **_FA2)
+    return o, lse
+
+
+def _fa2_backward(do, q, k, v, o, lse):
+    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _module("flash_attn.flash_attn_interface")._flash_attn_backward(
+        do, q, k, v, o, lse, *grads, softmax_scale=q.shape[-1] ** -0.5,
+        deterministic=torch.are_deterministic_algorithms_enabled(), **_FA2)
+    return grads
+
+
+def _cudnn_forward(q, k, v):
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(*_swap(q, k, v), None, True, 0.0, True)
+    return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
+
+
+def _cudnn_backward(do, q, k, v, o, lse):
+    t, no_seed = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
+    do, q, k, v, o = _swap(do, q, k, v, o)
+    return _swap(*_aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, t, t, 0.0, True))
+
+
+def _flash_forward(q, k, v):
+    o, lse, *_ = _aten._scaled_dot_product_flash_attention(*_swap(q, k, v), 0.0, True)
+    return o.transpose(1, 2), lse
+
+
+def _flash_backward(do, q, k, v, o, lse):
+    t, no_seed = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
+    do, q, k, v, o = _swap(do, q, k, v, o)
+    return _swap(*_aten._scaled_dot_product_flash_attention_backward(
+        do, q, k, v, o, lse, None, None, t, t, 0.0, True, no_seed, no_seed))
+
+
+def _cpu_forward(q, k, v):
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, True)
+    return o.transpose(1, 2), lse
+
+
+def _cpu_backward(do, q, k, v, o, lse):
+    do, q, k, v, o = _swap(do, q, k, v, o)
+    return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, True))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    forward: Callable
+    backward: Callable
+    capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
+    module: str = ""  # what must be importable
+    package: str = ""  # and where it comes from
+
+
+KERNELS = {  # best first: "auto" takes the first usable one
+    "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
+                  "flash-attn-4[cu13]"),
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10)),
+    "fa2": Kernel(_fa2_forward, _fa2_backward, (8, 9), "flash_attn.flash_attn_interface",
+                  "flash-attn"),
+    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
+    "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
+}
+
+
+def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why a kernel cannot run here, or None if it can."""
+    kernel = KERNELS[name]
+    if device.type != "cuda":
+        return f"it needs a GPU, this is {device.type}" if kernel.capability else None
+    if (major := torch.cuda.get_device_capability(device)[0]) not in kernel.capability:
+        return f"it does not run on CUDA capability {major}.x"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"it needs bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    if kernel.module:
+        try:
+            importlib.import_module(kernel.module)
+        except Exception as e:  # a broken install raises more than ImportError
+            return f"`pip install '{kernel.package}'` is missing or broken: {type(e).__name__}: {e}"
+    return None
+
+
+def pick_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel's name, "auto" resolved. Raises ValueError if it is unknown or unusable here."""
+    reasons = {k: why_not(k, device, dtype) for k in KERNELS}
+    usable = [k for k in KERNELS if reasons[k] is None]
+    if name == "auto" and usable:
+        return usable[0]
+    reason = reasons.get(name, "there is no such kernel here")
+    if name == "auto":
+        reason = "; ".join(f"{k}: {why}" for k, why in reasons.items())
+    if reason:
+        raise ValueError(f"--attention {name}: {reason}; usable: {', '.join(usable) or 'none'}")
+    return name
+
+
+MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
+
+
+def cut_heads(q: Tensor, k: Tensor):
+    """Yield (sequence, query heads, key/value heads) slices of (B, T, H, D) tensors that have at
+    most MAX_ELEMENTS each. Raises ValueError if one head has more.
+
+    At 1M tokens, 32 heads and D = 128, a tensor has 4.3e9 elements: three cuts. Where the query
+    heads of one key/value head are too many, they are cut too.
+    """
+    tokens, heads, width = q.shape[1:]
+    most = MAX_ELEMENTS // (tokens * width)  # heads
+    if most == 0:
+        raise ValueError(f"a head of {tokens} tokens x {width} has over {MAX_ELEMENTS} elements")
+    ratio = heads // k.shape[2]
+    step = most // ratio * ratio
+    if step == 0:  # a part of one key/value head's query heads
+        step = next(n for n in range(most, 0, -1) if ratio % n == 0)
+    for b in range(q.shape[0]):
+        for first in range(0, heads, step):
+            last = min(first + step, heads)
+            kv_heads = slice(first // ratio, -(-last // ratio))
+            yield slice(b, b + 1), slice(first, last), kv_heads
+
+
+def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T)."""
+    if q.numel() <= MAX_ELEMENTS:
+        return kernel.forward(q, k, v)
+    o = torch.empty_like(q)
+    lse = None
+    for b, h, kv in cut_heads(q, k):
+        cut = (q[b, :, h], k[b, :, kv], v[b, :, kv])
+        o[b, :, h], part = kernel.forward(*(t.contiguous() for t in cut))
+        if lse is None:
+            lse = part.new_empty(q.shape[0], q.shape[2], q.shape[1])
+        lse[b, h] = part
+    return o, lse
+
+
+def attention_backward(kernel: Kernel, do, q, k, v, o, lse) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from the same global o and lse for every cut."""
+    if q.numel() <= MAX_ELEMENTS:
+        return kernel.backward(do.contiguous(), q, k, v, o, lse)
+    dq = torch.empty_like(q)
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    for b, h, kv in cut_heads(q, k):
+        cut = (do[b, :, h], q[b, :, h], k[b, :, kv], v[b, :, kv], o[b, :, h], lse[b, h])
+        dq[b, :, h], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut))
+        dk[b, :, kv] += dk_part  # a key/value head may serve several cuts
+        dv[b, :, kv] += dv_part
+    return dq, dk, dv
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, op):
+        o, lse = op.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.op = op
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, _):
+        return *ctx.op.backward(do, *ctx.saved_tensors), None
+
+
+def do_nothing() -> None:
+    pass
+
+
+class Attention:
+    """A kernel of the table: called, with autograd; or forward and backward, as they are.
+
+    A subclass may split the work over ranks; lse has then the shape that its own backward wants.
+    """
+
+    def __init__(self, kernel: str):
+        self.kernel = KERNELS[kernel]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _Attention.apply(q, k, v, self)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention_forward(self.kernel, q, k, v)
+
+    def prefetch_backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor):
+        """Launch what backward needs of its inputs before do is known. Returns what `prefetch_do`
+        and `backward` take as `prefetched`."""
+
+    def prefetch_do(self, prefetched, do: Tensor) -> None:
+        """Launch what backward needs of do, too."""
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                 prefetched=None, while_waiting: Callable[[], None] = do_nothing):
+        """Return dq, dk, dv. while_waiting: work for the time in which a subclass brings the last
+        gradients back."""
+        while_waiting()
+        return attention_backward(self.kernel, do, q, k, v, o, lse)
+
+
+# ---------------------------------------------------------------------------- sequences over ranks
+
+
+def legal_sp(heads: int, ranks: int) -> list[int]:
+    """Return the sequence degrees: they divide the ranks and the query heads."""
+    return [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0]
+
+
+def gpus_reach_each_other() -> bool:
+    """Return whether this GPU reads and writes the memory of the node's others."""
+    here = torch.cuda.current_device()
+    others = [i for i in range(torch.cuda.device_count()) if i != here]
+    return all(torch.cuda.can_device_access_peer(here, i) for i in others)
+
+
+class Exchange:
+    """All-to-alls between the ranks of a group, on the stream that is current.
+
+    peer_access: every rank reaches the others' memory (GPUs of one node). Then copy engines push
+    each part to its destination, between two barriers of one warp, and no multiprocessor is taken
+    from the attention that runs beside it. Elsewhere it is the group's own collective, whose blocks
+    take some.
+    """
+
+    in_use: ClassVar[weakref.WeakSet] = weakref.WeakSet()
+
+    def __init__(self, group: dist.ProcessGroup, peer_access: bool,
+                 timeout: timedelta | None = None):
+        self.group, self.peer_access = group, peer_access
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.timeout_ms = round(1e3 * (timeout or timedelta(minutes=10)).total_seconds())
+        self.memory = torch.empty(0)  # that the others write to
+        self.handle = None  # to theirs
+        self.in_use.add(self)
+
+    @classmethod
+    def mapped_bytes(cls) -> int:
+        """Return the bytes that ranks have mapped from each other, outside PyTorch's allocator."""
+        return sum(exchange.memory.nbytes for exchange in cls.in_use)
+
+    def allocate_buffers(self, shapes: list[tuple[int, ...]], like: Tensor) -> list[Tensor]:
+        """Return tensors of these shapes to receive in. A collective where mapped memory grows.
+
+        With peer access all calls share one memory, so what was received must be read on this
+        stream, or before this stream goes on.
+        """
+        if not self.peer_access:
+            return [like.new_empty(shape) for shape in shapes]
+        sizes = [math.prod(shape) for shape in shapes]
+        padded = [-(-n // SEND_ALIGN_ELEMENTS) * SEND_ALIGN_ELEMENTS for n in sizes]
+        if self.memory.numel() < sum(padded):
+            self.map_memory(sum(padded), like)
+        parts = self.memory[: sum(padded)].split(padded)
+        return [x[:n].view(shape) for x, n, shape in zip(parts, sizes, shapes)]
+
+    def map_memory(self, elements: int, like: Tensor) -> None:
+        """Allocate memory that all ranks of the group write to. A collective."""
+        torch.cuda.synchronize()  # nobody uses the old memory any more: it is about to go
+        dist.barrier(self.group)
+        self.memory, self.handle = torch.empty(0), None
+        torch.cuda.empty_cache()
+        self.memory = symm_mem.empty(elements, dtype=like.dtype, device=like.device)
+        self.handle = symm_mem.rendezvous(self.memory, self.group)
+
+    def all_to_all(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        """Send part i of each first tensor (n, ...) to rank i, into part `rank` of the second one,
+        which `allocate_buffers` has given."""
+        if self.handle is None:
+            for send_buffer, recv_buffer in pairs:
+                dist.all_to_all_single(recv_buffer, send_buffer, group=self.group)
+            return
+        self.handle.barrier(timeout_ms=self.timeout_ms)  # all have read what they received before
+        for i in range(self.ranks):
+            peer = (self.rank + i) % self.ranks  # another one for each rank
+            for send_buffer, recv_buffer in pairs:
+                mine = recv_buffer[self.rank]
+                theirs = self.handle.get_buffer(peer, mine.shape, mine.dtype, mine.storage_offset())
+                theirs.copy_(send_buffer[peer])
+        self.handle.barrier(timeout_ms=self.timeout_ms)  # all parts have arrived
+
+
+@dataclass
+class HeadGroup:
+    """One group of heads on its way from tokens to heads: its inputs, one after the other."""
+
+    recv_buffers: list[Tensor]  # (sp, B, T/sp, h, D) each: the tokens of every rank
+    send_buffers: list[Tensor] = field(default_factory=list)  # read until `arrival`
+    arrival: object = None  # event: all that was sent so far is in recv_buffers
+
+    def on_heads(self) -> list[Tensor]:
+        """Return the inputs as the kernel takes them: (B, T, h, D)."""
+        return [x.transpose(0, 1).flatten(1, 2) for x in self.recv_buffers]
+
+
+@dataclass
+class Prefetched:
+    """A backward's first head group, on its way before the backward begins."""
+
+    inputs: list[Tensor]  # q, k, v, o (B, T/sp, H, D): with repeated heads, the stream reads them
+    buffers: tuple  # of Ulysses.allocate
+    group: HeadGroup
+
+
+class Ulysses(Attention):
+    """Attention over a sequence that lies on sp neighbouring ranks.
+
+        q (B, T/sp, sp*G*h, D) -> group by group (B, T, h, D) -> kernel -> o (B, T/sp, H, D)
+
+    Two groups are on heads at a time, in two sets of receive buffers. Key/value heads that sp * G
+    does not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T).
+
+    per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
+    received becomes NaN after use, and the stream starts so many GPU cycles late.
+
+    Whatever the exchange stream reads or writes is allocated on the compute stream, and held until
+    compute has waited for the exchange: so memory is never given to another too early.
+    """
+
+    def __init__(self, kernel: str, sp: int, groups: Groups, stream: CommStream,
+                 head_groups: int = 1, per_node: int = 0, poison: bool = False, delay: int = 0):
+        super().__init__(kernel)
+        self.sp, self.stream, self.head_groups = sp, stream, head_groups
+        self.poison, self.delay = poison, delay
+        self.group = groups.get("sequence", lambda r: r // sp)
+        if self.group is not None:
+            self.one_node = per_node > 0 and per_node % sp == 0
+            overlap = stream.stream is not None
+            peer_access = overlap and self.one_node and gpus_reach_each_other()
+            self.exchange = Exchange(self.group, peer_access, groups.timeout)
+
+    # -- layouts
+
+    def repeat_heads(self, x: Tensor) -> Tensor:
+        """k or v (B, T/sp, K, D) -> as many copies of a head as give sp * G parts whole ones."""
+        heads = x.shape[2]
+        copies = math.lcm(heads, self.sp * self.head_groups) // heads
+        return x.repeat_interleave(copies, 2) if copies > 1 else x
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """(B, T/sp, H, D) -> a view (G, sp, B, T/sp, h, D): what a group sends to each rank."""
+        return x.unflatten(2, (self.sp, self.head_groups, -1)).permute(3, 2, 0, 1, 4, 5)
+
+    def allocate(self, inputs: list[Tensor], outputs: list[Tensor]):
+        """Return receive buffers (sp, B, T/sp, h, D): two lists for inputs, which groups take in
+        turn, and one for outputs on their way back."""
+        n = len(inputs)
+        shapes = [self.by_group(x).shape[1:] for x in (*inputs, *inputs, *outputs)]
+        buffers = self.exchange.allocate_buffers(shapes, inputs[0])
+        return (buffers[:n], buffers[n : 2 * n]), buffers[2 * n :]
+
+    # -- one group's way
+
+    def send(self, group: HeadGroup, parts: list[Tensor]) -> None:
+        """Launch the all-to-all from tokens to heads of a group's next inputs: parts (sp, B, T/sp,
+        h, D), what goes to each rank."""
+        first = len(group.send_buffers)
+        send_buffers = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
+        recv_buffers = group.recv_buffers[first : first + len(parts)]
+        with self.stream.after_compute():
+            self.delay_if_testing()
+            for x, buffer in zip(parts, send_buffers):
+                copy_heads(x, buffer)
+            self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
+        group.send_buffers += send_buffers
+        group.arrival = self.stream.last_event()
+
+    def send_back(self, results: list[Tensor], recv_buffers: list[Tensor],
+                  outputs: list[Tensor]) -> list[Tensor]:
+        """Launch the all-to-all from heads (B, T, h, D) to tokens, into outputs (sp, B, T/sp, h,
+        D). Returns what must live until the stream has sent it."""
+        # (B, T, h, D) -> (sp, B, T/sp, h, D); of one sequence: a view
+        send_buffers = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous()
+                        for x in results]
+        with self.stream.after_compute():
+            self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
+            for buffer, output in zip(recv_buffers, outputs):
+                copy_heads(buffer, output)
+                self.poison_if_testing([buffer])
+        return send_buffers
+
+    def run(self, kernel: Callable, first: HeadGroup, buffers: tuple, inputs: list[Tensor],
+            outputs: list[Tensor], while_waiting: Callable[[], None] = do_nothing) -> None:
+        """Run kernel(g, inputs on heads) -> outputs on heads for each group, and bring its outputs
+        into `outputs` (B, T/sp, H, D). first: the first group, of which a part may be under way."""
+        recv_buffers, return_buffers = buffers
+        inputs = [self.by_group(x) for x in inputs]
+        outputs = [self.by_group(x) for x in outputs]
+        if len(first.send_buffers) < len(inputs):
+            self.send(first, [x[0] for x in inputs[len(first.send_buffers) :]])
+        arriving, returning = first, []
+        del first  # so that a group's memory goes with `group`
+        for g in range(self.head_groups):
+            group, arriving = arriving, None
+            if g + 1 < self.head_groups:  # launch the next group's way ...
+                arriving = HeadGroup(recv_buffers[(g + 1) % 2])
+                self.send(arriving, [x[g + 1] for x in inputs])
+            wait(group.arrival)  # ... which runs under this group's kernel
+            group.send_buffers.clear()  # they have been read
+            del returning[:-1]  # the stream sent these before it brought this group
+            results = kernel(g, group.on_heads())
+            returning.append(self.send_back(results, return_buffers, [x[g] for x in outputs]))
+            self.poison_if_testing(group.recv_buffers)
+            del results
+        while_waiting()
+        wait(self.stream.last_event())  # outputs are complete; hidden: all but the last group
+
+    # -- attention
+
+    def forward(self, q, k, v):
+        if self.group is None:
+            return super().forward(q, k, v)
+        o, lse = torch.empty_like(q), []
+        inputs = [q, self.repeat_heads(k), self.repeat_heads(v)]
+        q, k, v = inputs
+        self.allocate([q, k, v, q, q], [q, k, v])  # as much as backward needs, from the start
+
+        def kernel(g, on_heads):
+            out, part = attention_forward(self.kernel, *on_heads)
+            lse.append(part)
+            return [out]
+
+        buffers = self.allocate(inputs, [o])
+        self.run(kernel, HeadGroup(buffers[0][0]), buffers, inputs, [o])
+        return o, torch.stack(lse)
+
+    def prefetch_backward(self, q, k, v, o):
+        if self.group is None:
+            return None
+        inputs = [q, self.repeat_heads(k), self.repeat_heads(v), o]
+        buffers = self.allocate([*inputs, o], inputs[:3])  # do is shaped as o
+        prefetched = Prefetched(inputs, buffers, HeadGroup(buffers[0][0]))
+        self.send(prefetched.group, [self.by_group(x)[0] for x in inputs])
+        return prefetched
+
+    def prefetch_do(self, prefetched, do):
+        if prefetched is not None:
+            self.send(prefetched.group, [self.by_group(do)[0]])
+
+    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing):
+        if self.group is None:
+            return super().backward(do, q, k, v, o, lse, None, while_waiting)
+        if prefetched is None:
+            prefetched = self.prefetch_backward(q, k, v, o)
+        inputs, buffers, group = prefetched.inputs, prefetched.buffers, prefetched.group
+        prefetched.group = None  # `run` lets go of it when its memory is free
+        heads, grads = k.shape[2], [torch.empty_like(x) for x in inputs[:3]]
+
+        def kernel(g, on_heads):
+            q, k, v, o, do = on_heads
+            return attention_backward(self.kernel, do, q, k, v, o, lse[g])
+
+        self.run(kernel, group, buffers, [*inputs, do.contiguous()], grads, while_waiting)
+        dq, dk, dv = grads
+        if dk.shape[2] > heads:  # the gradients of a head's copies are its own
+            dk, dv = (x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
+        return dq, dk, dv
+
+    # -- for tests
+
+    def poison_if_testing(self, used: list[Tensor]) -> None:
+        for x in used if self.poison else []:
+            x.fill_(torch.nan)
+
+    def delay_if_testing(self) -> None:
+        if self.delay and self.stream.stream:
+            torch.cuda._sleep(self.delay)
