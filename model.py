@@ -357,7 +357,7 @@ def weight_grad(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
     """dy (..., rows), x (..., cols) of a projection: raise add_grad with dW = dy^T x, or defer it.
     Returns what autograd gets."""
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
-    x = x.reshape(-1, x.shape[-1])  # (N, cols)
+    x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
 
     def add_grad() -> Tensor | None:
         return module.events.add_grad(module, lambda out, beta: weight_grad_into(dy, x, out, beta))

@@ -181,32 +181,34 @@ class SavedLayer:
 
     def saving(self, chunk: int):
         """Return the context in which a saved chunk's graph is made."""
+        layer = weakref.proxy(self)  # which holds the graph: a cycle through C++ is never collected
+
         def pack(t: Tensor):
-            if memory_of(t) in self.held_anyway:
+            if memory_of(t) in layer.held_anyway:
                 return t
             for name in ("x", "o"):
-                whole = getattr(self, name)
+                whole = getattr(layer, name)
                 if whole is not None and memory_of(whole) == memory_of(t):
                     offset = t.storage_offset() - whole.storage_offset()
                     return PartOf(name, offset, t.shape, t.stride())
             if t.nbytes < t.untyped_storage().nbytes():  # a part must not hold the whole's memory
                 t = t.clone()
-            saved = self.intermediates[chunk]
+            saved = layer.intermediates[chunk]
             for k, other in enumerate(saved):
                 if memory_of(other) == memory_of(t) and other.shape == t.shape:
                     return chunk, k
-            saved.append(t)
+            saved.append(t.detach())  # without the graph that made it
             return chunk, len(saved) - 1
 
         def unpack(place) -> Tensor:
             if isinstance(place, Tensor):
                 return place
             if isinstance(place, PartOf):
-                whole = getattr(self, place.name)
+                whole = getattr(layer, place.name)
                 return whole.as_strided(place.shape, place.stride,
                                         whole.storage_offset() + place.offset)
             chunk, k = place
-            return self.intermediates[chunk][k]
+            return layer.intermediates[chunk][k]
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -39,6 +39,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -925,6 +926,33 @@ def test_another_block_changes_the_block_alone(ranks, tmp_path):
     right in chunks that are kept, swapped and recomputed, and where o is dropped; poisoned."""
     text = run([], ranks, "import test_all; test_all.forked_block_worker()", tmp=tmp_path)
     assert text.count("7 ways equal") == ranks
+
+
+def test_forgotten_activations_are_freed(group):
+    """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
+    autograd saves does not hold what holds its graph."""
+    model = m.LLaMA(SMALL, attention.Attention("cpu"))
+    model.init_weights(0)
+    plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)
+    layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float32)
+    made, forward = [], layers.forward
+
+    def spy(batch, i, x, keep):
+        y = forward(batch, i, x, keep)
+        assert not any(t.requires_grad for t in batch.saved[i].tensors())  # nor hold a graph
+        made.extend([weakref.ref(batch.saved[i]), *map(weakref.ref, batch.saved[i].tensors())])
+        return y
+
+    layers.forward = spy
+    for backward in (True, False):
+        loss = model(*example(seq=20))
+        if backward:
+            loss.backward()
+        assert len(made) > 8 and any(ref() is not None for ref in made) != backward
+        del loss
+        gc.collect()
+        assert all(ref() is None for ref in made)
+        made.clear()
 
 
 def test_several_micro_batches_in_flight(group):
