@@ -10,7 +10,8 @@ all-to-all gives it all T tokens of some heads, the kernel runs, an all-to-all b
     tokens 0, 1     all heads     .            all-to-all    heads 0, 1    heads 2, 3
     tokens 2, 3     .             all heads    --------->    heads 0, 1    heads 2, 3
 
-A rank's heads go in G groups, so that one group's all-to-all hides under another's kernel:
+A rank's heads go in G groups, so that one group's all-to-all (Ulysses.send, send_back) hides under
+another's kernel (Ulysses.run):
 
     exchange   | send 0 | send 1 |        | send 2, return 0 | return 1 | return 2 |
     compute             | kernel 0        | kernel 1         | kernel 2 | while_waiting
@@ -58,7 +59,8 @@ class CommStream:
     """
 
     def __init__(self, device: torch.device, overlap: bool = True):
-        self.stream, self.overlap = None, overlap
+        self.stream = None
+        self.overlap = overlap
         if overlap and device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1)
 
@@ -78,13 +80,14 @@ class CommStream:
 
 
 def wait(event) -> None:
-    """The current stream goes on when the event is reached; the host does not stop."""
+    """Let the current stream go on when the event is reached; the host does not stop."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
 
 class Groups:
-    """Process groups by their ranks, each stream with communicators of its own; made once.
+    """Process groups by name and ranks, made once. Groups of another name have communicators of
+    their own, so that what two streams launch does not wait for each other.
 
     timeout: of their collectives; PyTorch's if none is given.
     """
@@ -93,7 +96,7 @@ class Groups:
         self.made: dict[tuple, dist.ProcessGroup] = {}
         self.timeout = timeout
 
-    def get(self, stream: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
+    def get(self, name: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
         """Return the group of the ranks r that have this rank's key(r), None if it is alone there.
         A collective of all ranks."""
         members: dict = {}
@@ -103,16 +106,16 @@ class Groups:
         if len(mine) == 1:
             return None
         for ranks in members.values():
-            if (stream, *ranks) in self.made:
+            if (name, *ranks) in self.made:
                 continue
             group = dist.new_group(ranks, timeout=self.timeout)
-            self.made[stream, *ranks] = group
+            self.made[name, *ranks] = group
             if ranks == mine and torch.cuda.is_initialized():
                 # NCCL takes its memory now, not amid a step that leaves it none
                 one = torch.zeros(1, device="cuda")
                 all_gather(one.new_empty(len(ranks)), one, group=group)
                 dist.all_reduce(one, group=group)
-        return self.made[stream, *mine]
+        return self.made[name, *mine]
 
 
 # ---------------------------------------------------------------------------- attention kernels
@@ -166,7 +169,8 @@ def _cudnn_forward(q, k, v):
 
 
 def _cudnn_backward(do, q, k, v, o, lse):
-    t, no_seed = q.shape[1], torch.zeros((), dtype=torch.int64, device=q.device)
+    t = q.shape[1]
+    no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, t, t, 0.0, True))
@@ -178,7 +182,8 @@ def _flash_forward(q, k, v):
 
 
 def _flash_backward(do, q, k, v, o, lse):
-    t, no_seed = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
+    t = q.shape[1]
+    no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_backward(
         do, q, k, v, o, lse, None, None, t, t, 0.0, True, no_seed, no_seed))
@@ -216,7 +221,7 @@ KERNELS = {  # best first: "auto" takes the first usable one
 
 
 def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why a kernel cannot run here, or None if it can."""
+    """Return the reason why a kernel cannot run here, None if it can."""
     kernel = KERNELS[name]
     if device.type != "cuda":
         return f"it needs a GPU, this is {device.type}" if kernel.capability else None
@@ -233,7 +238,7 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def pick_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The kernel's name, "auto" resolved. Raises ValueError if it is unknown or unusable here."""
+    """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
     reasons = {k: why_not(k, device, dtype) for k in KERNELS}
     usable = [k for k in KERNELS if reasons[k] is None]
     if name == "auto" and usable:
@@ -272,7 +277,7 @@ def cut_heads(q: Tensor, k: Tensor):
 
 
 def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T)."""
+    """Attend: q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T)."""
     if q.numel() <= MAX_ELEMENTS:
         return kernel.forward(q, k, v)
     o = torch.empty_like(q)
@@ -378,8 +383,10 @@ class Exchange:
 
     def __init__(self, group: dist.ProcessGroup, peer_access: bool,
                  timeout: timedelta | None = None):
-        self.group, self.peer_access = group, peer_access
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.group = group
+        self.peer_access = peer_access
+        self.rank = dist.get_rank(group)
+        self.ranks = dist.get_world_size(group)
         self.timeout_ms = round(1e3 * (timeout or timedelta(minutes=10)).total_seconds())
         self.memory = torch.empty(0)  # that the others write to
         self.handle = None  # to theirs
@@ -409,7 +416,8 @@ class Exchange:
         """Allocate memory that all ranks of the group write to. A collective."""
         torch.cuda.synchronize()  # nobody uses the old memory any more: it is about to go
         dist.barrier(self.group)
-        self.memory, self.handle = torch.empty(0), None
+        self.memory = torch.empty(0)
+        self.handle = None
         torch.cuda.empty_cache()
         self.memory = symm_mem.empty(elements, dtype=like.dtype, device=like.device)
         self.handle = symm_mem.rendezvous(self.memory, self.group)
@@ -471,8 +479,11 @@ class Ulysses(Attention):
     def __init__(self, kernel: str, sp: int, groups: Groups, stream: CommStream,
                  head_groups: int = 1, per_node: int = 0, poison: bool = False, delay: int = 0):
         super().__init__(kernel)
-        self.sp, self.stream, self.head_groups = sp, stream, head_groups
-        self.poison, self.delay = poison, delay
+        self.sp = sp
+        self.stream = stream
+        self.head_groups = head_groups
+        self.poison = poison
+        self.delay = delay
         self.group = groups.get("sequence", lambda r: r // sp)
         if self.group is not None:
             self.one_node = per_node > 0 and per_node % sp == 0
@@ -530,49 +541,56 @@ class Ulysses(Attention):
                 self.poison_if_testing([buffer])
         return send_buffers
 
-    def run(self, kernel: Callable, first: HeadGroup, buffers: tuple, inputs: list[Tensor],
+    def run(self, run_kernel: Callable, first: HeadGroup, buffers: tuple, inputs: list[Tensor],
             outputs: list[Tensor], while_waiting: Callable[[], None] = do_nothing) -> None:
-        """Run kernel(g, inputs on heads) -> outputs on heads for each group, and bring its outputs
-        into `outputs` (B, T/sp, H, D). first: the first group, of which a part may be under way."""
+        """Run run_kernel(g, inputs on heads) -> outputs on heads for each group, and bring what it
+        returns into `outputs` (B, T/sp, H, D). first: the first group, of which a part may be under
+        way."""
         recv_buffers, return_buffers = buffers
         inputs = [self.by_group(x) for x in inputs]
         outputs = [self.by_group(x) for x in outputs]
         if len(first.send_buffers) < len(inputs):
             self.send(first, [x[0] for x in inputs[len(first.send_buffers) :]])
-        arriving, returning = first, []
-        del first  # so that a group's memory goes with `group`
+        group = first
+        returning = []  # send buffers of outputs on their way back
         for g in range(self.head_groups):
-            group, arriving = arriving, None
-            if g + 1 < self.head_groups:  # launch the next group's way ...
+            arriving = None
+            if g + 1 < self.head_groups:  # the next group's way, hidden by this group's kernel
+                # its receive buffers are free: the stream is behind kernel g - 1, on every rank
                 arriving = HeadGroup(recv_buffers[(g + 1) % 2])
                 self.send(arriving, [x[g + 1] for x in inputs])
-            wait(group.arrival)  # ... which runs under this group's kernel
+            # hidden: by the kernel before; of the first group, by what the caller ran since
+            # prefetch_backward, if it did
+            wait(group.arrival)
             group.send_buffers.clear()  # they have been read
             del returning[:-1]  # the stream sent these before it brought this group
-            results = kernel(g, group.on_heads())
+            results = run_kernel(g, group.on_heads())
+            # return_buffers are free: the stream has copied what came back before
             returning.append(self.send_back(results, return_buffers, [x[g] for x in outputs]))
             self.poison_if_testing(group.recv_buffers)
+            group = arriving
             del results
         while_waiting()
-        wait(self.stream.last_event())  # outputs are complete; hidden: all but the last group
+        wait(self.stream.last_event())  # outputs are there; hidden: by kernels and while_waiting
 
     # -- attention
 
     def forward(self, q, k, v):
         if self.group is None:
             return super().forward(q, k, v)
-        o, lse = torch.empty_like(q), []
+        o = torch.empty_like(q)
+        lse = []
         inputs = [q, self.repeat_heads(k), self.repeat_heads(v)]
         q, k, v = inputs
         self.allocate([q, k, v, q, q], [q, k, v])  # as much as backward needs, from the start
 
-        def kernel(g, on_heads):
+        def run_kernel(g, on_heads):
             out, part = attention_forward(self.kernel, *on_heads)
             lse.append(part)
             return [out]
 
         buffers = self.allocate(inputs, [o])
-        self.run(kernel, HeadGroup(buffers[0][0]), buffers, inputs, [o])
+        self.run(run_kernel, HeadGroup(buffers[0][0]), buffers, inputs, [o])
         return o, torch.stack(lse)
 
     def prefetch_backward(self, q, k, v, o):
@@ -593,15 +611,16 @@ class Ulysses(Attention):
             return super().backward(do, q, k, v, o, lse, None, while_waiting)
         if prefetched is None:
             prefetched = self.prefetch_backward(q, k, v, o)
-        inputs, buffers, group = prefetched.inputs, prefetched.buffers, prefetched.group
-        prefetched.group = None  # `run` lets go of it when its memory is free
-        heads, grads = k.shape[2], [torch.empty_like(x) for x in inputs[:3]]
+        inputs = prefetched.inputs
+        heads = k.shape[2]
+        grads = [torch.empty_like(x) for x in inputs[:3]]
 
-        def kernel(g, on_heads):
+        def run_kernel(g, on_heads):
             q, k, v, o, do = on_heads
             return attention_backward(self.kernel, do, q, k, v, o, lse[g])
 
-        self.run(kernel, group, buffers, [*inputs, do.contiguous()], grads, while_waiting)
+        self.run(run_kernel, prefetched.group, prefetched.buffers, [*inputs, do.contiguous()],
+                 grads, while_waiting)
         dq, dk, dv = grads
         if dk.shape[2] > heads:  # the gradients of a head's copies are its own
             dk, dv = (x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))

@@ -336,8 +336,8 @@ def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dic
         more["error"] = str(e)[:600]
     if states := getattr(step, "states", None):
         more["state_bytes"] = states.bytes()
-        more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.factors, states.dtype,
-                                                  states.grad_dtype != states.dtype)
+        more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.factors,
+                                                  states.dtype, states.accumulates)
     if plan := getattr(step, "plan", None):
         more |= chosen(step.config, plan)
     slowest = torch.tensor(seconds, device=device)
@@ -661,7 +661,7 @@ def table_long(device: torch.device) -> list[dict]:
 
 
 def exact_replay(device: torch.device) -> int:
-    """Steps at planned addresses equal others to the last bit: all kept and all fates, over all
+    """Steps at planned addresses equal others to the last bit: whole and in chunks, over all
     ranks, with steps of another shape in between. Returns how many requests met the plans."""
     world, seq, hits = dist.get_world_size(), 8192, 0
     cfg = dataclasses.replace(MODELS["160m"], layers=6, heads=16, kv_heads=4)
@@ -803,7 +803,8 @@ def longest(name: str, ranks: int, device, gpu: float,
     def fits(steps: int) -> tuple[Config, Plan] | None:
         cfg = Config(model=name, seq=steps * ranks * 2**14, batch=1, sp=ranks, per_node=ranks,
                      dtype="bf16", **MEMORY)
-        plan = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None, gpu_budget=gpu, host_budget=host)
+        plan = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None, gpu_budget=gpu,
+                    host_budget=host)
         try:
             return cfg, choose_plan(cfg, plan, ranks, 1)
         except ValueError:

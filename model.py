@@ -9,15 +9,18 @@ A layer is token-wise but for one operator, and the code is cut along that line:
 This file knows neither ranks nor streams. The outside acts on a model in three ways, and no other:
 
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
-                         shard.py gathers weights and reduces gradients there
+                         shard.py gathers weights and reduces gradients there; the weights that it
+                         gives back are views of its own memory
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
     model.layer_runner   called at the start of a forward pass with the model and the angles,
-                         returns run_layer(i, x) -> y: offload.py runs layers in chunks of tokens
+                         returns run_layer(i, x) -> y: offload.py runs layers in chunks of tokens,
+                         and says what it wants of operators in backward (recomputation and
+                         deferred_weight_grads, below)
 
-Another block changes class Block alone. Its operators may be any of PyTorch's; those of this file
-save for backward what a layer keeps anyway (x, o, the residual stream, gate|up), and compute norms
-and SwiGLU again there, in one pass over memory.
+Another block changes class Block alone (and param_count, if FLOPs are to count it). Its operators
+may be any of PyTorch's; those of this file save for backward what a layer keeps anyway (x, o, the
+residual stream, gate|up), and compute norms and SwiGLU again there, in one pass over memory.
 
 Left out: dropout, mixture of experts, inference caches, tied heads (untied on import).
 
@@ -97,14 +100,15 @@ MODELS = {  #                   V       C     L   H   K   F
 
 
 def param_count(cfg: ModelConfig) -> int:
-    """All parameters: embedding, head, and per layer qkv, output, gate, up, down and two norms."""
+    """Return the number of parameters: embedding, head, the last norm, and per layer qkv, output,
+    gate, up, down and two norms."""
     attn = cfg.dim * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
     layer = attn + 3 * cfg.dim * cfg.ffn + 2 * cfg.dim
     return 2 * cfg.vocab * cfg.dim + cfg.layers * layer + cfg.dim
 
 
 def flops_per_token(cfg: ModelConfig, seq: int) -> tuple[float, float]:
-    """Model FLOPs a token, forward and backward, (causal, full).
+    """Return model FLOPs a token, forward and backward: (causal, full).
 
     A parameter costs one multiply-add in forward and two in backward: 6P (the embedding is counted
     although it is a look-up, as the field does). Attention multiplies each query with s keys and
@@ -184,8 +188,7 @@ def norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, residual: T
     return (unit * weight).to(x.dtype), dx.to(x.dtype), dweight
 
 
-@compiled
-def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn pairs of x (B, T, heads, D) by their angles (T, D/2); minus sin turns them back.
 
     The pairs are (i, i + D/2), as in Hugging Face's checkpoints (Meta's own have (2i, 2i+1)).
@@ -197,35 +200,30 @@ def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @compiled
+def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return turn(x, cos, sin)
+
+
+@compiled
 def split_rotate_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int):
-    """qkv (B, T, (H+2K)D) -> q (B, T, H, D), k, v (B, T, K, D), q and k turned.
+    """Cut qkv (B, T, (H+2K)D) into q (B, T, H, D), k, v (B, T, K, D), q and k turned.
 
     They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
     """
-    cos = cos[:, None]  # (T, 1, D/2)
-    sin = sin[:, None]
-
-    def turn(x: Tensor) -> Tensor:
-        x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
-        return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
-
     x = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
     q, k, v = x.split((heads, kv_heads, kv_heads), dim=2)
-    return turn(q), turn(k), v.contiguous()
+    return turn(q, cos, sin), turn(k, cos, sin), v.contiguous()
 
 
 @compiled
 def rotate_back_into(dy: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
     """Write the gradient of heads (B, T, h, D) before they were turned."""
-    cos = cos[:, None]  # (T, 1, D/2)
-    sin = sin[:, None]
-    d1, d2 = dy.to(cos.dtype).chunk(2, dim=-1)
-    dx.copy_(torch.cat((d1 * cos + d2 * sin, d2 * cos - d1 * sin), dim=-1))
+    dx.copy_(turn(dy, cos, -sin))
 
 
 @compiled
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    """(..., 2F) -> silu(gate) * up (..., F)."""
+    """Return silu(gate) * up (..., F) of gate|up (..., 2F)."""
     gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -242,7 +240,8 @@ def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
 
 @compiled
 def softmax_loss(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """logits (N, V) -> sum of the valid tokens' cross-entropies * scale; its gradient (N, V)."""
+    """Return the sum of the valid tokens' cross-entropies * scale, and its gradient, of logits
+    (N, V)."""
     valid = (labels != IGNORE)[:, None]
     target = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # (N, V)
     lse = logits.logsumexp(-1, keepdim=True)
@@ -262,8 +261,8 @@ def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
 
 
 def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Tensor:
-    """beta * out + dy^T x, in place: dy (N, rows), x (N, cols), out (rows, cols), dy's dtype or
-    wider.
+    """Write beta * out + dy^T x into out (rows, cols), of dy's dtype or wider: dy (N, rows), x (N,
+    cols).
 
     Several contributions are summed in float32, which costs no more than bf16: the tensor cores
     accumulate in float32 anyway. beta = 0 ignores what `out` holds.
@@ -320,7 +319,8 @@ def recomputation(unneeded: nn.Module | None = None):
     """Run a forward again inside a backward pass. unneeded: a matrix that add_swiglu_linear may
     leave out, because only gradients of its result are wanted."""
     before = _mode.recomputing, _mode.unneeded
-    _mode.recomputing, _mode.unneeded = True, unneeded
+    _mode.recomputing = True
+    _mode.unneeded = unneeded
     try:
         yield
     finally:
@@ -331,7 +331,8 @@ def recomputation(unneeded: nn.Module | None = None):
 def deferred_weight_grads(on: bool = True):
     """Yield a list which, if `on`, takes the products for weights of a backward pass instead of
     running them: functions to call in order, when there is something to hide under them."""
-    before, deferred = _mode.deferred, []
+    before = _mode.deferred
+    deferred = []
     _mode.deferred = deferred if on else None
     try:
         yield deferred
@@ -347,14 +348,14 @@ def project(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def input_grad(module: nn.Module, dy: Tensor) -> Tensor:
-    """dy (..., rows) of a projection -> dx = dy W (..., cols)."""
+    """Return dx = dy W (..., cols) of a projection, from dy (..., rows)."""
     dx = torch.matmul(dy, module.events.unshard(module, backward=True))
     module.events.reshard(module)
     return dx
 
 
 def weight_grad(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
-    """dy (..., rows), x (..., cols) of a projection: raise add_grad with dW = dy^T x, or defer it.
+    """Raise add_grad with dW = dy^T x of a projection, or defer it: dy (..., rows), x (..., cols).
     Returns what autograd gets."""
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
     x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
@@ -442,7 +443,9 @@ class _NormLinear(Function):
     @staticmethod
     def forward(ctx, x, norm_weight, weight, norm, module, eps):
         ctx.save_for_backward(x)
-        ctx.norm, ctx.module, ctx.eps = norm, module, eps
+        ctx.norm = norm
+        ctx.module = module
+        ctx.eps = eps
         return project(module, norm_forward(x, norm_weight, eps))
 
     @staticmethod
@@ -461,7 +464,9 @@ class _AddNormLinear(Function):
     def forward(ctx, x, branch, norm_weight, weight, norm, module, eps):
         h, n = add_norm_forward(x, branch, norm_weight, eps)
         ctx.save_for_backward(h)
-        ctx.norm, ctx.module, ctx.eps = norm, module, eps
+        ctx.norm = norm
+        ctx.module = module
+        ctx.eps = eps
         return h, project(module, n)
 
     @staticmethod
@@ -503,7 +508,7 @@ def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def split_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int):
-    """qkv (B, T, (H+2K)D) -> q (B, T, H, D), k, v (B, T, K, D), q and k turned."""
+    """Cut qkv (B, T, (H+2K)D) into q (B, T, H, D), k, v (B, T, K, D), q and k turned."""
     return _SplitRotate.apply(qkv, *rope, heads, kv_heads)
 
 
@@ -611,14 +616,17 @@ def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> Tens
 
 
 def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
-    """Return angles a position (D/2,) in float64, and the factor on cos and sin (YaRN's temperature).
+    """Return angles a position (D/2,), float64, and the factor on cos and sin (YaRN's temperature).
 
     Scaling for lengths past the trained one: "linear" (positions shrink), "llama3" (only the slow
     frequencies shrink), "yarn" (a ramp between the two, arXiv 2309.00071).
     """
-    half, theta, opt = cfg.head_dim // 2, cfg.rope_theta, cfg.rope_scaling
+    half = cfg.head_dim // 2
+    theta = cfg.rope_theta
+    opt = cfg.rope_scaling
     freq = theta ** -(torch.arange(half, dtype=torch.float64) / half)
-    kind, s = opt.get("rope_type", opt.get("type", "default")), opt.get("factor", 1.0)
+    kind = opt.get("rope_type", opt.get("type", "default"))
+    s = opt.get("factor", 1.0)
     trained = opt.get("original_max_position_embeddings") or cfg.max_positions
     if kind == "default":
         return freq, 1.0
@@ -626,7 +634,8 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
         return freq / s, 1.0
     if kind == "llama3":
         turns = trained * freq / (2 * math.pi)  # full turns within the trained length
-        low, high = opt["low_freq_factor"], opt["high_freq_factor"]
+        low = opt["low_freq_factor"]
+        high = opt["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return freq * (keep + (1 - keep) / s), 1.0
     if kind == "yarn":
@@ -707,7 +716,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
 
 
 def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor]) -> Callable[[int, Tensor], Tensor]:
-    """A layer_runner: each layer at once, and autograd keeps what its operators save."""
+    """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
     def run_layer(i: int, x: Tensor) -> Tensor:
         block = model.blocks[i]
         o, _ = model.attention(*block.pre(x, rope))
@@ -792,7 +801,7 @@ _HF_KEYS = {  # our field: its key in config.json
 
 
 def _hf_parts(cfg: ModelConfig, name: str, rows: int) -> list[tuple[str, int]]:
-    """Our parameter's name -> (their name, rows) of each of its parts."""
+    """Return (their name, rows) of each part of our parameter."""
     *layer, leaf, _ = name.split(".")
     prefix = f"model.layers.{layer[1]}." if layer else ""
     qkv = [n * cfg.head_dim for n in (cfg.heads, cfg.kv_heads, cfg.kv_heads)]
@@ -801,7 +810,8 @@ def _hf_parts(cfg: ModelConfig, name: str, rows: int) -> list[tuple[str, int]]:
 
 
 def hf_config(folder: str) -> ModelConfig:
-    """config.json of a LLaMA checkpoint. Raises ValueError for what this model does not compute."""
+    """Read config.json of a LLaMA checkpoint. Raises ValueError for what this model does not
+    compute."""
     try:
         c = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError) as e:
@@ -821,7 +831,8 @@ def hf_config(folder: str) -> ModelConfig:
             raise ValueError(f"rope scaling with {sorted(rope.keys() - known)} is not built")
         if rope and not rope.get("original_max_position_embeddings"):
             rope["original_max_position_embeddings"] = c["max_position_embeddings"]
-        heads, dim = c["num_attention_heads"], c["hidden_size"]
+        heads = c["num_attention_heads"]
+        dim = c["hidden_size"]
         cfg = ModelConfig(
             vocab=c["vocab_size"], dim=dim, layers=c["num_hidden_layers"], heads=heads,
             kv_heads=c.get("num_key_value_heads") or heads, ffn=c["intermediate_size"],
@@ -843,7 +854,8 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
     """
     from safetensors import SafetensorError, safe_open
 
-    root, files = Path(folder), {}
+    root = Path(folder)
+    files = {}
     index = root / "model.safetensors.index.json"
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values())
@@ -907,7 +919,8 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
     with torch.device("meta"):
         shapes = {n: p.shape for n, p in LLaMA(cfg).named_parameters()}
     tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
-    files, room = [[]], HF_FILE_BYTES
+    files = [[]]
+    room = HF_FILE_BYTES
     for name, shape in shapes.items():
         if tied and name == "head.weight":
             continue
@@ -917,7 +930,9 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
             room = HF_FILE_BYTES
         files[-1].append(name)
         room -= size
-    root, weight_map, total = Path(folder), {}, 0
+    root = Path(folder)
+    weight_map = {}
+    total = 0
     if write:
         root.mkdir(parents=True, exist_ok=True)
     for i, names in enumerate(files, 1):

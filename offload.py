@@ -1,4 +1,4 @@
-"""What does a layer keep for its backward? Tokens that stay, are swapped to the host, or recomputed.
+"""What does a layer keep for its backward? Tokens that stay, are swapped, or are recomputed.
 
 A layer is token-wise but for attention, so block.pre and block.post run in chunks of tokens. What
 autograd saves of a chunk beside the layer's input x and attention output o, its *intermediates*
@@ -25,8 +25,9 @@ how much is kept and swapped (ActivationPlan).
 
 Left out: swapping to disk, and layers of different shapes.
 
-Legend: B sequences, T tokens of one, N = B*T tokens of a rank, n layers, k resident layers, c
-chunks of a layer, C width, H query heads, K key/value heads, D head width.
+Legend: B sequences, T tokens of one on a rank, N = B*T, n layers, k resident layers, c chunks of a
+layer, C width, H query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved*:
+kept or swapped.
 """
 import contextlib
 import functools
@@ -67,7 +68,7 @@ class ActivationPlan:
 
     @property
     def alpha(self) -> float:
-        """Memo's: the swapped fraction of the intermediates, in layers that are swapped."""
+        """Return Memo's alpha: the swapped fraction of the intermediates of swapped layers."""
         return self.swapped_chunks / (self.chunks * max(1, self.layers - self.resident))
 
     def swaps(self, i: int) -> bool:
@@ -79,8 +80,9 @@ class ActivationPlan:
         if not self.swaps(i):
             behind = (self.layers - 1 - i) * self.chunks
             return min(self.chunks, max(0, self.kept_chunks - behind))
-        n = self.layers - self.resident
-        return (i + 1) * self.swapped_chunks // n - i * self.swapped_chunks // n
+        swapped_layers = self.layers - self.resident
+        before = i * self.swapped_chunks // swapped_layers
+        return (i + 1) * self.swapped_chunks // swapped_layers - before
 
     def most_swapped_chunks(self) -> int:
         """Return how many chunks a rounding buffer must hold."""
@@ -102,17 +104,18 @@ class ActivationPlan:
 
 class _ChunkInput(Function):
     """An input of a chunk's graph, whose memory the graph does not hold. Its gradient goes to
-    grads[k]. root: any tensor that requires gradients, so that the graph is made."""
+    grads[index]. root: any tensor that requires gradients, so that the graph is made."""
 
     @staticmethod
-    def forward(ctx, root, x, grads, k):
-        ctx.grads, ctx.k = grads, k
+    def forward(ctx, root, x, grads, index):
+        ctx.grads = grads
+        ctx.index = index
         return x.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx):
-        ctx.grads[ctx.k] = dx
+        ctx.grads[ctx.index] = dx
         return None, None, None, None
 
 
@@ -129,15 +132,18 @@ class ChunkGraph:
         """Return the graph of fn(*inputs), and its outputs."""
         grads: list[Tensor | None] = [None] * len(inputs)
         with torch.enable_grad():
-            outputs = fn(*(_ChunkInput.apply(root, x, grads, k) for k, x in enumerate(inputs)))
+            outputs = fn(*(_ChunkInput.apply(root, x, grads, index)
+                           for index, x in enumerate(inputs)))
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
         return cls(grads, outputs), [y.detach() for y in outputs]
 
-    def backward(self, *output_grads: Tensor) -> list[Tensor]:
-        """Return the gradients of the inputs; those of weights go where their events say."""
+    def backward(self, output_grads: tuple[Tensor, ...], *inputs: Tensor) -> list[Tensor]:
+        """Return the gradients of the inputs, which are given for their shapes; those of weights go
+        where their events say."""
         torch.autograd.backward(self.edges, output_grads)
-        return self.input_grads
+        return [torch.zeros_like(x) if dx is None else dx  # a block need not use all of them
+                for dx, x in zip(self.input_grads, inputs)]
 
 
 def memory_of(t: Tensor) -> int:
@@ -164,6 +170,7 @@ class SavedLayer:
         self.x: Tensor | None = x  # (1, N, C)
         self.o: Tensor | None = None  # (1, N, H, D); None: dropped
         self.lse: Tensor | None = None
+        self.lse_shape: torch.Size | None = None  # attention's own, which the host buffer forgets
         self.qkv: list[Tensor] = []  # (1, tokens of saved chunks, heads, D)
         self.intermediates: list[list[Tensor]] = [[] for _ in range(num_chunks)]  # by chunk
         self.pre_graphs: list[ChunkGraph | None] = []  # of saved chunks, then of recomputed ones
@@ -177,10 +184,11 @@ class SavedLayer:
     def leave(self) -> None:
         """Let go of all tensors: they are on the host."""
         self.x = self.o = self.lse = None
-        self.qkv, self.intermediates = [], []
+        self.qkv = []
+        self.intermediates = []
 
-    def saving(self, chunk: int):
-        """Return the context in which a saved chunk's graph is made."""
+    def saving(self, j: int):
+        """Return the context in which the graph of saved chunk j is made."""
         layer = weakref.proxy(self)  # which holds the graph: a cycle through C++ is never collected
 
         def pack(t: Tensor):
@@ -193,12 +201,13 @@ class SavedLayer:
                     return PartOf(name, offset, t.shape, t.stride())
             if t.nbytes < t.untyped_storage().nbytes():  # a part must not hold the whole's memory
                 t = t.clone()
-            saved = layer.intermediates[chunk]
-            for k, other in enumerate(saved):
-                if memory_of(other) == memory_of(t) and other.shape == t.shape:
-                    return chunk, k
-            saved.append(t.detach())  # without the graph that made it
-            return chunk, len(saved) - 1
+            intermediates = layer.intermediates[j]
+            for index, other in enumerate(intermediates):
+                if memory_of(other) == memory_of(t) and other.stride() == t.stride() and (
+                        other.shape == t.shape):
+                    return index
+            intermediates.append(t.detach())  # without the graph that made it
+            return len(intermediates) - 1
 
         def unpack(place) -> Tensor:
             if isinstance(place, Tensor):
@@ -207,8 +216,7 @@ class SavedLayer:
                 whole = getattr(layer, place.name)
                 return whole.as_strided(place.shape, place.stride,
                                         whole.storage_offset() + place.offset)
-            chunk, k = place
-            return layer.intermediates[chunk][k]
+            return layer.intermediates[j][place]
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -222,13 +230,14 @@ class BlockSaves:
     post: tuple[tuple[tuple[int, ...], torch.dtype], ...]
     final_matrix: str | None  # whose product ends block.post and is not needed to recompute it
 
-    def bytes(self, pre: bool = True, post: bool = True) -> int:
-        fields = self.pre * pre + self.post * post
+    def bytes(self) -> int:
+        fields = self.pre + self.post
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields)
 
 
 def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> BlockSaves:
-    """Run model.Block on meta tensors: a chunk of so many tokens, no memory, no time."""
+    """Return what a chunk of so many tokens saves: model.Block runs on meta tensors, without memory
+    and in no time."""
     return _block_saves(llama.Block, cfg, tokens, dtype)
 
 
@@ -252,6 +261,12 @@ def _block_saves(block_class, cfg: ModelConfig, tokens: int, dtype: torch.dtype)
     names = {module: name for name, module in block.named_modules()}
     pre, post = (tuple((tuple(t.shape), t.dtype) for t in part) for part in saved.intermediates)
     return BlockSaves(pre, post, names.get(final))
+
+
+def unneeded_matrix(block: llama.Block, dtype: torch.dtype) -> torch.nn.Module | None:
+    """Return the matrix whose product a recomputed block.post leaves out, if there is one."""
+    name = block_saves(block.cfg, 1, dtype).final_matrix
+    return block.get_submodule(name) if name else None
 
 
 # ---------------------------------------------------------------------------- host memory
@@ -323,7 +338,8 @@ def buffer_bytes(fields: list[Field]) -> int:
 
 def carve(memory: Tensor, fields: list[Field]) -> dict[str, Tensor]:
     """Return tensors that lie one after the other in a buffer of bytes."""
-    tensors, start = {}, 0
+    tensors = {}
+    start = 0
     for name, shape, dtype in fields:
         size = math.prod(shape) * dtype.itemsize
         tensors[name] = memory[start : start + size].view(dtype).view(shape)
@@ -353,7 +369,7 @@ class MicroBatch:
         """Layer i: x (B, T, C) -> y (B, T, C)."""
         if torch.is_grad_enabled():
             return _ChunkedLayer.apply(x, self, i)
-        return self.layers.forward(self, i, x, keep=False)
+        return self.layers.forward(self, i, x, needs_backward=False)
 
     def rope_of(self, chunk: slice) -> tuple[Tensor, Tensor]:
         cos, sin = self.rope
@@ -362,34 +378,44 @@ class MicroBatch:
 
 class _ChunkedLayer(Function):
     @staticmethod
-    def forward(ctx, x, batch, i):
-        ctx.batch, ctx.i = batch, i
-        return batch.layers.forward(batch, i, x, keep=True)
+    def forward(ctx, x, micro_batch, i):
+        ctx.micro_batch = micro_batch
+        ctx.i = i
+        return micro_batch.layers.forward(micro_batch, i, x, needs_backward=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return ctx.batch.layers.backward(ctx.batch, ctx.i, dy), None, None
+        return ctx.micro_batch.layers.backward(ctx.micro_batch, ctx.i, dy), None, None
 
 
 class ChunkedLayers:
     """Runs a model's layers in chunks of tokens, as `plan` says: its layer_runner.
 
-    shape: (B, T) on this rank; chunk: tokens. in_flight: micro-batches whose backward is due at the
-    same time; each has host buffers of its own. poison, delay: for tests; what was used becomes
-    NaN, and copies start so many GPU cycles late. model.attention: an attention.Attention.
+    shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
+    backward is due at the same time; each has host buffers of its own. poison, delay: for tests;
+    what was used becomes NaN, and copies start so many GPU cycles late. model.attention: an
+    attention.Attention.
     """
 
-    def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan, chunk: int,
-                 device: torch.device, dtype: torch.dtype, in_flight: int = 1,
+    def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
+                 chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
                  poison: bool = False, delay: int = 0):
-        self.blocks, self.attention, self.cfg = model.blocks, model.attention, model.cfg
-        self.batch, self.tokens, self.plan = shape[0], shape[0] * shape[1], plan
-        self.chunks = [slice(i, min(i + chunk, self.tokens)) for i in range(0, self.tokens, chunk)]
+        self.blocks = model.blocks
+        self.attention = model.attention
+        self.cfg = model.cfg
+        self.batch_size = shape[0]
+        self.tokens = shape[0] * shape[1]
+        self.plan = plan
+        self.chunks = [slice(first, min(first + chunk_tokens, self.tokens))
+                       for first in range(0, self.tokens, chunk_tokens)]
         assert len(self.chunks) == plan.chunks, f"{len(self.chunks)} chunks, planned {plan.chunks}"
         assert len(self.blocks) == plan.layers, f"{len(self.blocks)} layers, planned {plan.layers}"
         assert plan.resident >= min(2, plan.layers), "the last two layers start their backward"
-        self.device, self.dtype, self.poison, self.delay = device, dtype, poison, delay
+        self.device = device
+        self.dtype = dtype
+        self.poison = poison
+        self.delay = delay
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
@@ -402,12 +428,14 @@ class ChunkedLayers:
             torch.empty(max(self.buffer_sizes), dtype=torch.uint8, device=device)
             for _ in swapped[:2]]
         self.nan = torch.full_like(self.rounding_buffers[0], 255) if poison and swapped else None
-        self.in_flight, self.started = in_flight, 0
+        self.in_flight = in_flight
+        self.started = 0
         model.layer_runner = self.start
 
     def fields(self, i: int) -> list[Field]:
         """Return what the host buffer of a swapped layer holds."""
-        cfg, heads = self.cfg, (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
+        cfg = self.cfg
+        heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
         saved_chunks = self.chunks[: self.plan.num_saved_chunks(i)]
         saved_tokens = saved_chunks[-1].stop if saved_chunks else 0
         fields = [("x", (1, self.tokens, cfg.dim), self.dtype)]
@@ -422,11 +450,6 @@ class ChunkedLayers:
                 fields.append((f"{j}.{k}", shape, dtype))
         return fields
 
-    def unneeded(self, i: int) -> torch.nn.Module | None:
-        """Return layer i's matrix whose product a recomputed block.post leaves out, if any."""
-        name = block_saves(self.cfg, self.chunks[0].stop, self.dtype).final_matrix
-        return self.blocks[i].get_submodule(name) if name else None
-
     def wait_for_host_memory(self, report=print) -> None:
         """Wait for the host memory that was asked for when this object was made: a forward pass
         needs all of it. Raises MemoryError."""
@@ -437,8 +460,8 @@ class ChunkedLayers:
         """Begin a forward pass: rope (T, D/2) each. Returns run_layer."""
         if self.pinning:
             self.wait_for_host_memory()
-        if self.batch > 1:
-            rope = tuple(angles.repeat(self.batch, 1) for angles in rope)  # (N, D/2)
+        if self.batch_size > 1:
+            rope = tuple(angles.repeat(self.batch_size, 1) for angles in rope)  # (N, D/2)
         count = len(self.host_buffers) // self.in_flight
         first = self.started % self.in_flight * count
         self.started += torch.is_grad_enabled()
@@ -448,7 +471,7 @@ class ChunkedLayers:
 
     def split(self, t: Tensor) -> Tensor:
         """(1, N, ...) -> (B, T, ...)"""
-        return t.unflatten(1, (self.batch, -1))[0]
+        return t.unflatten(1, (self.batch_size, -1))[0]
 
     @staticmethod
     def join(t: Tensor) -> Tensor:
@@ -472,26 +495,27 @@ class ChunkedLayers:
 
     # -- one layer
 
-    def forward(self, batch: MicroBatch, i: int, x: Tensor, keep: bool) -> Tensor:
-        """x (B, T, C) -> y (B, T, C). keep: a backward follows."""
+    def forward(self, micro_batch: MicroBatch, i: int, x: Tensor, needs_backward: bool) -> Tensor:
+        """x (B, T, C) -> y (B, T, C). needs_backward: one follows."""
         block, shape, x = self.blocks[i], x.shape, self.join(x)
         num_saved = 0
-        if keep:
+        if needs_backward:
             num_saved = self.plan.num_saved_chunks(i)
-            self.free_offloaded(batch, i - 2)
-        saved = SavedLayer(x, [*batch.rope, *block.parameters()], num_saved)
+            self.free_offloaded(micro_batch, i - 2)
+        saved = SavedLayer(x, [*micro_batch.rope, *block.parameters()], num_saved)
         qkv = [None, None, None]
         for j, chunk in enumerate(self.chunks):
             if j < num_saved:
                 with saved.saving(j):
-                    graph, parts = self.run_pre(block, batch, x, chunk)
+                    graph, parts = self.run_pre(block, micro_batch, x, chunk)
                 saved.pre_graphs.append(graph)
             else:
-                parts = block.pre(x[:, chunk], batch.rope_of(chunk))
+                parts = block.pre(x[:, chunk], micro_batch.rope_of(chunk))
             qkv = [self.put(whole, chunk, part) for whole, part in zip(qkv, parts)]
             del parts  # before the next chunk's are made
         o, lse = self.attend(qkv)
-        saved.o, saved.lse = o, lse
+        saved.o = o
+        saved.lse = lse
         y = None
         for j, chunk in enumerate(self.chunks):
             if j < num_saved:
@@ -502,61 +526,67 @@ class ChunkedLayers:
                 part = block.post(x[:, chunk], o[:, chunk])
             y = self.put(y, chunk, part)
             del part
-        if keep:
+        if needs_backward:
             saved_tokens = self.chunks[num_saved - 1].stop if num_saved else 0
             if saved_tokens < self.tokens:  # a part alone must not hold the memory of the whole
                 qkv = [t[:, :saved_tokens].clone() for t in qkv]
             saved.qkv = qkv
-            batch.saved[i] = saved
+            micro_batch.saved[i] = saved
             if self.plan.swaps(i):
-                self.offload(batch, i)
+                self.offload(micro_batch, i)
         return y.view(shape)
 
-    def run_pre(self, block, batch: MicroBatch, x: Tensor, chunk: slice):
+    def run_pre(self, block, micro_batch: MicroBatch, x: Tensor, chunk: slice):
         """Return the graph of a chunk's block.pre, and its q, k, v (1, n, heads, D)."""
-        rope = batch.rope_of(chunk)
+        rope = micro_batch.rope_of(chunk)
         return ChunkGraph.run(self.root, lambda x: block.pre(x, rope), x[:, chunk])
 
-    def backward(self, batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
+    def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
         block, shape, dy = self.blocks[i], dy.shape, self.join(dy)
-        saved = self.fetch(batch, i)
+        saved = self.fetch(micro_batch, i)
         num_saved = self.plan.num_saved_chunks(i)
-        q, k, v = self.recompute_qkv(block, batch, saved, num_saved)
+        q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
             saved.o, saved.lse = self.attend([q, k, v])
         inputs = [self.split(t) for t in (q, k, v, saved.o)]
-        prefetched = self.attention.prefetch_backward(*inputs)
+        first_group = self.attention.prefetch_backward(*inputs)  # hidden by block.post's backward
 
-        do, dx_parts = None, []
+        do = None
+        dx_parts = []
         for j, chunk in enumerate(self.chunks):
             last = j == len(self.chunks) - 1
-            graph = self.take_post(block, saved, i, j, num_saved)
+            graph = self.take_post(block, saved, j, num_saved)
             with deferred_weight_grads(on=last) as deferred:
-                dx_part, do_part = graph.backward(dy[:, chunk])
+                dx_part, do_part = graph.backward(
+                    (dy[:, chunk],), saved.x[:, chunk], saved.o[:, chunk])
             dx_parts.append(dx_part)
             do = self.put(do, chunk, do_part)
             del graph, dx_part, do_part  # before the next chunk's are made
         del dy
         do = self.split(do)
-        self.attention.prefetch_do(prefetched, do)
+        self.attention.prefetch_do(first_group, do)
         while len(deferred) > 1:  # the last chunk's products for weights hide the way of do ...
             deferred.pop(0)()
-        while_waiting = deferred.pop() if deferred else do_nothing  # ... and one the way back of dv
-        grads = self.attention.backward(do, *inputs, saved.lse, prefetched, while_waiting)
+        # ... and one the way back of the last heads' gradients
+        while_waiting = deferred.pop() if deferred else do_nothing
+        grads = self.attention.backward(do, *inputs, saved.lse, first_group, while_waiting)
         dq, dk, dv = (self.join(t) for t in grads)
-        del do, inputs, q, k, v, prefetched, while_waiting, grads
+        del do, inputs, q, k, v, first_group, while_waiting, grads
 
         dx = dx_parts[0] if len(self.chunks) == 1 else torch.empty_like(saved.x)
         for j, chunk in enumerate(self.chunks):
-            (dx_part,) = saved.pre_graphs[j].backward(dq[:, chunk], dk[:, chunk], dv[:, chunk])
+            (dx_part,) = saved.pre_graphs[j].backward(
+                (dq[:, chunk], dk[:, chunk], dv[:, chunk]), saved.x[:, chunk])
             torch.add(dx_parts[j], dx_part, out=dx[:, chunk])
-            saved.pre_graphs[j] = dx_parts[j] = dx_part = None
-        batch.prefetched.discard(i)
+            saved.pre_graphs[j] = None
+            dx_parts[j] = None
+            del dx_part
+        micro_batch.prefetched.discard(i)
         self.poison_if_testing(saved.tensors())
         return dx.view(shape)
 
-    def recompute_qkv(self, block, batch: MicroBatch, saved: SavedLayer,
+    def recompute_qkv(self, block, micro_batch: MicroBatch, saved: SavedLayer,
                       num_saved: int) -> list[Tensor]:
         """Return q, k, v of all tokens: of saved chunks as they are, of others by block.pre again,
         whose graphs wait for the gradients."""
@@ -568,28 +598,28 @@ class ChunkedLayers:
             qkv = [self.put(None, tokens, part) for part in saved.qkv]
         for chunk in self.chunks[num_saved:]:
             with recomputation():
-                graph, parts = self.run_pre(block, batch, saved.x, chunk)
+                graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
             saved.pre_graphs.append(graph)
             qkv = [self.put(whole, chunk, part) for whole, part in zip(qkv, parts)]
             del parts
         return qkv
 
-    def take_post(self, block, saved: SavedLayer, i: int, j: int, num_saved: int) -> ChunkGraph:
+    def take_post(self, block, saved: SavedLayer, j: int, num_saved: int) -> ChunkGraph:
         """Return the graph of chunk j's block.post: the one that was saved, or run again."""
         if j < num_saved:
             graph = saved.post_graphs[j]
             saved.post_graphs[j] = None
             return graph
         chunk = self.chunks[j]
-        with recomputation(self.unneeded(i)):
+        with recomputation(unneeded_matrix(block, self.dtype)):
             graph, _ = ChunkGraph.run(self.root, block.post, saved.x[:, chunk], saved.o[:, chunk])
         return graph
 
     # -- copies
 
-    def offload(self, batch: MicroBatch, i: int) -> None:
+    def offload(self, micro_batch: MicroBatch, i: int) -> None:
         """Launch the way to the host of what layer i's forward has left."""
-        saved = batch.saved[i]
+        saved = micro_batch.saved[i]
         whole = {"x": saved.x, "o": saved.o, "lse": saved.lse, **dict(zip("qkv", saved.qkv))}
         for j, of_chunk in enumerate(saved.intermediates):
             whole |= {f"{j}.{k}": t for k, t in enumerate(of_chunk)}
@@ -601,24 +631,24 @@ class ChunkedLayers:
         # which waited for its prefetch_done
         with self.offload_stream.after_compute():  # hidden by layer i + 1
             self.delay_if_testing(self.offload_stream)
-            for name, place in carve(batch.host_buffers[i], fields).items():
+            for name, place in carve(micro_batch.host_buffers[i], fields).items():
                 place.view(-1).copy_(whole[name].reshape(-1), non_blocking=True)
         saved.lse_shape = saved.lse.shape
-        batch.offload_done[i] = self.offload_stream.last_event()
+        micro_batch.offload_done[i] = self.offload_stream.last_event()
 
-    def free_offloaded(self, batch: MicroBatch, i: int) -> None:
+    def free_offloaded(self, micro_batch: MicroBatch, i: int) -> None:
         """Give back the memory of layer i, once it is on the host."""
-        if i in batch.saved and self.plan.swaps(i):
-            wait(batch.offload_done[i])  # hidden by layer i + 1's forward
-            self.poison_if_testing(batch.saved[i].tensors())
-            batch.saved[i].leave()
+        if i in micro_batch.saved and self.plan.swaps(i):
+            wait(micro_batch.offload_done[i])  # hidden by layer i + 1's forward
+            self.poison_if_testing(micro_batch.saved[i].tensors())
+            micro_batch.saved[i].leave()
 
-    def prefetch(self, batch: MicroBatch, i: int) -> None:
+    def prefetch(self, micro_batch: MicroBatch, i: int) -> None:
         """Launch the way back of layer i into its rounding buffer."""
-        if i < 0 or i in batch.prefetched:
+        if i < 0 or i in micro_batch.prefetched:
             return
-        batch.prefetched.add(i)
-        host_buffer = batch.host_buffers[i]
+        micro_batch.prefetched.add(i)
+        host_buffer = micro_batch.host_buffers[i]
         # the rounding buffer is free: compute is done with layer i + 2, and this stream waits for
         # compute; the host buffer is full: compute waited for its offload_done in free_offloaded
         with self.prefetch_stream.after_compute():  # hidden by layer i + 1's backward
@@ -626,19 +656,17 @@ class ChunkedLayers:
             self.rounding_buffers[i % 2][: len(host_buffer)].copy_(host_buffer, non_blocking=True)
             if self.poison:
                 host_buffer.copy_(self.nan[: len(host_buffer)], non_blocking=True)
-        batch.prefetch_done[i] = self.prefetch_stream.last_event()
+        micro_batch.prefetch_done[i] = self.prefetch_stream.last_event()
 
-    def fetch(self, batch: MicroBatch, i: int) -> SavedLayer:
+    def fetch(self, micro_batch: MicroBatch, i: int) -> SavedLayer:
         """Return what layer i has saved, on the GPU; and launch the next layers' way back."""
         if i > self.last_swapped:  # a resident layer: the first two that were swapped may come
-            self.prefetch(batch, self.last_swapped)
-            self.prefetch(batch, self.last_swapped - 1)
-            return batch.saved.pop(i)
-        if i == self.last_swapped:  # of a model without resident layers behind it
-            self.prefetch(batch, i)
-        self.prefetch(batch, i - 1)
-        saved = batch.saved.pop(i)
-        wait(batch.prefetch_done[i])  # hidden by layer i + 1's backward
+            self.prefetch(micro_batch, self.last_swapped)
+            self.prefetch(micro_batch, self.last_swapped - 1)
+            return micro_batch.saved.pop(i)
+        self.prefetch(micro_batch, i - 1)
+        saved = micro_batch.saved.pop(i)
+        wait(micro_batch.prefetch_done[i])  # hidden by layer i + 1's backward, or resident layers'
         tensors = carve(self.rounding_buffers[i % 2], self.fields(i))
         saved.x = tensors["x"]
         if "o" in tensors:
@@ -668,7 +696,8 @@ class _RecomputedLayer(Function):
     @staticmethod
     def forward(ctx, x, run_layer, unneeded):
         ctx.save_for_backward(x)
-        ctx.run_layer, ctx.unneeded = run_layer, unneeded
+        ctx.run_layer = run_layer
+        ctx.unneeded = unneeded
         return run_layer(x)
 
     @staticmethod
@@ -691,8 +720,6 @@ def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor]) -> Callable:
         run = functools.partial(run_whole_layer, i)
         if not torch.is_grad_enabled():
             return run(x)
-        name = block_saves(model.cfg, 1, x.dtype).final_matrix
-        unneeded = model.blocks[i].get_submodule(name) if name else None
-        return _RecomputedLayer.apply(x, run, unneeded)
+        return _RecomputedLayer.apply(x, run, unneeded_matrix(model.blocks[i], x.dtype))
 
     return run_layer

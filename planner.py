@@ -41,7 +41,7 @@ import model as llama
 from attention import MAX_ELEMENTS, Attention, legal_sp
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
-from shard import Factors, check_factors, legal_factors, parse_mesh, parse_strategy
+from shard import ADAMW, Factors, check_factors, legal_factors, parse_mesh, parse_strategy
 
 if TYPE_CHECKING:  # for annotations: train.py imports this file
     from train import Config, Sequences
@@ -117,12 +117,15 @@ def measure_rates(device: torch.device, dtype: torch.dtype, kernel: str) -> Rate
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         return slowest.item()
 
-    x, w = torch.randn(2 * n, n, device=device).to(dtype), torch.randn(n, n, device=device).to(dtype)
+    x = torch.randn(2 * n, n, device=device).to(dtype)
+    w = torch.randn(n, n, device=device).to(dtype)
     q = torch.randn(1, seq, heads, 128, device=device).to(dtype)
     here = torch.zeros(size, dtype=torch.uint8, device=device)
     there = torch.zeros(size, dtype=torch.uint8, pin_memory=gpu)
-    attention, twice = Attention(kernel), torch.empty_like(here)
-    world, host = dist.get_world_size(), size / seconds(lambda: there.copy_(here, non_blocking=True))
+    attention = Attention(kernel)
+    twice = torch.empty_like(here)
+    world = dist.get_world_size()
+    host = size / seconds(lambda: there.copy_(here, non_blocking=True))
     peer = host
     if world > 1:
         part = here[: size // world * world]
@@ -143,16 +146,17 @@ def find_rates(name: str, device: torch.device, dtype: torch.dtype, kernel: str,
     dist.all_reduce(unknown, dist.ReduceOp.MAX)
     if unknown.item():
         rates = measure_rates(device, dtype, kernel)
-        say(f"{name}: not in the table of rates; measured: matrix products {rates.matmul / 1e12:.3g}"
-            f" TFLOP/s, attention {rates.attention / 1e12:.3g}, memory {rates.memory / 1e9:.0f} GB/s,"
-            f" to the host {rates.host / 1e9:.0f}, to other ranks {rates.peer / 1e9:.0f}; no MFU, "
-            "whose peak comes from data sheets alone", flush=True)
+        say(f"{name}: not in the table of rates; measured: matrix products "
+            f"{rates.matmul / 1e12:.3g} TFLOP/s, attention {rates.attention / 1e12:.3g}, memory "
+            f"{rates.memory / 1e9:.0f} GB/s, to the host {rates.host / 1e9:.0f}, to other ranks "
+            f"{rates.peer / 1e9:.0f}; no MFU, whose peak comes from data sheets alone", flush=True)
     return rates
 
 
 def group_limit() -> int | None:
-    """Return the bytes that the control groups around this process allow, None if they do not say."""
-    limits, root = [], Path("/sys/fs/cgroup")
+    """Return the bytes that control groups allow this process, None if they do not say."""
+    limits = []
+    root = Path("/sys/fs/cgroup")
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)  # version 2 has no kinds
         here = (root / "memory" if "memory" in kinds else root) / path.lstrip("/")
@@ -164,8 +168,8 @@ def group_limit() -> int | None:
 
 
 def host_limit(asked: int | None = None) -> int:
-    """Return the bytes of a node for what is swapped: as asked, or what control groups or the machine allow,
-    less an eighth for all else. Raises ValueError if the control groups allow less than asked."""
+    """Return the bytes of a node for what is swapped: as asked, or what control groups or the
+    machine allow, less an eighth for all else. Raises ValueError if control groups allow less."""
     allowed = group_limit()
     if asked is not None and allowed and asked > allowed:
         raise ValueError(f"--host-memory {asked / GIB:.0f}G: the control group allows "
@@ -192,7 +196,8 @@ class Sizes:
 def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Return S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1): x; o and the
     log-sum-exp; what model.Block saves beside them, as it really does."""
-    e, accum_bytes = dtype.itemsize, accumulation_dtype(dtype).itemsize
+    e = dtype.itemsize
+    accum_bytes = accumulation_dtype(dtype).itemsize
     heads = cfg.heads * cfg.head_dim
     qkv = (heads + 2 * cfg.kv_heads * cfg.head_dim) * e
     intermediates = tokens * qkv + block_saves(cfg, tokens, dtype).bytes()
@@ -227,8 +232,11 @@ def backward_peak_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.
     temporaries, the first group's parts, and where head groups will be received. At both, what
     block.pre saves of chunks that are recomputed, a fraction `recomputed` of all.
     """
-    e, d = dtype.itemsize, cfg.head_dim
-    x, qo, kv = tokens * cfg.dim * e, tokens * cfg.heads * d * e, tokens * cfg.kv_heads * d * e
+    e = dtype.itemsize
+    d = cfg.head_dim
+    x = tokens * cfg.dim * e
+    qo = tokens * cfg.heads * d * e
+    kv = tokens * cfg.kv_heads * d * e
     kv_sent = kv // cfg.kv_heads * math.lcm(cfg.kv_heads, sp * head_groups)  # heads are repeated
     whole = 2 * x + 4 * qo + 2 * kv + 2 * kv_sent + 2 * (kv_sent if kv_sent > kv else 0)
     groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups
@@ -242,7 +250,8 @@ def backward_peak_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.
     temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * e
     attention = whole + groups + sums / head_groups
     products = 2 * x + 2 * qo + 2 * kv + temporaries + received
-    pre = block_saves(cfg, tokens, dtype).bytes(post=False)
+    saves = block_saves(cfg, tokens, dtype).pre
+    pre = sum(math.prod(shape) * dtype.itemsize for shape, dtype in saves)
     return round(max(attention, products) + recomputed * pre)
 
 
@@ -267,11 +276,12 @@ def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
 def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) -> dict[str, float]:
     """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
     add up, in float32."""
-    e, accum_bytes = dtype.itemsize, accumulation_dtype(dtype).itemsize
+    e = dtype.itemsize
+    accum_bytes = accumulation_dtype(dtype).itemsize
     secondary = e * params / f.secondary if f.secondary else 0
     return {"parameters": e * params / f.p + secondary,
             "gradients": (accum_bytes if accumulates else e) * params / f.g,
-            "optimizer": 3 * accum_bytes * params / f.os}
+            "optimizer": len(ADAMW.states) * accum_bytes * params / f.os}
 
 
 # ---------------------------------------------------------------------------- what layers keep
@@ -287,7 +297,7 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
     activations. With the number of resident layers k, of kept chunks K, of swapped chunks S, of
     layers without o, X, and of seconds w in which compute waits for copies:
 
-        min  w + X*attn_s - (K + S)*recompute_s/c            (+ a tenth of a millisecond a GiB swapped)
+        min  w + X*attn_s - (K + S)*recompute_s/c      (+ a tenth of a millisecond a GiB swapped)
         GPU    k*(input + attn) + K*S_others/c + 2*(input + attn + a*S_others/c)   <= gpu
                (and, while layers leave in forward,  4*(input + attn + a*S_others/c) <= gpu)
         host   (n - k)*(input + attn) - X*attn + S*S_others/c                    <= host
@@ -304,9 +314,12 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
 
     Raises ValueError with what is missing.
     """
-    c, io, best = chunks, (s.input + s.attn) / GIB, None
+    c = chunks
+    io = (s.input + s.attn) / GIB
+    best = None
     tie = 0 if memo else 1e-4  # seconds a GiB: what need not be pinned and copied stays
-    attn, part = s.attn / GIB, s.intermediates / chunks / GIB
+    attn = s.attn / GIB
+    part = s.intermediates / chunks / GIB
     rate, gpu, host = bandwidth / GIB, gpu / GIB, host / GIB
     if memo:
         resident = 2
@@ -340,7 +353,8 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         least = np.full(6, -np.inf)
         if alpha is not None:  # S = alpha*c*(n - k), to the nearest chunk
             rows[1, 0] = alpha * c
-            least[1], limits[1] = alpha * c * n - 0.5, alpha * c * n + 0.5
+            least[1] = alpha * c * n - 0.5
+            limits[1] = alpha * c * n + 0.5
         cost = [-tie * io, -s.recompute_s / c, -s.recompute_s / c + tie * part, s.attn_s, 1]
         found = milp(cost, integrality=[int(not memo)] * 4 + [0], bounds=bounds,
                      constraints=LinearConstraint(rows, least, limits))
@@ -353,7 +367,8 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, {4 * io:.1f} at "
                 "least of them on the GPU (two layers, two buffers)")
         if resident is not None or alpha is not None:
-            k, slot = resident or 2, io + (alpha or 0) * c * part
+            k = resident or 2
+            slot = io + (alpha or 0) * c * part
             need = (f"with {k} resident layers and alpha {alpha or 0:g} they take "
                     f"{max(4 * slot, k * io + 2 * slot):.1f} GiB of a GPU and {(n - k) * slot:.1f} "
                     "of the host a rank")
@@ -459,11 +474,14 @@ class Plan:
 
 def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
     """Set sp, batch, micro-batch, head groups and chunk in cfg, and return the plan with factors
-    and activations (the one given was for trials): the least predicted time a token; within 1 %, the
-    smallest sp and the largest micro-batch; for these, within 0.2 %, the least host memory and the
-    fewest shards. Raises ValueError if nothing fits."""
-    asked, found, errors = dataclasses.replace(cfg), [], []
-    degrees, factors = choose_degrees(cfg, plan.model.heads, world), wanted_factors(cfg, world)
+    and activations (the one given was for trials): the least predicted time a token; within 1 %,
+    the smallest sp and the largest micro-batch; for these, within 0.2 %, the least host memory and
+    the fewest shards. Raises ValueError if nothing fits."""
+    asked = dataclasses.replace(cfg)
+    found = []
+    errors = []
+    degrees = choose_degrees(cfg, plan.model.heads, world)
+    factors = wanted_factors(cfg, world)
     count = param_count(plan.model)
     for sp in degrees:
         dp = world // sp
@@ -474,8 +492,11 @@ def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
             continue
         for b in micro_batches:
             for f in factors:
-                cfg.sp, cfg.batch, cfg.micro_batch = sp, batch, b
-                plan.micro_batches, plan.factors = batch // dp // b, f
+                cfg.sp = sp
+                cfg.batch = batch
+                cfg.micro_batch = b
+                plan.micro_batches = batch // dp // b
+                plan.factors = f
                 try:
                     set_heads_and_chunk(cfg, asked, plan)
                     seconds = set_activations(cfg, plan, *estimate(cfg, plan),
@@ -534,7 +555,8 @@ def wanted_factors(cfg: Config, world: int) -> list[Factors]:
     factors = [f for f in legal_factors(world, cfg.per_node)
                if all(getattr(f, k) == v for k, v in wish.items())]
     if not factors:
-        low, high = wish.get("p", 1), wish.get("os", world)
+        low = wish.get("p", 1)
+        high = wish.get("os", world)
         check_factors(Factors(low, wish.get("g", high), high), world, cfg.per_node)
         raise AssertionError("check_factors accepts what is not legal")
     return factors
@@ -588,8 +610,10 @@ def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
 
 
 def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
-    """Return what measure would find, from default hardware rates; to compare plans before anything runs."""
-    m, n, rates = plan.model, plan.tokens(cfg), plan.rates
+    """Return what measure would find, by default hardware rates: to compare plans beforehand."""
+    m = plan.model
+    n = plan.tokens(cfg)
+    rates = plan.rates
     matrices = (param_count(m) - 2 * m.vocab * m.dim) / m.layers
     tokenwise = 2 * matrices * n / rates.matmul
     attn = 2 * m.heads * m.head_dim * cfg.seq * n / rates.attention
@@ -603,10 +627,14 @@ def set_activations(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float,
                     chunked: bool = True) -> float:
     """Set plan.activations, and return predicted seconds of a micro-batch's layers. Raises
     ValueError if the step does not fit (chunked: in chunks, if not whole)."""
-    n, layers, f = plan.tokens(cfg), plan.model.layers, plan.factors
-    plan.activations, lost = None, 0.0
-    need, in_chunks = device_bytes(cfg, plan), False
-    if cfg.recompute == "auto":  # with sp, Layers' order hides more of the all-to-alls
+    n = plan.tokens(cfg)
+    layers = plan.model.layers
+    f = plan.factors
+    plan.activations = None
+    lost = 0.0
+    need = device_bytes(cfg, plan)
+    in_chunks = False
+    if cfg.recompute == "auto":  # with sp, the order of ChunkedLayers hides more of the all-to-alls
         in_chunks = (cfg.alpha is not None or cfg.resident_layers or cfg.chunk < n
                      or (cfg.sp > 1 if sum(need.values()) <= plan.gpu_budget else chunked))
     if in_chunks:
@@ -640,8 +668,12 @@ def set_activations(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float,
 
 def device_bytes(cfg: Config, plan: Plan) -> dict[str, float]:
     """Return the bytes on a device, by what they are for."""
-    m, e, params = plan.model, plan.dtype.itemsize, param_count(plan.model)
-    f, kept, tokens = plan.factors, plan.activations, plan.tokens(cfg)
+    m = plan.model
+    e = plan.dtype.itemsize
+    params = param_count(plan.model)
+    f = plan.factors
+    kept = plan.activations
+    tokens = plan.tokens(cfg)
     accum_bytes = accumulation_dtype(plan.dtype).itemsize
     accumulates = plan.micro_batches > 1 or cfg.reduce_dtype == "fp32"
     in_chunks = kept is not None and kept.chunks > 1

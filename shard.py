@@ -18,7 +18,8 @@ neighbours or a comb through blocks. With p = 2, os = 4, R = 8, where a letter i
 Four kinds of communication have a CUDA stream each (CommStream): launch, compute, wait.
 
     stream           launched in          hidden under                     waited for in
-    param_gather     launch_param_gather  the layer before; in backward    unshard
+    param_gather     launch_param_gather  the layer before; in backward,   unshard
+                                          if layers run whole and once,
                                           the matrix before
     grad_scatter     scatter_grad         the backward of the layers that  add_grad (buffer free),
                                           follow it                        launch_bucket (sum here),
@@ -27,10 +28,14 @@ Four kinds of communication have a CUDA stream each (CommStream): launch, comput
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         gather_param (p > 1)
 
-In backward the next matrix alone is gathered, so that a gather never delays a reduction (AMSP,
-section V-C). Where a stream does not overlap, it is the compute stream. Gathered weights and whole
-gradients lie in fixed buffers, two of each shape, that neighbouring layers take in turn; the
-model's parameters are views of them.
+In layout intra the way of a gradient to its owner is a reduce-scatter and an all-reduce (with g = p
+both in launch_bucket), and parameters come back by an all-gather; in layout inter these are
+all-reduce and broadcasts. In backward the next matrix alone is gathered, so that a gather never
+delays a reduction (AMSP, section V-C); where layers run in chunks or are recomputed it is the layer
+before, once for both of its passes. Vectors' gradients, the norm and the loss are summed in the
+open: they are small. Where a stream does not overlap, it is the compute stream. Gathered weights
+and whole gradients lie in fixed buffers, two of each kind of matrix, that neighbouring layers take
+in turn; the model's parameters are views of them.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
@@ -117,8 +122,9 @@ def legal_sizes(ranks: int, per_node: int) -> list[int]:
 
 
 def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
-    """Return the rule that f breaks, in words, or None (AMSP, section IV). Another rule is another
-    `if` here: what is listed, checked and said follows."""
+    """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
+    another `if` here: what is listed, checked and said follows. (g between p and os would need
+    grad_shards of another size, too: States asserts what it can do.)"""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.g, f.os, f.secondary or 1):
         if count not in sizes:
@@ -322,6 +328,7 @@ class States:
         if optimizer.whole and (layout != "inter" or factors.p != 1):
             raise ValueError(f"layout={layout} p={factors.p}: this optimizer needs whole matrices, "
                              "which a rank owns with layout=inter p=1")
+        assert factors.g in (factors.p, factors.os), f"{factors}: gradients lie as p or as os do"
         self.device = device
         self.dtype = dtype
         self.micro_batches = micro_batches
@@ -391,13 +398,14 @@ class States:
                   for name, module in matrices.items()}
         owners = self.assign_owners(padded)
         # a layer's matrices are a unit: "blocks.0.qkv.weight" is of "blocks.0"
-        unit_names = list(dict.fromkeys(name.rsplit(".", 2)[0] for name in matrices))
+        unit_of = {name: ".".join(name.split(".")[:-1][:2]) for name in matrices}
+        unit_names = list(dict.fromkeys(unit_of.values()))
         self.units: list[list[ShardedParam]] = [[] for _ in unit_names]
         self.sharded_params: dict[Matrix, ShardedParam] = {}
         self.param_buffers: dict[tuple, ParamBuffer] = {}
         self.grad_buffers: dict[tuple, GradBuffer] = {}
         for name, module in matrices.items():
-            unit = unit_names.index(name.rsplit(".", 2)[0])
+            unit = unit_names.index(unit_of[name])
             is_layer = 0 < unit < len(unit_names) - 1
             num_chunks = self.num_chunks if is_layer else 1
             param = self.shard(name, module, unit, padded[name], owners[name], num_chunks)
@@ -636,9 +644,11 @@ class States:
 
     def bucket_all_reduce(self, param: ShardedParam) -> None:
         """Sum a step's gradient over the replicas, in buckets: small matrices travel together."""
-        summed = self.layout == "inter" and self.factors.g > self.factors.p  # by keep_grad
-        if self.replicate_group is None or summed:
+        if self.replicate_group is None:
             return
+        if self.factors.g > self.factors.p:  # keep_grad has summed over the subgroup, ...
+            if self.layout == "inter" or self.cross_os_group is None:
+                return  # ... and these are all replicas
         self.bucket.append(param)
         if sum(each.grad_shard.nbytes for each in self.bucket) >= self.bucket_bytes:
             self.launch_bucket()

@@ -57,7 +57,7 @@ from offload import GIB, ChunkedLayers, recomputed_layers
 from planner import (Plan, all_to_all_bytes, choose_degrees, choose_plan, device_bytes, find_rates,
                      gpu_budget, host_budget, measure, nearest, set_activations,
                      swapped_host_bytes, wanted_factors)
-from shard import STREAMS, States
+from shard import ADAMW, STREAMS, States
 
 # ---------------------------------------------------------------------------- config
 
@@ -130,7 +130,7 @@ class Config:
                         " param_broadcast (updated weights to those who hold them)")
     reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
     recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
-                          " program of offload.py says; none: they keep everything; full: their"
+                          " program of planner.py says; none: they keep everything; full: their"
                           " input alone, and all of them runs again, attention included")
     alpha: float | None = flag(None, "fraction of tokens whose activations a swapped layer swaps;"
                                " auto: by the program")
@@ -374,7 +374,7 @@ class ConfigError(ValueError):
 
 
 def on_all_ranks(check):
-    """check() on every rank; if it fails on any, the same ConfigError on all, so that none hangs."""
+    """Return check() of every rank; if one fails, the same ConfigError on all: none hangs."""
     if dist.get_backend() == "fake":  # of a simulated step: nobody else is there
         return check()
     result = error = None
@@ -395,7 +395,7 @@ def on_all_ranks(check):
 
 def check_flags(cfg: Config) -> None:
     """Raise ValueError for a number out of its range, a word that is none of its choices, flags
-    that contradict each other. Nothing is read but flags, so all ranks of a command refuse alike."""
+    that contradict each other. It reads flags alone, so all ranks of a command refuse alike."""
     for name, values in CHOICES.items():
         if getattr(cfg, name) not in values:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: one of "
@@ -563,8 +563,8 @@ def sync_folder(path: Path) -> None:
 
 
 def checkpoint_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of a checkpoint: master weights and two moments, float32 or wider."""
-    return 3 * accumulation_dtype(dtype).itemsize * param_count(model)
+    """Return the bytes of a checkpoint: the optimizer's states, float32 or wider."""
+    return len(ADAMW.states) * accumulation_dtype(dtype).itemsize * param_count(model)
 
 
 def check_disk(cfg: Config, plan: Plan) -> str:
@@ -845,7 +845,8 @@ def planned_memory(cfg: Config, device: torch.device, guess: list[Request],
     return memory
 
 
-def keep_if_it_saves(cfg: Config, memory: StepMemory, device: torch.device, say) -> StepMemory | None:
+def keep_if_it_saves(cfg: Config, memory: StepMemory, device: torch.device,
+                     say) -> StepMemory | None:
     """Print the plan; None if it saves too little to be worth keeping."""
     say(f"memory plan of a step: {memory.plan}")
     if cfg.memplan == "on":
