@@ -19,8 +19,9 @@ This file knows neither ranks nor streams. The outside acts on a model in three 
                          deferred_weight_grads, below)
 
 Another block changes class Block alone (and param_count, if FLOPs are to count it). Its operators
-may be any of PyTorch's; those of this file save for backward what a layer keeps anyway (x, o, the
-residual stream, gate|up), and compute norms and SwiGLU again there, in one pass over memory.
+may be any of PyTorch's that draw no random numbers, since they may run again; those of this file
+save for backward what a layer keeps anyway (x, o, the residual stream, gate|up), and compute norms
+and SwiGLU again there, in one pass over memory.
 
 Left out: dropout, mixture of experts, inference caches, tied heads (untied on import).
 
@@ -365,7 +366,7 @@ def weight_grad(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
 
     def add_grad_later() -> None:
         grad = add_grad()
-        if grad is not None:  # autograd has gone on without it
+        if grad is not None and module.weight.requires_grad:  # autograd has gone on without it
             old = module.weight.grad
             module.weight.grad = grad if old is None else old + grad
 
@@ -411,11 +412,12 @@ class _SplitRotate(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
+        cos, sin = ctx.saved_tensors
         heads = [d.shape[2] for d in (dq, dk, dv)]
         dqkv = dq.new_empty(*dq.shape[:2], sum(heads) * dq.shape[3])
         dq_part, dk_part, dv_part = dqkv.unflatten(2, (sum(heads), -1)).split(heads, 2)
-        rotate_back_into(dq, *ctx.saved_tensors, dq_part)
-        rotate_back_into(dk, *ctx.saved_tensors, dk_part)
+        rotate_back_into(dq, cos, sin, dq_part)
+        rotate_back_into(dk, cos, sin, dk_part)
         copy_heads(dv, dv_part)
         return dqkv, None, None, None, None
 

@@ -151,11 +151,17 @@ def memory_of(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def same_view(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same elements of the same memory."""
+    return (memory_of(a) == memory_of(b) and a.dtype == b.dtype and a.shape == b.shape
+            and a.stride() == b.stride() and a.storage_offset() == b.storage_offset())
+
+
 @dataclass(frozen=True)
 class PartOf:
     """A saved tensor that is a view of the layer's x or o: it is held once."""
 
-    name: str
+    name: str  # x or o
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -166,7 +172,7 @@ class SavedLayer:
     graphs of saved chunks, which find their tensors here."""
 
     def __init__(self, x: Tensor, held_anyway: list[Tensor], num_chunks: int):
-        """held_anyway: parameters and angles, which need no place of their own."""
+        """held_anyway: parameters, buffers and angles, which need no place of their own."""
         self.x: Tensor | None = x  # (1, N, C)
         self.o: Tensor | None = None  # (1, N, H, D); None: dropped
         self.lse: Tensor | None = None
@@ -187,27 +193,31 @@ class SavedLayer:
         self.qkv = []
         self.intermediates = []
 
+    @contextlib.contextmanager
     def saving(self, j: int):
-        """Return the context in which the graph of saved chunk j is made."""
+        """Make the graph of saved chunk j inside: what autograd saves finds its place here."""
         layer = weakref.proxy(self)  # which holds the graph: a cycle through C++ is never collected
+        originals: dict[int, Tensor] = {}  # of intermediates: while they live, memory is not reused
 
         def pack(t: Tensor):
             if memory_of(t) in layer.held_anyway:
                 return t
             for name in ("x", "o"):
                 whole = getattr(layer, name)
-                if whole is not None and memory_of(whole) == memory_of(t):
+                if whole is not None and memory_of(whole) == memory_of(t) and (
+                        whole.dtype == t.dtype):
                     offset = t.storage_offset() - whole.storage_offset()
                     return PartOf(name, offset, t.shape, t.stride())
-            if t.nbytes < t.untyped_storage().nbytes():  # a part must not hold the whole's memory
-                t = t.clone()
-            intermediates = layer.intermediates[j]
-            for index, other in enumerate(intermediates):
-                if memory_of(other) == memory_of(t) and other.stride() == t.stride() and (
-                        other.shape == t.shape):
+            for index, original in originals.items():
+                if same_view(original, t):
                     return index
-            intermediates.append(t.detach())  # without the graph that made it
-            return len(intermediates) - 1
+            index = len(layer.intermediates[j])
+            originals[index] = t.detach()
+            # a part must not hold the whole's memory; what comes back is contiguous
+            if t.nbytes < t.untyped_storage().nbytes() or not t.is_contiguous():
+                t = t.clone(memory_format=torch.contiguous_format)
+            layer.intermediates[j].append(t.detach())  # without the graph that made it
+            return index
 
         def unpack(place) -> Tensor:
             if isinstance(place, Tensor):
@@ -218,7 +228,11 @@ class SavedLayer:
                                         whole.storage_offset() + place.offset)
             return layer.intermediates[j][place]
 
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+                yield
+        finally:
+            originals.clear()
 
 
 @dataclass(frozen=True)
@@ -235,10 +249,11 @@ class BlockSaves:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields)
 
 
-def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> BlockSaves:
+def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype,
+                block_class: type | None = None) -> BlockSaves:
     """Return what a chunk of so many tokens saves: model.Block runs on meta tensors, without memory
     and in no time."""
-    return _block_saves(llama.Block, cfg, tokens, dtype)
+    return _block_saves(block_class or llama.Block, cfg, tokens, dtype)
 
 
 @functools.cache
@@ -250,7 +265,7 @@ def _block_saves(block_class, cfg: ModelConfig, tokens: int, dtype: torch.dtype)
             p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
         rope = llama.rope_tables(cfg, torch.arange(tokens, device="meta"), accum_dtype)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
-        saved = SavedLayer(x, [*rope, *block.parameters()], 2)
+        saved = SavedLayer(x, [*rope, *block.parameters(), *block.buffers()], 2)
         root = torch.zeros((), requires_grad=True)
         with saved.saving(0):
             _graph, qkv = ChunkGraph.run(root, lambda x: block.pre(x, rope), x)
@@ -265,7 +280,7 @@ def _block_saves(block_class, cfg: ModelConfig, tokens: int, dtype: torch.dtype)
 
 def unneeded_matrix(block: llama.Block, dtype: torch.dtype) -> torch.nn.Module | None:
     """Return the matrix whose product a recomputed block.post leaves out, if there is one."""
-    name = block_saves(block.cfg, 1, dtype).final_matrix
+    name = block_saves(block.cfg, 1, dtype, type(block)).final_matrix
     return block.get_submodule(name) if name else None
 
 
@@ -364,11 +379,12 @@ class MicroBatch:
         self.offload_done: dict[int, object] = {}  # layer: event, its tensors are on the host
         self.prefetch_done: dict[int, object] = {}  # layer: event, its host buffer was read
         self.prefetched: set[int] = set()  # in a rounding buffer, or on their way into it
+        self.finished = False  # its last backward is done: its host buffers are free
 
     def run_layer(self, i: int, x: Tensor) -> Tensor:
         """Layer i: x (B, T, C) -> y (B, T, C)."""
         if torch.is_grad_enabled():
-            return _ChunkedLayer.apply(x, self, i)
+            return _ChunkedLayer.apply(self.layers.root, x, self, i)
         return self.layers.forward(self, i, x, needs_backward=False)
 
     def rope_of(self, chunk: slice) -> tuple[Tensor, Tensor]:
@@ -378,7 +394,7 @@ class MicroBatch:
 
 class _ChunkedLayer(Function):
     @staticmethod
-    def forward(ctx, x, micro_batch, i):
+    def forward(ctx, root, x, micro_batch, i):  # root requires gradients, if x should not
         ctx.micro_batch = micro_batch
         ctx.i = i
         return micro_batch.layers.forward(micro_batch, i, x, needs_backward=True)
@@ -386,7 +402,7 @@ class _ChunkedLayer(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return ctx.micro_batch.layers.backward(ctx.micro_batch, ctx.i, dy), None, None
+        return None, ctx.micro_batch.layers.backward(ctx.micro_batch, ctx.i, dy), None, None
 
 
 class ChunkedLayers:
@@ -429,7 +445,7 @@ class ChunkedLayers:
             for _ in swapped[:2]]
         self.nan = torch.full_like(self.rounding_buffers[0], 255) if poison and swapped else None
         self.in_flight = in_flight
-        self.started = 0
+        self.owners: list = [None] * in_flight  # weak references: who holds which host buffers
         model.layer_runner = self.start
 
     def fields(self, i: int) -> list[Field]:
@@ -445,9 +461,9 @@ class ChunkedLayers:
         for name, n in zip("qkv", heads):
             fields.append((name, (1, saved_tokens, n, cfg.head_dim), self.dtype))
         for j, chunk in enumerate(saved_chunks):
-            saves = block_saves(cfg, chunk.stop - chunk.start, self.dtype)
-            for k, (shape, dtype) in enumerate(saves.pre + saves.post):
-                fields.append((f"{j}.{k}", shape, dtype))
+            saves = block_saves(cfg, chunk.stop - chunk.start, self.dtype, type(self.blocks[i]))
+            for index, (shape, dtype) in enumerate(saves.pre + saves.post):
+                fields.append((f"{j}.{index}", shape, dtype))
         return fields
 
     def wait_for_host_memory(self, report=print) -> None:
@@ -462,10 +478,23 @@ class ChunkedLayers:
             self.wait_for_host_memory()
         if self.batch_size > 1:
             rope = tuple(angles.repeat(self.batch_size, 1) for angles in rope)  # (N, D/2)
-        count = len(self.host_buffers) // self.in_flight
-        first = self.started % self.in_flight * count
-        self.started += torch.is_grad_enabled()
-        return MicroBatch(self, rope, self.host_buffers[first : first + count]).run_layer
+        micro_batch = MicroBatch(self, rope, [])
+        if torch.is_grad_enabled() and self.host_buffers:
+            place = self.free_place()
+            self.owners[place] = weakref.ref(micro_batch)
+            count = len(self.host_buffers) // self.in_flight
+            micro_batch.host_buffers = self.host_buffers[place * count : (place + 1) * count]
+        return micro_batch.run_layer
+
+    def free_place(self) -> int:
+        """Return whose host buffers no micro-batch needs: its backward is done, or it is gone.
+        Raises RuntimeError if all wait for their backward."""
+        for place, owner in enumerate(self.owners):
+            micro_batch = owner() if owner else None
+            if micro_batch is None or micro_batch.finished:
+                return place
+        raise RuntimeError(f"{self.in_flight} forward passes wait for their backward, and there "
+                           f"are host buffers for in_flight={self.in_flight}: run a backward first")
 
     # -- shapes
 
@@ -475,8 +504,8 @@ class ChunkedLayers:
 
     @staticmethod
     def join(t: Tensor) -> Tensor:
-        """(B, T, ...) -> (1, N, ...)"""
-        return t.flatten(0, 1)[None]
+        """(B, T, ...) -> (1, N, ...), contiguous, as it comes back from the host."""
+        return t.flatten(0, 1)[None].contiguous()
 
     def put(self, whole: Tensor | None, chunk: slice, part: Tensor) -> Tensor:
         """Copy a chunk's part (1, n, ...) into the tensor of all tokens, which the first part
@@ -491,18 +520,21 @@ class ChunkedLayers:
     def attend(self, qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
         """q, k, v (1, N, heads, D) -> o (1, N, H, D), lse."""
         o, lse = self.attention.forward(*(self.split(t) for t in qkv))
-        return self.join(o.contiguous()), lse
+        return self.join(o), lse
 
     # -- one layer
 
     def forward(self, micro_batch: MicroBatch, i: int, x: Tensor, needs_backward: bool) -> Tensor:
         """x (B, T, C) -> y (B, T, C). needs_backward: one follows."""
-        block, shape, x = self.blocks[i], x.shape, self.join(x)
+        block = self.blocks[i]
+        shape = x.shape
+        x = self.join(x.detach())
         num_saved = 0
         if needs_backward:
             num_saved = self.plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
-        saved = SavedLayer(x, [*micro_batch.rope, *block.parameters()], num_saved)
+        held_anyway = [*micro_batch.rope, *block.parameters(), *block.buffers()]
+        saved = SavedLayer(x, held_anyway, num_saved)
         qkv = [None, None, None]
         for j, chunk in enumerate(self.chunks):
             if j < num_saved:
@@ -543,7 +575,9 @@ class ChunkedLayers:
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
-        block, shape, dy = self.blocks[i], dy.shape, self.join(dy)
+        block = self.blocks[i]
+        shape = dy.shape
+        dy = self.join(dy)
         saved = self.fetch(micro_batch, i)
         num_saved = self.plan.num_saved_chunks(i)
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
@@ -574,7 +608,7 @@ class ChunkedLayers:
         dq, dk, dv = (self.join(t) for t in grads)
         del do, inputs, q, k, v, first_group, while_waiting, grads
 
-        dx = dx_parts[0] if len(self.chunks) == 1 else torch.empty_like(saved.x)
+        dx = torch.empty_like(saved.x)
         for j, chunk in enumerate(self.chunks):
             (dx_part,) = saved.pre_graphs[j].backward(
                 (dq[:, chunk], dk[:, chunk], dv[:, chunk]), saved.x[:, chunk])
@@ -583,6 +617,7 @@ class ChunkedLayers:
             dx_parts[j] = None
             del dx_part
         micro_batch.prefetched.discard(i)
+        micro_batch.finished = not micro_batch.saved
         self.poison_if_testing(saved.tensors())
         return dx.view(shape)
 
@@ -620,12 +655,14 @@ class ChunkedLayers:
     def offload(self, micro_batch: MicroBatch, i: int) -> None:
         """Launch the way to the host of what layer i's forward has left."""
         saved = micro_batch.saved[i]
-        whole = {"x": saved.x, "o": saved.o, "lse": saved.lse, **dict(zip("qkv", saved.qkv))}
+        whole = {"x": saved.x, **dict(zip("qkv", saved.qkv))}
+        if i >= self.plan.layers_recomputing_attention:
+            whole |= {"o": saved.o, "lse": saved.lse}
         for j, of_chunk in enumerate(saved.intermediates):
-            whole |= {f"{j}.{k}": t for k, t in enumerate(of_chunk)}
+            whole |= {f"{j}.{index}": t for index, t in enumerate(of_chunk)}
         fields = self.fields(i)
         shapes = {name: (math.prod(shape), dtype) for name, shape, dtype in fields}
-        found = {name: (t.numel(), t.dtype) for name, t in whole.items() if name in shapes}
+        found = {name: (t.numel(), t.dtype) for name, t in whole.items()}
         assert found == shapes, f"layer {i} saved {found}, on meta tensors {shapes}"
         # the host buffer is free: this pass's compute is behind the backward that read it last,
         # which waited for its prefetch_done
@@ -694,7 +731,7 @@ class ChunkedLayers:
 
 class _RecomputedLayer(Function):
     @staticmethod
-    def forward(ctx, x, run_layer, unneeded):
+    def forward(ctx, root, x, run_layer, unneeded):  # root requires gradients, if x should not
         ctx.save_for_backward(x)
         ctx.run_layer = run_layer
         ctx.unneeded = unneeded
@@ -708,7 +745,7 @@ class _RecomputedLayer(Function):
         with torch.enable_grad(), recomputation(ctx.unneeded):
             y = ctx.run_layer(x)
         torch.autograd.backward(y, dy)
-        return x.grad, None, None
+        return None, x.grad, None, None
 
 
 def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor]) -> Callable:
@@ -720,6 +757,7 @@ def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor]) -> Callable:
         run = functools.partial(run_whole_layer, i)
         if not torch.is_grad_enabled():
             return run(x)
-        return _RecomputedLayer.apply(x, run, unneeded_matrix(model.blocks[i], x.dtype))
+        root = torch.zeros((), device=x.device, requires_grad=True)
+        return _RecomputedLayer.apply(root, x, run, unneeded_matrix(model.blocks[i], x.dtype))
 
     return run_layer

@@ -445,7 +445,9 @@ class States:
             size = part if owner == self.subgroup_index else 0
             offset = 0
         owned = slice(offset, offset + size)
-        key = padded, name.split(".")[-2], unit % 2  # two buffers of each kind of matrix
+        # two buffers of each matrix of a layer, by the layer's parity; embedding and head have one
+        of_layer = name.split(".", 2)[2:] or [name]
+        key = padded, *of_layer, unit % 2
         param_shard = self.zeros(part, self.dtype)
         secondary_shard = None
         if f.secondary:
@@ -583,6 +585,8 @@ class States:
         """Begin a step: no gradient of the last one counts."""
         self.micro_batch = 0
         self.bucket: list[ShardedParam] = []
+        for param in self.sharded_params.values():
+            param.chunks_done = 0  # also if the last backward was cut short
         self.vector_grad.zero_()
 
     def end_micro_batch(self) -> None:
