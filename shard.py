@@ -618,16 +618,20 @@ class States:
         """Launch the reduction of a micro-batch's gradient (S,) to what is kept of it (S/g,), where
         it is added to the micro-batches before. last: of the step."""
         stream = self.streams["grad_scatter"]
-        with stream.after_compute():  # x is computed; the last update has read grad_shard
-            x = param.unsharded_grad.data
-            if self.factors.g > 1:
-                x = x.to(self.reduce_dtype)
-            if self.grad_scatter_group is not None:  # (S,) -> (S/p,)
-                x = sum_and_scatter(x, param.param_shard.numel(), self.grad_scatter_group)
-            self.keep_grad(param, x, last)
+        with stream.after_compute():  # it is computed; the last update has read grad_shard
+            self.sum_grad(param, last)
             if self.poison:
                 param.as_matrix(param.unsharded_grad.data).fill_(torch.nan)
         param.unsharded_grad.scattered = stream.last_event()
+
+    def sum_grad(self, param: ShardedParam, last: bool) -> None:
+        """Enqueue the way of a whole gradient (S,) to grad_shard (S/g,)."""
+        x = param.unsharded_grad.data
+        if self.factors.g > 1:
+            x = x.to(self.reduce_dtype)  # else bucket_all_reduce sends it
+        if self.grad_scatter_group is not None:  # (S,) -> (S/p,)
+            x = sum_and_scatter(x, param.param_shard.numel(), self.grad_scatter_group)
+        self.keep_grad(param, x, last)
 
     def keep_grad(self, param: ShardedParam, x: Tensor, last: bool) -> None:
         """Enqueue the rest of the way of a gradient x (S/p,) into grad_shard (S/g,)."""
@@ -660,20 +664,24 @@ class States:
     def launch_bucket(self) -> None:
         """Launch the sum of the bucket's gradients, (S/g,) to what this rank owns (size,); in
         layout inter with g = p, to all of it."""
-        intra = self.layout == "intra"
         with self.streams["grad_reduce"].after_compute():
             # their grad_shards are complete; hidden: the backward of the layers that follow
             wait(self.streams["grad_scatter"].last_event())
-            parts = [param.grad_shard.to(self.reduce_dtype) for param in self.bucket]
-            if intra and self.factors.g == self.factors.p and self.subgroup_size > 1:
-                parts = [sum_and_scatter(x, param.size, self.grad_subgroup)  # (S/p,) -> (S/os,)
-                         for param, x in zip(self.bucket, parts)]
-            self.all_reduce_together(parts, self.cross_os_group if intra else self.replicate_group)
-            for param, x in zip(self.bucket, parts):
-                if x is not param.grad_shard:
-                    kept = param.owned_grad if intra else param.grad_shard
-                    kept.copy_(x)
+            self.sum_bucket()
         self.bucket = []
+
+    def sum_bucket(self) -> None:
+        """Enqueue the sums of launch_bucket."""
+        intra = self.layout == "intra"
+        parts = [param.grad_shard.to(self.reduce_dtype) for param in self.bucket]
+        if intra and self.factors.g == self.factors.p and self.subgroup_size > 1:
+            parts = [sum_and_scatter(x, param.size, self.grad_subgroup)  # (S/p,) -> (S/os,)
+                     for param, x in zip(self.bucket, parts)]
+        self.all_reduce_together(parts, self.cross_os_group if intra else self.replicate_group)
+        for param, x in zip(self.bucket, parts):
+            if x is not param.grad_shard:
+                kept = param.owned_grad if intra else param.grad_shard
+                kept.copy_(x)
 
     def all_reduce_together(self, parts: list[Tensor], group: dist.ProcessGroup | None) -> None:
         """Enqueue all-reduces as one launch; none where the rank is alone."""

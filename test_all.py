@@ -1430,13 +1430,10 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
                         factors=shard.Factors(row["p"], row["g"], row["os"]),
                         activations=offload.ActivationPlan(**activations))
     requests, _ = train.simulate_step(cfg, plan, row["gpus"])
-    # of one chunk, a step's peak may be in the last norm's backward, which is fused on a GPU alone
-    norm = 4 * m.MODELS["7b"].dim * row["seq"] // row["gpus"] * (activations["chunks"] == 1)
-    peak = memplan.lower_bound(real) + 3 * norm // 2
-    assert memplan.lower_bound(requests) == pytest.approx(peak, rel=1e-3)
+    assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
     assert (ours & theirs).total() > 0.999 * len(real)
-    assert len(requests) < 1.002 * len(real) + 12  # of the last norm's backward, fused on a GPU
+    assert len(requests) < 1.002 * len(real)
 
     def small(requests):  # a thousandth of the sizes
         return [memplan.Request(r.lower, r.upper, r.size >> 10) for r in requests]
@@ -1454,7 +1451,7 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
     memory = memplan.StepMemory(least=512, guess=small(requests))
     memory.run(step)  # the first step of a run, by the guess
     assert memory.counts["hits"] > 0.98 * len(real), memory.counts
-    assert memory.counts["hit_bytes"] > 0.98 * memory.counts["bytes"] - (norm >> 10)
+    assert memory.counts["hit_bytes"] > 0.98 * memory.counts["bytes"]
     for _ in range(3):  # the last by what was recorded
         memory.run(step)
     assert memory.counts["hits"] == len(real), memory.counts
@@ -1474,6 +1471,8 @@ def test_chunks_by_hand_hold_what_is_counted(chunk):
     layers = offload.ChunkedLayers.__new__(offload.ChunkedLayers)  # its fields, not its buffers
     layers.plan, layers.tokens = plan.activations, cfg.seq
     layers.cfg, layers.dtype = model, plan.dtype
+    with torch.device("meta"):
+        layers.blocks = 32 * [m.Block(model)]
     layers.chunks = [slice(i, min(i + cfg.chunk, cfg.seq)) for i in range(0, cfg.seq, cfg.chunk)]
     buffers = sum(offload.buffer_bytes(layers.fields(i)) for i in range(32) if layers.plan.swaps(i))
     counted = planner.swapped_host_bytes(cfg, plan)

@@ -1005,6 +1005,8 @@ def simulation(running: list, gpu: bool):
             if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
                 replace(module, name, as_one_kernel(fn))
     if gpu:
+        for name in ("update_param", "update_vectors"):  # one kernel, if the optimizer is compiled
+            replace(States, name, as_one_kernel(getattr(States, name)))
         replace(CommStream, "after_compute", after_compute)
         replace(Exchange, "map_memory", map_memory)
     replace(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
