@@ -16,6 +16,15 @@ another's kernel (Ulysses.run):
     exchange   | send 0 | send 1 |        | send 2, return 0 | return 1 | return 2 |
     compute             | kernel 0        | kernel 1         | kernel 2 | while_waiting
 
+    all-to-all           launched in  hidden under                              waited for in
+    q, k, v forward      send         the kernel before; the first group's: not  run
+    q, k, v, o backward  send         the kernel before; the first group's       run
+                                      (prefetch_backward): block.post's backward
+    do                   send         likewise; the first group's (prefetch_do): run
+                                      the last chunk's products for weights
+    o; dq, dk, dv        send_back    the next kernel; the last group's: in      run
+                                      backward while_waiting, in forward not
+
 Each kind of communication has a CUDA stream of its own (CommStream): launch, compute, wait.
 
 Left out: windows, dropout, kernels that are not causal, and rings (ranks that share heads).

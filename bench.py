@@ -799,7 +799,7 @@ def table_capped(device: torch.device) -> list[dict]:
 def longest(name: str, ranks: int, device, gpu: float,
             host: float) -> tuple[Config, Plan] | None:
     """The most tokens of one sequence over `ranks` that there is a plan for, in steps of 16K a
-    rank, by usual rates. gpu, host: bytes of a rank to plan with."""
+    rank, by default hardware rates. gpu, host: bytes of a rank to plan with."""
     def fits(steps: int) -> tuple[Config, Plan] | None:
         cfg = Config(model=name, seq=steps * ranks * 2**14, batch=1, sp=ranks, per_node=ranks,
                      dtype="bf16", **MEMORY)

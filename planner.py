@@ -84,13 +84,13 @@ RATES = {  # by PyTorch's device name; data sheets: dense bf16, memory, NVLink o
 
 
 def known_rates(device_name: str) -> Rates | None:
-    """Of RATES, by PyTorch's name of a device; None if it is not there."""
+    """Return a device's row of RATES, by PyTorch's name of it; None if it is not there."""
     hits = (v for k, v in RATES.items() if re.search(rf"\b({k})\b", device_name))
     return next(hits, None)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device, None if it is not in the table: then no MFU, never a guess."""
+    """Return dense bf16 FLOP/s of a device, None if it is not in the table: no MFU, then."""
     rates = known_rates(device_name)
     return rates.peak if rates else None
 
@@ -139,8 +139,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype, kernel: str) -> Rate
 
 def find_rates(name: str, device: torch.device, dtype: torch.dtype, kernel: str,
                say=print) -> Rates:
-    """Of a device by its name, or as measured here, if it is not in RATES on any rank. A
-    collective."""
+    """Return a device's rates by its name, or as measured here, if it is not in RATES on any rank.
+    A collective."""
     rates = known_rates(name)
     unknown = torch.tensor(float(rates is None), device=device)
     dist.all_reduce(unknown, dist.ReduceOp.MAX)
