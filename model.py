@@ -685,7 +685,21 @@ class Vector(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. Whoever changes it changes it here alone: see the file's first lines."""
+    """One layer. Whoever changes it changes it here alone: chunks, swapping, recomputation and
+    sharding follow, since they act on what autograd saves and on the events of a Matrix.
+
+    Norms on q and k, say, are two vectors in __init__, and a norm before the rotation in pre:
+
+        self.q_norm = Vector(cfg.head_dim)      # k_norm likewise; pretrained weights: _hf_parts
+        ...
+        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps)
+        heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
+        q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
+        q = rotate(rms_norm(q, self.q_norm.weight, self.cfg.norm_eps), rope)  # k likewise
+        return q, k, v.contiguous()
+
+    A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
+    """
 
     def __init__(self, cfg: ModelConfig):
         super().__init__()

@@ -41,7 +41,7 @@ import model as llama
 from attention import MAX_ELEMENTS, Attention, legal_sp
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
-from shard import ADAMW, Factors, check_factors, legal_factors, parse_mesh, parse_strategy
+from shard import OPTIMIZER, Factors, check_factors, legal_factors, parse_mesh, parse_strategy
 
 if TYPE_CHECKING:  # for annotations: train.py imports this file
     from train import Config, Sequences
@@ -281,7 +281,7 @@ def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) 
     secondary = e * params / f.secondary if f.secondary else 0
     return {"parameters": e * params / f.p + secondary,
             "gradients": (accum_bytes if accumulates else e) * params / f.g,
-            "optimizer": len(ADAMW.states) * accum_bytes * params / f.os}
+            "optimizer": len(OPTIMIZER.states) * accum_bytes * params / f.os}
 
 
 # ---------------------------------------------------------------------------- what layers keep

@@ -123,8 +123,9 @@ def legal_sizes(ranks: int, per_node: int) -> list[int]:
 
 def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
-    another `if` here: what is listed, checked and said follows. (g between p and os would need
-    grad_shards of another size, too: States asserts what it can do.)"""
+    another `if` here: what is listed, checked and said follows. A looser one is an `if` less, and
+    what the rule guards: for g between p and os, the group that sums S/p to S/g in keep_grad, and
+    the one that brings S/g to its owner in sum_bucket (States asserts that g is p or os)."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.g, f.os, f.secondary or 1):
         if count not in sizes:
@@ -179,7 +180,8 @@ class Optimizer:
     named; the first is "master", the weight itself, the others start at 0. scalars (5,), on the
     device, so that nothing waits for the host: the learning rate, the factor on the gradient
     (clipping), 1 - beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update
-    changes nothing.
+    changes nothing: with torch.where, as in adamw below, since what is not finite times 0 is not 0.
+    Set OPTIMIZER to another one, and states, checkpoints and counted bytes follow.
     """
 
     update: Callable
@@ -206,6 +208,7 @@ def adamw(weight: Tensor, grad: Tensor, states: tuple[Tensor, Tensor, Tensor], s
 
 
 ADAMW = Optimizer(adamw, ("master", "exp_avg", "exp_avg_sq"))
+OPTIMIZER = ADAMW  # of matrices; vectors have AdamW
 
 # ---------------------------------------------------------------------------- what a rank holds
 
@@ -323,7 +326,7 @@ class States:
                  groups: Groups | None = None, overlap: tuple[str, ...] = STREAMS,
                  reduce_dtype: torch.dtype | None = None, gather_layers: bool = False,
                  num_chunks: int = 1, bucket_bytes: int = 2**25, poison: bool = False,
-                 optimizer: Optimizer = ADAMW, betas: tuple[float, float] = (0.9, 0.95),
+                 optimizer: Optimizer = OPTIMIZER, betas: tuple[float, float] = (0.9, 0.95),
                  eps: float = 1e-8, decay: float = 0.1):
         if optimizer.whole and (layout != "inter" or factors.p != 1):
             raise ValueError(f"layout={layout} p={factors.p}: this optimizer needs whole matrices, "

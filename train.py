@@ -57,7 +57,7 @@ from offload import GIB, ChunkedLayers, recomputed_layers
 from planner import (Plan, all_to_all_bytes, choose_degrees, choose_plan, device_bytes, find_rates,
                      gpu_budget, host_budget, measure, nearest, set_activations,
                      swapped_host_bytes, wanted_factors)
-from shard import ADAMW, STREAMS, States
+from shard import OPTIMIZER, STREAMS, States
 
 # ---------------------------------------------------------------------------- config
 
@@ -564,7 +564,7 @@ def sync_folder(path: Path) -> None:
 
 def checkpoint_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     """Return the bytes of a checkpoint: the optimizer's states, float32 or wider."""
-    return len(ADAMW.states) * accumulation_dtype(dtype).itemsize * param_count(model)
+    return len(OPTIMIZER.states) * accumulation_dtype(dtype).itemsize * param_count(model)
 
 
 def check_disk(cfg: Config, plan: Plan) -> str:
@@ -942,7 +942,17 @@ def wait_for_host_memory(model: LLaMA, say) -> None:
 
 def run_step(model: LLaMA, states: States, batch, positions: torch.Tensor, lr: float, clip: float):
     """Forward, backward, update. batch: of load_batch. Returns the loss, the gradient's norm, and
-    whether they are finite, on the device."""
+    whether they are finite, on the device. In order, with what runs beside it:
+
+        model(...)         embedding, layers, head and loss; a Matrix raises unshard before its use
+                             beside it: param_broadcast of the last update, param_gather, offload
+        backward           the same in reverse; a Matrix raises unshard, then add_grad
+                             beside it: param_gather, grad_scatter, prefetch
+                             in the last micro-batch: grad_reduce
+        finish_gradients   compute waits for grad_scatter and grad_reduce; vectors' gradients
+        update             global norm, clipping, OPTIMIZER on what this rank owns, unit by unit
+                             beside it, and under the next forward: param_broadcast
+    """
     tokens, labels, scale = batch
     states.begin_step()
     loss = torch.zeros_like(scale)
