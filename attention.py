@@ -25,7 +25,9 @@ another's kernel (Ulysses.run):
     o; dq, dk, dv        send_back    the next kernel; the last group's: in      run
                                       backward while_waiting, in forward not
 
-Each kind of communication has a CUDA stream of its own (CommStream): launch, compute, wait.
+(Where layers run whole, autograd calls backward alone: without prefetch and while_waiting, its
+first and last groups' ways are not hidden.) Each kind of communication has a CUDA stream of its
+own (CommStream): launch, compute, wait.
 
 Left out: windows, dropout, kernels that are not causal, and rings (ranks that share heads).
 

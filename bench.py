@@ -1,21 +1,24 @@
-"""Measure what exists: print ceiling, measurement and ratio; write results/NAME.json.
+"""How fast? Print ceiling, measurement and ratio; write results/NAME.json.
 
     python bench.py                              what this machine does with the largest model that
                                                  it holds: table step, under ten minutes
     python bench.py --quick                      the same with a small model, in a minute
     torchrun --nproc_per_node 8 bench.py long    another table, of all GPUs together
 
-Each table prints first what the hardware allows, measured in the same run (a matrix product, the
-attention kernel, a few layers alone), then what the project reaches, then the ratio: machines are
-noisy, ratios less so. Times are medians after a warm-up; a speed is never taken from zeros. MFU
-counts model FLOPs (model.flops_per_token), recomputation never: "causal" counts half of the
-attention matrix, "full" all of it. The last line of output is one JSON object with the same rows.
+A row is a Config (train.py's flags), which train.run_step runs on random tokens, and what was
+measured. Each table prints first what the hardware allows, measured in the same run (a matrix
+product, the attention kernel, a few layers alone), then what the project reaches, then the ratio:
+machines are noisy, ratios less so. Times are medians after a warm-up; a speed is never taken from
+zeros. MFU counts model FLOPs (model.flops_per_token), recomputation never: "causal" counts half of
+the attention matrix, "full" all of it. The last line of output is one JSON object with the same
+rows. results/report.py writes tables and pictures of all results.
 
-Legend: T tokens a sequence, C width, L layers.
+Left out: whether results are right, which test_all.py shows, on GPUs too.
+
+Legend: T tokens a sequence, C width, L layers, M micro-batches.
 """
 import argparse
 import dataclasses
-import functools
 import gc
 import json
 import math
@@ -27,41 +30,83 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import offload
 import planner
 import train
-from attention import Attention, CommStream, Exchange, Groups, Ulysses, pick_kernel, wait
-from attention import why_not as why_no_kernel
+from attention import Attention, Exchange, Groups, pick_kernel
 from memplan import StepMemory, write_plan
 from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, param_count,
                    rope_tables, whole_layers)
-from offload import GIB, ActivationPlan, ChunkedLayers, recomputed_layers
-from planner import (Plan, Sizes, choose_plan, device_bytes, find_rates, peak_flops,
-                     plan_activations, state_bytes)
+from offload import GIB, ActivationPlan, recomputed_layers
+from planner import Constraints, Hardware, Plan, Sizes, peak_flops, plan_activations, state_bytes
 from shard import STREAMS, Factors, States, legal_factors
-from train import Config, ConfigError, local_positions, on_all_ranks, size, start_ranks
+from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
 
 HERE = Path(__file__).parent
-SEQS: list[int] = []  # of the tables long and memplan, from --seq
-SKIP: list[str] = []  # rows of it that --skip names
-KEEP: list = [lambda rows: None, HERE]  # of a table: a function that writes its rows, the folder
-GROUPS = Groups()  # of all tables: the memory of NCCL's communicators does not come back
-QUICK: list[bool] = [False]  # of the table step, from --quick
-MEMORY: dict[str, int] = {}  # host_memory and gpu_memory of it, from --host-memory, --gpu-memory
-TRACE = HERE / "results" / "trace.json.gz"  # of the table trace, for chrome://tracing
+TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
+# of all tables: the memory of NCCL's communicators does not come back
+GROUPS = Groups()
+
+# ---------------------------------------------------------------------------- rows
 
 
-def clock(fn, repeats: int, device: torch.device, warmup: int = 3) -> float:
-    """Median seconds of fn() on an otherwise idle device."""
+@dataclass
+class Bench:
+    """What a table is given, and where its rows go."""
+
+    device: torch.device
+    rank: int
+    world: int
+    local_rank: int = 0
+    out: Path = HERE  # folder of results files
+    seqs: list[int] = field(default_factory=list)  # --seq
+    skip: list[str] = field(default_factory=list)  # --skip
+    quick: bool = False
+    memory: dict[str, int] = field(default_factory=dict)  # --host-memory, --gpu-memory as flags
+    rows: list[dict] = field(default_factory=list)
+    keep: Callable[[list[dict]], None] = lambda rows: None  # writes the rows so far
+
+    @property
+    def gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.gpu else torch.float32
+
+    def kernel(self) -> str:
+        return pick_kernel("auto", self.device, self.dtype)
+
+    def print0(self, *text, **options) -> None:
+        if self.rank == 0:
+            print(*text, **options)
+
+    def add(self, *rows: dict) -> None:
+        """Keep rows, and print them."""
+        first = not self.rows
+        self.rows += rows
+        self.keep(self.rows)
+        if self.rank == 0:
+            show(list(rows), head=first)
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clock(fn: Callable, repeats: int, device: torch.device, warmup: int = 3) -> float:
+    """Return the median seconds of fn() on an otherwise idle device."""
     times = []
-    for i in range(warmup + repeats):
+    for _ in range(warmup + repeats):
         sync(device)
         start = time.perf_counter()
         fn()
@@ -70,13 +115,15 @@ def clock(fn, repeats: int, device: torch.device, warmup: int = 3) -> float:
     return statistics.median(times[warmup:])
 
 
-def sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def slowest(seconds: float, device: torch.device) -> float:
+    """Return the most of all ranks. A collective."""
+    most = torch.tensor(seconds, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def release(device: torch.device) -> None:
-    """Give back what a finished table held (modules and their states refer to each other)."""
+    """Give back what a finished row held (modules and their states refer to each other)."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -84,128 +131,248 @@ def release(device: torch.device) -> None:
         torch.cuda.reset_accumulated_memory_stats(device)
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def peak_gib(device: torch.device) -> float | None:
-    """Of PyTorch's allocator; and what ranks have mapped from each other, which lies outside it."""
+def memory_figures(device: torch.device) -> dict:
+    """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
+    lies outside it; what the allocator held at most; and how often it emptied its cache."""
     if device.type != "cuda":
-        return None
-    return (torch.cuda.max_memory_allocated(device) + Exchange.mapped_bytes()) / GIB
-
-
-def reserved(device: torch.device) -> dict:
-    """What the allocator held at most, and how often it had to empty its cache for a request."""
-    if device.type != "cuda":
-        return {"reserved_gib": None, "retries": None}
-    return {"reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
+        return {"gpu_gib": None, "reserved_gib": None, "retries": None}
+    return {"gpu_gib": (torch.cuda.max_memory_allocated(device) + Exchange.mapped_bytes()) / GIB,
+            "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
             "retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0)}
 
 
-def row(system: str, cfg: ModelConfig, name: str, seq: int, tokens: int, seconds: float | None,
-        device: torch.device, bound: dict | None = None, **more) -> dict:
-    """A line of a table and of the results file. tokens: of one step on one device; seconds: None
-    if it ran out of memory."""
-    peak, tgs = peak_flops(device_name(device)), tokens / seconds if seconds else None
-    causal, full = (f * tgs / peak if peak and tgs else None for f in flops_per_token(cfg, seq))
-    flops = flops_per_token(cfg, seq)[0] * tgs if tgs else None
+def row(bench: Bench, system: str, cfg: ModelConfig, name: str, seq: int, tokens: int,
+        seconds: float | None, bound: dict | None = None, gpus: int | None = None, **more) -> dict:
+    """Return a line of a table and of the results file. tokens: of one step on one device; seconds:
+    None if it ran out of memory; bound: the row that it is compared with."""
+    peak = peak_flops(device_name(bench.device))
+    found = dict.fromkeys(TIMES)
     ratio = None
-    if bound and bound["flops"] and flops:  # known without a peak
-        ratio = flops / bound["flops"]
-    return {"system": system, "model": name, "seq": seq, "gpus": int(device.type == "cuda"),
-            "tgs": tgs, "step_s": seconds, "flops": flops, "mfu_causal": causal, "mfu_full": full,
-            "bound_ratio": ratio, "gpu_gib": peak_gib(device), "host_gib": None, **reserved(device),
-            "oom": seconds is None, **more}
+    if seconds:
+        tgs = tokens / seconds
+        causal, full = (flops * tgs for flops in flops_per_token(cfg, seq))
+        found = {"step_s": seconds, "tgs": tgs, "flops": causal,
+                 "mfu_causal": peak and causal / peak, "mfu_full": peak and full / peak}
+        if bound and bound["flops"]:  # known without a peak
+            ratio = causal / bound["flops"]
+    return {"system": system, "model": name, "seq": seq,
+            "gpus": int(bench.gpu) if gpus is None else gpus, **found, "bound_ratio": ratio,
+            "host_gib": None, **memory_figures(bench.device), "oom": seconds is None, **more}
 
 
-TIMES = "step_s", "tgs", "flops", "mfu_causal", "mfu_full"  # of a row
+# ---------------------------------------------------------------------------- steps of a Config
 
 
-def make(cfg: ModelConfig, kernel: str, device, dtype, recompute: bool = False, attention=None,
-         chunked: bool = False, **options):
-    """The model and its states (shard.States' options), freshly initialised; chunked: its layers
-    will run in chunks."""
-    with torch.device("meta"):
-        model = LLaMA(cfg, attention or Attention(kernel))
-    if recompute:
-        model.layer_runner = recomputed_layers
-    states = States(model, device, dtype, groups=GROUPS, gather_layers=recompute or chunked,
-                    **options)
+@dataclass
+class Step:
+    """A step of train.py on random tokens: call it to run it once."""
+
+    run: Run
+    model: nn.Module
+    states: object  # States, or what has their methods
+    batch: train.Batch
+    update: bool = True  # or forward, backward and reductions alone
+    held: list = field(default_factory=list)  # memory that is taken besides
+
+    def __call__(self):
+        positions = local_positions(self.run)
+        lr = 1e-4 if self.update else None
+        return train.run_step(self.model, self.states, self.batch, positions, lr, 1.0)
+
+
+def machine(bench: Bench, cfg: Config) -> Run:
+    """Return the run of these flags on this machine, without a plan. Raises ConfigError. A
+    collective."""
+    cfg = dataclasses.replace(cfg, **bench.memory)
+    if cfg.per_node is None:
+        cfg = dataclasses.replace(cfg, per_node=bench.world)
+    run = on_all_ranks(lambda: train.machine(cfg, bench.rank, bench.world, bench.local_rank))
+    return train.with_hardware(run, bench.print0)
+
+
+def plan_run(bench: Bench, cfg: Config) -> Run:
+    """Return what train.py chooses for these flags on all ranks. Raises ConfigError. A
+    collective."""
+    return train.with_plan(machine(bench, cfg), bench.print0)
+
+
+def random_batch(run: Run) -> train.Batch:
+    """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of data,
+    and the scale of the loss."""
+    cfg = run.cfg
+    sp = run.plan.sp
+    count = run.plan.batch * sp // run.world
+    rng = torch.Generator(run.device).manual_seed(run.rank // sp)
+    ids = torch.randint(run.model.vocab, (count, cfg.seq + 1), device=run.device, generator=rng)
+    part = cfg.seq // sp
+    first = run.rank % sp * part
+    shape = (-1, run.plan.micro_batch, part)
+    tokens = ids[:, first : first + part].reshape(shape)
+    labels = ids[:, first + 1 : first + 1 + part].reshape(shape)
+    scale = torch.full((), 1 / (run.plan.batch * cfg.seq), device=run.device,
+                       dtype=torch.promote_types(run.dtype, torch.float32))
+    return tokens, labels, scale
+
+
+def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
+              update: bool = True) -> Step:
+    """Build a step of these flags under train.py's own choices, or of a run as it is planned. A
+    collective."""
+    as_planned = run is not None
+    run = run or plan_run(bench, cfg)
+    train.cap_gpu(run)
+    op = train.make_attention(run, GROUPS)
+    if not as_planned:
+        run = train.with_measured_plan(run, op, bench.print0)
+    train.describe(run, bench.print0)
+    model, states = train.build(run, op, GROUPS)
     for name, p in model.named_parameters():
-        states.load(name, initial_weight(cfg, name, p.shape, 0, device))
-    return model, states
+        states.load(name, initial_weight(run.model, name, p.shape, 0, run.device))
+    train.wait_for_host_memory(model, bench.print0)
+    return Step(run, model, states, random_batch(run), update)
 
 
-def random_batch(cfg: ModelConfig, seq: int, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens, labels (1, T): uniform random ids, others on each rank."""
-    rng = torch.Generator(device).manual_seed(dist.get_rank())
-    tokens = torch.randint(cfg.vocab, (1, seq + 1), device=device, generator=rng)
-    return tokens[:, :-1], tokens[:, 1:]
+def attempt(bench: Bench, label: str, name: str, seq: int, tokens: int, build: Callable[[], Step],
+            repeats: int = 5, warmup: int = 2, bound: dict | None = None, **more) -> dict:
+    """Build a step, time it, and add its row, which is returned; out of memory on any rank is a row
+    too. tokens: of a step on one device. A collective."""
+    release(bench.device)
+    seconds = math.inf
+    step = None
+    try:
+        step = build()
+        seconds = clock(step, repeats, bench.device, warmup)
+    except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
+        more["error"] = str(e)[:600]
+    run = getattr(step, "run", None)
+    states = getattr(step, "states", None)
+    if isinstance(states, States):
+        more["state_bytes"] = states.bytes()
+        more["state_bytes_formula"] = state_bytes(
+            param_count(run.model), states.factors, states.dtype, states.accumulates)
+    if run is not None and run.plan:
+        more |= chosen(run)
+    seconds = slowest(seconds, bench.device)
+    found = row(bench, label, MODELS[name], name, seq, tokens,
+                seconds if math.isfinite(seconds) else None, bound, bench.world, **more)
+    bench.add(found)
+    del step, states, run
+    release(bench.device)
+    return found
 
 
-def layers_alone(name: str, seq: int, kernel: str, device, dtype, repeats: int) -> dict:
-    """The rate of a few layers on one device, forward and backward: the same products, kernels and
-    element-wise parts, but no embedding, head, loss, optimizer or communication."""
-    few = dataclasses.replace(MODELS[name], layers=min(6, MODELS[name].layers))
-    with torch.device(device):
-        model = LLaMA(few, Attention(kernel)).to(dtype)
-    model.init_weights(0)
-    run_layer = whole_layers(
-        model, rope_tables(few, torch.arange(seq, device=device), torch.float32))
-    x = torch.randn(1, seq, few.dim, device=device).to(dtype).requires_grad_()
-
-    def layers():
-        y = x
-        for i in range(few.layers):
-            y = run_layer(i, y)
-        y.backward(x.detach())
-        model.zero_grad()
-
-    seconds = clock(layers, repeats, device)
-    bound = row("bound", few, f"{name}, {few.layers} layers", seq, seq, seconds, device,
-                kernel=kernel)
-    ends = 6 * 2 * few.vocab * few.dim  # FLOPs a token of embedding and head, which did not run
-    share = 1 - ends / flops_per_token(few, seq)[0]
-    bound["flops"] *= share
-    for k, flops in zip(("mfu_causal", "mfu_full"), flops_per_token(few, seq)):
-        bound[k] = bound[k] and bound[k] * (1 - ends / flops)
-    return bound
+def chosen(run: Run) -> dict:
+    """Return what a row says of a plan."""
+    plan = run.plan
+    f = plan.factors
+    kept = plan.activations
+    memory = plan.memory
+    working = sum(memory.peaks[memory.highest()].values())
+    return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "chunk": plan.chunk,
+            "reason": plan.reason, "head_groups": plan.head_groups,
+            "activations": kept and dataclasses.asdict(kept),
+            "planned_gib": {name: value / GIB
+                            for name, value in (memory.lasting | {"working": working}).items()},
+            "alpha": kept and kept.alpha,
+            "host_gib": kept and run.cfg.per_node / GIB * plan.host_bytes}
 
 
-def train_step(model, states, batch, micro_batches: int):
-    """A function that runs one step of this rank on the same sequence `micro_batches` times."""
-    tokens = batch[0].numel() * dist.get_world_size()
-    scale = torch.full((), 1 / (tokens * micro_batches), device=batch[0].device)
+class Fsdp2States:
+    """PyTorch's fully_shard with its best settings, behind the methods that train.run_step calls of
+    States: bf16 on the wire, fused AdamW, prefetching, gradients synchronised in the last
+    micro-batch alone if they stay whole."""
 
-    def step():
-        states.begin_step()
-        for _ in range(micro_batches):
-            model(*batch, scale).backward()
-            states.end_micro_batch()
-        states.finish_gradients()
-        states.update(1e-4, 1.0)
+    def __init__(self, model: LLaMA, mesh, reshard: bool, micro_batches: int, device):
+        """reshard: after forward (ZeRO-3); else whole parameters and gradients stay (ZeRO-2)."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    step.states = states
-    return step
+        wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
+                                    cast_forward_inputs=False)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=wire)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=wire)
+        model.to_empty(device=device)
+        for p in model.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, 0, 0.02)
+            else:
+                nn.init.ones_(p)
+        for here, after in zip(model.blocks, model.blocks[1:]):
+            here.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([here])
+        self.model = model
+        self.reshard = reshard
+        self.micro_batches = micro_batches
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95),
+                                           weight_decay=0.1, fused=True)
+
+    def begin_step(self) -> None:
+        self.micro_batch = 0
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Say whether the next backward is the step's last."""
+        last = self.micro_batch == self.micro_batches - 1
+        self.model.set_is_last_backward(last)
+        if not self.reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)
+
+    def end_micro_batch(self) -> None:
+        self.micro_batch += 1
+        if self.micro_batch < self.micro_batches:
+            self.prepare()
+
+    def finish_gradients(self) -> None:
+        pass
+
+    def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm, loss.isfinite()
 
 
-def ceilings(kernel: str, seq: int, device, dtype) -> list[dict]:
-    """Rows of what the device does with one matrix product and with attention alone, as shares of
-    its data sheet."""
-    gpu = device.type == "cuda"
-    n, heads = (8192, 32) if gpu else (1024, 6)
-    op, peak = Attention(kernel), peak_flops(device_name(device))
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    q, k, v, do = (torch.randn(1, seq, heads, 128, device=device).to(dtype) for _ in range(4))
+def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
+    """Build a step of the same model and kernels under FSDP2. With a sequence over ranks, layers
+    are recomputed, and all-to-alls are NCCL's, in one head group."""
+    run = plan_run(bench, dataclasses.replace(cfg, head_groups=1, recompute="full"))
+    op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)), GROUPS)
+    with torch.device("meta"):
+        model = LLaMA(run.model, op)
+    if run.plan.sp > 1:
+        model.layer_runner = recomputed_layers
+    states = Fsdp2States(model, mesh, reshard, run.plan.micro_batches, bench.device)
+    return Step(run.but(plan=dataclasses.replace(run.plan, factors=Factors())), model, states,
+                random_batch(run))
+
+
+# ---------------------------------------------------------------------------- ceilings
+
+
+def ceilings(bench: Bench, seq: int) -> list[dict]:
+    """Return rows of what the device does with one matrix product and with attention alone, as
+    shares of its data sheet."""
+    device = bench.device
+    n, heads = (8192, 32) if bench.gpu else (1024, 6)
+    kernel = bench.kernel()
+    op = Attention(kernel)
+    peak = peak_flops(device_name(device))
+
+    def random(*shape) -> Tensor:
+        return torch.randn(*shape, device=device).to(bench.dtype)
+
+    a, b = (random(n, n) for _ in range(2))
+    q, k, v, do = (random(1, seq, heads, 128) for _ in range(4))
     o, lse = op.forward(q, k, v)
     pairs = 2 * heads * 128 * seq**2  # FLOPs of one product with half of the (T, T) matrix
+    work = {
+        f"matrix product of {n}": (2 * n**3, lambda: a @ b),
+        f"attention forward, {kernel}": (pairs, lambda: op.forward(q, k, v)),
+        f"attention backward, {kernel}": (2.5 * pairs, lambda: op.backward(do, q, k, v, o, lse)),
+    }
     rows = []
-    for label, flops, fn in (
-            (f"matrix product of {n}", 2 * n**3, lambda: a @ b),
-            (f"attention forward, {kernel}", pairs, lambda: op.forward(q, k, v)),
-            (f"attention backward, {kernel}", 2.5 * pairs,
-             lambda: op.backward(do, q, k, v, o, lse))):
+    for label, (flops, fn) in work.items():
         rate = flops / clock(fn, 10, device)
         rows.append({"system": label, "model": "-", "seq": seq, "flops": rate, "tgs": None,
                      "step_s": flops / rate, "mfu_causal": peak and rate / peak, "mfu_full": None,
@@ -213,307 +380,33 @@ def ceilings(kernel: str, seq: int, device, dtype) -> list[dict]:
     return rows
 
 
-LONG_STEP_S = 45.0  # a first step and a timed one, with what building takes: two minutes
-QUICK_STEP_S = 4.0
-QUICK_PARAMS = {"cuda": 2e9, "cpu": 1e7}  # models with fewer
+def layers_alone(bench: Bench, name: str, seq: int, repeats: int) -> dict:
+    """Return the row of a few layers on one device, forward and backward: the same products,
+    kernels and element-wise parts, but no embedding, head, loss, optimizer or communication."""
+    device = bench.device
+    few = dataclasses.replace(MODELS[name], layers=min(6, MODELS[name].layers))
+    with torch.device(device):
+        model = LLaMA(few, Attention(bench.kernel())).to(bench.dtype)
+    model.init_weights(0)
+    rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
+    run_layer = whole_layers(model, rope)
+    x = torch.randn(1, seq, few.dim, device=device).to(bench.dtype).requires_grad_()
 
+    def layers() -> None:
+        y = x
+        for i in range(few.layers):
+            y = run_layer(i, y)
+        y.backward(x.detach())
+        model.zero_grad()
 
-def table_step(device: torch.device) -> list[dict]:
-    """What this machine does: ceilings; training steps of the largest model whose states fit its
-    GPUs, as train.py plans them, against a few of its layers alone; and one step at the longest
-    sequence that two minutes allow. On a CPU, the tiny model."""
-    world, gpu = dist.get_world_size(), device.type == "cuda"
-    quick = QUICK[0] or not gpu
-    dtype = torch.bfloat16 if gpu else torch.float32
-    kernel, repeats = pick_kernel("auto", device, dtype), 3 if quick else 10
-    names = sorted(MODELS, key=lambda name: param_count(MODELS[name]), reverse=True)
-    if quick:
-        names = [n for n in names if param_count(MODELS[n]) < QUICK_PARAMS[device.type]]
-    rows, too_large = [], None
-    for name in names:
-        seq = 4096 if gpu else 256
-        cfg = Config(model=name, seq=seq, batch=world, **MEMORY)
-        try:
-            plan = config_plan(dataclasses.replace(cfg), device)
-            break
-        except ConfigError as e:
-            too_large = name, str(e)
-    else:
-        raise ConfigError(f"no model fits: {too_large[1]}")
-    if too_large:  # the smallest one that is
-        rows.append(row("ours", MODELS[too_large[0]], too_large[0], seq, seq, None, device,
-                        gpus=world, error=too_large[1]) | {"gpu_gib": None})
-    rows += ceilings(kernel, seq, device, dtype)
-    rows.append(bound := layers_alone(name, seq, kernel, device, dtype, repeats))
-    show_new(rows)
-    for label, update in (("ours, without optimizer", False), ("ours", True)):
-        attempt(rows, label, name, seq, seq, bound, device,
-                lambda: config_step(dataclasses.replace(cfg), device, update=update), repeats,
-                warmup=3, kernel=kernel)
-    if not rows[-1]["oom"]:
-        states = 28 * param_count(plan.model) / rows[-1]["os"]  # bytes that an update moves
-        update_s = rows[-1]["step_s"] - rows[-2]["step_s"] if not rows[-2]["oom"] else None
-        rows[-1] |= {"optimizer_s": update_s,
-                     "optimizer_tb_s": update_s and gpu and states / update_s / 1e12 or None}
-        attempt_longest(rows, name, bound, device, QUICK_STEP_S if quick else LONG_STEP_S, kernel)
-    return rows
-
-
-def attempt_longest(rows: list, name: str, bound: dict, device, limit: float, kernel: str) -> None:
-    """A row of one sequence over all ranks: the longest power of two that fits and whose step, at
-    the rate of the last row, takes no more than `limit` seconds; shorter where it does not fit."""
-    world, flops = dist.get_world_size(), rows[-1]["flops"]
-    seconds = {seq: flops_per_token(MODELS[name], seq)[0] * seq / world / flops
-               for seq in (2**i for i in range(9, 24))}
-    seq = max((seq for seq, s in seconds.items() if s <= limit), default=min(seconds))
-    shortest = rows[-1]["seq"]
-    while seq >= shortest:
-        cfg = Config(model=name, seq=seq, batch=1, **MEMORY)
-        attempt(rows, "ours, longest in the time", name, seq, seq // world, bound, device,
-                lambda: config_step(dataclasses.replace(cfg), device), repeats=1, warmup=1,
-                kernel=kernel)
-        if not rows[-1]["oom"]:
-            return
-        seq //= 2
-
-
-# ---------------------------------------------------------------------------- sharding
-
-
-def fsdp2_step(cfg: ModelConfig, kernel: str, device, micro_batches: int, mesh, reshard: bool,
-               batch, attention=None):
-    """The same model under PyTorch's fully_shard with its best settings: bf16 on the wire, fused
-    AdamW, prefetching, gradients synchronised in the last micro-batch alone if they stay whole.
-    attention: over a sequence that all ranks share; layers are then recomputed."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    with torch.device("meta"):
-        model = LLaMA(cfg, attention or Attention(kernel))
-    if attention is not None:
-        model.layer_runner = recomputed_layers
-    wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
-                                cast_forward_inputs=False)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=wire)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=wire)
-    model.to_empty(device=device)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, 0, 0.02) if p.dim() > 1 else torch.nn.init.ones_(p)
-    for here, after in zip(model.blocks, model.blocks[1:]):
-        here.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([here])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1,
-                                  fused=True)
-    part, positions = batch[0].shape[1], None
-    scale = torch.full((), 1 / (batch[0].numel() * micro_batches), device=device)
-    if attention:
-        positions = torch.arange(part, device=device) + dist.get_rank() * part
-
-    def step():
-        for m in range(micro_batches):
-            last = m == micro_batches - 1
-            model.set_is_last_backward(last)
-            if not reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
-                model.set_requires_gradient_sync(last)
-                model.set_reshard_after_backward(last)
-            model(*batch, scale, positions).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def attempt(rows: list, label: str, name: str, seq: int, tokens: int, bound: dict | None, device,
-            build, repeats: int = 5, warmup: int = 2, **more) -> None:
-    """Build a step, time it, append its row; out of memory on any rank is a row too."""
-    release(device)
-    seconds, step, gpus = math.inf, None, dist.get_world_size()
-    try:
-        step = build()
-        seconds = clock(step, repeats, device, warmup=min(warmup, repeats))
-    except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
-        more["error"] = str(e)[:600]
-    if states := getattr(step, "states", None):
-        more["state_bytes"] = states.bytes()
-        more["state_bytes_formula"] = state_bytes(param_count(MODELS[name]), states.factors,
-                                                  states.dtype, states.accumulates)
-    if plan := getattr(step, "plan", None):
-        more |= chosen(step.config, plan)
-    slowest = torch.tensor(seconds, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    seconds = slowest.item() if slowest.isfinite() else None
-    rows.append(row(label, MODELS[name], name, seq, tokens, seconds, device, bound, gpus=gpus,
-                    **more))
-    show_new(rows, 1)
-    step = states = None
-    release(device)
-
-
-def show_new(rows: list, count: int = 0) -> None:
-    """Keep the rows so far, and print the last `count` of them; without, all."""
-    KEEP[0](rows)
-    if dist.get_rank() == 0:
-        show(rows[-count:], head=count in (0, len(rows)))
-
-
-def chosen(cfg: Config, plan: Plan) -> dict:
-    """What a row says of a plan."""
-    f, kept = plan.factors, plan.activations
-    return {"p": f.p, "g": f.g, "os": f.os, "sp": cfg.sp, "chunk": cfg.chunk,
-            "reason": plan.reason, "head_groups": cfg.head_groups,
-            "activations": kept and dataclasses.asdict(kept),
-            "planned_gib": {k: v / GIB for k, v in device_bytes(cfg, plan).items()},
-            "alpha": kept and kept.alpha,
-            "host_gib": kept and cfg.per_node / GIB * planner.swapped_host_bytes(cfg, plan)}
-
-
-def table_shard(device: torch.device) -> list[dict]:
-    """All ranks of one node, 7B: our factors beside FSDP2's modes, M = 1 and 8."""
-    world, (name, seq) = dist.get_world_size(), ("7b", 4096)
-    cfg, dtype = MODELS[name], torch.bfloat16
-    kernel, rows = pick_kernel("auto", device, dtype), []
-    rows.append(bound := layers_alone(name, seq, kernel, device, dtype, 5))
-    batch = random_batch(cfg, seq, device)
-    half = max(1, world // 2)
-    for m in (1, 8):
-        for p, g, os_, layout in [(1, 1, world, "intra"), (1, 1, world, "inter"),
-                                  (1, world, world, "intra"), (half, half, world, "intra"),
-                                  (world, world, world, "intra"), (half, half, half, "intra")]:
-            f = Factors(p, g, os_)
-            attempt(rows, f"ours {p},{g},{os_} {layout} M={m}", name, seq, seq * m, bound, device,
-                    lambda: train_step(*make(cfg, kernel, device, dtype, micro_batches=m, factors=f,
-                                             layout=layout), batch, m),
-                    5 if m == 1 else 3, micro_batches=m)
-        flat = dist.init_device_mesh("cuda", (world,))
-        two = dist.init_device_mesh("cuda", (world // half, half),
-                                    mesh_dim_names=("rep", "shard"))
-        for label, mesh, reshard in (("ZeRO-3", flat, True), ("ZeRO-2-like", flat, False),
-                                     ("HSDP, reshard", two, True), ("HSDP", two, False)):
-            attempt(rows, f"fsdp2 {label} M={m}", name, seq, seq * m, bound, device,
-                    lambda: fsdp2_step(cfg, kernel, device, m, mesh, reshard, batch),
-                    5 if m == 1 else 3, micro_batches=m)
-    return rows
-
-
-def table_curves(device: torch.device) -> list[dict]:
-    """20 steps under all legal factors, bf16, released buffers poisoned: how far losses and norms
-    lie from those of p=g=os=1, whose own repetitions (the first rows) show the noise of runs."""
-    world, seq, steps = dist.get_world_size(), 1024, 20
-    cfg, rows = dataclasses.replace(MODELS["160m"], layers=4), []
-    first, ids = None, noisy_sequences(cfg, steps * 8, seq).view(steps, 8, seq + 1)
-    mine = ids[:, dist.get_rank() * 8 // world : (dist.get_rank() + 1) * 8 // world].to(device)
-    scale = torch.tensor(1 / (8 * seq), device=device)
-    kernel = pick_kernel("auto", device, torch.bfloat16)
-    legal = legal_factors(world, world) + [Factors(world, world, world, world // 2)]
-    for m in (1, 2):
-        for f, layout, recompute in [(Factors(), "intra", False)] * (3 if m == 1 else 0) + [
-                (f, layout, layout == "inter") for f in legal for layout in ("intra", "inter")]:
-            model, states = make(cfg, kernel, device, torch.bfloat16, recompute, micro_batches=m,
-                                 factors=f, layout=layout, poison=True)
-            curve = []
-            for batch in mine:
-                states.begin_step()
-                total = torch.zeros((), device=device)
-                for part in batch.chunk(m):
-                    loss = model(part[:, :-1], part[:, 1:], scale)
-                    loss.backward()
-                    states.end_micro_batch()
-                    total += loss.detach()
-                states.finish_gradients()
-                norm, _ = states.update(3e-3, 1.0, total)
-                dist.all_reduce(total)
-                curve.append(torch.stack([total, norm]))
-            curve = torch.stack(curve)
-            first = curve if first is None else first
-            off = (curve - first).abs().amax(0).tolist()
-            name = f"{f.p},{f.g},{f.os}" + (f",{f.secondary}" if f.secondary else "")
-            label = f"{name} {layout} M={m}" + (" recompute" if recompute else "")
-            rows.append(row(label, cfg, "160m/3", seq, 0, None, device, gpus=world) | {
-                "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
-                "largest_loss_difference": off[0], "largest_norm_difference": off[1]})
-            KEEP[0](rows)
-    if dist.get_rank() == 0:
-        assert all(r["largest_loss_difference"] < 0.02 for r in rows), "a loss curve is off"
-    return rows
-
-
-def noisy_sequences(cfg: ModelConfig, count: int, seq: int) -> torch.Tensor:
-    """(count, seq + 1) ids with something to learn: most follow from the one before."""
-    ids = torch.randint(200, (count, seq + 1), generator=torch.Generator().manual_seed(0))
-    for t in range(seq):
-        ids[:, t + 1] = (7 * ids[:, t] + ids[:, t + 1] % 3) % 200
-    return ids
-
-
-def table_swap(device: torch.device) -> list[dict]:
-    """50 steps with a sequence over all ranks and layers that keep, swap or recompute, against the
-    plain model: same arithmetic, so all but the plain ones must agree to the last bit, and those
-    two, whose all-to-alls are NCCL's and copy engines', with each other; also with everything
-    poisoned after use and copies that start late, which finds a missing wait."""
-    world, seq, steps, chunk = dist.get_world_size(), 4096, 50, 512
-    cfg = dataclasses.replace(MODELS["160m"], layers=8, heads=16, kv_heads=4)
-    rows = []
-    ids = noisy_sequences(cfg, steps, seq).to(device)
-    part = seq // world
-    cut = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
-    positions, c = torch.arange(seq, device=device)[cut], -(-part // chunk)
-    scale = torch.tensor(1 / seq, device=device)
-    exact, f = torch.use_deterministic_algorithms, Factors(1, world, world)
-    kernel = next(k for k in ("fa4", "flash", "cpu")  # cuDNN's backward adds up in any order
-                  if why_no_kernel(k, device, torch.bfloat16) is None)
-    kinds = {"plain, NCCL": None, "plain": None, "all kept": ActivationPlan(8, c, 8, 8 * c),
-             "all recomputed": ActivationPlan(8, c, 8, 0)}
-    kinds |= {f"alpha {a}": ActivationPlan(8, c, 2, 2 * c, round(6 * c * a)) for a in (0, 0.25, 1)}
-    kinds["attention again"] = ActivationPlan(8, c, 2, 2 * c, 3 * c, 3)
-    kinds["alpha 1, poisoned"] = kinds["alpha 0.25, poisoned"] = None
-    if device.type == "cuda":  # the control: without the waits, the same test must fail
-        kinds["alpha 1, poisoned, no waits"] = None
-    exact(True)
-    first = like = None
-    for label in kinds:
-        kept, hard = kinds[label.partition(",")[0]], "poisoned" in label
-        attention = Ulysses(kernel, world, GROUPS, CommStream(device), 2,
-                            0 if "NCCL" in label else world, hard, 3 * 10**6 * hard)
-        model, states = make(cfg, kernel, device, torch.bfloat16, attention=attention,
-                             factors=f, chunked=kept is not None, poison=hard,
-                             num_chunks=c if kept else 1)
-        if kept:
-            ChunkedLayers(model, (1, part), kept, chunk, device, torch.bfloat16, poison=hard,
-                          delay=3 * 10**7 * hard)
-        curve, offload.wait = [], (lambda _: None) if "no waits" in label else wait
-        for i, row_ in enumerate(ids[:, None]):
-            states.begin_step()
-            loss = model(row_[:, :-1][:, cut], row_[:, 1:][:, cut], scale, positions)
-            loss.backward()
-            states.end_micro_batch()
-            states.finish_gradients()
-            loss = loss.detach()
-            norm, _ = states.update(1e-4 * min(1, (i + 1) / 20), 1.0, loss)
-            dist.all_reduce(loss)
-            curve.append(torch.stack([loss, norm]))
-        curve = torch.stack(curve)
-        first = curve if first is None else first
-        same = like is not None and torch.equal(curve, like)
-        like = curve if label in ("plain, NCCL", "all kept") else like
-        off = (curve - first).abs().amax(0).tolist()
-        rows.append(row(f"{label}, bit-equal" if same else label, cfg, "160m/8", seq, 0, None,
-                        device, gpus=world) | {
-            "oom": False, "loss_first": curve[0, 0].item(), "loss_last": curve[-1, 0].item(),
-            "largest_loss_difference": off[0], "largest_norm_difference": off[1],
-            "bit_equal": same})
-        show_new(rows, 1)
-    exact(False)
-    offload.wait = wait
-    control = [rows.pop()] if device.type == "cuda" else []
-    if dist.get_rank() == 0:
-        assert all(r["bit_equal"] for r in rows[1:2] + rows[3:]), "what is kept changes the sums"
-        assert all(r["largest_loss_difference"] < 0.05 for r in rows), "a loss curve is off"
-        assert not any(r["bit_equal"] for r in control), "this test does not see a missing wait"
-    return rows + control
-
-
-# ---------------------------------------------------------------------------- long sequences
+    seconds = clock(layers, repeats, device)
+    bound = row(bench, "bound", few, f"{name}, {few.layers} layers", seq, seq, seconds,
+                kernel=bench.kernel())
+    ends = 6 * 2 * few.vocab * few.dim  # FLOPs a token of embedding and head, which did not run
+    causal, full = flops_per_token(few, seq)
+    for key, flops in (("flops", causal), ("mfu_causal", causal), ("mfu_full", full)):
+        bound[key] = bound[key] and bound[key] * (1 - ends / flops)
+    return bound
 
 
 def sustained(fn, device: torch.device, seconds: float = 1.0) -> float:
@@ -528,540 +421,557 @@ def sustained(fn, device: torch.device, seconds: float = 1.0) -> float:
     return clock(lambda: [fn() for _ in range(calls)], 1, device, warmup=1) / calls
 
 
-def kernel_bound(cfg: ModelConfig, name: str, seq: int, kernel: str, device, dtype,
-                 chunk: int) -> dict:
-    """The rate of attention and matrix kernels alone: one sequence over all ranks, no norms, no
-    rotary, no loss but its products, no communication, nothing twice. A layer's kernels follow one
-    another in the order of a step, for seconds: what they draw together sets the clock rate."""
-    world, e = dist.get_world_size(), dict(device=device, dtype=dtype)
-    tokens, op = seq // world, Attention(kernel)
+def kernel_bound(bench: Bench, name: str, seq: int, chunk: int = 2**14) -> dict:
+    """Return the row of attention and matrix kernels alone: one sequence over all ranks, no norms,
+    no rotary, no loss but its products, no communication, nothing twice. A layer's kernels follow
+    one another in the order of a step, for seconds: what they draw together sets the clock rate."""
+    cfg = MODELS[name]
+    tokens = seq // bench.world
     chunk = tokens // -(-tokens // chunk)  # equal parts
-    heads = (cfg.heads // world, max(1, cfg.kv_heads // world))
-    q, k, v, do = (torch.randn(1, seq, heads[i], cfg.head_dim, **e) for i in (0, 1, 1, 0))
-    qkv = cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads)
-    shapes = [(qkv, cfg.dim), (cfg.dim, cfg.dim), (2 * cfg.ffn, cfg.dim), (cfg.dim, cfg.ffn)]
+    op = Attention(bench.kernel())
 
-    def operands(rows: int, cols: int) -> list[torch.Tensor]:
-        return [torch.randn(*shape, **e) for shape in ((chunk, cols), (chunk, rows), (rows, cols))]
+    def random(*shape) -> Tensor:
+        return torch.randn(*shape, device=bench.device, dtype=bench.dtype)
 
-    def products(passes: str, matrices: list) -> None:
+    heads = cfg.heads // bench.world
+    kv_heads = max(1, cfg.kv_heads // bench.world)
+    q, k, v, do = (random(1, seq, n, cfg.head_dim) for n in (heads, kv_heads, kv_heads, heads))
+    shapes = [(cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads), cfg.dim), (cfg.dim, cfg.dim),
+              (2 * cfg.ffn, cfg.dim), (cfg.dim, cfg.ffn)]
+    matrices = [(random(chunk, cols), random(chunk, rows), random(rows, cols))
+                for rows, cols in shapes]  # x, dy, w
+    head = [(random(chunk, cfg.dim), random(chunk, cfg.vocab), random(cfg.vocab, cfg.dim))]
+
+    def products(matrices: list, backward: bool) -> None:
         for _ in range(tokens // chunk):
-            for x, y, w in matrices:
-                (x @ w.t()) if passes == "forward" else (y @ w, y.t() @ x)
-
-    matrices, head = [operands(*shape) for shape in shapes], [operands(cfg.vocab, cfg.dim)]
+            for x, dy, w in matrices:
+                if backward:
+                    dy @ w
+                    dy.t() @ x
+                else:
+                    x @ w.t()
 
     def layer() -> None:
-        products("forward", matrices[:1])
+        products(matrices[:1], backward=False)
         o, lse = op.forward(q, k, v)
-        products("forward", matrices[1:])
-        products("backward", matrices[:0:-1])
+        products(matrices[1:], backward=False)
+        products(matrices[:0:-1], backward=True)
         op.backward(do, q, k, v, o, lse)
-        products("backward", matrices[:1])
+        products(matrices[:1], backward=True)
 
-    total = cfg.layers * sustained(layer, device, 2.0)
-    total += sustained(lambda: [products(p, head) for p in ("forward", "backward")], device, 0.5)
-    slowest = torch.tensor(total, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return row("kernels alone", cfg, name, seq, tokens, slowest.item(), device, gpus=world,
-               kernel=kernel)
+    def ends() -> None:
+        products(head, backward=False)
+        products(head, backward=True)
 
-
-def config_plan(cfg: Config, device) -> Plan:
-    """What train.py chooses for these flags on all ranks. Raises ConfigError."""
-    world, gpu = dist.get_world_size(), device.type == "cuda"
-    cfg.per_node, cfg.dtype = world, "bf16" if gpu else "fp32"
-    dtype = train.DTYPES[cfg.dtype]
-    kernel = pick_kernel("auto", device, dtype)
-    plan = Plan(MODELS[cfg.model], device, dtype, kernel, None, None,
-                gpu_budget=planner.gpu_budget(cfg, device), host_budget=planner.host_budget(cfg))
-    train.min_budget_over_ranks(plan)
-    plan.rates = find_rates(device_name(device), device, dtype, kernel,
-                            print if dist.get_rank() == 0 else lambda *_, **__: None)
-    return on_all_ranks(lambda: choose_plan(cfg, plan, world, dist.get_rank()))
+    seconds = cfg.layers * sustained(layer, bench.device, 2.0)
+    seconds += sustained(ends, bench.device, 0.5)
+    return row(bench, "kernels alone", cfg, name, seq, tokens, slowest(seconds, bench.device),
+               gpus=bench.world, kernel=bench.kernel())
 
 
-def long_plan(cfg: Config, device) -> Plan:
-    """The same for one sequence over all ranks."""
-    cfg.batch, cfg.sp = 1, dist.get_world_size()
-    return config_plan(cfg, device)
+# ---------------------------------------------------------------------------- tables: one step
+
+LONG_STEP_S = 45.0  # a first step and a timed one, with what building takes: two minutes
+QUICK_STEP_S = 4.0
+QUICK_PARAMS = {"cuda": 2e9, "cpu": 1e7}  # models with fewer
 
 
-def config_step(cfg: Config, device, plan: Plan | None = None, update: bool = True):
-    """A function that runs a step of train.py under its own choices, or as planned, on random
-    tokens; update: or only its forward, backward and reductions."""
-    world, rank, as_planned = dist.get_world_size(), dist.get_rank(), plan is not None
-    plan = plan or config_plan(cfg, device)
-    say = print if rank == 0 else (lambda *a, **k: None)
-    train.cap_gpu(cfg, plan)
-    llama, states = train.build(cfg, plan, say, as_planned, GROUPS)
-    for name, p in llama.named_parameters():
-        states.load(name, initial_weight(plan.model, name, p.shape, 0, device))
-    train.wait_for_host_memory(llama, say)
-    part = slice(rank % cfg.sp * (cfg.seq // cfg.sp), (rank % cfg.sp + 1) * (cfg.seq // cfg.sp))
-    sequences = cfg.batch * cfg.sp // world
-    tokens, labels = (
-        t[:, part].reshape(-1, cfg.micro_batch, cfg.seq // cfg.sp)  # (M, B, T/sp)
-        for t in random_sequence(plan.model, cfg.seq, device, rank // cfg.sp, sequences))
-    scale = torch.full((), 1 / (cfg.batch * cfg.seq), device=device, dtype=states.accum_dtype)
-    positions = local_positions(cfg, rank, device)
-
-    def step():
-        if update:
-            return train.run_step(llama, states, (tokens, labels, scale), positions, 1e-4, 1.0)
-        states.begin_step()
-        for micro_batch in zip(tokens, labels):
-            llama(*micro_batch, scale, positions).backward()
-            states.end_micro_batch()
-        states.finish_gradients()
-
-    step.plan, step.config, step.states = plan, cfg, states
-    return step
-
-
-def long_step(cfg: Config, device, plan: Plan | None = None):
-    """The same for one sequence over all ranks."""
-    return config_step(cfg, device, plan or long_plan(cfg, device))
+def table_step(bench: Bench) -> None:
+    """What this machine does: ceilings; training steps of the largest model whose states fit its
+    GPUs, as train.py plans them, against a few of its layers alone; and one step at the longest
+    sequence that two minutes allow. On a CPU, the tiny model."""
+    quick = bench.quick or not bench.gpu
+    repeats = 3 if quick else 10
+    names = sorted(MODELS, key=lambda name: param_count(MODELS[name]), reverse=True)
+    if quick:
+        names = [n for n in names if param_count(MODELS[n]) < QUICK_PARAMS[bench.device.type]]
+    seq = 4096 if bench.gpu else 256
+    name, refused = largest_model(bench, names, seq)
+    if refused:  # the smallest one that is
+        too_large, error = refused
+        bench.add(row(bench, "ours", MODELS[too_large], too_large, seq, seq, None,
+                      gpus=bench.world, error=error) | {"gpu_gib": None})
+    bound = layers_alone(bench, name, seq, repeats)
+    bench.add(*ceilings(bench, seq), bound)
+    cfg = Config(model=name, seq=seq, batch=bench.world)
+    alone, whole = (
+        attempt(bench, label, name, seq, seq, lambda: make_step(bench, cfg, update=update),
+                repeats, 3, bound, kernel=bench.kernel())
+        for label, update in (("ours, without optimizer", False), ("ours", True)))
+    if whole["oom"]:
+        return
+    if not alone["oom"]:
+        whole["optimizer_s"] = whole["step_s"] - alone["step_s"]
+        moved = 28 * param_count(MODELS[name]) / whole["os"]  # bytes, by an update
+        if bench.gpu and whole["optimizer_s"] > 0:
+            whole["optimizer_tb_s"] = moved / whole["optimizer_s"] / 1e12
+    attempt_longest(bench, name, bound, whole, QUICK_STEP_S if quick else LONG_STEP_S)
 
 
-def random_sequence(cfg: ModelConfig, seq: int, device, seed: int = 0,
-                    count: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens, labels (count, T): the same on all ranks with this seed."""
-    rng = torch.Generator(device).manual_seed(seed)
-    tokens = torch.randint(cfg.vocab, (count, seq + 1), device=device, generator=rng)
-    return tokens[:, :-1], tokens[:, 1:]
+def largest_model(bench: Bench, names: list[str], seq: int) -> tuple[str, tuple | None]:
+    """Return the first of the models, largest first, for which there is a plan, and the last one
+    without, with the reason. Raises ConfigError if there is none."""
+    refused = None
+    for name in names:
+        try:
+            plan_run(bench, Config(model=name, seq=seq, batch=bench.world))
+            return name, refused
+        except ConfigError as e:
+            refused = name, str(e)
+    raise ConfigError(f"no model fits: {refused[1]}")
 
 
-def table_long(device: torch.device) -> list[dict]:
+def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: float) -> None:
+    """Add a row of one sequence over all ranks: the longest power of two that fits and whose step,
+    at the rate of the last row, takes no more than `limit` seconds; shorter where it does not."""
+    def seconds(seq: int) -> float:
+        return flops_per_token(MODELS[name], seq)[0] * seq / bench.world / last["flops"]
+
+    lengths = [2**i for i in range(9, 24)]
+    seq = max((seq for seq in lengths if seconds(seq) <= limit), default=lengths[0])
+    while seq >= last["seq"]:
+        cfg = Config(model=name, seq=seq, batch=1)
+        found = attempt(bench, "ours, longest in the time", name, seq, seq // bench.world,
+                        lambda: make_step(bench, cfg), 1, 1, bound, kernel=bench.kernel())
+        if not found["oom"]:
+            return
+        seq //= 2
+
+
+# ---------------------------------------------------------------------------- tables: sharding
+
+
+def sharded(bench: Bench, name: str, f: Factors, m: int, seq: int = 4096, **flags) -> Config:
+    """Return the flags of a step of whole layers under these factors, M micro-batches of one
+    sequence a rank."""
+    return Config(model=name, seq=seq, sp=1, batch=m * bench.world, micro_batch=1, p=str(f.p),
+                  g=str(f.g), os=str(f.os), recompute="none", **flags)
+
+
+def table_shard(bench: Bench) -> None:
+    """All ranks of one node, 7B: our factors beside FSDP2's modes, M = 1 and 8."""
+    world = bench.world
+    half = max(1, world // 2)
+    name, seq = "7b", 4096
+    bound = layers_alone(bench, name, seq, 5)
+    bench.add(bound)
+    flat = dist.init_device_mesh("cuda", (world,))
+    two = dist.init_device_mesh("cuda", (world // half, half), mesh_dim_names=("rep", "shard"))
+    ours = [(1, 1, world, "intra"), (1, 1, world, "inter"), (1, world, world, "intra"),
+            (half, half, world, "intra"), (world, world, world, "intra"),
+            (half, half, half, "intra")]
+    theirs = [("ZeRO-3", flat, True), ("ZeRO-2-like", flat, False), ("HSDP, reshard", two, True),
+              ("HSDP", two, False)]
+    for m in (1, 8):
+        repeats = 5 if m == 1 else 3
+        for p, g, os_, layout in ours:
+            cfg = sharded(bench, name, Factors(p, g, os_), m, os_layout=layout)
+            attempt(bench, f"ours {p},{g},{os_} {layout} M={m}", name, seq, seq * m,
+                    lambda: make_step(bench, cfg), repeats, bound=bound, micro_batches=m)
+        cfg = sharded(bench, name, Factors(), m)
+        for label, mesh, reshard in theirs:
+            attempt(bench, f"fsdp2 {label} M={m}", name, seq, seq * m,
+                    lambda: fsdp2_step(bench, cfg, mesh, reshard), repeats, bound=bound,
+                    micro_batches=m)
+
+
+def table_memory(bench: Bench) -> None:
+    """Bytes of parameters, gradients and optimizer states on rank 0, under all legal factors, as
+    they are allocated and by the formula."""
+    cfg = MODELS["7b"]
+    for m in (1, 2):
+        for f in legal_factors(bench.world, bench.world):
+            for layout in ("intra", "inter"):
+                with torch.device("meta"):
+                    model = LLaMA(cfg)
+                release(bench.device)
+                states = States(model, bench.device, torch.bfloat16, m, f, layout, groups=GROUPS)
+                formula = state_bytes(param_count(cfg), f, torch.bfloat16, m > 1)
+                found = row(bench, f"ours {f.p},{f.g},{f.os} {layout} M={m}", cfg, "7b", 0, 0, None,
+                            gpus=bench.world, state_bytes=states.bytes(),
+                            state_bytes_formula=formula, imbalance=states.imbalance)
+                bench.add(found | {"oom": False})
+                del model, states
+
+
+def table_overlap(bench: Bench) -> None:
+    """What each overlap is worth (AMSP, table V): switched off one after the other."""
+    name, seq = "7b", 4096
+    kinds = {"all overlaps": STREAMS, "without param_broadcast": STREAMS[:3],
+             "without param_broadcast, grad_reduce": STREAMS[:2], "none": ("none",)}
+    for f in (Factors(1, 1, bench.world), Factors(*[bench.world] * 3)):
+        for m in (1, 2, 4, 8):
+            for label, streams in kinds.items():
+                cfg = sharded(bench, name, f, m, overlap=",".join(streams))
+                attempt(bench, f"{f.p},{f.g},{f.os} M={m} {label}", name, seq, seq * m,
+                        lambda: make_step(bench, cfg), 3, micro_batches=m)
+
+
+def table_nodes(bench: Bench) -> None:
+    """The same ranks as "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
+    apart. A smaller model, since whole gathers of 7B would take 10 s a micro-batch."""
+    name, seq = "1b", 4096
+    names = [None] * bench.world
+    dist.all_gather_object(names, os.environ["NCCL_HOSTID"])
+    nodes = len(set(names))
+    k = bench.world // nodes
+    kinds = [Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, bench.world),
+             Factors(*[bench.world] * 3)]
+    for f in dict.fromkeys(kinds):
+        cfg = sharded(bench, name, f, 1, per_node=k)
+        attempt(bench, f"ours {f.p},{f.g},{f.os} nodes={nodes}", name, seq, seq,
+                lambda: make_step(bench, cfg), 3)
+    two = dist.init_device_mesh("cuda", (nodes, k), mesh_dim_names=("rep", "shard"))
+    flat = dist.init_device_mesh("cuda", (bench.world,))
+    cfg = sharded(bench, name, Factors(), 1, per_node=k)
+    for label, mesh, reshard in (("HSDP", two, False), ("ZeRO-3", flat, True)):
+        attempt(bench, f"fsdp2 {label} nodes={nodes}", name, seq, seq,
+                lambda: fsdp2_step(bench, cfg, mesh, reshard), 3)
+
+
+def union_ms(spans: list[tuple[float, float]]) -> float:
+    """Return the milliseconds that spans (begin, end) in microseconds cover together."""
+    total = 0.0
+    covered = float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, covered))
+        covered = max(covered, end)
+    return total / 1e3
+
+
+def exposed_ms(events) -> dict[str, float]:
+    """Return of a profile's device events the milliseconds in which anything, communication, and
+    communication without any computation beside it ran."""
+    communication = []
+    computation = []
+    for e in events:
+        if e.device_type == torch.autograd.DeviceType.CUDA and "Memset" not in e.name:
+            kind = communication if "nccl" in e.name.lower() else computation
+            kind.append((e.time_range.start, e.time_range.end))
+    busy = union_ms(communication + computation)
+    return {"busy_ms": busy, "communication_ms": union_ms(communication),
+            "exposed_ms": busy - union_ms(computation)}
+
+
+def table_trace(bench: Bench) -> None:
+    """One profiled step for each of three factors: communication, and what of it is exposed; and
+    results/trace.json.gz, for chrome://tracing, of the last."""
+    name, seq = "7b", 4096
+    world = bench.world
+    for f in (Factors(1, 1, world), Factors(1, world, world), Factors(world, world, world)):
+        found = {}
+
+        def build() -> Step:
+            step = make_step(bench, sharded(bench, name, f, 1))
+            for _ in range(3):
+                step()
+            sync(bench.device)
+            kinds = [torch.profiler.ProfilerActivity.CUDA]
+            with torch.profiler.profile(activities=kinds) as profile:
+                step()
+                step()  # parameters travel under the next forward
+                sync(bench.device)
+            found.update({key: value / 2 for key, value in exposed_ms(profile.events()).items()})
+            if f.p > 1 and bench.rank == 0:
+                profile.export_chrome_trace(str(bench.out / "trace.json.gz"))
+            return step
+
+        attempt(bench, f"ours {f.p},{f.g},{f.os} trace", name, seq, seq, build, 3)
+        bench.rows[-1].update(found)
+        bench.print0(found)
+
+
+# ---------------------------------------------------------------------------- tables: sequences
+
+
+def table_long(bench: Bench) -> None:
     """7B, one sequence over all ranks, train.py's own choices, beside the kernels alone, beside
     what Memo compares with (full recomputation; all of it swapped, two layers resident), and
     beside FSDP2 with Ulysses and full recomputation of each layer: same model, same kernels."""
-    world, rank, name, rows = dist.get_world_size(), dist.get_rank(), "7b", []
+    name = "7b"
+    world = bench.world
     kinds = {"ours": ("ours", {}), "full": ("ours, full recompute", {"recompute": "full"}),
              "swap": ("ours, full swap", {"alpha": 1.0, "resident_layers": 2})}
-    kernel = pick_kernel("auto", device, torch.bfloat16)
-    for seq in SEQS or [2**13 * world * i for i in (1, 2, 4, 8)]:
-        rows.append(bound := kernel_bound(MODELS[name], name, seq, kernel, device, torch.bfloat16,
-                                          2**14))
-        show(rows[-1:], head=len(rows) == 1) if rank == 0 else None
-        repeats = 1 if seq // world > 2**14 else 3
-        warmup = 0 if seq // world > 2**17 else 2  # of steps of many minutes, the first is timed
-        for label, by_hand in (v for k, v in kinds.items() if k not in SKIP):
-            attempt(rows, label, name, seq, seq // world, bound, device, lambda: long_step(
-                Config(model=name, seq=seq, **MEMORY, **by_hand), device), repeats, warmup)
-        if "fsdp2" not in SKIP:
-            tokens = (t[:, rank * seq // world : (rank + 1) * seq // world].contiguous()
-                      for t in random_sequence(MODELS[name], seq, device))
+    for seq in bench.seqs or [2**13 * world * i for i in (1, 2, 4, 8)]:
+        bound = kernel_bound(bench, name, seq)
+        bench.add(bound)
+        tokens = seq // world
+        repeats = 1 if tokens > 2**14 else 3
+        warmup = 0 if tokens > 2**17 else 2  # of steps of many minutes, the first is timed
+        warmup = min(warmup, repeats)
+        cfg = Config(model=name, seq=seq, sp=world, batch=1)
+        for kind, (label, by_hand) in kinds.items():
+            if kind not in bench.skip:
+                ours = dataclasses.replace(cfg, **by_hand)
+                attempt(bench, label, name, seq, tokens, lambda: make_step(bench, ours), repeats,
+                        warmup, bound)
+        if "fsdp2" not in bench.skip:
             flat = dist.init_device_mesh("cuda", (world,))
-            attention = Ulysses(kernel, world, GROUPS, CommStream(device), 1)
-            attempt(rows, "fsdp2 ZeRO-3, Ulysses, full", name, seq, seq // world, bound, device,
-                    lambda: fsdp2_step(MODELS[name], kernel, device, 1, flat, True, tuple(tokens),
-                                       attention), repeats, warmup)
-    return rows
+            attempt(bench, "fsdp2 ZeRO-3, Ulysses, full", name, seq, tokens,
+                    lambda: fsdp2_step(bench, cfg, flat, True), repeats, warmup, bound)
 
 
-def exact_replay(device: torch.device) -> int:
-    """Steps at planned addresses equal others to the last bit: whole and in chunks, over all
-    ranks, with steps of another shape in between. Returns how many requests met the plans."""
-    world, seq, hits = dist.get_world_size(), 8192, 0
-    cfg = dataclasses.replace(MODELS["160m"], layers=6, heads=16, kv_heads=4)
-    kernel, tokens = pick_kernel("auto", device, torch.bfloat16), seq // world
-    torch.use_deterministic_algorithms(True)
-    for kept in (None, ActivationPlan(6, 4, 3, 8, 6)):
-        curves = []  # the first run compiles kernels for both shapes, the others find them
-        for memory in (None, None, StepMemory(f"cuda:{device.index}")):
-            model, states = make(
-                cfg, kernel, device, torch.bfloat16, chunked=kept is not None,
-                attention=Ulysses(kernel, world, GROUPS, CommStream(device), 2, world),
-                factors=Factors(1, world, world), num_chunks=4 if kept else 1)
-            if kept:
-                ChunkedLayers(model, (1, tokens), kept, tokens // 4, device, torch.bfloat16)
-            curve = []
-            for i in range(9):
-                n = tokens // 2 if i in (4, 6) and not kept else tokens
-                cut = slice(dist.get_rank() * n, (dist.get_rank() + 1) * n)
-                ids, labels = (t[None, :, cut] for t in random_sequence(cfg, n * world, device, i))
-                batch = ids, labels, torch.tensor(1 / seq, device=device)
-                step = functools.partial(train.run_step, model, states, batch,
-                                         torch.arange(n * world, device=device)[cut], 1e-4, 1.0)
-                curve.append(torch.stack([x.float() for x in (memory.run(step) if memory
-                                                              else step())]))
-                hits += memory.counts.get("hits", 0) if memory else 0
-            curves.append(torch.stack(curve))
-            if memory:
-                assert memory.counts["hits"] > 0.9 * len(memory.requests), memory.counts
-                memory.give_back()
-        assert torch.equal(*curves[1:]), f"planned addresses change the arithmetic: {curves}"
-    torch.use_deterministic_algorithms(False)
-    return hits
-
-
-ALLOCATORS = "caching allocator", "expandable segments", "planned"
-
-
-def under(label: str, device: torch.device, build) -> tuple:
-    """A function that builds a step with build() and runs it under one of ALLOCATORS until nothing
-    new happens in it; and the memory that it plans with, or None."""
-    train.set_allocator(f"expandable_segments:{label != ALLOCATORS[0]}")
-    memory = StepMemory(f"cuda:{device.index}") if label == "planned" else None
-
-    def build_and_warm():
-        step = build()
-
-        def run():
-            if memory is None:
-                return step()
-            return memory.replay(step) if memory.plan else memory.run(step)
-
-        for _ in range(3 if memory else 1):  # the third is recorded
-            run()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.reset_accumulated_memory_stats(device)
-        run.plan, run.config = step.plan, step.config
-        return run
-
-    return build_and_warm, memory
-
-
-def table_memplan(device: torch.device) -> list[dict]:
-    """A step of 7B on addresses that were planned once, beside PyTorch's allocator, with segments
-    that expand and without. Reserved: the most that the allocator held after warm-up. Of sequences
-    whose steps take minutes, a step of the first and last two layers, with the others' memory taken
-    as planned."""
-    world, rank, rows = dist.get_world_size(), dist.get_rank(), []
-    MODELS["7b/4"] = dataclasses.replace(MODELS["7b"], layers=4)
-    hits = exact_replay(device)
-    print(f"equal at planned addresses, {hits:,} requests") if rank == 0 else None
-    for seq in SEQS or [2**14 * world, 2**16 * world]:
-        for label in ALLOCATORS:
-            cfg = Config(model="7b", seq=seq, **MEMORY)
-            whole = seq // world <= 2**16
-            build, memory = under(label, device, lambda: long_step(cfg, device) if whole else (
-                proof_step(cfg, device, long_plan(cfg, device), pin=False)))
-            attempt(rows, label, "7b" if whole else "7b/4", seq, seq // world, None, device, build,
-                    2 if whole else 1, warmup=1)
-            if memory and memory.counts:
-                p, c = memory.plan, memory.counts
-                if rank == 0:
-                    file = str(KEEP[1] / f"memplan-{seq // 1024}k-{world}x")
-                    memory.draw(f"{file}.png")
-                    write_plan(f"{file}.csv", range(len(p.offsets)), memory.requests, p.offsets)
-                rows[-1] |= {"requests": len(memory.requests), "planned_peak_gib": p.peak / GIB,
-                             "lower_bound_gib": p.lower_bound / GIB, "solve_s": p.seconds,
-                             "method": p.method, "optimal": p.optimal, "counts": c,
-                             "hit_requests": c["hits"] / (c["hits"] + c["misses"] + c["refused"]),
-                             "hit_bytes": c["hit_bytes"] / c["bytes"]}
-                memory.give_back()
-            KEEP[0](rows)
-    train.expandable_segments()
-    return rows
-
-
-def table_capped(device: torch.device) -> list[dict]:
-    """The longest sequence of 7B, all kept, of which a step fits under a cap of GPU memory (80 GiB
-    without --gpu-memory), to 512 tokens a rank: as above, by what gives the memory (a plan's step
-    is recorded with segments that expand)."""
-    world, rows, layers, step = dist.get_world_size(), [], MODELS["7b"].layers, 512
-    cap = MEMORY.get("gpu_memory") or 80 * GIB
-
-    def planned(tokens: int) -> tuple[Config, Plan]:
-        cfg = Config(model="7b", seq=tokens * world, resident_layers=layers,
-                     **dict.fromkeys(("p", "g", "os"), str(world)))
-        plan = long_plan(cfg, device)  # for the whole GPU: here not the plan is to set the limit
-        cfg.gpu_memory = cap
-        return cfg, plan
-
-    counted = step  # the most that would fit as planner.py counts it
-    while sum(device_bytes(*planned(counted + step)).values()) <= cap:
-        counted += step
-    for label in ALLOCATORS:
-        good, bad, found = counted - 4 * step, counted + 4 * step, []
-        while bad - good > step:
-            middle = (good + bad) // 2 // step * step
-            cfg, plan = planned(middle)
-            build, memory = under(label, device, lambda: long_step(cfg, device, plan))
-            attempt(tried := [], label, "7b", cfg.seq, middle, None, device, build, 1, warmup=0)
-            if memory:
-                memory.give_back()
-            if tried[0]["oom"]:
-                bad = middle
-            else:
-                good, found = middle, tried
-        rows += found or tried
-        rows[-1] |= dict.fromkeys(TIMES)  # of one step each
-        KEEP[0](rows)
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
-    train.expandable_segments()
-    return rows
-
-
-def longest(name: str, ranks: int, device, gpu: float,
-            host: float) -> tuple[Config, Plan] | None:
-    """The most tokens of one sequence over `ranks` that there is a plan for, in steps of 16K a
-    rank, by default hardware rates. gpu, host: bytes of a rank to plan with."""
-    def fits(steps: int) -> tuple[Config, Plan] | None:
-        cfg = Config(model=name, seq=steps * ranks * 2**14, batch=1, sp=ranks, per_node=ranks,
-                     dtype="bf16", **MEMORY)
-        plan = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None, gpu_budget=gpu,
-                    host_budget=host)
+def longest(constraints: Constraints, model: ModelConfig,
+            hardware: Hardware) -> tuple[Constraints, Plan] | None:
+    """Return the most tokens of one sequence over all ranks that there is a plan for, in steps of
+    16K a rank, and the plan; None if there is none."""
+    def fits(steps: int) -> tuple[Constraints, Plan] | None:
+        asked = dataclasses.replace(constraints, seq=steps * hardware.ranks * 2**14, batch=1,
+                                    sp=hardware.ranks)
         try:
-            return cfg, choose_plan(cfg, plan, ranks, 1)
+            return asked, planner.plan(asked, model, hardware)[0]
         except ValueError:
             return None
 
-    best, good, bad = None, 0, 1
+    best = None
+    good = 0
+    bad = 1
     while found := fits(bad):
-        best, good, bad = found, bad, 2 * bad
+        best = found
+        good = bad
+        bad *= 2
     while bad - good > 1:
-        if found := fits(middle := (good + bad) // 2):
-            best, good = found, middle
+        middle = (good + bad) // 2
+        if found := fits(middle):
+            best = found
+            good = middle
         else:
             bad = middle
     return best
 
 
-def proof_step(cfg: Config, device, plan: Plan, pin: bool = True):
-    """A step of the first and the last two layers, with all else allocated as planned (pin: on the
-    host, too). It shows that memory suffices; its time, of a first step, is none of training."""
-    kept = plan.activations
+def first_and_last_layers(run: Run) -> Run:
+    """Return the run of a model of the first and the last two layers, as they are planned."""
+    kept = run.plan.activations
     few = ActivationPlan(4, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
                          2 * kept.most_swapped_chunks(), min(1, kept.layers_recomputing_attention))
-    part = dataclasses.replace(plan, model=dataclasses.replace(plan.model, layers=4),
-                               activations=few)
-    gpu = sum(device_bytes(cfg, plan).values()) - sum(device_bytes(cfg, part).values())
-    host = planner.swapped_host_bytes(cfg, plan) - planner.swapped_host_bytes(cfg, part)
-    held = [torch.empty(int(gpu), dtype=torch.uint8, device=device),
-            [buffer.result() for buffer in offload.pin_host_buffers(
-                [2**32] * int(host / 2**32) * pin, device.type == "cuda")]]
-    step = long_step(cfg, device, part)
-    step.held, step.plan = held, plan
+    model = dataclasses.replace(run.model, layers=4)
+    plan = dataclasses.replace(run.plan, activations=few)
+    return run.but(model=model, plan=planner.with_memory(plan, model, run.dtype))
+
+
+def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:
+    """Build a step of the first and the last two layers, with all else allocated as planned (pin:
+    on the host, too). It shows that memory suffices; its time, of a first step, is none of
+    training."""
+    few = first_and_last_layers(run)
+    gpu = int(run.plan.memory.total() - few.plan.memory.total())
+    held = [torch.empty(gpu, dtype=torch.uint8, device=bench.device)]
+    if pin:
+        host = run.plan.host_bytes - few.plan.host_bytes
+        sizes = [2**32] * int(host / 2**32)
+        held += [pinned.result() for pinned in offload.pin_host_buffers(sizes, bench.gpu)]
+    step = make_step(bench, run=few)
+    step.held = held
     return step
 
 
-def table_longest(device: torch.device) -> list[dict]:
+def table_longest(bench: Bench) -> None:
     """The longest sequence of 7B: of 8 H200s with 560 GiB of host memory by plan, and of this
     machine by plan and by a step of its first and last layers."""
-    world, rank, rows, name = dist.get_world_size(), dist.get_rank(), [], "7b"
+    name = "7b"
     MODELS["7b/4"] = dataclasses.replace(MODELS[name], layers=4)
-    own = Plan(MODELS[name], device, torch.bfloat16, "auto", None, None,
-               gpu_budget=planner.gpu_budget(Config(**MEMORY), device),
-               host_budget=planner.host_budget(Config(per_node=world, **MEMORY)))
-    train.min_budget_over_ranks(own)
-    for label, ranks, gpu, host in (
-            ("8 x H200, 560 GiB host, by plan", 8, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8),
-            ("this machine, by plan", world, own.gpu_budget, own.host_budget)):
-        found = longest(name, ranks, device, gpu, host)
+    own = machine(bench, Config(model=name, seq=2**14 * bench.world, batch=1, sp=bench.world))
+    eight = Hardware(8, 8, gpu_budget=planner.GPU_SHARE * 139.8 * GIB, host_budget=490 * GIB / 8)
+    found = None
+    for label, hardware in (("8 x H200, 560 GiB host, by plan", eight),
+                            ("this machine, by plan", own.hardware)):
+        found = longest(own.constraints, own.model, hardware)
         if found is None:
-            raise SystemExit(f"bench.py: {label}: not even {ranks * 2**14:,} tokens")
-        cfg, plan = found
-        plan.kernel = pick_kernel("auto", device, torch.bfloat16)
-        rows.append(row(label, plan.model, name, cfg.seq, 0, None, device, gpus=ranks,
-                        **chosen(cfg, plan)) | {"oom": False, "gpu_gib": None})
-    show(rows) if rank == 0 else None
-    attempt(rows, "its first and last layers", "7b/4", cfg.seq, cfg.seq // world, None, device,
-            lambda: proof_step(cfg, device, plan), repeats=1, warmup=0)
-    rows[-1] |= dict.fromkeys(TIMES[1:])
-    return rows
+            raise ConfigError(f"{label}: not even {hardware.ranks * 2**14:,} tokens")
+        constraints, plan = found
+        run = own.but(cfg=dataclasses.replace(own.cfg, seq=constraints.seq,
+                                              per_node=hardware.per_node), plan=plan)
+        bench.add(row(bench, label, run.model, name, constraints.seq, 0, None, gpus=hardware.ranks,
+                      **chosen(run)) | {"oom": False, "gpu_gib": None})
+    seq = run.cfg.seq
+    proof = attempt(bench, "its first and last layers", "7b/4", seq, seq // bench.world,
+                    lambda: proof_step(bench, run), 1, 0)
+    proof.update(dict.fromkeys(TIMES[1:]), **chosen(run))
 
 
-def table_million(device: torch.device) -> list[dict]:
-    """Attention of a million tokens, where the elements of its heads pass 2^31: relative distance
-    of the last head from a run of that head alone, and of rows past 2^19 from the definition in
-    float64."""
-    gpu = device.type == "cuda"
-    seq, heads, dtype = (2**20, 17, torch.bfloat16) if gpu else (2**9, 3, torch.float32)
-    rows, kernel = [], pick_kernel("auto", device, dtype)
-    op = Attention(kernel)
-    torch.manual_seed(0)
-    q, k, v, do = (torch.randn(1, seq, heads, 128, device=device).to(dtype) for _ in range(4))
-    o, lse = op.forward(q, k, v)
-    all_heads = dict(zip(("o", "dq", "dk", "dv"), (o, *op.backward(do, q, k, v, o, lse))))
-    last = [x[:, :, -1:].contiguous() for x in (q, k, v, do)]
-    o, lse = op.forward(*last[:3])
-    alone = dict(zip(("o", "dq", "dk", "dv"), (o, *op.backward(last[3], *last[:3], o, lse))))
+# ---------------------------------------------------------------------------- tables: memory
 
-    def add(label: str, wanted: dict, have: dict) -> None:
-        distance = {x: ((have[x].double() - wanted[x].double()).norm()
-                        / wanted[x].double().norm()).item() for x in wanted}
-        rows.append({"system": label, "seq": seq, "heads": heads, "kernel": kernel,
-                     **dict.fromkeys(("o", "dq", "dk", "dv")), **distance})
-        KEEP[0](rows)
+ALLOCATORS = ("caching allocator", "expandable segments", "planned")
 
-    add("the last head, to itself alone", alone, {k: x[:, :, -1:] for k, x in all_heads.items()})
-    at = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
-    q, k, v, do = (x[0, :, 0].double() for x in last)  # (T, D)
-    scores = q[at] @ k.t() / 128**0.5
-    scores.masked_fill_(torch.arange(seq, device=device) > at[:, None], -math.inf)
-    p = scores.softmax(-1)
-    o = p @ v
-    ds = p * (do[at] @ v.t() - (do[at] * o).sum(-1, keepdim=True))
-    add("its rows past the middle, to the definition", {"o": o, "dq": ds @ k / 128**0.5},
-        {x: all_heads[x][0, at, -1] for x in ("o", "dq")})
-    return rows
 
+@dataclass
+class Allocated:
+    """A step under one of ALLOCATORS, after it has run until nothing new happens in it."""
+
+    step: Step
+    memory: StepMemory | None  # that plans it
+
+    @property
+    def run(self) -> Run:
+        return self.step.run
+
+    @property
+    def states(self) -> States:
+        return self.step.states
+
+    def __call__(self):
+        if self.memory is None:
+            return self.step()
+        return self.memory.replay(self.step) if self.memory.plan else self.memory.run(self.step)
+
+
+def under(bench: Bench, label: str, build: Callable[[], Step]) -> Callable[[], Allocated]:
+    """Return a function that builds a step under an allocator. Its attribute `memory` is what plans
+    it, or None."""
+    memory = StepMemory(str(bench.device)) if label == "planned" else None
+
+    def build_and_warm() -> Allocated:
+        train.set_allocator(f"expandable_segments:{label != ALLOCATORS[0]}")
+        allocated = Allocated(build(), memory)
+        for _ in range(3 if memory else 1):  # the third is recorded
+            allocated()
+        release(bench.device)
+        return allocated
+
+    build_and_warm.memory = memory
+    return build_and_warm
+
+
+def memory_row(memory: StepMemory) -> dict:
+    """Return what a row says of a planned step."""
+    plan = memory.plan
+    counts = memory.counts
+    return {"requests": len(memory.requests), "planned_peak_gib": plan.peak / GIB,
+            "lower_bound_gib": plan.lower_bound / GIB, "solve_s": plan.seconds,
+            "method": plan.method, "optimal": plan.optimal, "counts": counts,
+            "hit_requests": counts["hits"] / (
+                counts["hits"] + counts["misses"] + counts["refused"]),
+            "hit_bytes": counts["hit_bytes"] / counts["bytes"]}
+
+
+def table_memplan(bench: Bench) -> None:
+    """A step of 7B on addresses that were planned once, beside PyTorch's allocator, with segments
+    that expand and without. Reserved: the most that the allocator held after warm-up. Of sequences
+    whose steps take minutes, a step of the first and last two layers, with the others' memory taken
+    as planned."""
+    world = bench.world
+    MODELS["7b/4"] = dataclasses.replace(MODELS["7b"], layers=4)
+    for seq in bench.seqs or [2**14 * world, 2**16 * world]:
+        whole = seq // world <= 2**16
+        cfg = Config(model="7b", seq=seq, sp=world, batch=1)
+
+        def build() -> Step:
+            if whole:
+                return make_step(bench, cfg)
+            return proof_step(bench, plan_run(bench, cfg), pin=False)
+
+        for label in ALLOCATORS:
+            warm = under(bench, label, build)
+            memory = warm.memory
+            found = attempt(bench, label, "7b" if whole else "7b/4", seq, seq // world, warm,
+                            2 if whole else 1, 1)
+            if memory and memory.counts:
+                if bench.rank == 0:
+                    file = str(bench.out / f"memplan-{seq // 1024}k-{world}x")
+                    memory.draw(f"{file}.png")
+                    write_plan(f"{file}.csv", range(len(memory.requests)), memory.requests,
+                               memory.plan.offsets)
+                found.update(memory_row(memory))
+                memory.give_back()
+            bench.keep(bench.rows)
+    train.expandable_segments()
+
+
+def table_capped(bench: Bench) -> None:
+    """The longest sequence of 7B, all kept, of which a step fits under a cap of GPU memory (80 GiB
+    without --gpu-memory), to 512 tokens a rank: as above, by what gives the memory (a plan's step
+    is recorded with segments that expand)."""
+    world = bench.world
+    unit = 512  # tokens of a rank
+    cap = bench.memory.get("gpu_memory") or 80 * GIB
+
+    def planned(tokens: int) -> Run:
+        cfg = Config(model="7b", seq=tokens * world, sp=world, batch=1,
+                     resident_layers=MODELS["7b"].layers, p=str(world), g=str(world), os=str(world))
+        run = plan_run(bench, cfg)  # for the whole GPU: here not the plan is to set the limit
+        return run.but(cfg=dataclasses.replace(run.cfg, gpu_memory=cap))
+
+    counted = unit  # the most that would fit as planner.py counts it
+    while planned(counted + unit).plan.memory.total() <= cap:
+        counted += unit
+    rows = []
+    for label in ALLOCATORS:
+        good = counted - 4 * unit
+        bad = counted + 4 * unit
+        best = None
+        while bad - good > unit:
+            middle = (good + bad) // 2 // unit * unit
+            run = planned(middle)
+            warm = under(bench, label, lambda: make_step(bench, run=run))
+            tried = attempt(bench, label, "7b", run.cfg.seq, middle, warm, 1, 0)
+            bench.rows.pop()
+            if warm.memory:
+                warm.memory.give_back()
+            if tried["oom"]:
+                bad = middle
+            else:
+                good = middle
+                best = tried
+        rows.append((best or tried) | dict.fromkeys(TIMES))  # of one step each
+    bench.add(*rows)
+    torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
+    train.expandable_segments()
+
+
+# ---------------------------------------------------------------------------- tables: no device
 
 MEMO = {64: 52.34, 128: 50.96, 256: 53.62, 384: 53.04, 512: 51.84, 640: 52.59, 768: 51.89,
         896: 52.71, 1024: 52.30}  # K tokens: published MFU of 7B on 8 A800s (table 3)
 MEMO_ALPHA = {256: 1.0, 384: 0.5, 512: 0.125, 768: 0.0, 896: 0.0, 1024: 0.0}  # table 7
 
 
-def table_alpha(device: torch.device) -> list[dict]:
+def table_alpha(bench: Bench) -> None:
     """Memo's rule for 7B on 8 A800s (2 TB of host memory, 32 GB/s and 80 GB a GPU), from sizes and
     the published MFU, beside the published alpha. No device is used."""
-    cfg, rows = MODELS["7b"], []
+    cfg = MODELS["7b"]
     for k, mfu in MEMO.items():
-        n, e = k * 1024 // 8, 2
-        flops = flops_per_token(cfg, k * 1024)[0] * n
-        layer_s = flops / 3 / (312e12 * mfu / 100) / cfg.layers
-        io, others = 2 * n * cfg.dim * e, 14 * n * cfg.dim * e  # Memo's 16 bsh elements
+        n = k * 1024 // 8
+        seconds = flops_per_token(cfg, k * 1024)[0] * n / (312e12 * mfu / 100)
+        layer_s = seconds / 3 / cfg.layers  # of a forward
+        io = 2 * n * cfg.dim * 2  # bytes of x and o, bf16
+        others = 14 * n * cfg.dim * 2  # Memo's 16 bsh elements
         sizes = Sizes(io // 2, io // 2, others, layer_s, layer_s, layer_s)
         memo, _ = plan_activations(cfg.layers, sizes, 8, 32e9, math.inf, 2e12 / 8, memo=True)
-        rows.append({
+        swapped = cfg.layers - 2
+        bench.add({
             "system": f"7b, {k}K tokens", "rule_alpha": memo.alpha,
             "by_bandwidth": (32e9 * layer_s - io) / others,
-            "by_host": (2e12 / 8 / (cfg.layers - 2) - io) / others,
+            "by_host": (2e12 / 8 / swapped - io) / others,
             "published_alpha": MEMO_ALPHA.get(k),
-            "host_gib": (cfg.layers - 2) * (io + MEMO_ALPHA.get(k, 0) * others) / GIB,
+            "host_gib": swapped * (io + MEMO_ALPHA.get(k, 0) * others) / GIB,
             "buffers_gib": 2 * (io + others) / GIB, "buffers_alpha0_gib": (2 * io + others) / GIB})
-    return rows
-
-
-def table_memory(device: torch.device) -> list[dict]:
-    """Bytes of parameters, gradients and optimizer states on rank 0, under all legal factors, as
-    they are allocated and by the formula."""
-    world, name, rows = dist.get_world_size(), "7b", []
-    cfg = MODELS[name]
-    for m in (1, 2):
-        for f in legal_factors(world, world):
-            for layout in ("intra", "inter"):
-                with torch.device("meta"):
-                    model = LLaMA(cfg)
-                release(device)
-                states = States(model, device, torch.bfloat16, m, f, layout, groups=GROUPS)
-                r = row(f"ours {f.p},{f.g},{f.os} {layout} M={m}", cfg, name, 0, 0, None, device,
-                        gpus=world, state_bytes=states.bytes(), state_bytes_formula=state_bytes(
-                            param_count(cfg), f, torch.bfloat16, m > 1))
-                rows.append(r | {"oom": False, "imbalance": states.imbalance})
-                KEEP[0](rows)
-                del model, states
-    return rows
-
-
-def table_overlap(device: torch.device) -> list[dict]:
-    """What each overlap is worth (AMSP, table V): switched off one after the other."""
-    world, (name, seq) = dist.get_world_size(), ("7b", 4096)
-    cfg, dtype = MODELS[name], torch.bfloat16
-    kernel, rows = pick_kernel("auto", device, dtype), []
-    batch = random_batch(cfg, seq, device)
-    kinds = {"all overlaps": STREAMS, "without param_broadcast": STREAMS[:3],
-             "without param_broadcast, grad_reduce": STREAMS[:2], "none": ()}
-    for f in (Factors(1, 1, world), Factors(world, world, world)):
-        for m in (1, 2, 4, 8):
-            for label, overlap in kinds.items():
-                attempt(rows, f"{f.p},{f.g},{f.os} M={m} {label}", name, seq, seq * m, None, device,
-                        lambda: train_step(*make(cfg, kernel, device, dtype, micro_batches=m,
-                                                 factors=f, layout="intra",
-                                                 overlap=overlap), batch, m),
-                        repeats=3, micro_batches=m)
-    return rows
-
-
-def table_nodes(device: torch.device) -> list[dict]:
-    """The same ranks as "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
-    apart. A smaller model, since whole gathers of 7B would take 10 s a micro-batch."""
-    world, (name, seq) = dist.get_world_size(), ("1b", 4096)
-    nodes = len(set(every_rank(os.environ["NCCL_HOSTID"])))
-    cfg, dtype, k = MODELS[name], torch.bfloat16, world // nodes
-    kernel, rows = pick_kernel("auto", device, dtype), []
-    batch = random_batch(cfg, seq, device)
-    for f in dict.fromkeys((Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, world),
-                            Factors(world, world, world))):
-        attempt(rows, f"ours {f.p},{f.g},{f.os} nodes={nodes}", name, seq, seq, None, device,
-                lambda: train_step(*make(cfg, kernel, device, dtype, factors=f, layout="intra"),
-                                   batch, 1), repeats=3)
-    two = dist.init_device_mesh("cuda", (nodes, k), mesh_dim_names=("rep", "shard"))
-    flat = dist.init_device_mesh("cuda", (world,))
-    for label, mesh, reshard in (("HSDP", two, False), ("ZeRO-3", flat, True)):
-        attempt(rows, f"fsdp2 {label} nodes={nodes}", name, seq, seq, None, device,
-                lambda: fsdp2_step(cfg, kernel, device, 1, mesh, reshard, batch), repeats=3)
-    return rows
-
-
-def every_rank(value) -> list:
-    """The values of all ranks."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def exposed_ms(events) -> dict[str, float]:
-    """Of a profile's device events: milliseconds in which anything, communication, and
-    communication without any computation beside it ran."""
-    spans = {True: [], False: []}
-    for e in events:
-        if e.device_type == torch.autograd.DeviceType.CUDA and "Memset" not in e.name:
-            spans["nccl" in e.name.lower()].append((e.time_range.start, e.time_range.end))
-
-    def union(parts):
-        total, end = 0.0, float("-inf")
-        for a, b in sorted(parts):
-            total, end = total + max(0.0, b - max(a, end)), max(end, b)
-        return total / 1e3
-
-    busy, compute = union(spans[True] + spans[False]), union(spans[False])
-    return {"busy_ms": busy, "communication_ms": union(spans[True]), "exposed_ms": busy - compute}
-
-
-def table_trace(device: torch.device) -> list[dict]:
-    """One profiled step for each of three factors: communication, and what of it is exposed."""
-    world, (name, seq) = dist.get_world_size(), ("7b", 4096)
-    cfg, dtype = MODELS[name], torch.bfloat16
-    kernel, rows = pick_kernel("auto", device, dtype), []
-    batch = random_batch(cfg, seq, device)
-    for f in (Factors(1, 1, world), Factors(1, world, world), Factors(world, world, world)):
-        def build():
-            model, states = make(cfg, kernel, device, dtype, factors=f, layout="intra")
-            step = train_step(model, states, batch, 1)
-            for _ in range(3):
-                step()
-            sync(device)
-            kinds = torch.profiler.ProfilerActivity
-            with torch.profiler.profile(activities=[kinds.CUDA]) as profile:
-                step()
-                step()  # parameters travel under the next forward
-                sync(device)
-            build.times = {k: v / 2 for k, v in exposed_ms(profile.events()).items()}
-            if f.p > 1 and dist.get_rank() == 0:
-                TRACE.parent.mkdir(exist_ok=True)
-                profile.export_chrome_trace(str(TRACE))
-            return step
-
-        attempt(rows, f"ours {f.p},{f.g},{f.os} trace", name, seq, seq, None, device, build, 3)
-        rows[-1] |= build.times
-        if dist.get_rank() == 0:
-            print(build.times)
-    return rows
 
 
 @dataclass(frozen=True)
 class Table:
-    measure: Callable[[torch.device], list[dict]]
+    measure: Callable[[Bench], None]
     ranks: int = 1  # that it needs
     cpu: bool = False  # a machine without GPUs can measure it
 
 
-TABLES = {"step": Table(table_step, cpu=True), "alpha": Table(table_alpha, cpu=True),
-          "million": Table(table_million, cpu=True), "swap": Table(table_swap),
-          "long": Table(table_long), "longest": Table(table_longest),
-          "memplan": Table(table_memplan), "capped": Table(table_capped, 2),
-          "shard": Table(table_shard, 2), "memory": Table(table_memory, 2),
-          "curves": Table(table_curves, 2), "trace": Table(table_trace, 2),
-          "overlap": Table(table_overlap, 2), "nodes": Table(table_nodes, 4)}
+TABLES = {
+    "step": Table(table_step, cpu=True),
+    "alpha": Table(table_alpha, cpu=True),
+    "long": Table(table_long),
+    "longest": Table(table_longest),
+    "memplan": Table(table_memplan),
+    "capped": Table(table_capped, 2),
+    "shard": Table(table_shard, 2),
+    "memory": Table(table_memory, 2),
+    "trace": Table(table_trace, 2),
+    "overlap": Table(table_overlap, 2),
+    "nodes": Table(table_nodes, 4),
+}
 
 
 def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
-    """The reason why a table cannot be measured by these ranks, with what to type; or None."""
+    """Return why a table cannot be measured by these ranks, with what to type; None if it can."""
     table = TABLES[name]
     if not gpu and not table.cpu:
         here = ", ".join(n for n, t in TABLES.items() if t.cpu)
@@ -1070,35 +980,49 @@ def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
         split = " --nodes 2" if name == "nodes" else ""
         return (f"table {name} needs {table.ranks} GPUs or more, one a rank: torchrun "
                 f"--nproc_per_node {table.ranks} bench.py {name}{split}")
-    if (name == "nodes") != (nodes > 1):
-        return ("table nodes needs --nodes 2 or more" if nodes == 1 else
-                f"--nodes {nodes}: splits the ranks of table nodes alone, not of {name}")
+    if name == "nodes" and nodes == 1:
+        return "table nodes needs --nodes 2 or more"
+    if name != "nodes" and nodes > 1:
+        return f"--nodes {nodes}: splits the ranks of table nodes alone, not of {name}"
     if world % nodes:
         return f"--nodes {nodes}: does not divide {world} ranks"
     return None
 
 
-def cells(r: dict) -> list[str]:
-    """A row as text, in the tables' order; what does not apply is a dash."""
-    def text(x, form):
-        return form.format(x) if x is not None else "-"
+# ---------------------------------------------------------------------------- print and write
 
-    ms, name = r["step_s"] * 1e3 if r["step_s"] else None, r["system"]
+
+def text(value, form: str) -> str:
+    """Return a cell: a dash for what does not apply."""
+    return "-" if value is None else form.format(value)
+
+
+def system_of(r: dict) -> str:
+    """Return what a row is of, with what train.py has chosen."""
+    name = r["system"]
     if r["model"] == "-":  # a ceiling
-        name += f", {r['flops'] / 1e12:.3g} TFLOP/s"
-    if r.get("sp"):  # what train.py has chosen
-        name += f" {r['p']},{r['g']},{r['os']}"
-        kept = r.get("activations") or r.get("fates")  # as older files call them
-        if kept:
-            name += f" k={kept['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
-            twice = kept.get("layers_recomputing_attention") or kept.get("dropped")
-            name += f", attention twice in {twice}" if twice else ""
-    took = text(ms, "{:,.1f}")
+        return name + f", {r['flops'] / 1e12:.3g} TFLOP/s"
+    if not r.get("sp"):
+        return name
+    name += f" {r['p']},{r['g']},{r['os']}"
+    kept = r.get("activations") or r.get("fates")  # as older files call them
+    if kept:
+        name += f" k={kept['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
+        twice = kept.get("layers_recomputing_attention") or kept.get("dropped")
+        if twice:
+            name += f", attention twice in {twice}"
+    return name
+
+
+def cells(r: dict) -> list[str]:
+    """Return a row as text, in the order of HEAD."""
+    took = text(r["step_s"] and r["step_s"] * 1e3, "{:,.1f}")
     if r["oom"]:  # while it ran, or it was refused before
         took = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
-    return [name, r["model"], f"{r['seq']:,}", took, text(r["tgs"], "{:,.0f}"), *(
-        text(r[k], "{:.1%}") for k in ("mfu_causal", "mfu_full", "bound_ratio")), *(
-        text(r[k], "{:.1f}") for k in ("gpu_gib", "host_gib"))]
+    ratios = [text(r[key], "{:.1%}") for key in ("mfu_causal", "mfu_full", "bound_ratio")]
+    memory = [text(r[key], "{:.1f}") for key in ("gpu_gib", "host_gib")]
+    return [system_of(r), r["model"], f"{r['seq']:,}", took, text(r["tgs"], "{:,.0f}"), *ratios,
+            *memory]
 
 
 HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full", "of bound",
@@ -1106,62 +1030,46 @@ HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full",
 
 
 def memory_cells(r: dict) -> list[str]:
-    """A row of the table memory: GiB held / GiB by the formula, for each kind of states."""
-    pairs = [(r["state_bytes"][k] / GIB, r["state_bytes_formula"][k] / GIB)
-             for k in ("parameters", "gradients", "optimizer")]
+    """Return a row of the table memory: GiB held / GiB by the formula, for each kind of states."""
+    pairs = [(r["state_bytes"][kind] / GIB, r["state_bytes_formula"][kind] / GIB)
+             for kind in ("parameters", "gradients", "optimizer")]
     worst = max(abs(have / want - 1) for have, want in pairs)
     return [r["system"], *(f"{have:.2f} / {want:.2f}" for have, want in pairs), f"{worst:.2%}"]
 
 
-def curve_cells(r: dict) -> list[str]:
-    return [r["system"], *(f"{r[k]:.4f}" for k in (
-        "loss_first", "loss_last", "largest_loss_difference", "largest_norm_difference"))]
-
-
 def trace_cells(r: dict) -> list[str]:
-    return [r["system"], *(f"{x:.1f}" for x in (
-        r["step_s"] * 1e3, r["communication_ms"], r["exposed_ms"]))]
+    times = (r["step_s"] * 1e3, r["communication_ms"], r["exposed_ms"])
+    return [r["system"], *(f"{ms:.1f}" for ms in times)]
 
 
 def alpha_cells(r: dict) -> list[str]:
-    shown = "-" if r["published_alpha"] is None else f"{r['published_alpha']:.3f}"
-    return [r["system"], *(f"{r[k]:.2f}" for k in ("by_bandwidth", "by_host", "rule_alpha")), shown,
-            *(f"{r[k]:.1f}" for k in ("host_gib", "buffers_gib", "buffers_alpha0_gib"))]
+    alphas = [f"{r[key]:.2f}" for key in ("by_bandwidth", "by_host", "rule_alpha")]
+    bytes_ = [f"{r[key]:.1f}" for key in ("host_gib", "buffers_gib", "buffers_alpha0_gib")]
+    return [r["system"], *alphas, text(r["published_alpha"], "{:.3f}"), *bytes_]
 
 
 def memplan_cells(r: dict) -> list[str]:
-    def text(k, form):
-        return form.format(r[k]) if r.get(k) is not None else "-"
-
-    return [r["system"], r["model"], f"{r['seq']:,}",
-            "out of memory" if r["oom"] else text("step_s", "{:,.3f}"), text("gpu_gib", "{:.2f}"),
-            text("reserved_gib", "{:.2f}"), text("retries", "{}"), text("requests", "{:,}"),
-            text("planned_peak_gib", "{:.2f}"), text("lower_bound_gib", "{:.2f}"),
-            text("solve_s", "{:.1f}"),
-            text("hit_requests", "{:.2%}"), text("hit_bytes", "{:.2%}")]
+    forms = {"gpu_gib": "{:.2f}", "reserved_gib": "{:.2f}", "retries": "{}", "requests": "{:,}",
+             "planned_peak_gib": "{:.2f}", "lower_bound_gib": "{:.2f}", "solve_s": "{:.1f}",
+             "hit_requests": "{:.2%}", "hit_bytes": "{:.2%}"}
+    took = "out of memory" if r["oom"] else text(r["step_s"], "{:,.3f}")
+    return [r["system"], r["model"], f"{r['seq']:,}", took,
+            *(text(r.get(key), form) for key, form in forms.items())]
 
 
-def million_cells(r: dict) -> list[str]:
-    return [r["system"], f"{r['seq']:,}", str(r["heads"]), *(
-        "-" if r[k] is None else f"{r[k]:.1e}" for k in ("o", "dq", "dk", "dv"))]
-
-
-def layout(rows: list[dict]) -> tuple:
-    """The head of a table, and the function that writes its cells, by what the rows hold."""
-    if "rule_alpha" in rows[0]:
-        return ["system", "alpha by bandwidth", "by host memory", "rule", "published",
-                "host GiB", "buffers GiB", "at alpha 0"], alpha_cells
-    if "largest_loss_difference" in rows[0]:
-        return ["system", "first loss", "last loss", "difference", "of the norm"], curve_cells
-    if "exposed_ms" in rows[0]:
+def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
+    """Return the head of a table, and the function that writes a row's cells, by what rows hold."""
+    first = rows[0]
+    if "rule_alpha" in first:
+        return ["system", "alpha by bandwidth", "by host memory", "rule", "published", "host GiB",
+                "buffers GiB", "at alpha 0"], alpha_cells
+    if "exposed_ms" in first:
         return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
-    if rows[0]["system"] == "caching allocator":
+    if first["system"] == ALLOCATORS[0]:
         return ["system", "model", "tokens", "step s", "GPU GiB", "reserved GiB", "retries",
                 "requests", "planned GiB", "lower bound", "solved in s", "hits",
                 "of bytes"], memplan_cells
-    if "dq" in rows[0]:
-        return ["system", "tokens", "heads", "o", "dq", "dk", "dv"], million_cells
-    if "imbalance" in rows[0]:
+    if "imbalance" in first:
         return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
     return HEAD, cells
 
@@ -1169,7 +1077,7 @@ def layout(rows: list[dict]) -> tuple:
 def show(rows: list[dict], head: bool = True) -> None:
     titles, write = layout(rows)
     for line in [titles] * head + [write(r) for r in rows]:
-        print(f"{line[0]:<34}" + "".join(f"{c:>16}" for c in line[1:]), flush=True)
+        print(f"{line[0]:<34}" + "".join(f"{cell:>16}" for cell in line[1:]), flush=True)
 
 
 def versions() -> dict:
@@ -1186,12 +1094,13 @@ def versions() -> dict:
 
 
 def commit() -> str:
-    """The commit that is measured, + if files differ from it. BENCH_COMMIT names it where the files
-    were copied without their history."""
+    """Return the commit that is measured, + if files differ from it. BENCH_COMMIT names it where
+    the files were copied without their history."""
+    told = os.environ.get("BENCH_COMMIT")
+    if told:
+        return told
     git = ["git", "-C", str(HERE)]
     try:
-        if told := os.environ.get("BENCH_COMMIT"):
-            return told
         head = subprocess.check_output([*git, "rev-parse", "--short", "HEAD"], text=True,
                                        stderr=subprocess.DEVNULL)
         dirty = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode
@@ -1200,32 +1109,7 @@ def commit() -> str:
         return "unknown"
 
 
-README_MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
-
-
-def readme_tables(folder: Path) -> str:
-    """Markdown tables of the results files, for README.md."""
-    text = ""
-    for file in sorted(folder.glob("*.json")):
-        if file.name.startswith(("memory", "curves", "swap-h200", "swap-2x")):  # all alike
-            continue
-        r = json.loads(file.read_text())
-        head, write = layout(r["rows"])
-        text += (f"`{r['command']}` on {r['hardware']}, torch {r['versions']['torch']}, commit "
-                 f"{r['commit']} ([file](results/{file.name})):\n\n"
-                 f"| {' | '.join(head)} |\n|---|---|{'--:|' * (len(head) - 2)}\n")
-        for x in r["rows"]:
-            text += f"| {' | '.join(write(x))} |\n"
-        text += "\n"
-    return text
-
-
-def write_readme() -> None:
-    path = HERE / "README.md"
-    start, end = (path.read_text().index(mark) for mark in README_MARKS)
-    text = path.read_text()
-    path.write_text(text[: start + len(README_MARKS[0])] + readme_tables(HERE / "results")
-                    + text[end:])
+# ---------------------------------------------------------------------------- the program
 
 
 def parse() -> argparse.Namespace:
@@ -1238,8 +1122,6 @@ def parse() -> argparse.Namespace:
                         help="table step with a small model, in a minute")
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
                         "out/results on a CPU, whose figures README does not show")
-    parser.add_argument("--readme", action="store_true",
-                        help="measure nothing, write README.md's tables from results/")
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
                         " that reach each other by sockets alone, as nodes do (table nodes)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
@@ -1251,12 +1133,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gpu-memory", type=size, help="bytes of a GPU that it may use, as 80G, "
                         "to imitate another; default: all")
     args = parser.parse_args()
-    if unknown := set(args.tables) - set(TABLES):
+    unknown = set(args.tables) - set(TABLES)
+    if unknown:
         parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
-    gpu, world = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
-    reasons = [why_not(name, world, args.nodes, gpu) for name in args.tables]
-    if refused := [r for r in reasons if r]:  # known to each rank, so all of them say it
-        parser.error(refused[0])
+    gpu = torch.cuda.is_available()
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    for name in args.tables:
+        reason = why_not(name, world, args.nodes, gpu)
+        if reason:  # known to each rank, so all of them say it
+            parser.error(reason)
     return args
 
 
@@ -1270,71 +1155,94 @@ def try_folder(folder: Path) -> None:
 
 
 def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, str]:
-    """The command that measures a table as this run does, and what sets its file's name apart."""
-    seqs, gib = [f"{s // 1024}K" for s in args.seq], (args.gpu_memory or 0) // GIB
-    flags = {"nodes": args.nodes if args.nodes > 1 else None, "seq": ",".join(seqs),
-             "skip": args.skip, "gpu-memory": f"{gib}G" if gib else None,
-             "host-memory": args.host_memory and f"{args.host_memory // GIB}G"}
+    """Return the command that measures a table as this run does, and what sets its file's name
+    apart."""
+    seqs = [f"{seq // 1024}K" for seq in args.seq]
+    flags = {"seq": ",".join(seqs), "skip": args.skip}
+    file = name
+    if args.nodes > 1:
+        flags["nodes"] = args.nodes
+        file += f"{args.nodes}"
+    if args.quick:
+        file += "-quick"
+    file += "".join(f"-{seq.lower()}" for seq in seqs)
+    if args.gpu_memory:
+        flags["gpu-memory"] = f"{args.gpu_memory // GIB}G"
+        file += f"-{args.gpu_memory // GIB}g"
+    if args.host_memory:
+        flags["host-memory"] = f"{args.host_memory // GIB}G"
     launcher = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
-    command = f"{launcher} bench.py {name}" + " --quick" * args.quick + "".join(
-        f" --{k} {v}" for k, v in flags.items() if v)
-    file = name + f"{args.nodes}" * (args.nodes > 1) + "-quick" * args.quick
-    return command, file + "".join(f"-{s.lower()}" for s in seqs) + f"-{gib}g" * (gib > 0)
+    command = f"{launcher} bench.py {name}" + " --quick" * args.quick
+    command += "".join(f" --{flag} {value}" for flag, value in flags.items() if value)
+    return command, file
+
+
+def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) -> tuple[dict, bool]:
+    """Measure a table, and write its file row by row: one that is cut short leaves what it has
+    measured. Returns what is written, and whether Ctrl-C has stopped it."""
+    release(bench.device)
+    command, file = command_line(args, name, bench.world)
+    if name == "alpha":
+        hardware = "no device (calculated)"
+    else:
+        device = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
+        file += f"-{device}"
+    results = {"hardware": hardware, "versions": versions(), "commit": commit(),
+               "command": command, "rows": []}
+
+    def keep(rows: list[dict]) -> None:
+        results["rows"] = rows
+        if bench.rank == 0:
+            (bench.out / f"{file}.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    bench.rows = []
+    bench.keep = keep
+    stopped = False
+    try:
+        TABLES[name].measure(bench)
+    except KeyboardInterrupt:
+        stopped = True
+    keep(bench.rows)
+    bench.print0(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
+    if bench.rank == 0 and bench.rows:
+        show(bench.rows)
+    what = "stopped; the rows so far are" if stopped else "written"
+    bench.print0(f"{what} in {bench.out / file}.json")
+    return {"table": name, **results}, stopped
 
 
 def main() -> None:
     args = parse()
-    SEQS[:], SKIP[:], QUICK[:] = args.seq, args.skip.split(","), [args.quick]
-    MEMORY.update(host_memory=args.host_memory, gpu_memory=args.gpu_memory)
-    if args.readme:
-        return write_readme()
-    local, gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
+    gpu = torch.cuda.is_available()
     if args.nodes > 1:
+        node = int(os.environ.get("LOCAL_RANK", 0)) * args.nodes // int(os.environ["WORLD_SIZE"])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        os.environ["NCCL_HOSTID"] = f"node{local * args.nodes // int(os.environ['WORLD_SIZE'])}"
-    rank, world, local_rank = start_ranks(600)
+        os.environ["NCCL_HOSTID"] = f"node{node}"
+    rank, world, local_rank = train.start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
+    memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
+    bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.quick,
+                  {flag: value for flag, value in memory.items() if value is not None})
     on_all_ranks(lambda: try_folder(out) if rank == 0 else None)
     if gpu:
         torch.cuda.set_device(device)
         train.expandable_segments()
     torch.compiler.set_stance("default" if gpu else "force_eager")
     hardware = torch.cuda.get_device_name(device) if gpu else f"CPU, {os.cpu_count()} cores"
-    hardware = f"{world} x {hardware}" if world > 1 else hardware
-    if rank == 0 and (count := torch.cuda.device_count()) > world == 1:
-        print(f"one of {count} GPUs; all of them: torchrun --nproc_per_node {count} bench.py "
-              f"{' '.join(args.tables)}")
-    last, stopped = [], False
+    if world > 1:
+        hardware = f"{world} x {hardware}"
+    count = torch.cuda.device_count()
+    if count > world == 1:
+        bench.print0(f"one of {count} GPUs; all of them: torchrun --nproc_per_node {count} "
+                     f"bench.py {' '.join(args.tables)}")
+    last = []
+    stopped = False
     for name in args.tables:
-        release(device)
-        command, file = command_line(args, name, world)
-        results = {"hardware": hardware if name != "alpha" else "no device (calculated)",
-                   "versions": versions(), "commit": commit(), "command": command, "rows": []}
-        if name != "alpha":
-            file += "-" + hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
-
-        def keep(rows: list[dict]) -> None:
-            """Write the rows so far: a table that is cut short leaves what it has measured."""
-            results["rows"] = rows
-            if rank == 0:
-                (out / f"{file}.json").write_text(json.dumps(results, indent=1) + "\n")
-
-        KEEP[:] = [keep, out]
-        try:
-            keep(TABLES[name].measure(device))
-        except KeyboardInterrupt:
-            stopped = True
-        if rank == 0:
-            print(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
-            show(results["rows"]) if results["rows"] else None
-            print(f"{'stopped; the rows so far are' if stopped else 'written'} in "
-                  f"{out / file}.json")
-        last.append({"table": name, **results})
-        if stopped:
-            break
-    if rank == 0:
-        print(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
+        if not stopped:
+            results, stopped = measure(bench, args, name, hardware)
+            last.append(results)
+    bench.print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
     if stopped:  # in the middle of something: other ranks may wait in it
         sys.stdout.flush()
         os._exit(130)

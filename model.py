@@ -6,7 +6,8 @@ A layer is token-wise but for one operator, and the code is cut along that line:
     o, lse  = attention(q, k, v)        # the only operator that mixes tokens
     y       = block.post(x, o)          # output projection, norm, SwiGLU        token-wise
 
-This file knows neither ranks nor streams. The outside acts on a model in three ways, and no other:
+This file knows neither ranks nor streams. The outside acts on a model in three ways, and no other
+(where a step is simulated, train.simulation also wraps the operators that are one fused kernel):
 
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
                          shard.py gathers weights and reduces gradients there; the weights that it
@@ -23,7 +24,8 @@ may be any of PyTorch's that draw no random numbers, since they may run again; t
 save for backward what a layer keeps anyway (x, o, the residual stream, gate|up), and compute norms
 and SwiGLU again there, in one pass over memory.
 
-Left out: dropout, mixture of experts, inference caches, tied heads (untied on import).
+Left out: dropout, mixture of experts, inference caches, tied heads (untied on import); files are
+checkpoint.py's.
 
     model = LLaMA(MODELS["tiny"])
     model.init_weights(seed=0)
@@ -34,14 +36,11 @@ width, F MLP width, V vocabulary, L layers.
 """
 import contextlib
 import functools
-import json
 import math
-import shutil
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -690,7 +689,7 @@ class Block(nn.Module):
 
     Norms on q and k, say, are two vectors in __init__, and a norm before the rotation in pre:
 
-        self.q_norm = Vector(cfg.head_dim)      # k_norm likewise; pretrained weights: _hf_parts
+        self.q_norm = Vector(cfg.head_dim)      # k_norm likewise; files: checkpoint._HF
         ...
         qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps)
         heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
@@ -794,194 +793,3 @@ def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device)
     residual = name.endswith(("out.weight", "down.weight"))
     std = 0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02
     return torch.empty(shape, device=device).normal_(0, std, generator=rng)
-
-
-# ---------------------------------------------------------------------------- Hugging Face files
-
-_HF = {  # our matrix: theirs, whose rows follow one another in it
-    "embed": ["model.embed_tokens"], "norm": ["model.norm"], "head": ["lm_head"],
-    "norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
-    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "out": ["self_attn.o_proj"], "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "down": ["mlp.down_proj"],
-}
-
-
-_HF_KEYS = {  # our field: its key in config.json
-    "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size",
-    "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "rope_theta": "rope_theta",
-    "rope_scaling": "rope_scaling", "max_positions": "max_position_embeddings",
-    "tied": "tie_word_embeddings",
-}
-
-
-def _hf_parts(cfg: ModelConfig, name: str, rows: int) -> list[tuple[str, int]]:
-    """Return (their name, rows) of each part of our parameter."""
-    *layer, leaf, _ = name.split(".")
-    prefix = f"model.layers.{layer[1]}." if layer else ""
-    qkv = [n * cfg.head_dim for n in (cfg.heads, cfg.kv_heads, cfg.kv_heads)]
-    split = {"qkv": qkv, "gate_up": [cfg.ffn, cfg.ffn]}.get(leaf, [rows])
-    return [(f"{prefix}{part}.weight", n) for part, n in zip(_HF[leaf], split)]
-
-
-def hf_config(folder: str) -> ModelConfig:
-    """Read config.json of a LLaMA checkpoint. Raises ValueError for what this model does not
-    compute."""
-    try:
-        c = json.loads((Path(folder) / "config.json").read_text())
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{folder}/config.json cannot be read: {e}") from e
-    for key, ours in (("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False),
-                      ("mlp_bias", False)):
-        if c.get(key, ours) != ours:
-            raise ValueError(f"{folder}/config.json: {key} is {c[key]!r}; only {ours!r} is built")
-    known = {"rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast",
-             "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"}
-    try:
-        # transformers 5 keeps all of rope in rope_parameters, transformers 4 in two places
-        rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", c.get("rope_theta", 10000.0))
-        rope = {} if rope.get("rope_type", rope.get("type")) == "default" else rope
-        if rope.keys() - known:
-            raise ValueError(f"rope scaling with {sorted(rope.keys() - known)} is not built")
-        if rope and not rope.get("original_max_position_embeddings"):
-            rope["original_max_position_embeddings"] = c["max_position_embeddings"]
-        heads = c["num_attention_heads"]
-        dim = c["hidden_size"]
-        cfg = ModelConfig(
-            vocab=c["vocab_size"], dim=dim, layers=c["num_hidden_layers"], heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads, ffn=c["intermediate_size"],
-            head_dim=c.get("head_dim") or dim // heads, norm_eps=c.get("rms_norm_eps", 1e-6),
-            rope_theta=theta, rope_scaling=rope,
-            max_positions=c.get("max_position_embeddings", 2048),
-            tied=c.get("tie_word_embeddings", False))
-        rope_frequencies(cfg)  # refuses a scaling that it does not know
-        return cfg
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError, ValueError) as e:
-        raise ValueError(f"{folder}/config.json: {type(e).__name__}: {e}") from e
-
-
-def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
-    """Check all files, names and shapes against cfg; return name -> tensor, read when it is called.
-
-    So no more than one tensor is in memory at a time. Raises ValueError naming what is missing,
-    truncated, misshapen or left over.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    root = Path(folder)
-    files = {}
-    index = root / "model.safetensors.index.json"
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())
-                       if index.exists() else {"model.safetensors"})
-        for file in names:
-            f = safe_open(root / file, "pt")
-            files.update(dict.fromkeys(f.keys(), f))
-    except (OSError, ValueError, KeyError, SafetensorError) as e:
-        raise ValueError(f"{folder}: weights missing or truncated: {type(e).__name__}: {e}") from e
-    with torch.device("meta"):
-        shapes = {n: tuple(p.shape) for n, p in LLaMA(cfg).named_parameters()}
-    if cfg.tied and "lm_head.weight" not in files:
-        files["lm_head.weight"] = files.get("model.embed_tokens.weight")
-    stored = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tied else {}
-    used = set(stored)
-    for name, shape in shapes.items():
-        for part, rows in _hf_parts(cfg, name, shape[0]):
-            used.add(part)
-            want = (rows, *shape[1:])
-            if files.get(part) is None:
-                raise ValueError(f"{folder}: no tensor {part} {want} in the weights")
-            got = tuple(files[part].get_slice(stored.get(part, part)).get_shape())
-            if got != want:
-                raise ValueError(f"{folder}: {part} is {got}, config.json says {want}")
-    if extra := {n for n in set(files) - used if "rotary_emb" not in n}:
-        raise ValueError(f"{folder}: {len(extra)} tensors have no place here: {sorted(extra)[:3]}")
-
-    def read(name: str) -> Tensor:
-        parts = (stored.get(p, p) for p, _ in _hf_parts(cfg, name, shapes[name][0]))
-        parts = [files[p].get_tensor(p) for p in parts]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    return read
-
-
-HF_FILE_BYTES = 4 * 2**30  # one file of an export
-
-
-def check_exportable(cfg: ModelConfig) -> None:
-    """Raise ValueError for a field of the model that config.json has no key for: an export would
-    drop it in silence."""
-    for f in fields(ModelConfig):
-        if f.name not in _HF_KEYS and getattr(cfg, f.name) != f.default:
-            raise ValueError(f"--export: a LLaMA's config.json has no key for {f.name}="
-                             f"{getattr(cfg, f.name)!r}; what reads it would compute another model")
-
-
-def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-              write: bool = True, source: Path | None = None) -> None:
-    """Write config.json and safetensors, which transformers 4 and 5 load, file by file.
-
-    read(name) -> the full tensor; where ranks read together, all call this and one has write=True.
-    An imported tied head that still equals the embedding is tied again. source: the folder of the
-    import, whose tokenizer, other settings and dtype go along.
-    """
-    from safetensors.torch import save_file
-
-    config = json.loads((source / "config.json").read_text()) if source else {}
-    stored = config.get("dtype") or config.get("torch_dtype") or str(dtype)
-    dtype = getattr(torch, stored.removeprefix("torch."))
-    with torch.device("meta"):
-        shapes = {n: p.shape for n, p in LLaMA(cfg).named_parameters()}
-    tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
-    files = [[]]
-    room = HF_FILE_BYTES
-    for name, shape in shapes.items():
-        if tied and name == "head.weight":
-            continue
-        size = shape.numel() * dtype.itemsize
-        if size > room and files[-1]:
-            files.append([])
-            room = HF_FILE_BYTES
-        files[-1].append(name)
-        room -= size
-    root = Path(folder)
-    weight_map = {}
-    total = 0
-    if write:
-        root.mkdir(parents=True, exist_ok=True)
-    for i, names in enumerate(files, 1):
-        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        if len(files) == 1:
-            file = "model.safetensors"
-        tensors = {}
-        for name in names:
-            tensor = read(name)
-            if write:
-                theirs, rows = zip(*_hf_parts(cfg, name, shapes[name][0]))
-                parts = tensor.to("cpu", dtype).split(rows)
-                tensors.update({n: p.contiguous() for n, p in zip(theirs, parts)})
-        if write:
-            save_file(tensors, root / file, metadata={"format": "pt"})
-            weight_map.update(dict.fromkeys(tensors, file))
-            total += sum(t.nbytes for t in tensors.values())
-    if not write:
-        return
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (root / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    rope = cfg.rope_scaling or {"rope_type": "default"}
-    config |= {theirs: getattr(cfg, ours) for ours, theirs in _HF_KEYS.items()}
-    config |= {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "tie_word_embeddings": tied, "attention_bias": False, "mlp_bias": False,
-        "torch_dtype": str(dtype).split(".")[1],
-        "rope_scaling": cfg.rope_scaling or None,  # transformers 4
-        "rope_parameters": {"rope_theta": cfg.rope_theta, **rope},  # transformers 5
-    }
-    config["dtype"] = config["torch_dtype"]
-    for f in [f for pattern in ("*token*", "generation_config.json", "chat_template*")
-              for f in (source.glob(pattern) if source else []) if f.is_file()]:
-        shutil.copy(f, root)
-    (root / "config.json").write_text(json.dumps(config, indent=1) + "\n")

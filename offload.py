@@ -665,7 +665,8 @@ class ChunkedLayers:
         found = {name: (t.numel(), t.dtype) for name, t in whole.items()}
         assert found == shapes, f"layer {i} saved {found}, on meta tensors {shapes}"
         # the host buffer is free: this pass's compute is behind the backward that read it last,
-        # which waited for its prefetch_done
+        # which waited for its prefetch_done (of a backward that was given up it may still be read,
+        # into a rounding buffer that nobody reads before the next prefetch, on the same stream)
         with self.offload_stream.after_compute():  # hidden by layer i + 1
             self.delay_if_testing(self.offload_stream)
             for name, place in carve(micro_batch.host_buffers[i], fields).items():

@@ -1,36 +1,35 @@
-"""What a command leaves open: how many ranks share a sequence, how states are sharded, how many
-sequences run at once, and what layers keep, by predicted time and counted bytes.
+"""Which factors? How many ranks share a sequence, how states are sharded, how many sequences run at
+once, and what layers keep: by predicted time and counted bytes.
 
-    cfg (train.py's flags, some left open) + the model + budgets of memory  ->  Plan
+    plan(constraints, model, hardware) -> [Plan]        best first, a pure function
 
-Of every combination that the flags allow, bytes are counted (device_bytes), a small mixed-integer
-program decides what layers keep (plan_activations), and the least predicted time a token wins,
+Constraints are what the flags of a command say, None where they leave it open. Of every combination
+that they allow, bytes are counted (memory), a small mixed-integer program decides what layers keep
+(plan_activations), and the least predicted time a token wins,
 
     seconds of a micro-batch = 3 * forward + lost to recomputation and copies + AdamW's / M,
 
-ties going to fewer ranks a sequence, larger micro-batches, less host memory, fewer shards. What is
-set by hand stays. Layers are predicted by the rates of the device (RATES; of one that is not in the
-table, as measured at start), and train.py measures a layer before it settles what layers keep.
+ties going to fewer ranks a sequence, larger micro-batches, less host memory, fewer shards. It is
+called twice: with a device's rates (RATES; of one that is not in the table, as measured at start),
+and, for the degrees that won, with the times of a layer that `measure` took on this machine.
 
 Left out, and to come here: the time of communication that computation does not hide, profiles of
-clusters, a ranked list of plans, tensor and pipeline degrees.
+clusters, tensor and pipeline degrees.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
-gradients and optimizer states, sp ranks that share a sequence.
+gradients and optimizer states, sp ranks that share a sequence; in plan_activations n layers, c
+chunks of one, k resident layers.
 """
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
 import math
-import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,10 +40,7 @@ import model as llama
 from attention import MAX_ELEMENTS, Attention, legal_sp
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
-from shard import OPTIMIZER, Factors, check_factors, legal_factors, parse_mesh, parse_strategy
-
-if TYPE_CHECKING:  # for annotations: train.py imports this file
-    from train import Config, Sequences
+from shard import (OPTIMIZER, Factors, check_factors, legal_factors, parse_mesh, parse_strategy)
 
 # ---------------------------------------------------------------------------- hardware
 
@@ -95,6 +91,22 @@ def peak_flops(device_name: str) -> float | None:
     return rates.peak if rates else None
 
 
+def least_seconds(fn: Callable, repeats: int, device: torch.device) -> float:
+    """Return the least seconds of a call, after one that warms up, on the slowest rank. A
+    collective."""
+    times = []
+    for _ in range(repeats + 1):
+        dist.barrier()  # all ranks copy and send at the same time
+        start = time.perf_counter()
+        fn()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor(min(times[1:]), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
 def measure_rates(device: torch.device, dtype: torch.dtype, kernel: str) -> Rates:
     """Measure this device, and all ranks at once what they copy and send, in seconds; the slowest
     rank's. A collective."""
@@ -103,19 +115,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype, kernel: str) -> Rate
     size = 2**28 if gpu else 2**22
 
     def seconds(fn) -> float:
-        """Of a call, on the slowest rank: the least of ten, after one that warms up."""
-        least = float("inf")
-        for i in range(11):
-            dist.barrier()
-            start = time.perf_counter()
-            fn()
-            if gpu:
-                torch.cuda.synchronize(device)
-            if i:
-                least = min(least, time.perf_counter() - start)
-        slowest = torch.tensor(least, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
+        return least_seconds(fn, 10, device)
 
     x = torch.randn(2 * n, n, device=device).to(dtype)
     w = torch.randn(n, n, device=device).to(dtype)
@@ -193,6 +193,32 @@ class Sizes:
 # ---------------------------------------------------------------------------- bytes
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device, by what they are for."""
+
+    lasting: dict[str, float]  # through a step
+    peaks: dict[str, dict[str, float]]  # moment that may be the highest: what lives then, too
+
+    def highest(self) -> str:
+        """Return the moment at which most is needed."""
+        return max(self.peaks, key=lambda moment: sum(self.peaks[moment].values()))
+
+    def total(self) -> float:
+        return sum(self.lasting.values()) + sum(self.peaks[self.highest()].values())
+
+    def describe(self) -> str:
+        """Return lines for people: the terms of each moment in GiB."""
+        def gib(terms: dict[str, float]) -> str:
+            return ", ".join(f"{name} {value / GIB:.2f}" for name, value in terms.items() if value)
+
+        lines = [f"memory a device, GiB: {gib(self.lasting)}"]
+        for moment, terms in self.peaks.items():
+            mark = " (the highest)" if moment == self.highest() else ""
+            lines.append(f"  at {moment}{mark}: {sum(terms.values()) / GIB:.2f}: {gib(terms)}")
+        return "\n".join(lines + [f"  {self.total() / GIB:.2f} GiB in all"])
+
+
 def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Return S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1): x; o and the
     log-sum-exp; what model.Block saves beside them, as it really does."""
@@ -222,37 +248,73 @@ def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
     return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
 
 
-def backward_peak_bytes(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
-                        head_groups: int, recomputed: float = 1.0) -> int:
-    """Return what a layer's backward needs beside what was kept, at the higher of two peaks.
-
-    Attention's: dy, dx, do; o, if it was dropped; q, k, v and their gradients, repeated heads among
-    them; of two head groups what is sent and received, or the copies of a part of too many heads;
-    the kernel's float32 sums. That of the products before it: dy, dx, do, q, k, v, one chunk's
-    temporaries, the first group's parts, and where head groups will be received. At both, what
-    block.pre saves of chunks that are recomputed, a fraction `recomputed` of all.
-    """
+def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
+                head_groups: int, recomputed: float = 1.0) -> dict[str, dict[str, float]]:
+    """Return what a layer's backward needs beside what was kept, at its two high moments: in
+    attention's backward, and in that of the products before it. recomputed: the fraction of chunks
+    of which block.pre runs again, and saves."""
     e = dtype.itemsize
     d = cfg.head_dim
     x = tokens * cfg.dim * e
-    qo = tokens * cfg.heads * d * e
-    kv = tokens * cfg.kv_heads * d * e
-    kv_sent = kv // cfg.kv_heads * math.lcm(cfg.kv_heads, sp * head_groups)  # heads are repeated
-    whole = 2 * x + 4 * qo + 2 * kv + 2 * kv_sent + 2 * (kv_sent if kv_sent > kv else 0)
-    groups = (4 * (3 * qo + 2 * kv_sent) + 4 * (qo + 2 * kv_sent)) / head_groups
-    received = (3 * qo + 2 * kv_sent) / head_groups  # a group's parts
-    received += all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)
-    received += 2 * (kv_sent if kv_sent > kv else 0)
-    if sp == 1:
-        groups = 0 if tokens * cfg.heads * d <= MAX_ELEMENTS else 2 * qo
-        received = 0
-    sums = 2 * tokens * (cfg.heads + (cfg.heads != cfg.kv_heads) * 2 * cfg.kv_heads) * d * 4
-    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * e
-    attention = whole + groups + sums / head_groups
-    products = 2 * x + 2 * qo + 2 * kv + temporaries + received
-    saves = block_saves(cfg, tokens, dtype).pre
-    pre = sum(math.prod(shape) * dtype.itemsize for shape, dtype in saves)
-    return round(max(attention, products) + recomputed * pre)
+    q = tokens * cfg.heads * d * e  # and o
+    k = tokens * cfg.kv_heads * d * e  # and v
+    k_sent = k // cfg.kv_heads * math.lcm(cfg.kv_heads, sp * head_groups)  # heads are repeated
+    repeated = 2 * k_sent if k_sent > k else 0
+    sums = tokens * d * 4 * cfg.heads
+    if cfg.heads != cfg.kv_heads:
+        sums += tokens * d * 4 * 2 * cfg.kv_heads
+    if sp > 1:  # of two head groups what is sent and received; the first group, and its buffers
+        in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
+        first_group = (3 * q + 2 * k_sent) / head_groups
+        buffers = all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)
+    else:  # copies of a part of too many heads
+        in_flight = 2 * q if tokens * cfg.heads * d > MAX_ELEMENTS else 0
+        first_group = 0
+        buffers = 0
+        repeated = 0
+    saved = block_saves(cfg, tokens, dtype).pre
+    pre = recomputed * sum(math.prod(shape) * of.itemsize for shape, of in saved)
+    return {
+        "attention's backward": {
+            "dy, dx": 2 * x, "q, o, do, dq": 4 * q, "k, v": 2 * k, "dk, dv": 2 * k_sent,
+            "repeated k, v": 2 * k_sent if k_sent > k else 0, "head groups": in_flight,
+            "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
+        "block.post's backward": {
+            "dy, dx": 2 * x, "q, do": 2 * q, "k, v": 2 * k, "repeated k, v": repeated,
+            "first head group": first_group, "all-to-all buffers": buffers,
+            "temporaries of a chunk": chunk * (8 * cfg.ffn + 6 * cfg.dim) * e,
+            "saved by block.pre": pre}}
+
+
+def loss_peak(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
+              head_groups: int) -> dict[str, float]:
+    """Return what head and loss need beside what layers keep."""
+    accum_bytes = accumulation_dtype(dtype).itemsize
+    return {"logits": 2 * accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
+            "gradient of the head": accum_bytes * cfg.vocab * cfg.dim,
+            "x, norm, dx": 3 * tokens * cfg.dim * dtype.itemsize,
+            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)}
+
+
+def weight_buffer_bytes(cfg: ModelConfig, f: Factors, dtype: torch.dtype, in_chunks: bool,
+                        accumulates: bool) -> dict[str, float]:
+    """Return the bytes of the buffers for gathered weights and whole gradients: one each for the
+    embedding and the head, two for each matrix of a layer (shard.States)."""
+    e = dtype.itemsize
+    accum_bytes = accumulation_dtype(dtype).itemsize
+    ends = 2 * cfg.vocab * cfg.dim
+    layers = 2 * (param_count(cfg) - ends) / cfg.layers
+    adds_up = in_chunks and not accumulates and e < accum_bytes  # chunks' gradients, in float32
+    gradients = ends * e if f.g > 1 else 0
+    if f.g > 1 or adds_up:
+        gradients += layers * (accum_bytes if in_chunks else e)
+    return {"gathered weights": (layers + ends) * e if f.p > 1 else 0,
+            "whole gradients": gradients}
+
+
+def checkpoint_bytes(cfg: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a checkpoint: the optimizer's states, float32 or wider."""
+    return len(OPTIMIZER.states) * accumulation_dtype(dtype).itemsize * param_count(cfg)
 
 
 def resident_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
@@ -314,72 +376,91 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
 
     Raises ValueError with what is missing.
     """
-    c = chunks
-    io = (s.input + s.attn) / GIB
-    best = None
-    tie = 0 if memo else 1e-4  # seconds a GiB: what need not be pinned and copied stays
-    attn = s.attn / GIB
-    part = s.intermediates / chunks / GIB
-    rate, gpu, host = bandwidth / GIB, gpu / GIB, host / GIB
     if memo:
         resident = 2
+    rooms = [chunks] if memo else sorted({round(chunks * eighth / 8) for eighth in range(9)})
     if alpha is not None:
-        some = [math.ceil(alpha * c)]
-    else:
-        some = [c] if memo else sorted({round(c * e / 8) for e in range(9)})
-    for a in [*some, None]:  # None: nothing is swapped, no buffers
-        swap = a is not None
-        low, high = (2, n - 1) if swap else (n, n)
-        if resident is not None:
-            low, high = max(low, resident), min(high, resident)
-        if low > high or (not swap and (alpha or memo)):
-            continue
-        a = a or 0
-        if swap and 4 * (io + a * part) > gpu:  # in forward, two layers on their way, and buffers
-            continue
-        kept = 2 * c if memo else 0
-        bounds = Bounds([low, kept, 0, 0, 0],
-                        [high, c * n, c * n, 0 if memo else n, 0 if memo else np.inf])
-        #                k                K     S     X      w
-        rows = np.array([
-            [-c, 1, 0, 0, 0],  # K <= c*k
-            [a, 0, 1, 0, 0],  # S <= a*(n - k)
-            [1, 0, 0, 1, 0],  # X <= n - k
-            [io, part, 0, 0, 0],  # GPU
-            [-io, 0, part, -attn, 0],  # host
-            [-io + rate * s.layer_s, 0, part, -attn, -rate]])  # time
-        limits = np.array([0, a * n, n, gpu - 2 * swap * (io + a * part), host - n * io,
-                           n * rate * s.layer_s - n * io])
-        least = np.full(6, -np.inf)
-        if alpha is not None:  # S = alpha*c*(n - k), to the nearest chunk
-            rows[1, 0] = alpha * c
-            least[1] = alpha * c * n - 0.5
-            limits[1] = alpha * c * n + 0.5
-        cost = [-tie * io, -s.recompute_s / c, -s.recompute_s / c + tie * part, s.attn_s, 1]
-        found = milp(cost, integrality=[int(not memo)] * 4 + [0], bounds=bounds,
-                     constraints=LinearConstraint(rows, least, limits))
-        if found.x is None:
-            continue
-        value = found.fun + tie * n * io
-        if best is None or value < best[0] - 1e-9:
-            best = value, found.x
-    if best is None:
-        need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, {4 * io:.1f} at "
-                "least of them on the GPU (two layers, two buffers)")
-        if resident is not None or alpha is not None:
-            k = resident or 2
-            slot = io + (alpha or 0) * c * part
-            need = (f"with {k} resident layers and alpha {alpha or 0:g} they take "
-                    f"{max(4 * slot, k * io + 2 * slot):.1f} GiB of a GPU and {(n - k) * slot:.1f} "
-                    "of the host a rank")
-        raise ValueError(
-            f"activations do not fit: {need}; there is room for {gpu:.1f} GiB on the GPU and "
-            f"{host:.1f} on the host; a larger --sp, --host-memory or --gpu-memory, more ranks, or "
-            "a shorter --seq")
+        rooms = [math.ceil(alpha * chunks)]
+    if not alpha and not memo:
+        rooms.append(None)  # nothing is swapped, no buffers
+    found = [program(n, s, chunks, bandwidth, gpu, host, room, resident, alpha, memo)
+             for room in rooms]
+    found = [solution for solution in found if solution is not None]
+    if not found:
+        raise ValueError(what_is_missing(n, s, gpu, host, resident, alpha))
+    best = found[0]
+    for solution in found[1:]:
+        if solution[0] < best[0] - 1e-9:
+            best = solution
     k, kept, swapped, dropped, waits = best[1]
-    lost = waits + dropped * s.attn_s + max(0.0, n - (kept + swapped) / c) * s.recompute_s
-    whole = (k, kept, swapped, dropped) if memo else map(round, (k, kept, swapped, dropped))
-    return ActivationPlan(n, c, *whole), lost
+    recomputed = max(0.0, n - (kept + swapped) / chunks) * s.recompute_s
+    if not memo:
+        k, kept, swapped, dropped = (round(count) for count in (k, kept, swapped, dropped))
+    activations = ActivationPlan(n, chunks, k, kept, swapped, dropped)
+    return activations, waits + best[1][3] * s.attn_s + recomputed
+
+
+def program(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float, room: int | None,
+            resident: int | None, alpha: float | None,
+            memo: bool) -> tuple[float, np.ndarray] | None:
+    """Solve plan_activations' program where a rounding buffer has room for so many chunks (None:
+    there is none). Returns its value and (k, K, S, X, w); None if nothing is feasible."""
+    swaps = room is not None
+    a = room or 0
+    low, high = (2, n - 1) if swaps else (n, n)  # resident layers
+    if resident is not None:
+        low = max(low, resident)
+        high = min(high, resident)
+    # in GiB, near the size of everything else
+    rate = bandwidth / GIB
+    io = (s.input + s.attn) / GIB
+    attn = s.attn / GIB
+    part = s.intermediates / c / GIB
+    buffer = io + a * part
+    if low > high or (swaps and 4 * buffer > gpu / GIB):  # two layers on their way, and buffers
+        return None
+    kept = 2 * c if memo else 0
+    most_x, most_w = (0, 0) if memo else (n, np.inf)
+    bounds = Bounds([low, kept, 0, 0, 0], [high, c * n, c * n, most_x, most_w])
+    lowest = np.full(6, -np.inf)
+    #         k     K     S     X      w       <= ...
+    table = [
+        ([-c,   1,    0,    0,     0],        0),  # K <= c*k
+        ([a,    0,    1,    0,     0],        a * n),  # S <= a*(n - k)
+        ([1,    0,    0,    1,     0],        n),  # X <= n - k
+        ([io,   part, 0,    0,     0],        gpu / GIB - 2 * swaps * buffer),  # GPU
+        ([-io,  0,    part, -attn, 0],        host / GIB - n * io),  # host
+        ([rate * s.layer_s - io, 0, part, -attn, -rate], n * (rate * s.layer_s - io)),  # time
+    ]  # fmt: skip
+    rows = np.array([row for row, _ in table])
+    highest = np.array([limit for _, limit in table], float)
+    if alpha is not None:  # S = alpha*c*(n - k), to the nearest chunk
+        rows[1, 0] = alpha * c
+        lowest[1] = alpha * c * n - 0.5
+        highest[1] = alpha * c * n + 0.5
+    tie = 0 if memo else 1e-4  # seconds a GiB: what need not be pinned and copied stays
+    gain = s.recompute_s / c
+    cost = [-tie * io, -gain, tie * part - gain, s.attn_s, 1]
+    found = milp(cost, integrality=[int(not memo)] * 4 + [0], bounds=bounds,
+                 constraints=LinearConstraint(rows, lowest, highest))
+    return None if found.x is None else (found.fun + tie * n * io, found.x)
+
+
+def what_is_missing(n: int, s: Sizes, gpu: float, host: float, resident: int | None,
+                    alpha: float | None) -> str:
+    """Return why no plan fits, for people."""
+    io = (s.input + s.attn) / GIB
+    need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, {4 * io:.1f} at "
+            "least of them on the GPU (two layers, two buffers)")
+    if resident is not None or alpha is not None:
+        k = resident or 2
+        buffer = io + (alpha or 0) * s.intermediates / GIB
+        need = (f"with {k} resident layers and alpha {alpha or 0:g} they take "
+                f"{max(4 * buffer, k * io + 2 * buffer):.1f} GiB of a GPU and "
+                f"{(n - k) * buffer:.1f} of the host a rank")
+    return (f"activations do not fit: {need}; there is room for {gpu / GIB:.1f} GiB on the GPU and "
+            f"{host / GIB:.1f} on the host; a larger --sp, --host-memory or --gpu-memory, more "
+            "ranks, or a shorter --seq")
 
 
 def recomputed_share(cfg: ModelConfig) -> float:
@@ -415,313 +496,379 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     q = torch.randn(*shape, cfg.heads, cfg.head_dim, device=device).to(dtype)
     kv = torch.randn(*shape, cfg.kv_heads, cfg.head_dim, device=device).to(dtype)
 
-    def seconds(fn, repeats: int) -> float:
-        """Of one call, on the slowest rank."""
-        times = []
-        for _ in range(repeats + 1):
-            dist.barrier()
-            start = time.perf_counter()
-            fn()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        slowest = torch.tensor(min(times[1:]), device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
-
     with torch.no_grad():
-        tokenwise = (seconds(lambda: block.pre(x, rope), 3) + seconds(lambda: block.post(x, o), 3))
-        attn = seconds(lambda: attention.forward(q, kv, kv), 1)
-    tokenwise *= n / c
+        pre = least_seconds(lambda: block.pre(x, rope), 3, device)
+        post = least_seconds(lambda: block.post(x, o), 3, device)
+        attn = least_seconds(lambda: attention.forward(q, kv, kv), 1, device)
+    tokenwise = (pre + post) * n / c
     size = 2**28 if device.type == "cuda" else 2**22
     here = torch.zeros(size, dtype=torch.uint8, device=device)
     there = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    rate = size / seconds(lambda: there.copy_(here, non_blocking=True), 3)
+    rate = size / least_seconds(lambda: there.copy_(here, non_blocking=True), 3, device)
     recompute = tokenwise * recomputed_share(cfg)
     return Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn), rate
 
 
 # ---------------------------------------------------------------------------- plans
 
-GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 
+@dataclass(frozen=True)
+class Constraints:
+    """What a command fixes; None, or an empty text, is open. Fields are train.py's flags."""
 
-@dataclass
-class Plan:
-    """What the flags come to: everything that is needed to build and run."""
-
-    model: ModelConfig
-    device: torch.device
+    seq: int
     dtype: torch.dtype
-    kernel: str
-    train: Sequences
-    val: Sequences
-    pretrained: object = None  # name -> tensor of the imported checkpoint
-    resume: Path | None = None
-    samples: int = 0  # sequences that a resumed run has seen
+    default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
+    most_sequences: int | None = None  # that the data has
+    most_sequences: int | None = None  # that the data has
+    resumes: bool = False  # a run, whose batch it keeps
+    batch: int | None = None
+    micro_batch: int | None = None
+    sp: int | None = None
+    head_groups: int | None = None
+    p: str | None = None
+    g: str | None = None
+    os: str | None = None
+    strategy: str = ""
+    os_layout: str = "intra"
+    reduce_dtype: str = "auto"
+    recompute: str = "auto"
+    chunk: int | None = None
+    alpha: float | None = None
+    resident_layers: int | None = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The ranks, and what one of them has."""
+
+    ranks: int
+    per_node: int  # ranks of a node
     rates: Rates = RATES["H200"]
-    micro_batches: int = 1  # M
-    factors: Factors = Factors()
-    activations: ActivationPlan | None = None  # None: all, or inputs if recomputed in full
-    reason: str = ""  # what decided
     gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
     host_budget: float = 2.0**60  # bytes of host memory of a rank to swap to
-
-    def tokens(self, cfg: Config) -> int:
-        """N: of a micro-batch on a rank."""
-        return cfg.micro_batch * cfg.seq // cfg.sp
+    measured: tuple[Sizes, float] | None = None  # of `measure`: a layer, and bytes/s to the host
 
 
-def choose_plan(cfg: Config, plan: Plan, world: int, rank: int) -> Plan:
-    """Set sp, batch, micro-batch, head groups and chunk in cfg, and return the plan with factors
-    and activations (the one given was for trials): the least predicted time a token; within 1 %,
-    the smallest sp and the largest micro-batch; for these, within 0.2 %, the least host memory and
-    the fewest shards. Raises ValueError if nothing fits."""
-    asked = dataclasses.replace(cfg)
-    found = []
+@dataclass(frozen=True)
+class Plan:
+    """What is chosen, and what it costs."""
+
+    sp: int  # ranks that share a sequence
+    batch: int  # sequences a step
+    micro_batch: int  # sequences that sp ranks run at once
+    micro_batches: int  # M
+    tokens: int  # N
+    head_groups: int
+    chunk: int  # tokens, the most that a layer runs at once
+    factors: Factors
+    recompute: str
+    accumulates: bool  # gradients of several micro-batches add up, in float32
+    activations: ActivationPlan | None = None  # None: layers run whole, and keep all or their input
+    memory: Memory | None = None
+    seconds: float = 0.0  # a token of a rank, forward, backward and update
+    host_bytes: float = 0.0  # of a rank, that layers swap to
+    reason: str = ""
+
+
+def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
+    """Return the plans that fit, best first: the least predicted time a token; within 1 %, the
+    smallest sp and the largest micro-batch; for these, within 0.2 %, the least host memory and the
+    fewest shards. Raises ValueError with what is missing if none fits."""
+    plans = []
     errors = []
-    degrees = choose_degrees(cfg, plan.model.heads, world)
-    factors = wanted_factors(cfg, world)
-    count = param_count(plan.model)
-    for sp in degrees:
-        dp = world // sp
+    factors = wanted_factors(constraints, hardware)
+    for sp in legal_degrees(constraints, model, hardware):
         try:
-            batch, micro_batches = choose_batch(asked, plan, dp, sp)
+            shapes = batch_shapes(constraints, hardware.ranks // sp, sp)
         except ValueError as e:
             errors.append(e)
             continue
-        for b in micro_batches:
+        for batch, micro_batch in shapes:
+            least = micro_batch == shapes[-1][1]
             for f in factors:
-                cfg.sp = sp
-                cfg.batch = batch
-                cfg.micro_batch = b
-                plan.micro_batches = batch // dp // b
-                plan.factors = f
                 try:
-                    set_heads_and_chunk(cfg, asked, plan)
-                    seconds = set_activations(cfg, plan, *estimate(cfg, plan),
-                                              chunked=b == micro_batches[-1])
+                    plans.append(one_plan(constraints, model, hardware, sp, batch, micro_batch, f,
+                                          prefer_whole=not least))
                 except ValueError as e:
                     errors.append(e)
-                    continue
-                update = 28 * count / f.os / plan.rates.memory / plan.micro_batches  # AdamW's
-                host = swapped_host_bytes(cfg, plan) / max(1, plan.host_budget)
-                host = round(20 * host)  # less than a twentieth is equal
-                found.append(((seconds + update) / plan.tokens(cfg), (sp, -b), host,
-                              dataclasses.replace(cfg), dataclasses.replace(plan)))
-    if not found:
+    if not plans:
         raise errors[-1]
-    least = min(x[0] for x in found)
-    shape = min(x[1] for x in found if x[0] <= 1.01 * least)
-    found = [x for x in found if x[1] == shape]
-    least = min(x[0] for x in found)
-    *_, chosen, plan = min((x for x in found if x[0] <= 1.002 * least), key=lambda x: x[2])
-    plan.reason += f" (all by default hardware rates: {plan.rates.source})"
-    vars(cfg).update(vars(chosen))
-    usual = asked.batch or default_batch(cfg, plan)
-    if cfg.batch != usual and rank == 0:
-        print(f"--batch: {usual} by default, {cfg.batch} so that {world // cfg.sp} data-parallel "
-              "ranks divide it")
-    return plan
+    fastest = min(plan.seconds for plan in plans)
+    sp, micro_batch = min((plan.sp, -plan.micro_batch) for plan in plans
+                          if plan.seconds <= 1.01 * fastest)
+    alike = [plan for plan in plans if (plan.sp, -plan.micro_batch) == (sp, micro_batch)]
+    fastest = min(plan.seconds for plan in alike)
+    # less than a twentieth of the host's memory is equal
+    best = min((plan for plan in alike if plan.seconds <= 1.002 * fastest),
+               key=lambda plan: round(20 * plan.host_bytes / max(1, hardware.host_budget)))
+    others = [plan for plan in plans if plan is not best]
+    return [best, *sorted(others, key=lambda plan: plan.seconds)]
 
 
-def default_batch(cfg: Config, plan: Plan) -> int:
-    """Sequences a step: by tokens, and no more than the data has."""
-    batch = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
-    return min(batch, plan.train.count) if plan.train else batch
+def check(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> None:
+    """Raise ValueError for constraints that no plan meets, whatever memory there is."""
+    wanted_factors(constraints, hardware)
+    legal_degrees(constraints, model, hardware)
+    k = constraints.resident_layers
+    alpha = constraints.alpha
+    if k and k > model.layers:
+        raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the "
+                         f"model's {model.layers}")
+    if alpha and model.layers <= 2:
+        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and --model has "
+                         f"{model.layers}")
+    if alpha and k == model.layers:
+        raise ValueError(f"--alpha {alpha}: no layer swaps if all {model.layers} are resident")
+
+
+def fix(constraints: Constraints, chosen: Plan) -> Constraints:
+    """Return constraints that leave open what layers keep, alone."""
+    f = chosen.factors
+    if not constraints.strategy:
+        constraints = dataclasses.replace(constraints, p=str(f.p), g=str(f.g), os=str(f.os))
+    return dataclasses.replace(
+        constraints, sp=chosen.sp, batch=chosen.batch, micro_batch=chosen.micro_batch,
+        head_groups=chosen.head_groups, chunk=chosen.chunk)
+
+
+def one_plan(constraints: Constraints, model: ModelConfig, hardware: Hardware, sp: int, batch: int,
+             micro_batch: int, f: Factors, prefer_whole: bool) -> Plan:
+    """Return the plan of these degrees. prefer_whole: if layers do not fit whole, a smaller
+    micro-batch is better than chunks. Raises ValueError if a step does not fit."""
+    tokens = micro_batch * constraints.seq // sp
+    micro_batches = batch * sp // hardware.ranks // micro_batch
+    chosen = Plan(
+        sp, batch, micro_batch, micro_batches, tokens, head_groups_of(constraints, model, sp),
+        chunk_of(constraints, tokens), f, constraints.recompute,
+        accumulates=micro_batches > 1 or constraints.reduce_dtype == "fp32")
+    chosen = with_memory(chosen, model, constraints.dtype)
+    fits = chosen.memory.total() <= hardware.gpu_budget
+    if runs_in_chunks(constraints, chosen, fits, prefer_whole):
+        chosen, lost = with_activations(chosen, constraints, model, hardware)
+    elif not fits:
+        raise ValueError(too_large(constraints, chosen, chosen.memory, hardware))
+    sizes, host_rate = hardware.measured or estimate(chosen, constraints, model, hardware.rates)
+    forward = sizes.layer_s * model.layers
+    if chosen.activations is None:
+        lost = forward if constraints.recompute == "full" else 0.0
+    update = 28 * param_count(model) / f.os / hardware.rates.memory / micro_batches  # AdamW's
+    rates = f"all by default hardware rates: {hardware.rates.source}"
+    if hardware.measured:
+        rates = "a layer measured; sp and shards by default hardware rates"
+    reason = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
+              f"copies, at {host_rate / 1e9:.0f} GB/s to the host ({rates})")
+    return dataclasses.replace(chosen, seconds=(3 * forward + lost + update) / tokens,
+                               reason=reason)
+
+
+def runs_in_chunks(constraints: Constraints, chosen: Plan, fits: bool, prefer_whole: bool) -> bool:
+    """Return whether layers run in chunks of tokens: where flags ask for it, where they do not fit
+    whole, and with sp, since the order of ChunkedLayers hides more of the all-to-alls."""
+    if constraints.recompute != "auto":
+        return False
+    asked = constraints.alpha is not None or bool(constraints.resident_layers)
+    if asked or chosen.chunk < chosen.tokens:
+        return True
+    return chosen.sp > 1 if fits else not prefer_whole
+
+
+def with_memory(chosen: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
+    """Return the plan with its bytes counted."""
+    layer = layer_bytes(model, chosen.tokens, dtype)
+    kept = chosen.activations
+    in_chunks = kept is not None and kept.chunks > 1
+    activations = model.layers * sum(layer)
+    if kept is not None:
+        activations = resident_bytes(kept, layer)
+    elif chosen.recompute == "full":  # all layers' inputs, and one whole layer
+        activations = model.layers * layer[0] + sum(layer)
+    lasting = state_bytes(param_count(model), chosen.factors, dtype, chosen.accumulates)
+    lasting |= weight_buffer_bytes(model, chosen.factors, dtype, in_chunks, chosen.accumulates)
+    lasting["activations"] = activations
+    shape = (chosen.sp, chosen.head_groups)
+    peaks = {"head and loss": loss_peak(model, chosen.tokens, dtype, *shape)}
+    if kept is not None or chosen.sp > 1:
+        chunk = min(chosen.chunk, chosen.tokens)
+        peaks |= layer_peaks(model, chosen.tokens, chunk, dtype, *shape)
+    return dataclasses.replace(chosen, memory=Memory(lasting, peaks),
+                               host_bytes=host_bytes(kept, layer) if kept else 0.0)
+
+
+def with_activations(chosen: Plan, constraints: Constraints, model: ModelConfig,
+                     hardware: Hardware) -> tuple[Plan, float]:
+    """Return the plan with what layers keep in chunks, and the seconds that are lost to it. Raises
+    ValueError if it does not fit."""
+    chunks = -(-chosen.tokens // chosen.chunk)
+    everything = dataclasses.replace(
+        chosen, activations=ActivationPlan(model.layers, chunks, model.layers))
+    memory = with_memory(everything, model, constraints.dtype).memory
+    others = memory.total() - memory.lasting["activations"]
+    left = hardware.gpu_budget - others
+    if left < 0:
+        without = {name: value for name, value in memory.lasting.items() if name != "activations"}
+        raise ValueError(too_large(constraints, everything, Memory(without, memory.peaks),
+                                   hardware))
+    sizes, host_rate = hardware.measured or estimate(chosen, constraints, model, hardware.rates)
+    try:
+        activations, lost = plan_activations(
+            model.layers, sizes, chunks, host_rate, left, hardware.host_budget,
+            constraints.resident_layers, constraints.alpha)
+    except ValueError as e:
+        f = chosen.factors
+        raise ValueError(f"--seq {constraints.seq} with sp={chosen.sp} p={f.p} g={f.g} os={f.os}: "
+                         f"{e} (of {hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} "
+                         f"are for all else: {in_gib(memory)})") from e
+    chosen = dataclasses.replace(chosen, activations=activations)
+    return with_memory(chosen, model, constraints.dtype), lost
+
+
+def in_gib(memory: Memory) -> str:
+    terms = memory.lasting | {"working": sum(memory.peaks[memory.highest()].values())}
+    return ", ".join(f"{name} {value / GIB:.1f}" for name, value in terms.items()
+                     if value and name != "activations")
+
+
+def too_large(constraints: Constraints, chosen: Plan, memory: Memory, hardware: Hardware) -> str:
+    """Return that a step does not fit, with numbers and what to change, for people."""
+    f = chosen.factors
+    beside = " beside activations" if chosen.activations else ""
+    instead = "--recompute full, "
+    if chosen.activations or constraints.recompute == "full":
+        instead = ""
+    kept = memory.lasting.get("activations", 0)
+    listed = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
+    return (f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "
+            f"os={f.os}, there is room for {hardware.gpu_budget / GIB:.0f} ({listed}); more ranks, "
+            f"{instead}a shorter --seq, a smaller --micro-batch or --model")
 
 
 def nearest(value: int, step: int) -> str:
-    """The multiples of step around value, for messages."""
+    """Return the multiples of step around value, for messages."""
     low = value // step * step
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
-def wanted_factors(cfg: Config, world: int) -> list[Factors]:
-    """The legal factors that the flags allow, fewest shards first. Raises ValueError."""
-    if world % cfg.per_node:
+def wanted_factors(constraints: Constraints, hardware: Hardware) -> list[Factors]:
+    """Return the legal factors that the flags allow, fewest shards first. Raises ValueError."""
+    world = hardware.ranks
+    per_node = hardware.per_node
+    if world % per_node:
         legal = [n for n in range(1, world + 1) if world % n == 0]
-        raise ValueError(f"--per-node {cfg.per_node}: does not divide {world} ranks; nearest: "
-                         f"{min(legal, key=lambda n: abs(n - cfg.per_node))}")
-    wish = {k: parse_mesh(text, cfg.per_node)
-            for k, text in (("p", cfg.p), ("g", cfg.g), ("os", cfg.os)) if text is not None}
-    if cfg.strategy:
+        raise ValueError(f"--per-node {per_node}: does not divide {world} ranks; nearest: "
+                         f"{min(legal, key=lambda n: abs(n - per_node))}")
+    wish = {name: parse_mesh(getattr(constraints, name), per_node) for name in ("p", "g", "os")
+            if getattr(constraints, name) is not None}
+    if constraints.strategy:
         if wish:
-            raise ValueError(f"--strategy {cfg.strategy} sets all factors: drop "
+            raise ValueError(f"--strategy {constraints.strategy} sets all factors: drop "
                              f"--{' --'.join(wish)}")
-        factors = [parse_strategy(cfg.strategy, world)]
-        check_factors(factors[0], world, cfg.per_node)
-        return factors
-    factors = [f for f in legal_factors(world, cfg.per_node)
-               if all(getattr(f, k) == v for k, v in wish.items())]
+        factors = [parse_strategy(constraints.strategy, world)]
+        check_factors(factors[0], world, per_node)
+    else:
+        factors = [f for f in legal_factors(world, per_node)
+                   if all(getattr(f, name) == count for name, count in wish.items())]
     if not factors:
         low = wish.get("p", 1)
         high = wish.get("os", world)
-        check_factors(Factors(low, wish.get("g", high), high), world, cfg.per_node)
+        check_factors(Factors(low, wish.get("g", high), high), world, per_node)
         raise AssertionError("check_factors accepts what is not legal")
+    if OPTIMIZER.whole:  # its rank updates whole matrices
+        factors = [f for f in factors if f.p == 1 and constraints.os_layout == "inter"]
+        if not factors:
+            raise ValueError("this optimizer needs whole matrices: --os-layout inter --p 1")
     return factors
 
 
-def choose_degrees(cfg: Config, heads: int, world: int) -> list[int]:
-    """The sequence degrees to try. Raises ValueError with the legal ones."""
-    legal = [n for n in legal_sp(heads, world) if cfg.seq % n == 0]
-    if cfg.sp is not None and cfg.sp not in legal:
-        raise ValueError(f"--sp {cfg.sp}: it must divide {world} ranks, {heads} heads and --seq "
-                         f"{cfg.seq}: one of {', '.join(map(str, legal))}")
-    return [cfg.sp] if cfg.sp else legal
+def legal_degrees(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[int]:
+    """Return the sequence degrees to try. Raises ValueError with the legal ones."""
+    ranks = hardware.ranks
+    legal = [n for n in legal_sp(model.heads, ranks) if constraints.seq % n == 0]
+    if constraints.sp is None:
+        return legal
+    if constraints.sp not in legal:
+        raise ValueError(
+            f"--sp {constraints.sp}: it must divide {ranks} ranks, {model.heads} heads and --seq "
+            f"{constraints.seq}: one of {', '.join(map(str, legal))}")
+    return [constraints.sp]
 
 
-def choose_batch(cfg: Config, plan: Plan, dp: int, sp: int) -> tuple[int, list[int]]:
-    """The batch, and the micro-batches to try, largest first, on dp * sp ranks. Raises ValueError
-    with the nearest --batch."""
-    batch = cfg.batch or -(-default_batch(cfg, plan) // dp) * dp
-    if plan.train and cfg.ranks is None and batch > plan.train.count:
-        raise ValueError(f"--batch {batch}: the data has {plan.train.count} training sequences of "
-                         f"{cfg.seq} tokens; --batch counts sequences, --batch-tokens tokens")
+def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, int]]:
+    """Return (batch, micro-batch) to try on dp * sp ranks, largest micro-batch first. Raises
+    ValueError with the nearest --batch."""
+    batch = constraints.batch or -(-constraints.default_batch // dp) * dp
+    most = constraints.most_sequences
+    if most is not None and batch > most:
+        raise ValueError(f"--batch {batch}: the data has {most} training sequences of "
+                         f"{constraints.seq} tokens; --batch counts sequences, --batch-tokens "
+                         "tokens")
     if batch % dp:
-        kept = ", which a resumed run keeps" if plan.resume else ""
+        kept = ", which a resumed run keeps" if constraints.resumes else ""
         raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
                          f"nearest: {nearest(batch, dp)}")
     each = batch // dp
-    if cfg.micro_batch is None:
-        most = min(each, max(1, 2**13 * sp // cfg.seq))
-        return batch, [b for b in range(most, 0, -1) if each % b == 0]
-    if each % cfg.micro_batch:
-        raise ValueError(f"--micro-batch {cfg.micro_batch}: does not divide the {each} sequences "
-                         f"of a rank (--batch {batch} over {dp}); nearest --batch: "
-                         f"{nearest(batch, cfg.micro_batch * dp)}")
-    return batch, [cfg.micro_batch]
+    if constraints.micro_batch is None:
+        largest = min(each, max(1, 2**13 * sp // constraints.seq))
+        return [(batch, size) for size in range(largest, 0, -1) if each % size == 0]
+    if each % constraints.micro_batch:
+        raise ValueError(
+            f"--micro-batch {constraints.micro_batch}: does not divide the {each} sequences of a "
+            f"rank (--batch {batch} over {dp}); nearest --batch: "
+            f"{nearest(batch, constraints.micro_batch * dp)}")
+    return [(batch, constraints.micro_batch)]
 
 
-def set_heads_and_chunk(cfg: Config, asked: Config, plan: Plan) -> None:
-    """Resolve --head-groups and --chunk for cfg.sp. Raises ValueError with the legal groups."""
-    heads = plan.model.heads // cfg.sp
-    legal = [g for g in range(1, heads + 1) if heads % g == 0 and (cfg.sp > 1 or g == 1)]
-    if asked.head_groups is not None and asked.head_groups not in legal:
-        raise ValueError(f"--head-groups {asked.head_groups}: with sp={cfg.sp} a rank has {heads} "
-                         f"heads; one of {', '.join(map(str, legal))}")
-    cfg.head_groups = asked.head_groups or max(g for g in legal if g <= 4)
-    n = plan.tokens(cfg)
-    parts = -(-n // (asked.chunk or 2**14))
-    if not asked.chunk:  # --alpha is a number of them
-        least = Fraction(asked.alpha or 0).limit_denominator(8).denominator
+def head_groups_of(constraints: Constraints, model: ModelConfig, sp: int) -> int:
+    """Return the parts of a rank's heads. Raises ValueError with the legal ones."""
+    heads = model.heads // sp
+    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (sp > 1 or n == 1)]
+    wanted = constraints.head_groups
+    if wanted is not None and wanted not in legal:
+        raise ValueError(f"--head-groups {wanted}: with sp={sp} a rank has {heads} heads; one of "
+                         f"{', '.join(map(str, legal))}")
+    return wanted or max(n for n in legal if n <= 4)
+
+
+def chunk_of(constraints: Constraints, tokens: int) -> int:
+    """Return the tokens of a chunk: equal parts of at most --chunk, 16K if that is open."""
+    parts = -(-tokens // (constraints.chunk or 2**14))
+    if not constraints.chunk:  # --alpha is a number of them
+        least = Fraction(constraints.alpha or 0).limit_denominator(8).denominator
         parts = -(-parts // least) * least
-    cfg.chunk = -(-n // min(n, parts))  # equal parts of at most that many
+    return -(-tokens // min(tokens, parts))
 
 
-def estimate(cfg: Config, plan: Plan) -> tuple[Sizes, float]:
-    """Return what measure would find, by default hardware rates: to compare plans beforehand."""
-    m = plan.model
-    n = plan.tokens(cfg)
-    rates = plan.rates
-    matrices = (param_count(m) - 2 * m.vocab * m.dim) / m.layers
+def estimate(chosen: Plan, constraints: Constraints, model: ModelConfig,
+             rates: Rates) -> tuple[Sizes, float]:
+    """Return what `measure` would find, by a device's rates."""
+    n = chosen.tokens
+    matrices = (param_count(model) - 2 * model.vocab * model.dim) / model.layers
     tokenwise = 2 * matrices * n / rates.matmul
-    attn = 2 * m.heads * m.head_dim * cfg.seq * n / rates.attention
-    sent = n * (2 * m.heads + 2 * m.kv_heads) * m.head_dim * plan.dtype.itemsize
-    attn += sent * (1 - 1 / cfg.sp) / rates.peer / cfg.head_groups
-    sizes = layer_bytes(m, n, plan.dtype)
-    return Sizes(*sizes, tokenwise + attn, tokenwise * recomputed_share(m), attn), rates.host
+    attn = 2 * model.heads * model.head_dim * constraints.seq * n / rates.attention
+    heads = 2 * model.heads + 2 * model.kv_heads  # q, o, k, v
+    sent = n * heads * model.head_dim * constraints.dtype.itemsize
+    attn += sent * (1 - 1 / chosen.sp) / rates.peer / chosen.head_groups
+    recompute = tokenwise * recomputed_share(model)
+    layer = layer_bytes(model, n, constraints.dtype)
+    return Sizes(*layer, tokenwise + attn, recompute, attn), rates.host
 
 
-def set_activations(cfg: Config, plan: Plan, sizes: Sizes, bandwidth: float,
-                    chunked: bool = True) -> float:
-    """Set plan.activations, and return predicted seconds of a micro-batch's layers. Raises
-    ValueError if the step does not fit (chunked: in chunks, if not whole)."""
-    n = plan.tokens(cfg)
-    layers = plan.model.layers
-    f = plan.factors
-    plan.activations = None
-    lost = 0.0
-    need = device_bytes(cfg, plan)
-    in_chunks = False
-    if cfg.recompute == "auto":  # with sp, the order of ChunkedLayers hides more of the all-to-alls
-        in_chunks = (cfg.alpha is not None or cfg.resident_layers or cfg.chunk < n
-                     or (cfg.sp > 1 if sum(need.values()) <= plan.gpu_budget else chunked))
-    if in_chunks:
-        plan.activations = ActivationPlan(layers, -(-n // cfg.chunk), layers)
-        need = device_bytes(cfg, plan)
-        del need["activations"]
-    left = plan.gpu_budget - sum(need.values())
-    listed = ", ".join(f"{k} {v / GIB:.1f}" for k, v in need.items())
-    instead = "" if in_chunks or cfg.recompute == "full" else "--recompute full, "
-    if left < 0:
-        raise ValueError(f"--model {cfg.model}: a step needs {sum(need.values()) / GIB:.0f} GiB a "
-                         f"GPU{' beside activations' * in_chunks} even with p={f.p} g={f.g} "
-                         f"os={f.os}, there is room for {plan.gpu_budget / GIB:.0f} ({listed}); "
-                         f"more ranks, {instead}a shorter --seq, a smaller --micro-batch or model")
-    if in_chunks:
-        try:
-            plan.activations, lost = plan_activations(
-                layers, sizes, plan.activations.chunks, bandwidth, left, plan.host_budget,
-                cfg.resident_layers, cfg.alpha)
-        except ValueError as e:
-            raise ValueError(f"--seq {cfg.seq} with sp={cfg.sp} p={f.p} g={f.g} os={f.os}: {e} "
-                             f"(GiB of {plan.gpu_budget / GIB:.0f} a GPU beside them: "
-                             f"{listed})") from e
-    if cfg.recompute == "full":
-        lost = layers * sizes.layer_s
-    forward = sizes.layer_s * layers
-    plan.reason = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
-                   f"copies, at {bandwidth / 1e9:.0f} GB/s to the host")
-    return 3 * forward + lost
+# ---------------------------------------------------------------------------- budgets
+
+GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 
 
-def device_bytes(cfg: Config, plan: Plan) -> dict[str, float]:
-    """Return the bytes on a device, by what they are for."""
-    m = plan.model
-    e = plan.dtype.itemsize
-    params = param_count(plan.model)
-    f = plan.factors
-    kept = plan.activations
-    tokens = plan.tokens(cfg)
-    accum_bytes = accumulation_dtype(plan.dtype).itemsize
-    accumulates = plan.micro_batches > 1 or cfg.reduce_dtype == "fp32"
-    in_chunks = kept is not None and kept.chunks > 1
-    need = state_bytes(params, f, plan.dtype, accumulates)
-
-    ends = 2 * m.vocab * m.dim  # embedding and head: one buffer each; two for a layer's matrices
-    layers = 2 * (params - ends) / m.layers
-    need["buffers"] = 0.0
-    if f.p > 1:  # gathered weights
-        need["buffers"] += (layers + ends) * e
-    if f.g > 1:  # whole gradients of embedding and head
-        need["buffers"] += ends * e
-    adds_up = in_chunks and not accumulates and e < accum_bytes  # chunks' gradients, in float32
-    if f.g > 1 or adds_up:
-        need["buffers"] += layers * (accum_bytes if in_chunks else e)
-
-    need["activations"] = activation_bytes(m, tokens, plan.dtype)
-    if cfg.recompute == "full":  # all layers' inputs, and one whole layer
-        need["activations"] = m.layers * tokens * m.dim * e + need["activations"] / m.layers
-    if kept is not None:
-        need["activations"] = resident_bytes(kept, layer_bytes(m, tokens, plan.dtype))
-
-    buffers = all_to_all_bytes(m, tokens, plan.dtype, cfg.sp, cfg.head_groups)
-    logits = 2 * accum_bytes * min(LOSS_ELEMENTS, tokens * m.vocab)
-    loss = logits + accum_bytes * m.vocab * m.dim + 3 * tokens * m.dim * e + buffers
-    layer = backward_peak_bytes(m, tokens, min(cfg.chunk, tokens), plan.dtype, cfg.sp,
-                                cfg.head_groups)
-    need["working"] = max(loss, layer if kept is not None or cfg.sp > 1 else 0)
-    return need
-
-
-def gpu_budget(cfg: Config, device: torch.device) -> float:
-    """Return the bytes of a device to plan with."""
+def gpu_budget(device: torch.device, asked: int | None) -> float:
+    """Return the bytes of a device to plan with. asked: --gpu-memory."""
     if device.type == "cpu":
-        return GPU_SHARE * (cfg.gpu_memory or 2**60)
+        return GPU_SHARE * (asked or 2**60)
     total = torch.cuda.get_device_properties(device).total_memory
-    return GPU_SHARE * min(total, cfg.gpu_memory or total)
+    return GPU_SHARE * min(total, asked or total)
 
 
-def host_budget(cfg: Config) -> float:
-    """Return the bytes of host memory of a rank to swap to."""
-    ranks = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))  # that share it
-    if cfg.ranks and cfg.host_memory is not None:  # not of the machine at hand
-        return cfg.host_memory / ranks
-    return host_limit(cfg.host_memory) / ranks
-
-
-def swapped_host_bytes(cfg: Config, plan: Plan) -> float:
-    """Return the bytes of host memory of a rank that its plan swaps to."""
-    layer = layer_bytes(plan.model, plan.tokens(cfg), plan.dtype)
-    return host_bytes(plan.activations, layer) if plan.activations else 0.0
+def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float:
+    """Return the bytes of host memory of a rank to swap to. ranks: that share a node; asked:
+    --host-memory; elsewhere: the plan is for another machine. Raises ValueError."""
+    if elsewhere and asked is not None:
+        return asked / ranks
+    return host_limit(asked) / ranks

@@ -28,14 +28,14 @@ Four kinds of communication have a CUDA stream each (CommStream): launch, comput
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         gather_param (p > 1)
 
-In layout intra the way of a gradient to its owner is a reduce-scatter and an all-reduce (with g = p
-both in launch_bucket), and parameters come back by an all-gather; in layout inter these are
+In layout intra the way of a gradient to its owner is a reduce-scatter and an all-reduce (with g =
+p both in launch_bucket), and parameters come back by an all-gather; in layout inter these are
 all-reduce and broadcasts. In backward the next matrix alone is gathered, so that a gather never
-delays a reduction (AMSP, section V-C); where layers run in chunks or are recomputed it is the layer
-before, once for both of its passes. Vectors' gradients, the norm and the loss are summed in the
-open: they are small. Where a stream does not overlap, it is the compute stream. Gathered weights
-and whole gradients lie in fixed buffers, two of each kind of matrix, that neighbouring layers take
-in turn; the model's parameters are views of them.
+delays a reduction (AMSP, section V-C); where layers run in chunks or are recomputed it is all of
+layer i - 1, once for its forward that runs again and its backward. Vectors' gradients, the norm
+and the loss are summed in the open: they are small. Where a stream does not overlap, it is the
+compute stream. Gathered weights and whole gradients lie in fixed buffers, two of each kind of
+matrix, that neighbouring layers take in turn; the model's parameters are views of them.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
@@ -123,9 +123,10 @@ def legal_sizes(ranks: int, per_node: int) -> list[int]:
 
 def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
-    another `if` here: what is listed, checked and said follows. A looser one is an `if` less, and
-    what the rule guards: for g between p and os, the group that sums S/p to S/g in keep_grad, and
-    the one that brings S/g to its owner in sum_bucket (States asserts that g is p or os)."""
+    another `if` here: what is listed, checked and said follows. A looser one needs more. For g
+    between p and os, say: groups for the two halves of the way (make_groups), the size of
+    grad_shard and its owned part (shard), and what runs on them (keep_grad, bucket_all_reduce,
+    sum_bucket); States asserts that g is p or os."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.g, f.os, f.secondary or 1):
         if count not in sizes:
@@ -149,7 +150,8 @@ def legal_factors(ranks: int, per_node: int) -> list[Factors]:
 def nearest_legal(f: Factors, ranks: int, per_node: int) -> str:
     """Return the flags of the legal factors that are nearest to f."""
     if f.secondary:
-        fitting = [n for n in legal_sizes(ranks, per_node) if ranks % n == 0]
+        fitting = [n for n in legal_sizes(ranks, per_node)
+                   if illegal(Factors(ranks, ranks, ranks, n), ranks, per_node) is None]
         return f"--strategy zero++:{min(fitting, key=lambda n: abs(n - f.secondary))}"
 
     def distance(legal: Factors) -> int:
@@ -181,7 +183,9 @@ class Optimizer:
     device, so that nothing waits for the host: the learning rate, the factor on the gradient
     (clipping), 1 - beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update
     changes nothing: with torch.where, as in adamw below, since what is not finite times 0 is not 0.
-    Set OPTIMIZER to another one, and states, checkpoints and counted bytes follow.
+    Another one stands in the line of OPTIMIZER below: states, checkpoints and counted bytes follow.
+    It updates every Matrix: embedding, head, and q|k|v and gate|up as they are fused. One that is
+    `whole` runs with --os-layout inter --p 1.
     """
 
     update: Callable
@@ -364,7 +368,8 @@ class States:
 
     def make_groups(self, groups: Groups) -> None:
         """Make the groups that this rank is in, by the ranks' arithmetic; None: it is alone. Groups
-        of one name share communicators. A collective of all ranks."""
+        of one name and the same ranks share a communicator: gradients' two streams may, since
+        grad_reduce begins when grad_scatter is done. A collective of all ranks."""
         f = self.factors
         rank = dist.get_rank()
         self.subgroup_size = f.os // f.p

@@ -52,6 +52,8 @@ import torch.nn.functional as F
 
 import attention
 import bench
+import checkpoint
+import data
 import memplan
 import model as m
 import offload
@@ -164,7 +166,7 @@ def test_rates_by_name_or_measured(group):
     assert all(1e7 < getattr(rates, k) < 1e15 for k in ("matmul", "attention", "memory", "host"))
     known = planner.find_rates("CPU", cpu, torch.float32, "cpu", lambda t, **_: said.append(t))
     assert known is planner.RATES["CPU"] and len(said) == 1
-    seconds = [choose(8, 80, seq=2**15, rates=planner.RATES[k])[1].reason for k in ("A100", "H200")]
+    seconds = [choose(8, 80, seq=2**15, rates=planner.RATES[k]).reason for k in ("A100", "H200")]
     assert float(seconds[0].split()[0]) > 2.5 * float(seconds[1].split()[0])
 
 
@@ -345,6 +347,23 @@ def build(dtype, micro_batches=1, factors=shard.Factors(), recompute=False,
     return model, states
 
 
+def in_parts(tokens, labels, micro_batches=1, scale=None):
+    """A batch (N, T) as train.run_step takes it: (M, B, T), and 1 / valid labels."""
+    if scale is None:
+        scale = 1 / (labels != m.IGNORE).sum().double()
+    return tokens.unflatten(0, (micro_batches, -1)), labels.unflatten(0, (micro_batches, -1)), scale
+
+
+def make_run(model, seq, ranks=1, factors=shard.Factors(), activations=None, several=1,
+             chunk=2**14, head_groups=1, dtype=torch.bfloat16, **flags) -> train.Run:
+    """A run over one sequence of all ranks, planned by hand."""
+    cfg = train.Config(seq=seq, per_node=ranks, ranks=ranks, **flags)
+    plan = planner.Plan(ranks, several, 1, several, seq // ranks, head_groups, chunk, factors,
+                        "auto", several > 1, activations)
+    plan = planner.with_memory(plan, model, dtype)
+    return train.Run(cfg, 0, ranks, torch.device("cpu"), dtype, "cpu", model, plan=plan)
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.1])
 def test_optimizer_equals_torch(clip, group):
     model, states = build(torch.float64)
@@ -357,10 +376,7 @@ def test_optimizer_equals_torch(clip, group):
                               betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
     for step in range(5):
         tokens, labels = example(seed=step)
-        states.begin_step()
-        model(tokens, labels).backward()
-        states.finish_gradients()
-        norm, finite = states.update(1e-2, clip)
+        _, norm, finite = train.run_step(model, states, in_parts(tokens, labels), None, 1e-2, clip)
         adamw.zero_grad()
         plain_llama(plain, tokens, labels)[1].backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or 1e9)
@@ -405,11 +421,7 @@ def test_gradient_pieces(dtype, noise, pieces, group):
     for _ in range(2):
         for s in states.sharded_params.values():
             s.grad_shard.fill_(torch.nan)
-        states.begin_step()
-        for part in range(pieces):
-            rows = slice(part, part + 1) if pieces > 1 else slice(None)
-            model(tokens[rows], labels[rows], scale).backward()
-            states.end_micro_batch()
+        train.run_step(model, states, in_parts(tokens, labels, pieces, scale), None, None, 0.0)
     plain_llama(plain, tokens, labels)[1].backward()
     for name, p in plain.named_parameters():
         grad = weights[name].grad if "norm" in name else (
@@ -446,45 +458,63 @@ def test_factors():
     assert need["gradients"] == 1000
 
 
-def choose(world, gpu_gib, model="7b", rates=planner.RATES["H200"], **flags):
-    """What planner.py chooses for `world` ranks of one node, in bf16, on a GPU of so many GiB."""
-    cfg = train.Config(model=model, per_node=world, gpu_memory=int(gpu_gib * 2**30), dtype="bf16",
-                       device="cpu", **flags)
-    plan = planner.Plan(m.MODELS[model], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                        gpu_budget=cfg.gpu_memory, rates=rates,
-                        host_budget=(cfg.host_memory or 2**40) / world)
-    plan = planner.choose_plan(cfg, plan, world, 1)
-    need = sum(planner.device_bytes(cfg, plan).values())
-    assert need <= gpu_gib * 2**30
-    return cfg, plan, need / 2**30
+def choose(world, gpu_gib, model="7b", rates=planner.RATES["H200"], seq=4096, host_memory=2**40,
+           **flags) -> planner.Plan:
+    """What planner.py chooses for `world` ranks of one node, in bf16, with so many GiB a GPU."""
+    constraints = planner.Constraints(seq, torch.bfloat16, max(1, 2**19 // seq), **flags)
+    hardware = planner.Hardware(world, world, rates, gpu_gib * 2**30, host_memory / world)
+    plans = planner.plan(constraints, m.MODELS[model], hardware)
+    assert all(plan.memory.total() <= gpu_gib * 2**30 for plan in plans)
+    assert plans == planner.plan(constraints, m.MODELS[model], hardware)  # it is a function
+    return plans[0]
 
 
 def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
     many = dict(seq=4096, batch=4096)
     for gpu, want in ((130, (1, 1, 2)), (80, (1, 1, 8)), (45, (4, 8, 8)), (30, (8, 8, 8))):
-        cfg, plan, _ = choose(8, gpu, **many)
+        plan = choose(8, gpu, **many)
         assert (plan.factors.p, plan.factors.g, plan.factors.os) == want, gpu
-        assert plan.activations is None and cfg.sp == 1 and cfg.batch == 4096
-    assert choose(8, 28, **many)[1].activations is not None  # in chunks, where whole does not fit
-    assert choose(8, 139, seq=4096, batch=8)[1].factors.os == 8  # its update would take as long
-    assert choose(8, 139, p="2", **many)[1].factors.p == 2
-    cfg, plan, need = choose(8, 132, seq=2**20, host_memory=480 * 2**30)
-    assert cfg.sp == 8 and cfg.batch == 1 and plan.activations.resident >= 2
+        assert plan.activations is None and plan.sp == 1 and plan.batch == 4096
+    assert choose(8, 28, **many).activations is not None  # in chunks, where whole does not fit
+    assert choose(8, 139, seq=4096, batch=8).factors.os == 8  # its update would take as long
+    assert choose(8, 139, p="2", **many).factors.p == 2
+    plan = choose(8, 132, seq=2**20, host_memory=480 * 2**30)
+    assert plan.sp == 8 and plan.batch == 1 and plan.activations.resident >= 2
     assert not plan.activations.layers_recomputing_attention
-    sizes = planner.layer_bytes(plan.model, 2**17, torch.bfloat16)
-    assert 0.9 * 132 < need and planner.host_bytes(plan.activations, sizes) <= 60 * 2**30
-    cfg, plan, _ = choose(8, 132, seq=2**18, host_memory=480 * 2**30)
-    assert plan.activations.alpha > 0.2 and cfg.chunk == 2**14
-    by_hand = choose(8, 132, seq=2**18, sp=8, alpha=0.5, resident_layers=4, chunk=2**13,
-                     head_groups=2, host_memory=480 * 2**30)
-    assert by_hand[1].activations.alpha == 0.5 and by_hand[1].activations.resident == 4
-    assert by_hand[0].chunk == 2**13 and by_hand[0].head_groups == 2
+    sizes = planner.layer_bytes(m.MODELS["7b"], 2**17, torch.bfloat16)
+    assert plan.host_bytes == planner.host_bytes(plan.activations, sizes) <= 60 * 2**30
+    assert plan.memory.total() > 0.9 * 132 * 2**30
+    plan = choose(8, 132, seq=2**18, host_memory=480 * 2**30)
+    assert plan.activations.alpha > 0.2 and plan.chunk == 2**14
+    plan = choose(8, 132, seq=2**18, sp=8, alpha=0.5, resident_layers=4, chunk=2**13,
+                  head_groups=2, host_memory=480 * 2**30)
+    assert plan.activations.alpha == 0.5 and plan.activations.resident == 4
+    assert plan.chunk == 2**13 and plan.head_groups == 2
     with pytest.raises(ValueError, match="room for .* GiB on the GPU and 0.1 on the host"):
         choose(8, 132, seq=2**22, host_memory=2**30)
     with pytest.raises(ValueError, match="needs .* GiB a GPU even with p=8 g=8 os=8.*room for 12"):
         choose(8, 12, recompute="none", **many)
     with pytest.raises(ValueError, match="with sp=8 a rank has 4 heads; one of 1, 2, 4"):
         choose(8, 132, seq=2**18, sp=8, head_groups=3)
+
+
+def test_plan_is_made_twice_and_ranked():
+    """By rates, then with the times of a layer for the degrees that won: these stay, and what
+    layers keep follows the times; plans come best first."""
+    constraints = planner.Constraints(2**18, torch.bfloat16, 2)
+    hardware = planner.Hardware(8, 8, gpu_budget=132 * 2**30, host_budget=60 * 2**30)
+    best, *others = planner.plan(constraints, m.MODELS["7b"], hardware)
+    assert len(others) > 3 and all(plan.seconds >= 0.98 * best.seconds for plan in others)
+    assert [p.seconds for p in others] == sorted(p.seconds for p in others)
+    sizes, rate = planner.estimate(best, constraints, m.MODELS["7b"], hardware.rates)
+    slow = dataclasses.replace(hardware, measured=(sizes, rate / 100))
+    again, = planner.plan(planner.fix(constraints, best), m.MODELS["7b"], slow)
+    for name in ("sp", "batch", "micro_batch", "factors", "chunk", "head_groups"):
+        assert getattr(again, name) == getattr(best, name), name
+    assert again.activations.alpha < best.activations.alpha and "a layer measured" in again.reason
+    for change in (best, constraints, hardware):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            change.seq = change.sp = change.ranks = 1
 
 
 def brute_force_activations(n, s, c, bandwidth, gpu, host):
@@ -559,8 +589,8 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
 
 
 def test_positions_follow_the_shards():
-    cfg = train.Config(seq=2**20, sp=8)
-    parts = [train.local_positions(cfg, r, torch.device("cpu")) for r in range(16)]
+    run = make_run(m.MODELS["7b"], 2**20, 8)
+    parts = [train.local_positions(run.but(rank=r)) for r in range(16)]
     assert torch.equal(torch.cat(parts[:8]), torch.arange(2**20))
     assert torch.equal(torch.cat(parts[8:]), torch.arange(2**20))
 
@@ -624,17 +654,10 @@ def sharding_worker(cases: str):
         mine = slice(rank * 24 // world, (rank + 1) * 24 // world)
         for step, want in enumerate(wanted):
             tokens, labels = batch(step)
-            scale, total = 1 / (labels != m.IGNORE).sum().double(), torch.zeros(()).double()
-            states.begin_step()
-            for t, l in zip(tokens[mine].chunk(several), labels[mine].chunk(several)):
-                loss = model(t, l, scale)
-                loss.backward()
-                states.end_micro_batch()
-                total += loss.detach()
-            states.finish_gradients()
-            norm, _ = states.update(1e-2, 0.5)
-            dist.all_reduce(total)
-            got = total.item(), norm.item()
+            scale = 1 / (labels != m.IGNORE).sum().double()
+            parts = in_parts(tokens[mine], labels[mine], several, scale)
+            loss, norm, _ = train.run_step(model, states, parts, None, 1e-2, 0.5)
+            got = loss.item(), norm.item()
             assert got == pytest.approx(want, rel=1e-11), (f, layout, several, recompute)
         for name, p in plain.named_parameters():
             assert relative(states.full(name), p) < 1e-11, (f, layout, several, recompute, name)
@@ -644,11 +667,8 @@ def sharding_worker(cases: str):
             assert all(formula[k] <= v < 1.3 * formula[k] for k, v in states.bytes().items())
     # ZeRO-2 in bf16: micro-batches add up in float32, and nothing rounds the sum
     model, states = build(torch.bfloat16, 2, shard.Factors(1, world, world), groups=groups)
-    states.begin_step()
-    for t, l in zip(*(x[mine].chunk(2) for x in batch(0))):
-        model(t, l, torch.tensor(0.01)).backward()
-        states.end_micro_batch()
-    states.finish_gradients()
+    parts = in_parts(*(x[mine] for x in batch(0)), 2, torch.tensor(0.01))
+    train.run_step(model, states, parts, None, None, 0.0)
     sums = [s.grad_shard for s in states.sharded_params.values()]
     assert any((x != x.bfloat16()).any() for x in sums if x.dtype == torch.float32)
     print(f"rank {rank}: {len(rows)} cases equal", flush=True)
@@ -694,7 +714,7 @@ def test_sharded_checkpoints_fit_each_other(tmp_path):
         for a, b in zip(want[3:], losses(out), strict=True):
             assert a == pytest.approx(b, rel=1e-11), flags
         last = out / "step-00000003" if (out / "step-00000003").exists() else last
-        a, b = (m.hf_open(x, m.hf_config(x)) for x in (tmp_path / "x", export))
+        a, b = (checkpoint.hf_open(x, checkpoint.hf_config(x)) for x in (tmp_path / "x", export))
         for name in ("embed.weight", "blocks.1.qkv.weight", "norm.weight"):
             assert relative(a(name), b(name)) < 1e-11
     # and from the last of them, sharded twice, back to one process
@@ -729,11 +749,8 @@ def muon_worker(file: str):
     for step in range(3):
         tokens, labels = example(batch=8, seed=step)
         scale = 1 / (labels != m.IGNORE).sum().double()
-        states.begin_step()
-        model(tokens[rank::world], labels[rank::world], scale).backward()
-        states.end_micro_batch()
-        states.finish_gradients()
-        states.update(1e-2, 0.5)
+        parts = in_parts(tokens[rank::world], labels[rank::world], 1, scale)
+        train.run_step(model, states, parts, None, 1e-2, 0.5)
     weights = {name: states.full(name).clone() for name, _ in model.named_parameters()}
     if rank == 0:
         torch.save(weights, file)
@@ -797,21 +814,12 @@ def sequence_worker():
                 positions = torch.arange(24)[cut]
                 for (tokens, labels), want in zip(batch, wanted):
                     scale = 1 / (labels != m.IGNORE).sum().double()
-                    total = torch.zeros(()).double()
                     with torch.no_grad():  # an evaluation in between changes nothing
                         model(tokens[mine, cut][:rows], labels[mine, cut][:rows], scale, positions)
-                    states.begin_step()
-                    for t, l in zip(tokens[mine, cut].chunk(several),
-                                    labels[mine, cut].chunk(several)):
-                        loss = model(t, l, scale, positions)
-                        loss.backward()
-                        states.end_micro_batch()
-                        total += loss.detach()
-                    states.finish_gradients()
-                    norm, _ = states.update(1e-2, 0.5)
-                    dist.all_reduce(total)
+                    parts = in_parts(tokens[mine, cut], labels[mine, cut], several, scale)
+                    loss, norm, _ = train.run_step(model, states, parts, positions, 1e-2, 0.5)
                     case = kv_heads, sp, head_groups, activations, chunk, f, several
-                    assert (total.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
+                    assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
                 for name, p in plain.named_parameters():
                     assert relative(states.full(name), p) < 1e-11, (case, name)
                 count += 1
@@ -831,25 +839,24 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
     class Config(m.ModelConfig):
         window: int = 0
 
-    for module in (m, train):
-        monkeypatch.setattr(module, "ModelConfig", Config)
+    monkeypatch.setattr(checkpoint, "ModelConfig", Config)
     small = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL)}
-    m.check_exportable(Config(**small))
+    checkpoint.check_exportable(Config(**small))
     with pytest.raises(ValueError, match="config.json has no key for window=64"):
-        m.check_exportable(Config(**small, window=64))
+        checkpoint.check_exportable(Config(**small, window=64))
     old = tmp_path / "step-00000001"
     old.mkdir()
-    cfg = train.Config(model="tiny", out=str(tmp_path), resume=str(old))
     meta = {"files": {}, "step": 1, "config": {"model": "tiny", "init": "random"},
             "model": dataclasses.asdict(SMALL)}
     (old / "meta.json").write_text(json.dumps(meta))
-    assert train.find_checkpoint(cfg, Config(**small), "") == old
+    assert checkpoint.find_checkpoint(tmp_path, str(old), "") == old
+    checkpoint.check_same_model(old, Config(**small), set())
     with pytest.raises(ValueError, match=r"another model: window 0 \(here 64\)"):
-        train.find_checkpoint(cfg, Config(**small, window=64), "")
+        checkpoint.check_same_model(old, Config(**small, window=64), set())
     meta["model"]["experts"] = 8
     (old / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(ValueError, match=r"another model: experts 8 \(here unknown\)"):
-        train.find_checkpoint(cfg, Config(**small), "")
+        checkpoint.check_same_model(old, Config(**small), set())
 
 
 class QKNormBlock(m.Block):
@@ -905,10 +912,8 @@ def forked_block_worker():
             offload.ChunkedLayers(model, (2, part), kept, part // 2, cpu, torch.float64,
                                   poison=True)
         for step in range(2):
-            states.begin_step()
-            model(tokens[:, cut], labels[:, cut], scale, torch.arange(24)[cut]).backward()
-            states.end_micro_batch()
-            states.finish_gradients()
+            parts = in_parts(tokens[:, cut], labels[:, cut], 1, scale)
+            train.run_step(model, states, parts, torch.arange(24)[cut], None, 0.0)
             grads = {s.name: s.owned_grad.clone() for s in states.sharded_params.values()}
             grads["vectors"] = states.vector_grad.clone()
             states.update(1e-2, 0.0)
@@ -1265,9 +1270,9 @@ def test_planned_run_is_bit_equal(tmp_path):
 
 def test_slow_simulation_gives_way(group):
     """No guess, said so, and no process left behind, long before other ranks give up."""
-    cfg, said = train.Config(model="tiny", timeout=0.02), []
-    plan = planner.Plan(m.MODELS["tiny"], torch.device("cpu"), torch.float32, "cpu", None, None)
-    assert train.simulated_requests(cfg, plan, 1, 0, said.append) == []
+    said = []
+    run = make_run(m.MODELS["tiny"], 256, dtype=torch.float32, timeout=0.02)
+    assert train.simulated_requests(run, said.append) == []
     assert len(said) == 1 and "run unplanned" in said[0] and "TimeoutError" in said[0]
     assert not multiprocessing.active_children()
 
@@ -1315,18 +1320,15 @@ def test_places_of_all_to_alls_take_what_is_counted(kv_heads, groups):
 @pytest.mark.parametrize("alpha, chunks", [(0.5, 2), (0.25, 4), (0.125, 8), (1.0, 1)])
 def test_alpha_by_hand_finds_chunks(alpha, chunks):
     """Also where all tokens would run at once."""
-    cfg = train.Config(model="7b", seq=2**14, sp=1, per_node=1, batch=1, micro_batch=1, alpha=alpha,
-                       resident_layers=2, dtype="bf16")
-    plan = planner.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None)
-    plan = planner.choose_plan(cfg, plan, 1, 0)
+    plan = choose(1, 2**20, seq=2**14, sp=1, batch=1, micro_batch=1, alpha=alpha,
+                  resident_layers=2)
     assert plan.activations.chunks == chunks and plan.activations.alpha == alpha
 
 
 def test_alpha_needs_a_layer_that_swaps(monkeypatch, group, tmp_path):
     monkeypatch.setitem(m.MODELS, "tiny", dataclasses.replace(m.MODELS["tiny"], layers=2))
-    cfg = train.Config(model="tiny", alpha=0.5, out=str(tmp_path))
     with pytest.raises(ValueError, match="--alpha 0.5: the last two layers never swap.* has 2"):
-        train.make_plan(cfg, 0, 1, 0, "")
+        train.machine(train.Config(model="tiny", alpha=0.5, out=str(tmp_path)), 0, 1, 0)
 
 
 def test_pieces_add_up_in_float32(group):
@@ -1343,9 +1345,8 @@ def test_pieces_add_up_in_float32(group):
         plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers)
         offload.ChunkedLayers(model, (1, 64), plan, 16, torch.device("cpu"), torch.bfloat16)
         for _ in range(2):
-            states.begin_step()
-            model(tokens, tokens, torch.ones(()), torch.arange(64)).backward()
-            states.finish_gradients()
+            parts = in_parts(tokens, tokens, 1, torch.ones(()))
+            train.run_step(model, states, parts, torch.arange(64), None, 0.0)
         kept.append({s.name: s.grad_shard for s in states.sharded_params.values()})
         count = m.param_count(SMALL) - states.vector_grad.numel()
         formula = planner.state_bytes(count, states.factors, torch.bfloat16,
@@ -1397,15 +1398,13 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, activati
     """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured
     122.2 GiB where 122.1 were simulated, of 32 layers in the first case)."""
     model = dataclasses.replace(m.MODELS[name], layers=4)
-    cfg = train.Config(model=name, seq=seq, sp=ranks, per_node=ranks, batch=several, micro_batch=1,
-                       ranks=ranks, chunk=2**14, head_groups=4 if ranks > 1 else 1, dtype="bf16")
-    plan = planner.Plan(model, torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                        micro_batches=several, factors=shard.Factors(*factors),
-                        activations=offload.ActivationPlan(4, *activations))
-    requests, lasting = train.simulate_step(cfg, plan, ranks)
+    run = make_run(model, seq, ranks, shard.Factors(*factors),
+                   offload.ActivationPlan(4, *activations), several,
+                   head_groups=4 if ranks > 1 else 1)
+    requests, lasting = train.simulate_step(run)
     simulated = lasting + memplan.lower_bound(requests)
     norm = 2 * 4 * model.dim * seq // ranks  # the last one's backward is fused on a GPU alone
-    assert simulated - norm <= sum(planner.device_bytes(cfg, plan).values()) <= 1.2 * simulated
+    assert simulated - norm <= run.plan.memory.total() <= 1.2 * simulated
 
 
 def recorded_steps():
@@ -1422,14 +1421,10 @@ def recorded_steps():
 def test_simulated_step_requests_what_a_gpu_did(row, trace):
     """Fake tensors against what bench.py recorded of PyTorch's allocator on GPUs."""
     _, real = memplan.read_trace(trace)
-    cfg = train.Config(model="7b", seq=row["seq"], sp=row["sp"], per_node=row["gpus"], batch=1,
-                       micro_batch=1, ranks=row["gpus"], chunk=row["chunk"], dtype="bf16",
-                       head_groups=row["head_groups"])
     activations = {k: row["activations"][k] for k in offload.ActivationPlan.__dataclass_fields__}
-    plan = planner.Plan(m.MODELS["7b"], torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                        factors=shard.Factors(row["p"], row["g"], row["os"]),
-                        activations=offload.ActivationPlan(**activations))
-    requests, _ = train.simulate_step(cfg, plan, row["gpus"])
+    requests, _ = train.simulate_step(make_run(
+        m.MODELS["7b"], row["seq"], row["gpus"], shard.Factors(row["p"], row["g"], row["os"]),
+        offload.ActivationPlan(**activations), 1, row["chunk"], row["head_groups"]))
     assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
     assert (ours & theirs).total() > 0.999 * len(real)
@@ -1461,28 +1456,24 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
 @pytest.mark.parametrize("chunk", [40000, 65535, 3000, 2**17])
 def test_chunks_by_hand_hold_what_is_counted(chunk):
     """Chunks are equal parts, so what some of them store is their share."""
-    gib, model = 2**30, m.MODELS["7b"]
-    cfg = train.Config(model="7b", seq=2**16, sp=1, per_node=1, batch=1, micro_batch=1, chunk=chunk,
-                       p="1", g="1", os="1", dtype="bf16")
-    plan = planner.Plan(model, torch.device("cpu"), torch.bfloat16, "cpu", None, None,
-                        gpu_budget=190 * gib, host_budget=60 * gib)
-    plan = planner.choose_plan(cfg, plan, 1, 0)
-    assert cfg.chunk <= chunk and plan.activations.swapped_chunks > 0
+    seq, model = 2**16, m.MODELS["7b"]
+    plan = choose(1, 190, seq=seq, host_memory=60 * 2**30, sp=1, batch=1, micro_batch=1,
+                  chunk=chunk, p="1", g="1", os="1")
+    assert plan.chunk <= chunk and plan.activations.swapped_chunks > 0
     layers = offload.ChunkedLayers.__new__(offload.ChunkedLayers)  # its fields, not its buffers
-    layers.plan, layers.tokens = plan.activations, cfg.seq
-    layers.cfg, layers.dtype = model, plan.dtype
+    layers.plan, layers.tokens = plan.activations, seq
+    layers.cfg, layers.dtype = model, torch.bfloat16
     with torch.device("meta"):
         layers.blocks = 32 * [m.Block(model)]
-    layers.chunks = [slice(i, min(i + cfg.chunk, cfg.seq)) for i in range(0, cfg.seq, cfg.chunk)]
+    layers.chunks = [slice(i, min(i + plan.chunk, seq)) for i in range(0, seq, plan.chunk)]
     buffers = sum(offload.buffer_bytes(layers.fields(i)) for i in range(32) if layers.plan.swaps(i))
-    counted = planner.swapped_host_bytes(cfg, plan)
-    assert buffers <= 1.001 * counted <= 1.001 * plan.host_budget
+    assert buffers <= 1.001 * plan.host_bytes <= 1.001 * 60 * 2**30
 
 
 def test_dry_run_of_ranks_that_are_not_there():
     args = "--model 160m --seq 4K --dtype bf16 --gpu-memory 20G --host-memory 64G --batch 8".split()
     text = run([*args, "--ranks", "8", "--dry-run", "--sp", "4", "--chunk", "512"], 0)
-    counted = float(re.search(r"; ([\d.]+) GiB$", text.split("simulated")[0].strip())[1])
+    counted = float(re.search(r"([\d.]+) GiB in all", text)[1])
     simulated = float(re.search(r"or more\); ([\d.]+) GiB", text)[1])
     assert "of 8 ranks" in text and simulated == pytest.approx(counted, rel=0.15)
     assert "--ranks 8: of a plan alone; with --dry-run" in run(["--ranks", "8"], 0, expect=2)
@@ -1513,12 +1504,8 @@ def test_memory_replay_is_bit_equal(group):
 
     def step(model, states, seed, seq=40):
         tokens, labels = example(seed=seed, seq=seq)
-        states.begin_step()
-        out = model(tokens, labels)
-        out.backward()
-        states.finish_gradients()
-        states.update(1e-2, 1.0)
-        loss[model] = out.item()
+        parts = in_parts(tokens, labels, 1, torch.tensor(0.01))
+        loss[model] = train.run_step(model, states, parts, None, 1e-2, 1.0)[0].item()
 
     for seed in range(2):  # the second step is recorded: what the first one makes stays
         step(plain, plain_states, seed)
@@ -1724,7 +1711,7 @@ def hf_equal(model, hf, tie):
     for name, p in model.named_parameters():
         if tie and name in ("embed.weight", "head.weight"):
             continue  # two gradients here, their sum there
-        parts = [theirs[n].grad for n, _ in m._hf_parts(model.cfg, name, p.shape[0])]
+        parts = [theirs[n].grad for n, _ in checkpoint._hf_parts(model.cfg, name, p.shape[0])]
         assert relative(p.grad, torch.cat(parts)) < 1e-5, name
     if tie:
         both = model.embed.weight.grad + model.head.weight.grad
@@ -1738,14 +1725,14 @@ def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
 
     hf = hf_llama(tmp_path / "in", num_key_value_heads=kv_heads, tie_word_embeddings=tie,
                   **ROPES[rope])
-    cfg = m.hf_config(tmp_path / "in")
-    read, model = m.hf_open(tmp_path / "in", cfg), m.LLaMA(cfg)
+    cfg = checkpoint.hf_config(tmp_path / "in")
+    read, model = checkpoint.hf_open(tmp_path / "in", cfg), m.LLaMA(cfg)
     for name, p in model.named_parameters():
         p.data.copy_(read(name))
     hf_equal(model, hf, tie)
-    monkeypatch.setattr(m, "HF_FILE_BYTES", 60_000)
+    monkeypatch.setattr(checkpoint, "HF_FILE_BYTES", 60_000)
     weights = dict(model.named_parameters())
-    m.hf_export(tmp_path / "out", cfg, lambda n: weights[n].data, torch.float32)
+    checkpoint.hf_export(tmp_path / "out", cfg, lambda n: weights[n].data, torch.float32)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     back = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert back.config.tie_word_embeddings == tie
@@ -1755,12 +1742,12 @@ def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
 def test_hf_older_config(tmp_path):
     """transformers 4 keeps rope_theta and rope_scaling apart at the top level."""
     hf_llama(tmp_path, **ROPES["llama3"])
-    new, path = m.hf_config(tmp_path), tmp_path / "config.json"
+    new, path = checkpoint.hf_config(tmp_path), tmp_path / "config.json"
     c = json.loads(path.read_text())
     rope = c.pop("rope_parameters")
     c |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     path.write_text(json.dumps(c))
-    assert m.hf_config(tmp_path) == new and new.rope_scaling["factor"] == 8.0
+    assert checkpoint.hf_config(tmp_path) == new and new.rope_scaling["factor"] == 8.0
 
 
 def test_hf_train_and_export(tmp_path):
@@ -1789,11 +1776,11 @@ def test_hf_train_and_export(tmp_path):
 
 
 def test_data_default_is_large_sorted_text():
-    corpus, val = train.open_corpus("stdlib", 2)
+    corpus, val = data.open_corpus("stdlib", 2)
     assert len(corpus) > 10e6 and val is None and corpus.files == sorted(corpus.files)
     first = corpus.files[0].read_bytes()
     assert bytes(corpus.read(0, len(first)).astype(np.uint8)) == first
-    sequences, val = train.split(corpus, None, 2**20, 0)
+    sequences, val = data.split(corpus, None, 2**20, 0)
     assert sequences.count >= 8 and val.count >= 1
 
 
@@ -1802,19 +1789,19 @@ def test_data_windows_cover_everything_once(tmp_path):
     (tmp_path / "sub").mkdir()
     for i, (a, b) in enumerate([(0, 10), (10, 10), (10, 503), (503, 1000)]):
         (tmp_path / ("sub" if i > 2 else ".") / f"{i}.txt").write_bytes(text[a:b])
-    corpus, _ = train.open_corpus(str(tmp_path), 2)
+    corpus, _ = data.open_corpus(str(tmp_path), 2)
     tokens = np.frombuffer(text, np.uint8)
     assert np.array_equal(corpus.read(5, 999), tokens[5:999])
-    data, val = train.split(corpus, None, 10, seed=5)
-    assert (data.count, val.count) == (95, 4)
+    sequences, val = data.split(corpus, None, 10, seed=5)
+    assert (sequences.count, val.count) == (95, 4)
     for epoch in range(2):
-        drawn = [data.sample(epoch * 95 + i) for i in range(95)]
+        drawn = [sequences.sample(epoch * 95 + i) for i in range(95)]
         starts = sorted(np.flatnonzero([np.array_equal(w, tokens[s : s + 11]) for s in
                                         range(0, 950, 10)])[0] for w in drawn)
         assert starts == list(range(95))  # every window once an epoch
-    order = [data.sample(i)[0] for i in range(190)]
+    order = [sequences.sample(i)[0] for i in range(190)]
     assert order[:95] != order[95:]
-    fresh = train.Sequences(corpus, 0, 95, 10, seed=5)
+    fresh = data.Sequences(corpus, 0, 95, 10, seed=5)
     assert fresh.sample(137)[0] == order[137]  # the order needs no history
     assert np.array_equal(val.window(3), tokens[980:991])
 
@@ -1825,13 +1812,13 @@ def test_data_token_files(token_bytes, dtype, tmp_path):
     ids[77] = 2 ** (8 * token_bytes) - 1
     ids.astype(dtype).tofile(tmp_path / "train.bin")
     ids[:100].astype(dtype).tofile(tmp_path / "val.bin")
-    corpus, val = train.open_corpus(str(tmp_path), token_bytes)
+    corpus, val = data.open_corpus(str(tmp_path), token_bytes)
     assert np.array_equal(corpus.read(0, 500), ids) and len(val) == 100
-    data, held = train.split(corpus, val, 20, 0)
-    assert (data.count, held.count) == (24, 4)
-    train.check_tokens([corpus, val], 2 ** (8 * token_bytes), 0, 1)
+    sequences, held = data.split(corpus, val, 20, 0)
+    assert (sequences.count, held.count) == (24, 4)
+    data.check_tokens([corpus, val], 2 ** (8 * token_bytes), 0, 1)
     with pytest.raises(ValueError, match=f"token 77 is {ids[77]}.*ends at {ids[77] - 1}"):
-        train.check_tokens([corpus], int(ids[77]), 0, 1)
+        data.check_tokens([corpus], int(ids[77]), 0, 1)
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -1903,7 +1890,7 @@ def straight(tmp_path_factory):
 
 DIE = {  # where the process kills itself, in the third save or before (DCP renames a file itself)
     "in a step": "where = train.States; name = 'update'; calls = 5",
-    "in a save": "where = train.dcp; name = 'save'; calls = 2",
+    "in a save": "where = train.checkpoint.dcp; name = 'save'; calls = 2",
     "before a checkpoint's name": "where = os; name = 'rename'; calls = 4",
     "before the link's name": "where = os; name = 'replace'; calls = 2",
 }
@@ -1955,8 +1942,8 @@ def test_order_of_data_follows_from_samples_seen(tmp_path, monkeypatch):
     text = run([*args, "--out", tmp_path / "b", "--steps", "4", "--resume", first], 3, expect=1)
     assert "--batch 128, which a resumed run keeps: not divisible by 3 data-parallel ranks; " \
         "nearest: 126 or 129" in text
-    drawn, load = [], train.Sequences.sample
-    monkeypatch.setattr(train.Sequences, "sample", lambda self, i: drawn.append(i) or load(self, i))
+    drawn, load = [], data.Sequences.sample
+    monkeypatch.setattr(data.Sequences, "sample", lambda self, i: drawn.append(i) or load(self, i))
     train.main([*args, "--out", f"{tmp_path}/b", "--steps", "4", "--resume", f"{first}"])
     assert drawn == list(range(256, 512)) and [r["step"] for r in log(tmp_path / "b")] == [3, 4]
     for a, b in zip(losses(tmp_path / "a")[2:], losses(tmp_path / "b"), strict=True):
@@ -1983,21 +1970,25 @@ def test_learning_rate_of_zero_changes_nothing(tmp_path):
 def test_checkpoints_that_the_disk_has_no_room_for_are_refused(tmp_path, monkeypatch, capsys):
     gib = 2**30
     free = {"bytes": 0.1 * gib}
-    monkeypatch.setattr(train.shutil, "disk_usage", lambda _: SimpleNamespace(free=free["bytes"]))
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage",
+                        lambda _: SimpleNamespace(free=free["bytes"]))
     args = [*QUICK, "--model", "160m", "--seq", "16", "--batch", "1", "--out", f"{tmp_path}/o"]
-    with pytest.raises(ValueError, match=r"/o has 0.1 GiB free, 1 checkpoints of 1.8 GiB need 1.8.*"
+    with pytest.raises(ValueError, match=r"/o: 0.1 GiB are free, and 1.8 will be written.*"
                        "--save-every -1"):
         train.main([*args, "--steps", "1"])
     dist.destroy_process_group()
     free["bytes"] = 4 * gib
-    with pytest.raises(ValueError, match="has 4.0 GiB free, 3 checkpoints of 1.8 GiB need 5.4"):
+    with pytest.raises(ValueError, match="4.0 GiB are free, and 5.4 will be written"):
         train.main([*args, "--steps", "9", "--save-every", "1"])
     dist.destroy_process_group()
     free["bytes"] = 0.1 * gib
     train.main([*QUICK, "--steps", "1", "--save-every", "-1", "--out", f"{tmp_path}/none"])
-    assert "checkpoints: none" in capsys.readouterr().out
+    assert "0.00 GiB at most will be written" in capsys.readouterr().out
     train.main([*QUICK, "--steps", "1", "--out", f"{tmp_path}/tiny"])
-    assert "checkpoints: 0.02 GiB each, 0.1 GiB free in" in capsys.readouterr().out
+    assert f"0.02 GiB at most will be written to {tmp_path}/tiny" in capsys.readouterr().out
+    free["bytes"] = 2 * gib  # a checkpoint, and an export beside it, which lie on one disk
+    with pytest.raises(ValueError, match="o2 and .*hf: 2.0 GiB are free, and 2.4 will be written"):
+        train.main([*args[:-1], f"{tmp_path}/o2", "--steps", "1", "--export", f"{tmp_path}/hf"])
 
 
 def test_restart(tmp_path):
@@ -2264,18 +2255,19 @@ def test_bench_of_what_does_not_fit_is_a_row(monkeypatch, group):
               "wider": dataclasses.replace(tiny, dim=2048, heads=8, kv_heads=8)}
     for module in (bench, train):
         monkeypatch.setattr(module, "MODELS", models)
-    monkeypatch.setitem(bench.MEMORY, "gpu_memory", 160 * 2**20)
     monkeypatch.setitem(bench.QUICK_PARAMS, "cpu", 1e9)
-    step = bench.config_step
+    make_step = bench.make_step
 
-    def small_machine(cfg, device, **options):
+    def small_machine(table, cfg, **options):
         if cfg.seq > 512:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return step(cfg, device, **options)
+        return make_step(table, cfg, **options)
 
-    monkeypatch.setattr(bench, "config_step", small_machine)
-    too_large, *ceilings, _, _, ours = bench.table_step(torch.device("cpu"))[:7]
-    missed, longest = bench.table_step(torch.device("cpu"))[-2:]
+    monkeypatch.setattr(bench, "make_step", small_machine)
+    table = bench.Bench(torch.device("cpu"), 0, 1, memory={"gpu_memory": 160 * 2**20})
+    bench.table_step(table)
+    too_large, bound, *ceilings, _, ours = table.rows[:7]
+    missed, longest = table.rows[-2:]
     assert len(ceilings) == 3 and too_large["model"] == "wide"
     assert too_large["oom"] and "GiB a GPU" in too_large["error"]
     assert bench.cells(too_large)[3] == "does not fit" and bench.cells(missed)[3] == "out of memory"
@@ -2302,14 +2294,16 @@ def test_bench_writes_results(tmp_path):
 
 def test_longest_sequence_is_the_last_that_fits():
     gib = 2**30
-    cfg, plan = bench.longest("1b", 4, torch.device("cpu"), 40 * gib, 30 * gib)
-    need = sum(planner.device_bytes(cfg, plan).values())
-    host = planner.swapped_host_bytes(cfg, plan)
+    hardware = planner.Hardware(4, 4, gpu_budget=40 * gib, host_budget=30 * gib)
+    asked = planner.Constraints(1, torch.bfloat16)
+    longest, plan = bench.longest(asked, m.MODELS["1b"], hardware)
+    need, host = plan.memory.total(), plan.host_bytes
     assert 39 * gib < need <= 40 * gib or 29 * gib < host <= 30 * gib
-    longer = dataclasses.replace(cfg, seq=cfg.seq + 4 * 2**14, chunk=None, head_groups=None)
+    longer = dataclasses.replace(longest, seq=longest.seq + 4 * 2**14)
     with pytest.raises(ValueError, match="do not fit"):
-        planner.choose_plan(longer, plan, 4, 1)
-    assert bench.longest("7b", 1, torch.device("cpu"), 40 * gib, 30 * gib) is None
+        planner.plan(longer, m.MODELS["1b"], hardware)
+    alone = dataclasses.replace(hardware, ranks=1, per_node=1)
+    assert bench.longest(asked, m.MODELS["7b"], alone) is None
 
 
 def test_longest_sequence_table_on_little_memory(monkeypatch, group):
@@ -2317,30 +2311,27 @@ def test_longest_sequence_table_on_little_memory(monkeypatch, group):
     small = m.ModelConfig(64, 64, 6, 8, 8, 64, 8, max_positions=2**40)
     for name in ("7b", "7b/4"):
         monkeypatch.setitem(m.MODELS, name, small)
-    monkeypatch.setattr(bench, "KEEP", [lambda rows: None])
-    monkeypatch.setitem(bench.MEMORY, "gpu_memory", 80 * 2**20)
-    monkeypatch.setitem(bench.MEMORY, "host_memory", 2**25)
     longest = bench.longest  # of large GPUs, too, in a moment
-    monkeypatch.setattr(bench, "longest", lambda name, ranks, device, gpu, host: longest(
-        name, ranks, device, min(gpu, 2**28), min(host, 2**28)))
-    planned, own, proof = bench.table_longest(torch.device("cpu"))
+    monkeypatch.setattr(bench, "longest", lambda asked, model, hardware: longest(
+        asked, model, dataclasses.replace(
+            hardware, gpu_budget=min(hardware.gpu_budget, 2**28),
+            host_budget=min(hardware.host_budget, 2**28))))
+    table = bench.Bench(torch.device("cpu"), 0, 1,
+                        memory={"gpu_memory": 160 * 2**20, "host_memory": 2**26})
+    bench.table_longest(table)
+    planned, own, proof = table.rows
     assert planned["seq"] > own["seq"] == proof["seq"] >= 2**14
     assert proof["step_s"] > 0 and not proof["oom"], proof
     assert proof["activations"] == own["activations"]  # of all layers, not of those that ran
 
 
-def test_million_tokens_table_on_few():
-    for r in bench.table_million(torch.device("cpu")):
-        assert max(r[k] or 0 for k in ("o", "dq", "dk", "dv")) < 1e-5
-
-
 def test_bench_counts_like_model(monkeypatch):
     monkeypatch.setattr(bench, "peak_flops", lambda name: 1e15)
-    cfg, cpu = m.MODELS["7b"], torch.device("cpu")
-    r = bench.row("ours", cfg, "7b", 4096, 8192, 2.0, cpu, {"flops": 1e14})
+    cfg, table = m.MODELS["7b"], bench.Bench(torch.device("cpu"), 0, 1)
+    r = bench.row(table, "ours", cfg, "7b", 4096, 8192, 2.0, {"flops": 1e14})
     assert r["tgs"] == 4096 and r["mfu_full"] == 4096 * m.flops_per_token(cfg, 4096)[1] / 1e15
     assert r["bound_ratio"] == 4096 * m.flops_per_token(cfg, 4096)[0] / 1e14
-    assert bench.row("ours", cfg, "7b", 4096, 8192, None, cpu)["oom"]
+    assert bench.row(table, "ours", cfg, "7b", 4096, 8192, None)["oom"]
 
 
 def test_readme_tables_are_the_results():
