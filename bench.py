@@ -1200,34 +1200,6 @@ def commit() -> str:
         return "unknown"
 
 
-README_MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
-
-
-def readme_tables(folder: Path) -> str:
-    """Markdown tables of the results files, for README.md."""
-    text = ""
-    for file in sorted(folder.glob("*.json")):
-        if file.name.startswith(("memory", "curves", "swap-h200", "swap-2x")):  # all alike
-            continue
-        r = json.loads(file.read_text())
-        head, write = layout(r["rows"])
-        text += (f"`{r['command']}` on {r['hardware']}, torch {r['versions']['torch']}, commit "
-                 f"{r['commit']} ([file](results/{file.name})):\n\n"
-                 f"| {' | '.join(head)} |\n|---|---|{'--:|' * (len(head) - 2)}\n")
-        for x in r["rows"]:
-            text += f"| {' | '.join(write(x))} |\n"
-        text += "\n"
-    return text
-
-
-def write_readme() -> None:
-    path = HERE / "README.md"
-    start, end = (path.read_text().index(mark) for mark in README_MARKS)
-    text = path.read_text()
-    path.write_text(text[: start + len(README_MARKS[0])] + readme_tables(HERE / "results")
-                    + text[end:])
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0], allow_abbrev=False,
@@ -1237,9 +1209,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true",
                         help="table step with a small model, in a minute")
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
-                        "out/results on a CPU, whose figures README does not show")
-    parser.add_argument("--readme", action="store_true",
-                        help="measure nothing, write README.md's tables from results/")
+                        "out/results on a CPU, whose figures results/README.md does not show")
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
                         " that reach each other by sockets alone, as nodes do (table nodes)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
@@ -1286,8 +1256,6 @@ def main() -> None:
     args = parse()
     SEQS[:], SKIP[:], QUICK[:] = args.seq, args.skip.split(","), [args.quick]
     MEMORY.update(host_memory=args.host_memory, gpu_memory=args.gpu_memory)
-    if args.readme:
-        return write_readme()
     local, gpu = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.is_available()
     if args.nodes > 1:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
