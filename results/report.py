@@ -1,4 +1,5 @@
-"""Write what is shown of the files in results/: README.md here, the pictures, README.md's numbers.
+"""Write what is shown of the files in results/: README.md here, the pictures (pictures.py), and the
+numbers of the project's README.md.
 
     python results/report.py            write all of them
     python results/report.py --check    write nothing; exit 1 if a text is not what it would write
@@ -11,7 +12,6 @@ Left out: measuring, which is bench.py's; memplan-*.png, which `bench.py memplan
 file holds the addresses that PyTorch gave.
 """
 import argparse
-import gzip
 import json
 import re
 import sys
@@ -21,12 +21,7 @@ from textwrap import fill
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
-
+import pictures
 from bench import cells, layout
 
 # ---------------------------------------------------------------------------- tables
@@ -193,210 +188,6 @@ def readme(text: str) -> str:
     return text
 
 
-# ---------------------------------------------------------------------------- pictures
-
-BLUE, ORANGE, GREEN, RED, GREY = "#3b6ea8", "#d9822b", "#4f9a62", "#b5485d", "#8a8f98"
-PURPLE, TEAL = "#7a5ea8", "#2a8c95"
-PALE = {BLUE: "#cfdff0", ORANGE: "#f8dfc4", GREEN: "#d2e8d7", RED: "#efd0d6", GREY: "#e6e8eb",
-        PURPLE: "#ded6ee", TEAL: "#cbe7e9"}
-
-
-def figure(height: float, rows: int = 1, cols: int = 1, **options):
-    """Return a figure of 1800 pixels' width, to be read at 900, and its axes."""
-    plt.rcParams.update({"font.size": 9, "font.family": "DejaVu Sans", "axes.spines.top": False,
-                         "axes.spines.right": False, "legend.frameon": False})
-    return plt.subplots(rows, cols, figsize=(9, height), dpi=200, **options)
-
-
-def save(fig, name: str) -> None:
-    fig.savefig(HERE / name, facecolor="white", metadata={"Software": None})
-    plt.close(fig)
-
-
-def box(ax, x: float, y: float, width: float, height: float, color: str, text: str = "",
-        **style) -> None:
-    """Draw a rectangle with its text in the middle."""
-    style = {"facecolor": PALE[color], "edgecolor": color, "linewidth": 1} | style
-    ax.add_patch(Rectangle((x, y), width, height, **style))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center")
-
-
-def arrow(ax, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
-    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=10, color="#333"))
-    ax.text((start[0] + end[0]) / 2, start[1] + 0.12, text, ha="center", va="bottom")
-
-
-def draw_mfu() -> None:
-    """Draw causal MFU by sequence length: bars, and the bound over them."""
-    rows, (fig, ax) = long_rows(), figure(3.6)
-    seqs = sorted(rows["ours"])
-    for k, (system, color) in enumerate((("ours", BLUE), ("fsdp2", ORANGE))):
-        for i, r in ((seqs.index(s), r) for s, r in rows[system].items()):
-            ax.bar(i + 0.36 * k - 0.18, 100 * r["mfu_causal"], 0.34, color=color)
-            ax.text(i + 0.36 * k - 0.18, 100 * r["mfu_causal"] - 1, f"{r['mfu_causal']:.1%}",
-                    ha="center", va="top", color="white", fontweight="bold")
-    for i, r in ((seqs.index(s), r) for s, r in rows["kernels"].items()):
-        ax.hlines(100 * r["mfu_causal"], i - 0.38, i + 0.38, color="#222", linewidth=1.6)
-        ax.text(i, 100 * r["mfu_causal"] + 0.8, f"{r['mfu_causal']:.1%}", ha="center", va="bottom")
-    for s in set(seqs) - set(rows["fsdp2"]):
-        ax.text(seqs.index(s) + 0.22, 1, "not\nmeasured", ha="center", va="bottom", color=GREY,
-                fontsize=8)
-    ax.set(xticks=range(len(seqs)), xticklabels=[f"{s // 1024}K" for s in seqs], ylim=(0, 70),
-           xlabel="tokens of the sequence", ylabel="causal MFU, %")
-    ax.set_title("LLaMA-7B, one sequence over 4 H200s, bf16", fontsize=10, loc="left", pad=26)
-    ax.legend([plt.Line2D([], [], color="#222"), Patch(color=BLUE), Patch(color=ORANGE)],
-              ["kernels alone (bound)", "this project", "FSDP2, Ulysses, full recomputation"],
-              loc="lower left", bbox_to_anchor=(-0.01, 1), ncol=3, borderaxespad=0.2)
-    fig.tight_layout()
-    save(fig, "mfu.png")
-
-
-KEPT = (("kept", "last k layers", GREEN, "GPU", "GPU", "GPU"),
-        ("swapped", "the other layers", BLUE, "host", "host", "host"),
-        ("recomputed", "any layer", ORANGE, "GPU or host", "again: pre", "again: post"))
-
-
-def draw_layer() -> None:
-    """Draw a layer cut in three, where its tensors lie until backward, and the rounding buffers."""
-    fig, ax = figure(5.9)
-    ax.set(xlim=(-0.1, 18), ylim=(0.6, 12.6))
-    ax.axis("off")
-    fig.subplots_adjust(0.01, 0.01, 0.99, 0.99)
-    ax.text(0, 12.2, "A layer, cut in three; its tokens in chunks", fontweight="bold")
-    for j in range(3):
-        y = 11.1 - 0.75 * j
-        ax.text(0, y + 0.3, f"chunk {j}", va="center")
-        box(ax, 2.9, y, 3.4, 0.6, GREY, "block.pre")
-        box(ax, 12.1, y, 3.4, 0.6, GREY, "block.post")
-        for a, b in ((1.9, 2.8), (6.4, 7.4), (11.0, 12.0), (15.6, 16.5)):
-            arrow(ax, (a, y + 0.3), (b, y + 0.3))
-    box(ax, 7.5, 9.6, 3.4, 2.1, RED, "attention\n(all tokens,\nsome heads)")
-    for x, text in ((2.35, "x"), (6.9, "q, k, v"), (11.5, "o, lse"), (16.05, "y")):
-        ax.text(x, 11.8, text, ha="center", va="bottom", style="italic")
-    for x, text in ((4.6, "norm, projection, rotary"), (9.2, "the only part that mixes tokens"),
-                    (13.8, "projection, norm, SwiGLU")):
-        ax.text(x, 9.3, text, ha="center", va="top", color="#444", fontsize=8)
-    ax.text(0, 8.1, "Where a chunk's tensors lie until backward", fontweight="bold")
-    for x, text in ((6.3, "x, o, lse"), (10.5, "q, k, v"), (14.9, "h, gate|up")):
-        ax.text(x, 7.55, text, ha="center", style="italic")
-    for j, (name, where, color, *places) in enumerate(KEPT):
-        y = 6.7 - 0.75 * j
-        ax.text(0, y + 0.3, f"{name} ({where})", va="center")
-        for x, width, place in zip((4.6, 8.4, 12.7), (3.4, 4.2, 4.4), places):
-            same = GREY if place == "GPU or host" else color
-            box(ax, x, y, width, 0.6, same, place)
-    ax.text(0, 4.2, "Two rounding buffers: layer i uses buffer i mod 2", fontweight="bold")
-    lanes = {"forward  compute": [(n, f"layer {n}", GREY) for n in (4, 5, 6, 7)],
-             "offload": [(n + 1, f"{n} to host", BLUE) for n in (4, 5, 6)],
-             "backward  compute": [(11 - n, f"layer {n}", GREY) for n in (7, 6, 5, 4)],
-             "prefetch": [(11 - n - 1, f"{n} to buffer {n % 2}", (PURPLE, TEAL)[n % 2])
-                          for n in (6, 5, 4)]}
-    for k, (name, blocks) in enumerate(lanes.items()):
-        y = 3.3 - 0.75 * k - 0.25 * (k > 1)
-        ax.text(3.9, y + 0.3, name, va="center", ha="right")
-        for place, text, color in blocks:
-            box(ax, 4.6 + 3.3 * (place - 4), y, 3.2, 0.6, color, text)
-    save(fig, "layer.png")
-
-
-def draw_shards() -> None:
-    """Draw which part of each kind of states the ranks of one node hold, under two p, g, os."""
-    fig, axes = figure(4.4, 1, 2)
-    fig.subplots_adjust(0.105, 0.01, 0.995, 0.94, wspace=0.08)
-    maps = {"a": plt.get_cmap("Blues"), "b": plt.get_cmap("Oranges")}
-    for ax, (p, g, os) in zip(axes, ((2, 2, 4), (2, 8, 8))):
-        ax.set(xlim=(-0.1, 8.1), ylim=(-2.1, 10.6))
-        ax.axis("off")
-        ax.set_title(f"p = {p}, g = {g}, os = {os}", fontweight="bold", fontsize=10)
-        for k, (kind, count) in enumerate((("parameters\n2P/p bytes", p), ("gradients\n2P/g", g),
-                                           ("optimizer\n12P/os", os))):
-            low = 7.2 - 3.6 * k
-            if ax is axes[0]:
-                ax.text(-0.3, low + 1.4, kind, ha="right", va="center")
-            for rank in range(8):
-                shard, part, parts = "ab"[rank % p], rank % count // p, count // p
-                height = 2.8 / count
-                y = low + 2.8 - height * (parts * (rank % p) + part + 1)
-                box(ax, rank + 0.05, low, 0.9, 2.8, GREY, facecolor="#f4f5f6", linewidth=0.6)
-                shade = 0.7 if parts == 1 else 0.85 - 0.2 * part
-                box(ax, rank + 0.05, y, 0.9, height, GREY, facecolor=maps[shard](shade),
-                    linewidth=0)
-                ax.text(rank + 0.5, y + height / 2, shard + str(part) * (parts > 1), ha="center",
-                        va="center_baseline", fontsize=7.5, color=("white", "#222")[shade < 0.5])
-        for rank in range(8):
-            ax.text(rank + 0.5, -0.35, f"rank {rank}", ha="center", va="top", fontsize=7.5)
-        gathers = " ".join(f"{{{r},{r + 1}}}" for r in range(0, 8, 2))
-        groups = " ".join("{" + ",".join(map(str, range(r, r + os))) + "}" for r in range(0, 8, os))
-        ax.text(0, -1.05, f"gather parameters in {gathers}\nos group {groups}", va="top",
-                fontsize=8)
-    save(fig, "shards.png")
-
-
-KINDS = (("flash", "attention", RED), ("nvjet", "matrix product", BLUE),
-         ("AllGather", "all-gather of weights", GREEN),
-         ("ReduceScatter", "reduce-scatter of gradients", ORANGE),
-         ("", "norm, rotary, SwiGLU, copies", GREY))
-STREAMS = (("flash", "compute"), ("AllGather", "param_gather"), ("ReduceScatter", "grad_scatter"),
-           ("AllReduce", "grad_reduce"), ("Broadcast", "param_broadcast"))
-
-
-def read_trace() -> list[tuple[str, int, float, float]]:
-    """Return what ran on the GPU in order: the stream's name, the kind, start and duration in ms.
-    A stream is named by the first of STREAMS that runs on it."""
-    with gzip.open(HERE / "trace.json.gz") as f:
-        events = [e for e in json.load(f)["traceEvents"]
-                  if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    events.sort(key=lambda e: e["ts"])
-    names: dict[int, str] = {}
-    for part, name in STREAMS:
-        for tid in {e["tid"] for e in events if part in e["name"]}:
-            names.setdefault(tid, name)
-    kind = {e["name"]: next(k for k, row in enumerate(KINDS) if row[0] in e["name"])
-            for e in events}
-    first = events[0]["ts"]
-    return [(names[e["tid"]], kind[e["name"]], (e["ts"] - first) / 1e3, e["dur"] / 1e3)
-            for e in events]
-
-
-def layer_starts(events: list, layers: int = 32) -> tuple[dict[int, float], dict[int, float]]:
-    """Return when each layer's forward and backward start in the trace's second step. In forward
-    the product before attention is a layer's first; in backward the third after the attention of
-    the layer that follows it, whose own projection takes two."""
-    compute = [(kind, start, ms) for stream, kind, start, ms in events if stream == "compute"]
-    products = [start for kind, start, _ in compute if kind == 1]
-    attention = [start for kind, start, ms in compute if kind == 0 and ms > 0.2]
-    forward, backward = attention[2 * layers : 3 * layers], attention[3 * layers :]
-    return ({i: max(x for x in products if x < start) for i, start in enumerate(forward)},
-            {layers - 2 - i: [x for x in products if x > start][2]
-             for i, start in enumerate(backward[:-1])})
-
-
-def draw_timeline() -> None:
-    """Draw two layers' forward and backward of trace.json.gz, a line for each stream."""
-    events = read_trace()
-    fig, axes = figure(4.7, 2, 1)
-    for ax, starts, name, order in zip(axes, layer_starts(events), ("forward", "backward"),
-                                       ((10, 11, 12), (12, 11, 10))):
-        left, right = starts[order[0]], starts[order[2]]
-        streams = [s for s in ("compute", "param_gather", "grad_scatter")
-                   if s != "grad_scatter" or name == "backward"]
-        for stream, kind, start, ms in events:
-            if left - ms < start < right and stream in streams:
-                y = len(streams) - 1 - streams.index(stream)
-                ax.broken_barh([(start - left, ms)], (y - 0.36, 0.72), facecolor=KINDS[kind][2],
-                               edgecolor="white", linewidth=0.25)
-        for i in order[:2]:
-            ax.axvline(starts[i] - left, color="#222", linewidth=1)
-            ax.text(starts[i] - left, len(streams) - 0.45, f" layer {i}'s {name}", va="bottom")
-        ax.set(yticks=range(len(streams)), yticklabels=streams[::-1], xlim=(0, right - left),
-               ylim=(-0.6, len(streams) - 0.5), xlabel="ms")
-        ax.tick_params(axis="y", length=0)
-    fig.legend([Patch(color=color) for *_, color in KINDS], [text for _, text, _ in KINDS],
-               loc="upper center", ncol=5, columnspacing=1.2, handlelength=1.2, fontsize=8.5)
-    fig.tight_layout(rect=(0, 0, 1, 0.94))
-    save(fig, "timeline.png")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--check", action="store_true",
@@ -411,8 +202,10 @@ def main() -> int:
         return int(bool(stale))
     for path, text in texts.items():
         path.write_text(text)
-    for draw in (draw_mfu, draw_layer, draw_shards, draw_timeline):
-        draw()
+    pictures.draw_mfu(HERE / "mfu.png", long_rows())
+    pictures.draw_layer(HERE / "layer.png")
+    pictures.draw_shards(HERE / "shards.png")
+    pictures.draw_timeline(HERE / "timeline.png", HERE / "trace.json.gz")
     return 0
 
 
