@@ -23,11 +23,13 @@ test_ranks_and_micro_batches          a loss that depends on how a batch is spli
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
 test_signals                          a stop without a checkpoint, or a hang
 test_refused                          bad input that is found late, or on one rank only
+test_readme_*                         a number, flag, file or command of README that is none
 
 Tests with ranks are real processes under torchrun, over gloo.
 """
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -38,6 +40,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 import weakref
 from collections import Counter
@@ -62,6 +65,7 @@ import shard
 import train
 
 HERE = Path(__file__).parent
+README = (HERE / "README.md").read_text()
 SMALL = dataclasses.replace(m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8,
                             ffn=80, vocab=101)
 QUICK = "--model tiny --device cpu --seq 32 --batch 6 --steps 6 --eval-every -1".split()
@@ -2334,15 +2338,46 @@ def test_bench_counts_like_model(monkeypatch):
     assert bench.row(table, "ours", cfg, "7b", 4096, 8192, None)["oom"]
 
 
-def test_readme_tables_are_the_results():
-    assert bench.readme_tables(HERE / "results") in (HERE / "README.md").read_text()
+def test_readme_numbers_are_the_results():
+    done = subprocess.run([sys.executable, HERE / "results" / "report.py", "--check"], text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
 
 
-def test_readme_names_every_file_and_only_real_flags():
-    readme = (HERE / "README.md").read_text()
-    for file in HERE.glob("*.py"):
-        assert f"`{file.name}`" in readme, file.name
-    ours = {"--" + f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
-    others = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout", "--no-compile", "--help",
-              "--readme", "--nodes", "--skip", "--quick", "--out", "--plot", "--time-limit"}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", readme)) <= ours | others
+def test_readme_names_every_file_and_is_short():
+    assert len(README.splitlines()) <= 220
+    for file in (*HERE.glob("*.py"), *HERE.glob("csrc/*.cpp")):
+        assert f"`{file.relative_to(HERE)}`" in README, file.name
+
+
+def test_readme_names_flags_and_functions_that_exist():
+    real = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout"}
+    for program in ("train.py", "bench.py", "memplan.py"):
+        text = subprocess.check_output([sys.executable, HERE / program, "--help"], text=True)
+        real |= set(re.findall(r"--[a-z][a-z_-]*", text))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", README)) <= real
+    for command in re.findall(r"train\.py( --(?!help).*)", README.replace("\\\n", "")):
+        train.parse(command.partition("#")[0].split())
+    for name, path in re.findall(r"`(\w+)\.([\w.]+)`", README):
+        if path not in ("py", "cpp") and name in sys.modules:
+            assert functools.reduce(getattr, path.split("."), sys.modules[name]), (name, path)
+
+
+def test_readme_shows_pictures_that_exist():
+    for page in (HERE / "README.md", HERE / "results" / "README.md"):
+        shown = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+        assert shown and all((page.parent / link).exists() for link in shown), shown
+
+
+def test_readme_walk(tmp_path):
+    """The walk of README runs as it stands, in a folder that looks like this one."""
+    for file in HERE.iterdir():
+        if file.suffix in (".py", ".cpp") or file.name == "csrc":
+            (tmp_path / file.name).symlink_to(file)
+    walk, = re.findall(r"(?:^    .*\n)*^    .*save_pretrained.*\n(?:^    .*\n)*", README, re.M)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(["bash", "-ec", textwrap.dedent(walk)], cwd=tmp_path, text=True,
+                          capture_output=True, env={**os.environ, "PATH": path})
+    assert done.returncode == 0, done.stderr[-2000:]
+    positions, difference = re.findall(r"(\d+) positions, logits differ by (\S+)", done.stdout)[0]
+    assert positions == "1024" and float(difference) < 1e-5

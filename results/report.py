@@ -1,0 +1,226 @@
+"""Write what is shown of the files in results/: README.md here, the pictures (pictures.py), and the
+numbers of the project's README.md.
+
+    python results/report.py            write all of them
+    python results/report.py --check    write nothing; exit 1 if a text is not what it would write
+
+A results file is a JSON object of bench.py: command, hardware, versions, commit, and rows, whose
+kind of table `bench.layout` tells. A text between the marks `<!-- NAME -->` and `<!-- end -->` of
+the project's README.md is of BLOCKS. Everything follows from the files, so that it cannot drift.
+
+Left out: measuring, which is bench.py's; memplan-*.png, which `bench.py memplan` draws, since no
+file holds the addresses that PyTorch gave.
+"""
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from textwrap import fill
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import pictures
+from bench import cells, layout
+
+# ---------------------------------------------------------------------------- tables
+
+TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
+    "One machine": {
+        "step": "Shows what `python bench.py` finds on a machine: a matrix product and attention as"
+        " a share of the data sheet, a few layers alone (the bound: no embedding, head, loss,"
+        " optimizer or communication), then steps of the largest model that fits.",
+    },
+    "Long sequences": {
+        "long": "Shows one sequence over all GPUs. The bound, *kernels alone*, is attention and"
+        " matrix kernels at the same shapes, a layer's one after the other for seconds (at 512K,"
+        " each kernel by itself). A row of ours names the shards p,g,os, the resident layers k,"
+        " alpha and the chunk that train.py chose; *full recompute* runs all of a layer twice;"
+        " *full swap* keeps two layers resident and swaps all of the others, which at 256K tokens"
+        " does not fit the host; *fsdp2* is the same model code and attention kernel under"
+        " PyTorch's fully_shard, with Ulysses over NCCL and recomputed layers.",
+        "longest": "Shows the longest sequence by plan, and a step of the first and last two layers"
+        " with everything else allocated as planned. Model states stay on the GPUs. *8 x H200* is a"
+        " plan that was not run; there host memory binds, and most layers drop even their attention"
+        " output.",
+        "million": "Shows attention where its elements pass 2^31: the last head's result against"
+        " the same head computed alone, and rows past the middle against the definition; relative"
+        " differences.",
+    },
+    "What layers keep": {
+        "swap": "Shows 50 steps of a small model whose layers keep, swap and recompute: *bit-equal*"
+        " rows have every loss and norm of the row that they repeat, with everything poisoned after"
+        " use and copies that start late, too. The last row is the control, the same without waits:"
+        " there the numbers must break. Differences are to the first row.",
+        "alpha": "Shows Memo's rule for alpha, calculated for the paper's machine, beside what the"
+        " paper reports. Its two constraints, copies under a layer's forward and 2 TB of host"
+        " memory, allow far more than was swapped from 384K tokens on: 0.97 against 0.125 at 512K."
+        " GPU memory explains a part. A rounding buffer that holds a whole layer costs as much as"
+        " the tokens that are swapped save: two take 24 GiB at 768K, and alpha = 0, where the"
+        " others need one buffer only, 13.5. It does not explain 0.5 at 384K, where two take 12"
+        " GiB; nor does host memory that something else held: 101 GiB a GPU were swapped there,"
+        " and only 56 at 512K.",
+    },
+    "Sharding": {
+        "shard": "Shows ours by p,g,os and layout beside four settings of FSDP2, with one and with"
+        " eight micro-batches (M). The bound is a few layers alone on one GPU.",
+        "overlap": "Shows what each overlap is worth. When it was measured, param_broadcast was"
+        " called *spread* and grad_reduce *reduce*.",
+        "nodes": "Shows the GPUs of one machine split into nodes that reach each other by sockets"
+        " over loopback alone: slow, and of two levels as real networks are.",
+        "trace": "Shows how much of a step's communication no computation hides."
+        " [trace.json.gz](trace.json.gz), for chrome://tracing, is the profile of the last row,"
+        " two steps of one GPU; [timeline.png](timeline.png) is a stretch of it.",
+        "memory": "Shows the bytes of states that a rank holds under every legal p,g,os, and those"
+        " of the formula: GiB held / GiB by formula. *deviation* is the largest of the three.",
+        "curves": "Shows 20 steps under every legal p,g,os: the largest difference of a loss and of"
+        " a gradient norm from the first row. The first three rows are the same, so they show the"
+        " noise of runs.",
+    },
+    "Planned memory": {
+        "memplan": "Shows a step at planned addresses beside PyTorch's allocator. *reserved* is the"
+        " most that the allocator held, *planned* the peak of the plan, which is proved optimal"
+        " where it equals the lower bound; *hits* is the share of requests that met the plan."
+        " 7b/4 is four layers with everything else held. The requests and their addresses are in"
+        " memplan-*.csv.\n\n![planned addresses over time](memplan-64k-2x.png)",
+        "capped": "Shows the longest sequence under a cap of 80 GiB a GPU for each allocator.",
+    },
+}
+INTRO = """# Results
+
+Written by `python results/report.py` from the files beside it; do not edit. MFU counts model FLOPs,
+recomputation never: *causal* counts half of the attention matrix, *full* all of it. TGS is tokens
+per GPU and second. *of bound* is the ratio to what the kernels reach alone in the same run, a row
+above. GiB are the most of a GPU, and of the machine's host memory. What does not fit is a row.
+A command is as of the commit that measured it: later ones may name things differently.
+"""
+
+
+def earlier_layout(rows: list[dict]) -> tuple | None:
+    """Return head and cells of tables that bench.py measured once, and that tests show now."""
+    if "largest_loss_difference" in rows[0]:
+        keys = ("loss_first", "loss_last", "largest_loss_difference", "largest_norm_difference")
+        head = ["system", "first loss", "last loss", "difference", "of the norm"]
+        return head, lambda r: [r["system"], *(f"{r[key]:.4f}" for key in keys)]
+    if "dq" in rows[0]:
+        head = ["system", "tokens", "heads", "o", "dq", "dk", "dv"]
+        return head, lambda r: [r["system"], f"{r['seq']:,}", str(r["heads"]), *(
+            "-" if r[key] is None else f"{r[key]:.1e}" for key in head[3:])]
+    return None
+
+
+def read(name: str) -> dict:
+    return json.loads((HERE / f"{name}.json").read_text())
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    """Return a table; all but the first two columns are to the right."""
+    lines = [head, ["---"] * 2 + ["--:"] * (len(head) - 2), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def section(path: Path) -> str:
+    """Return the section of a results file."""
+    r = read(path.stem)
+    head, write = earlier_layout(r["rows"]) or layout(r["rows"])
+    versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items())
+    return (f"\n### {path.name}\n\n`{r['command']}` as of commit `{r['commit']}`, "
+            f"{r['hardware']}; {versions}.\n\n" + markdown(head, [write(x) for x in r["rows"]]))
+
+
+def results_readme() -> str:
+    files: dict[str, list[Path]] = {}
+    for path in sorted(HERE.glob("*.json")):
+        table = re.search(r"bench\.py (\w+)", read(path.stem)["command"])[1]
+        files.setdefault(table, []).append(path)
+    text = INTRO
+    for topic, tables in TOPICS.items():
+        text += f"\n## {topic}\n"
+        for table, says in tables.items():
+            text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table, [])))
+    assert not files, f"TOPICS has no table {sorted(files)}"
+    return text
+
+
+# ---------------------------------------------------------------------------- README.md's numbers
+
+LONG = ("long-32k-64k-128k-4xh200", "long-256k-4xh200", "long-512k-4xh200")
+NINE = (  # file, system, tokens
+    ("long-512k-4xh200", "ours", 2**19), ("long-256k-4xh200", "ours", 2**18),
+    ("long-256k-4xh200", "fsdp2 ZeRO-3, Ulysses, full", 2**18),
+    ("long-256k-80g-4xh200", "ours", 2**18),
+    ("long-256k-80g-4xh200", "ours, full recompute", 2**18),
+    ("long-32k-64k-128k-4xh200", "ours", 2**15), ("long-176k-h200", "ours", 176 * 2**10),
+    ("shard-4xh200", "ours 1,4,4 intra M=1", 2**12),
+    ("shard-4xh200", "fsdp2 ZeRO-2-like M=1", 2**12))
+
+
+def long_rows() -> dict[str, dict[int, dict]]:
+    """Return the rows of 7B on 4 GPUs with all of their memory: system -> tokens -> row."""
+    found: dict[str, dict[int, dict]] = {}
+    for row in (row for name in LONG for row in read(name)["rows"]):
+        found.setdefault(row["system"].split()[0], {})[row["seq"]] = row
+    return found
+
+
+def claim() -> str:
+    rows = long_rows()
+    seq, best = max(rows["ours"].items())
+    ratios = [r["step_s"] / rows["ours"][s]["step_s"] for s, r in rows["fsdp2"].items()]
+    shortest, longest = (f"{f(rows['fsdp2']) // 1024}K" for f in (min, max))
+    return fill(
+        f"4 H200s train LLaMA-7B on sequences of {seq // 1024}K tokens at "
+        f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its attention "
+        f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
+        f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model code and "
+        "attention kernel under FSDP2 with Ulysses and recomputed layers, whose all-to-alls are "
+        "NCCL's.", 100) + "\n"
+
+
+def nine_rows() -> str:
+    lines = []
+    for name, system, seq in NINE:
+        r = read(name)
+        row, = (x for x in r["rows"] if (x["system"], x["seq"]) == (system, seq))
+        cap = re.search(r"--gpu-memory (\d+)G", r["command"])
+        text = cells(row)
+        lines.append([text[0] + (f", of {cap[1]} GiB a GPU" if cap else ""), f"{seq // 1024}K",
+                      str(row["gpus"]), text[5], text[7], text[8]])
+    return markdown(["system", "tokens", "GPUs", "causal MFU", "of bound", "GPU GiB"], lines)
+
+
+BLOCKS = {"claim": claim, "table": nine_rows}
+
+
+def readme(text: str) -> str:
+    """Return README.md with its blocks as the files have them."""
+    for name, write in BLOCKS.items():
+        start = text.index(mark := f"<!-- {name} -->\n") + len(mark)
+        text = text[:start] + write() + text[text.index("<!-- end -->", start):]
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--check", action="store_true",
+                        help="write nothing; exit 1 if a text is not what the files say")
+    check = parser.parse_args().check
+    page = HERE.parent / "README.md"
+    texts = {HERE / "README.md": results_readme(), page: readme(page.read_text())}
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
+    if check:
+        print("\n".join(f"{path} is not what results/ says: python results/report.py"
+                        for path in stale) or "as the files say")
+        return int(bool(stale))
+    for path, text in texts.items():
+        path.write_text(text)
+    pictures.draw_mfu(HERE / "mfu.png", long_rows())
+    pictures.draw_layer(HERE / "layer.png")
+    pictures.draw_shards(HERE / "shards.png")
+    pictures.draw_timeline(HERE / "timeline.png", HERE / "trace.json.gz")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
