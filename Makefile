@@ -1,4 +1,7 @@
-# make train: set everything up and train a tiny LLaMA on the CPU.   make test: the same, then all tests.
+# make train      set everything up and train a tiny LLaMA on the CPU
+# make test       the same, then the tests that CI runs: a pairwise cover of combinations
+# make test-all   all combinations
+# make test-gpu   what needs GPUs, on all that are there
 PYTHON ?= python3
 
 train: .venv/ready
@@ -7,9 +10,15 @@ train: .venv/ready
 test: .venv/ready
 	.venv/bin/python -m pytest -q test_all.py
 
+test-all: .venv/ready
+	ALL_COMBINATIONS=1 .venv/bin/python -m pytest -q test_all.py
+
+test-gpu: .venv/ready
+	.venv/bin/python -m pytest -q test_all.py -k gpu
+
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.PHONY: train test
+.PHONY: train test test-all test-gpu

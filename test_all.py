@@ -22,6 +22,7 @@ test_data_*                           a sample drawn twice, windows cut wrong at
 test_ranks_and_micro_batches          a loss that depends on how a batch is split
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
 test_signals                          a stop without a checkpoint, or a hang
+test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
 test_refused                          bad input that is found late, or on one rank only
 test_readme_*                         a number, flag, file or command of README that is none
 
@@ -2191,6 +2192,192 @@ def test_refused_on_all_ranks(flags, message, tmp_path):
     text = run([*QUICK, *flags.replace("{tmp}", str(tmp_path)).split(), "--out", tmp_path / "o"], 2,
                code, expect=1, tmp=tmp_path)
     assert len(re.findall("ConfigError.*" + message, text)) >= 2 and time.time() - start < 60
+
+
+# ---------------------------------------------------------------------------- GPUs
+# What a CPU does not have: streams that run beside each other, copy engines, memory that the
+# allocator gives again, kernels that index with 32 bits. `make test-gpu` runs these.
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+MEDIUM = dataclasses.replace(m.MODELS["160m"], layers=8, heads=16, kv_heads=4)
+
+
+def gpu_ranks() -> tuple[int, int, torch.device]:
+    """Join the ranks of a worker under torchrun, a GPU each."""
+    rank, world, local_rank = train.start_ranks(300)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    train.expandable_segments()
+    return rank, world, device
+
+
+def learnable(cfg, count: int, seq: int) -> torch.Tensor:
+    """Sequences (count, seq + 1) with something to learn: most ids follow from the one before."""
+    ids = torch.randint(200, (count, seq + 1), generator=torch.Generator().manual_seed(0))
+    for t in range(seq):
+        ids[:, t + 1] = (7 * ids[:, t] + ids[:, t + 1] % 3) % 200
+    return ids
+
+
+def on_gpu(cfg, device, op, **options) -> tuple[m.LLaMA, shard.States]:
+    with torch.device("meta"):
+        model = m.LLaMA(cfg, op)
+    states = shard.States(model, device, torch.bfloat16, **options)
+    for name, p in model.named_parameters():
+        states.load(name, m.initial_weight(cfg, name, p.shape, 0, device))
+    return model, states
+
+
+def exact_kernel(device) -> str:
+    """The best kernel that sums in one order, if it is asked to: not cuDNN's."""
+    torch.use_deterministic_algorithms(True)
+    return next(name for name in ("fa4", "flash")
+                if attention.why_not(name, device, torch.bfloat16) is None)
+
+
+def gpu_factors_worker():
+    """20 steps under all legal factors, bf16, what was used poisoned: losses and norms near those
+    of p = g = os = 1."""
+    rank, world, device = gpu_ranks()
+    cfg, seq, steps = dataclasses.replace(MEDIUM, layers=3), 512, 20
+    ids = learnable(cfg, steps * 8, seq).view(steps, 8, seq + 1).to(device)
+    mine = ids[:, rank * 8 // world : (rank + 1) * 8 // world]
+    scale, groups = torch.tensor(1 / (8 * seq), device=device), attention.Groups()
+    kernel = attention.pick_kernel("auto", device, torch.bfloat16)
+    rows = [(shard.Factors(), "intra", 1, False)] + [
+        (f, layout, several, layout == "inter") for several in (1, 2)
+        for f in shard.legal_factors(world, world) for layout in ("intra", "inter")]
+    first = None
+    for f, layout, several, recompute in rows:
+        model, states = on_gpu(cfg, device, attention.Attention(kernel), factors=f, layout=layout,
+                               micro_batches=several, gather_layers=recompute, poison=True,
+                               groups=groups)
+        if recompute:
+            model.layer_runner = offload.recomputed_layers
+        curve = []
+        for batch in mine:
+            parts = in_parts(batch[:, :-1], batch[:, 1:], several, scale)
+            curve.append(torch.stack(train.run_step(model, states, parts, None, 3e-3, 1.0)[:2]))
+        curve = torch.stack(curve)
+        first = curve if first is None else first
+        assert curve[-1, 0] < 0.8 * curve[0, 0], "it learns"
+        assert (curve - first)[:, 0].abs().max() < 0.02, (f, layout, several, recompute)
+    print(f"rank {rank}: {len(rows)} curves alike", flush=True)
+    os._exit(0)
+
+
+def gpu_swap_worker():
+    """20 steps of a sequence over all ranks whose layers keep, swap and recompute: the same sums,
+    so the same bits, also with everything poisoned after use and copies that start late. Without
+    waits this must fail."""
+    rank, world, device = gpu_ranks()
+    cfg, seq, steps, chunk = MEDIUM, 4096, 20, 512
+    ids = learnable(cfg, steps, seq).to(device)
+    part = seq // world
+    cut, c = slice(rank * part, (rank + 1) * part), -(-part // chunk)
+    positions = torch.arange(seq, device=device)[cut]
+    scale, groups, kernel = (torch.tensor(1 / seq, device=device), attention.Groups(),
+                             exact_kernel(device))
+    kinds = {"plain, NCCL": None, "plain": None, "kept": (8, 8 * c), "recomputed": (8, 0),
+             "attention again": (2, 2 * c, 3 * c, 3)}
+    kinds |= {f"alpha {alpha}": (2, 2 * c, round(6 * c * alpha)) for alpha in (0, 0.25, 1)}
+    kinds |= {f"{name}, {how}": kinds[name] for name in ("alpha 0.25", "alpha 1")
+              for how in ("poisoned", "without waits")}
+    found = {}
+    for kind, plan in kinds.items():
+        hard = "poisoned" in kind or "without" in kind
+        stream = attention.CommStream(device)
+        op = attention.Ulysses(kernel, world, groups, stream, 2, 0 if "NCCL" in kind else world,
+                               hard, 3 * 10**6 * hard)
+        model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
+                               gather_layers=plan is not None, num_chunks=c if plan else 1,
+                               poison=hard, groups=groups)
+        if plan:
+            offload.ChunkedLayers(model, (1, part), offload.ActivationPlan(8, c, *plan), chunk,
+                                  device, torch.bfloat16, poison=hard, delay=3 * 10**7 * hard)
+        offload.wait = (lambda _: None) if "without" in kind else attention.wait
+        curve = []
+        for i, row in enumerate(ids[:, None]):
+            parts = in_parts(row[:, :-1][:, cut], row[:, 1:][:, cut], 1, scale)
+            lr = 1e-4 * min(1, (i + 1) / 20)
+            curve.append(torch.stack(train.run_step(model, states, parts, positions, lr, 1.0)[:2]))
+        found[kind] = torch.stack(curve)
+    offload.wait = attention.wait
+    for kind, curve in found.items():
+        like = found["plain, NCCL" if kind.startswith("plain") else "kept"]
+        assert torch.equal(curve, like) != ("without waits" in kind), kind
+    assert (found["kept"] - found["plain"])[:, 0].abs().max() < 0.05
+    print(f"rank {rank}: {len(kinds) - 2} ways equal, 2 without waits are not", flush=True)
+    os._exit(0)
+
+
+def gpu_replay_worker():
+    """Steps at planned addresses equal others to the last bit: whole and in chunks, with steps of
+    another shape in between."""
+    rank, world, device = gpu_ranks()
+    cfg, seq = dataclasses.replace(MEDIUM, layers=6), 8192
+    kernel, part, groups = exact_kernel(device), seq // world, attention.Groups()
+    for plan in (None, offload.ActivationPlan(6, 4, 3, 8, 6)):
+        curves = []  # the first run compiles kernels for both shapes, the others find them
+        for memory in (None, None, memplan.StepMemory(str(device))):
+            op = attention.Ulysses(kernel, world, groups, attention.CommStream(device), 2, world)
+            model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
+                                   gather_layers=plan is not None, num_chunks=4 if plan else 1,
+                                   groups=groups)
+            if plan:
+                offload.ChunkedLayers(model, (1, part), plan, part // 4, device, torch.bfloat16)
+            curve = []
+            for i in range(9):
+                n = part // 2 if i in (4, 6) and not plan else part
+                ids = learnable(cfg, 1, n * world).to(device)[:, rank * n : (rank + 1) * n + 1]
+                parts = in_parts(ids[:, :-1], ids[:, 1:], 1, torch.tensor(1 / seq, device=device))
+                positions = torch.arange(n, device=device) + rank * n
+                step = functools.partial(train.run_step, model, states, parts, positions, 1e-4, 1.0)
+                curve.append(torch.stack([x.float() for x in (
+                    memory.run(step) if memory else step())]))
+            curves.append(torch.stack(curve))
+            if memory:
+                assert memory.counts["hits"] > 0.9 * len(memory.requests), memory.counts
+                memory.give_back()
+        assert torch.equal(*curves[1:]), f"planned addresses change the arithmetic: {curves}"
+    print(f"rank {rank}: equal at planned addresses", flush=True)
+    os._exit(0)
+
+
+@needs_gpus
+@pytest.mark.parametrize("worker, says", [
+    (gpu_factors_worker, "curves alike"), (gpu_swap_worker, "2 without waits are not"),
+    (gpu_replay_worker, "equal at planned addresses")])
+def test_gpu(worker, says, tmp_path):
+    ranks = torch.cuda.device_count()
+    text = run([], ranks, f"import test_all; test_all.{worker.__name__}()", tmp=tmp_path)
+    assert text.count(says) == ranks, text[-2000:]
+
+
+@needs_gpu
+def test_gpu_attention_past_two_to_the_31():
+    """A million tokens of 17 heads: the last head as alone, and its rows past the middle as the
+    definition in float64 has them."""
+    device, seq, heads = torch.device("cuda"), 2**20, 17
+    op = attention.Attention(attention.pick_kernel("auto", device, torch.bfloat16))
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(1, seq, heads, 128, device=device).bfloat16() for _ in range(4))
+    o, lse = op.forward(q, k, v)
+    whole = [o, *op.backward(do, q, k, v, o, lse)]
+    last = [x[:, :, -1:].contiguous() for x in (q, k, v, do)]
+    o, lse = op.forward(*last[:3])
+    for ours, alone in zip(whole, [o, *op.backward(last[3], *last[:3], o, lse)]):
+        assert relative(ours[:, :, -1:], alone) < 1e-3
+    at = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
+    q, k, v, do = (x[0, :, 0].double() for x in last)  # (T, D)
+    scores = q[at] @ k.t() / 128**0.5
+    scores.masked_fill_(torch.arange(seq, device=device) > at[:, None], -torch.inf)
+    p = scores.softmax(-1)
+    o = p @ v
+    ds = p * (do[at] @ v.t() - (do[at] * o).sum(-1, keepdim=True))
+    assert relative(whole[0][0, at, -1], o) < 0.02
+    assert relative(whole[1][0, at, -1], ds @ k / 128**0.5) < 0.02
 
 
 # ---------------------------------------------------------------------------- the project
