@@ -42,6 +42,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import metadata
 from typing import ClassVar
 
 import torch
@@ -50,6 +51,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.torch_version import TorchVersion
 
 from model import copy_heads
 
@@ -260,6 +262,34 @@ def pick_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
     if reason:
         raise ValueError(f"--attention {name}: {reason}; usable: {', '.join(usable) or 'none'}")
     return name
+
+
+VERSIONS = {  # package: the first and the last release that this ran with (README.md, On GPUs)
+    "torch": ("2.11", "2.13"),
+    "flash-attn-4": ("4.0.0b36", "4.0.0b36"),
+    "flash-attn": ("2.8", "2.8"),
+}
+
+
+def untried_versions(kernel: str) -> list[str]:
+    """Return a sentence for each package, of those that matter here, whose version this did not run
+    with. Raises ValueError for a torch that is too old."""
+    found = []
+    for name in ("torch", KERNELS[kernel].package.partition("[")[0]):
+        if name not in VERSIONS:
+            continue
+        first, last = VERSIONS[name]
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:  # built here: nothing is known of it
+            continue
+        parts = version.partition("+")[0].split(".")
+        series = TorchVersion(".".join(parts[: last.count(".") + 1]))  # compares as versions do
+        if name == "torch" and series < first:
+            raise ValueError(f"torch {version}: this needs what {first} to {last} have")
+        if not first <= series <= last:
+            found.append(f"{name} {version} was not tried, {first} to {last} were")
+    return found
 
 
 MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor

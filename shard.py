@@ -360,8 +360,9 @@ class States:
         self.make_vectors(model)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         self.scalars = torch.ones(5, dtype=self.accum_dtype, device=device)  # of Optimizer
-        self.last_phase = None  # (backward, unit)
+        self.last_pass = None  # (backward, unit) whose matrix was used last
         self.progress_events = deque(maxlen=10 * len(self.units))  # (phase in words, its event)
+        self.on_phase: Callable[[str], None] = lambda phase: None  # told when one is enqueued
         self.begin_step()
 
     # -- who holds what
@@ -507,8 +508,9 @@ class States:
         is unsharded.
         """
         param = self.sharded_params[module]
-        if self.last_phase != (backward, param.unit):
-            self.record_phase(backward, param.unit)
+        if self.last_pass != (backward, param.unit):
+            self.last_pass = backward, param.unit
+            self.enter_phase(self.pass_name(backward, param.unit))
         if self.factors.p == 1:
             wait(param.broadcast_done)  # new parameters are here; hidden: update, layers before
             param.broadcast_done = None
@@ -565,16 +567,20 @@ class States:
             buffer.data.fill_(torch.nan)
             buffer.holder = None
 
-    def record_phase(self, backward: bool, unit: int) -> None:
-        """Record an event of the compute stream that `progress` can ask for."""
-        self.last_phase = backward, unit
+    def pass_name(self, backward: bool, unit: int) -> str:
+        """Return a pass of a unit in words."""
         last = len(self.units) - 1
         direction = "backward" if backward else "forward"
         part = {0: "embedding", last: "head"}.get(unit, f"layer {unit}/{last - 1}")
+        return f"{direction}, {part}"
+
+    def enter_phase(self, phase: str) -> None:
+        """Record an event of the compute stream that `progress` can ask for, and tell on_phase."""
         event = None
         if self.device.type == "cuda":
             event = torch.cuda.current_stream().record_event()
-        self.progress_events.append((f"{direction}, {part}", event))
+        self.progress_events.append((phase, event))
+        self.on_phase(phase)
 
     def progress(self) -> str:
         """Return the last phase that the device has begun, "" if no other since the last call. It
@@ -700,6 +706,8 @@ class States:
 
     def finish_gradients(self) -> None:
         """Launch what is left after the step's last backward; compute waits for all gradients."""
+        self.last_pass = None
+        self.enter_phase("update")
         if self.bucket:
             self.launch_bucket()
         dist.all_reduce(self.vector_grad)

@@ -2571,6 +2571,21 @@ def test_readme_names_flags_and_functions_that_exist():
             assert functools.reduce(getattr, path.split("."), sys.modules[name]), (name, path)
 
 
+def test_versions_are_checked_and_in_readme(monkeypatch):
+    """README's matrix is attention.VERSIONS; others are named at start, too old ones refused."""
+    for first, last in attention.VERSIONS.values():
+        assert first in README and last in README
+    assert attention.untried_versions("cpu") == []
+    installed = {"torch": "2.14.1+cu131", "flash-attn-4": "4.1.0"}
+    monkeypatch.setattr(attention.metadata, "version", installed.get)
+    assert attention.untried_versions("fa4") == [
+        "torch 2.14.1+cu131 was not tried, 2.11 to 2.13 were",
+        "flash-attn-4 4.1.0 was not tried, 4.0.0b36 to 4.0.0b36 were"]
+    installed["torch"] = "2.9.1"
+    with pytest.raises(ValueError, match="torch 2.9.1: this needs what 2.11 to 2.13 have"):
+        attention.untried_versions("cpu")
+
+
 def test_readme_shows_pictures_that_exist():
     for page in (HERE / "README.md", HERE / "results" / "README.md"):
         shown = re.findall(r"\]\(([^)#:]+)\)", page.read_text())

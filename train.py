@@ -50,7 +50,7 @@ import checkpoint
 import model as llama
 import planner
 import shard
-from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel
+from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel, untried_versions
 from data import Sequences, check_tokens, open_corpus, split
 from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
@@ -431,6 +431,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
         cfg = dataclasses.replace(cfg, batch=cfg.batch_tokens // cfg.seq)
     dtype = DTYPES[cfg.dtype]
     kernel = pick_kernel(cfg.attention, device, dtype)
+    untried_versions(kernel)  # refuses a torch that is too old
     cfg = dataclasses.replace(cfg, attention=kernel)
     run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained)
     planner.check(run.constraints, model, Hardware(world, cfg.per_node))
@@ -1152,6 +1153,8 @@ def main(argv: list[str] | None = None) -> None:
     run = with_plan(with_hardware(run, print0), print0)
     cap_gpu(run)
     introduce(run, print0)
+    for sentence in untried_versions(run.kernel):
+        print0(sentence)
     if cfg.dry_run:
         dry_run(run, print0)
         return
