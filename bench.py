@@ -689,7 +689,7 @@ def exact_replay(device: torch.device) -> int:
                 hits += memory.counts.get("hits", 0) if memory else 0
             curves.append(torch.stack(curve))
             if memory:
-                assert memory.counts["hits"] > 0.9 * len(memory.requests), memory.counts
+                assert memory.counts["hits"] > 0.9 * len(memory.buffers), memory.counts
                 memory.give_back()
         assert torch.equal(*curves[1:]), f"planned addresses change the arithmetic: {curves}"
     torch.use_deterministic_algorithms(False)
@@ -746,11 +746,12 @@ def table_memplan(device: torch.device) -> list[dict]:
                 if rank == 0:
                     file = str(KEEP[1] / f"memplan-{seq // 1024}k-{world}x")
                     memory.draw(f"{file}.png")
-                    write_plan(f"{file}.csv", range(len(p.offsets)), memory.requests, p.offsets)
-                rows[-1] |= {"requests": len(memory.requests), "planned_peak_gib": p.peak / GIB,
+                    write_plan(f"{file}.csv", range(len(p.offsets)), memory.buffers, p.offsets)
+                rows[-1] |= {"requests": len(memory.buffers), "planned_peak_gib": p.peak / GIB,
                              "lower_bound_gib": p.lower_bound / GIB, "solve_s": p.seconds,
                              "method": p.method, "optimal": p.optimal, "counts": c,
-                             "hit_requests": c["hits"] / (c["hits"] + c["misses"] + c["refused"]),
+                             "hit_requests": c["hits"] / (
+                                 c["hits"] + c["unmatched"] + c["occupied"]),
                              "hit_bytes": c["hit_bytes"] / c["bytes"]}
                 memory.give_back()
             KEEP[0](rows)

@@ -50,7 +50,8 @@ import attention
 import model as llama
 import shard
 from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel
-from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
+from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
+                     live_arena, lower_bound, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, check_exportable,
                    flops_per_token, hf_config, hf_export, hf_open, initial_weight, param_count)
 from offload import GIB, ChunkedLayers, recomputed_layers
@@ -812,7 +813,7 @@ class Progress(threading.Thread):
                   end="\r" if self.every == 1 else "\n", flush=True)
 
 
-def simulated_requests(cfg: Config, plan: Plan, world: int, rank: int, say) -> list[Request]:
+def simulated_requests(cfg: Config, plan: Plan, world: int, rank: int, say) -> list[Buffer]:
     """Of a step, simulated in a process that has no process group; none, if that fails. A
     collective."""
     found = [[]]
@@ -828,7 +829,7 @@ def simulated_requests(cfg: Config, plan: Plan, world: int, rank: int, say) -> l
     return found[0]
 
 
-def planned_memory(cfg: Config, device: torch.device, guess: list[Request],
+def planned_memory(cfg: Config, device: torch.device, guess: list[Buffer],
                    say) -> StepMemory | None:
     """For --memplan. Raises ValueError if its allocator cannot be built."""
     if cfg.memplan == "off" or cfg.memplan == "auto" and device.type == "cpu":
@@ -1027,7 +1028,7 @@ def simulation(running: list, gpu: bool):
             setattr(owner, name, old)
 
 
-def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], int]:
+def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Buffer], int]:
     """Return the first rank's requests in a step, as large as are planned, and the bytes of what
     lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
     gpu = plan.device.type == "cuda" or cfg.ranks is not None
@@ -1049,7 +1050,8 @@ def simulate_step(cfg: Config, plan: Plan, world: int) -> tuple[list[Request], i
 
     torch.compiler.set_stance("force_eager")
     with simulation(running, gpu):
-        requests, lasting = simulate(make, world, lambda: running[-1], LEAST[kind], ALIGN[kind])
+        requests, lasting = simulate(make, world, lambda: running[-1], MIN_PLANNED_BYTES[kind],
+                                     ALLOCATOR_ALIGN_BYTES[kind])
     return requests, lasting - round(swapped_host_bytes(cfg, plan))  # on the CPU here, too
 
 
@@ -1227,7 +1229,7 @@ if __name__ == "__main__":
             dist.destroy_process_group()
         sys.exit(2)
     except torch.OutOfMemoryError as e:
-        arena = HELD.get("cuda")
+        arena = live_arena.get("cuda")
         held = "" if arena is None else f", and --memplan holds {arena.nbytes / GIB:.2f} GiB"
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
                  f"was planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
