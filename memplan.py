@@ -104,22 +104,24 @@ def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
     size, and for sizes that 64 bits cannot add up."""
     if isinstance(buffers, np.ndarray):
         return buffers
-    columns = [[b.start for b in buffers], [b.end for b in buffers], [b.size for b in buffers]]
-    rows = np.array(columns, np.int64).T.copy()
-    wrong = np.flatnonzero((rows[:, 0] >= rows[:, 1]) | (rows[:, 2] <= 0))
-    if len(wrong):
-        raise ValueError(f"buffer {wrong[0]}: alive from start to before end, and of a size above "
-                         f"0; not {buffers[wrong[0]]}")
-    if rows[:, 2].sum(dtype=float) >= 2**60:
-        raise ValueError(f"the sizes add up to {rows[:, 2].sum(dtype=float):.3g}, at most 2^60")
-    return rows
+    start = np.array([b.start for b in buffers], np.int64)
+    end = np.array([b.end for b in buffers], np.int64)
+    size = np.array([b.size for b in buffers], np.int64)
+    for i in np.flatnonzero((start >= end) | (size <= 0)):
+        raise ValueError(f"buffer {i}: alive from start to before end, and of a size above 0; not "
+                         f"{buffers[i]}")
+    total = size.sum(dtype=float)
+    if total >= 2**60:
+        raise ValueError(f"the sizes add up to {total:.3g}, at most 2^60")
+    return np.stack([start, end, size], axis=1)
 
 
 def moments_in_order(rows: np.ndarray) -> np.ndarray:
     """Return births (i) and deaths (n + i) in the order of time, at one moment deaths first."""
     n = len(rows)
+    start, end, _ = rows.T
     is_birth = np.arange(2 * n) < n
-    return np.lexsort((is_birth, rows[:, :2].T.ravel()))
+    return np.lexsort((is_birth, np.r_[start, end]))
 
 
 def check(buffers: Iterable[Buffer], offsets: Iterable[int], peak: int) -> None:
@@ -143,7 +145,9 @@ def check(buffers: Iterable[Buffer], offsets: Iterable[int], peak: int) -> None:
     shelves = [[] for _ in range(n // 8192 + 1)]
     filled = []
     moments = moments_in_order(rows)
-    for place, dies in zip(place_of[moments % max(1, n)].tolist(), (moments >= n).tolist()):
+    deaths = (moments >= n).tolist()
+    places = place_of[moments % max(1, n)].tolist()
+    for place, dies in zip(places, deaths):
         k = place // 8192
         shelf = shelves[k]
         at = bisect_left(shelf, place)
@@ -177,22 +181,26 @@ def in_sections(rows: np.ndarray) -> np.ndarray:
     n = len(rows)
     moments = moments_in_order(rows)
     is_death = moments >= n
+    ends_section = is_death.copy()
+    ends_section[1:] &= ~is_death[:-1]
     ended = np.empty(2 * n, np.int64)  # sections that end before a birth, or with a death
-    ended[moments] = np.cumsum(is_death & ~np.r_[True, is_death[:-1]][: 2 * n])
+    ended[moments] = np.cumsum(ends_section)
     return np.stack([ended[:n], ended[n:], rows[:, 2]], axis=1)
 
 
 def live_bytes(rows: np.ndarray) -> np.ndarray:
     """Return the sum of the sizes that are alive, of each section."""
-    change = np.zeros(rows[:, 1].max(initial=0) + 1, np.int64)
-    np.add.at(change, rows[:, 0], rows[:, 2])
-    np.subtract.at(change, rows[:, 1], rows[:, 2])
+    start, end, size = rows.T
+    change = np.zeros(end.max(initial=0) + 1, np.int64)
+    np.add.at(change, start, size)
+    np.subtract.at(change, end, size)
     return np.cumsum(change)[:-1]
 
 
 def lower_bound(buffers: Iterable[Buffer]) -> int:
     """Return the largest sum of sizes that are alive together."""
-    return int(live_bytes(in_sections(as_rows(buffers))).max(initial=0))
+    rows = in_sections(as_rows(buffers))
+    return int(live_bytes(rows).max(initial=0))
 
 
 def cliques(rows: np.ndarray) -> list[list[int]]:
@@ -221,7 +229,8 @@ def compiled(source: str, *options: str, seconds: float | None = None) -> ctypes
     user's cache. Raise RuntimeError with the compiler's words, or after `seconds`."""
     file = Path(__file__).parent / "csrc" / source
     command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(file), *options]
-    key = hashlib.sha256(file.read_bytes() + repr((command, platform.machine())).encode())
+    made_by = repr((command, platform.machine()))
+    key = hashlib.sha256(file.read_bytes() + made_by.encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
     built = folder / f"{key.hexdigest()[:16]}.so"
     try:
@@ -255,14 +264,17 @@ def search_library(seconds: float = 60.0) -> ctypes.CDLL | None:
 
 def call(name: str, rows: np.ndarray, *args: int | float | np.ndarray) -> int:
     """Call a function of csrc/search.cpp: n, the three columns, args. Arrays are of int64."""
-    arrays = [np.ascontiguousarray(column) for column in rows.T]
+    columns = [np.ascontiguousarray(column) for column in rows.T]
     words = [ctypes.c_int64(len(rows))]
-    for x in (*arrays, *args):
+    for x in (*columns, *args):
         if isinstance(x, np.ndarray):
             words.append(ctypes.c_void_p(x.ctypes.data))
+        elif isinstance(x, float):
+            words.append(ctypes.c_double(x))
         else:
-            words.append(ctypes.c_double(x) if isinstance(x, float) else ctypes.c_int64(x))
-    return getattr(search_library(), name)(*words)
+            words.append(ctypes.c_int64(x))
+    function = getattr(search_library(), name)
+    return function(*words)
 
 
 def first_fit(rows: np.ndarray, order: Iterable[int]) -> np.ndarray:
@@ -291,19 +303,24 @@ def first_fit_by_birth(rows: np.ndarray, deadline: float) -> np.ndarray:
     if search_library():
         call("first_fit_by_birth", rows, time_left(deadline), offsets)
         return offsets
-    size, where, peak = rows[:, 2].tolist(), [0] * n, 0
+    size = rows[:, 2].tolist()
+    where = [0] * n
+    peak = 0
     gaps = array("q", [0])  # where gaps begin, in order
     rooms = array("q", [2**62])  # their sizes, which numpy scans
     moments = moments_in_order(rows)
     for count, moment in enumerate(moments.tolist()):
         if count % 64 == 0 and time.monotonic() > deadline:
             offsets[:] = where
-            late = moments[count:][moments[count:] < n]
-            offsets[late] = peak + np.cumsum(rows[late, 2]) - rows[late, 2]
+            rest = moments[count:]
+            late = rest[rest < n]
+            late_size = rows[late, 2]
+            offsets[late] = peak + np.cumsum(late_size) - late_size
             return offsets
         i = moment % n
         if moment < n:
-            g = int((np.frombuffer(rooms, np.int64) >= size[i]).argmax())
+            fits = np.frombuffer(rooms, np.int64) >= size[i]
+            g = int(fits.argmax())
             where[i] = gaps[g]
             peak = max(peak, gaps[g] + size[i])
             gaps[g] += size[i]
@@ -325,15 +342,15 @@ def first_fit_by_birth(rows: np.ndarray, deadline: float) -> np.ndarray:
     return offsets
 
 
-def greedy(rows: np.ndarray, goal: int, deadline: float,
+def greedy(rows: np.ndarray, goal: int, deadline: float, share: float = 1.0,
            report: Callable[[np.ndarray], None] = lambda offsets: None) -> np.ndarray:
     """Return the offsets of the best first fit: over time, which is reported, and in other orders,
-    until one meets the goal or time is up."""
+    until one meets the goal or a share of the time that is left is over."""
     offsets = first_fit_by_birth(rows, deadline)
     report(offsets)
     if search_library():
         offsets = offsets.copy()
-        call("greedy", rows, goal, time_left(deadline), offsets)
+        call("greedy", rows, goal, share * time_left(deadline), offsets)
     return offsets
 
 
@@ -359,8 +376,9 @@ MAX_ENTRIES = 2_000_000  # of the cuts' matrix
 def overlaps(rows: np.ndarray) -> list[tuple[int, int]]:
     """Return the pairs i < j of buffers that are alive together."""
     start, end, _ = rows.T
-    together = (start[:, None] < end) & (start < end[:, None])
-    return [(i, j) for i, j in np.argwhere(np.triu(together, 1)).tolist()]
+    i, j = np.triu_indices(len(rows), 1)
+    together = (start[i] < end[j]) & (start[j] < end[i])
+    return list(zip(i[together].tolist(), j[together].tolist()))
 
 
 class Constraints:
@@ -368,7 +386,10 @@ class Constraints:
     constant."""
 
     def __init__(self):
-        self.values, self.rows, self.columns, self.least = [], [], [], []
+        self.values: list[float] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.least: list[float] = []  # a row's constant
 
     def add(self, coefficients: dict[int, float], least: float) -> None:
         self.rows += [len(self.least)] * len(coefficients)
@@ -427,8 +448,8 @@ def milp_bounds(rows: np.ndarray, s: list[int], z: dict[tuple[int, int], int], l
             for i, j in itertools.pairwise(group):
                 high[z[i, j]] = 0  # i below j
         if len(equal) == n and z:
-            i, j = max(z, key=lambda pair: s[pair[0]] * s[pair[1]])
-            high[z[i, j]] = 0
+            largest = max(z, key=lambda pair: s[pair[0]] * s[pair[1]])
+            high[z[largest]] = 0
     return Bounds(low, high)
 
 
@@ -454,16 +475,23 @@ def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts
         return None, bound
     pairs = overlaps(rows)
     sets = cliques(rows) if cuts and len(pairs) <= MAX_PAIRS else []
-    if len(pairs) > MAX_PAIRS or sum(2 * len(c) ** 2 for c in sets) > MAX_ENTRIES:
+    entries = sum(2 * len(members) ** 2 for members in sets)
+    if len(pairs) > MAX_PAIRS or entries > MAX_ENTRIES:
         return None, bound
     z = {pair: column for column, pair in enumerate(pairs, n + 1)}
-    s, big = (rows[:, 2] // unit).tolist(), upper // unit
+    width = n + 1 + len(z)
+    s = (rows[:, 2] // unit).tolist()
+    big = upper // unit
     least_peak = -(-bound // unit) - n * (unit > exact)  # rounded up, all would take n units more
-    found = milp(np.eye(1, n + 1 + len(z), n)[0],  # M is to be least
-                 integrality=np.r_[np.zeros(n + 1), np.ones(len(z))],
-                 bounds=milp_bounds(rows, s, z, least_peak, big, symmetry),
-                 constraints=milp_constraints(s, z, big, sets).constraint(n + 1 + len(z)),
-                 options={"time_limit": time_left(deadline), "mip_rel_gap": 0.0})
+    minimised = np.zeros(width)
+    minimised[n] = 1  # M
+    binary = np.zeros(width)
+    binary[n + 1 :] = 1  # z_ij
+    bounds = milp_bounds(rows, s, z, least_peak, big, symmetry)
+    constraints = milp_constraints(s, z, big, sets).constraint(width)
+    options = {"time_limit": time_left(deadline), "mip_rel_gap": 0.0}
+    found = milp(minimised, integrality=binary, bounds=bounds, constraints=constraints,
+                 options=options)
     proved = bound  # also where it finds the program infeasible: there is a plan of `upper`
     dual = found.fun if found.status == 0 else found.mip_dual_bound  # solved: they are equal
     if found.status != 2 and dual is not None and np.isfinite(dual):
@@ -471,7 +499,8 @@ def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts
     if found.x is None:
         return None, proved
     # from the order alone: what is rounded in x cannot make two buffers overlap
-    return first_fit(rows, np.argsort(found.x[:n], kind="stable")), proved
+    order = np.argsort(found.x[:n], kind="stable")
+    return first_fit(rows, order), proved
 
 
 def improve_by_milp(rows: np.ndarray, plan: Plan, deadline: float) -> Plan:
@@ -516,14 +545,15 @@ def solve(buffers: list[Buffer], capacity: int = 0, time_limit: float = 60.0, me
         return stamped(Plan(offsets, peak_of(rows, offsets), bound, "greedy"))
 
     if method == "bilevel":
-        first_fitted(first_fit_by_birth(rows, begin + time_limit / 4))  # if time should be short
+        half = time.monotonic() + time_left(deadline) / 2
+        first_fitted(first_fit_by_birth(rows, half))  # if time should be short
         return stamped(bilevel(rows, passes, goal, deadline))
-    alone = method == "greedy" or not search_library()
-    some = begin + (1.0 if alone else 0.5) * time_limit
-    plan = first_fitted(greedy(rows, goal, some, first_fitted))
+    share = 1.0 if method == "greedy" else 0.5
+    plan = first_fitted(greedy(rows, goal, deadline, share, first_fitted))
     if method == "auto" and any(passes) and plan.peak > goal:
         half = time.monotonic() + time_left(deadline) / 2
-        plan = min(plan, stamped(bilevel(rows, passes, goal, half)), key=lambda p: p.peak)
+        by_levels = stamped(bilevel(rows, passes, goal, half))
+        plan = min(plan, by_levels, key=lambda p: p.peak)
     if method in ("auto", "flat") and plan.peak > goal:
         plan = flat(rows, plan, goal, deadline, stamped)
     return stamped(plan)
@@ -551,19 +581,21 @@ def flat(rows: np.ndarray, plan: Plan, goal: int, deadline: float,
                 break
             members = order[first[k] : last[k]]
             part = rows[members] - [first_sections[k], first_sections[k], 0]
-            known = Plan(offsets[members], int(peaks[k]), int(bounds[k]), plan.method)
+            peak, bound = int(peaks[k]), int(bounds[k])
+            known = Plan(offsets[members], peak, bound, plan.method)
             share = (round_ends - now) / (len(high) - count)
-            if seed > 1:  # most parts need no more than the first round's searches
+            if seed > 1 or not search_library():  # in round 1 searches are enough for most
                 known = improve_by_milp(part, known, now + share / 2)
             known = search(part, known, goal, now + share, seed)
             bounds[k] = known.lower_bound
-            if known.peak < peaks[k]:
+            if known.peak < peak:
                 offsets[members] = known.offsets
                 peaks[k] = known.peak
                 plan = replace(plan, method=known.method)
-            if peaks.max() < plan.peak or bounds.max() > plan.lower_bound:
-                plan = report(replace(plan, offsets=offsets.copy(), peak=int(peaks.max()),
-                                      lower_bound=int(bounds.max())))
+            peak, bound = int(peaks.max()), int(bounds.max())
+            if peak < plan.peak or bound > plan.lower_bound:
+                plan = replace(plan, offsets=offsets.copy(), peak=peak, lower_bound=bound)
+                plan = report(plan)
         if not high or time.monotonic() > deadline or not search_library():
             return plan
 
@@ -583,9 +615,11 @@ def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float) -> 
     The lower bound is that of all buffers, not of the blocks: what the levels cost is a gap.
     """
     names, numbers = np.unique(passes, return_inverse=True)
-    by_pass = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0], numbers))
-    cuts = np.searchsorted(numbers[by_pass], np.arange(1, len(names)))
-    members = dict(zip(names.tolist(), np.split(by_pass, cuts)))
+    start, end, size = rows.T
+    by_pass = np.lexsort((size, end, start, numbers))
+    counts = np.bincount(numbers)
+    groups = np.split(by_pass, np.cumsum(counts)[:-1])
+    members = dict(zip(names.tolist(), groups))
     outer = members.pop("", np.zeros(0, np.int64))
 
     # level 1: passes are equal if their buffers overlap alike, so each distinct one is solved once
@@ -595,18 +629,23 @@ def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float) -> 
     plans = solve_passes(distinct, time.monotonic() + time_left(deadline) / 2)
 
     # level 2: a pass is alive from its first birth to its last death, at its plan's peak
-    blocks = [(rows[mine, 0].min(), rows[mine, 1].max(), plans[kinds[name]].peak)
-              for name, mine in members.items()]
-    step = in_sections(np.concatenate([np.array(blocks, np.int64).reshape(-1, 3), rows[outer]]))
+    blocks = []
+    for name, mine in members.items():
+        peak = plans[kinds[name]].peak
+        blocks.append((start[mine].min(), end[mine].max(), peak))
+    step = in_sections(np.concatenate([blocks, rows[outer]]))
     bound = int(live_bytes(step).max())
-    offsets = greedy(step, max(goal, bound), time.monotonic() + time_left(deadline) / 4)
+    goal = max(goal, bound)
+    offsets = greedy(step, goal, deadline, share=0.25)
     top = Plan(offsets, peak_of(step, offsets), bound, "greedy")
-    if top.peak > max(goal, bound):
-        top = flat(step, top, max(goal, bound), deadline)
+    if top.peak > goal:
+        top = flat(step, top, goal, deadline)
+
     offsets = np.empty(len(rows), np.int64)
     offsets[outer] = top.offsets[len(blocks) :]
     for base, (name, mine) in zip(top.offsets, members.items()):
-        offsets[mine] = base + plans[kinds[name]].offsets
+        inside = plans[kinds[name]].offsets
+        offsets[mine] = base + inside
     whole_bound = int(live_bytes(rows).max())
     return Plan(offsets, top.peak, whole_bound, f"two levels, {top.method}",
                 levels=[*plans.values(), top])
@@ -625,7 +664,8 @@ def solve_passes(distinct: dict[bytes, np.ndarray], deadline: float) -> dict[byt
     gaps = [kind for kind in plans if not plans[kind].optimal]
     gaps.sort(key=lambda kind: -plans[kind].peak)
     for count, kind in enumerate(gaps):
-        begin, rows, plan = time.monotonic(), distinct[kind], plans[kind]
+        rows, plan = distinct[kind], plans[kind]
+        begin = time.monotonic()
         share = time_left(deadline) / (len(gaps) - count)
         plan = improve_by_milp(rows, plan, begin + 0.6 * share)
         if not plan.optimal:
@@ -643,10 +683,13 @@ def compare_methods(buffers: list[Buffer], time_limit: float = 60.0) -> list[dic
             plans[method] = solve(buffers, time_limit=time_limit, method=method)
             check(buffers, plans[method].offsets, plans[method].peak)
     bound = max(p.lower_bound for p in plans.values())
-    plans = {method: replace(p, lower_bound=bound) for method, p in plans.items()}
-    return [{"method": method, "peak": p.peak, "bound": bound, "gap": p.gap, "seconds": p.seconds,
-             "optimal": p.optimal, "distinct_passes": max(0, len(p.levels) - 1)}
-            for method, p in plans.items()]
+    table = []
+    for method, p in plans.items():
+        p = replace(p, lower_bound=bound)
+        passes = max(0, len(p.levels) - 1)
+        table.append({"method": method, "peak": p.peak, "bound": bound, "gap": p.gap,
+                      "seconds": p.seconds, "optimal": p.optimal, "distinct_passes": passes})
+    return table
 
 
 # ---------------------------------------------------------------------------- record and replay
@@ -670,7 +713,11 @@ def noting_marks(count_events: Callable[[], int]):
     """Yield a list that gets (events so far, name) of each mark."""
     global note_mark
     marks: list[tuple[int, str]] = []
-    note_mark = lambda name: marks.append((count_events(), name))  # noqa: E731
+
+    def note(name: str) -> None:
+        marks.append((count_events(), name))
+
+    note_mark = note
     try:
         yield marks
     finally:
@@ -685,8 +732,11 @@ def with_passes(buffers: list[Buffer], marks: list[tuple[int, str]]) -> list[Buf
     for _, name in marks:
         seen[name] += 1
         names.append(f"{name} #{seen[name]}" if name and seen[name] > 1 else name)
-    return [b._replace(in_pass=names[k]) if (k := bisect(times, b.start)) == bisect(times, b.end)
-            else b for b in buffers]
+    marked = []
+    for b in buffers:
+        first, last = bisect(times, b.start), bisect(times, b.end)  # marks before birth and death
+        marked.append(b._replace(in_pass=names[first] if first == last else ""))
+    return marked
 
 
 @functools.cache
@@ -797,15 +847,18 @@ class StepMemory:
             import torch
 
             torch.cuda.empty_cache()
-        lib.begin(self.RECORD + (self.REPLAY if self.plan else 0), self.min_bytes, self.align)
+        mode = self.RECORD + self.REPLAY if self.plan else self.RECORD
+        lib.begin(mode, self.min_bytes, self.align)
         with noting_marks(lib.num_events) as marks:
             try:
                 result = step()
             finally:
                 n = lib.end()
-        events = np.ctypeslib.as_array(lib.recorded(), (n, 3)).copy() if n else []
-        born, died = [], {}  # born: (moment, size, address) of each request
-        for now, (request, size, address) in enumerate(np.asarray(events).tolist()):
+        words = lib.recorded()[: 3 * n]  # (request, size or -1: it dies, address) of each event
+        born = []  # (moment, size, address) of each request
+        died = {}
+        for now in range(n):
+            request, size, address = words[3 * now : 3 * now + 3]
             if size >= 0:
                 born.append((now, size, address))
             else:
@@ -813,8 +866,11 @@ class StepMemory:
         self.sizes = [size for _, size, _ in born]
         self.planned = sorted(died)  # others outlive the step
         self.addresses = [born[i][2] for i in self.planned]  # that PyTorch's allocator gave
-        self.buffers = with_passes([Buffer(born[i][0], died[i], self._round(born[i][1]))
-                                    for i in self.planned], marks)
+        buffers = []
+        for i in self.planned:
+            moment, size, _ = born[i]
+            buffers.append(Buffer(moment, died[i], self._round(size)))
+        self.buffers = with_passes(buffers, marks)
         self.counts = {}  # of a plan that is not followed any more
         return result
 
@@ -837,11 +893,12 @@ class StepMemory:
         """Make the arena, one block of PyTorch's allocator."""
         import torch
 
-        memory = torch.empty(self.plan.peak + self.align, dtype=torch.uint8, device=self.device)
+        peak, entries = self.plan.peak, self.entries
+        memory = torch.empty(peak + self.align, dtype=torch.uint8, device=self.device)
         first = -memory.data_ptr() % self.align
-        arena = memory[first : first + self.plan.peak]
-        if used := library(self.kind).load(arena.data_ptr(), self.entries.ctypes.data,
-                                           len(self.entries)):
+        arena = memory[first : first + peak]
+        load = library(self.kind).load
+        if used := load(arena.data_ptr(), entries.ctypes.data, len(entries)):
             raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
         self.arena = live_arena[self.kind] = arena  # as long as the allocator may point into it
 
@@ -870,9 +927,10 @@ class StepMemory:
         theirs = np.zeros(len(self.addresses), np.int64)
         end = shift = 0
         for i in np.argsort(self.addresses).tolist():
-            shift += max(0, self.addresses[i] - shift - end)
-            theirs[i] = self.addresses[i] - shift
-            end = max(end, int(theirs[i]) + self.buffers[i].size)
+            address, size = self.addresses[i], self.buffers[i].size
+            shift += max(0, address - shift - end)
+            theirs[i] = address - shift
+            end = max(end, address - shift + size)
         draw(path, self.buffers, self.plan, theirs)
 
 
@@ -903,8 +961,10 @@ def simulate(make, ranks: int = 1, fused=lambda: None, min_bytes: int = 2**20,
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
             for t in tree_leaves(out):
-                if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known:
-                    storage, now = t.untyped_storage(), len(events)
+                if not isinstance(t, torch.Tensor):
+                    continue
+                storage, now = t.untyped_storage(), len(events)
+                if storage._cdata not in known:
                     known.add(storage._cdata)
                     events.append((now, storage.nbytes(), fused()))
                     weakref.finalize(storage, note_death, now, storage._cdata)
@@ -934,7 +994,8 @@ def simulate(make, ranks: int = 1, fused=lambda: None, min_bytes: int = 2**20,
         elif born in alive:
             size, begun_in = alive.pop(born)
             if size >= min_bytes and (kernel is None or kernel is not begun_in):
-                buffers.append(Buffer(born, now, -(-size // align) * align))
+                rounded = -(-size // align) * align
+                buffers.append(Buffer(born, now, rounded))
     return with_passes(buffers, marks), sum(lasting.values())
 
 
@@ -950,15 +1011,18 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.reader(f)
         columns = [c.strip() for c in next(rows, [])]
-        if any(columns.count(c) != 1 for c in COLUMNS) or columns.count("pass") > 1:
+        once = all(columns.count(c) == 1 for c in COLUMNS)
+        if not once or columns.count("pass") > 1:
             raise ValueError(f"{path}, line 1: the columns are id,lower,upper,size, each once, and "
                              f"maybe pass; not {','.join(columns)[:99]!r}")
         at_id, *at_numbers = (columns.index(c) for c in COLUMNS)
         at_pass = columns.index("pass") if "pass" in columns else None
         for row in filter(None, rows):
-            where = f"{path}, line {rows.line_num}"
-            cells = [row[k].strip() for k in at_numbers] if len(row) == len(columns) else [""]
-            if not all(map(whole, cells)):
+            line = rows.line_num
+            where = f"{path}, line {line}"
+            complete = len(row) == len(columns)
+            cells = [row[k].strip() for k in at_numbers if complete]
+            if not complete or not all(map(whole, cells)):
                 raise ValueError(f"{where}: {len(columns)} cells, of which lower, upper and size "
                                  f"are whole numbers; not {','.join(row)[:99]!r}")
             in_pass = row[at_pass].strip() if at_pass is not None else ""
@@ -966,7 +1030,8 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
             if b.start >= b.end or b.size <= 0:
                 raise ValueError(f"{where}: a buffer is alive from lower to before upper, and has "
                                  f"a size: {','.join(row)[:99]!r}")
-            if (first := lines.setdefault(row[at_id], rows.line_num)) != rows.line_num:
+            first = lines.setdefault(row[at_id], line)
+            if first != line:
                 raise ValueError(f"{where}: id {row[at_id]} is on line {first} already")
             buffers.append(b)
     return [*lines], buffers
@@ -974,12 +1039,15 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
 
 def write_plan(path: str, ids: Iterable, buffers: list[Buffer], offsets: Iterable[int]) -> None:
     """Write a CSV file of the buffers and their offsets, and of their passes if any is known."""
-    columns = 4 if any(b.in_pass for b in buffers) else 3
+    columns, fields = [*COLUMNS], 3
+    if any(b.in_pass for b in buffers):
+        columns.append("pass")
+        fields = 4
+    rows = zip(ids, buffers, np.asarray(offsets).tolist())
     with open(path, "w", newline="") as f:
         out = csv.writer(f)
-        out.writerow([*COLUMNS, "pass", "offset"] if columns == 4 else [*COLUMNS, "offset"])
-        offsets = np.asarray(offsets).tolist()
-        out.writerows([x, *b[:columns], a] for x, b, a in zip(ids, buffers, offsets))
+        out.writerow([*columns, "offset"])
+        out.writerows([x, *b[:fields], offset] for x, b, offset in rows)
 
 
 MAX_DRAWN = 20_000  # the largest rectangles, of more one would see no more
@@ -996,23 +1064,25 @@ def draw(path: str, buffers: list[Buffer], plan: Plan, theirs: np.ndarray | None
 
     rows = as_rows(buffers)
     start, end, size = rows.T
-    shown = np.argsort(-size.astype(float) * (end - start), kind="stable")[:MAX_DRAWN]
+    area = size.astype(float) * (end - start)
+    shown = np.argsort(-area)[:MAX_DRAWN]
     pictures = [(plan.offsets, str(plan))]
     if theirs is not None and len(theirs):
         title = f"PyTorch's allocator, addresses in use: {peak_of(rows, theirs):,}"
         pictures.append((theirs, title))
     highest = max(peak_of(rows, offsets) for offsets, _ in pictures)
-    fig, axes = plt.subplots(1, len(pictures), figsize=(9 * len(pictures), 5), squeeze=False)
+    count = len(pictures)
+    fig, axes = plt.subplots(1, count, figsize=(9 * count, 5), squeeze=False)
     for ax, (offsets, title) in zip(axes[0], pictures):
         low, high = offsets, offsets + size
         corners = np.stack([start, low, end, low, end, high, start, high], axis=1)
-        boxes = PolyCollection(corners[shown].reshape(-1, 4, 2), cmap="viridis", edgecolor="white",
-                               linewidth=0.2)
+        boxes = PolyCollection(corners[shown].reshape(-1, 4, 2), cmap="viridis")
+        boxes.set(edgecolor="white", linewidth=0.2)
         boxes.set_array(np.log(size[shown].astype(float)))
         ax.add_collection(boxes)
         ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
-        ax.set(xlabel="time", ylabel="address", title=title, ylim=(0, highest * 1.05),
-               xlim=(start.min(), end.max()))
+        ax.set(xlabel="time", ylabel="address", title=title)
+        ax.set(xlim=(start.min(), end.max()), ylim=(0, highest * 1.05))
         ax.title.set_fontsize(8)
         ax.legend()
     fig.savefig(path, dpi=150, format="png")
@@ -1033,7 +1103,8 @@ def solve_in_child(buffers: list[Buffer], capacity: int, time_limit: float, meth
     begin = time.monotonic()
     deadline = begin + max(0.5 * time_limit, time_limit - CHECK_SECONDS * len(buffers))
     size = as_rows(buffers)[:, 2]
-    best = Plan(np.cumsum(size) - size, int(size.sum()), int(size.max(initial=0)), "stacked")
+    total, largest = int(size.sum()), int(size.max(initial=0))
+    best = Plan(np.cumsum(size) - size, total, largest, "stacked")
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 
@@ -1069,8 +1140,11 @@ def solve_in_child(buffers: list[Buffer], capacity: int, time_limit: float, meth
 def noting_signals():
     """Yield a list that gets the numbers of SIGINT and SIGTERM as they come."""
     stopped: list[int] = []
-    handlers = {s: signal.signal(s, lambda number, frame: stopped.append(number))
-                for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number: int, frame) -> None:
+        stopped.append(number)
+
+    handlers = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stopped
     finally:
