@@ -454,9 +454,10 @@ def milp_bounds(rows: np.ndarray, s: list[int], z: dict[tuple[int, int], int], l
 
 
 def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts: bool = True,
-                 symmetry: bool = True) -> tuple[np.ndarray | None, int]:
+                 symmetry: bool = True, goal: int = 0) -> tuple[np.ndarray | None, int]:
     """Return offsets with a peak of at most `upper`, or None; and a lower bound that was proved, at
-    least `bound`. upper: the peak of a plan that there is, for U.
+    least `bound`. upper: the peak of a plan that there is, for U. goal: the program has M >= goal,
+    and so ends where it meets it.
 
     cuts: in a clique C all that lies below j fits below it, and all above it above:
 
@@ -482,7 +483,9 @@ def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts
     width = n + 1 + len(z)
     s = (rows[:, 2] // unit).tolist()
     big = upper // unit
-    least_peak = -(-bound // unit) - n * (unit > exact)  # rounded up, all would take n units more
+    least_peak = -(-max(bound, goal) // unit)
+    if unit > exact:
+        least_peak -= n  # rounded up, all would take n units more
     minimised = np.zeros(width)
     minimised[n] = 1  # M
     binary = np.zeros(width)
@@ -495,7 +498,9 @@ def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts
     proved = bound  # also where it finds the program infeasible: there is a plan of `upper`
     dual = found.fun if found.status == 0 else found.mip_dual_bound  # solved: they are equal
     if found.status != 2 and dual is not None and np.isfinite(dual):
-        proved = min(upper, max(bound, math.ceil(dual - 1e-3) * unit))
+        dual = math.ceil(dual - 1e-3)
+        if dual > least_peak:  # else it is what the program was given
+            proved = min(upper, max(bound, dual * unit))
     if found.x is None:
         return None, proved
     # from the order alone: what is rounded in x cannot make two buffers overlap
@@ -503,10 +508,10 @@ def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts
     return first_fit(rows, order), proved
 
 
-def improve_by_milp(rows: np.ndarray, plan: Plan, deadline: float) -> Plan:
+def improve_by_milp(rows: np.ndarray, plan: Plan, goal: int, deadline: float) -> Plan:
     """Return a better plan, or the same with a better bound, by the integer program; or the same,
     of buffers that are too many for it."""
-    offsets, bound = milp_offsets(rows, plan.peak, plan.lower_bound, deadline)
+    offsets, bound = milp_offsets(rows, plan.peak, plan.lower_bound, deadline, goal=goal)
     plan = replace(plan, lower_bound=bound)
     if offsets is None or peak_of(rows, offsets) >= plan.peak:
         return plan
@@ -547,12 +552,12 @@ def solve(buffers: list[Buffer], capacity: int = 0, time_limit: float = 60.0, me
     if method == "bilevel":
         half = time.monotonic() + time_left(deadline) / 2
         first_fitted(first_fit_by_birth(rows, half))  # if time should be short
-        return stamped(bilevel(rows, passes, goal, deadline))
+        return bilevel(rows, passes, goal, deadline, stamped)
     share = 1.0 if method == "greedy" else 0.5
     plan = first_fitted(greedy(rows, goal, deadline, share, first_fitted))
     if method == "auto" and any(passes) and plan.peak > goal:
         half = time.monotonic() + time_left(deadline) / 2
-        by_levels = stamped(bilevel(rows, passes, goal, half))
+        by_levels = bilevel(rows, passes, goal, half, stamped)
         plan = min(plan, by_levels, key=lambda p: p.peak)
     if method in ("auto", "flat") and plan.peak > goal:
         plan = flat(rows, plan, goal, deadline, stamped)
@@ -585,7 +590,7 @@ def flat(rows: np.ndarray, plan: Plan, goal: int, deadline: float,
             known = Plan(offsets[members], peak, bound, plan.method)
             share = (round_ends - now) / (len(high) - count)
             if seed > 1 or not search_library():  # in round 1 searches are enough for most
-                known = improve_by_milp(part, known, now + share / 2)
+                known = improve_by_milp(part, known, goal, now + share / 2)
             known = search(part, known, goal, now + share, seed)
             bounds[k] = known.lower_bound
             if known.peak < peak:
@@ -609,7 +614,8 @@ def split_in_time(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, np.flatnonzero(np.r_[True, begins])
 
 
-def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float) -> Plan:
+def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float,
+            report: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
     """Return a plan by Memo's two levels. passes: the name of each buffer's pass, or "".
 
     The lower bound is that of all buffers, not of the blocks: what the levels cost is a gap.
@@ -621,53 +627,66 @@ def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float) -> 
     groups = np.split(by_pass, np.cumsum(counts)[:-1])
     members = dict(zip(names.tolist(), groups))
     outer = members.pop("", np.zeros(0, np.int64))
-
-    # level 1: passes are equal if their buffers overlap alike, so each distinct one is solved once
+    # passes are equal if their buffers overlap alike: when they begin, and what else is alive, does
+    # not matter
     inner = {name: in_sections(rows[mine]) for name, mine in members.items()}
     kinds = {name: part.tobytes() for name, part in inner.items()}
     distinct = {kinds[name]: inner[name] for name in inner}
-    plans = solve_passes(distinct, time.monotonic() + time_left(deadline) / 2)
-
-    # level 2: a pass is alive from its first birth to its last death, at its plan's peak
-    blocks = []
-    for name, mine in members.items():
-        peak = plans[kinds[name]].peak
-        blocks.append((start[mine].min(), end[mine].max(), peak))
-    step = in_sections(np.concatenate([blocks, rows[outer]]))
-    bound = int(live_bytes(step).max())
-    goal = max(goal, bound)
-    offsets = greedy(step, goal, deadline, share=0.25)
-    top = Plan(offsets, peak_of(step, offsets), bound, "greedy")
-    if top.peak > goal:
-        top = flat(step, top, goal, deadline)
-
-    offsets = np.empty(len(rows), np.int64)
-    offsets[outer] = top.offsets[len(blocks) :]
-    for base, (name, mine) in zip(top.offsets, members.items()):
-        inside = plans[kinds[name]].offsets
-        offsets[mine] = base + inside
     whole_bound = int(live_bytes(rows).max())
-    return Plan(offsets, top.peak, whole_bound, f"two levels, {top.method}",
-                levels=[*plans.values(), top])
+
+    def plan_step(plans: dict[bytes, Plan], deadline: float) -> Plan:
+        """Level 2: a pass is one block from its first birth to its last death."""
+        blocks = []
+        for name, mine in members.items():
+            peak = plans[kinds[name]].peak
+            blocks.append((start[mine].min(), end[mine].max(), peak))
+        step = in_sections(np.concatenate([blocks, rows[outer]]))
+        bound = int(live_bytes(step).max())
+        top = first_plan(step, max(goal, bound), deadline, 0.25)
+        if top.peak > max(goal, bound):
+            top = flat(step, top, max(goal, bound), deadline)
+        offsets = np.empty(len(rows), np.int64)
+        offsets[outer] = top.offsets[len(blocks) :]
+        for base, (name, mine) in zip(top.offsets, members.items()):
+            inside = plans[kinds[name]].offsets
+            offsets[mine] = base + inside
+        method = f"two levels, {top.method}"
+        levels = [*plans.values(), top]
+        return report(Plan(offsets, top.peak, whole_bound, method, levels=levels))
+
+    third = time_left(deadline) / 3
+    plans = {}
+    for kind, part in distinct.items():
+        plans[kind] = first_plan(part, 0, deadline - 2 * third)
+    if all(plan.optimal for plan in plans.values()):
+        return plan_step(plans, deadline)
+    first = plan_step(plans, time.monotonic() + 0.1 * third)  # if it fits, this is enough
+    if first.peak <= goal:
+        return first
+    plans = improve_passes(distinct, plans, deadline - third)
+    return min(plan_step(plans, deadline), first, key=lambda plan: plan.peak)
 
 
-def solve_passes(distinct: dict[bytes, np.ndarray], deadline: float) -> dict[bytes, Plan]:
+def first_plan(rows: np.ndarray, goal: int, deadline: float, share: float = 1.0) -> Plan:
+    """Return the plan of `greedy`, for the goal or the lower bound, whichever is higher."""
+    bound = int(live_bytes(rows).max())
+    offsets = greedy(rows, max(goal, bound), deadline, share)
+    return Plan(offsets, peak_of(rows, offsets), bound, "greedy")
+
+
+def improve_passes(distinct: dict[bytes, np.ndarray], plans: dict[bytes, Plan],
+                   deadline: float) -> dict[bytes, Plan]:
     """Return the plans of level 1: first fits where they meet the bound; else the integer program,
     with their peak as U, and where it is too large or too slow the searches, the pass of the
     highest peak first."""
-    plans = {}
-    half = time.monotonic() + time_left(deadline) / 2
-    for kind, rows in distinct.items():
-        bound = int(live_bytes(rows).max())
-        offsets = greedy(rows, bound, half)
-        plans[kind] = Plan(offsets, peak_of(rows, offsets), bound, "greedy")
-    gaps = [kind for kind in plans if not plans[kind].optimal]
+    plans = plans.copy()
+    gaps = [kind for kind, plan in plans.items() if not plan.optimal]
     gaps.sort(key=lambda kind: -plans[kind].peak)
     for count, kind in enumerate(gaps):
         rows, plan = distinct[kind], plans[kind]
         begin = time.monotonic()
         share = time_left(deadline) / (len(gaps) - count)
-        plan = improve_by_milp(rows, plan, begin + 0.6 * share)
+        plan = improve_by_milp(rows, plan, plan.lower_bound, begin + 0.6 * share)
         if not plan.optimal:
             plan = search(rows, plan, plan.lower_bound, begin + share)
         plans[kind] = plan

@@ -1569,14 +1569,14 @@ def step_of_passes(kinds, count=10):
 
 def test_memory_plan_of_two_levels(monkeypatch):
     """Each distinct pass is solved once; in its block, each pass has the plan of its kind."""
-    kinds, programs = [random_buffers(12, 1, 20), random_buffers(9, 2, 20)], []
-    monkeypatch.setattr(memplan, "solve_passes", lambda distinct, *a, f=memplan.solve_passes:
-                        programs.append(len(distinct)) or f(distinct, *a))
+    kinds, solved = [random_buffers(12, 1, 20), random_buffers(9, 2, 20)], []
+    monkeypatch.setattr(memplan, "first_plan", lambda rows, *a, f=memplan.first_plan:
+                        solved.append(len(rows)) or f(rows, *a))
     buffers = step_of_passes(kinds)
     random.Random(0).shuffle(buffers)
     plan = memplan.solve(buffers, time_limit=20, method="bilevel")
     memplan.check(buffers, plan.offsets, plan.peak)
-    assert len(plan.levels) == 3 and programs == [2]  # two different passes and the step
+    assert len(plan.levels) == 3 and sorted(solved) == [9, 12, 20]  # two passes and the step
     assert plan.method.startswith("two levels")
     assert plan.lower_bound <= plan.peak <= 1.1 * plan.lower_bound
     lowest = {}
@@ -1593,16 +1593,37 @@ def test_memory_plan_of_two_levels(monkeypatch):
         memplan.solve(random_buffers(5, 0), method="best")
 
 
-def test_level_one_is_the_integer_program():
-    """A pass of which first fits leave a gap that the program closes."""
-    kinds = [[memplan.Buffer(*box) for box in HOLES[1]], random_buffers(7, 21, 10)]
-    plan = memplan.solve(step_of_passes(kinds), time_limit=20, method="bilevel")
-    assert [p.peak for p in plan.levels[:2]] == [best_peak(kind) for kind in kinds]
-    assert all(p.optimal for p in plan.levels[:2])
-    assert plan.levels[1].method == "integer program"
+def test_memory_level_one_is_the_integer_program(monkeypatch):
+    """Passes of which first fits leave a gap: one program each closes it, and with a capacity that
+    first fits meet there is none."""
+    kinds, programs = [[memplan.Buffer(*box) for box in HOLES[1]], random_buffers(7, 21, 10)], []
+    monkeypatch.setattr(memplan, "milp_offsets", lambda rows, *a, f=memplan.milp_offsets, **kw:
+                        programs.append(len(rows)) or f(rows, *a, **kw))
+    buffers = step_of_passes(kinds)
+    plan = memplan.solve(buffers, time_limit=20, method="bilevel", capacity=2000)
+    memplan.check(buffers, plan.offsets, 2000)
+    assert not programs and len(plan.levels) == 3
+    plan = memplan.solve(buffers, time_limit=20, method="bilevel")
+    memplan.check(buffers, plan.offsets, plan.peak)
+    by_size = {len(p.offsets): p for p in plan.levels[:2]}
+    for kind in kinds:
+        level = by_size[len(kind)]
+        assert level.optimal and level.peak == best_peak(kind) and programs.count(len(kind)) == 1
+    assert by_size[7].method == "integer program"
 
 
-def test_all_methods_of_a_step():
+@pytest.mark.parametrize("boxes", HOLES)
+def test_memory_program_stops_at_its_goal(boxes):
+    """And takes the goal for no bound."""
+    buffers = [memplan.Buffer(*box) for box in boxes]
+    best = best_peak(buffers)
+    offsets, bound = memplan.milp_offsets(sections(buffers), 2 * best, 1, time.monotonic() + 9,
+                                          goal=best + 5)
+    memplan.check(buffers, offsets, best + 5)
+    assert bound <= best
+
+
+def test_memory_methods_side_by_side():
     buffers = step_of_passes([random_buffers(12, 1, 20), random_buffers(9, 2, 20)])
     rows = memplan.compare_methods(buffers, time_limit=3)
     by_method = {r["method"]: r for r in rows}
