@@ -116,7 +116,7 @@ def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
     return np.stack([start, end, size], axis=1)
 
 
-def moments_in_order(rows: np.ndarray) -> np.ndarray:
+def moments_in_order(rows):
     """Return births (i) and deaths (n + i) in the order of time, at one moment deaths first."""
     n = len(rows)
     start, end, _ = rows.T
@@ -175,7 +175,7 @@ def check(buffers: Iterable[Buffer], offsets: Iterable[int], peak: int) -> None:
                              f"{offsets[i]}, {buffers[j]} at {offsets[j]}")
 
 
-def in_sections(rows: np.ndarray) -> np.ndarray:
+def in_sections(rows):
     """Return the rows with time counted in sections: the same buffers are alive together. A section
     ends with a death that follows a birth, so there are at most n."""
     n = len(rows)
@@ -188,7 +188,7 @@ def in_sections(rows: np.ndarray) -> np.ndarray:
     return np.stack([ended[:n], ended[n:], rows[:, 2]], axis=1)
 
 
-def live_bytes(rows: np.ndarray) -> np.ndarray:
+def live_bytes(rows):
     """Return the sum of the sizes that are alive, of each section."""
     start, end, size = rows.T
     change = np.zeros(end.max(initial=0) + 1, np.int64)
@@ -203,7 +203,7 @@ def lower_bound(buffers: Iterable[Buffer]) -> int:
     return int(live_bytes(rows).max(initial=0))
 
 
-def cliques(rows: np.ndarray) -> list[list[int]]:
+def cliques(rows):
     """Return the buffers that are alive in each section: the maximal sets of which all overlap."""
     members = [[] for _ in range(rows[:, 1].max(initial=0))]
     for i, (start, end, _) in enumerate(rows.tolist()):
@@ -212,11 +212,11 @@ def cliques(rows: np.ndarray) -> list[list[int]]:
     return members
 
 
-def peak_of(rows: np.ndarray, offsets: np.ndarray) -> int:
+def peak_of(rows, offsets):
     return int((offsets + rows[:, 2]).max(initial=0))
 
 
-def time_left(deadline: float) -> float:
+def time_left(deadline):
     return max(0.0, deadline - time.monotonic())
 
 
@@ -262,7 +262,7 @@ def search_library(seconds: float = 60.0) -> ctypes.CDLL | None:
     return SEARCHES[0]
 
 
-def call(name: str, rows: np.ndarray, *args: int | float | np.ndarray) -> int:
+def call(name, rows, *args):
     """Call a function of csrc/search.cpp: n, the three columns, args. Arrays are of int64."""
     columns = [np.ascontiguousarray(column) for column in rows.T]
     words = [ctypes.c_int64(len(rows))]
@@ -277,7 +277,7 @@ def call(name: str, rows: np.ndarray, *args: int | float | np.ndarray) -> int:
     return function(*words)
 
 
-def first_fit(rows: np.ndarray, order: Iterable[int]) -> np.ndarray:
+def first_fit(rows, order):
     """Return offsets: each buffer of the order, which has all, in the lowest gap between those
     placed that it overlaps."""
     offsets = np.zeros(len(rows), np.int64)
@@ -295,7 +295,7 @@ def first_fit(rows: np.ndarray, order: Iterable[int]) -> np.ndarray:
     return offsets
 
 
-def first_fit_by_birth(rows: np.ndarray, deadline: float) -> np.ndarray:
+def first_fit_by_birth(rows, deadline):
     """Return offsets: each buffer in the lowest gap that is large enough when it is born. Buffers
     that are born after the deadline lie above one another, so there is always a plan."""
     n = len(rows)
@@ -342,8 +342,7 @@ def first_fit_by_birth(rows: np.ndarray, deadline: float) -> np.ndarray:
     return offsets
 
 
-def greedy(rows: np.ndarray, goal: int, deadline: float, share: float = 1.0,
-           report: Callable[[np.ndarray], None] = lambda offsets: None) -> np.ndarray:
+def greedy(rows, goal, deadline, share=1.0, report=lambda offsets: None):
     """Return the offsets of the best first fit: over time, which is reported, and in other orders,
     until one meets the goal or a share of the time that is left is over."""
     offsets = first_fit_by_birth(rows, deadline)
@@ -354,7 +353,7 @@ def greedy(rows: np.ndarray, goal: int, deadline: float, share: float = 1.0,
     return offsets
 
 
-def search(rows: np.ndarray, plan: Plan, goal: int, deadline: float, seed: int = 0) -> Plan:
+def search(rows, plan, goal, deadline, seed=0):
     """Return a better plan, or the same, by left-justified searches at ever lower capacities, which
     may also prove that there is none, and a local search."""
     if not search_library():
@@ -373,7 +372,7 @@ MAX_PAIRS = 40_000  # of overlapping buffers; HiGHS takes minutes of more
 MAX_ENTRIES = 2_000_000  # of the cuts' matrix
 
 
-def overlaps(rows: np.ndarray) -> list[tuple[int, int]]:
+def overlaps(rows):
     """Return the pairs i < j of buffers that are alive together."""
     start, end, _ = rows.T
     i, j = np.triu_indices(len(rows), 1)
@@ -391,20 +390,19 @@ class Constraints:
         self.columns: list[int] = []
         self.least: list[float] = []  # a row's constant
 
-    def add(self, coefficients: dict[int, float], least: float) -> None:
+    def add(self, coefficients, least):
         self.rows += [len(self.least)] * len(coefficients)
         self.columns += coefficients.keys()
         self.values += coefficients.values()
         self.least.append(least)
 
-    def constraint(self, width: int) -> LinearConstraint:
+    def constraint(self, width):
         shape = (len(self.least), width)
         matrix = coo_array((self.values, (self.rows, self.columns)), shape=shape)
         return LinearConstraint(matrix.tocsr(), self.least, np.inf)
 
 
-def milp_constraints(s: list[int], z: dict[tuple[int, int], int], big: int,
-                     sets: list[list[int]]) -> Constraints:
+def milp_constraints(s, z, big, sets):
     """Return the program's rows for sizes s and the cuts of the sets; z: the column of z_ij, which
     is 1 where i lies above j. Columns: A_i, then M, then z_ij."""
     n, rows = len(s), Constraints()
@@ -431,8 +429,7 @@ def milp_constraints(s: list[int], z: dict[tuple[int, int], int], big: int,
     return rows
 
 
-def milp_bounds(rows: np.ndarray, s: list[int], z: dict[tuple[int, int], int], least_peak: int,
-                big: int, symmetry: bool) -> Bounds:
+def milp_bounds(rows, s, z, least_peak, big, symmetry):
     """Return the bounds of the program's columns."""
     n = len(s)
     low = np.zeros(n + 1 + len(z))
@@ -440,7 +437,7 @@ def milp_bounds(rows: np.ndarray, s: list[int], z: dict[tuple[int, int], int], l
     high[:n] = [big - x for x in s]
     low[n] = max(0, least_peak)
     high[n] = big
-    if symmetry:
+    if symmetry:  # of plans that are as good, one is enough
         equal = defaultdict(list)
         for i, row in enumerate(rows.tolist()):
             equal[tuple(row)].append(i)
@@ -453,8 +450,7 @@ def milp_bounds(rows: np.ndarray, s: list[int], z: dict[tuple[int, int], int], l
     return Bounds(low, high)
 
 
-def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts: bool = True,
-                 symmetry: bool = True, goal: int = 0) -> tuple[np.ndarray | None, int]:
+def milp_offsets(rows, upper, bound, deadline, cuts=True, symmetry=True, goal=0):
     """Return offsets with a peak of at most `upper`, or None; and a lower bound that was proved, at
     least `bound`. upper: the peak of a plan that there is, for U. goal: the program has M >= goal,
     and so ends where it meets it.
@@ -508,7 +504,7 @@ def milp_offsets(rows: np.ndarray, upper: int, bound: int, deadline: float, cuts
     return first_fit(rows, order), proved
 
 
-def improve_by_milp(rows: np.ndarray, plan: Plan, goal: int, deadline: float) -> Plan:
+def improve_by_milp(rows, plan, goal, deadline):
     """Return a better plan, or the same with a better bound, by the integer program; or the same,
     of buffers that are too many for it."""
     offsets, bound = milp_offsets(rows, plan.peak, plan.lower_bound, deadline, goal=goal)
@@ -541,12 +537,12 @@ def solve(buffers: list[Buffer], capacity: int = 0, time_limit: float = 60.0, me
     if not buffers:
         return Plan(np.zeros(0, np.int64), 0, 0, "nothing to plan")
 
-    def stamped(plan: Plan) -> Plan:
+    def stamped(plan):
         plan = replace(plan, seconds=time.monotonic() - begin)
         report(plan)
         return plan
 
-    def first_fitted(offsets: np.ndarray) -> Plan:
+    def first_fitted(offsets):
         return stamped(Plan(offsets, peak_of(rows, offsets), bound, "greedy"))
 
     if method == "bilevel":
@@ -564,28 +560,28 @@ def solve(buffers: list[Buffer], capacity: int = 0, time_limit: float = 60.0, me
     return stamped(plan)
 
 
-def flat(rows: np.ndarray, plan: Plan, goal: int, deadline: float,
-         report: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
+def flat(rows, plan, goal, deadline, report=lambda plan: plan):
     """Return a better plan, or the same. Time splits where nothing is alive; of the parts, those
     that are too high are searched in turn, the highest first, round after round."""
     begin = time.monotonic()
     offsets = plan.offsets.copy()
-    order, first = split_in_time(rows)
-    first_sections = rows[order[first], 0]
-    bounds = np.maximum.reduceat(live_bytes(rows), first_sections)
-    peaks = np.maximum.reduceat((offsets + rows[:, 2])[order], first)
+    order, first = split_in_time(rows)  # part k: order[first[k] : last[k]]
     last = np.r_[first[1:], len(rows)]
+    first_sections = rows[order[first], 0]
+    bounds = np.maximum.reduceat(live_bytes(rows), first_sections)  # of each part
+    peaks = np.maximum.reduceat((offsets + rows[:, 2])[order], first)
     for seed in itertools.count(1):
         goal = max(goal, int(bounds.max()))  # where one part is as high, lower ones are no use
         high = np.flatnonzero(peaks > goal)
         high = high[np.argsort(-peaks[high])].tolist()
+        # rounds take ever longer, so that plans come early and searches get deep
         round_ends = min(deadline, begin + 0.15 * 2**seed * (deadline - begin))
         for count, k in enumerate(high):
             now = time.monotonic()
             if now > deadline:
                 break
             members = order[first[k] : last[k]]
-            part = rows[members] - [first_sections[k], first_sections[k], 0]
+            part = rows[members] - [first_sections[k], first_sections[k], 0]  # from section 0 on
             peak, bound = int(peaks[k]), int(bounds[k])
             known = Plan(offsets[members], peak, bound, plan.method)
             share = (round_ends - now) / (len(high) - count)
@@ -602,10 +598,10 @@ def flat(rows: np.ndarray, plan: Plan, goal: int, deadline: float,
                 plan = replace(plan, offsets=offsets.copy(), peak=peak, lower_bound=bound)
                 plan = report(plan)
         if not high or time.monotonic() > deadline or not search_library():
-            return plan
+            return plan  # without the searches, another round would find the same
 
 
-def split_in_time(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def split_in_time(rows):
     """Return the buffers by birth, and where in this order parts begin: all that came before are
     dead."""
     order = np.argsort(rows[:, 0], kind="stable")
@@ -614,8 +610,7 @@ def split_in_time(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, np.flatnonzero(np.r_[True, begins])
 
 
-def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float,
-            report: Callable[[Plan], Plan] = lambda plan: plan) -> Plan:
+def bilevel(rows, passes, goal, deadline, report=lambda plan: plan):
     """Return a plan by Memo's two levels. passes: the name of each buffer's pass, or "".
 
     The lower bound is that of all buffers, not of the blocks: what the levels cost is a gap.
@@ -634,7 +629,7 @@ def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float,
     distinct = {kinds[name]: inner[name] for name in inner}
     whole_bound = int(live_bytes(rows).max())
 
-    def plan_step(plans: dict[bytes, Plan], deadline: float) -> Plan:
+    def plan_step(plans, deadline):
         """Level 2: a pass is one block from its first birth to its last death."""
         blocks = []
         for name, mine in members.items():
@@ -660,22 +655,21 @@ def bilevel(rows: np.ndarray, passes: list[str], goal: int, deadline: float,
         plans[kind] = first_plan(part, 0, deadline - 2 * third)
     if all(plan.optimal for plan in plans.values()):
         return plan_step(plans, deadline)
-    first = plan_step(plans, time.monotonic() + 0.1 * third)  # if it fits, this is enough
+    first = plan_step(plans, time.monotonic() + 0.1 * third)  # may fit, and is a plan to fall on
     if first.peak <= goal:
         return first
     plans = improve_passes(distinct, plans, deadline - third)
     return min(plan_step(plans, deadline), first, key=lambda plan: plan.peak)
 
 
-def first_plan(rows: np.ndarray, goal: int, deadline: float, share: float = 1.0) -> Plan:
+def first_plan(rows, goal, deadline, share=1.0):
     """Return the plan of `greedy`, for the goal or the lower bound, whichever is higher."""
     bound = int(live_bytes(rows).max())
     offsets = greedy(rows, max(goal, bound), deadline, share)
     return Plan(offsets, peak_of(rows, offsets), bound, "greedy")
 
 
-def improve_passes(distinct: dict[bytes, np.ndarray], plans: dict[bytes, Plan],
-                   deadline: float) -> dict[bytes, Plan]:
+def improve_passes(distinct, plans, deadline):
     """Return the plans of level 1: first fits where they meet the bound; else the integer program,
     with their peak as U, and where it is too large or too slow the searches, the pass of the
     highest peak first."""
@@ -704,7 +698,7 @@ def compare_methods(buffers: list[Buffer], time_limit: float = 60.0) -> list[dic
     bound = max(p.lower_bound for p in plans.values())
     table = []
     for method, p in plans.items():
-        p = replace(p, lower_bound=bound)
+        p = replace(p, lower_bound=bound)  # a proof by one method holds for all
         passes = max(0, len(p.levels) - 1)
         table.append({"method": method, "peak": p.peak, "bound": bound, "gap": p.gap,
                       "seconds": p.seconds, "optimal": p.optimal, "distinct_passes": passes})
@@ -728,7 +722,7 @@ def mark(name: str) -> None:
 
 
 @contextlib.contextmanager
-def noting_marks(count_events: Callable[[], int]):
+def noting_marks(count_events):
     """Yield a list that gets (events so far, name) of each mark."""
     global note_mark
     marks: list[tuple[int, str]] = []
@@ -743,7 +737,7 @@ def noting_marks(count_events: Callable[[], int]):
         note_mark = None
 
 
-def with_passes(buffers: list[Buffer], marks: list[tuple[int, str]]) -> list[Buffer]:
+def with_passes(buffers, marks):
     """Return the buffers, whose times count events, with their passes: of one that lives and dies
     between two marks, the name of the first. A name that comes again gets a number."""
     times = [at for at, _ in marks]
@@ -771,11 +765,12 @@ def library(kind: str) -> ctypes.CDLL:
     loaded.load.restype = ctypes.c_int64
     import torch
 
+    # a stream's memory may be given out again at once: only requests on this one are planned
     loaded.install(torch.cuda.current_stream().cuda_stream if kind == "cuda" else None)
     return loaded
 
 
-def allocator_options(kind: str) -> list[str]:
+def allocator_options(kind):
     """Return the compiler's options for this PyTorch and its headers."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, include_paths
@@ -862,7 +857,7 @@ class StepMemory:
         lib = library(self.kind)
         if self.plan and self.arena is None:
             self._load()
-        if self.kind == "cuda" and not self.plan:  # PyTorch's allocator is to show what it needs
+        if self.kind == "cuda" and not self.plan:  # what it reserves is to be what the step needs
             import torch
 
             torch.cuda.empty_cache()
@@ -903,7 +898,8 @@ class StepMemory:
         self.plan = solve(self.buffers, time_limit=time_limit, method=method)
         self.plans += 1
         check(self.buffers, self.plan.offsets, self.plan.peak)
-        self.entries = np.full((len(self.sizes), 2), -1, np.int64)  # size and offset, as in C++
+        # of all requests, in order, for the allocator; offset -1: not planned
+        self.entries = np.full((len(self.sizes), 2), -1, np.int64)  # (size, offset)
         self.entries[:, 0] = [self._round(size) for size in self.sizes]
         self.entries[self.planned, 1] = self.plan.offsets
         return self.plan
@@ -915,8 +911,9 @@ class StepMemory:
         peak, entries = self.plan.peak, self.entries
         memory = torch.empty(peak + self.align, dtype=torch.uint8, device=self.device)
         first = -memory.data_ptr() % self.align
-        arena = memory[first : first + peak]
+        arena = memory[first : first + peak]  # keeps the block in use
         load = library(self.kind).load
+        # refused while tensors lie in the last arena: its memory would go to others under them
         if used := load(arena.data_ptr(), entries.ctypes.data, len(entries)):
             raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
         self.arena = live_arena[self.kind] = arena  # as long as the allocator may point into it
@@ -1012,6 +1009,7 @@ def simulate(make, ranks: int = 1, fused=lambda: None, min_bytes: int = 2**20,
             del lasting[born]
         elif born in alive:
             size, begun_in = alive.pop(born)
+            # born and dead in one fused kernel: never in memory
             if size >= min_bytes and (kernel is None or kernel is not begun_in):
                 rounded = -(-size // align) * align
                 buffers.append(Buffer(born, now, rounded))
@@ -1027,6 +1025,7 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
     """Return ids and buffers of a CSV file. Raise ValueError naming the line."""
     lines, buffers = {}, []  # lines: by id
     whole = re.compile(r"-?[0-9]{1,18}").fullmatch
+    # utf-8-sig: Excel writes a mark at the beginning
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.reader(f)
         columns = [c.strip() for c in next(rows, [])]
@@ -1093,7 +1092,7 @@ def draw(path: str, buffers: list[Buffer], plan: Plan, theirs: np.ndarray | None
     count = len(pictures)
     fig, axes = plt.subplots(1, count, figsize=(9 * count, 5), squeeze=False)
     for ax, (offsets, title) in zip(axes[0], pictures):
-        low, high = offsets, offsets + size
+        low, high = offsets, offsets + size  # corners: four (x, y) a buffer
         corners = np.stack([start, low, end, low, end, high, start, high], axis=1)
         boxes = PolyCollection(corners[shown].reshape(-1, 4, 2), cmap="viridis")
         boxes.set(edgecolor="white", linewidth=0.2)
@@ -1111,8 +1110,7 @@ def draw(path: str, buffers: list[Buffer], plan: Plan, theirs: np.ndarray | None
 CHECK_SECONDS = 3e-6  # that check and write_plan take, a buffer
 
 
-def solve_in_child(buffers: list[Buffer], capacity: int, time_limit: float, method: str,
-                   stopped: list[int]) -> Plan:
+def solve_in_child(buffers, capacity, time_limit, method, stopped):
     """Return the plan of `solve`, or at a signal (see `noting_signals`) or the deadline the best so
     far, which at first lays all buffers above one another.
 
@@ -1129,7 +1127,7 @@ def solve_in_child(buffers: list[Buffer], capacity: int, time_limit: float, meth
 
     def send_plans() -> None:
         try:
-            left = time_left(deadline) - 0.2  # to send the last one
+            left = time_left(deadline) - 0.2  # the rest is for sending the last one
             plan = solve(buffers, capacity, left, method, lambda plan: send.send((plan, False)))
             send.send((plan, True))
         except Exception as e:
@@ -1150,8 +1148,8 @@ def solve_in_child(buffers: list[Buffer], capacity: int, time_limit: float, meth
     except EOFError:
         print("memplan.py: the search died; this is its best plan so far", file=sys.stderr)
     finally:
-        child.kill()
-        child.join()  # until its memory is free
+        child.kill()  # also in the middle of C++ or of the integer program
+        child.join()  # wait, so that checking has its memory and its core
     return replace(best, seconds=time.monotonic() - begin)
 
 
@@ -1163,6 +1161,7 @@ def noting_signals():
     def note(number: int, frame) -> None:
         stopped.append(number)
 
+    # the child inherits them, so that Ctrl-C in a terminal, which goes to both, does not end it
     handlers = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stopped
@@ -1171,7 +1170,7 @@ def noting_signals():
             signal.signal(number, handler)
 
 
-def refuse_unwritable(path: str | None) -> None:
+def refuse_unwritable(path):
     """Raise OSError if the file cannot be written, and leave it as it is."""
     if path:
         existed = os.path.exists(path)
