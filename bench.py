@@ -42,7 +42,7 @@ import offload
 import planner
 import train
 from attention import Attention, Exchange, Groups, pick_kernel
-from memplan import StepMemory, write_plan
+from memplan import StepMemory, compare_methods, read_trace, write_plan
 from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, param_count,
                    rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
@@ -837,11 +837,11 @@ def memory_row(memory: StepMemory) -> dict:
     """Return what a row says of a planned step."""
     plan = memory.plan
     counts = memory.counts
-    return {"requests": len(memory.requests), "planned_peak_gib": plan.peak / GIB,
+    met = counts["hits"] / (counts["hits"] + counts["unmatched"] + counts["occupied"])
+    return {"requests": len(memory.buffers), "planned_peak_gib": plan.peak / GIB,
             "lower_bound_gib": plan.lower_bound / GIB, "solve_s": plan.seconds,
             "method": plan.method, "optimal": plan.optimal, "counts": counts,
-            "hit_requests": counts["hits"] / (
-                counts["hits"] + counts["misses"] + counts["refused"]),
+            "hit_requests": met,
             "hit_bytes": counts["hit_bytes"] / counts["bytes"]}
 
 
@@ -870,7 +870,7 @@ def table_memplan(bench: Bench) -> None:
                 if bench.rank == 0:
                     file = str(bench.out / f"memplan-{seq // 1024}k-{world}x")
                     memory.draw(f"{file}.png")
-                    write_plan(f"{file}.csv", range(len(memory.requests)), memory.requests,
+                    write_plan(f"{file}.csv", range(len(memory.buffers)), memory.buffers,
                                memory.plan.offsets)
                 found.update(memory_row(memory))
                 memory.give_back()
@@ -948,6 +948,15 @@ def table_alpha(bench: Bench) -> None:
             "buffers_gib": 2 * (io + others) / GIB, "buffers_alpha0_gib": (2 * io + others) / GIB})
 
 
+def table_methods(bench: Bench) -> None:
+    """How memplan.py's methods plan the steps that the table memplan has recorded: one greedy pass,
+    all buffers at once, and Memo's two levels. A search has 60 seconds."""
+    for path in sorted((HERE / "results").glob("memplan-*.csv")):
+        _, buffers = read_trace(str(path))
+        for found in compare_methods(buffers):
+            bench.add({"system": path.stem, "requests": len(buffers), **found})
+
+
 @dataclass(frozen=True)
 class Table:
     measure: Callable[[Bench], None]
@@ -958,6 +967,7 @@ class Table:
 TABLES = {
     "step": Table(table_step, cpu=True),
     "alpha": Table(table_alpha, cpu=True),
+    "methods": Table(table_methods, cpu=True),
     "long": Table(table_long),
     "longest": Table(table_longest),
     "memplan": Table(table_memplan),
@@ -1057,6 +1067,13 @@ def memplan_cells(r: dict) -> list[str]:
             *(text(r.get(key), form) for key, form in forms.items())]
 
 
+def methods_cells(r: dict) -> list[str]:
+    size = [f"{r[key] / GIB:.3f}" for key in ("peak", "bound")]
+    passes = f"{r['distinct_passes']}" if r["distinct_passes"] else "-"
+    return [r["system"], r["method"], f"{r['requests']:,}", *size, f"{r['gap']:.2%}",
+            f"{r['seconds']:.2f}", passes]
+
+
 def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
     """Return the head of a table, and the function that writes a row's cells, by what rows hold."""
     first = rows[0]
@@ -1069,6 +1086,9 @@ def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
         return ["system", "model", "tokens", "step s", "GPU GiB", "reserved GiB", "retries",
                 "requests", "planned GiB", "lower bound", "solved in s", "hits",
                 "of bytes"], memplan_cells
+    if "distinct_passes" in first:
+        return ["step", "method", "requests", "peak GiB", "bound GiB", "gap", "seconds",
+                "distinct passes"], methods_cells
     if "imbalance" in first:
         return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
     return HEAD, cells

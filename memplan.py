@@ -1,549 +1,791 @@
-"""Where memory lies: lifetimes in, addresses out (Memo, arXiv 2407.12117, sections 4.2 and 4.3).
+"""Plan at which address each buffer of a training step lies (Memo, arXiv 2407.12117, section 4.2).
 
-A training step's requests repeat exactly, so their addresses can be computed once (offline dynamic
-storage allocation). Request i has a size S_i and a half-open lifetime; it is to get an offset A_i:
+The steps of a run request the same memory again and again, so addresses can be computed once: which
+buffer is alive when is known, and each is to get an offset (offline dynamic storage allocation).
+Buffer i has a size S_i and is alive from its start to before its end; its offset is A_i:
 
-    min M   s.t.   A_i + S_i <= M;   for lifetimes that overlap, with a binary z_ij:
+    min M   s.t.   A_i + S_i <= M   and, for i and j that are alive together, with a binary z_ij:
                    A_i + S_i <= A_j + z_ij*U   and   A_j + S_j <= A_i + (1 - z_ij)*U
 
-`solve` is exact where it can be, and says so. No plan is below the largest sum of live sizes; most
-often an order of placing meets it, and is optimal. Where a gap remains: two depth-first searches
-from the bottom up, which may also prove that nothing lower exists (`pack`), of thousands of
-requests for those at nearly full moments first (`pack_core`); the mixed-integer program above with
-what makes it solvable (`milp_offsets`); and a search over orders, until time is up. Time splits
-where nothing lives, and each part is solved alone. `check` trusts none of it.
+No plan is below the largest sum of sizes that are alive at one moment. A plan that meets this bound
+is optimal, and most often a first fit does. `solve` has these methods:
 
-`solve_levels` is the paper's second level: requests that live and die within one pass of a layer
-are solved for that pass (equal passes once), and the step is then solved with each pass as one
-block.
+    greedy    first fit over a fixed list of orders, the best of them
+    flat      greedy; then a part of time after the other: left-justified searches, the integer
+              program above where it is small enough, and a local search over orders
+    bilevel   Memo's two levels. A pass is one layer's forward or backward; a buffer that lives and
+              dies in one belongs to it. Level 1 plans each distinct pass once, by the integer
+              program; level 2 plans the step with each pass as one block of its pass's peak.
+    auto      greedy where it meets the bound; else the better of bilevel and flat
 
-`StepMemory` records a step's requests, plans them, and serves later steps from one arena at the
-planned addresses, through an allocator that delegates all else to PyTorch's, on a CPU or a GPU.
-`simulate` finds the requests of a step that no machine at hand could run.
+`check` trusts none of them. `StepMemory` records a step's buffers, plans them, and serves later
+steps from one arena at the planned addresses, on a CPU or a GPU. `simulate` finds the buffers of a
+step that no machine at hand could run.
 
-    python memplan.py TRACE.csv [--capacity N] [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
+    python memplan.py TRACE.csv [--method M] [--capacity N] [--time-limit S] [--out PLAN.csv]
+                      [--plot PLAN.png]
 
-TRACE.csv has the columns id,lower,upper,size; PLAN.csv has offset beside them.
+TRACE.csv has the columns id,lower,upper,size (alive from lower to before upper) and may have one
+more, pass; PLAN.csv has offset beside them. Ctrl-C and SIGTERM write the best plan so far.
 
-Left out: alignment other than that of the sizes, and requests whose address is given.
+Left out: alignment other than that of the sizes, buffers whose address is given, and passes within
+passes.
 
-Legend: n requests, U an upper bound of M, live set: requests that are alive at one time.
+Legend: n buffers; rows: an n x 3 array of start, end, size; section: a span of time in which the
+same buffers are alive, and no more could be; peak: M; goal: a peak that is low enough; deadline: of
+time.monotonic().
 """
 import argparse
-import bisect
+import contextlib
 import csv
 import ctypes
 import functools
 import hashlib
 import itertools
 import math
+import multiprocessing
 import os
 import platform
-import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from array import array
+from bisect import bisect, bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
+METHODS = ("auto", "greedy", "flat", "bilevel")
 
-@dataclass(frozen=True)
-class Request:
-    lower: int  # first moment alive
-    upper: int  # first moment dead
+
+class Buffer(NamedTuple):
+    start: int  # the first moment at which it is alive
+    end: int  # the first moment at which it is not any more
     size: int
+    in_pass: str = ""  # the pass that it belongs to, if any
 
 
 @dataclass
 class Plan:
-    offsets: list[int]
+    offsets: np.ndarray  # int64, one a buffer
     peak: int
-    lower_bound: int  # the largest sum of live sizes, or better
+    lower_bound: int  # the largest sum of sizes alive together, or what was proved beyond it
     method: str  # what found it
     seconds: float = 0.0
-    levels: list["Plan"] = field(default_factory=list)  # of solve_levels: one a different pass
+    levels: list["Plan"] = field(default_factory=list)  # of bilevel: distinct passes, then the step
 
     @property
     def optimal(self) -> bool:
         return self.peak == self.lower_bound
 
+    @property
+    def gap(self) -> float:
+        return self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
+
     def __str__(self) -> str:
-        gap = self.peak / self.lower_bound - 1 if self.lower_bound else 0.0
-        proof = "proved optimal" if self.optimal else f"gap {gap:.2%}"
-        return (f"{len(self.offsets)} requests, peak {self.peak:,}, lower bound "
+        proof = "proved optimal" if self.optimal else f"gap {self.gap:.2%}"
+        return (f"{len(self.offsets)} buffers, peak {self.peak:,}, lower bound "
                 f"{self.lower_bound:,}, {proof}, {self.method}, {self.seconds:.2f} s")
 
 
-def check(requests: list[Request], offsets: list[int], peak: int) -> None:
-    """Raise ValueError if two requests that live together overlap, or one leaves [0, peak). Simple
-    enough to be believed: what lives is kept in the order of addresses, and who is born must fit
-    between its two neighbours."""
-    alive: list[tuple[int, int]] = []  # (offset, request)
-    for _, birth, i in sorted([(r.upper, 0, i) for i, r in enumerate(requests)]
-                              + [(r.lower, 1, i) for i, r in enumerate(requests)]):
-        r, here = requests[i], (offsets[i], i)
-        at = bisect.bisect(alive, here)
-        if not birth:
-            alive.pop(at - 1)
+def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
+    """Return the buffers as rows. Raise ValueError for a buffer that is never alive or has no
+    size, and for sizes that 64 bits cannot add up."""
+    if isinstance(buffers, np.ndarray):
+        return buffers
+    start = np.array([b.start for b in buffers], np.int64)
+    end = np.array([b.end for b in buffers], np.int64)
+    size = np.array([b.size for b in buffers], np.int64)
+    for i in np.flatnonzero((start >= end) | (size <= 0)):
+        raise ValueError(f"buffer {i}: alive from start to before end, and of a size above 0; not "
+                         f"{buffers[i]}")
+    total = size.sum(dtype=float)
+    if total >= 2**60:
+        raise ValueError(f"the sizes add up to {total:.3g}, at most 2^60")
+    return np.stack([start, end, size], axis=1)
+
+
+def moments_in_order(rows):
+    """Return births (i) and deaths (n + i) in the order of time, at one moment deaths first."""
+    n = len(rows)
+    start, end, _ = rows.T
+    is_birth = np.arange(2 * n) < n
+    return np.lexsort((is_birth, np.r_[start, end]))
+
+
+def check(buffers: Iterable[Buffer], offsets: Iterable[int], peak: int) -> None:
+    """Raise ValueError if two buffers that are alive together overlap, or one leaves [0, peak).
+
+    Simple enough to be believed: over time, the buffers that are alive are kept in the order of
+    offsets, and one that is born must fit between its neighbours. A buffer is known by its place in
+    the order of all offsets. Shelf k holds the places from 8192 k on that are alive, sorted, and
+    `filled` the shelves that are not empty, so that no list is long.
+    """
+    rows = as_rows(buffers)
+    n, size = len(rows), rows[:, 2]
+    offsets = np.asarray(offsets, np.int64)
+    for i in np.flatnonzero((offsets < 0) | (offsets > peak - size)):
+        raise ValueError(f"buffer {i} of {size[i]} at {offsets[i]} leaves [0, {peak})")
+    by_offset = np.argsort(offsets, kind="stable")
+    place_of = np.empty(n, np.int64)
+    place_of[by_offset] = np.arange(n)
+    low = [*offsets[by_offset].tolist(), peak]  # low[n]: above all
+    top = [*(offsets + size)[by_offset].tolist(), 0]  # top[-1]: below all
+    shelves = [[] for _ in range(n // 8192 + 1)]
+    filled = []
+    moments = moments_in_order(rows)
+    deaths = (moments >= n).tolist()
+    places = place_of[moments % max(1, n)].tolist()
+    for place, dies in zip(places, deaths):
+        k = place // 8192
+        shelf = shelves[k]
+        at = bisect_left(shelf, place)
+        if dies:
+            del shelf[at]
+            if not shelf:
+                filled.remove(k)
             continue
-        if not 0 <= offsets[i] <= peak - r.size:
-            raise ValueError(f"request {i} of {r.size} at {offsets[i]} leaves [0, {peak})")
-        alive.insert(at, here)
-        for (low, a), (high, b) in itertools.pairwise(alive[max(0, at - 1) : at + 2]):
-            if low + requests[a].size > high:
-                a, b = sorted((a, b))
-                raise ValueError(f"requests {a} and {b} live together and overlap: {requests[a]} "
-                                 f"at {offsets[a]}, {requests[b]} at {offsets[b]}")
+        if not shelf:
+            insort(filled, k)
+        below, above = -1, n
+        if at > 0:
+            below = shelf[at - 1]
+        elif k > filled[0]:
+            below = shelves[filled[bisect_left(filled, k) - 1]][-1]
+        if at < len(shelf):
+            above = shelf[at]
+        elif k < filled[-1]:
+            above = shelves[filled[bisect(filled, k)]][0]
+        shelf.insert(at, place)
+        if top[below] > low[place] or top[place] > low[above]:
+            other = below if top[below] > low[place] else above
+            i, j = sorted((int(by_offset[other]), int(by_offset[place])))
+            raise ValueError(f"buffers {i} and {j} are alive together and overlap: {buffers[i]} at "
+                             f"{offsets[i]}, {buffers[j]} at {offsets[j]}")
 
 
-def live_sets(requests: list[Request]) -> list[list[int]]:
-    """The maximal live sets, in the order of time. Each begins with births and ends before a
-    death, so there are at most n."""
-    moments = sorted([(r.upper, 0, i) for i, r in enumerate(requests)]
-                     + [(r.lower, 1, i) for i, r in enumerate(requests)])
-    sets, alive, born = [], {}, False
-    for _, birth, i in moments:
-        if birth:
-            alive[i] = born = True
-        else:
-            if born:
-                sets.append(list(alive))
-            del alive[i]
-            born = False
-    return sets
+def in_sections(rows):
+    """Return the rows with time counted in sections: the same buffers are alive together. A section
+    ends with a death that follows a birth, so there are at most n."""
+    n = len(rows)
+    moments = moments_in_order(rows)
+    is_death = moments >= n
+    ends_section = is_death.copy()
+    ends_section[1:] &= ~is_death[:-1]
+    ended = np.empty(2 * n, np.int64)  # sections that end before a birth, or with a death
+    ended[moments] = np.cumsum(ends_section)
+    return np.stack([ended[:n], ended[n:], rows[:, 2]], axis=1)
 
 
-def lower_bound(requests: list[Request]) -> int:
-    return max((sum(requests[i].size for i in s) for s in live_sets(requests)), default=0)
+def live_bytes(rows):
+    """Return the sum of the sizes that are alive, of each section."""
+    start, end, size = rows.T
+    change = np.zeros(end.max(initial=0) + 1, np.int64)
+    np.add.at(change, start, size)
+    np.subtract.at(change, end, size)
+    return np.cumsum(change)[:-1]
 
 
-def neighbours(requests: list[Request]) -> list[list[int]]:
-    """For each request the others that live together with it."""
-    near, alive = [[] for _ in requests], set()
-    for _, birth, i in sorted([(r.upper, 0, i) for i, r in enumerate(requests)]
-                              + [(r.lower, 1, i) for i, r in enumerate(requests)]):
-        if birth:
-            near[i].extend(alive)
-            for j in alive:
-                near[j].append(i)
-            alive.add(i)
-        else:
-            alive.remove(i)
-    return near
+def lower_bound(buffers: Iterable[Buffer]) -> int:
+    """Return the largest sum of sizes that are alive together."""
+    rows = in_sections(as_rows(buffers))
+    return int(live_bytes(rows).max(initial=0))
 
 
-# ---------------------------------------------------------------------------- orders of placing
+def cliques(rows):
+    """Return the buffers that are alive in each section: the maximal sets of which all overlap."""
+    members = [[] for _ in range(rows[:, 1].max(initial=0))]
+    for i, (start, end, _) in enumerate(rows.tolist()):
+        for section in range(start, end):
+            members[section].append(i)
+    return members
 
 
-def place(sizes: list[int], near: list[list[int]], order: list[int], best_fit: bool,
-          fixed: list[int] | None = None) -> list[int]:
-    """Each request in turn at the lowest gap between those placed that it lives with (or at the
-    smallest gap that is large enough). fixed: offsets of those that are not in `order`, else -1."""
-    offsets = list(fixed or [-1] * len(sizes))
-    for i in order:
-        size, at, found, room = sizes[i], 0, -1, math.inf
-        placed = [j for j in near[i] if offsets[j] >= 0]
-        for a, end in sorted((offsets[j], offsets[j] + sizes[j]) for j in placed):
-            if at + size <= a and a - at < room:
-                found, room = at, a - at
-                if not best_fit:
-                    break
-            at = max(at, end)
-        offsets[i] = at if found < 0 else found
-    return offsets
+def peak_of(rows, offsets):
+    return int((offsets + rows[:, 2]).max(initial=0))
 
 
-def peak_of(sizes: list[int], offsets: list[int]) -> int:
-    return max((a + s for a, s in zip(offsets, sizes)), default=0)
+def time_left(deadline):
+    return max(0.0, deadline - time.monotonic())
 
 
-def first_orders(requests: list[Request]) -> list[list[int]]:
-    """Orders that are often good: by size, lifetime, their product, birth, and by the fullest
-    moment that a request lives through."""
-    fullest = [0] * len(requests)
-    for s in live_sets(requests):
-        total = sum(requests[i].size for i in s)
-        for i in s:
-            fullest[i] = max(fullest[i], total)
-    life = [r.upper - r.lower for r in requests]
-    keys = (lambda i: (-requests[i].size, -life[i]), lambda i: (-life[i], -requests[i].size),
-            lambda i: -requests[i].size * life[i], lambda i: (requests[i].lower, -life[i]),
-            lambda i: (-fullest[i], -requests[i].size), lambda i: (-fullest[i], -life[i]),
-            lambda i: (-requests[i].upper, -life[i]))
-    return [sorted(range(len(requests)), key=key) for key in keys]
-
-
-def search_orders(requests: list[Request], near: list[list[int]], bound: int, until: float,
-                  seed: int = 0) -> list[int]:
-    """The first orders, then better ones near them: what ends at the peak, or just below it, moves
-    forward, and equal or (with a falling probability) worse results are taken."""
-    sizes, rng, tries = [r.size for r in requests], random.Random(seed), []
-    for order in first_orders(requests):
-        for best_fit in (False, True):
-            offsets = place(sizes, near, order, best_fit)
-            tries.append((peak_of(sizes, offsets), order, offsets))
-            if tries[-1][0] <= bound or time.monotonic() > until:
-                return min(tries, key=lambda t: t[0])[2]
-    tries.sort(key=lambda t: t[0])
-    best, begin = tries[0], time.monotonic()
-    for now in itertools.cycle(tries[:4]):
-        heat = 0.02  # of the peak
-        for _ in range(200 + 10 * len(sizes)):
-            left = (until - time.monotonic()) / max(1e-9, until - begin)
-            if best[0] <= bound or left <= 0:
-                return best[2]
-            order = list(now[1])
-            high = now[0] * (1 - rng.random() / 8)
-            tops = [i for i, a in enumerate(now[2]) if a + sizes[i] > high]
-            i = rng.choice(tops)
-            where = order.index(i)
-            order.insert(rng.randrange(where + 1), order.pop(where))
-            offsets = place(sizes, near, order, False)
-            peak = peak_of(sizes, offsets)
-            worse = (peak / now[0] - 1) / (heat * left + 1e-9)
-            if worse <= 0 or rng.random() < math.exp(-worse) / 4:
-                now = peak, order, offsets
-                best = min(best, now, key=lambda t: t[0])
-
-
-def pack(requests: list[Request], ceiling: int, seconds: float,
-         seed: int = 0) -> tuple[list[int] | None, bool]:
-    """Offsets with a peak of at most `ceiling`, by two searches (memplan_search.cpp), or None; and
-    whether it is proved that there are none. Without a C++ compiler: None, unproved."""
-    unit = math.gcd(*(r.size for r in requests))
-    if not requests or max(ceiling, sum(r.size for r in requests)) // unit >= 2**60:
-        return None if requests else [], False
-    try:
-        search = compiled("memplan_search.cpp").pack
-    except RuntimeError as e:
-        warnings.warn(f"memplan: no search from the bottom up, plans may be worse: {e}")
-        return None, False
-    first, last = [-1] * len(requests), [0] * len(requests)
-    for k, members in enumerate(live_sets(requests)):  # time, counted in these: the same overlaps
-        for i in members:
-            first[i] = k if first[i] < 0 else first[i]
-            last[i] = k + 1
-    offsets = np.zeros(len(requests), np.int64)
-    data = [np.array(x, np.int64) for x in (first, last, [r.size // unit for r in requests])]
-    answer = search(
-        ctypes.c_int64(len(requests)), *(ctypes.c_void_p(x.ctypes.data) for x in data),
-        ctypes.c_int64(ceiling // unit), ctypes.c_double(seconds), ctypes.c_int64(seed % 2**60),
-        ctypes.c_void_p(offsets.ctypes.data))
-    return [a * unit for a in offsets.tolist()] if answer == 1 else None, answer == 0
-
-
-def pack_core(requests: list[Request], near: list[list[int]], ceiling: int, seconds: float,
-              seed: int = 0) -> tuple[list[int] | None, bool]:
-    """As `pack`, for thousands of requests: it places those that live at nearly full moments, and
-    the others, larger and longer ones first, find room around them."""
-    until, sizes = time.monotonic() + seconds, [r.size for r in requests]
-    sets = [(sum(sizes[i] for i in s), s) for s in live_sets(requests)]
-    for share in (0.98, 0.9, 0.7, 0.0) if len(requests) > 400 else (0.0,):
-        core = sorted({i for total, s in sets if total >= share * ceiling for i in s})
-        left = until - time.monotonic()
-        if len(core) > 6000 or left <= 0:
-            break
-        offsets, proved = pack([requests[i] for i in core], ceiling,
-                               left / 3 if share else left, seed)
-        if proved:
-            return None, True
-        if offsets:
-            fixed = [-1] * len(requests)
-            for i, a in zip(core, offsets):
-                fixed[i] = a
-            rest = [i for i, a in enumerate(fixed) if a < 0]
-            rest.sort(key=lambda i: sizes[i] * (requests[i].lower - requests[i].upper))
-            offsets = place(sizes, near, rest, False, fixed)
-            if peak_of(sizes, offsets) <= ceiling:
-                return offsets, False
-    return None, False
+# ---------------------------------------------------------------------------- first fits, searches
 
 
 @functools.cache
-def compiled(source: str, *options: str) -> ctypes.CDLL:
-    """The library of a C++ file beside this one, compiled at first use (some seconds) and kept in
-    the user's cache. Raises RuntimeError with the compiler's words."""
-    file = Path(__file__).with_name(source)
+def compiled(source: str, *options: str, seconds: float | None = None) -> ctypes.CDLL:
+    """Return the library of a file in csrc/, compiled at first use (some seconds) and kept in the
+    user's cache. Raise RuntimeError with the compiler's words, or after `seconds`."""
+    file = Path(__file__).parent / "csrc" / source
     command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(file), *options]
-    key = hashlib.sha256(file.read_bytes() + repr((command, platform.machine())).encode())
-    key = key.hexdigest()[:16]
+    made_by = repr((command, platform.machine()))
+    key = hashlib.sha256(file.read_bytes() + made_by.encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
-    built = folder / f"{key}.so"
+    built = folder / f"{key.hexdigest()[:16]}.so"
     try:
         if not built.exists():
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as tmp:
                 made = Path(tmp) / "made.so"
                 subprocess.run([*command, "-o", str(made)], capture_output=True, text=True,
-                               check=True)
+                               check=True, timeout=seconds)
                 os.replace(made, built)  # whole at any moment, whoever else compiles
         return ctypes.CDLL(str(built))
-    except (OSError, subprocess.CalledProcessError) as e:
+    except (OSError, subprocess.SubprocessError) as e:
         words = getattr(e, "stderr", None) or e
         raise RuntimeError(f"{' '.join(command)} failed:\n{str(words)[-2000:]}") from None
 
 
-# ---------------------------------------------------------------------------- the program
+SEARCHES: list[ctypes.CDLL | None] = []  # the library, once it was asked for
 
 
-EXACT = 2**17  # units of a peak for which the program's tolerances are far below one
+def search_library(seconds: float = 60.0) -> ctypes.CDLL | None:
+    """Return the searches, or None where no compiler makes them within `seconds`; what the first
+    call finds holds for all."""
+    if not SEARCHES:
+        try:
+            SEARCHES.append(compiled("search.cpp", seconds=seconds))
+        except RuntimeError as e:
+            warnings.warn(f"memplan: plans may be worse without its searches: {e}")
+            SEARCHES.append(None)
+    return SEARCHES[0]
 
 
-def milp_rows(s: list[int], pairs: dict[tuple[int, int], int], big: int,
-              sets: list[list[int]]) -> list[tuple[dict[int, float], int]]:
-    """The program's rows, ({column: factor}, least value of their sum): of sizes s, of pairs (with
-    the column of z_ij), and the cuts of live sets. Columns: A_i, then M, then z_ij."""
-    n, rows = len(s), []
+def call(name, rows, *args):
+    """Call a function of csrc/search.cpp: n, the three columns, args. Arrays are of int64."""
+    columns = [np.ascontiguousarray(column) for column in rows.T]
+    words = [ctypes.c_int64(len(rows))]
+    for x in (*columns, *args):
+        if isinstance(x, np.ndarray):
+            words.append(ctypes.c_void_p(x.ctypes.data))
+        elif isinstance(x, float):
+            words.append(ctypes.c_double(x))
+        else:
+            words.append(ctypes.c_int64(x))
+    function = getattr(search_library(), name)
+    return function(*words)
 
-    def above(i: int, j: int) -> tuple[int, int, int]:
-        """z for "i lies above j" as column, factor, constant."""
-        return (pairs[i, j], 1, 0) if i < j else (pairs[j, i], -1, 1)
 
-    for (i, j), z in pairs.items():
-        rows.append(({i: 1, j: -1, z: -big}, s[j] - big))  # A_i >= A_j + S_j if z
-        rows.append(({j: 1, i: -1, z: big}, s[i]))  # A_j >= A_i + S_i if not z
+def first_fit(rows, order):
+    """Return offsets: each buffer of the order, which has all, in the lowest gap between those
+    placed that it overlaps."""
+    offsets = np.zeros(len(rows), np.int64)
+    placed: list[tuple[int, int, int, int]] = []  # (offset, end of it, start, end)
+    for i in order:
+        start, end, size = rows[i].tolist()
+        at = 0
+        for low, top, born, died in placed:
+            if born < end and start < died:
+                if low - at >= size:
+                    break
+                at = max(at, top)
+        offsets[i] = at
+        insort(placed, (at, at + size, start, end))
+    return offsets
+
+
+def first_fit_by_birth(rows, deadline):
+    """Return offsets: each buffer in the lowest gap that is large enough when it is born. Buffers
+    that are born after the deadline lie above one another, so there is always a plan."""
+    n = len(rows)
+    offsets = np.zeros(n, np.int64)
+    if search_library():
+        call("first_fit_by_birth", rows, time_left(deadline), offsets)
+        return offsets
+    size = rows[:, 2].tolist()
+    where = [0] * n
+    peak = 0
+    gaps = array("q", [0])  # where gaps begin, in order
+    rooms = array("q", [2**62])  # their sizes, which numpy scans
+    moments = moments_in_order(rows)
+    for count, moment in enumerate(moments.tolist()):
+        if count % 64 == 0 and time.monotonic() > deadline:
+            offsets[:] = where
+            rest = moments[count:]
+            late = rest[rest < n]
+            late_size = rows[late, 2]
+            offsets[late] = peak + np.cumsum(late_size) - late_size
+            return offsets
+        i = moment % n
+        if moment < n:
+            fits = np.frombuffer(rooms, np.int64) >= size[i]
+            g = int(fits.argmax())
+            where[i] = gaps[g]
+            peak = max(peak, gaps[g] + size[i])
+            gaps[g] += size[i]
+            rooms[g] -= size[i]
+        else:  # a gap of its own, which the gaps beside it join
+            g = bisect(gaps, where[i])
+            gaps.insert(g, where[i])
+            rooms.insert(g, size[i])
+            if gaps[g] + rooms[g] == gaps[g + 1]:
+                rooms[g] += rooms.pop(g + 1)
+                del gaps[g + 1]
+            if g > 0 and gaps[g - 1] + rooms[g - 1] == gaps[g]:
+                rooms[g - 1] += rooms.pop(g)
+                del gaps[g]
+                g -= 1
+        if rooms[g] == 0:
+            del gaps[g], rooms[g]
+    offsets[:] = where
+    return offsets
+
+
+def greedy(rows, goal, deadline, share=1.0, report=lambda offsets: None):
+    """Return the offsets of the best first fit: over time, which is reported, and in other orders,
+    until one meets the goal or a share of the time that is left is over."""
+    offsets = first_fit_by_birth(rows, deadline)
+    report(offsets)
+    if search_library():
+        offsets = offsets.copy()
+        call("greedy", rows, goal, share * time_left(deadline), offsets)
+    return offsets
+
+
+def search(rows, plan, goal, deadline, seed=0):
+    """Return a better plan, or the same, by left-justified searches at ever lower capacities, which
+    may also prove that there is none, and a local search."""
+    if not search_library():
+        return plan
+    offsets = plan.offsets.copy()
+    bound = np.array([plan.lower_bound])
+    kind = call("search", rows, goal, time_left(deadline), seed, bound, offsets)
+    method = (plan.method, "left-justified search", "local search")[kind]
+    return Plan(offsets, peak_of(rows, offsets), int(bound[0]), method)
+
+
+# ---------------------------------------------------------------------------- the integer program
+
+EXACT_UNITS = 2**17  # of a peak: for so many, the program's tolerances are far below one
+MAX_PAIRS = 40_000  # of overlapping buffers; HiGHS takes minutes of more
+MAX_ENTRIES = 2_000_000  # of the cuts' matrix
+
+
+def overlaps(rows):
+    """Return the pairs i < j of buffers that are alive together."""
+    start, end, _ = rows.T
+    i, j = np.triu_indices(len(rows), 1)
+    together = (start[i] < end[j]) & (start[j] < end[i])
+    return list(zip(i[together].tolist(), j[together].tolist()))
+
+
+class Constraints:
+    """Rows of an integer program, each a sum of coefficients times columns that is at least a
+    constant."""
+
+    def __init__(self):
+        self.values: list[float] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.least: list[float] = []  # a row's constant
+
+    def add(self, coefficients, least):
+        self.rows += [len(self.least)] * len(coefficients)
+        self.columns += coefficients.keys()
+        self.values += coefficients.values()
+        self.least.append(least)
+
+    def constraint(self, width):
+        shape = (len(self.least), width)
+        matrix = coo_array((self.values, (self.rows, self.columns)), shape=shape)
+        return LinearConstraint(matrix.tocsr(), self.least, np.inf)
+
+
+def milp_constraints(s, z, big, sets):
+    """Return the program's rows for sizes s and the cuts of the sets; z: the column of z_ij, which
+    is 1 where i lies above j. Columns: A_i, then M, then z_ij."""
+    n, rows = len(s), Constraints()
+    for (i, j), column in z.items():
+        rows.add({i: 1, j: -1, column: -big}, s[j] - big)  # A_i >= A_j + S_j if z_ij
+        rows.add({j: 1, i: -1, column: big}, s[i])  # A_j >= A_i + S_i if not z_ij
     for i in range(n):
-        rows.append(({n: 1, i: -1}, s[i]))
+        rows.add({n: 1, i: -1}, s[i])  # M >= A_i + S_i
     for members in sets:
         for j in members:
-            low, high = {j: 1.0}, {n: 1.0, j: -1.0}
-            least_low, least_high = 0, s[j]
+            below, above = {j: 1}, {n: 1, j: -1}  # columns of what fits below j and above it
+            least_below, least_above = 0, s[j]
             for i in members:
-                if i != j:
-                    z, factor, constant = above(j, i)  # i lies below j
-                    low[z], least_low = -s[i] * factor, least_low + s[i] * constant
-                    z, factor, constant = above(i, j)
-                    high[z], least_high = -s[i] * factor, least_high + s[i] * constant
-            rows += [(low, least_low), (high, least_high)]
+                if i < j:  # z_ij = 1: i lies above j
+                    below[z[i, j]] = s[i]
+                    least_below += s[i]
+                    above[z[i, j]] = -s[i]
+                elif j < i:  # z_ji = 1: i lies below j
+                    below[z[j, i]] = -s[i]
+                    above[z[j, i]] = s[i]
+                    least_above += s[i]
+            rows.add(below, least_below)
+            rows.add(above, least_above)
     return rows
 
 
-def milp_offsets(requests: list[Request], near: list[list[int]], upper: int, bound: int,
-                 until: float, cuts: bool = True, symmetry: bool = True) -> tuple[list[int] | None,
-                                                                                  int]:
-    """Offsets with a peak of at most `upper`, or None; and a lower bound that was proved.
+def milp_bounds(rows, s, z, least_peak, big, symmetry):
+    """Return the bounds of the program's columns."""
+    n = len(s)
+    low = np.zeros(n + 1 + len(z))
+    high = np.ones(n + 1 + len(z))
+    high[:n] = [big - x for x in s]
+    low[n] = max(0, least_peak)
+    high[n] = big
+    if symmetry:  # of plans that are as good, one is enough
+        equal = defaultdict(list)
+        for i, row in enumerate(rows.tolist()):
+            equal[tuple(row)].append(i)
+        for group in equal.values():
+            for i, j in itertools.pairwise(group):
+                high[z[i, j]] = 0  # i below j
+        if len(equal) == n and z:
+            largest = max(z, key=lambda pair: s[pair[0]] * s[pair[1]])
+            high[z[largest]] = 0
+    return Bounds(low, high)
 
-    Variables: A_i, M, and z_ij = 1 where i lies above j, for pairs that live together. cuts: in a
-    live set C everything below j fits below it, and everything above it above:
+
+def milp_offsets(rows, upper, bound, deadline, cuts=True, symmetry=True, goal=0):
+    """Return offsets with a peak of at most `upper`, or None; and a lower bound that was proved, at
+    least `bound`. upper: the peak of a plan that there is, for U. goal: the program has M >= goal,
+    and so ends where it meets it.
+
+    cuts: in a clique C all that lies below j fits below it, and all above it above:
 
         sum_{i in C} S_i z_ji <= A_j        A_j + S_j + sum_{i in C} S_i z_ij <= M
 
-    symmetry: equal requests keep one order, and the picture is not turned upside down.
+    symmetry: equal buffers keep one order, and the picture is not turned upside down.
 
     Floating point decides about integers that are small enough: sizes count in units, rounded down.
-    What stands in a plan in its order stands so, too, with smaller sizes, at a peak of at most
-    upper / unit, so the bound holds for the sizes as they are.
+    A plan's order of addresses is also one for smaller sizes, at a peak of at most upper / unit, so
+    the bound holds for the sizes as they are.
     """
-    n, left = len(requests), until - time.monotonic()
-    sizes = [r.size for r in requests]
-    exact = math.gcd(*sizes)
-    unit = exact * -(-upper // (exact * EXACT))
-    pairs = {(i, j): k for k, (i, j) in enumerate(
-        ((i, j) for i in range(n) for j in near[i] if i < j), n + 1)}
-    if left <= 0 or len(pairs) > 40000:
+    n, left = len(rows), time_left(deadline)
+    exact = int(np.gcd.reduce(rows[:, 2]))
+    unit = exact * -(-upper // (exact * EXACT_UNITS))
+    if left == 0 or n > MAX_PAIRS // 20:
         return None, bound
-    width, big, s = n + 1 + len(pairs), upper // unit, [x // unit for x in sizes]
-    least_peak = -(-bound // unit) - n * (unit > exact)  # rounded up, all would take n units more
-    rows = milp_rows(s, pairs, big, live_sets(requests) if cuts else [])
-    fixed_low, fixed_high = np.zeros(width), np.full(width, np.inf)
-    fixed_low[n], fixed_high[n] = max(0, least_peak), big
-    fixed_high[:n] = [big - x for x in s]
-    fixed_high[n + 1 :] = 1
-    if symmetry:
-        same = {}
-        for i, r in enumerate(requests):
-            same.setdefault(r, []).append(i)
-        for group in same.values():
-            for i, j in zip(group, group[1:]):
-                fixed_high[pairs[i, j]] = 0  # i below j
-        if all(len(g) == 1 for g in same.values()) and pairs:
-            fixed_high[max(pairs.items(), key=lambda p: sizes[p[0][0]] * sizes[p[0][1]])[1]] = 0
-    entries = [(k, c, v) for k, (row, _) in enumerate(rows) for c, v in row.items()]
-    k, c, v = zip(*entries)
-    matrix = coo_array((v, (k, c)), shape=(len(rows), width)).tocsr()
-    found = milp(np.eye(1, width, n)[0], integrality=np.r_[np.zeros(n + 1), np.ones(len(pairs))],
-                 bounds=Bounds(fixed_low, fixed_high),
-                 constraints=LinearConstraint(matrix, [least for _, least in rows], np.inf),
-                 options={"time_limit": left, "mip_rel_gap": 0.0})
+    pairs = overlaps(rows)
+    sets = cliques(rows) if cuts and len(pairs) <= MAX_PAIRS else []
+    entries = sum(2 * len(members) ** 2 for members in sets)
+    if len(pairs) > MAX_PAIRS or entries > MAX_ENTRIES:
+        return None, bound
+    z = {pair: column for column, pair in enumerate(pairs, n + 1)}
+    width = n + 1 + len(z)
+    s = (rows[:, 2] // unit).tolist()
+    big = upper // unit
+    least_peak = -(-max(bound, goal) // unit)
+    if unit > exact:
+        least_peak -= n  # rounded up, all would take n units more
+    minimised = np.zeros(width)
+    minimised[n] = 1  # M
+    binary = np.zeros(width)
+    binary[n + 1 :] = 1  # z_ij
+    bounds = milp_bounds(rows, s, z, least_peak, big, symmetry)
+    constraints = milp_constraints(s, z, big, sets).constraint(width)
+    options = {"time_limit": time_left(deadline), "mip_rel_gap": 0.0}
+    found = milp(minimised, integrality=binary, bounds=bounds, constraints=constraints,
+                 options=options)
     proved = bound  # also where it finds the program infeasible: there is a plan of `upper`
     dual = found.fun if found.status == 0 else found.mip_dual_bound  # solved: they are equal
     if found.status != 2 and dual is not None and np.isfinite(dual):
-        proved = max(bound, math.ceil(dual - 1e-3) * unit)
+        dual = math.ceil(dual - 1e-3)
+        if dual > least_peak:  # else it is what the program was given
+            proved = min(upper, max(bound, dual * unit))
     if found.x is None:
-        return None, min(proved, upper)
-    # from the order alone: what is rounded in x cannot make two requests overlap
-    return place(sizes, near, sorted(range(n), key=lambda i: found.x[i]), False), min(proved, upper)
+        return None, proved
+    # from the order alone: what is rounded in x cannot make two buffers overlap
+    order = np.argsort(found.x[:n], kind="stable")
+    return first_fit(rows, order), proved
 
 
-def solve(requests: list[Request], capacity: int = 0, time_limit: float = 60.0, cuts: bool = True,
-          symmetry: bool = True) -> Plan:
-    """A plan of the lowest peak that is found within time_limit seconds (a first order of placing
-    is tried in any case: seconds, of thousands of requests that live together); with a capacity,
-    the first that fits is good enough. cuts, symmetry: see milp_offsets; without them plans are as
-    valid."""
-    start = time.monotonic()
-    where = split_in_time(requests)
-    parts = [[requests[i] for i in part] for part in where]
-    bound = max([capacity, *map(lower_bound, parts)])  # where one part is as high, lower is no use
-    near = [neighbours(part) for part in parts]
-    plans = [solve_part(*x, bound, start + time_limit / 50, cuts, symmetry)
-             for x in zip(parts, near)]
-    for seed in itertools.count(1):  # the parts that are still too high, the highest first
-        bound = max([bound, *(p.lower_bound for p in plans)])
-        high = sorted((k for k, p in enumerate(plans) if p.peak > bound),
-                      key=lambda k: -plans[k].peak)
-        if not high or time.monotonic() > start + time_limit:
-            break
-        end = start + (0.3 if seed == 1 else 1.0) * time_limit
+def improve_by_milp(rows, plan, goal, deadline):
+    """Return a better plan, or the same with a better bound, by the integer program; or the same,
+    of buffers that are too many for it."""
+    offsets, bound = milp_offsets(rows, plan.peak, plan.lower_bound, deadline, goal=goal)
+    plan = replace(plan, lower_bound=bound)
+    if offsets is None or peak_of(rows, offsets) >= plan.peak:
+        return plan
+    return replace(plan, offsets=offsets, peak=peak_of(rows, offsets), method="integer program")
+
+
+# ---------------------------------------------------------------------------- the methods
+
+
+def solve(buffers: list[Buffer], capacity: int = 0, time_limit: float = 60.0, method: str = "auto",
+          report: Callable[[Plan], None] = lambda plan: None) -> Plan:
+    """Return a plan of the lowest peak that `method` finds within time_limit seconds; with a
+    capacity, the first that fits is good enough. report: is called with valid plans on the way.
+    Raise ValueError for bilevel where no buffer has a pass."""
+    begin = time.monotonic()
+    deadline = begin + time_limit
+    passes = [b.in_pass for b in buffers]
+    if method not in METHODS:
+        raise ValueError(f"method {method!r}: one of {', '.join(METHODS)}")
+    if method == "bilevel" and not any(passes):
+        raise ValueError("method bilevel: no buffer has a pass; call StepMemory.mark where each "
+                         "layer's forward and backward begins, or give the CSV file a column pass")
+    search_library(max(5.0, time_limit / 2))  # compiled now, so that first fits have time, too
+    rows = in_sections(as_rows(buffers))
+    bound = int(live_bytes(rows).max(initial=0))
+    goal = max(capacity, bound)
+    if not buffers:
+        return Plan(np.zeros(0, np.int64), 0, 0, "nothing to plan")
+
+    def stamped(plan):
+        plan = replace(plan, seconds=time.monotonic() - begin)
+        report(plan)
+        return plan
+
+    def first_fitted(offsets):
+        return stamped(Plan(offsets, peak_of(rows, offsets), bound, "greedy"))
+
+    if method == "bilevel":
+        half = time.monotonic() + time_left(deadline) / 2
+        first_fitted(first_fit_by_birth(rows, half))  # if time should be short
+        return bilevel(rows, passes, goal, deadline, stamped)
+    share = 1.0 if method == "greedy" else 0.5
+    plan = first_fitted(greedy(rows, goal, deadline, share, first_fitted))
+    if method == "auto" and any(passes) and plan.peak > goal:
+        half = time.monotonic() + time_left(deadline) / 2
+        by_levels = bilevel(rows, passes, goal, half, stamped)
+        plan = min(plan, by_levels, key=lambda p: p.peak)
+    if method in ("auto", "flat") and plan.peak > goal:
+        plan = flat(rows, plan, goal, deadline, stamped)
+    return stamped(plan)
+
+
+def flat(rows, plan, goal, deadline, report=lambda plan: plan):
+    """Return a better plan, or the same. Time splits where nothing is alive; of the parts, those
+    that are too high are searched in turn, the highest first, round after round."""
+    begin = time.monotonic()
+    offsets = plan.offsets.copy()
+    order, first = split_in_time(rows)  # part k: order[first[k] : last[k]]
+    last = np.r_[first[1:], len(rows)]
+    first_sections = rows[order[first], 0]
+    bounds = np.maximum.reduceat(live_bytes(rows), first_sections)  # of each part
+    peaks = np.maximum.reduceat((offsets + rows[:, 2])[order], first)
+    for seed in itertools.count(1):
+        goal = max(goal, int(bounds.max()))  # where one part is as high, lower ones are no use
+        high = np.flatnonzero(peaks > goal)
+        high = high[np.argsort(-peaks[high])].tolist()
+        # rounds take ever longer, so that plans come early and searches get deep
+        round_ends = min(deadline, begin + 0.15 * 2**seed * (deadline - begin))
         for count, k in enumerate(high):
             now = time.monotonic()
-            until = now + (end - now) / (len(high) - count)
-            plans[k] = solve_part(parts[k], near[k], bound, until, cuts, symmetry, plans[k], seed)
-    offsets = [0] * len(requests)
-    for part, p in zip(where, plans):
-        for i, a in zip(part, p.offsets):
-            offsets[i] = a
-    worst = max(plans, key=lambda p: p.peak, default=Plan([], 0, 0, "nothing to place"))
-    return Plan(offsets, worst.peak, max([p.lower_bound for p in plans], default=0), worst.method,
-                time.monotonic() - start)
+            if now > deadline:
+                break
+            members = order[first[k] : last[k]]
+            part = rows[members] - [first_sections[k], first_sections[k], 0]  # from section 0 on
+            peak, bound = int(peaks[k]), int(bounds[k])
+            known = Plan(offsets[members], peak, bound, plan.method)
+            share = (round_ends - now) / (len(high) - count)
+            if seed > 1 or not search_library():  # in round 1 searches are enough for most
+                known = improve_by_milp(part, known, goal, now + share / 2)
+            known = search(part, known, goal, now + share, seed)
+            bounds[k] = known.lower_bound
+            if known.peak < peak:
+                offsets[members] = known.offsets
+                peaks[k] = known.peak
+                plan = replace(plan, method=known.method)
+            peak, bound = int(peaks.max()), int(bounds.max())
+            if peak < plan.peak or bound > plan.lower_bound:
+                plan = replace(plan, offsets=offsets.copy(), peak=peak, lower_bound=bound)
+                plan = report(plan)
+        if not high or time.monotonic() > deadline or not search_library():
+            return plan  # without the searches, another round would find the same
 
 
-def split_in_time(requests: list[Request]) -> list[list[int]]:
-    """Indices of requests, cut where nothing is alive."""
-    parts, end = [], -math.inf
-    for i in sorted(range(len(requests)), key=lambda i: requests[i].lower):
-        if requests[i].lower >= end:
-            parts.append([])
-        parts[-1].append(i)
-        end = max(end, requests[i].upper)
-    return parts
+def split_in_time(rows):
+    """Return the buffers by birth, and where in this order parts begin: all that came before are
+    dead."""
+    order = np.argsort(rows[:, 0], kind="stable")
+    start, end, _ = rows[order].T
+    begins = start[1:] >= np.maximum.accumulate(end)[:-1]
+    return order, np.flatnonzero(np.r_[True, begins])
 
 
-def solve_part(requests: list[Request], near: list[list[int]], enough: int, until: float,
-               cuts: bool, symmetry: bool, plan: Plan | None = None, seed: int = 0) -> Plan:
-    """A plan that is better than `plan`, or the same: orders of placing; from the bottom up, with
-    ever lower ceilings; and, where there are few requests, the program."""
-    sizes = [r.size for r in requests]
-    if plan is None:
-        offsets = search_orders(requests, near, enough, until)
-        plan = Plan(offsets, peak_of(sizes, offsets), lower_bound(requests), "order of placing")
+def bilevel(rows, passes, goal, deadline, report=lambda plan: plan):
+    """Return a plan by Memo's two levels. passes: the name of each buffer's pass, or "".
 
-    def take(offsets: list[int] | None, method: str) -> None:
-        nonlocal plan
-        if offsets and peak_of(sizes, offsets) < plan.peak:
-            plan = Plan(offsets, peak_of(sizes, offsets), plan.lower_bound, method)
-
-    def part_of_time(share: float) -> float:
-        now = time.monotonic()
-        return now + share * (until - now)
-
-    unit, goal = math.gcd(*sizes), max(enough, plan.lower_bound)
-    failed, ceiling = goal - 1, goal  # first the best that can be, then between what is known
-    while plan.peak > goal and time.monotonic() < until:
-        seconds = part_of_time(0.25) - time.monotonic()
-        offsets, proved = pack_core(requests, near, ceiling, seconds, seed)
-        take(offsets, "from the bottom up")
-        if proved:  # peaks are sums of sizes
-            plan.lower_bound = max(plan.lower_bound, (ceiling // unit + 1) * unit)
-            goal = max(goal, plan.lower_bound)
-        failed = failed if offsets else ceiling
-        ceiling = (failed + plan.peak) // 2
-        if ceiling < failed + max(unit, plan.peak // 2000):
-            ceiling = plan.peak - unit  # last, what a proof needs
-        if ceiling <= failed:
-            break
-    if plan.peak > goal and len(requests) <= 150:
-        offsets, bound = milp_offsets(requests, near, plan.peak, plan.lower_bound,
-                                      part_of_time(0.6), cuts, symmetry)
-        plan.lower_bound = max(plan.lower_bound, bound)
-        goal = max(goal, plan.lower_bound)
-        take(offsets, "integer program")
-    if plan.peak > goal and time.monotonic() < until:
-        take(search_orders(requests, near, goal, until, seed), "order of placing")
-    return plan
-
-
-def solve_levels(requests: list[Request], passes: list[tuple[int, int]],
-                 time_limit: float = 60.0) -> Plan:
-    """Memo's two levels. passes: half-open spans of time, one a layer's forward or backward, that
-    do not overlap. What lives within one is planned there; the pass is then one block of the step.
-
-    The plan's lower bound is that of all requests, not of the blocks.
+    The lower bound is that of all buffers, not of the blocks: what the levels cost is a gap.
     """
-    start, inner = time.monotonic(), [[] for _ in passes]
-    outer = []
-    for i, r in enumerate(requests):
-        home = [k for k, (a, b) in enumerate(passes) if a <= r.lower and r.upper <= b]
-        (inner[home[0]] if home else outer).append(i)
+    names, numbers = np.unique(passes, return_inverse=True)
+    start, end, size = rows.T
+    by_pass = np.lexsort((size, end, start, numbers))
+    counts = np.bincount(numbers)
+    groups = np.split(by_pass, np.cumsum(counts)[:-1])
+    members = dict(zip(names.tolist(), groups))
+    outer = members.pop("", np.zeros(0, np.int64))
+    # passes are equal if their buffers overlap alike: when they begin, and what else is alive, does
+    # not matter
+    inner = {name: in_sections(rows[mine]) for name, mine in members.items()}
+    kinds = {name: part.tobytes() for name, part in inner.items()}
+    distinct = {kinds[name]: inner[name] for name in inner}
+    whole_bound = int(live_bytes(rows).max())
 
-    @functools.cache
-    def level1(mine: tuple[Request, ...]) -> Plan:
-        return solve(list(mine), time_limit=time_limit / 4)
+    def plan_step(plans, deadline):
+        """Level 2: a pass is one block from its first birth to its last death."""
+        blocks = []
+        for name, mine in members.items():
+            peak = plans[kinds[name]].peak
+            blocks.append((start[mine].min(), end[mine].max(), peak))
+        step = in_sections(np.concatenate([blocks, rows[outer]]))
+        bound = int(live_bytes(step).max())
+        top = first_plan(step, max(goal, bound), deadline, 0.25)
+        if top.peak > max(goal, bound):
+            top = flat(step, top, max(goal, bound), deadline)
+        offsets = np.empty(len(rows), np.int64)
+        offsets[outer] = top.offsets[len(blocks) :]
+        for base, (name, mine) in zip(top.offsets, members.items()):
+            inside = plans[kinds[name]].offsets
+            offsets[mine] = base + inside
+        method = f"two levels, {top.method}"
+        levels = [*plans.values(), top]
+        return report(Plan(offsets, top.peak, whole_bound, method, levels=levels))
 
-    plans = []
-    for (a, _), mine in zip(passes, inner):  # equal passes are equal but for when they begin
-        plans.append(level1(tuple(Request(requests[i].lower - a, requests[i].upper - a,
-                                          requests[i].size) for i in mine)))
-    blocks = [Request(a, b, p.peak) for (a, b), p in zip(passes, plans)]
-    step = solve(blocks + [requests[i] for i in outer],
-                 time_limit=start + time_limit - time.monotonic())
-    offsets = [0] * len(requests)
-    for base, p, mine in zip(step.offsets, plans, inner):
-        for i, a in zip(mine, p.offsets):
-            offsets[i] = base + a
-    for i, a in zip(outer, step.offsets[len(blocks) :]):
-        offsets[i] = a
-    different = list({id(p): p for p in plans}.values())
-    return Plan(offsets, step.peak, lower_bound(requests), f"two levels, {step.method}",
-                time.monotonic() - start, different + [step])
+    third = time_left(deadline) / 3
+    plans = {}
+    for kind, part in distinct.items():
+        plans[kind] = first_plan(part, 0, deadline - 2 * third)
+    if all(plan.optimal for plan in plans.values()):
+        return plan_step(plans, deadline)
+    first = plan_step(plans, time.monotonic() + 0.1 * third)  # may fit, and is a plan to fall on
+    if first.peak <= goal:
+        return first
+    plans = improve_passes(distinct, plans, deadline - third)
+    return min(plan_step(plans, deadline), first, key=lambda plan: plan.peak)
+
+
+def first_plan(rows, goal, deadline, share=1.0):
+    """Return the plan of `greedy`, for the goal or the lower bound, whichever is higher."""
+    bound = int(live_bytes(rows).max())
+    offsets = greedy(rows, max(goal, bound), deadline, share)
+    return Plan(offsets, peak_of(rows, offsets), bound, "greedy")
+
+
+def improve_passes(distinct, plans, deadline):
+    """Return the plans of level 1: first fits where they meet the bound; else the integer program,
+    with their peak as U, and where it is too large or too slow the searches, the pass of the
+    highest peak first."""
+    plans = plans.copy()
+    gaps = [kind for kind, plan in plans.items() if not plan.optimal]
+    gaps.sort(key=lambda kind: -plans[kind].peak)
+    for count, kind in enumerate(gaps):
+        rows, plan = distinct[kind], plans[kind]
+        begin = time.monotonic()
+        share = time_left(deadline) / (len(gaps) - count)
+        plan = improve_by_milp(rows, plan, plan.lower_bound, begin + 0.6 * share)
+        if not plan.optimal:
+            plan = search(rows, plan, plan.lower_bound, begin + share)
+        plans[kind] = plan
+    return plans
+
+
+def compare_methods(buffers: list[Buffer], time_limit: float = 60.0) -> list[dict]:
+    """Return a row a method, checked: method, peak, bound (the best that any proved), gap, seconds,
+    optimal, distinct_passes. bilevel is left out where no buffer has a pass."""
+    plans = {}
+    for method in METHODS:
+        if method != "bilevel" or any(b.in_pass for b in buffers):
+            plans[method] = solve(buffers, time_limit=time_limit, method=method)
+            check(buffers, plans[method].offsets, plans[method].peak)
+    bound = max(p.lower_bound for p in plans.values())
+    table = []
+    for method, p in plans.items():
+        p = replace(p, lower_bound=bound)  # a proof by one method holds for all
+        passes = max(0, len(p.levels) - 1)
+        table.append({"method": method, "peak": p.peak, "bound": bound, "gap": p.gap,
+                      "seconds": p.seconds, "optimal": p.optimal, "distinct_passes": passes})
+    return table
 
 
 # ---------------------------------------------------------------------------- record and replay
 
-ALIGN = {"cpu": 64, "cuda": 512}  # bytes: where PyTorch's kernels want a tensor to start
-LEAST = {"cpu": 2**10, "cuda": 2**20}  # bytes of a request that is planned: cuda, of large blocks
+ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}  # where PyTorch's kernels want a tensor to start
+MIN_PLANNED_BYTES = {"cpu": 2**10, "cuda": 2**20}  # of a request; cuda: those of large blocks
+
+live_arena: dict[str, object] = {}  # of a kind of device: what its allocator points into
+note_mark: Callable[[str], None] | None = None  # set while a step is recorded or simulated
+
+
+def mark(name: str) -> None:
+    """Begin a pass, such as "forward, layer 3/32", which ends at the next mark; an empty name
+    begins none. Does nothing where no step is recorded or simulated."""
+    if note_mark is not None:
+        note_mark(name)
+
+
+@contextlib.contextmanager
+def noting_marks(count_events):
+    """Yield a list that gets (events so far, name) of each mark."""
+    global note_mark
+    marks: list[tuple[int, str]] = []
+
+    def note(name: str) -> None:
+        marks.append((count_events(), name))
+
+    note_mark = note
+    try:
+        yield marks
+    finally:
+        note_mark = None
+
+
+def with_passes(buffers, marks):
+    """Return the buffers, whose times count events, with their passes: of one that lives and dies
+    between two marks, the name of the first. A name that comes again gets a number."""
+    times = [at for at, _ in marks]
+    names, seen = [""], defaultdict(int)
+    for _, name in marks:
+        seen[name] += 1
+        names.append(f"{name} #{seen[name]}" if name and seen[name] > 1 else name)
+    marked = []
+    for b in buffers:
+        first, last = bisect(times, b.start), bisect(times, b.end)  # marks before birth and death
+        marked.append(b._replace(in_pass=names[first] if first == last else ""))
+    return marked
 
 
 @functools.cache
 def library(kind: str) -> ctypes.CDLL:
-    """The allocator (memplan_allocator.cpp) for "cpu" or "cuda", installed for good: outside of
-    record and replay it only delegates. Raises RuntimeError with the compiler's words."""
-    loaded = compiled("memplan_allocator.cpp", *allocator_options(kind))
+    """Return the allocator (csrc/allocator.cpp) for "cpu" or "cuda", installed for good: outside of
+    record and replay it only delegates. Raise RuntimeError with the compiler's words."""
+    loaded = compiled("allocator.cpp", *allocator_options(kind))
     loaded.install.argtypes = [ctypes.c_void_p]
     loaded.begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    loaded.end.restype = ctypes.c_int64
+    loaded.end.restype = loaded.num_events.restype = ctypes.c_int64
     loaded.recorded.restype = loaded.counted.restype = ctypes.POINTER(ctypes.c_int64)
     loaded.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     loaded.load.restype = ctypes.c_int64
     import torch
 
+    # a stream's memory may be given out again at once: only requests on this one are planned
     loaded.install(torch.cuda.current_stream().cuda_stream if kind == "cuda" else None)
     return loaded
 
 
-def allocator_options(kind: str) -> list[str]:
-    """Of the compiler, for this PyTorch and its headers."""
+def allocator_options(kind):
+    """Return the compiler's options for this PyTorch and its headers."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
-    include, packages = include_paths(), Path(torch.__file__).parents[1]
+    include = include_paths()
+    packages = Path(torch.__file__).parents[1]
     if kind == "cuda" and CUDA_HOME:
         include += [str(Path(CUDA_HOME) / "include")]
     elif kind == "cuda":  # pip's packages
         include += map(str, packages.glob("nvidia/cu*/include"))
-    return [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
-            f'-DMEMPLAN_TORCH="{torch.__version__}"', *(f"-I{path}" for path in include),
-            f"-L{packages / 'torch' / 'lib'}", "-lc10",
-            *(["-DMEMPLAN_CUDA", "-lc10_cuda"] if kind == "cuda" else [])]
+    options = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+               f'-DMEMPLAN_TORCH="{torch.__version__}"']
+    options += [f"-I{path}" for path in include]
+    options += [f"-L{packages / 'torch' / 'lib'}", "-lc10"]
+    return options + (["-DMEMPLAN_CUDA", "-lc10_cuda"] if kind == "cuda" else [])
 
 
 class StepMemory:
@@ -553,39 +795,53 @@ class StepMemory:
         memory.run(step)        # again and again; counts says how well the plan was met
         memory.give_back()      # until the next run, for whatever else needs memory
 
-    On a CPU, all of the process's tensors; on a GPU those of the current device and stream. What
-    other streams use must be in use until this one has waited for them. In train.py, gathered
-    weights, whole gradients and rounding buffers lie in memory that outlives steps, and what ranks
-    map from each other lies outside the allocator; what all-to-alls and copies to the host read or
-    write is held until this stream has waited for their event.
-    Requests below `least` bytes, and those that outlive the step, stay with PyTorch's allocator.
-    guess: the requests that `simulate` finds, where a step might not fit unplanned; then none runs
+    On a CPU, all of the process's tensors; on a GPU those of the current device and stream. A
+    tensor that other streams use must be in use until this stream has waited for them. In train.py,
+    gathered weights, whole gradients and rounding buffers lie in memory that outlives steps, and
+    what ranks map from each other lies outside the allocator; what all-to-alls and copies to the
+    host read or write is held until this stream has waited for their event.
+    Requests below min_bytes, and those that outlive the step, stay with PyTorch's allocator.
+    guess: the buffers that `simulate` finds, where a step might not fit unplanned; then none runs
     unplanned: the first ones run by a plan of these, as far as it is met, while one is recorded.
+    method: of `solve`; bilevel and auto want marks (`mark`, from within the step), and without any
+    bilevel is flat.
     One StepMemory a kind of device at a time: its arena must live as long as any tensor in it, so
-    what loads an arena raises RuntimeError while tensors of another's steps are in use.
+    an arena is not loaded (RuntimeError) while tensors of another's steps are in use.
     """
 
-    COUNTS = ("hits", "passed", "misses", "refused", "hit_bytes", "bytes")
+    IDLE, RECORD, REPLAY = 0, 1, 2  # of the allocator
+    COUNTS = ("hits", "unplanned", "unmatched", "occupied", "hit_bytes", "bytes")
 
-    def __init__(self, device: str = "cpu", least: int = 0, guess: list[Request] = ()):
+    def __init__(self, device: str = "cpu", min_bytes: int = 0, guess: Iterable[Buffer] = (),
+                 method: str = "auto"):
         self.kind = str(device).partition(":")[0]
-        self.device, self.align = device, ALIGN[self.kind]
-        self.least, self.requests, self.plan = least or LEAST[self.kind], list(guess), None
-        self.arena, self.counts, self.runs, self.plans = None, {}, 0, 0
+        self.device = device
+        self.method = method
+        self.align = ALLOCATOR_ALIGN_BYTES[self.kind]
+        self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.kind]
+        self.buffers = sorted(guess, key=lambda b: b.start)
+        self.plan: Plan | None = None
+        self.arena = None  # memory, while the allocator points into it
+        self.counts: dict[str, int] = {}  # of the last replay
+        self.runs = 0
+        self.plans = 0  # made of recorded steps
         if guess:
-            self.requests.sort(key=lambda r: r.lower)
-            self.sizes, self.inside = [r.size for r in self.requests], range(len(guess))
+            self.sizes = [b.size for b in self.buffers]  # of all requests
+            self.planned = range(len(self.buffers))  # the requests that buffers are of
             self.solve()
-            self.plans = 0  # of recorded steps
+            self.plans = 0
+
+    mark = staticmethod(mark)
 
     def run(self, step):
         """Run the step: the first two as they are (or by the guess), for what lasts; the third is
         recorded; then by plan, and recorded again (three times in all) after one that met less than
         nine tenths of its plan."""
         self.runs += 1
-        missed = self.plans and self.counts and self.counts["hits"] < 0.9 * len(self.inside)
+        missed = self.plans and self.counts and self.counts["hits"] < 0.9 * len(self.planned)
         if missed and self.plans < 3 and self.give_back():
-            self.counts, self.plan = {}, None
+            self.counts = {}
+            self.plan = None
         if self.runs < 3:
             return self.replay(step) if self.plan else step()
         if self.plan is None or not self.plans:
@@ -596,28 +852,39 @@ class StepMemory:
         return self.replay(step)
 
     def record(self, step):
-        """Run the step, by the guess if there is one, and note its requests: sizes, and lifetimes
-        counted in events."""
+        """Run the step, by the guess if there is one, and note its requests: sizes, lifetimes
+        counted in events, and passes."""
         lib = library(self.kind)
         if self.plan and self.arena is None:
             self._load()
-        if self.kind == "cuda" and not self.plan:  # PyTorch's allocator is to show what it needs
+        if self.kind == "cuda" and not self.plan:  # what it reserves is to be what the step needs
             import torch
 
             torch.cuda.empty_cache()
-        lib.begin(3 if self.plan else 1, self.least, self.align)
-        try:
-            result = step()
-        finally:
-            n = lib.end()
-        events = np.ctypeslib.as_array(lib.recorded(), (n, 3)).copy() if n else []
-        born = [(now, int(size), int(at)) for now, (_, size, at) in enumerate(events) if size >= 0]
-        died = {int(request): now for now, (request, size, _) in enumerate(events) if size < 0}
+        mode = self.RECORD + self.REPLAY if self.plan else self.RECORD
+        lib.begin(mode, self.min_bytes, self.align)
+        with noting_marks(lib.num_events) as marks:
+            try:
+                result = step()
+            finally:
+                n = lib.end()
+        words = lib.recorded()[: 3 * n]  # (request, size or -1: it dies, address) of each event
+        born = []  # (moment, size, address) of each request
+        died = {}
+        for now in range(n):
+            request, size, address = words[3 * now : 3 * now + 3]
+            if size >= 0:
+                born.append((now, size, address))
+            else:
+                died[request] = now
         self.sizes = [size for _, size, _ in born]
-        self.inside = [i for i in range(len(born)) if i in died]
-        self.addresses = [born[i][2] for i in self.inside]  # that PyTorch's allocator has given
-        self.requests = [Request(born[i][0], died[i], self._round(born[i][1]))
-                         for i in self.inside]
+        self.planned = sorted(died)  # others outlive the step
+        self.addresses = [born[i][2] for i in self.planned]  # that PyTorch's allocator gave
+        buffers = []
+        for i in self.planned:
+            moment, size, _ = born[i]
+            buffers.append(Buffer(moment, died[i], self._round(size)))
+        self.buffers = with_passes(buffers, marks)
         self.counts = {}  # of a plan that is not followed any more
         return result
 
@@ -626,30 +893,36 @@ class StepMemory:
 
     def solve(self, time_limit: float = 20.0) -> Plan:
         """Plan the recorded step, and check the plan."""
-        self.plan, self.plans = solve(self.requests, time_limit=time_limit), self.plans + 1
-        check(self.requests, self.plan.offsets, self.plan.peak)
-        entries = np.full((len(self.sizes), 2), -1, np.int64)
-        entries[:, 0] = [self._round(size) for size in self.sizes]
-        entries[self.inside, 1] = self.plan.offsets
-        self.entries = np.ascontiguousarray(entries)
+        unmarked = not any(b.in_pass for b in self.buffers)
+        method = "flat" if self.method == "bilevel" and unmarked else self.method
+        self.plan = solve(self.buffers, time_limit=time_limit, method=method)
+        self.plans += 1
+        check(self.buffers, self.plan.offsets, self.plan.peak)
+        # of all requests, in order, for the allocator; offset -1: not planned
+        self.entries = np.full((len(self.sizes), 2), -1, np.int64)  # (size, offset)
+        self.entries[:, 0] = [self._round(size) for size in self.sizes]
+        self.entries[self.planned, 1] = self.plan.offsets
         return self.plan
 
     def _load(self) -> None:
         """Make the arena, one block of PyTorch's allocator."""
         import torch
 
-        memory = torch.empty(self.plan.peak + self.align, dtype=torch.uint8, device=self.device)
+        peak, entries = self.plan.peak, self.entries
+        memory = torch.empty(peak + self.align, dtype=torch.uint8, device=self.device)
         first = -memory.data_ptr() % self.align
-        arena = memory[first : first + self.plan.peak]
-        if used := library(self.kind).load(arena.data_ptr(), self.entries.ctypes.data,
-                                           len(self.entries)):
+        arena = memory[first : first + peak]  # keeps the block in use
+        load = library(self.kind).load
+        # refused while tensors lie in the last arena: its memory would go to others under them
+        if used := load(arena.data_ptr(), entries.ctypes.data, len(entries)):
             raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
-        self.arena = HELD[self.kind] = arena  # for as long as the allocator may point into it
+        self.arena = live_arena[self.kind] = arena  # as long as the allocator may point into it
 
     def give_back(self) -> bool:
-        """The arena's memory, to PyTorch's allocator, if no tensor is in it. Returns whether."""
+        """Give the arena's memory to PyTorch's allocator if no tensor is in it, and return
+        whether it was."""
         if self.arena is not None and not library(self.kind).load(None, None, 0):
-            self.arena = HELD[self.kind] = None
+            self.arena = live_arena[self.kind] = None
         return self.arena is None
 
     def replay(self, step):
@@ -657,7 +930,7 @@ class StepMemory:
         if self.arena is None:
             self._load()
         lib = library(self.kind)
-        lib.begin(2, self.least, self.align)
+        lib.begin(self.REPLAY, self.min_bytes, self.align)
         try:
             return step()
         finally:
@@ -665,24 +938,26 @@ class StepMemory:
             self.counts = dict(zip(self.COUNTS, lib.counted()[:6]))
 
     def draw(self, path: str) -> None:
-        """A PNG file: the planned addresses over time beside those that PyTorch has given, which
-        are moved together where no request of the step ever was."""
-        theirs, end, shift = [0] * len(self.addresses), 0, 0
-        for i in sorted(range(len(self.addresses)), key=lambda i: self.addresses[i]):
-            shift += max(0, self.addresses[i] - shift - end)
-            theirs[i] = self.addresses[i] - shift
-            end = max(end, theirs[i] + self.requests[i].size)
-        draw(path, self.requests, self.plan, theirs)
+        """Write a PNG file: the planned addresses over time beside those that PyTorch gave, moved
+        together where no buffer of the step ever was."""
+        theirs = np.zeros(len(self.addresses), np.int64)
+        end = shift = 0
+        for i in np.argsort(self.addresses).tolist():
+            address, size = self.addresses[i], self.buffers[i].size
+            shift += max(0, address - shift - end)
+            theirs[i] = address - shift
+            end = max(end, address - shift + size)
+        draw(path, self.buffers, self.plan, theirs)
 
 
-def simulate(make, ranks: int = 1, fused=lambda: None, least: int = 2**20,
-             align: int = 512) -> tuple[list[Request], int]:
-    """What a step would request, and the bytes of what lasts between steps, on fake tensors: no
-    GPU, no memory, any number of ranks, of which this is the first.
+def simulate(make, ranks: int = 1, fused=lambda: None, min_bytes: int = 2**20,
+             align: int = 512) -> tuple[list[Buffer], int]:
+    """Return the buffers of a step, with their passes, and the bytes that last between steps, on
+    fake tensors: no GPU, no memory, any number of ranks, of which this is the first.
 
     make() builds everything, on the CPU, and returns the step; fused() names the kernel that is
     running, if it is one that will be a single one: what is born and dies in it is left out, and so
-    is what kernels request inside. Raises RuntimeError where there is a process group.
+    is what kernels request inside. Raise RuntimeError where there is a process group.
     """
     import torch
     import torch.distributed as dist
@@ -691,124 +966,228 @@ def simulate(make, ranks: int = 1, fused=lambda: None, least: int = 2**20,
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    events, known = [], set()  # (request, size or -1, fused kernel)
+    events = []  # (event at which it was born, size or -1: it dies, fused kernel)
+    known = set()  # storages
 
-    def gone(i: int, storage: int) -> None:
+    def note_death(born: int, storage: int) -> None:
         known.discard(storage)
-        events.append((i, -1, fused()))
+        events.append((born, -1, fused()))
 
-    class Births(TorchDispatchMode):
+    class NoteBirths(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             out = function(*args, **(kwargs or {}))
             for t in tree_leaves(out):
-                if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known:
-                    storage, i = t.untyped_storage(), len(events)
+                if not isinstance(t, torch.Tensor):
+                    continue
+                storage, now = t.untyped_storage(), len(events)
+                if storage._cdata not in known:
                     known.add(storage._cdata)
-                    events.append((i, storage.nbytes(), fused()))
-                    weakref.finalize(storage, gone, i, storage._cdata)
+                    events.append((now, storage.nbytes(), fused()))
+                    weakref.finalize(storage, note_death, now, storage._cdata)
             return out
 
     if dist.is_initialized():
         raise RuntimeError("simulate: a process group is in the way of the simulated one")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), Births():
+        with FakeTensorMode(allow_non_fake_inputs=True), NoteBirths():
             step = make()
             step()  # what it makes and keeps lasts
-            start = len(events)
-            step()
-            end = len(events)
+            first = len(events)
+            with noting_marks(lambda: len(events)) as marks:
+                step()
+            last = len(events)
     finally:
         dist.destroy_process_group()
-    lasting = {i: size for i, size, _ in events[:start] if size >= 0}
-    for i, size, _ in events[:start]:
-        if size < 0:
-            del lasting[i]
-    born, requests = {}, []
-    for now, (i, size, kernel) in enumerate(events[start:end]):
-        if size >= 0:
-            born[i] = now, size, kernel
-        elif i in born:
-            lower, size, first = born.pop(i)
-            if size >= least and (kernel is None or kernel is not first):
-                requests.append(Request(lower, now, -(-size // align) * align))
-    return requests, sum(lasting.values())
+    lasting, alive, buffers = {}, {}, []
+    for now, (born, size, kernel) in enumerate(events[:last]):
+        if size >= 0 and now < first:
+            lasting[born] = size
+        elif size >= 0:
+            alive[born] = size, kernel
+        elif now < first:
+            del lasting[born]
+        elif born in alive:
+            size, begun_in = alive.pop(born)
+            # born and dead in one fused kernel: never in memory
+            if size >= min_bytes and (kernel is None or kernel is not begun_in):
+                rounded = -(-size // align) * align
+                buffers.append(Buffer(born, now, rounded))
+    return with_passes(buffers, marks), sum(lasting.values())
 
 
-HELD: dict[str, object] = {}  # a kind of device: the arena that its allocator points into
+# ---------------------------------------------------------------------------- files, command line
+
+COLUMNS = ("id", "lower", "upper", "size")
 
 
-# ---------------------------------------------------------------------------- the program's files
-
-
-def read_trace(path: str) -> tuple[list[str], list[Request]]:
-    """ids and requests of a CSV file. Raises ValueError naming the line."""
-    lines, requests = {}, []  # lines: by id
+def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
+    """Return ids and buffers of a CSV file. Raise ValueError naming the line."""
+    lines, buffers = {}, []  # lines: by id
+    whole = re.compile(r"-?[0-9]{1,18}").fullmatch
+    # utf-8-sig: Excel writes a mark at the beginning
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.reader(f)
         columns = [c.strip() for c in next(rows, [])]
-        if any(columns.count(c) != 1 for c in ("id", "lower", "upper", "size")):
-            raise ValueError(f"{path}, line 1: the columns are id,lower,upper,size, each once; not "
-                             f"{','.join(columns)[:99]!r}")
+        once = all(columns.count(c) == 1 for c in COLUMNS)
+        if not once or columns.count("pass") > 1:
+            raise ValueError(f"{path}, line 1: the columns are id,lower,upper,size, each once, and "
+                             f"maybe pass; not {','.join(columns)[:99]!r}")
+        at_id, *at_numbers = (columns.index(c) for c in COLUMNS)
+        at_pass = columns.index("pass") if "pass" in columns else None
         for row in filter(None, rows):
-            where, named = f"{path}, line {rows.line_num}", dict(zip(columns, row))
-            cells = [named.get(k, "").strip() for k in ("lower", "upper", "size")]
-            if len(row) != len(columns) or not all(re.fullmatch(r"-?[0-9]{1,18}", x)
-                                                   for x in cells):
+            line = rows.line_num
+            where = f"{path}, line {line}"
+            complete = len(row) == len(columns)
+            cells = [row[k].strip() for k in at_numbers if complete]
+            if not complete or not all(map(whole, cells)):
                 raise ValueError(f"{where}: {len(columns)} cells, of which lower, upper and size "
                                  f"are whole numbers; not {','.join(row)[:99]!r}")
-            r = Request(*map(int, cells))
-            if r.lower >= r.upper or r.size <= 0:
-                raise ValueError(f"{where}: a request lives from lower to before upper, and has a "
-                                 f"size: {r}")
-            if (first := lines.setdefault(named["id"], rows.line_num)) != rows.line_num:
-                raise ValueError(f"{where}: id {named['id']} is on line {first} already")
-            requests.append(r)
-    return [*lines], requests
+            in_pass = row[at_pass].strip() if at_pass is not None else ""
+            b = Buffer(*map(int, cells), in_pass)
+            if b.start >= b.end or b.size <= 0:
+                raise ValueError(f"{where}: a buffer is alive from lower to before upper, and has "
+                                 f"a size: {','.join(row)[:99]!r}")
+            first = lines.setdefault(row[at_id], line)
+            if first != line:
+                raise ValueError(f"{where}: id {row[at_id]} is on line {first} already")
+            buffers.append(b)
+    return [*lines], buffers
 
 
-def write_plan(path: str, ids: Iterable, requests: list[Request], offsets: list[int]) -> None:
+def write_plan(path: str, ids: Iterable, buffers: list[Buffer], offsets: Iterable[int]) -> None:
+    """Write a CSV file of the buffers and their offsets, and of their passes if any is known."""
+    columns, fields = [*COLUMNS], 3
+    if any(b.in_pass for b in buffers):
+        columns.append("pass")
+        fields = 4
+    rows = zip(ids, buffers, np.asarray(offsets).tolist())
     with open(path, "w", newline="") as f:
         out = csv.writer(f)
-        out.writerow(["id", "lower", "upper", "size", "offset"])
-        out.writerows([x, r.lower, r.upper, r.size, a] for x, r, a in zip(ids, requests, offsets))
+        out.writerow([*columns, "offset"])
+        out.writerows([x, *b[:fields], offset] for x, b, offset in rows)
 
 
-def draw(path: str, requests: list[Request], plan: Plan, theirs: list[int] | None = None) -> None:
-    """Address over time, one rectangle a request; beside it, at the addresses of `theirs`."""
+MAX_DRAWN = 20_000  # the largest rectangles, of more one would see no more
+
+
+def draw(path: str, buffers: list[Buffer], plan: Plan, theirs: np.ndarray | None = None) -> None:
+    """Write a PNG file: address over time, one rectangle a buffer; beside it, at the addresses of
+    `theirs`."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.collections import PatchCollection
-    from matplotlib.patches import Rectangle
+    from matplotlib.collections import PolyCollection
 
+    rows = as_rows(buffers)
+    start, end, size = rows.T
+    area = size.astype(float) * (end - start)
+    shown = np.argsort(-area)[:MAX_DRAWN]
     pictures = [(plan.offsets, str(plan))]
-    if theirs:
-        peak = peak_of([r.size for r in requests], theirs)
-        pictures.append((theirs, f"PyTorch's allocator, addresses in use: {peak:,}"))
-    top = max(peak_of([r.size for r in requests], offsets) for offsets, _ in pictures)
-    fig, axes = plt.subplots(1, len(pictures), figsize=(9 * len(pictures), 5), squeeze=False)
+    if theirs is not None and len(theirs):
+        title = f"PyTorch's allocator, addresses in use: {peak_of(rows, theirs):,}"
+        pictures.append((theirs, title))
+    highest = max(peak_of(rows, offsets) for offsets, _ in pictures)
+    count = len(pictures)
+    fig, axes = plt.subplots(1, count, figsize=(9 * count, 5), squeeze=False)
     for ax, (offsets, title) in zip(axes[0], pictures):
-        boxes = [Rectangle((r.lower, a), r.upper - r.lower, r.size)
-                 for r, a in zip(requests, offsets)]
-        colours = PatchCollection(boxes, cmap="viridis", edgecolor="white", linewidth=0.2)
-        colours.set_array(np.log(np.array([r.size for r in requests], float)))
-        ax.add_collection(colours)
+        low, high = offsets, offsets + size  # corners: four (x, y) a buffer
+        corners = np.stack([start, low, end, low, end, high, start, high], axis=1)
+        boxes = PolyCollection(corners[shown].reshape(-1, 4, 2), cmap="viridis")
+        boxes.set(edgecolor="white", linewidth=0.2)
+        boxes.set_array(np.log(size[shown].astype(float)))
+        ax.add_collection(boxes)
         ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
-        ax.set(xlabel="time", ylabel="address", title=title, ylim=(0, top * 1.05),
-               xlim=(min(r.lower for r in requests), max(r.upper for r in requests)))
+        ax.set(xlabel="time", ylabel="address", title=title)
+        ax.set(xlim=(start.min(), end.max()), ylim=(0, highest * 1.05))
         ax.title.set_fontsize(8)
         ax.legend()
-    fig.savefig(path, dpi=150)
+    fig.savefig(path, dpi=150, format="png")
     plt.close(fig)
+
+
+CHECK_SECONDS = 3e-6  # that check and write_plan take, a buffer
+
+
+def solve_in_child(buffers, capacity, time_limit, method, stopped):
+    """Return the plan of `solve`, or at a signal (see `noting_signals`) or the deadline the best so
+    far, which at first lays all buffers above one another.
+
+    The search runs in a forked process, which sends its plans: C++ and the integer program hear no
+    signal and may miss a deadline, but this process can end theirs.
+    """
+    begin = time.monotonic()
+    deadline = begin + max(0.5 * time_limit, time_limit - CHECK_SECONDS * len(buffers))
+    size = as_rows(buffers)[:, 2]
+    total, largest = int(size.sum()), int(size.max(initial=0))
+    best = Plan(np.cumsum(size) - size, total, largest, "stacked")
+    fork = multiprocessing.get_context("fork")
+    receive, send = fork.Pipe(duplex=False)
+
+    def send_plans() -> None:
+        try:
+            left = time_left(deadline) - 0.2  # the rest is for sending the last one
+            plan = solve(buffers, capacity, left, method, lambda plan: send.send((plan, False)))
+            send.send((plan, True))
+        except Exception as e:
+            send.send((e, True))
+
+    child = fork.Process(target=send_plans, daemon=True)
+    child.start()
+    send.close()  # here, so that the child's end is the end of what can be received
+    try:
+        done = False
+        while not (done or stopped) and time.monotonic() < deadline:
+            if receive.poll(0.05):  # the time in which a signal is seen
+                plan, done = receive.recv()
+                if isinstance(plan, Exception):
+                    raise plan
+                if done or plan.peak < best.peak:
+                    best = plan
+    except EOFError:
+        print("memplan.py: the search died; this is its best plan so far", file=sys.stderr)
+    finally:
+        child.kill()  # also in the middle of C++ or of the integer program
+        child.join()  # wait, so that checking has its memory and its core
+    return replace(best, seconds=time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def noting_signals():
+    """Yield a list that gets the numbers of SIGINT and SIGTERM as they come."""
+    stopped: list[int] = []
+
+    def note(number: int, frame) -> None:
+        stopped.append(number)
+
+    # the child inherits them, so that Ctrl-C in a terminal, which goes to both, does not end it
+    handlers = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def refuse_unwritable(path):
+    """Raise OSError if the file cannot be written, and leave it as it is."""
+    if path:
+        existed = os.path.exists(path)
+        with open(path, "a"):
+            pass
+        if not existed:
+            os.remove(path)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("trace", help="a CSV file with the columns id,lower,upper,size")
+    parser.add_argument("trace", help="a CSV file with the columns id,lower,upper,size, maybe pass")
+    parser.add_argument("--method", choices=METHODS, default="auto", help="default: auto")
     parser.add_argument("--capacity", type=int, default=0, help="a peak that is low enough")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds; default: 60")
+    parser.add_argument("--time-limit", type=float, default=60.0,
+                        help="seconds after the file was read, from 10 on also of a million "
+                             "buffers; default: 60")
     parser.add_argument("--out", help="CSV file for the plan: the trace's columns and offset")
     parser.add_argument("--plot", help="PNG file: address over time")
     args = parser.parse_args(argv)
@@ -816,17 +1195,22 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--capacity {args.capacity}: from 0 (none); --time-limit {args.time_limit}: "
                      "above 0")
     try:
-        ids, requests = read_trace(args.trace)
-        plan = solve(requests, args.capacity, args.time_limit)
-        check(requests, plan.offsets, plan.peak)
-        print(plan)
-        if args.out:
-            write_plan(args.out, ids, requests, plan.offsets)
-        if args.plot and requests:
-            draw(args.plot, requests, plan)
+        refuse_unwritable(args.out)
+        refuse_unwritable(args.plot)
+        ids, buffers = read_trace(args.trace)
+        with noting_signals() as stopped:
+            plan = solve_in_child(buffers, args.capacity, args.time_limit, args.method, stopped)
+            check(buffers, plan.offsets, plan.peak)
+            print(plan, flush=True)
+            if args.out:
+                write_plan(args.out, ids, buffers, plan.offsets)
+            if args.plot and buffers:
+                draw(args.plot, buffers, plan)
     except (OSError, ValueError, csv.Error) as e:
         print(f"memplan.py: error: {e}", file=sys.stderr)
         return 2
+    if stopped:
+        return 128 + stopped[0]
     if args.capacity and plan.peak > args.capacity:
         print(f"memplan.py: the peak is {plan.peak - args.capacity:,} above the capacity; "
               + ("nothing lower exists" if plan.optimal else "more --time-limit may help"),

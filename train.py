@@ -52,7 +52,8 @@ import planner
 import shard
 from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel, untried_versions
 from data import Sequences, check_tokens, open_corpus, split
-from memplan import ALIGN, HELD, LEAST, Request, StepMemory, library, lower_bound, simulate
+from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
+                     live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count)
 from offload import GIB, ChunkedLayers, recomputed_layers
@@ -146,8 +147,9 @@ class Config:
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
-    memplan: str = flag("off", "addresses of a step's tensors, planned once: on, off, or auto: on"
-                        " if it saves a GPU 1 % of its memory")
+    memplan: str = flag("off", "addresses of a step's tensors, planned once: off; on, by the best"
+                        " method; flat, all at once; bilevel, a layer's pass first, then the step"
+                        " (Memo); or auto: on if it saves a GPU 1 % of its memory")
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     dry_run: bool = flag(False, "print config, counts and memory need, and end")
@@ -158,7 +160,7 @@ class Config:
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
            "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
-           "memplan": ("on", "off", "auto")}
+           "memplan": ("off", "on", "auto", "flat", "bilevel")}
 LIMITS = {  # what a number may be, if it is not auto
     "seq": (1, 2**40), "steps": (0, 2**40), "batch": (1, 2**40), "micro_batch": (1, 2**40),
     "batch_tokens": (1, 2**60), "alpha": (0, 1), "rope_theta": (1, 1e30),
@@ -603,6 +605,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
         decay=cfg.weight_decay)
+    states.on_phase = mark  # a layer's pass, for plans of two levels
     return model, states
 
 
@@ -709,8 +712,8 @@ def simulation(running: list, gpu: bool):
             setattr(owner, name, old)
 
 
-def simulate_step(run: Run) -> tuple[list[Request], int]:
-    """Return the first rank's requests in a step, as large as are planned, and the bytes of what
+def simulate_step(run: Run) -> tuple[list[Buffer], int]:
+    """Return the first rank's buffers in a step, as large as are planned, and the bytes of what
     lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
     gpu = run.device.type == "cuda" or run.cfg.ranks is not None
     kind = "cuda" if gpu else "cpu"
@@ -733,12 +736,12 @@ def simulate_step(run: Run) -> tuple[list[Request], int]:
 
     torch.compiler.set_stance("force_eager")
     with simulation(running, gpu):
-        requests, lasting = simulate(make, run.world, lambda: running[-1], LEAST[kind],
-                                     ALIGN[kind])
-    return requests, lasting - round(run.plan.host_bytes)  # on the CPU here, too
+        buffers, lasting = simulate(make, run.world, lambda: running[-1], MIN_PLANNED_BYTES[kind],
+                                    ALLOCATOR_ALIGN_BYTES[kind])
+    return buffers, lasting - round(run.plan.host_bytes)  # on the CPU here, too
 
 
-def simulated_requests(run: Run, print0: Callable) -> list[Request]:
+def simulated_buffers(run: Run, print0: Callable) -> list[Buffer]:
     """Return those of a step that is simulated in a process that has no process group; none, if
     that fails. A collective of all ranks."""
     found = [[]]
@@ -754,8 +757,8 @@ def simulated_requests(run: Run, print0: Callable) -> list[Request]:
     return found[0]
 
 
-def planned_memory(run: Run, guess: list[Request], print0: Callable) -> StepMemory | None:
-    """Return what plans a step's memory, for --memplan. guess: a step's requests, if it is known.
+def planned_memory(run: Run, guess: list[Buffer], print0: Callable) -> StepMemory | None:
+    """Return what plans a step's memory, for --memplan. guess: a step's buffers, if it is known.
     Raises ValueError if its allocator cannot be built."""
     mode = run.cfg.memplan
     if mode == "off" or (mode == "auto" and run.device.type == "cpu"):
@@ -767,7 +770,8 @@ def planned_memory(run: Run, guess: list[Request], print0: Callable) -> StepMemo
             raise ValueError(f"--memplan {mode}: {e}") from None
         print0(f"--memplan auto is off: {e}")
         return None
-    memory = StepMemory(str(run.device), guess=guess)
+    method = mode if mode in ("flat", "bilevel") else "auto"
+    memory = StepMemory(str(run.device), guess=guess, method=method)
     if guess:
         print0(f"memory plan of a simulated step: {memory.plan}", flush=True)
     return memory
@@ -1038,10 +1042,10 @@ def dry_run(run: Run, print0: Callable) -> None:
     if run.cfg.ranks and run.plan.activations is None:
         print0("not simulated: what autograd saves is known for layers in chunks alone")
     elif run.cfg.ranks:
-        requests, lasting = simulate_step(run)
-        most = lower_bound(requests)
+        buffers, lasting = simulate_step(run)
+        most = lower_bound(buffers)
         print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
-               f"{most / GIB:.2f} come in one ({len(requests):,} requests of 1 MiB or more); "
+               f"{most / GIB:.2f} come in one ({len(buffers):,} requests of 1 MiB or more); "
                f"{(lasting + most) / GIB:.2f} GiB")
 
 
@@ -1075,7 +1079,7 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
     clock = time.perf_counter()
     progress = Progress(states, run.rank == 0)
     simulates = cfg.memplan not in ("off", "auto") and run.plan.activations and start < cfg.steps
-    guess = simulated_requests(run, print0) if simulates else []
+    guess = simulated_buffers(run, print0) if simulates else []
     memory = on_all_ranks(lambda: planned_memory(run, guess, print0))
     wait_for_host_memory(model, print0)
     saved = step = start
@@ -1197,7 +1201,7 @@ if __name__ == "__main__":
             dist.destroy_process_group()
         sys.exit(2)
     except torch.OutOfMemoryError as e:
-        arena = HELD.get("cuda")
+        arena = live_arena.get("cuda")
         held = "" if arena is None else f", and --memplan holds {arena.nbytes / GIB:.2f} GiB"
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
                  f"was planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "

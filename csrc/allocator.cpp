@@ -1,7 +1,7 @@
 // memplan.py's allocator. It delegates to PyTorch's own, and, in a step, records its requests or
-// serves them from an arena at planned offsets. A request that is not the next one of the plan, nor
-// one near it that follows the same requests, or whose place is taken, goes to PyTorch: a wrong
-// plan costs memory, never a number.
+// serves them from an arena at planned offsets. A request goes to PyTorch if it is not the next one
+// of the plan, nor one near it that follows the same requests, or if its addresses are in use: a
+// wrong plan costs memory, never a number.
 #include <c10/core/CPUAllocator.h>
 #include <algorithm>
 #include <atomic>
@@ -22,8 +22,11 @@ std::vector<Event> events;
 std::vector<Entry> plan;
 std::vector<int64_t> seen;  // sizes of the step's requests so far
 std::map<int64_t, Block> live;  // planned blocks in use, by where they begin
-int64_t requests, least, align, session;
-int64_t counts[6];  // hits, passed, misses, refused, bytes hit, all bytes
+int64_t requests, min_bytes, align, session;
+// Requests served (hits), that outlive the step (unplanned), that the plan does not have
+// (unmatched), whose addresses are in use (occupied); bytes of the first, and of all.
+enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED, HIT_BYTES, ALL_BYTES, NUM_COUNTS };
+int64_t counts[NUM_COUNTS];
 int64_t cursor;  // the plan's next entry
 char* arena;
 
@@ -39,7 +42,8 @@ void free_planned(void* context) {
 // AFTER the next one, or nearer, counts if the ALIKE requests before it were the plan's, too.
 constexpr int ALIKE = 4, BEFORE = 4, AFTER = 16;
 
-int64_t which(int64_t size) {  // of the plan's entries a request is; -1: of none
+// Returns the plan's entry that a request of this size is, or -1.
+int64_t matching_entry(int64_t size) {
   auto follows = [size](int64_t k) {  // what has been requested: the same as before entry k
     return plan[k].size == size && static_cast<int64_t>(seen.size()) >= ALIKE && std::equal(
         seen.end() - ALIKE, seen.end(), plan.begin() + k - ALIKE,
@@ -52,22 +56,35 @@ int64_t which(int64_t size) {  // of the plan's entries a request is; -1: of non
   return -1;
 }
 
-char* place(int64_t size) {  // in REPLAY, under the guard
-  counts[5] += size;
-  int64_t whole = (std::max<int64_t>(size, 1) + align - 1) / align * align, k = which(whole);
-  seen.push_back(whole);
-  if (k < 0) return ++counts[2], nullptr;
+// Returns a request's planned address, or none: PyTorch is to serve it. In REPLAY, under the guard.
+char* planned_address(int64_t size) {
+  counts[ALL_BYTES] += size;
+  int64_t rounded = (std::max<int64_t>(size, 1) + align - 1) / align * align;
+  int64_t k = matching_entry(rounded);
+  seen.push_back(rounded);
+  if (k < 0) {
+    ++counts[UNMATCHED];
+    return nullptr;
+  }
   cursor = k + 1;
-  int64_t begin = plan[k].offset, end = begin + whole;
-  if (begin < 0) return ++counts[1], nullptr;
+  int64_t begin = plan[k].offset;
+  int64_t end = begin + rounded;
+  if (begin < 0) {
+    ++counts[UNPLANNED];
+    return nullptr;
+  }
   auto after = live.lower_bound(begin);
-  bool taken = (after != live.end() && after->first < end) ||
-               (after != live.begin() && std::prev(after)->second.end > begin);
-  if (taken) return ++counts[3], nullptr;
+  bool occupied = (after != live.end() && after->first < end) ||
+                  (after != live.begin() && std::prev(after)->second.end > begin);
+  if (occupied) {
+    ++counts[OCCUPIED];
+    return nullptr;
+  }
   live[begin] = {end, requests, session};
   if (mode & RECORD)
     events.push_back({requests++, size, reinterpret_cast<int64_t>(arena + begin)});
-  ++counts[0], counts[4] += size;
+  ++counts[HITS];
+  counts[HIT_BYTES] += size;
   return arena + begin;
 }
 }  // namespace
@@ -98,12 +115,13 @@ struct Delegate final : c10::Allocator {
     int64_t size = static_cast<int64_t>(n);
     {
       std::lock_guard<std::mutex> lock(guard);
-      if ((mode & REPLAY) && size >= least)
-        if (char* p = place(size)) return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
+      if ((mode & REPLAY) && size >= min_bytes)
+        if (char* p = planned_address(size))
+          return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DataPtr inner = native->allocate(n);
     std::lock_guard<std::mutex> lock(guard);
-    if (!(mode & RECORD) || size < least) return inner;
+    if (!(mode & RECORD) || size < min_bytes) return inner;
     void* p = inner.get();
     events.push_back({requests, size, reinterpret_cast<int64_t>(p)});
     recorded_blocks[p] = {std::move(inner), requests++, session};
@@ -139,7 +157,7 @@ void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and free
   std::lock_guard<std::mutex> lock(guard);
   if (!(mode & RECORD) || e.device_ != device) return;
   int64_t address = static_cast<int64_t>(e.addr_), size = static_cast<int64_t>(e.size_);
-  if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= least) {
+  if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= min_bytes) {
     born[address] = requests;
     events.push_back({requests++, size, address});
   } else if (e.action_ == TraceEntry::FREE_COMPLETED) {
@@ -154,11 +172,11 @@ void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and free
   type name params override { return native->name args; }
 struct Delegate final : CUDAAllocator {
   c10::DataPtr allocate(size_t n) override {
-    if ((mode & REPLAY) && static_cast<int64_t>(n) >= least) {
+    if ((mode & REPLAY) && static_cast<int64_t>(n) >= min_bytes) {
       auto now = c10::cuda::getCurrentCUDAStream();
       std::lock_guard<std::mutex> lock(guard);
       if ((mode & REPLAY) && now.stream() == stream && now.device_index() == device)
-        if (char* p = place(static_cast<int64_t>(n)))
+        if (char* p = planned_address(static_cast<int64_t>(n)))
           return {p, p, &free_planned, c10::Device(c10::DeviceType::CUDA, device)};
     }
     return native->allocate(n);
@@ -247,9 +265,15 @@ extern "C" void install(void* which) {  // after CUDA has started, on its curren
 extern "C" {
 void begin(int which, int64_t smallest, int64_t step) {
   std::lock_guard<std::mutex> lock(guard);
-  mode = which, least = smallest, align = step, ++session, requests = 0, cursor = 0;
-  std::fill(counts, counts + 6, 0);
-  events.clear(), seen.clear();
+  mode = which;
+  min_bytes = smallest;
+  align = step;
+  ++session;
+  requests = 0;
+  cursor = 0;
+  std::fill(counts, counts + NUM_COUNTS, 0);
+  events.clear();
+  seen.clear();
 #ifdef MEMPLAN_CUDA
   c10::cuda::CUDACachingAllocator::born.clear();
 #endif
@@ -259,12 +283,17 @@ int64_t end() {
   mode = IDLE;
   return static_cast<int64_t>(events.size());
 }
+int64_t num_events() {  // so far: where a mark falls
+  std::lock_guard<std::mutex> lock(guard);
+  return static_cast<int64_t>(events.size());
+}
 const Event* recorded() { return events.data(); }
 const int64_t* counted() { return counts; }
 int64_t load(void* base, const Entry* entries, int64_t n) {
   std::lock_guard<std::mutex> lock(guard);
   if (!live.empty()) return static_cast<int64_t>(live.size());  // the last arena is in use
-  arena = static_cast<char*>(base), plan.assign(entries, entries + n);
+  arena = static_cast<char*>(base);
+  plan.assign(entries, entries + n);
   return 0;
 }
 }
