@@ -1082,7 +1082,7 @@ def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
                 "buffers GiB", "at alpha 0"], alpha_cells
     if "exposed_ms" in first:
         return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
-    if first["system"] == ALLOCATORS[0]:
+    if first["system"] in ALLOCATORS:
         return ["system", "model", "tokens", "step s", "GPU GiB", "reserved GiB", "retries",
                 "requests", "planned GiB", "lower bound", "solved in s", "hits",
                 "of bytes"], memplan_cells

@@ -722,6 +722,11 @@ class Block(nn.Module):
                                      self.cfg.norm_eps)
         return add_swiglu_linear(h, gate_up, self.down)
 
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
+        """The whole layer: x (B, T, C) -> y (B, T, C)."""
+        o, _ = attention(*self.pre(x, rope))
+        return self.post(x, o)
+
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
     """Causal attention of (B, T, heads, D) tensors by PyTorch alone; attention.py has kernels."""
@@ -733,9 +738,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
 def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor]) -> Callable[[int, Tensor], Tensor]:
     """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
     def run_layer(i: int, x: Tensor) -> Tensor:
-        block = model.blocks[i]
-        o, _ = model.attention(*block.pre(x, rope))
-        return block.post(x, o)
+        return model.blocks[i](x, rope, model.attention)
 
     return run_layer
 

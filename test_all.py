@@ -690,8 +690,8 @@ def sharding_worker(cases: str):
         if layout == "intra":  # the rest is padding, which is large only in matrices as small
             assert all(formula[k] <= v < 1.3 * formula[k] for k, v in states.bytes().items())
     # ZeRO-2 in bf16: micro-batches add up in float32, and nothing rounds the sum
-    model, states = build(torch.bfloat16, 2, shard.Factors(1, world, world), groups=groups)
-    parts = in_parts(*(x[mine] for x in batch(0)), 2, torch.tensor(0.01))
+    model, states = build(torch.bfloat16, 3, shard.Factors(1, world, world), groups=groups)
+    parts = in_parts(*(x[mine] for x in batch(0)), 3, torch.tensor(0.01))
     train.run_step(model, states, parts, None, None, 0.0)
     sums = [s.grad_shard for s in states.sharded_params.values()]
     assert any((x != x.bfloat16()).any() for x in sums if x.dtype == torch.float32)
@@ -2740,6 +2740,25 @@ def test_longest_sequence_table_on_little_memory(monkeypatch, group):
     assert planned["seq"] > own["seq"] == proof["seq"] >= 2**14
     assert proof["step_s"] > 0 and not proof["oom"], proof
     assert proof["activations"] == own["activations"]  # of all layers, not of those that ran
+
+
+def fsdp2_worker():
+    """Runs under torchrun: FSDP2 behind the methods that train.run_step calls, on CPUs."""
+    rank, world, _ = train.start_ranks(100)
+    mesh = dist.init_device_mesh("cpu", (world,))
+    table = bench.Bench(torch.device("cpu"), rank, world)
+    for reshard, sp in ((True, 1), (False, 1), (True, world)):
+        cfg = train.Config(model="tiny", seq=64, sp=sp, batch=2 * world // sp, micro_batch=1)
+        step = bench.fsdp2_step(table, cfg, mesh, reshard)
+        losses = [step()[0].item() for _ in range(4)]
+        assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] < 6, losses
+    print(f"rank {rank}: it learns", flush=True)
+    os._exit(0)
+
+
+def test_bench_runs_fsdp2_through_the_same_step(tmp_path):
+    text = run([], 2, "import test_all; test_all.fsdp2_worker()", tmp=tmp_path)
+    assert text.count("it learns") == 2
 
 
 def test_bench_counts_like_model(monkeypatch):
