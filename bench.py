@@ -1071,7 +1071,7 @@ def methods_cells(r: dict) -> list[str]:
     size = [f"{r[key] / GIB:.3f}" for key in ("peak", "bound")]
     passes = f"{r['distinct_passes']}" if r["distinct_passes"] else "-"
     return [r["system"], r["method"], f"{r['requests']:,}", *size, f"{r['gap']:.2%}",
-            f"{r['seconds']:.2f}", passes]
+            f"{r['seconds']:.3f}", passes]
 
 
 def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
