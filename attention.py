@@ -1,10 +1,11 @@
 """Who attends to whom: attention kernels, and sequences that lie on several ranks.
 
 Attention is the only operator of a layer that mixes tokens, and so the only one that crosses ranks
-when a sequence is split. A kernel is two functions and a row of KERNELS; `Attention` is a kernel
-that the model can call; `Ulysses` is one over a sequence that sp neighbouring ranks share
-(InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp tokens of all heads. An
-all-to-all gives it all T tokens of some heads, the kernel runs, an all-to-all brings o back:
+when a sequence is split. A kernel is two functions (their shapes: above KERNELS) and a row of
+KERNELS; `Attention` is a kernel that the model can call; `Ulysses` is one over a sequence that sp
+neighbouring ranks share (InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp
+tokens of all heads. An all-to-all gives it all T tokens of some heads, the kernel runs, an
+all-to-all brings o back:
 
                     rank 0        rank 1                     rank 0        rank 1
     tokens 0, 1     all heads     .            all-to-all    heads 0, 1    heads 2, 3

@@ -19,8 +19,8 @@ is optimal, and most often a first fit does. `solve` has these methods:
     auto      greedy where it meets the bound; else the better of bilevel and flat
 
 `check` trusts none of them. `StepMemory` records a step's buffers, plans them, and serves later
-steps from one arena at the planned addresses, on a CPU or a GPU. `simulate` finds the buffers of a
-step that no machine at hand could run.
+steps from one arena at the planned addresses (replay; csrc/allocator.cpp: planned_address), on a
+CPU or a GPU. `simulate` finds the buffers of a step that no machine at hand could run.
 
     python memplan.py TRACE.csv [--method M] [--capacity N] [--time-limit S] [--out PLAN.csv]
                       [--plot PLAN.png]

@@ -12,7 +12,8 @@ of three ways:
 x, o and the log-sum-exp always come back, from the GPU in the last k layers, from the host in the
 others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Only where even these do not
 fit, some layers drop o and recompute attention. Two rounding buffers receive what is prefetched:
-layer i uses buffer i mod 2.
+layer i uses buffer i mod 2, which may be overwritten once compute is done with layer i + 2; a host
+buffer may be once the backward that read it last has waited for its prefetch_done.
 
     forward   compute  | layer i        | layer i+1      | layer i+2        frees what layer i had
               offload  |                | i -> host      | i+1 -> host
@@ -664,9 +665,8 @@ class ChunkedLayers:
         shapes = {name: (math.prod(shape), dtype) for name, shape, dtype in fields}
         found = {name: (t.numel(), t.dtype) for name, t in whole.items()}
         assert found == shapes, f"layer {i} saved {found}, on meta tensors {shapes}"
-        # the host buffer is free: this pass's compute is behind the backward that read it last,
-        # which waited for its prefetch_done (of a backward that was given up it may still be read,
-        # into a rounding buffer that nobody reads before the next prefetch, on the same stream)
+        # the host buffer is free: compute has waited for its last backward's prefetch_done (if that
+        # backward was given up, a prefetch may still read here; nobody reads what it gets)
         with self.offload_stream.after_compute():  # hidden by layer i + 1
             self.delay_if_testing(self.offload_stream)
             for name, place in carve(micro_batch.host_buffers[i], fields).items():

@@ -367,9 +367,9 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
                K <= c*k,  S <= a*(n - k),  X <= n - k
 
     where a, the chunks that a rounding buffer has room for, takes some values in turn (eighths of a
-    layer, as Memo's alpha). The backward takes twice the forward's time and copies as much, so it
-    never binds. resident, alpha: set by hand. memo: k = 2, K = 2c, X = w = 0, any fraction of a
-    chunk: exactly Memo's rule,
+    layer). Memo's alpha, the fraction that is swapped, is S/(c*(n - k)). The backward takes twice
+    the forward's time and copies as much, so it never binds. resident, alpha: set by hand. memo: k
+    = 2, K = 2c, X = w = 0, any fraction of a chunk: exactly Memo's rule,
 
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host

@@ -22,20 +22,29 @@ Four kinds of communication have a CUDA stream each (CommStream): launch, comput
                                           if layers run whole and once,
                                           the matrix before
     grad_scatter     scatter_grad         the backward of the layers that  add_grad (buffer free),
-                                          follow it                        launch_bucket (sum here),
+                                          follow it                        grad_reduce (its stream),
                                                                            finish_gradients
     grad_reduce      launch_bucket        the same, last micro-batch only  finish_gradients
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         gather_param (p > 1)
 
-In layout intra the way of a gradient to its owner is a reduce-scatter and an all-reduce (with g =
-p both in launch_bucket), and parameters come back by an all-gather; in layout inter these are
-all-reduce and broadcasts. In backward the next matrix alone is gathered, so that a gather never
-delays a reduction (AMSP, section V-C); where layers run in chunks or are recomputed it is all of
-layer i - 1, once for its forward that runs again and its backward. Vectors' gradients, the norm
-and the loss are summed in the open: they are small. Where a stream does not overlap, it is the
-compute stream. Gathered weights and whole gradients lie in fixed buffers, two of each kind of
-matrix, that neighbouring layers take in turn; the model's parameters are views of them.
+A gradient's way to its owner, and the parameters' way back:
+
+                   layout intra                          layout inter
+    (S,) -> S/p    reduce-scatter, from scatter_grad     the same
+    S/p -> S/os    reduce-scatter in the subgroup:       all-reduce over all replicas: from
+                   from scatter_grad if g = os, from     scatter_grad if g = os, from launch_bucket
+                   launch_bucket if g = p                if g = p
+    over replicas  all-reduce over cross os, from        (that was it)
+                   launch_bucket
+    back           all-gather, from broadcast_params     broadcasts, from broadcast_params
+
+In backward the next matrix alone is gathered, so that a gather never delays a reduction (AMSP,
+section V-C); where layers run in chunks or are recomputed it is all of layer i - 1, once for its
+forward that runs again and its backward. Vectors' gradients, the norm and the loss are summed in
+the open: they are small. Where a stream does not overlap, it is the compute stream. Gathered
+weights and whole gradients lie in fixed buffers, two of each kind of matrix, that neighbouring
+layers take in turn; the model's parameters are views of them.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
@@ -183,9 +192,9 @@ class Optimizer:
     device, so that nothing waits for the host: the learning rate, the factor on the gradient
     (clipping), 1 - beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update
     changes nothing: with torch.where, as in adamw below, since what is not finite times 0 is not 0.
-    Another one stands in the line of OPTIMIZER below: states, checkpoints and counted bytes follow.
-    It updates every Matrix: embedding, head, and q|k|v and gate|up as they are fused. One that is
-    `whole` runs with --os-layout inter --p 1.
+    Another one stands in the line of OPTIMIZER below: states, checkpoints and counted bytes follow
+    (planner.one_plan predicts AdamW's time). It updates every Matrix: embedding, head, and q|k|v
+    and gate|up as they are fused. One that is `whole` runs with --os-layout inter --p 1.
     """
 
     update: Callable
@@ -512,13 +521,13 @@ class States:
             self.last_pass = backward, param.unit
             self.enter_phase(self.pass_name(backward, param.unit))
         if self.factors.p == 1:
-            wait(param.broadcast_done)  # new parameters are here; hidden: update, layers before
+            wait(param.broadcast_done)  # they are new; hidden by the update and layers before
             param.broadcast_done = None
             return module.weight
         self.launch_param_gather([param], backward)  # if it was not launched ahead
         if self.prefetch:
             self.launch_param_gather(self.params_ahead(param, backward), backward)
-        wait(param.unsharded_param.gathered)  # hidden: the layer, in backward the matrix, before
+        wait(param.unsharded_param.gathered)  # hidden by the layer before; in backward: the matrix
         return module.weight
 
     def params_ahead(self, param: ShardedParam, backward: bool) -> list[ShardedParam]:
@@ -549,7 +558,7 @@ class States:
         """Enqueue one all-gather; in backward of the secondary shard, where there is one."""
         whole = param.unsharded_param.data
         secondary = param.secondary_shard
-        wait(param.broadcast_done)  # param_shard is new; hidden: the update, layers before
+        wait(param.broadcast_done)  # param_shard is new; hidden by update and layers before
         param.broadcast_done = None
         if secondary is None or not backward:
             all_gather(whole, param.param_shard, group=self.param_gather_group)  # (S/p,) -> (S,)
@@ -615,7 +624,7 @@ class States:
         param = self.sharded_params[module]
         buffer = param.unsharded_grad
         if param.chunks_done == 0:
-            wait(buffer.scattered)  # the place is free; hidden: the layer after this one's backward
+            wait(buffer.scattered)  # its place is free; hidden by the backward of layer i + 1
         adds = param.chunks_done > 0 or (param.grad_stays and self.micro_batch > 0)
         compute(param.as_matrix(buffer.data), int(adds))
         param.chunks_done += 1
@@ -679,7 +688,7 @@ class States:
         """Launch the sum of the bucket's gradients, (S/g,) to what this rank owns (size,); in
         layout inter with g = p, to all of it."""
         with self.streams["grad_reduce"].after_compute():
-            # their grad_shards are complete; hidden: the backward of the layers that follow
+            # their grad_shards are complete; hidden by the backward of the layers that follow
             wait(self.streams["grad_scatter"].last_event())
             self.sum_bucket()
         self.bucket = []
@@ -711,7 +720,7 @@ class States:
         if self.bucket:
             self.launch_bucket()
         dist.all_reduce(self.vector_grad)
-        # every grad_shard is final; hidden: all but the reductions of the backward's last layers
+        # every grad_shard is final; hidden by the backward, but for its last layers' reductions
         wait(self.streams["grad_scatter"].last_event())
         wait(self.streams["grad_reduce"].last_event())
 
