@@ -246,12 +246,11 @@ def attempt(bench: Bench, label: str, name: str, seq: int, tokens: int, build: C
         more["error"] = str(e)[:600]
     run = getattr(step, "run", None)
     states = getattr(step, "states", None)
-    if isinstance(states, States):
+    if isinstance(states, States):  # not FSDP2's
+        more |= chosen(run)
         more["state_bytes"] = states.bytes()
         more["state_bytes_formula"] = state_bytes(
             param_count(run.model), states.factors, states.dtype, states.accumulates)
-    if run is not None and run.plan:
-        more |= chosen(run)
     seconds = slowest(seconds, bench.device)
     found = row(bench, label, MODELS[name], name, seq, tokens,
                 seconds if math.isfinite(seconds) else None, bound, bench.world, **more)
@@ -1012,7 +1011,7 @@ def system_of(r: dict) -> str:
     name = r["system"]
     if r["model"] == "-":  # a ceiling
         return name + f", {r['flops'] / 1e12:.3g} TFLOP/s"
-    if not r.get("sp"):
+    if not r.get("sp") or name.startswith("fsdp2"):  # whose row may name factors of ours
         return name
     name += f" {r['p']},{r['g']},{r['os']}"
     kept = r.get("activations") or r.get("fates")  # as older files call them
