@@ -325,8 +325,10 @@ def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[
     o = torch.empty_like(q)
     lse = None
     for b, h, kv in cut_heads(q, k):
-        cut = (q[b, :, h], k[b, :, kv], v[b, :, kv])
-        o[b, :, h], part = kernel.forward(*(t.contiguous() for t in cut))
+        of_queries = (b, slice(None), h)
+        of_keys = (b, slice(None), kv)
+        cut = (q[of_queries], k[of_keys], v[of_keys])
+        o[of_queries], part = kernel.forward(*(t.contiguous() for t in cut))
         if lse is None:
             lse = part.new_empty(q.shape[0], q.shape[2], q.shape[1])
         lse[b, h] = part
@@ -341,10 +343,12 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse) -> tuple[Tensor, Ten
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
     for b, h, kv in cut_heads(q, k):
-        cut = (do[b, :, h], q[b, :, h], k[b, :, kv], v[b, :, kv], o[b, :, h], lse[b, h])
-        dq[b, :, h], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut))
-        dk[b, :, kv] += dk_part  # a key/value head may serve several cuts
-        dv[b, :, kv] += dv_part
+        of_queries = (b, slice(None), h)
+        of_keys = (b, slice(None), kv)
+        cut = (do[of_queries], q[of_queries], k[of_keys], v[of_keys], o[of_queries], lse[b, h])
+        dq[of_queries], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut))
+        dk[of_keys] += dk_part  # a key/value head may serve several cuts
+        dv[of_keys] += dv_part
     return dq, dk, dv
 
 

@@ -335,7 +335,9 @@ class Fsdp2States:
 def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     """Build a step of the same model and kernels under FSDP2. With a sequence over ranks, layers
     are recomputed, and all-to-alls are NCCL's, in one head group."""
-    run = plan_run(bench, dataclasses.replace(cfg, head_groups=1, recompute="full"))
+    run = machine(bench, dataclasses.replace(cfg, head_groups=1, recompute="full"))
+    anything = dataclasses.replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
+    run = train.with_plan(run.but(hardware=anything), bench.print0)
     op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)), GROUPS)
     with torch.device("meta"):
         model = LLaMA(run.model, op)
@@ -885,16 +887,17 @@ def table_capped(bench: Bench) -> None:
     unit = 512  # tokens of a rank
     cap = bench.memory.get("gpu_memory") or 80 * GIB
 
+    whole = dataclasses.replace(bench, memory={})  # here not the plan is to set the limit
+
     def planned(tokens: int) -> Run:
         cfg = Config(model="7b", seq=tokens * world, sp=world, batch=1,
                      resident_layers=MODELS["7b"].layers, p=str(world), g=str(world), os=str(world))
-        run = plan_run(bench, cfg)  # for the whole GPU: here not the plan is to set the limit
+        run = plan_run(whole, cfg)
         return run.but(cfg=dataclasses.replace(run.cfg, gpu_memory=cap))
 
     counted = unit  # the most that would fit as planner.py counts it
     while planned(counted + unit).plan.memory.total() <= cap:
         counted += unit
-    rows = []
     for label in ALLOCATORS:
         good = counted - 4 * unit
         bad = counted + 4 * unit
@@ -912,8 +915,7 @@ def table_capped(bench: Bench) -> None:
             else:
                 good = middle
                 best = tried
-        rows.append((best or tried) | dict.fromkeys(TIMES))  # of one step each
-    bench.add(*rows)
+        bench.add((best or tried) | dict.fromkeys(TIMES))  # of one step each
     torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
     train.expandable_segments()
 

@@ -290,17 +290,16 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
         raise ValueError(f"{folder}: weights missing or truncated: {type(e).__name__}: {e}") from e
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in LLaMA(cfg).named_parameters()}
-    if cfg.tied and "lm_head.weight" not in files:
-        files["lm_head.weight"] = files.get("model.embed_tokens.weight")
     stored = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tied else {}
     used = set(stored)
     for name, shape in shapes.items():
         for part, rows in _hf_parts(cfg, name, shape[0]):
             used.add(part)
             want = (rows, *shape[1:])
-            if files.get(part) is None:
+            source = stored.get(part, part)
+            if files.get(source) is None:
                 raise ValueError(f"{folder}: no tensor {part} {want} in the weights")
-            got = tuple(files[part].get_slice(stored.get(part, part)).get_shape())
+            got = tuple(files[source].get_slice(source).get_shape())
             if got != want:
                 raise ValueError(f"{folder}: {part} is {got}, config.json says {want}")
     if extra := {n for n in set(files) - used if "rotary_emb" not in n}:

@@ -47,10 +47,10 @@ import multiprocessing
 import os
 import platform
 import re
+import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 import weakref
@@ -236,15 +236,22 @@ def compiled(source: str, *options: str, seconds: float | None = None) -> ctypes
     try:
         if not built.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as tmp:
-                made = Path(tmp) / "made.so"
-                subprocess.run([*command, "-o", str(made)], capture_output=True, text=True,
-                               check=True, timeout=seconds)
-                os.replace(made, built)  # whole at any moment, whoever else compiles
+            made = built.with_suffix(f".{os.getpid()}")
+            compile_it = shlex.join([*command, "-o", str(made)])
+            rename_it = shlex.join(["mv", str(made), str(built)])
+            # what is built is whole at any moment, whoever compiles, also if this process is gone
+            shell = subprocess.Popen(
+                ["sh", "-c", f"{compile_it} && {rename_it}"], stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, start_new_session=True)
+            _, words = shell.communicate(timeout=seconds)
+            if shell.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{words[-2000:]}")
         return ctypes.CDLL(str(built))
-    except (OSError, subprocess.SubprocessError) as e:
-        words = getattr(e, "stderr", None) or e
-        raise RuntimeError(f"{' '.join(command)} failed:\n{str(words)[-2000:]}") from None
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{source} was not compiled in {seconds:.0f} s; it will be, for later "
+                           "runs") from None
+    except OSError as e:
+        raise RuntimeError(f"{' '.join(command)}: {e}") from None
 
 
 SEARCHES: list[ctypes.CDLL | None] = []  # the library, once it was asked for
@@ -1173,7 +1180,7 @@ def noting_signals():
 def refuse_unwritable(path):
     """Raise OSError if the file cannot be written, and leave it as it is."""
     if path:
-        existed = os.path.exists(path)
+        existed = os.path.lexists(path)  # a link to nothing, too
         with open(path, "a"):
             pass
         if not existed:

@@ -157,7 +157,8 @@ def copy_heads(source: Tensor, into: Tensor) -> None:
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(accumulation_dtype(x.dtype))
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype)
 
 
 @compiled
@@ -196,7 +197,9 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos = cos[:, None]  # (T, 1, D/2)
     sin = sin[:, None]
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    y1 = x1 * cos - x2 * sin
+    y2 = x2 * cos + x1 * sin
+    return torch.cat((y1, y2), dim=-1).to(x.dtype)
 
 
 @compiled
@@ -235,7 +238,9 @@ def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     dgate = da * up * (sigmoid + silu * (1 - sigmoid))
-    return (silu * up).to(da.dtype), torch.cat((dgate, da * silu), dim=-1).to(da.dtype)
+    dup = da * silu
+    a = silu * up
+    return a.to(da.dtype), torch.cat((dgate, dup), dim=-1).to(da.dtype)
 
 
 @compiled
@@ -245,8 +250,10 @@ def softmax_loss(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor,
     valid = (labels != IGNORE)[:, None]
     target = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # (N, V)
     lse = logits.logsumexp(-1, keepdim=True)
-    loss = torch.where(valid, lse - (logits * target).sum(-1, keepdim=True), 0).sum()
-    grad = ((logits - lse).exp() - target.to(logits.dtype)) * torch.where(valid, scale, 0)
+    of_target = (logits * target).sum(-1, keepdim=True)
+    loss = torch.where(valid, lse - of_target, 0).sum()
+    probability = (logits - lse).exp()
+    grad = (probability - target.to(logits.dtype)) * torch.where(valid, scale, 0)
     return loss * scale, grad
 
 
@@ -269,13 +276,14 @@ def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Te
     """
     if out is None:
         return dy.t() @ x
-    if out.dtype == dy.dtype:
-        return torch.addmm(out, dy.t(), x, out=out) if beta else torch.mm(dy.t(), x, out=out)
-    if not dy.is_cuda:  # no CPU kernel mixes the two
-        return weight_grad_into(dy.to(out.dtype), x.to(out.dtype), out, beta)
+    mixed = {}
+    if out.dtype != dy.dtype:
+        if not dy.is_cuda:  # no CPU kernel mixes the two
+            return weight_grad_into(dy.to(out.dtype), x.to(out.dtype), out, beta)
+        mixed["out_dtype"] = out.dtype
     if beta:
-        return torch.addmm(out, dy.t(), x, out=out, out_dtype=out.dtype)
-    return torch.mm(dy.t(), x, out=out, out_dtype=out.dtype)
+        return torch.addmm(out, dy.t(), x, out=out, **mixed)
+    return torch.mm(dy.t(), x, out=out, **mixed)
 
 
 # ---------------------------------------------------------------------------- matrices and events

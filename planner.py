@@ -520,7 +520,6 @@ class Constraints:
     dtype: torch.dtype
     default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
     most_sequences: int | None = None  # that the data has
-    most_sequences: int | None = None  # that the data has
     resumes: bool = False  # a run, whose batch it keeps
     batch: int | None = None
     micro_batch: int | None = None
@@ -616,7 +615,7 @@ def check(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> N
         raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the "
                          f"model's {model.layers}")
     if alpha and model.layers <= 2:
-        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and --model has "
+        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and the model has "
                          f"{model.layers}")
     if alpha and k == model.layers:
         raise ValueError(f"--alpha {alpha}: no layer swaps if all {model.layers} are resident")

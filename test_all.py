@@ -1972,6 +1972,26 @@ def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
     hf_equal(model, back, tie)
 
 
+def test_hf_tied_head_in_another_file(tmp_path):
+    """Some checkpoints hold the tied head, too, wherever it is: it is the embedding."""
+    from safetensors.torch import load_file, save_file
+
+    hf_llama(tmp_path, tie_word_embeddings=True)
+    tensors = {}
+    for file in tmp_path.glob("*.safetensors"):
+        tensors |= load_file(file)
+        file.unlink()
+    head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    places = {}
+    for file, part in (("a.safetensors", tensors), ("b.safetensors", head)):
+        save_file(part, tmp_path / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(part, file)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    read = checkpoint.hf_open(tmp_path, checkpoint.hf_config(tmp_path))
+    assert torch.equal(read("head.weight"), tensors["model.embed_tokens.weight"])
+
+
 def test_hf_older_config(tmp_path):
     """transformers 4 keeps rope_theta and rope_scaling apart at the top level."""
     hf_llama(tmp_path, **ROPES["llama3"])
@@ -2749,7 +2769,8 @@ def fsdp2_worker():
     """Runs under torchrun: FSDP2 behind the methods that train.run_step calls, on CPUs."""
     rank, world, _ = train.start_ranks(100)
     mesh = dist.init_device_mesh("cpu", (world,))
-    table = bench.Bench(torch.device("cpu"), rank, world)
+    small = {"gpu_memory": 2**20}  # of our plans: what fits is FSDP2's to say
+    table = bench.Bench(torch.device("cpu"), rank, world, memory=small)
     for reshard, sp in ((True, 1), (False, 1), (True, world)):
         cfg = train.Config(model="tiny", seq=64, sp=sp, batch=2 * world // sp, micro_batch=1)
         step = bench.fsdp2_step(table, cfg, mesh, reshard)

@@ -348,9 +348,10 @@ class Run:
         given = {name: getattr(self.cfg, name) for name in same - {"dtype"}}
         default = max(1, (2**12 if self.cfg.model == "tiny" else 2**19) // self.cfg.seq)
         most = None
-        if self.train and self.cfg.ranks is None:
-            most = self.train.count
-            default = min(default, most)
+        if self.train:
+            default = min(default, self.train.count)
+            if self.cfg.ranks is None:
+                most = self.train.count
         return Constraints(**given, dtype=self.dtype, default_batch=default, most_sequences=most,
                            resumes=self.resume is not None)
 
@@ -494,9 +495,10 @@ def with_hardware(run: Run, print0: Callable) -> Run:
     name = device_name(run.device)
     if run.cfg.ranks and run.device.type == "cpu":
         name = "NVIDIA H200"
-    rates = planner.find_rates(name, run.device, run.dtype, run.kernel, print0)
+    rates = [planner.find_rates(name, run.device, run.dtype, run.kernel, print0)]
+    dist.broadcast_object_list(rates)  # of mixed devices, one plan
     return run.but(hardware=dataclasses.replace(
-        run.hardware, gpu_budget=gpu_budget, host_budget=host_budget, rates=rates))
+        run.hardware, gpu_budget=gpu_budget, host_budget=host_budget, rates=rates[0]))
 
 
 def with_plan(run: Run, print0: Callable) -> Run:
