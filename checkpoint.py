@@ -15,10 +15,14 @@ matrices.
 
 Left out: checkpoints that are written while training goes on, and other models' files.
 """
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
+import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -49,9 +53,46 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def checkpoints(out: Path) -> list[Path]:
-    """Return the checkpoints of a folder, oldest first."""
-    return sorted((p for p in out.glob("step-*") if p.is_dir()), key=os.path.getmtime)
+def read_meta(folder: Path) -> dict:
+    """Return a checkpoint's meta.json. Raises ValueError if it is not whole."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        missing = {"files", "model", "config", "step"} - set(meta)
+    except (OSError, ValueError, TypeError) as e:
+        raise ValueError(f"--resume: {folder} is not a whole checkpoint: {e}") from e
+    if missing:
+        raise ValueError(f"--resume: {folder} is not a whole checkpoint: no {sorted(missing)}")
+    return meta
+
+
+def check_whole(folder: Path) -> None:
+    """Raise ValueError if a file of a checkpoint is missing or cut short."""
+    for name, size in read_meta(folder)["files"].items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else None
+        if found != size:
+            what = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise ValueError(
+                f"--resume: {folder / name} {what}; earlier checkpoints are beside it")
+
+
+def save_number(meta: dict) -> tuple[int, int]:
+    """Return what orders checkpoints by when they were saved, whatever the clock says, and also
+    where a run went back to an earlier step: their number, or of older files the step."""
+    return meta.get("number", 0), meta["step"]
+
+
+def whole_checkpoints(out: Path) -> list[Path]:
+    """Return the whole checkpoints of a folder, in the order in which they were saved."""
+    found = []
+    for folder in out.glob("step-*"):
+        if not re.fullmatch(r"step-\d{8}(-\d+)?", folder.name):
+            continue  # being written or deleted
+        try:
+            check_whole(folder)
+        except ValueError:
+            continue  # torn: it neither counts nor displaces others
+        found.append((save_number(read_meta(folder)), folder))
+    return [folder for _, folder in sorted(found)]
 
 
 def save_checkpoint(out: Path, keep: int, states: States, meta: dict) -> None:
@@ -67,7 +108,9 @@ def save_checkpoint(out: Path, keep: int, states: States, meta: dict) -> None:
     dist.barrier()  # all ranks' files are there
     if rank == 0:
         sizes = {file.name: file.stat().st_size for file in writing.iterdir()}
-        write_synced(writing / "meta.json", json.dumps(meta | {"files": sizes}, indent=1))
+        earlier = [save_number(read_meta(folder))[0] for folder in whole_checkpoints(out)]
+        more = {"number": max(earlier, default=0) + 1, "files": sizes}
+        write_synced(writing / "meta.json", json.dumps(meta | more, indent=1))
         sync_folder(writing)
         publish(out, keep, writing)
     dist.barrier()  # nobody goes on, and is killed, before `latest` names it
@@ -88,9 +131,10 @@ def publish(out: Path, keep: int, writing: Path) -> None:
     sync_folder(out)  # the folder that it names is on disk before the link is
     os.replace(link, out / "latest")
     sync_folder(out)
-    others = [path for path in checkpoints(out) if path.name != final.name]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        shutil.rmtree(old)
+    for old in whole_checkpoints(out)[:-keep]:
+        torn = old.with_name(f"{old.name}.old")
+        os.rename(old, torn)  # killed while it deletes, this leaves nothing that looks whole
+        shutil.rmtree(torn)
     print(f"saved {final}", flush=True)
 
 
@@ -100,39 +144,40 @@ def load_checkpoint(states: States, folder: Path) -> None:
     states.loaded()
 
 
-def read_meta(folder: Path) -> dict:
-    """Return a checkpoint's meta.json. Raises ValueError if it is not whole."""
+def newest_checkpoint(out: Path) -> Path | None:
+    """Return the checkpoint that OUT/latest names, or if that leads nowhere the newest whole one;
+    None if there is none. Raises ValueError if `latest` names one that is not whole."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        missing = {"files", "model", "config", "step"} - set(meta)
-    except (OSError, ValueError, TypeError) as e:
-        raise ValueError(f"--resume: {folder} is not a whole checkpoint: {e}") from e
-    if missing:
-        raise ValueError(f"--resume: {folder} is not a whole checkpoint: no {sorted(missing)}")
-    return meta
+        folder = (out / "latest").resolve(strict=True)
+    except (OSError, RuntimeError) as e:  # not there; dangling; a link to itself
+        whole = whole_checkpoints(out)
+        if whole and (not dist.is_initialized() or dist.get_rank() == 0):
+            print(f"{out / 'latest'} leads nowhere ({type(e).__name__}): {whole[-1]} is the newest "
+                  "whole checkpoint", flush=True)
+        return whole[-1] if whole else None
+    check_whole(folder)
+    return folder
 
 
 def find_checkpoint(out: Path, resume: str, launch: str) -> Path | None:
     """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
     if there is one) or a folder. launch: a name of this start of the program; after a restart by
     torchrun, what the same launch has saved goes before what `resume` says. Raises ValueError."""
-    latest = out / "latest"
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if restarted and latest.exists() and read_meta(latest.resolve()).get("launch") == launch:
-        resume = "latest"
-    if resume == "never" or (resume == "auto" and not latest.exists()):
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        newest = newest_checkpoint(out)
+        if newest and read_meta(newest).get("launch") == launch:
+            return newest
+    if resume == "never":
         return None
-    folder = Path(resume)
     if resume in ("auto", "latest"):
-        folder = latest.resolve()
+        folder = newest_checkpoint(out)
+        if folder is None and resume == "latest":
+            raise ValueError(f"--resume {resume}: there is no checkpoint in {out}")
+        return folder
+    folder = Path(resume)
     if not folder.exists():
         raise ValueError(f"--resume {resume}: there is no {folder}")
-    for name, size in read_meta(folder)["files"].items():
-        found = (folder / name).stat().st_size if (folder / name).exists() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise ValueError(
-                f"--resume: {folder / name} {what}; earlier checkpoints are beside it")
+    check_whole(folder)
     return folder
 
 
@@ -157,7 +202,7 @@ def check_same_model(folder: Path, model: ModelConfig, may_differ: set[str]) -> 
 def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
     """Clear what a killed run left. Of the run that goes on here, keep the log up to the step that
     it resumes; put any other run aside."""
-    for torn in out.glob("step-*.tmp"):
+    for torn in (*out.glob("step-*.tmp"), *out.glob("step-*.old")):
         shutil.rmtree(torn)
     (out / "latest.tmp").unlink(missing_ok=True)
     log = out / "log.jsonl"
@@ -168,6 +213,28 @@ def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
                 if line.endswith("}\n") and json.loads(line)["step"] <= step]
         (out / "log.tmp").write_text("".join(kept))
         os.replace(out / "log.tmp", log)
+
+
+@contextlib.contextmanager
+def locked(out: Path):
+    """Hold OUT for one run. Raises ValueError, with who has it, if another run does. The lock is
+    the system's: it goes with the process, however that ends, so none is ever stale."""
+    file = open(out / "lock", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "unknown"
+        file.close()
+        raise ValueError(f"--out {out}: another run writes there ({owner}); name another "
+                         "--out") from None
+    file.truncate(0)
+    file.write(f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}\n")
+    file.flush()
+    try:
+        yield
+    finally:
+        file.close()
 
 
 def put_aside(out: Path) -> None:

@@ -2209,6 +2209,53 @@ def test_order_of_data_follows_from_samples_seen(tmp_path, monkeypatch):
     assert (meta["samples"], meta["step"]) == (256 + 64, 4)
 
 
+def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
+    """`latest` dangling, looping or missing; torn folders beside whole ones; a clock that went
+    backwards; a run that went back to an earlier step."""
+    args = [*QUICK, "--out", f"{tmp_path}", "--keep", "2", "--save-every", "1"]
+    train.main([*args, "--steps", "3"])
+    latest, second = tmp_path / "latest", tmp_path / "step-00000002"
+    os.utime(second, (2e9, 2e9))  # from the future
+    torn = tmp_path / "step-00000009"
+    torn.mkdir()  # killed inside a deletion, by an older version
+    (tmp_path / "step-00000001.old").mkdir()
+    for link in ("nowhere", "latest", None):
+        latest.unlink()
+        if link:
+            latest.symlink_to(link)
+        assert checkpoint.find_checkpoint(tmp_path, "auto", "") == tmp_path / "step-00000003"
+        assert "leads nowhere" in capsys.readouterr().out
+        latest.unlink(missing_ok=True)
+        latest.symlink_to("step-00000003")
+    train.main([*args, "--steps", "5", "--resume"])
+    assert [p.name for p in checkpoint.whole_checkpoints(tmp_path)] == [
+        "step-00000004", "step-00000005"] and not list(tmp_path.glob("*.old"))
+    train.main([*args, "--steps", "6", "--resume", f"{tmp_path}/step-00000004"])  # back
+    whole = ["step-00000005-1", "step-00000006"]
+    assert [p.name for p in checkpoint.whole_checkpoints(tmp_path)] == whole
+    latest.unlink()
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        checkpoint.find_checkpoint(tmp_path / "empty", "latest", "")
+    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto", "") is None
+    part = next((tmp_path / whole[-1]).glob("*.distcp"))
+    part.write_bytes(part.read_bytes()[:-1])
+    assert checkpoint.find_checkpoint(tmp_path, "auto", "").name == whole[0]
+
+
+def test_one_run_writes_to_a_folder(tmp_path):
+    """A second one is refused with the first one's process, and ends; a dead one holds none."""
+    process = launch([*QUICK, "--steps", "1000000", "--out", tmp_path])
+    deadline = time.time() + 120
+    while not (tmp_path / "log.jsonl").exists():
+        assert time.time() < deadline and process.poll() is None
+        time.sleep(0.1)
+    text = run([*QUICK, "--out", tmp_path], 2, expect=1)
+    assert re.search(f"another run writes there .*process {process.pid}", text)
+    process.kill()
+    process.wait()
+    train.main([*QUICK, "--steps", "1", "--out", f"{tmp_path}"])
+
+
 def test_learning_rate_of_zero_changes_nothing(tmp_path):
     train.main([*QUICK, "--steps", "3", "--lr", "0", "--out", f"{tmp_path}", "--export",
                 f"{tmp_path}/hf"])

@@ -554,7 +554,7 @@ def disk_bytes(run: Run) -> dict[Path, float]:
         most = 1
         if cfg.save_every > 0:
             most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every))
-        there = len(checkpoint.checkpoints(out)) if run.resume else 0
+        there = len(checkpoint.whole_checkpoints(out)) if run.resume else 0
         need[out] = max(1, most - there) * planner.checkpoint_bytes(run.model, run.dtype)
     if cfg.export:
         need[Path(cfg.export)] = param_count(run.model) * run.dtype.itemsize
@@ -1142,6 +1142,34 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
     return int(in_a_row == cfg.max_skips)
 
 
+def build_and_train(run: Run, launch: str, print0: Callable) -> int:
+    """Build what is planned, load weights, and train. Returns the exit status. A collective of all
+    ranks."""
+    cfg = run.cfg
+    fused = cfg.compile and run.device.type == "cuda"
+    torch.compiler.set_stance("default" if fused else "force_eager")
+    print0(f"attention kernel: {run.kernel}; element-wise parts: "
+           f"{'compiled' if fused else 'eager'}")
+    disk = disk_bytes(run)
+    on_all_ranks(lambda: checkpoint.check_disk(disk))
+    for folder, size in disk.items():
+        print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
+    groups = Groups(timedelta(seconds=cfg.timeout))
+    op = make_attention(run, groups)
+    run = with_measured_plan(run, op, print0)
+    describe(run, print0)
+    model, states = build(run, op, groups)
+    if states.imbalance:
+        print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
+    start = load_weights(run, model, states, print0)
+    if start >= cfg.steps > 0:
+        print0(f"nothing to train: at step {start} of {cfg.steps}")
+    if run.rank == 0:
+        checkpoint.prepare_out(Path(cfg.out), run.resume, start)
+    dist.barrier()  # the folder is clear
+    return train(run, model, states, start, launch, print0)
+
+
 def main(argv: list[str] | None = None) -> None:
     cfg = parse(argv)
     try:
@@ -1165,28 +1193,11 @@ def main(argv: list[str] | None = None) -> None:
         dry_run(run, print0)
         return
 
-    fused = cfg.compile and run.device.type == "cuda"
-    torch.compiler.set_stance("default" if fused else "force_eager")
-    print0(f"attention kernel: {run.kernel}; element-wise parts: "
-           f"{'compiled' if fused else 'eager'}")
-    disk = disk_bytes(run)
-    on_all_ranks(lambda: checkpoint.check_disk(disk))
-    for folder, size in disk.items():
-        print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
-    groups = Groups(timedelta(seconds=cfg.timeout))
-    op = make_attention(run, groups)
-    run = with_measured_plan(run, op, print0)
-    describe(run, print0)
-    model, states = build(run, op, groups)
-    if states.imbalance:
-        print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
-    start = load_weights(run, model, states, print0)
-    if start >= cfg.steps > 0:
-        print0(f"nothing to train: at step {start} of {cfg.steps}")
-    if rank == 0:
-        checkpoint.prepare_out(Path(cfg.out), run.resume, start)
-    dist.barrier()  # the folder is clear
-    status = train(run, model, states, start, launch, print0)
+    lock = contextlib.ExitStack()  # of OUT, for this run
+    with lock:
+        on_all_ranks(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out)))
+                     if rank == 0 else None)
+        status = build_and_train(run, launch, print0)
     dist.barrier()
     dist.destroy_process_group()
     if status:
