@@ -22,7 +22,7 @@ Four kinds of communication have a CUDA stream each (CommStream): launch, comput
                                           if layers run whole and once,
                                           the matrix before
     grad_scatter     scatter_grad         the backward of the layers that  add_grad (buffer free),
-                                          follow it                        grad_reduce (its stream),
+                                          follow it                        launch_bucket (stream),
                                                                            finish_gradients
     grad_reduce      launch_bucket        the same, last micro-batch only  finish_gradients
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
@@ -33,8 +33,9 @@ A gradient's way to its owner, and the parameters' way back:
                    layout intra                          layout inter
     (S,) -> S/p    reduce-scatter, from scatter_grad     the same
     S/p -> S/os    reduce-scatter in the subgroup:       all-reduce over all replicas: from
-                   from scatter_grad if g = os, from     scatter_grad if g = os, from launch_bucket
-                   launch_bucket if g = p                if g = p
+                   from scatter_grad if g = os, from     scatter_grad if g = os (over the subgroup
+                   launch_bucket if g = p                alone before the last micro-batch), from
+                                                         launch_bucket if g = p
     over replicas  all-reduce over cross os, from        (that was it)
                    launch_bucket
     back           all-gather, from broadcast_params     broadcasts, from broadcast_params

@@ -2721,8 +2721,10 @@ def test_bench_says_which_ranks_a_table_needs():
 
 
 def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
-    process = subprocess.Popen([sys.executable, HERE / "bench.py", "--out", tmp_path], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        [sys.executable, HERE / "bench.py", "--out", tmp_path], text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,  # where tests run in the background, SIGINT is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     for line in process.stdout:
         if line.startswith("ours, without"):
             break
