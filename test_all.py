@@ -353,6 +353,9 @@ def build(dtype, micro_batches=1, factors=shard.Factors(), recompute=False,
     return model, states
 
 
+STEPS = 5 if os.environ.get("ALL_COMBINATIONS") else 3  # of each combination
+
+
 def cover(**choices) -> list[tuple]:
     """Combinations of the choices in which every pair of values of two of them occurs; with
     ALL_COMBINATIONS in the environment (make test-all), every combination."""
@@ -663,7 +666,7 @@ def sharding_worker(cases: str):
         labels[::3, :5] = m.IGNORE
         return tokens, labels
 
-    plain, wanted = train_plainly([batch(step) for step in range(5)])
+    plain, wanted = train_plainly([batch(step) for step in range(STEPS)])
     groups, factors = attention.Groups(), shard.legal_factors(world, int(os.environ["PER_NODE"]))
     rows = cover(factors=factors, layouts=("inter", "intra"), several=(1, 3),
                  recompute=(False, True))
@@ -814,7 +817,7 @@ def sequence_worker():
         global SMALL
         SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
                                     layers=5, head_dim=4)
-        batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(5)]
+        batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
         plain, wanted = train_plainly(batch)
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
