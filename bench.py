@@ -47,7 +47,7 @@ from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, 
                    rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
 from planner import Constraints, Hardware, Plan, Sizes, peak_flops, plan_activations, state_bytes
-from shard import STREAMS, Factors, States, legal_factors
+from shard import STREAMS, Factors, States
 from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
 
 HERE = Path(__file__).parent
@@ -302,7 +302,7 @@ class Fsdp2States:
         self.model = model
         self.reshard = reshard
         self.micro_batches = micro_batches
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95),
+        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
 
     def begin_step(self) -> None:
@@ -327,6 +327,8 @@ class Fsdp2States:
 
     def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm, loss.isfinite()
@@ -574,25 +576,6 @@ def table_shard(bench: Bench) -> None:
             attempt(bench, f"fsdp2 {label} M={m}", name, seq, seq * m,
                     lambda: fsdp2_step(bench, cfg, mesh, reshard), repeats, bound=bound,
                     micro_batches=m)
-
-
-def table_memory(bench: Bench) -> None:
-    """Bytes of parameters, gradients and optimizer states on rank 0, under all legal factors, as
-    they are allocated and by the formula."""
-    cfg = MODELS["7b"]
-    for m in (1, 2):
-        for f in legal_factors(bench.world, bench.world):
-            for layout in ("intra", "inter"):
-                with torch.device("meta"):
-                    model = LLaMA(cfg)
-                release(bench.device)
-                states = States(model, bench.device, torch.bfloat16, m, f, layout, groups=GROUPS)
-                formula = state_bytes(param_count(cfg), f, torch.bfloat16, m > 1)
-                found = row(bench, f"ours {f.p},{f.g},{f.os} {layout} M={m}", cfg, "7b", 0, 0, None,
-                            gpus=bench.world, state_bytes=states.bytes(),
-                            state_bytes_formula=formula, imbalance=states.imbalance)
-                bench.add(found | {"oom": False})
-                del model, states
 
 
 def table_overlap(bench: Bench) -> None:
@@ -974,7 +957,6 @@ TABLES = {
     "memplan": Table(table_memplan),
     "capped": Table(table_capped, 2),
     "shard": Table(table_shard, 2),
-    "memory": Table(table_memory, 2),
     "trace": Table(table_trace, 2),
     "overlap": Table(table_overlap, 2),
     "nodes": Table(table_nodes, 4),
@@ -1040,14 +1022,6 @@ HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full",
         "GPU GiB", "host GiB"]
 
 
-def memory_cells(r: dict) -> list[str]:
-    """Return a row of the table memory: GiB held / GiB by the formula, for each kind of states."""
-    pairs = [(r["state_bytes"][kind] / GIB, r["state_bytes_formula"][kind] / GIB)
-             for kind in ("parameters", "gradients", "optimizer")]
-    worst = max(abs(have / want - 1) for have, want in pairs)
-    return [r["system"], *(f"{have:.2f} / {want:.2f}" for have, want in pairs), f"{worst:.2%}"]
-
-
 def trace_cells(r: dict) -> list[str]:
     times = (r["step_s"] * 1e3, r["communication_ms"], r["exposed_ms"])
     return [r["system"], *(f"{ms:.1f}" for ms in times)]
@@ -1090,8 +1064,6 @@ def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
     if "distinct_passes" in first:
         return ["step", "method", "requests", "peak GiB", "bound GiB", "gap", "seconds",
                 "distinct passes"], methods_cells
-    if "imbalance" in first:
-        return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
     return HEAD, cells
 
 

@@ -4,6 +4,7 @@
         meta.json        step, samples seen, model, flags, size of every file
     OUT/latest           a link to the newest
     OUT/log.jsonl        a line a step
+    OUT/lock             held by the run that writes here
 
 A checkpoint is written under another name, synced, and renamed; then the link is replaced. Both are
 atomic, so what `latest` names is whole at any moment, whoever is killed. Hugging Face's files
@@ -65,14 +66,16 @@ def read_meta(folder: Path) -> dict:
     return meta
 
 
-def check_whole(folder: Path) -> None:
-    """Raise ValueError if a file of a checkpoint is missing or cut short."""
-    for name, size in read_meta(folder)["files"].items():
+def check_whole(folder: Path) -> dict:
+    """Return a checkpoint's meta.json. Raises ValueError if a file is missing or cut short."""
+    meta = read_meta(folder)
+    for name, size in meta["files"].items():
         found = (folder / name).stat().st_size if (folder / name).exists() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes, not {size}"
             raise ValueError(
                 f"--resume: {folder / name} {what}; earlier checkpoints are beside it")
+    return meta
 
 
 def save_number(meta: dict) -> tuple[int, int]:
@@ -88,10 +91,9 @@ def whole_checkpoints(out: Path) -> list[Path]:
         if not re.fullmatch(r"step-\d{8}(-\d+)?", folder.name):
             continue  # being written or deleted
         try:
-            check_whole(folder)
+            found.append((save_number(check_whole(folder)), folder))
         except ValueError:
             continue  # torn: it neither counts nor displaces others
-        found.append((save_number(read_meta(folder)), folder))
     return [folder for _, folder in sorted(found)]
 
 
@@ -218,7 +220,8 @@ def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
 @contextlib.contextmanager
 def locked(out: Path):
     """Hold OUT for one run. Raises ValueError, with who has it, if another run does. The lock is
-    the system's: it goes with the process, however that ends, so none is ever stale."""
+    the system's: it goes with the process, however that ends, so none is ever stale. Storage that
+    has no locks (some shared file systems) is said, and not guarded."""
     file = open(out / "lock", "a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -228,6 +231,8 @@ def locked(out: Path):
         file.close()
         raise ValueError(f"--out {out}: another run writes there ({owner}); name another "
                          "--out") from None
+    except OSError as e:
+        print(f"--out {out}: not guarded against a second run: {e}", flush=True)
     file.truncate(0)
     file.write(f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}\n")
     file.flush()

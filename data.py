@@ -114,19 +114,15 @@ class Sequences:
         return self.window(int(self.order[position]))
 
 
-def longest_seq(corpus: Corpus, windows: int) -> int:
-    """Return the largest T of which the corpus has so many windows."""
-    return max(0, (len(corpus) - 1) // windows)
-
-
 def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:
     """Return training and validation sequences; these are a twentieth from the end, at least one,
     where there is no val. Raises ValueError with the longest legal --seq."""
-    needs = [(corpus, 1, "one sequence"), (val, 1, "one sequence")]
     if val is None:
         needs = [(corpus, 2, "training and validation")]
+    else:
+        needs = [(corpus, 1, "one sequence"), (val, 1, "one sequence")]
     for part, windows, what in needs:
-        longest = longest_seq(part, windows)
+        longest = max(0, (len(part) - 1) // windows)
         if seq > longest:
             raise ValueError(f"--seq {seq}: the data has {len(part)} tokens, too few for {what}; "
                              f"the longest that fits is --seq {longest}")

@@ -535,7 +535,7 @@ def solve(buffers: list[Buffer], capacity: int = 0, time_limit: float = 60.0, me
     if method not in METHODS:
         raise ValueError(f"method {method!r}: one of {', '.join(METHODS)}")
     if method == "bilevel" and not any(passes):
-        raise ValueError("method bilevel: no buffer has a pass; call StepMemory.mark where each "
+        raise ValueError("method bilevel: no buffer has a pass; call memplan.mark where each "
                          "layer's forward and backward begins, or give the CSV file a column pass")
     search_library(max(5.0, time_limit / 2))  # compiled now, so that first fits have time, too
     rows = in_sections(as_rows(buffers))
@@ -838,8 +838,6 @@ class StepMemory:
             self.solve()
             self.plans = 0
 
-    mark = staticmethod(mark)
-
     def run(self, step):
         """Run the step: the first two as they are (or by the guess), for what lasts; the third is
         recorded; then by plan, and recorded again (three times in all) after one that met less than
@@ -1006,8 +1004,17 @@ def simulate(make, ranks: int = 1, fused=lambda: None, min_bytes: int = 2**20,
             last = len(events)
     finally:
         dist.destroy_process_group()
-    lasting, alive, buffers = {}, {}, []
-    for now, (born, size, kernel) in enumerate(events[:last]):
+    buffers, lasting = lifetimes(events[:last], first, min_bytes, align)
+    return with_passes(buffers, marks), lasting
+
+
+def lifetimes(events, first, min_bytes, align):
+    """Return the buffers of a simulated step, whose events begin at `first`, and the bytes of what
+    was made before and lasts. events: see `simulate`."""
+    lasting = {}  # by birth: size
+    alive = {}  # by birth: size, fused kernel
+    buffers = []
+    for now, (born, size, kernel) in enumerate(events):
         if size >= 0 and now < first:
             lasting[born] = size
         elif size >= 0:
@@ -1020,7 +1027,7 @@ def simulate(make, ranks: int = 1, fused=lambda: None, min_bytes: int = 2**20,
             if size >= min_bytes and (kernel is None or kernel is not begun_in):
                 rounded = -(-size // align) * align
                 buffers.append(Buffer(born, now, rounded))
-    return with_passes(buffers, marks), sum(lasting.values())
+    return buffers, sum(lasting.values())
 
 
 # ---------------------------------------------------------------------------- files, command line

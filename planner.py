@@ -249,10 +249,9 @@ def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
 
 
 def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
-                head_groups: int, recomputed: float = 1.0) -> dict[str, dict[str, float]]:
+                head_groups: int) -> dict[str, dict[str, float]]:
     """Return what a layer's backward needs beside what was kept, at its two high moments: in
-    attention's backward, and in that of the products before it. recomputed: the fraction of chunks
-    of which block.pre runs again, and saves."""
+    attention's backward, and in that of the products before it; all chunks recomputed."""
     e = dtype.itemsize
     d = cfg.head_dim
     x = tokens * cfg.dim * e
@@ -266,22 +265,20 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
     if sp > 1:  # of two head groups what is sent and received; the first group, and its buffers
         in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
         first_group = (3 * q + 2 * k_sent) / head_groups
-        buffers = all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)
     else:  # copies of a part of too many heads
         in_flight = 2 * q if tokens * cfg.heads * d > MAX_ELEMENTS else 0
         first_group = 0
-        buffers = 0
-        repeated = 0
     saved = block_saves(cfg, tokens, dtype).pre
-    pre = recomputed * sum(math.prod(shape) * of.itemsize for shape, of in saved)
+    pre = sum(math.prod(shape) * of.itemsize for shape, of in saved)
     return {
         "attention's backward": {
             "dy, dx": 2 * x, "q, o, do, dq": 4 * q, "k, v": 2 * k, "dk, dv": 2 * k_sent,
-            "repeated k, v": 2 * k_sent if k_sent > k else 0, "head groups": in_flight,
+            "repeated k, v": repeated, "head groups": in_flight,
             "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
         "block.post's backward": {
             "dy, dx": 2 * x, "q, do": 2 * q, "k, v": 2 * k, "repeated k, v": repeated,
-            "first head group": first_group, "all-to-all buffers": buffers,
+            "first head group": first_group,
+            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
             "temporaries of a chunk": chunk * (8 * cfg.ffn + 6 * cfg.dim) * e,
             "saved by block.pre": pre}}
 
@@ -642,15 +639,14 @@ def one_plan(constraints: Constraints, model: ModelConfig, hardware: Hardware, s
         chunk_of(constraints, tokens), f, constraints.recompute,
         accumulates=micro_batches > 1 or constraints.reduce_dtype == "fp32")
     chosen = with_memory(chosen, model, constraints.dtype)
-    fits = chosen.memory.total() <= hardware.gpu_budget
-    if runs_in_chunks(constraints, chosen, fits, prefer_whole):
-        chosen, lost = with_activations(chosen, constraints, model, hardware)
-    elif not fits:
-        raise ValueError(too_large(constraints, chosen, chosen.memory, hardware))
     sizes, host_rate = hardware.measured or estimate(chosen, constraints, model, hardware.rates)
     forward = sizes.layer_s * model.layers
-    if chosen.activations is None:
-        lost = forward if constraints.recompute == "full" else 0.0
+    lost = forward if constraints.recompute == "full" else 0.0
+    fits = chosen.memory.total() <= hardware.gpu_budget
+    if runs_in_chunks(constraints, chosen, fits, prefer_whole):
+        chosen, lost = with_activations(chosen, constraints, model, hardware, sizes, host_rate)
+    elif not fits:
+        raise ValueError(too_large(constraints, chosen, chosen.memory, hardware))
     update = 28 * param_count(model) / f.os / hardware.rates.memory / micro_batches  # AdamW's
     rates = f"all by default hardware rates: {hardware.rates.source}"
     if hardware.measured:
@@ -677,7 +673,7 @@ def with_memory(chosen: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
     layer = layer_bytes(model, chosen.tokens, dtype)
     kept = chosen.activations
     in_chunks = kept is not None and kept.chunks > 1
-    activations = model.layers * sum(layer)
+    activations = activation_bytes(model, chosen.tokens, dtype)
     if kept is not None:
         activations = resident_bytes(kept, layer)
     elif chosen.recompute == "full":  # all layers' inputs, and one whole layer
@@ -695,7 +691,7 @@ def with_memory(chosen: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
 
 
 def with_activations(chosen: Plan, constraints: Constraints, model: ModelConfig,
-                     hardware: Hardware) -> tuple[Plan, float]:
+                     hardware: Hardware, sizes: Sizes, host_rate: float) -> tuple[Plan, float]:
     """Return the plan with what layers keep in chunks, and the seconds that are lost to it. Raises
     ValueError if it does not fit."""
     chunks = -(-chosen.tokens // chosen.chunk)
@@ -708,7 +704,6 @@ def with_activations(chosen: Plan, constraints: Constraints, model: ModelConfig,
         without = {name: value for name, value in memory.lasting.items() if name != "activations"}
         raise ValueError(too_large(constraints, everything, Memory(without, memory.peaks),
                                    hardware))
-    sizes, host_rate = hardware.measured or estimate(chosen, constraints, model, hardware.rates)
     try:
         activations, lost = plan_activations(
             model.layers, sizes, chunks, host_rate, left, hardware.host_budget,

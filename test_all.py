@@ -1609,7 +1609,7 @@ def test_memory_plan_of_two_levels(monkeypatch):
                 for b, a in zip(buffers, plan.offsets) if b.in_pass == f"pass {k}"}
         assert len(mine) == len(kinds[k % 2])
         assert max(a + size for *_, size, a in mine) <= max(p.peak for p in plan.levels[:2])
-    with pytest.raises(ValueError, match="no buffer has a pass; call StepMemory.mark"):
+    with pytest.raises(ValueError, match="no buffer has a pass; call memplan.mark"):
         memplan.solve(random_buffers(5, 0), method="bilevel")
     with pytest.raises(ValueError, match="method 'best': one of auto, greedy"):
         memplan.solve(random_buffers(5, 0), method="best")
@@ -2257,6 +2257,15 @@ def test_one_run_writes_to_a_folder(tmp_path):
     process.kill()
     process.wait()
     train.main([*QUICK, "--steps", "1", "--out", f"{tmp_path}"])
+
+
+def test_storage_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    def no_locks(file, how):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(checkpoint.fcntl, "flock", no_locks)
+    with checkpoint.locked(tmp_path):
+        assert "not guarded against a second run" in capsys.readouterr().out
 
 
 def test_learning_rate_of_zero_changes_nothing(tmp_path):

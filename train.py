@@ -924,7 +924,7 @@ class Progress(threading.Thread):
 
 @dataclass
 class Stop:
-    """Why a run ends early: a signal that came in, or steps that were not finite."""
+    """A signal that asks the run to end after its step."""
 
     signal: int = 0  # that this rank has got; all ranks agree on it at the end of a step
 
@@ -1010,6 +1010,16 @@ class Log:
             row["memplan"] = memory.counts
         print(json.dumps(row), file=self.file, flush=True)
 
+    def close(self, step: int) -> None:
+        """Close the file, and draw the losses if there was a step."""
+        if self.file is None:
+            return
+        self.file.close()
+        if step:
+            out = Path(self.run.cfg.out)
+            draw_losses(out)
+            self.print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
+
 
 def finite_or_none(x: float | None) -> float | None:
     return x if x is not None and math.isfinite(x) else None
@@ -1068,8 +1078,7 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
     """Run the steps after `start`, with evaluations and checkpoints. Returns the exit status: not 0
     if too many steps in a row were not finite. A collective of all ranks."""
     cfg = run.cfg
-    out = Path(cfg.out)
-    log = Log(run, print0, open(out / "log.jsonl", "a") if run.rank == 0 else None)
+    log = Log(run, print0, open(Path(cfg.out) / "log.jsonl", "a") if run.rank == 0 else None)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
     positions = local_positions(run)
@@ -1129,17 +1138,20 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
     if cfg.save_every >= 0 and (saved != step or not (run.resume or step)):
         save(run, states, step, samples, launch)
     if cfg.export and (step == start or not ends):
-        source = Path(cfg.init.removeprefix("hf:")) if cfg.init.startswith("hf:") else None
-        checkpoint.export(Path(cfg.export), run.model, states, run.dtype, source)
-        print0(f"exported {cfg.export}")
+        export(run, states, print0)
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
-    if log.file:
-        log.file.close()
-        if step:
-            draw_losses(out)
-            print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
+    log.close(step)
     return int(in_a_row == cfg.max_skips)
+
+
+def export(run: Run, states: States, print0: Callable) -> None:
+    """Write the weights to --export, with what the import had beside them. A collective."""
+    source = None
+    if run.cfg.init.startswith("hf:"):
+        source = Path(run.cfg.init.removeprefix("hf:"))
+    checkpoint.export(Path(run.cfg.export), run.model, states, run.dtype, source)
+    print0(f"exported {run.cfg.export}")
 
 
 def build_and_train(run: Run, launch: str, print0: Callable) -> int:

@@ -108,25 +108,33 @@ def draw_places(ax) -> None:
     ax.text(0, 8.1, "Where a chunk's tensors lie until backward", fontweight="bold")
     for x, text in ((6.3, "x, o, lse"), (10.5, "q, k, v"), (14.9, "h, gate|up")):
         ax.text(x, 7.55, text, ha="center", style="italic")
-    for j, (name, color, *places) in enumerate((
-            ("kept (last k layers)", GREEN, "GPU", "GPU", "GPU"),
-            ("swapped (the other layers)", BLUE, "host", "host", "host"),
-            ("recomputed (any layer)", ORANGE, "GPU or host", "again: pre", "again: post"))):
+    lines = [
+        ("kept (last k layers)", GREEN, ("GPU", "GPU", "GPU")),
+        ("swapped (the other layers)", BLUE, ("host", "host", "host")),
+        ("recomputed (any layer)", ORANGE, ("GPU or host", "again: pre", "again: post")),
+    ]
+    columns = [(4.6, 3.4), (8.4, 4.2), (12.7, 4.4)]  # x, width
+    for j, (name, color, places) in enumerate(lines):
         y = 6.7 - 0.75 * j
         ax.text(0, y + 0.3, name, va="center")
-        for x, width, place in zip((4.6, 8.4, 12.7), (3.4, 4.2, 4.4), places):
-            box(ax, x, y, width, 0.6, GREY if place == "GPU or host" else color, place)
+        for (x, width), place in zip(columns, places):
+            shade = GREY if place == "GPU or host" else color
+            box(ax, x, y, width, 0.6, shade, place)
 
 
 def draw_rounding_buffers(ax) -> None:
     """Draw four swapped layers on the streams, in forward and in backward."""
     ax.text(0, 4.2, "Two rounding buffers: layer i uses buffer i mod 2", fontweight="bold")
-    for y, name, texts, colors in (
-            (3.3, "forward  compute", ("layer 4", "layer 5", "layer 6", "layer 7"), [GREY] * 4),
-            (2.55, "offload", ("", "4 to host", "5 to host", "6 to host"), [BLUE] * 4),
-            (1.55, "backward  compute", ("layer 7", "layer 6", "layer 5", "layer 4"), [GREY] * 4),
-            (0.8, "prefetch", ("6 to buffer 0", "5 to buffer 1", "4 to buffer 0", ""),
-             [PURPLE, TEAL, PURPLE, GREY])):
+    forward = ("layer 4", "layer 5", "layer 6", "layer 7")
+    offload = ("", "4 to host", "5 to host", "6 to host")
+    prefetch = ("6 to buffer 0", "5 to buffer 1", "4 to buffer 0", "")
+    lines = [  # y, name, what runs one after the other, colours
+        (3.3, "forward  compute", forward, [GREY] * 4),
+        (2.55, "offload", offload, [BLUE] * 4),
+        (1.55, "backward  compute", forward[::-1], [GREY] * 4),
+        (0.8, "prefetch", prefetch, [PURPLE, TEAL, PURPLE, GREY]),
+    ]
+    for y, name, texts, colors in lines:
         ax.text(3.9, y + 0.3, name, va="center", ha="right")
         for k, (text, color) in enumerate(zip(texts, colors)):
             if text:
@@ -139,6 +147,26 @@ def blocks(size: int) -> str:
                     for first in range(0, 8, size))
 
 
+def draw_held(ax, rank: int, low: float, p: int, count: int, maps: dict) -> None:
+    """Draw what a rank holds of one kind of states, in `count` shards: a part of its p-shard, a or
+    b, in a box from y = low on. maps: the colours of a and b."""
+    shard = "ab"[rank % p]
+    parts = count // p  # of a p-shard
+    part = rank % count // p
+    height = 2.8 / count
+    y = low + 2.8 - height * (parts * (rank % p) + part + 1)
+    shade = 0.7
+    name = shard
+    if parts > 1:
+        shade = 0.85 - 0.2 * part
+        name = f"{shard}{part}"
+    box(ax, rank + 0.05, low, 0.9, 2.8, GREY, facecolor="#f4f5f6", linewidth=0.6)
+    box(ax, rank + 0.05, y, 0.9, height, GREY, facecolor=maps[shard](shade), linewidth=0)
+    color = "#222" if shade < 0.5 else "white"  # readable on it
+    ax.text(rank + 0.5, y + height / 2, name, ha="center", va="center_baseline", fontsize=7.5,
+            color=color)
+
+
 def draw_shards(path: Path) -> None:
     """Draw which part of each kind of states the ranks of one node hold, under two p, g, os."""
     fig, axes = figure(4.4, 1, 2)
@@ -148,21 +176,13 @@ def draw_shards(path: Path) -> None:
         ax.set(xlim=(-0.1, 8.1), ylim=(-2.1, 10.6))
         ax.axis("off")
         ax.set_title(f"p = {p}, g = {g}, os = {os}", fontweight="bold", fontsize=10)
-        for k, (kind, count) in enumerate((("parameters\n2P/p bytes", p), ("gradients\n2P/g", g),
-                                           ("optimizer\n12P/os", os))):
+        kinds = {"parameters\n2P/p bytes": p, "gradients\n2P/g": g, "optimizer\n12P/os": os}
+        for k, (kind, count) in enumerate(kinds.items()):
             low = 7.2 - 3.6 * k
             if ax is axes[0]:
                 ax.text(-0.3, low + 1.4, kind, ha="right", va="center")
             for rank in range(8):
-                shard, part, parts = "ab"[rank % p], rank % count // p, count // p
-                height = 2.8 / count
-                y = low + 2.8 - height * (parts * (rank % p) + part + 1)
-                box(ax, rank + 0.05, low, 0.9, 2.8, GREY, facecolor="#f4f5f6", linewidth=0.6)
-                shade = 0.7 if parts == 1 else 0.85 - 0.2 * part
-                box(ax, rank + 0.05, y, 0.9, height, GREY, facecolor=maps[shard](shade),
-                    linewidth=0)
-                ax.text(rank + 0.5, y + height / 2, shard + str(part) * (parts > 1), ha="center",
-                        va="center_baseline", fontsize=7.5, color=("white", "#222")[shade < 0.5])
+                draw_held(ax, rank, low, p, count, maps)
         for rank in range(8):
             ax.text(rank + 0.5, -0.35, f"rank {rank}", ha="center", va="top", fontsize=7.5)
         ax.text(0, -1.05, f"gather parameters in {blocks(p)}\nos group {blocks(os)}", va="top",
@@ -203,10 +223,16 @@ def layer_starts(events: list, layers: int = 32) -> tuple[dict[int, float], dict
     compute = [(kind, start, ms) for stream, kind, start, ms in events if stream == "compute"]
     products = [start for kind, start, _ in compute if kind == 1]
     attention = [start for kind, start, ms in compute if kind == 0 and ms > 0.2]
-    forward, backward = attention[2 * layers : 3 * layers], attention[3 * layers :]
-    return ({i: max(x for x in products if x < start) for i, start in enumerate(forward)},
-            {layers - 2 - i: [x for x in products if x > start][2]
-             for i, start in enumerate(backward[:-1])})
+    # of two steps: forward and backward of the first, then of the second
+    in_forward = attention[2 * layers : 3 * layers]
+    in_backward = attention[3 * layers :]
+    forward = {}
+    for i, start in enumerate(in_forward):
+        forward[i] = max(x for x in products if x < start)
+    backward = {}
+    for i, start in enumerate(in_backward[:-1]):
+        backward[layers - 2 - i] = [x for x in products if x > start][2]
+    return forward, backward
 
 
 def draw_timeline(path: Path, trace: Path) -> None:

@@ -102,12 +102,22 @@ A command is as of the commit that measured it: later ones may name things diffe
 """
 
 
+def memory_cells(r: dict) -> list[str]:
+    """Return the row of a table of states: GiB held / GiB by formula, for each kind of them."""
+    pairs = [(r["state_bytes"][kind] / 2**30, r["state_bytes_formula"][kind] / 2**30)
+             for kind in ("parameters", "gradients", "optimizer")]
+    worst = max(abs(have / want - 1) for have, want in pairs)
+    return [r["system"], *(f"{have:.2f} / {want:.2f}" for have, want in pairs), f"{worst:.2%}"]
+
+
 def earlier_layout(rows: list[dict]) -> tuple | None:
     """Return head and cells of tables that bench.py measured once, and that tests show now."""
     if "largest_loss_difference" in rows[0]:
         keys = ("loss_first", "loss_last", "largest_loss_difference", "largest_norm_difference")
         head = ["system", "first loss", "last loss", "difference", "of the norm"]
         return head, lambda r: [r["system"], *(f"{r[key]:.4f}" for key in keys)]
+    if "imbalance" in rows[0]:
+        return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
     if "dq" in rows[0]:
         head = ["system", "tokens", "heads", "o", "dq", "dk", "dv"]
         return head, lambda r: [r["system"], f"{r['seq']:,}", str(r["heads"]), *(
