@@ -448,8 +448,11 @@ def publish(out: Path, keep: int, writing: Path) -> None:
     sync_folder(out)
     for old in whole_checkpoints(out)[:-keep]:
         torn = old.with_name(f"{old.name}.old")
-        os.rename(old, torn)  # killed while it deletes, this leaves nothing that looks whole
-        shutil.rmtree(torn)
+        try:
+            os.rename(old, torn)  # killed while it deletes, this leaves nothing that looks whole
+            shutil.rmtree(torn)
+        except OSError as e:
+            print(f"not deleted: {sentence(e)}", flush=True)
     print(f"saved {final}", flush=True)
 
 
