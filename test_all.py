@@ -226,8 +226,11 @@ def plain_llama(model: m.LLaMA, tokens, labels):
 
     x = F.embedding(tokens, model.embed.weight)
     for b in model.blocks:
-        heads = F.linear(norm(x, b.norm1), b.qkv.weight).unflatten(-1, (-1, cfg.head_dim))
+        bias = b.qkv_bias.weight if cfg.qkv_bias else None
+        heads = F.linear(norm(x, b.norm1), b.qkv.weight, bias).unflatten(-1, (-1, cfg.head_dim))
         q, k, v = heads.transpose(1, 2).split([cfg.heads, cfg.kv_heads, cfg.kv_heads], dim=1)
+        if cfg.qk_norm:
+            q, k = norm(q, b.q_norm), norm(k, b.k_norm)
         k, v = (s.repeat_interleave(cfg.heads // cfg.kv_heads, dim=1) for s in (rotate(k), v))
         o = F.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
         h = x + F.linear(o.transpose(1, 2).flatten(2), b.out.weight)
@@ -244,12 +247,18 @@ def example(batch=2, seq=40, vocab=101, seed=1):
     return tokens, labels
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("changes", [
+    {"kv_heads": 1}, {"kv_heads": 2}, {"kv_heads": 6}, {"qkv_bias": True}, {"qk_norm": True},
+    {"qkv_bias": True, "qk_norm": True, "kv_heads": 3}], ids=str)
 @pytest.mark.parametrize("loss_elements", [2**27, 101 * 7])  # one chunk; chunks of 7 tokens, ragged
-def test_model_equals_plain_pytorch(kv_heads, loss_elements, monkeypatch):
+def test_model_equals_plain_pytorch(changes, loss_elements, monkeypatch):
     monkeypatch.setattr(m, "LOSS_ELEMENTS", loss_elements)
-    model = m.LLaMA(dataclasses.replace(SMALL, kv_heads=kv_heads)).double()
+    model = m.LLaMA(dataclasses.replace(SMALL, **changes)).double()
     model.init_weights(3)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == (0 if "bias" in name else 1)).all(), name
+            p.data.copy_(random_vectors(name, p.shape))
     tokens, labels = example()
     loss = model(tokens, labels)
     (3 * loss).backward()
@@ -641,7 +650,7 @@ def train_plainly(batches) -> tuple[m.LLaMA, list]:
     plain, wanted = m.LLaMA(SMALL).double(), []
     for name, p in plain.named_parameters():
         p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, p.device))
-    kinds = [[p for n, p in plain.named_parameters() if ("norm" in n) == norm] for norm in (0, 1)]
+    kinds = [[p for p in plain.parameters() if (p.dim() == 1) == vector] for vector in (0, 1)]
     adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
                               lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
     for tokens, labels in batches:
@@ -659,7 +668,8 @@ def sharding_worker(cases: str):
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     global SMALL
-    SMALL = dataclasses.replace(SMALL, dim=24, heads=3, kv_heads=1, ffn=40, vocab=67)
+    SMALL = dataclasses.replace(SMALL, dim=24, heads=3, kv_heads=1, ffn=40, vocab=67,
+                                qkv_bias=cases == "once", qk_norm=cases == "once")
 
     def batch(step):
         tokens, labels = example(batch=24, seq=12, vocab=67, seed=step)
@@ -688,7 +698,7 @@ def sharding_worker(cases: str):
             assert got == pytest.approx(want, rel=1e-11), (f, layout, several, recompute)
         for name, p in plain.named_parameters():
             assert relative(states.full(name), p) < 1e-11, (f, layout, several, recompute, name)
-        count = sum(p.numel() for n, p in plain.named_parameters() if "norm" not in n)
+        count = sum(p.numel() for p in plain.parameters() if p.dim() > 1)
         formula = planner.state_bytes(count, f, torch.float64, several > 1)
         if layout == "intra":  # the rest is padding, which is large only in matrices as small
             assert all(formula[k] <= v < 1.3 * formula[k] for k, v in states.bytes().items())
@@ -807,8 +817,9 @@ PLANS = [(0, 2, 0), (1, 2, 2), (4, 3, 1), (8, 2, 99), (0, 5, 99), (0, 5, 0), (3,
 
 
 def sequence_worker():
-    """Runs under torchrun: sequence degrees x plans x chunk sizes x kv heads x factors, five steps
-    each, against one plain process. What was used is poisoned."""
+    """Runs under torchrun: sequence degrees x plans x chunk sizes x kv heads, of which some have
+    biases and norms on q and k, x factors, five steps each, against one plain process. What was
+    used is poisoned."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     groups, count, cpu = attention.Groups(), 0, torch.device("cpu")
@@ -816,7 +827,8 @@ def sequence_worker():
     for kv_heads, degrees in ((4, [world // 2, world]), (2, [4]), (1, [4])):
         global SMALL
         SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
-                                    layers=5, head_dim=4)
+                                    layers=5, head_dim=4, qkv_bias=kv_heads < 4,
+                                    qk_norm=kv_heads == 2)
         batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
         plain, wanted = train_plainly(batch)
         legal = shard.legal_factors(world, world)
@@ -913,17 +925,32 @@ def random_vectors(name, shape):
 
 
 def forked_block_worker():
-    """Runs under torchrun: a changed block, under plain autograd and in chunks, sharded."""
+    """Runs under torchrun: a changed block, and this one with biases and norms on q and k, under
+    plain autograd and in chunks, sharded."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
+    small = dataclasses.replace(SMALL, dim=24, heads=4, kv_heads=2, ffn=40, vocab=67, layers=4)
+    ours = dataclasses.replace(small, qkv_bias=True, qk_norm=True)
+    saves = offload.block_saves(small, 6, torch.float64, QKNormBlock)
+    assert saves.final_matrix is None and len(saves.pre) == 2, saves  # q and k before their norms
+    saves = offload.block_saves(small, 6, torch.float64)
+    for field in ("qkv_bias", "qk_norm"):  # keep no more than a plain layer
+        assert offload.block_saves(dataclasses.replace(small, **{field: True}), 6,
+                                   torch.float64) == saves and not saves.pre
+    ways = [changed_block(block, cfg, rank, world)
+            for block, cfg in ((QKNormBlock, small), (m.Block, ours))]
+    print(f"rank {rank}: {ways} ways equal", flush=True)
+    os._exit(0)
+
+
+def changed_block(block: type, cfg: m.ModelConfig, rank: int, world: int) -> int:
+    """Return in how many ways a block's gradients are those of plain autograd."""
     global SMALL
-    SMALL = dataclasses.replace(SMALL, dim=24, heads=4, kv_heads=2, ffn=40, vocab=67, layers=4)
-    m.Block, cpu, groups = QKNormBlock, torch.device("cpu"), attention.Groups()
+    SMALL = cfg
+    m.Block, cpu, groups = block, torch.device("cpu"), attention.Groups()
     tokens, labels = example(batch=2, seq=24, vocab=67)
     scale = 1 / (labels != m.IGNORE).sum().double()
     part, cut = 24 // world, slice(rank * 24 // world, (rank + 1) * 24 // world)
-    saves = offload.block_saves(SMALL, 6, torch.float64)
-    assert saves.final_matrix is None and len(saves.pre) == 2, saves  # q and k before their norms
     plans = {"plain": None, "full": None, "keep": (4, 4, 99), "recompute": (4, 4, 0),
              "swap": (4, 2, 8, 8), "some": (4, 2, 3, 3), "without o": (4, 2, 3, 3, 2)}
     want = None
@@ -964,8 +991,7 @@ def forked_block_worker():
             if p.dim() > 1:
                 got = states.by_name[name].grad_shard[: p.numel()].view(p.shape)
                 assert relative(got, p.grad) < 1e-12, name
-    print(f"rank {rank}: {len(plans)} ways equal", flush=True)
-    os._exit(0)
+    return len(plans)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -973,7 +999,7 @@ def test_another_block_changes_the_block_alone(ranks, tmp_path):
     """What a fork relies on: norms, biases and an end of the layer that nothing outside knows are
     right in chunks that are kept, swapped and recomputed, and where o is dropped; poisoned."""
     text = run([], ranks, "import test_all; test_all.forked_block_worker()", tmp=tmp_path)
-    assert text.count("7 ways equal") == ranks
+    assert text.count("[7, 7] ways equal") == ranks
 
 
 def test_forgotten_activations_are_freed(group):
