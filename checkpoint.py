@@ -276,6 +276,10 @@ def check_disk(need: dict[Path, float]) -> None:
 
 
 # ---------------------------------------------------------------------------- Hugging Face files
+#
+# Exactly or not at all: what is imported has the logits that transformers computes, as has what is
+# exported, or a ValueError names the key, the tensor or the file that stands in the way. Keys that
+# change no logits (dropout, token ids, ...) are not looked at; they go along with an export.
 
 _HF = {  # our weight: theirs, whose rows follow one another in it
     "embed": ["model.embed_tokens"], "norm": ["model.norm"], "head": ["lm_head"],
@@ -446,8 +450,10 @@ def hf_window(c: dict) -> int | None:
     if kind == "mistral" or types is None:
         return window
     full, sliding = "full_attention", "sliding_attention"
-    if not isinstance(types, list) or any(t not in (full, sliding) for t in types):
-        raise ValueError(f"layer_types is {types!r}: a list of {full} and {sliding} is built")
+    if (not isinstance(types, list) or any(t not in (full, sliding) for t in types)
+            or len(types) != c.get("num_hidden_layers")):
+        raise ValueError(f"layer_types is {types!r}: a {full} or {sliding} for each of "
+                         f"{c.get('num_hidden_layers')} layers")
     if sliding in types and window is None:
         raise ValueError("layer_types has sliding_attention, and use_sliding_window or "
                          "sliding_window says that nothing slides")
@@ -473,8 +479,8 @@ def _hf_files(root: Path) -> list[str]:
         if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
             raise ValueError(f"{index}: {name!r} is not the name of a .safetensors file beside it")
     if single.exists() and single.name not in names:
-        raise ValueError(f"{root}: {single.name} and {index.name}, which names {names[0]}, both say "
-                         "what the weights are; delete one of them")
+        raise ValueError(f"{root}: {single.name} and {index.name}, which names {names[0]}, both "
+                         "say what the weights are; delete one of them")
     return names
 
 

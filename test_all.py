@@ -146,6 +146,19 @@ def test_counts(name, count):
     assert causal == 6 * count + attention and full == causal + attention
 
 
+@pytest.mark.parametrize("sizes, fields, count", [
+    ((32768, 4096, 32, 32, 8, 14336), {}, 7_248_023_552),  # Mistral-7B v0.3
+    ((131072, 5120, 40, 32, 8, 14336), {}, 12_247_782_400),  # Mistral-Nemo
+    ((152064, 3584, 28, 28, 4, 18944), {"qkv_bias": True}, 7_615_616_512),  # Qwen2.5-7B
+    ((151936, 4096, 36, 32, 8, 12288), {"qk_norm": True}, 8_190_735_360)])  # Qwen3-8B
+def test_counts_of_imports(sizes, fields, count):
+    cfg = m.ModelConfig(*sizes, **fields)
+    assert m.param_count(cfg) == count
+    with torch.device("meta"):
+        few = dataclasses.replace(cfg, layers=2)
+        assert sum(p.numel() for p in m.LLaMA(few).parameters()) == m.param_count(few)
+
+
 def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
@@ -2099,17 +2112,17 @@ def test_hf_windows(kind, keys, tmp_path):
 
 
 def test_hf_from_scratch_is_what_computes_it():
-    small = dataclasses.replace(SMALL, dim=48)
-    for changes, kind in (({}, "llama"), ({"qkv_bias": True}, "qwen2"), ({"qk_norm": True}, "qwen3")):
-        assert checkpoint.hf_architecture(dataclasses.replace(small, **changes), {}) == kind
-    both = dataclasses.replace(small, qkv_bias=True, qk_norm=True)
+    for changes, kind in (({}, "llama"), ({"qkv_bias": True}, "qwen2"),
+                          ({"qk_norm": True}, "qwen3")):
+        assert checkpoint.hf_architecture(dataclasses.replace(SMALL, **changes), {}) == kind
+    both = dataclasses.replace(SMALL, qkv_bias=True, qk_norm=True)
     with pytest.raises(ValueError, match="Qwen.*no key for q.*=True"):
         checkpoint.hf_architecture(both, {})
     with pytest.raises(ValueError, match="MistralForCausalLM's config.json has no key for qk_norm"):
-        checkpoint.hf_architecture(dataclasses.replace(small, qk_norm=True),
+        checkpoint.hf_architecture(dataclasses.replace(SMALL, qk_norm=True),
                                    {"model_type": "mistral"})
     with pytest.raises(ValueError, match="6 heads do not divide its width 50"):
-        checkpoint.hf_architecture(dataclasses.replace(small, dim=50), {})
+        checkpoint.hf_architecture(dataclasses.replace(SMALL, dim=50), {})
 
 
 WRONG = (None, "x", "", [], [1], {}, {"a": 1}, -1, 0, 0.5, 3, True, float("nan"), float("inf"), 1e9,
@@ -2155,7 +2168,8 @@ def test_hf_index_fuzz(tmp_path):
     places = json.loads(index.read_text())["weight_map"]
     checkpoint.hf_open(tmp_path, cfg)
     file = places["lm_head.weight"]
-    for value in (*WRONG, "../x.safetensors", f"{tmp_path}/{file}", "a\\b.safetensors", "..", "a.bin"):
+    for value in (*WRONG, "../x.safetensors", f"{tmp_path}/{file}", "a\\b.safetensors", "..",
+                  "a.bin"):
         maps = [places | {"lm_head.weight": value}, value]
         for broken in [{"weight_map": weight_map} for weight_map in maps] + [value]:
             index.write_text(json.dumps(broken))
@@ -2227,7 +2241,7 @@ def test_rope_scaling_counts_from_the_trained_length():
     assert yarn.max_positions == 4 * 4096 and scaled(yarn, "yarn:2").rope_scaling == {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
     assert scaled(scaled(m.MODELS["7b"], "linear:2"), "linear:2").rope_scaling["factor"] == 4.0
-    with pytest.raises(ValueError, match="has llama3 scaling already; extend it with llama3:4"):
+    with pytest.raises(ValueError, match="has llama3 scaling already; extend it with llama3:F"):
         scaled(cfg, "yarn:4")
 
 
@@ -2264,7 +2278,7 @@ def test_hf_train_and_export(tmp_path, capsys):
 
 def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
     """The model comes from the checkpoint, whether or not flags name it again, after a restart by
-    torchrun, too; another scaling than its own is refused; an export does without a tokenizer."""
+    torchrun, too; a factor counts from the import; an export does without a tokenizer."""
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
     kind, keys = PUBLISHED["Qwen3"]
@@ -2273,15 +2287,18 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
     args = ["--device", "cpu", "--dtype", "bf16", "--seq", "640", "--batch", "2", "--steps", "3",
             "--warmup", "0", "--eval-every", "-1", "--save-every", "1", "--keep", "9"]
     train.main([*args, *init, "--out", f"{tmp_path}/a"])
-    assert ("--seq 640 is past the 512 tokens that the model's rotary embedding reaches; "
+    assert ("--seq 640 is past the 512 tokens that the rotary embedding reaches; "
             "--rope-scaling yarn:3 extends it") in capsys.readouterr().out
     first = tmp_path / "a" / "step-00000001"
     (tmp_path / "in").rename(tmp_path / "gone")
     for i, flags in enumerate(([], init, ["--model", "hf"])):
         train.main([*args, *flags, "--resume", f"{first}", "--out", f"{tmp_path}/b{i}"])
         assert losses(tmp_path / f"b{i}") == losses(tmp_path / "a")[1:]
-    with pytest.raises(ValueError, match="yarn:4: .*a/step-00000003 has yarn:2, which stays"):
-        train.main([*args, "--rope-scaling", "yarn:4", "--resume", "--out", f"{tmp_path}/a"])
+    again, model, _, source = train.resumed_model(train.Config(rope_scaling="yarn:4"), first)
+    assert (model.rope_scaling["factor"], model.max_positions) == (4.0, 1024)
+    assert (again.model, source["model_type"]) == ("hf", "qwen3")
+    with pytest.raises(ValueError, match="linear:2: .*yarn scaling already; extend it with yarn:F"):
+        train.main([*args, "--rope-scaling", "linear:2", "--resume", "--out", f"{tmp_path}/a"])
     dist.destroy_process_group()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train.main([*args, *init, "--steps", "4", "--out", f"{tmp_path}/a", "--export",
@@ -2297,14 +2314,14 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
 
 def test_resume_takes_the_model_from_the_checkpoint(tmp_path, capsys):
     args = [*QUICK[2:], "--out", f"{tmp_path}"]
-    train.main([*args, "--model", "tiny", "--steps", "1", "--seq", "2K", "--batch", "1"])
-    train.main([*args, "--steps", "2", "--seq", "4K", "--batch", "1", "--resume",
+    train.main([*args, "--model", "tiny", "--steps", "0", "--seq", "1280", "--batch", "1"])
+    train.main([*args, "--steps", "1", "--seq", "1.5K", "--batch", "1", "--resume",
                 "--rope-scaling", "llama3:2"])
     said = capsys.readouterr().out
     assert "model tiny: " in said and "past the" not in said
     meta = checkpoint.read_meta((tmp_path / "latest").resolve())
-    assert meta["model"]["rope_scaling"]["original_max_position_embeddings"] == 2048
-    assert meta["model"]["max_positions"] == 4096
+    assert meta["model"]["rope_scaling"]["original_max_position_embeddings"] == 1280
+    assert meta["model"]["max_positions"] == 2560
 
 
 # ---------------------------------------------------------------------------- data
@@ -2747,7 +2764,7 @@ def test_refused(case, tmp_path, monkeypatch):
     ("pth", "consolidated.00.pth is a pickle.*convert_llama_weights_to_hf --input_dir .*/hf "),
     ("window", "--seq 32: .* sliding windows of 16 tokens.*nearest: --seq 16"),
     ("layer types", "layer_types has sliding_attention, and use_sliding_window"),
-    ("yarn over llama3", "yarn:2: its rotary.* llama3 scaling already; extend it with llama3:2"),
+    ("yarn over llama3", "yarn:2: its rotary.* llama3 scaling already; extend it with llama3:F"),
     ("quantized", "quantization_config is .*gptq.* only None is built"),
     ("two files", "model.safetensors and model.safetensors.index.json, which names model-00001.*"
                   "delete one"),

@@ -80,7 +80,8 @@ def flag(default, text: str):
 class Config:
     """Every flag. None is `auto`: chosen by what the help says; a Run's Config has the choice."""
 
-    model: str = flag("auto", f"auto (tiny on a CPU, 7b on GPUs), {', '.join(MODELS)}")
+    model: str = flag("auto", f"auto (a resumed run's; tiny on a CPU, 7b on GPUs),"
+                      f" {', '.join(MODELS)}")
     seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
     sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end")
@@ -114,14 +115,14 @@ class Config:
     init: str = flag("random", "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral,"
                      " Qwen2, Qwen2.5 or Qwen3, in safetensors; a resumed run needs neither the"
                      " flag nor DIR")
-    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype, of"
-                       " the architecture that was imported (else Llama), with its tokenizer and"
+    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype,"
+                       " of the architecture that was imported (else Llama), with its tokenizer and"
                        " license")
     rope_theta: float | None = flag(None, "rotary base; auto: the model's")
     rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
                              " llama3:FACTOR or yarn:FACTOR, which counts from the length that the"
                              " weights were trained at, a scaling that they have included; that one"
-                             " is extended by its own kind alone (Llama 3.1's 128K: by llama3:2 to"
+                             " is extended by its own kind alone (Llama 3.1's 128K by llama3:2 to"
                              " 256K)")
     p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
                          " auto: by predicted time, then the fewest shards, p before g before os")
@@ -377,23 +378,31 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank if kind == "cuda" else None)
 
 
-def with_rope(cfg: Config, model: ModelConfig) -> ModelConfig:
-    """Return the model with --rope-theta and --rope-scaling, and the positions that it reaches.
-    Raises ValueError."""
+def rope_factor(text: str) -> tuple[str, float]:
+    """Return kind and factor of a --rope-scaling. Raises ValueError."""
+    kind, _, number = text.partition(":")
+    factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
+    if kind not in llama.ROPE_KEYS or not 1 <= factor < 1e9:
+        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR or yarn:FACTOR, "
+                         "from 1")
+    return kind, factor
+
+
+def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
+    """Return the model with --rope-theta and --rope-scaling, and the positions that it reaches;
+    made: a --rope-scaling that it has already. Raises ValueError."""
     if cfg.rope_theta:
         model = dataclasses.replace(model, rope_theta=cfg.rope_theta)
     if not cfg.rope_scaling:
         return model
-    kind, _, number = cfg.rope_scaling.partition(":")
-    factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
-    if kind not in llama.ROPE_KEYS or not 1 <= factor < 1e9:
-        raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR, llama3:FACTOR or "
-                         "yarn:FACTOR, from 1")
+    kind, factor = rope_factor(cfg.rope_scaling)
+    if made:
+        factor /= rope_factor(made)[1]
     old = model.rope_scaling
     has = llama.rope_kind(old)
     if old and has != kind:
         raise ValueError(f"--rope-scaling {cfg.rope_scaling}: its rotary embedding has {has} "
-                         f"scaling already; extend it with {has}:{number}")
+                         f"scaling already; extend it with {has}:FACTOR")
     fresh = {"factor": 1.0, "original_max_position_embeddings": model.max_positions,
              "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
     scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in llama.ROPE_KEYS[kind]})
@@ -438,23 +447,18 @@ def choose_model(cfg: Config, device: torch.device, resumed: Path | None) -> Cho
 
 
 def resumed_model(cfg: Config, folder: Path) -> Chosen:
-    """Return what choose_model does, of the checkpoint to resume. The rotary flags that made it are
-    in its model, so they may be repeated or left out. Raises ValueError."""
+    """Return what choose_model does, of the checkpoint to resume. The flags that made it may be
+    repeated or left out. Raises ValueError."""
     meta = checkpoint.read_meta(folder)
     old = meta["config"]
-    if old["rope_scaling"] and cfg.rope_scaling not in ("", old["rope_scaling"]):
-        raise ValueError(f"--rope-scaling {cfg.rope_scaling}: {folder} has {old['rope_scaling']}, "
-                         "which stays; drop the flag")
     try:
         model = ModelConfig(**meta["model"])
     except TypeError as e:
         raise ValueError(f"--resume: {folder} is of another model: {e}") from e
-    new = cfg if not old["rope_scaling"] else dataclasses.replace(cfg, rope_scaling="")
-    made = {"model": old["model"], "init": old["init"],
-            "rope_scaling": cfg.rope_scaling or old["rope_scaling"],
-            "rope_theta": cfg.rope_theta or old["rope_theta"]}
-    cfg = dataclasses.replace(cfg, **made)
-    return cfg, with_rope(new, model), None, meta.get("source", {})
+    cfg = dataclasses.replace(cfg, model=old["model"], init=old["init"],
+                              rope_scaling=cfg.rope_scaling or old["rope_scaling"],
+                              rope_theta=cfg.rope_theta or old["rope_theta"])
+    return cfg, with_rope(cfg, model, old["rope_scaling"]), None, meta.get("source", {})
 
 
 def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
@@ -1135,8 +1139,8 @@ def introduce(run: Run, print0: Callable) -> None:
     if cfg.seq > reached:
         kind = llama.rope_kind(run.model.rope_scaling).replace("default", "yarn")
         factor = float(cfg.rope_scaling.partition(":")[2] or 1)
-        print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the model's rotary embedding"
-               f" reaches; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
+        print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
+               f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
     print0(f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
            f"{run.val.count:,} validation sequences of {cfg.seq:,}")
 
