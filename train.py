@@ -80,7 +80,8 @@ def flag(default, text: str):
 class Config:
     """Every flag. None is `auto`: chosen by what the help says; a Run's Config has the choice."""
 
-    model: str = flag("auto", f"auto (tiny on a CPU, 7b on GPUs), {', '.join(MODELS)}")
+    model: str = flag("auto", f"auto (a resumed run's; tiny on a CPU, 7b on GPUs),"
+                      f" {', '.join(MODELS)}")
     seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
     sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end")
@@ -89,11 +90,11 @@ class Config:
     batch_tokens: int | None = flag(None, "the same in tokens (as 4M), a multiple of --seq")
     micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
                                    " within 8K tokens a rank")
-    lr: float | None = flag(None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, else"
-                            " 3e-4")
+    lr: float | None = flag(None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5"
+                            " for --init hf:DIR, else 3e-4")
     min_lr: float = flag(0.1, "the cosine's end, as a fraction of --lr")
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a twentieth of --steps")
-    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms")
+    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
@@ -113,11 +114,18 @@ class Config:
                             " memory")
     resume: str = flag("", "never, latest, auto (latest if there is one), or a checkpoint's folder;"
                        " alone: latest; without it: never, but auto under a torchrun restart")
-    init: str = flag("random", "random, or hf:DIR: a Hugging Face LLaMA checkpoint")
-    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights")
+    init: str = flag("random", "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral,"
+                     " Qwen2, Qwen2.5 or Qwen3, in safetensors; a resumed run needs neither the"
+                     " flag nor DIR")
+    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype,"
+                       " of the architecture that was imported (else Llama), with its tokenizer and"
+                       " license")
     rope_theta: float | None = flag(None, "rotary base; auto: the model's")
-    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR or"
-                             " yarn:FACTOR")
+    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
+                             " llama3:FACTOR or yarn:FACTOR, which counts from the length that the"
+                             " weights were trained at, a scaling that they have included; that one"
+                             " is extended by its own kind alone (Llama 3.1's 128K by llama3:2 to"
+                             " 256K)")
     p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
                          " auto: by predicted time, then the fewest shards, p before g before os")
     g: str | None = flag(None, "gradient shards, p or os; auto: likewise")
@@ -345,6 +353,7 @@ class Run:
     kernel: str
     model: ModelConfig
     pretrained: Callable[[str], Tensor] | None = None  # name -> tensor of the imported checkpoint
+    source: dict = dataclasses.field(default_factory=dict)  # its config.json, also where it resumes
     train: Sequences | None = None
     val: Sequences | None = None
     resume: Path | None = None
@@ -384,46 +393,96 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank if kind == "cuda" else None)
 
 
-def rope_scaling(cfg: Config, model: ModelConfig) -> dict:
-    """Return the rotary scaling of --rope-scaling, else the model's. Raises ValueError."""
+def rope_factor(text: str) -> tuple[str, float]:
+    """Return kind and factor of a --rope-scaling. Raises ValueError."""
+    kind, _, number = text.partition(":")
+    factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
+    if kind not in llama.ROPE_KEYS or not 1 <= factor < 1e9:
+        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR or yarn:FACTOR, "
+                         "from 1")
+    return kind, factor
+
+
+def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
+    """Return the model with --rope-theta and --rope-scaling, and the positions that it reaches;
+    made: a --rope-scaling that it has already. Raises ValueError."""
+    if cfg.rope_theta:
+        model = dataclasses.replace(model, rope_theta=cfg.rope_theta)
     if not cfg.rope_scaling:
-        return model.rope_scaling
-    kind, _, factor = cfg.rope_scaling.partition(":")
-    number = factor.replace(".", "", 1).isdigit()
-    if kind not in ("linear", "yarn") or not number or float(factor) < 1:
-        raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR, from 1")
-    trained = model.rope_scaling.get("original_max_position_embeddings", model.max_positions)
-    return {"rope_type": kind, "factor": float(factor),
-            "original_max_position_embeddings": trained}
+        return model
+    kind, factor = rope_factor(cfg.rope_scaling)
+    if made:
+        factor /= rope_factor(made)[1]
+    old = model.rope_scaling
+    has = llama.rope_kind(old)
+    if old and has != kind:
+        raise ValueError(f"--rope-scaling {cfg.rope_scaling}: its rotary embedding has {has} "
+                         f"scaling already; extend it with {has}:FACTOR")
+    fresh = {"factor": 1.0, "original_max_position_embeddings": model.max_positions,
+             "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
+    scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in llama.ROPE_KEYS[kind]})
+    scaling["factor"] *= factor
+    scaling.pop("attention_factor", None)  # a fixed one was the old factor's
+    return dataclasses.replace(model, rope_scaling=scaling,
+                               max_positions=round(model.max_positions * factor))
 
 
-def choose_model(cfg: Config, device: torch.device) -> tuple[str, ModelConfig, Callable | None]:
-    """Return the name and sizes of the model of --model or --init, and for --init hf:DIR name ->
-    tensor. Raises ValueError."""
-    if cfg.init.startswith("hf:"):
-        if cfg.model not in ("auto", "hf"):
-            raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
-        folder = cfg.init.removeprefix("hf:")
-        model = checkpoint.hf_config(folder)
-        return "hf", model, checkpoint.hf_open(folder, model)
+Chosen = tuple[Config, ModelConfig, Callable | None, dict]  # cfg, model, pretrained, source of Run
+
+
+def choose_model(cfg: Config, device: torch.device, resumed: Path | None) -> Chosen:
+    """Return the flags with the model's name, the model of --model or --init, and for --init hf:DIR
+    name -> tensor and DIR's config.json. A run that resumes has them from its checkpoint, unless
+    flags name them. Raises ValueError."""
+    folder = cfg.init.removeprefix("hf:") if cfg.init != "random" else ""
+    if folder and cfg.model not in ("auto", "hf"):
+        raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
     name = cfg.model
-    if name == "auto":
-        name = "tiny" if device.type == "cpu" else "7b"
-    if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS, 1)
-        hint = f"; nearest: {near[0]}" if near else ""
-        raise ValueError(f"--model {name}: auto, {', '.join(MODELS)}{hint}")
-    return name, MODELS[name], None
+    pretrained = None
+    source = {}
+    if resumed and name in ("auto", "hf") and not (folder and Path(folder).exists()):
+        return resumed_model(cfg, resumed)
+    if folder:
+        name = "hf"
+        source = checkpoint.hf_source(folder)
+        model = checkpoint.hf_config(folder)
+        pretrained = None if resumed else checkpoint.hf_open(folder, model)
+    else:
+        if name == "auto":
+            name = "tiny" if device.type == "cpu" else "7b"
+        if name not in MODELS:
+            near = difflib.get_close_matches(name.lower(), MODELS, 1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise ValueError(f"--model {name}: auto, {', '.join(MODELS)}{hint}")
+        model = MODELS[name]
+    trained = checkpoint.read_meta(resumed)["model"] if resumed else {}
+    if trained.get("rope_scaling") == model.rope_scaling:  # it may have been trained at more
+        model = dataclasses.replace(model, max_positions=trained["max_positions"])
+    return dataclasses.replace(cfg, model=name), with_rope(cfg, model), pretrained, source
 
 
-def default_flags(cfg: Config, world: int, device: torch.device, model: str) -> Config:
+def resumed_model(cfg: Config, folder: Path) -> Chosen:
+    """Return what choose_model does, of the checkpoint to resume. The flags that made it may be
+    repeated or left out. Raises ValueError."""
+    meta = checkpoint.read_meta(folder)
+    old = recorded_flags(folder, meta)
+    try:
+        model = ModelConfig(**meta["model"])
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"--resume: {folder} is of another model: {e}") from e
+    cfg = dataclasses.replace(cfg, model=old.model, init=old.init,
+                              rope_scaling=cfg.rope_scaling or old.rope_scaling,
+                              rope_theta=cfg.rope_theta or old.rope_theta)
+    return cfg, with_rope(cfg, model, old.rope_scaling), None, meta["source"]
+
+
+def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
     """Return the flags with the usual values where they are open and nothing need be known."""
     usual = {
         "device": device.type,
         "dtype": "bf16" if device.type == "cuda" else "fp32",
-        "model": model,
-        "seq": 256 if model == "tiny" else 4096,
-        "lr": {"tiny": 3e-3, "160m": 6e-4}.get(model, 3e-4),
+        "seq": 256 if cfg.model == "tiny" else 4096,
+        "lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
         "warmup": cfg.steps // 20,
         "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", world)),
     }
@@ -433,15 +492,22 @@ def default_flags(cfg: Config, world: int, device: torch.device, model: str) -> 
                                        if getattr(cfg, name) in (None, "auto")})
 
 
-def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
-    """Return the run as far as flags, devices and the model settle it. Raises ValueError for what
-    cannot work, with numbers."""
+def machine(cfg: Config, rank: int, world: int, local_rank: int,
+            resumed: Path | None = None) -> Run:
+    """Return the run as far as flags, devices and the model settle it; resumed: the checkpoint that
+    it continues from. Raises ValueError for what cannot work, with numbers."""
     device = choose_device(cfg, local_rank)
-    name, model, pretrained = choose_model(cfg, device)
-    cfg = default_flags(cfg, world, device, name)
-    model = dataclasses.replace(
-        model, rope_theta=cfg.rope_theta or model.rope_theta, rope_scaling=rope_scaling(cfg, model),
-        max_positions=max(model.max_positions, cfg.seq))
+    cfg, model, pretrained, source = choose_model(cfg, device, resumed)
+    cfg = default_flags(cfg, world, device)
+    window = checkpoint.hf_window(source) if source else None
+    if window and cfg.seq > window:
+        raise ValueError(f"--seq {cfg.seq}: {cfg.init} attends in sliding windows of {window} "
+                         f"tokens, which are not built; nearest: --seq {window}, where all tokens "
+                         "are in the window")
+    # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
+    by_length = cfg.model != "hf" or cfg.rope_theta
+    if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
+        model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
     if cfg.batch_tokens is not None:
         if cfg.batch_tokens % cfg.seq:
             raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
@@ -451,7 +517,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
     kernel = pick_kernel(cfg.attention, device, dtype)
     untried_versions(kernel)  # refuses a torch that is too old
     cfg = dataclasses.replace(cfg, attention=kernel)
-    run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained)
+    run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
     planner.check(run.constraints, model, Hardware(world, cfg.per_node))
     ranks_of_node = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return run.but(hardware=Hardware(
@@ -459,17 +525,17 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
         host_budget=planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
 
 
-def with_files(run: Run, launch: str) -> Run:
-    """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
+def with_files(run: Run, folder: Path | None) -> Run:
+    """Return the run with its data and the checkpoint that it resumes, folder. Raises
+    ValueError."""
     cfg = run.cfg
     corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     corpora = [c for c in (corpus, val_corpus) if c is not None]
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
     if not cfg.dry_run:
-        check_folders(cfg, run.model)
+        check_folders(cfg, run)
     run = run.but(train=train, val=val, data=fingerprint(corpora))
-    folder = checkpoint.find_checkpoint(Path(cfg.out), cfg.resume or "never", launch)
     if folder is None:
         return run
     by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
@@ -498,7 +564,7 @@ def recorded_flags(folder: Path, meta: dict) -> Config:
     return Config(**{name: meta["config"][name] for name in known})
 
 
-def check_folders(cfg: Config, model: ModelConfig) -> None:
+def check_folders(cfg: Config, run: Run) -> None:
     """Raise ValueError unless --out and --export can be written, and an export overwrites and
     drops nothing."""
     if cfg.export:
@@ -507,7 +573,7 @@ def check_folders(cfg: Config, model: ModelConfig) -> None:
         if full or folder.resolve() == Path(cfg.out).resolve():
             raise ValueError(
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
-        checkpoint.check_exportable(model)
+        checkpoint.hf_architecture(run.model, run.source)
     for folder in {cfg.out, cfg.export} - {""}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -882,7 +948,7 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
     if run.resume is None:
         for name, p in model.named_parameters():  # one tensor at a time
             if run.pretrained:
-                states.load(name, run.pretrained(name))
+                states.load(name, on_all_ranks(lambda: run.pretrained(name)))
             else:
                 states.load(name, initial_weight(run.model, name, p.shape, cfg.seed, run.device))
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
@@ -919,7 +985,8 @@ def make_saver(run: Run, states: States, print0: Callable) -> checkpoint.Saver:
 def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
     """Return what a resumed run must know."""
     return {"step": step, "samples": samples, "launch": launch, "data": run.data,
-            "model": dataclasses.asdict(run.model), "config": dataclasses.asdict(run.cfg)}
+            "model": dataclasses.asdict(run.model), "config": dataclasses.asdict(run.cfg),
+            "source": run.source}
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -1129,6 +1196,12 @@ def introduce(run: Run, print0: Callable) -> None:
     causal, full = flops_per_token(run.model, cfg.seq)
     print0(f"model {cfg.model}: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token "
            f"causal, {full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}")
+    reached = run.model.max_positions
+    if cfg.seq > reached:
+        kind = llama.rope_kind(run.model.rope_scaling).replace("default", "yarn")
+        factor = float(cfg.rope_scaling.partition(":")[2] or 1)
+        print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
+               f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
     print0(f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
            f"{run.val.count:,} validation sequences of {cfg.seq:,}")
 
@@ -1214,11 +1287,14 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
 
 def export(run: Run, states: States, print0: Callable) -> None:
     """Write the weights to --export, with what the import had beside them. A collective."""
-    source = None
-    if run.cfg.init.startswith("hf:"):
-        source = Path(run.cfg.init.removeprefix("hf:"))
-    checkpoint.export(Path(run.cfg.export), run.model, states, run.dtype, source)
-    print0(f"exported {run.cfg.export}")
+    cfg = run.cfg
+    beside = Path(cfg.init.removeprefix("hf:")) if cfg.init != "random" else None
+    if beside and not beside.is_dir():
+        print0(f"{beside} is not there any more: the export has no tokenizer and no license of it")
+        beside = None
+    checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside)
+    kind = checkpoint.hf_architecture(run.model, run.source)
+    print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
 
 def build_and_train(run: Run, launch: str, print0: Callable) -> str:
@@ -1260,8 +1336,10 @@ def main(argv: list[str] | None = None) -> None:
     check_same({f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     launch = launch_name()
-    run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank))
-    run = on_all_ranks(lambda: with_files(run, launch))
+    resumed = on_all_ranks(lambda: checkpoint.find_checkpoint(
+        Path(cfg.out), cfg.resume or "never", launch))
+    run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank, resumed))
+    run = on_all_ranks(lambda: with_files(run, resumed))
     check_same({"the data": run.data, "the model": run.model, "the checkpoint": run.resume,
                 "--per-node": run.cfg.per_node, "--attention": run.kernel})
     if run.device.type == "cuda":
