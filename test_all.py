@@ -2272,6 +2272,171 @@ def test_dry_run_and_zero_steps(tmp_path, capsys):
     assert losses(tmp_path / "b") == losses(tmp_path / "c")
 
 
+@pytest.mark.parametrize("loss_elements", [2**27, 101 * 7])
+def test_eval_losses_of_tokens(loss_elements, monkeypatch):
+    monkeypatch.setattr(m, "LOSS_ELEMENTS", loss_elements)
+    model = m.LLaMA(SMALL).double()
+    model.init_weights(3)
+    tokens, labels = example()
+    logits, _ = plain_llama(model, tokens, labels)
+    labels[:, ::3] = logits.argmax(-1)[:, ::3]
+    with torch.no_grad():
+        losses, hits = model(tokens, labels, each=True)
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    assert relative(losses, plain.view(2, 40)) < 1e-13 and losses.count_nonzero() == 80 - 9
+    assert torch.equal(hits, logits.argmax(-1) == labels) and 28 <= hits.sum() < 40
+
+
+def test_eval_of_ranks_equals_one_model(tmp_path):
+    """Two halves of each sequence on two pairs of ranks, some of which have none: the loss, that of
+    every position and of pass keys are those of the bare model."""
+    args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
+            "--eval-every", 1, "--eval-sequences", 7, "--eval-passkey", 1, "--ignore-token", 32]
+    run([*args, "--sp", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4)
+    row, = log(tmp_path)
+    assert not list(tmp_path.glob("step-*")) and (tmp_path / "position.png").exists()
+    model = m.LLaMA(m.MODELS["tiny"]).double()
+    model.init_weights(0)
+
+    def losses(sequences, count):
+        windows = torch.from_numpy(np.stack([sequences.window(i) for i in range(count)]))
+        logits, labels = model(windows[:, :-1]), windows[:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").detach()
+        return losses.masked_fill(labels == 32, float("nan"))
+
+    _, val = data.split(data.open_corpus("stdlib", 256)[0], None, 96, 0)
+    want = losses(val, 7)
+    assert row["val_loss"] == pytest.approx(want.nanmean().item(), rel=1e-12)
+    ends = [0, 1, 2, 4, 8, 16, 32, 64, 96]
+    assert row["val_loss_by_position"] == [
+        [a, pytest.approx(want[:, a:b].nanmean().item(), rel=1e-12)]
+        for a, b in zip(ends, ends[1:])]
+    keys = losses(data.Passkeys(data.text_encoder(""), 1, 256, 96, 0), 5)[:, -5:].mean(1)
+    assert row["passkey_loss"] == pytest.approx(dict(zip("0 25 50 75 100".split(), keys.tolist())),
+                                                rel=1e-12)
+
+
+@pytest.mark.parametrize("blunders, right, whole", [(False, 1, 1), (True, 0.8, 0)])
+def test_eval_passkeys_are_found_within_reach(blunders, right, whole, group):
+    """By an oracle that sees 250 tokens, and says what followed the last 7 where it saw them last;
+    it may be wrong at the last digit."""
+    keys = data.Passkeys(data.text_encoder(""), 3, 256, 400, 0)
+
+    def oracle(tokens, labels, positions, each):
+        guess = torch.zeros_like(tokens)
+        for row, t in itertools.product(range(len(tokens)), range(6, 400 - blunders)):
+            seen = bytes(tokens[row, max(0, t - 249) : t + 1].tolist())
+            at = seen.rfind(seen[-7:], 0, -1)
+            guess[row, t] = seen[at + 7] if at >= 0 else 0
+        return (guess != labels).double(), guess == labels
+
+    run = make_run(SMALL, 400, eval_passkey=3)
+    plan = dataclasses.replace(run.plan, micro_batch=2)  # of 15: the last has one
+    found = train.evaluate_passkeys(run.but(plan=plan, passkeys=keys), oracle)
+    depths = (0, 25, 50, 75, 100)
+    expected = {"passkey": right, "passkey_exact": whole}
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(dict(zip(depths, (0, 0, value, value, value)))), name
+    assert found["passkey_loss"] == pytest.approx({d: 1 - r for d, r in found["passkey"].items()})
+    line = train.describe_evaluation({"val_loss": 2.0, **found})
+    assert f"passkey 0.00 0.00 {right:.2f} {right:.2f} {right:.2f} at 0 25 50 75 100 %" in line
+
+
+def test_eval_passkeys_stand_where_they_should(tmp_path):
+    """Of bytes, and of tokens that join digits to each other."""
+    text = data.FILLER + data.QUESTION + " 12 34 56 78 90" * 9
+    tokenizer = make_tokenizer(tmp_path, text, 280)
+    of_bytes, of_ids = (data.Passkeys(data.text_encoder(folder), 2, 280, 500, seed=3)
+                        for folder in ("", str(tmp_path)))
+    assert len({n for n in of_ids.key_tokens}) > 1 and set(of_bytes.key_tokens) == {5}
+    for keys, decode in ((of_bytes, bytes), (of_ids, tokenizer.decode)):
+        for i in range(10):
+            window = keys.window(i).tolist()
+            assert len(window) == 501
+            key = decode(window[-keys.key_tokens[i] :])
+            text = decode(window)
+            key, text = (x.decode() if isinstance(x, bytes) else x for x in (key, text))
+            told = f" The pass key is {key}. Remember it."
+            assert re.fullmatch(r"[1-9]\d{4}", key) and text.count(key) == 2
+            before, after = text.removesuffix(data.QUESTION + key).split(told)
+            assert len(before) == pytest.approx((len(before) + len(after)) * (i // 2) / 4, abs=15)
+            assert (data.FILLER * 99).startswith(before + after)
+
+
+def test_eval_alone(tmp_path, capsys, monkeypatch):
+    """Of a finished run: the same numbers once more, and no checkpoint; of an import whose tokens
+    are surely not bytes, with a sentence."""
+    import matplotlib.axes
+
+    drawn, plot = [], matplotlib.axes.Axes.plot
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", lambda self, *args, **kw: (
+        drawn.append((kw["label"], list(args[0]))), plot(self, *args, **kw))[1])
+    args = [*QUICK, "--out", f"{tmp_path}/a", "--steps", "4", "--eval-every", "2"]
+    train.main(args)
+    last = log(tmp_path / "a")[-1]
+    saved = sorted(tmp_path.glob("a/step-*/*"))
+    capsys.readouterr()
+    train.main([*args, "--steps", "0", "--eval-every", "1", "--resume"])
+    again = log(tmp_path / "a")[-1]
+    assert f"step 4 val_loss {last['val_loss']:.4f}\n" in capsys.readouterr().out
+    assert set(again) == {"step", "val_loss", "val_loss_by_position"} and again["step"] == 4
+    assert again["val_loss"] == pytest.approx(last["val_loss"], rel=1e-9)
+    assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
+    assert drawn[2:4] == [("step 4", [1, 2, 4, 8, 16, 32]), ("step 2", [1, 2, 4, 8, 16, 32])]
+    assert (tmp_path / "a" / "position.png").read_bytes()[1:4] == b"PNG"
+    hf_llama(tmp_path / "in")
+    for has in (False, True):
+        if has:
+            (tmp_path / "in" / "tokenizer.json").write_text("{}")
+        train.main(["--dry-run", "--device", "cpu", "--init", f"hf:{tmp_path}/in", "--seq", "64"])
+        text = capsys.readouterr().out
+        assert (f"--tokenizer {tmp_path}/in makes tokens of the text" in text) == has
+
+
+def test_schedule_equals_torchs():
+    """torch.optim's, from the end of the warm-up to the end of the decay; then nothing changes."""
+    of = torch.optim.lr_scheduler
+    plain = {"cosine": lambda opt: of.CosineAnnealingLR(opt, 20, 0.002),
+             "linear": lambda opt: of.LinearLR(opt, 1.0, 0.2, 20),
+             "constant": lambda opt: of.ConstantLR(opt, 1.0)}
+    for name in train.CHOICES["schedule"]:
+        cfg = train.Config(lr=0.01, warmup=5, steps=90, decay_steps=25, min_lr=0.2, schedule=name)
+        rates = [train.learning_rate(cfg, step) for step in range(90)]
+        opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+        schedule = plain[name](opt)
+        assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+        for rate in rates[5:26]:
+            assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), name
+            opt.step()
+            schedule.step()
+        assert set(rates[25:]) == {rates[25]}
+
+
+def test_schedule_of_an_extended_run(tmp_path, capsys):
+    """It stays where the checkpoint's ended, also if that is of a version that did not say; unless
+    it is asked to decay until later."""
+    args = [*QUICK, "--out", f"{tmp_path}", "--keep", "9"]
+
+    def rates(*flags):
+        train.main([*args, *flags])
+        return [r["lr"] for r in log(tmp_path)]
+
+    first = rates("--warmup", "2")
+    assert first[1] == 3e-3 and first[5] < first[4]
+    resume = ("--resume", f"{tmp_path}/step-00000006")
+    meta = tmp_path / "step-00000006" / "meta.json"
+    for older in (False, True):
+        if older:
+            said = json.loads(meta.read_text())
+            assert said["config"].pop("decay_steps") == said["config"]["steps"] == 6
+            meta.write_text(json.dumps(said))
+        assert rates("--steps", "8", *resume) == pytest.approx([*first, 3e-4, 3e-4])
+        assert "step-00000006: --warmup 2 --decay-steps 6\n" in capsys.readouterr().out
+    assert checkpoint.read_meta(tmp_path / "latest")["config"]["decay_steps"] == 6
+    further = rates("--steps", "8", "--decay-steps", "12", "--schedule", "linear", *resume)
+    assert further[6:] == pytest.approx([3e-3 * (0.1 + 0.9 * x) for x in (0.6, 0.5)])
+
+
 def test_diverging_run_skips_stops_and_saves(tmp_path):
     with pytest.raises(SystemExit, match="not finite"):
         train.main([*QUICK, "--steps", "20", "--lr", "1e30", "--warmup", "0", "--clip", "0",

@@ -921,16 +921,16 @@ def evaluate(run: Run, model: LLaMA) -> dict:
     that of positions from 0, 1, 2, 4, 8 ... on, as [first position, loss]; and pass keys. A
     collective of all ranks."""
     count = min(run.val.count, run.cfg.eval_sequences)
-    # a position's number of bits: 0 for 0, b for 2^(b-1) ... 2^b - 1
-    bits = torch.frexp(local_positions(run).double()).exponent.long()  # (T/sp,)
-    total = torch.zeros((run.cfg.seq - 1).bit_length() + 1, 2, dtype=torch.float64,
-                        device=run.device)  # loss, valid labels
+    firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
+    part = torch.bucketize(local_positions(run), firsts, right=True)  # (T/sp,), 0 for position 0
+    total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
     for _, labels, losses, _ in score(run, model, run.val, count):
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, T/sp, 2)
-        total.index_add_(0, bits, both.sum(0))
+        total.index_add_(0, part, both.sum(0))
     dist.all_reduce(total)
     loss, valid = total.sum(0).tolist()
-    by_position = [[2**b // 2, loss / n] for b, (loss, n) in enumerate(total.tolist()) if n]
+    by_position = [[first, loss / n]
+                   for first, (loss, n) in zip([0, *firsts.tolist()], total.tolist()) if n]
     found = {"val_loss": loss / max(1, valid), "val_loss_by_position": by_position}
     return found | (evaluate_passkeys(run, model) if run.passkeys else {})
 
@@ -1217,8 +1217,8 @@ def introduce(run: Run, print0: Callable) -> None:
            f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
     folder = tokenizer_folder(cfg)
     if folder and run.train.corpus.dtype.itemsize == 1:
-        print0(f"--init {cfg.init} has a tokenizer, and its model reads bytes as if they were that "
-               f"one's ids: --tokenizer {folder} makes tokens of text")
+        print0(f"--init {cfg.init} has a tokenizer, but bytes are read as its ids, which they are "
+               f"not: --tokenizer {folder} makes tokens of the text")
 
 
 def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
