@@ -603,7 +603,8 @@ def check_shared(out: Path) -> None:
 
 def put_aside(out: Path) -> None:
     """Move an earlier run in OUT to OUT/earlier-N."""
-    files = [out / name for name in ("log.jsonl", "loss.png", "latest")] + [*out.glob("step-*")]
+    names = ("log.jsonl", "loss.png", "position.png", "latest")
+    files = [out / name for name in names] + [*out.glob("step-*")]
     old = [path for path in files if path.is_symlink() or path.exists()]
     if not old:
         return

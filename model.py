@@ -735,6 +735,20 @@ def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> Tens
                            torch.is_grad_enabled())
 
 
+def token_losses(x: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each token its cross-entropy (0 if its label is IGNORE), and whether its label is
+    the likeliest, both (B, T), in chunks as head_loss and without gradients: x (B, T, C)."""
+    chunk = max(1, LOSS_ELEMENTS // head.shape[0])
+    w = head.events.unshard(head, backward=False)  # (V, C)
+    losses, hits = [], []
+    for rows, wanted in zip(x.flatten(0, 1).split(chunk), labels.flatten().split(chunk)):
+        logits = matmul_fp32(rows, w.t())
+        losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="none"))
+        hits.append(logits.argmax(-1) == wanted)
+    head.events.reshard(head)
+    return torch.cat(losses).view_as(labels), torch.cat(hits).view_as(labels)
+
+
 # ---------------------------------------------------------------------------- the model
 
 
@@ -884,8 +898,9 @@ class LLaMA(nn.Module):
             p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
-                positions: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale.
+                positions: Tensor | None = None, each: bool = False) -> Tensor:
+        """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
+        each: token_losses instead, under no_grad.
 
         tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
         default 1 / valid tokens here; whoever splits a batch passes 1 / valid tokens of all parts,
@@ -901,6 +916,8 @@ class LLaMA(nn.Module):
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)
+        if each:
+            return token_losses(x, self.head, labels)
         if scale is None:
             scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(accumulation_dtype(x.dtype))
         return head_loss(x, self.head, labels, scale)

@@ -20,7 +20,10 @@ test_memory_*, test_memplan_*         addresses that overlap, a peak wrongly cal
 test_hf_*                             rows of a fused matrix in the wrong order, a tied head lost,
                                       a key of config.json that is not heard, an export of another
                                       architecture, a resume that needs what it was made from
-test_data_*                           a sample drawn twice, windows cut wrong at a file's end
+test_data_*                           a sample drawn twice, windows cut wrong at a file's end, ids
+                                      read at another width, text that is lost between tokens
+test_eval_*                           a loss or a pass key at another position or of another rank
+test_schedule_*                       a rate that rises again where a run is extended
 test_ranks_and_micro_batches          a loss that depends on how a batch is split
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
 test_signals                          a stop without a checkpoint, or a hang
@@ -2331,7 +2334,7 @@ def test_resume_takes_the_model_from_the_checkpoint(tmp_path, capsys):
 
 
 def test_data_default_is_large_sorted_text():
-    corpus, val = data.open_corpus("stdlib", 2)
+    corpus, val = data.open_corpus("stdlib", 256)
     assert len(corpus) > 10e6 and val is None and corpus.files == sorted(corpus.files)
     first = corpus.files[0].read_bytes()
     assert bytes(corpus.read(0, len(first)).astype(np.uint8)) == first
@@ -2344,7 +2347,7 @@ def test_data_windows_cover_everything_once(tmp_path):
     (tmp_path / "sub").mkdir()
     for i, (a, b) in enumerate([(0, 10), (10, 10), (10, 503), (503, 1000)]):
         (tmp_path / ("sub" if i > 2 else ".") / f"{i}.txt").write_bytes(text[a:b])
-    corpus, _ = data.open_corpus(str(tmp_path), 2)
+    corpus, _ = data.open_corpus(str(tmp_path), 256)
     tokens = np.frombuffer(text, np.uint8)
     assert np.array_equal(corpus.read(5, 999), tokens[5:999])
     sequences, val = data.split(corpus, None, 10, seed=5)
@@ -2367,13 +2370,172 @@ def test_data_token_files(token_bytes, dtype, tmp_path):
     ids[77] = 2 ** (8 * token_bytes) - 1
     ids.astype(dtype).tofile(tmp_path / "train.bin")
     ids[:100].astype(dtype).tofile(tmp_path / "val.bin")
-    corpus, val = data.open_corpus(str(tmp_path), token_bytes)
+    corpus, val = data.open_corpus(str(tmp_path), 2 ** (8 * token_bytes))
     assert np.array_equal(corpus.read(0, 500), ids) and len(val) == 100
     sequences, held = data.split(corpus, val, 20, 0)
     assert (sequences.count, held.count) == (24, 4)
     data.check_tokens([corpus, val], 2 ** (8 * token_bytes), 0, 1)
     with pytest.raises(ValueError, match=f"token 77 is {ids[77]}.*ends at {ids[77] - 1}"):
         data.check_tokens([corpus], int(ids[77]), 0, 1)
+
+
+def refuse_data(message, *args):
+    with pytest.raises(ValueError, match=message):
+        data.check_tokens([data.open_corpus(*args)[0]], args[1], 0, 1)
+
+
+def test_data_width_of_ids_is_found_or_refused(tmp_path):
+    """By FILE.bin.json, --token-bytes or the vocabulary; what contradicts it is refused."""
+    rng = np.random.default_rng(0)
+    path, side = tmp_path / "train.bin", tmp_path / "train.bin.json"
+    open_file = functools.partial(data.open_corpus, str(path))
+
+    def opens(ids, *args):
+        assert np.array_equal(open_file(*args)[0].read(0, len(ids)), ids)
+
+    gpt2 = rng.zipf(1.2, 50_000) % 50_257
+    gpt2.astype("<u2").tofile(path)
+    opens(gpt2, 50_304)  # as nanoGPT writes it
+    opens(gpt2, 128_256, 2)
+    refuse_data("token .* the model's vocabulary ends at 128255.*--token-bytes 2", str(path),
+                128_256)
+    dna = np.where(np.arange(9000) % 500, rng.integers(0, 4, 9000), 50_256)  # ends at even places
+    dna.astype("<u2").tofile(path)
+    opens(dna, 50_304)
+    for most in (4, 300, 50_257, 128_256):
+        wide = rng.integers(0, most, 20_001)
+        wide.astype("<u4").tofile(path)
+        opens(wide, 128_256)
+        opens(wide, 32_000 if most < 32_000 else most, 4)
+        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 50_304)
+        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 128_256, 2)
+    side.write_text('{"token_bytes": 4, "vocab": 128256, "tokenizer": "x"}')
+    opens(wide, 128_256)
+    opens(wide, 200_000, 4)
+    refuse_data("--token-bytes 2: .*train.bin.json says 4", str(path), 128_256, 2)
+    refuse_data("train.bin.json says a vocabulary of 128256, the model's has 32000", str(path),
+                32_000)
+    wide.astype("<u4").tofile(tmp_path / "val.bin")
+    train_, val = data.open_corpus(str(tmp_path), 128_256)
+    assert len(train_) == len(val) == 20_001
+    (tmp_path / "val.bin.json").write_text('{"token_bytes": 2}')
+    refuse_data("train.bin.json, token_bytes 4: .*val.bin.json says 2", str(tmp_path), 128_256)
+    side.write_text('{"token_bytes": 2}')  # its word goes before the look of the ids
+    assert len(open_file(200_000)[0]) == 40_002
+    for broken in ('{"vocab": 5}', '{"token_bytes": 3}', "[]", '{"token_bytes"'):
+        side.write_text(broken)
+        refuse_data("train.bin.json is not of the form", str(path), 128_256)
+
+
+def make_tokenizer(folder, text: str, vocab: int = 300):
+    """A byte-level tokenizer that is trained on a text, as a Hugging Face folder has it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(
+        vocab_size=vocab, initial_alphabet=alphabet, special_tokens=["<end>"],
+        show_progress=False))
+    Path(folder).mkdir(exist_ok=True)
+    tokenizer.enable_truncation(8)  # some files have it: it must not cut a text
+    tokenizer.save(f"{folder}/tokenizer.json")
+    tokenizer.no_truncation()
+    (Path(folder) / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    return tokenizer
+
+
+def test_data_tokenised_text(tmp_path, monkeypatch, capsys):
+    lines = [f"the {word} is {'very ' * (i % 5)}{word}: \u00e4\u4e16\n" for i, word in
+             enumerate("grass sky sun earth sea".split() * 30)]
+    texts = ["".join(lines), "", "grass" * 70 + "\r\nend", "".join(lines[:7])]
+    tokenizer = make_tokenizer(tmp_path / "hf", texts[0])
+    (tmp_path / "text").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "text" / f"{i}.txt").write_bytes(text.encode())
+
+    def tokenise(folder="hf", vocab=300, where="text"):
+        return data.tokenise(str(tmp_path / where), str(tmp_path / folder), tmp_path / "t", vocab)
+
+    whole = [i for text in texts for i in [*tokenizer.encode(text).ids, 0]]
+    assert data.end_of_text(str(tmp_path / "hf"), tokenizer) == 0
+    path = tokenise()
+    assert np.fromfile(path, "<u2").tolist() == whole
+    assert json.loads(Path(f"{path}.json").read_text()) == {
+        "token_bytes": 2, "vocab": max(whole) + 1, "tokenizer": str(tmp_path / "hf"),
+        "data": str(tmp_path / "text")}
+    corpus, val = data.open_corpus(str(path), 300)
+    assert val is None and corpus.read(0, len(corpus)).tolist() == whole
+    assert f" MiB: {len(whole):,} tokens" in capsys.readouterr().out
+    assert tokenise() == path and capsys.readouterr().out == ""  # of the earlier run
+    os.utime(tmp_path / "text" / "2.txt", (1, 1))
+    monkeypatch.setattr(data, "PIECE_CHARS", 52)
+    monkeypatch.setattr(data, "PIECES", 3)
+    again = tokenise()
+    ids = np.fromfile(again, "<u2").tolist()
+    assert again != path and len(ids) > len(whole)  # the long line was cut
+    for text in texts:
+        end = ids.index(0)
+        assert tokenizer.decode(ids[:end]) == text
+        if "grassgrass" not in text:  # no token has parts of two lines: a cut there changes nothing
+            assert ids[:end] == tokenizer.encode(text).ids
+        del ids[: end + 1]
+    assert not ids
+    assert data.tokenise(str(again), "no folder", tmp_path, 300) is None  # ids already
+    files = set((tmp_path / "t").iterdir())
+    for i, (message, vocab, broken) in enumerate([
+            ("token .* is 2[0-9]+, .*vocabulary ends at 269; take its own", 270, None),
+            ("b.txt is not UTF-8 text", 300, b"\xff\xfe")]):
+        (tmp_path / f"{i}").mkdir()
+        (tmp_path / f"{i}" / "a.txt").write_text(texts[0])
+        (tmp_path / f"{i}" / "b.txt").write_bytes(broken or b"")
+        with pytest.raises(ValueError, match=message):
+            tokenise(vocab=vocab, where=f"{i}")
+    assert set((tmp_path / "t").iterdir()) == files  # nothing half is left
+    (tmp_path / "hf" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="no id that ends a text.*eos_token_id in config.json"):
+        tokenise()
+    (tmp_path / "hf" / "config.json").write_text('{"eos_token_id": [9999, 7]}')
+    assert data.end_of_text(str(tmp_path / "hf"), tokenizer) == 7
+
+
+def test_data_tokenised_to_four_bytes(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(70_000)}
+    tokenizer = Tokenizer(models.WordLevel({**words, "</s>": 70_000}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(f"{tmp_path}/tokenizer.json")
+    (tmp_path / "a.txt").write_text("w69999 w5\nw65536")
+    path = data.tokenise(f"{tmp_path}/a.txt", str(tmp_path), tmp_path, 10**5)
+    corpus, _ = data.open_corpus(str(path), 10**5)
+    assert corpus.read(0, 4).tolist() == [69_999, 5, 65_536, 70_000]
+    with pytest.raises(ValueError, match="json says a vocabulary of 70001, the model's has 70000"):
+        data.open_corpus(str(path), 70_000)
+
+
+def test_data_tokenised_by_the_first_of_two_ranks(tmp_path):
+    """The second waits longer than --timeout, and ends with the sentence that the first finds."""
+    make_tokenizer(tmp_path / "hf", "the grass is green", 257)  # of which the last never occurs
+    (tmp_path / "a.txt").write_text("the grass is green " * 999)
+    args = [*QUICK, "--steps", 0, "--save-every", -1, "--tokenizer", tmp_path / "hf", "--timeout",
+            8, "--data", tmp_path / "a.txt", "--out", tmp_path / "o"]
+    code = """
+import time
+old = train.tokenise
+def slow(*args):
+    assert os.environ['RANK'] == '0'
+    time.sleep(10)
+    return old(*args)
+train.tokenise = slow
+"""
+    text = run(args, 2, code, tmp=tmp_path)
+    tokens, = (tmp_path / "o" / "tokens").glob("*.bin")
+    assert f"a.txt as {tokens}: 18,982 tokens" in text
+    (tmp_path / "a.txt").write_bytes(b"\xff" * 9999)
+    text = run(args, 2, expect=1)
+    assert text.count("a.txt is not UTF-8 text") == 1 and "exitcode  : 2" in text
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -2407,6 +2569,164 @@ def test_dry_run_and_zero_steps(tmp_path, capsys):
     train.main([*QUICK, "--steps", "2", "--resume", "--out", f"{tmp_path}/b"])
     train.main([*QUICK, "--steps", "2", "--out", f"{tmp_path}/c"])
     assert losses(tmp_path / "b") == losses(tmp_path / "c")
+
+
+@pytest.mark.parametrize("loss_elements", [2**27, 101 * 7])
+def test_eval_losses_of_tokens(loss_elements, monkeypatch):
+    monkeypatch.setattr(m, "LOSS_ELEMENTS", loss_elements)
+    model = m.LLaMA(SMALL).double()
+    model.init_weights(3)
+    tokens, labels = example()
+    logits, _ = plain_llama(model, tokens, labels)
+    labels[:, ::3] = logits.argmax(-1)[:, ::3]
+    with torch.no_grad():
+        losses, hits = model(tokens, labels, each=True)
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    assert relative(losses, plain.view(2, 40)) < 1e-13 and losses.count_nonzero() == 80 - 9
+    assert torch.equal(hits, logits.argmax(-1) == labels) and 28 <= hits.sum() < 40
+
+
+def test_eval_of_ranks_equals_one_model(tmp_path):
+    """Two halves of each sequence on two pairs of ranks, some of which have none: the loss, that of
+    every position and of pass keys are those of the bare model."""
+    args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
+            "--eval-every", 1, "--eval-sequences", 7, "--eval-passkey", 1, "--ignore-token", 32]
+    run([*args, "--sp", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4)
+    row, = log(tmp_path)
+    assert not list(tmp_path.glob("step-*")) and (tmp_path / "position.png").exists()
+    model = m.LLaMA(m.MODELS["tiny"]).double()
+    model.init_weights(0)
+
+    def losses(sequences, count):
+        windows = torch.from_numpy(np.stack([sequences.window(i) for i in range(count)]))
+        logits, labels = model(windows[:, :-1]), windows[:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").detach()
+        return losses.masked_fill(labels == 32, float("nan"))
+
+    _, val = data.split(data.open_corpus("stdlib", 256)[0], None, 96, 0)
+    want = losses(val, 7)
+    assert row["val_loss"] == pytest.approx(want.nanmean().item(), rel=1e-12)
+    ends = [0, 1, 2, 4, 8, 16, 32, 64, 96]
+    assert row["val_loss_by_position"] == [
+        [a, pytest.approx(want[:, a:b].nanmean().item(), rel=1e-12)]
+        for a, b in zip(ends, ends[1:])]
+    keys = losses(data.Passkeys(data.text_encoder(""), 1, 256, 96, 0), 5)[:, -5:].mean(1)
+    assert row["passkey_loss"] == pytest.approx(dict(zip("0 25 50 75 100".split(), keys.tolist())),
+                                                rel=1e-12)
+
+
+@pytest.mark.parametrize("blunders, right, whole", [(False, 1, 1), (True, 0.8, 0)])
+def test_eval_passkeys_are_found_within_reach(blunders, right, whole, group):
+    """By an oracle that sees 250 tokens, and says what followed the last 7 where it saw them last;
+    it may be wrong at the last digit."""
+    keys = data.Passkeys(data.text_encoder(""), 3, 256, 400, 0)
+
+    def oracle(tokens, labels, positions, each):
+        guess = torch.zeros_like(tokens)
+        for row, t in itertools.product(range(len(tokens)), range(6, 400 - blunders)):
+            seen = bytes(tokens[row, max(0, t - 249) : t + 1].tolist())
+            at = seen.rfind(seen[-7:], 0, -1)
+            guess[row, t] = seen[at + 7] if at >= 0 else 0
+        return (guess != labels).double(), guess == labels
+
+    run = make_run(SMALL, 400, eval_passkey=3)
+    plan = dataclasses.replace(run.plan, micro_batch=2)  # of 15: the last has one
+    found = train.evaluate_passkeys(run.but(plan=plan, passkeys=keys), oracle)
+    depths = (0, 25, 50, 75, 100)
+    expected = {"passkey": right, "passkey_exact": whole}
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(dict(zip(depths, (0, 0, value, value, value)))), name
+    assert found["passkey_loss"] == pytest.approx({d: 1 - r for d, r in found["passkey"].items()})
+    line = train.describe_evaluation({"val_loss": 2.0, **found})
+    assert f"passkey 0.00 0.00 {right:.2f} {right:.2f} {right:.2f} at 0 25 50 75 100 %" in line
+
+
+def test_eval_passkeys_stand_where_they_should(tmp_path):
+    """Of bytes, and of tokens that join digits to each other."""
+    text = data.FILLER + data.QUESTION + " 12 34 56 78 90" * 9
+    tokenizer = make_tokenizer(tmp_path, text, 280)
+    of_bytes, of_ids = (data.Passkeys(data.text_encoder(folder), 2, 280, 500, seed=3)
+                        for folder in ("", str(tmp_path)))
+    assert len({n for n in of_ids.key_tokens}) > 1 and set(of_bytes.key_tokens) == {5}
+    for keys, decode in ((of_bytes, bytes), (of_ids, tokenizer.decode)):
+        for i in range(10):
+            window = keys.window(i).tolist()
+            assert len(window) == 501
+            key = decode(window[-keys.key_tokens[i] :])
+            text = decode(window)
+            key, text = (x.decode() if isinstance(x, bytes) else x for x in (key, text))
+            told = f" The pass key is {key}. Remember it."
+            assert re.fullmatch(r"[1-9]\d{4}", key) and text.count(key) == 2
+            before, after = text.removesuffix(data.QUESTION + key).split(told)
+            assert len(before) == pytest.approx((len(before) + len(after)) * (i // 2) / 4, abs=15)
+            assert (data.FILLER * 99).startswith(before + after)
+
+
+def test_eval_alone(tmp_path, capsys, monkeypatch):
+    """Of a finished run: the same numbers once more, and no checkpoint; of an import whose tokens
+    are surely not bytes, with a sentence."""
+    import matplotlib.axes
+
+    drawn, plot = [], matplotlib.axes.Axes.plot
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", lambda self, *args, **kw: (
+        drawn.append((kw["label"], list(args[0]))), plot(self, *args, **kw))[1])
+    args = [*QUICK, "--out", f"{tmp_path}/a", "--steps", "4", "--eval-every", "2"]
+    train.main(args)
+    last = log(tmp_path / "a")[-1]
+    saved = sorted(tmp_path.glob("a/step-*/*"))
+    capsys.readouterr()
+    train.main([*args, "--steps", "0", "--eval-every", "1", "--resume"])
+    again = log(tmp_path / "a")[-1]
+    assert f"step 4 val_loss {last['val_loss']:.4f}\n" in capsys.readouterr().out
+    assert set(again) == {"step", "val_loss", "val_loss_by_position"} and again["step"] == 4
+    assert again["val_loss"] == pytest.approx(last["val_loss"], rel=1e-9)
+    assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
+    assert drawn[2:4] == [("step 4", [1, 2, 4, 8, 16, 32]), ("step 2", [1, 2, 4, 8, 16, 32])]
+    assert (tmp_path / "a" / "position.png").read_bytes()[1:4] == b"PNG"
+    hf_model(tmp_path / "in")
+    for has in (False, True):
+        if has:
+            (tmp_path / "in" / "tokenizer.json").write_text("{}")
+        train.main(["--dry-run", "--device", "cpu", "--init", f"hf:{tmp_path}/in", "--seq", "64"])
+        text = capsys.readouterr().out
+        assert (f"--tokenizer {tmp_path}/in makes tokens of the text" in text) == has
+
+
+def test_schedule_equals_torchs():
+    """torch.optim's, from the end of the warm-up to the end of the decay; then nothing changes."""
+    of = torch.optim.lr_scheduler
+    plain = {"cosine": lambda opt: of.CosineAnnealingLR(opt, 20, 0.002),
+             "linear": lambda opt: of.LinearLR(opt, 1.0, 0.2, 20),
+             "constant": lambda opt: of.ConstantLR(opt, 1.0)}
+    for name in train.CHOICES["schedule"]:
+        cfg = train.Config(lr=0.01, warmup=5, steps=90, decay_steps=25, min_lr=0.2, schedule=name)
+        rates = [train.learning_rate(cfg, step) for step in range(90)]
+        opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+        schedule = plain[name](opt)
+        assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+        for rate in rates[5:26]:
+            assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), name
+            opt.step()
+            schedule.step()
+        assert set(rates[25:]) == {rates[25]}
+
+
+def test_schedule_of_an_extended_run(tmp_path, capsys):
+    """It stays where the checkpoint's ended, unless it is asked to decay until later."""
+    args = [*QUICK, "--out", f"{tmp_path}", "--keep", "9"]
+
+    def rates(*flags):
+        train.main([*args, *flags])
+        return [r["lr"] for r in log(tmp_path)]
+
+    first = rates("--warmup", "2")
+    assert first[1] == 3e-3 and first[5] < first[4]
+    resume = ("--resume", f"{tmp_path}/step-00000006")
+    assert rates("--steps", "8", *resume) == pytest.approx([*first, 3e-4, 3e-4])
+    assert "step-00000006: --warmup 2 --decay-steps 6\n" in capsys.readouterr().out
+    assert checkpoint.read_meta(tmp_path / "latest")["config"]["decay_steps"] == 6
+    further = rates("--steps", "8", "--decay-steps", "12", "--schedule", "linear", *resume)
+    assert further[6:] == pytest.approx([3e-3 * (0.1 + 0.9 * x) for x in (0.6, 0.5)])
 
 
 def test_diverging_run_skips_stops_and_saves(tmp_path):
@@ -2931,6 +3251,15 @@ REFUSED = {
     "init": ("--init gpt2", "gpt2: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
     "export to out": ("--export {tmp}/o", "or --out"),
+    "schedule": ("--schedule wsd", "--schedule wsd: one of cosine, linear, constant"),
+    "decay steps": ("--decay-steps -1", "--decay-steps -1: from 0"),
+    "token bytes": ("--token-bytes 3", "--token-bytes 3: 2 .uint16. or 4"),
+    "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*--token-bytes 4"),
+    "said vocabulary": ("--data {tmp}/said.bin", "said.bin.json says a vocabulary of 300.* 256"),
+    "tokenizer": ("--tokenizer {tmp}/empty", "empty: no tokenizer.json"),
+    "no evaluation": ("--eval-passkey 1", "--eval-passkey 1 and --eval-every -1"),
+    "short for a key": ("--eval-passkey 1 --eval-every 6", "--seq 32.*the shortest is --seq 79"),
+    "key in ids": ("--eval-passkey 1 --eval-every 6 --data {tmp}/ids.bin", "are token ids; name"),
     "learning rate": ("--lr nan", "--lr nan: from 0"),
     "beta": ("--beta2 1", "--beta2 1.0: from 0"),
     "seed": ("--seed -1", "--seed -1: from 0"),
@@ -2972,6 +3301,10 @@ def test_refused(case, tmp_path, monkeypatch):
     ids = np.zeros(500, "<u2")
     ids[3] = 999
     ids.tofile(tmp_path / "big.bin")
+    (ids % 256).tofile(tmp_path / "ids.bin")
+    for name in ("wide", "said"):
+        np.arange(250, dtype="<u4").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "said.bin.json").write_text('{"token_bytes": 4, "vocab": 300}')
     flags, message = REFUSED[case]
     args = [*QUICK, "--out", f"{tmp_path}/o", *flags.replace("{tmp}", str(tmp_path)).split()]
     with pytest.raises(ValueError, match=message):
