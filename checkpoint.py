@@ -22,7 +22,8 @@ q, k and v, gate_up two matrices.
     find_checkpoint(...) -> folder      load_checkpoint(states, folder)      Saver(...).begin(meta)
     hf_config(folder) -> ModelConfig    hf_open(folder, config) -> read      hf_export(...)
 
-Left out: checkpoints in several places, and other models' files.
+Left out: checkpoints in several places, and Hugging Face's files of other architectures
+(_ARCHITECTURES), or in pickles.
 """
 import contextlib
 import errno
@@ -741,7 +742,7 @@ def _hf_model(c: dict, architecture: Architecture) -> ModelConfig:
     missing."""
     for key, only in (_FIXED | architecture.fixed).items():
         if c.get(key) not in (None, only):
-            raise ValueError(f"{key} is {c[key]!r}; only {only!r} is built")
+            raise ValueError(f"{key} is {c[key]!r}; only {json.dumps(only)} is built")
     c = architecture.defaults | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | c
     theta, scaling = _hf_rope(c)
     positions = c["max_position_embeddings"]
@@ -948,6 +949,9 @@ def hf_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[str
 def hf_settings(cfg: ModelConfig, source: dict, dtype: torch.dtype, tied: bool) -> dict:
     """Return config.json, which transformers 4 and 5 read. source: that of the import, or {}."""
     rope = cfg.rope_scaling or {"rope_type": "default"}
+    older = dict(cfg.rope_scaling) or None
+    if older and rope_kind(older) == "linear":  # the one kind that was there before 4.43
+        older = {"type": "linear", "factor": older["factor"]}
     name = str(dtype).removeprefix("torch.")
     kind = hf_architecture(cfg, source)
     ours = {theirs: getattr(cfg, ours) for ours, theirs in _HF_KEYS.items()}
@@ -957,7 +961,7 @@ def hf_settings(cfg: ModelConfig, source: dict, dtype: torch.dtype, tied: bool) 
         "tie_word_embeddings": tied,
         "torch_dtype": name,  # transformers 4
         "dtype": name,  # transformers 5
-        "rope_scaling": cfg.rope_scaling or None,  # 4
+        "rope_scaling": older,  # 4
         "rope_parameters": {"rope_theta": cfg.rope_theta, **rope},  # 5
     }
 

@@ -2081,6 +2081,9 @@ def test_hf_published(name, tmp_path):
     assert (written["rope_scaling"] or {}).items() >= {k: v for k, v in scaling.items()
                                                       if k != "type"}.items()
     assert written["rope_theta"] == keys.get("rope_theta", 10000.0)
+    linear = dataclasses.replace(new, rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert checkpoint.hf_settings(linear, source, torch.float32, tie)["rope_scaling"] == {
+        "type": "linear", "factor": 2.0}  # what transformers 4.40 takes
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -3249,6 +3252,7 @@ REFUSED = {
     "out": ("--out {tmp}/short.txt/x", "short.txt/x cannot be written"),
     "scaling": ("--rope-scaling ntk:2", "ntk:2.*llama3:FACTOR or yarn:FACTOR"),
     "init": ("--init gpt2", "gpt2: random or hf:DIR"),
+    "init without a folder": ("--init hf:", "hf:: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
     "export to out": ("--export {tmp}/o", "or --out"),
     "schedule": ("--schedule wsd", "--schedule wsd: one of cosine, linear, constant"),
@@ -3324,7 +3328,7 @@ def test_refused(case, tmp_path, monkeypatch):
     ("window", "--seq 32: .* sliding windows of 16 tokens.*nearest: --seq 16"),
     ("layer types", "layer_types has sliding_attention, and use_sliding_window"),
     ("yarn over llama3", "yarn:2: its rotary.* llama3 scaling already; extend it with llama3:F"),
-    ("quantized", "quantization_config is .*gptq.* only None is built"),
+    ("quantized", "quantization_config is .*gptq.* only null is built"),
     ("two files", "model.safetensors and model.safetensors.index.json, which names model-00001.*"
                   "delete one"),
     ("not finite", "model.*weight has values that are not finite"),

@@ -273,7 +273,7 @@ def check_flags(cfg: Config) -> None:
                          ": drop one")
     if cfg.ranks and not cfg.dry_run:
         raise ValueError(f"--ranks {cfg.ranks}: of a plan alone; with --dry-run")
-    if cfg.init != "random" and not cfg.init.startswith("hf:"):
+    if not re.fullmatch("random|hf:.+", cfg.init):
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
     if cfg.token_bytes not in (None, 2, 4):
         raise ValueError(f"--token-bytes {cfg.token_bytes}: 2 (uint16) or 4 (uint32)")
@@ -468,7 +468,8 @@ def choose_model(cfg: Config, device: torch.device, resumed: Path | None) -> Cho
     name = cfg.model
     pretrained = None
     source = {}
-    if resumed and name in ("auto", "hf") and not (folder and Path(folder).exists()):
+    there = folder and (Path(folder) / "config.json").exists()
+    if resumed and name in ("auto", "hf") and not there:
         return resumed_model(cfg, resumed)
     if folder:
         name = "hf"
