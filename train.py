@@ -478,7 +478,7 @@ def with_tokens(run: Run) -> Run:
     cfg = run.cfg
     if not cfg.tokenizer:
         return run
-    # --timeout is for collectives that a lost rank leaves; here its closed connection is enough
+    # not within --timeout; a first rank that dies closes its connections, which ends the others
     patient = dist.new_group(timeout=timedelta(days=30), backend="gloo")
     tokens = [on_all_ranks(
         lambda: tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
@@ -508,9 +508,19 @@ def make_passkeys(run: Run) -> Passkeys | None:
     return Passkeys(text_encoder(folder), cfg.eval_passkey, run.model.vocab, cfg.seq, cfg.seed)
 
 
+def kept_flags(cfg: Config, meta: dict) -> dict:
+    """Return the flags that a resumed run takes from its checkpoint, where they are open: the same
+    tokens a step, whatever ranks there are now; and the schedule, once it has begun, so that the
+    rate of an extended run does not rise again."""
+    old = meta["config"]
+    kept = {"batch": max(1, old["batch"] * old["seq"] // cfg.seq)}
+    if meta["step"]:
+        kept |= {"warmup": old["warmup"], "decay_steps": old.get("decay_steps", old["steps"])}
+    return {name: value for name, value in kept.items() if getattr(cfg, name) is None}
+
+
 def with_files(run: Run, launch: str) -> Run:
-    """Return the run with its data and the checkpoint that it resumes, whose batch and schedule it
-    keeps where flags leave them open. Raises ValueError."""
+    """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
     cfg = run.cfg
     corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
@@ -528,11 +538,7 @@ def with_files(run: Run, launch: str) -> Run:
         meta = checkpoint.read_meta(folder)
         old = meta["config"]
         samples = meta.get("samples", meta["step"] * old["batch"]) * old["seq"] // cfg.seq
-        # the same tokens a step, whatever ranks there are now
-        kept = {"batch": max(1, old["batch"] * old["seq"] // cfg.seq)}
-        if meta["step"]:  # else its schedule has not begun
-            kept |= {"warmup": old["warmup"], "decay_steps": old.get("decay_steps", old["steps"])}
-        kept = {name: value for name, value in kept.items() if getattr(cfg, name) is None}
+        kept = kept_flags(cfg, meta)
         if kept and run.rank == 0:
             print(f"kept from {folder}: " + " ".join(
                 f"--{name.replace('_', '-')} {value}" for name, value in kept.items()))
