@@ -560,7 +560,7 @@ def with_tokens(run: Run) -> Run:
     cfg = run.cfg
     if not cfg.tokenizer:
         return run
-    # --timeout is for collectives that a lost rank leaves; here its closed connection is enough
+    # not within --timeout; a first rank that dies closes its connections, which ends the others
     patient = dist.new_group(timeout=timedelta(days=30), backend="gloo")
     tokens = [on_all_ranks(
         lambda: tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
@@ -590,9 +590,19 @@ def make_passkeys(run: Run) -> Passkeys | None:
     return Passkeys(text_encoder(folder), cfg.eval_passkey, run.model.vocab, cfg.seq, cfg.seed)
 
 
+def kept_flags(cfg: Config, old: Config, step: int) -> dict:
+    """Return the flags that a resumed run takes from its checkpoint's, where they are open: the
+    same tokens a step, whatever ranks there are now; and the schedule, once it has begun, so that
+    the rate of an extended run does not rise again."""
+    kept = {"batch": max(1, old.batch * old.seq // cfg.seq)}
+    if step:
+        kept |= {"warmup": old.warmup, "decay_steps": old.decay_steps}
+    return {name: value for name, value in kept.items() if getattr(cfg, name) is None}
+
+
 def with_files(run: Run, folder: Path | None) -> Run:
-    """Return the run with its data and the checkpoint that it resumes, folder, whose batch and
-    schedule it keeps where flags leave them open. Raises ValueError."""
+    """Return the run with its data and the checkpoint that it resumes, folder. Raises
+    ValueError."""
     cfg = run.cfg
     corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
@@ -609,11 +619,7 @@ def with_files(run: Run, folder: Path | None) -> Run:
         meta = checkpoint.read_meta(folder)
         old = recorded_flags(folder, meta)
         samples = meta["samples"] * old.seq // cfg.seq
-        # the same tokens a step, whatever ranks there are now
-        kept = {"batch": max(1, old.batch * old.seq // cfg.seq)}
-        if meta["step"]:  # else its schedule has not begun
-            kept |= {"warmup": old.warmup, "decay_steps": old.decay_steps}
-        kept = {name: value for name, value in kept.items() if getattr(cfg, name) is None}
+        kept = kept_flags(cfg, old, meta["step"])
         if kept and run.rank == 0:
             print(f"kept from {folder}: " + " ".join(
                 f"--{name.replace('_', '-')} {value}" for name, value in kept.items()))
