@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import typing
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -275,24 +276,54 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-        # torchrun's store outlives a restart: without a prefix, the new ranks read the addresses
-        # of the dead ones
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt-{attempt}", store)
+        store = dist.PrefixStore(start_name(store, rank, world, timeout), store)
     else:
         store, rank, world = dist.HashStore(), 0, 1
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     return rank, world, int(os.environ.get("LOCAL_RANK", 0))
 
 
-def launch_name() -> str:
-    """Return a name that is the same on all ranks and after a restart by torchrun, and another for
-    another launch."""
-    name = [os.environ.get("TORCHELASTIC_RUN_ID", "none")]
-    if name == ["none"]:  # no rendezvous, so rank 0 stays where it is: its parent is the launcher
-        name = [f"{os.uname().nodename} {os.getppid()}"]
-    dist.broadcast_object_list(name)
-    return name[0]
+def start_name(store: dist.Store, rank: int, world: int, timeout: float) -> str:
+    """Return a name that these ranks share, and none had that wrote to the store before them.
+
+    torchrun's store outlives a restart, with the addresses of dead ranks. Its count of restarts
+    does not tell them apart: a node whose ranks were stopped for another's sake, or that is new,
+    counts fewer. So rank 0 repeats what it reads of all ranks, until each has found itself there.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"start-{rank}", mine)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if rank == 0:
+            starts = store.multi_get([f"start-{r}" for r in range(world)])
+            store.set("starts", b" ".join(starts).decode())
+            if store.add(f"{mine}-found", 0) == world - 1:
+                return mine
+        else:
+            name, *others = store.get("starts").decode().split()
+            if mine in others:
+                store.add(f"{name}-found", 1)
+                return name
+        time.sleep(0.1)
+    raise TimeoutError(f"rank {rank}: not all of {world} ranks started within --timeout {timeout}")
+
+
+def launch_agents() -> list[str]:
+    """Return the processes of torchrun that started these ranks, one a node; without it none. A
+    collective of all ranks.
+
+    They say whether two starts of ranks are of one launch: an agent outlives restarts of its ranks,
+    as no store does for certain, and two launches share none, whatever their --rdzv-id.
+    """
+    agent = ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        since_boot = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        agent = f"host {os.uname().nodename}, boot {boot}, process {parent}, since {since_boot}"
+    agents = [""] * dist.get_world_size()
+    dist.all_gather_object(agents, agent)
+    return sorted(set(agents) - {""})
 
 
 class ConfigError(ValueError):
@@ -314,6 +345,113 @@ def on_all_ranks(check):
         where = "" if len(failed) == len(errors) else f" (on ranks {[r for r, _ in failed]})"
         raise ConfigError(failed[0][1] + where)
     return result
+
+
+BEAT_S = 1.0  # between a rank's signs of life: the store then has some 3 R small requests a second
+# How many beats the next rank waits for a sign. It counts beats, not seconds: hosts' clocks do not
+# matter, and a run that is suspended as a whole goes on. A rank that lives is silent while Python's
+# lock is held: for seconds by a garbage collection, or a launch into a full queue; until its first
+# step is done, for much longer by compilers.
+SILENT_BEATS = 15
+STARTING_BEATS = 120
+LOST_PEER = re.compile("onnection|roken pipe|imed out|remote process")  # by gloo, NCCL, the store
+
+
+class Heartbeat:
+    """Ends all ranks, with one sentence that says why, when one of them dies: their collectives
+    would hang, or fail without a name. For the time of a `with`.
+
+    Every BEAT_S a rank writes a sign to the store, and reads the next rank's and why the run ends:
+
+        beat-RANK   "", before and after; else how often it has beaten, its patience and its name
+        cause       "", until a rank raises, or is missed by the one before it
+
+    A second thread watches that the first comes back: a store on a lost node hangs or raises.
+    """
+
+    def __init__(self, rank: int, world: int):
+        self.rank = rank
+        self.world = world
+        self.name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
+        self.patience = STARTING_BEATS  # beats that others wait for this rank's next sign
+        self.beats = 0
+        self.over = threading.Event()
+        self.last_words = ""
+        self.talking = threading.Thread(target=self.talk, daemon=True)
+
+    def __enter__(self) -> "Heartbeat":
+        if self.world > 1:
+            # a client of its own: in another's, a call of the main thread that waits holds a lock
+            self.store = dist.distributed_c10d._get_default_store().clone()
+            self.store.compare_set("cause", "", "")
+            on_all_ranks(self.beat)  # so each has a sign to read
+            self.talking.start()
+            threading.Thread(target=self.watch_store, daemon=True).start()
+        return self
+
+    def beat(self) -> None:
+        self.beats += 1
+        self.store.set(f"beat-{self.rank}", f"{self.beats} {self.patience} {self.name}")
+
+    def talk(self) -> None:
+        keys = [f"beat-{(self.rank + 1) % self.world}", "cause"]
+        last = ""
+        silent = 0  # beats without a new sign
+        with contextlib.suppress(RuntimeError):  # of the store: watch_store misses this thread
+            while not self.over.wait(BEAT_S):
+                self.beat()
+                sign, cause = (value.decode() for value in self.store.multi_get(keys))
+                silent = silent + 1 if sign and sign == last else 0
+                last = sign
+                if silent and silent >= int(sign.split()[1]):
+                    name = sign.split(maxsplit=2)[2]
+                    cause = self.publish(f"{name} gave no sign for {silent * BEAT_S:.0f} s: it is "
+                                         "dead or unreachable")
+                if cause:
+                    self.end(cause)
+            if not self.last_words:
+                self.store.set(f"beat-{self.rank}", "")
+            elif (cause := self.publish(self.last_words)) != self.last_words:
+                self.end(cause)
+
+    def publish(self, cause: str) -> str:
+        """Return the first cause that a rank has published."""
+        return self.store.compare_set("cause", "", cause).decode()
+
+    def watch_store(self) -> None:
+        last = silent = 0
+        while not self.over.wait(BEAT_S):
+            silent = silent + 1 if self.beats == last else 0
+            last = self.beats
+            if silent == SILENT_BEATS:
+                self.end(f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not "
+                         f"answered for {silent * BEAT_S:.0f} s: rank 0 or its node is dead or "
+                         "unreachable")
+
+    def end(self, cause: str) -> None:
+        """End this process, wherever its main thread hangs, in a few beats: others may read the
+        cause from a store that is here, and the rank that is to blame should end before."""
+        signal.alarm(10)  # by the system, should even the output hang
+        print(f"rank {self.rank}: {cause}; this run ends. What was saved is whole: start it again, "
+              "or continue with --resume", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        time.sleep(4 * BEAT_S)
+        os._exit(1)
+
+    def __exit__(self, kind, error, _) -> None:
+        if self.world == 1:
+            return
+        if error is not None and not isinstance(error, ConfigError):  # that one all have raised
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
+            if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+                self.talking.join((SILENT_BEATS + 4) * BEAT_S)  # which ends with the other's name
+            line = (str(error).strip() or "no message").splitlines()[0]
+            self.last_words = f"{self.name} ended by {kind.__name__}: {line}"
+        self.over.set()
+        self.talking.join(2 * BEAT_S)
+        if self.last_words:
+            time.sleep(2 * BEAT_S)  # others read it, before a store that is here ends
+            signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
 
 
 # ---------------------------------------------------------------------------- setup
@@ -444,7 +582,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
         host_budget=planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
 
 
-def with_files(run: Run, launch: str) -> Run:
+def with_files(run: Run, launch: list[str]) -> Run:
     """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
     cfg = run.cfg
     corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
@@ -866,7 +1004,8 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
     return meta["step"]
 
 
-def save(run: Run, states: States, step: int, samples: int, launch: str) -> None:
+def save(run: Run, states: States, step: int, samples: int,
+         launch: list[str]) -> None:
     """Save a checkpoint of this step. A collective of all ranks."""
     meta = {"step": step, "samples": samples, "model": dataclasses.asdict(run.model),
             "launch": launch, "config": dataclasses.asdict(run.cfg)}
@@ -1073,8 +1212,8 @@ def introduce(run: Run, print0: Callable) -> None:
            f"{run.val.count:,} validation sequences of {cfg.seq:,}")
 
 
-def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
-          print0: Callable) -> int:
+def train(run: Run, model: LLaMA, states: States, start: int, launch: list[str],
+          heartbeat: Heartbeat, print0: Callable) -> int:
     """Run the steps after `start`, with evaluations and checkpoints. Returns the exit status: not 0
     if too many steps in a row were not finite. A collective of all ranks."""
     cfg = run.cfg
@@ -1110,6 +1249,7 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
             batch = load_batch(run, samples)
         facts = agree(run, result, stop)
         seconds = time.perf_counter() - clock
+        heartbeat.patience = SILENT_BEATS
         progress.end()
         skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
@@ -1154,7 +1294,7 @@ def export(run: Run, states: States, print0: Callable) -> None:
     print0(f"exported {run.cfg.export}")
 
 
-def build_and_train(run: Run, launch: str, print0: Callable) -> int:
+def build_and_train(run: Run, launch: list[str], heartbeat: Heartbeat, print0: Callable) -> int:
     """Build what is planned, load weights, and train. Returns the exit status. A collective of all
     ranks."""
     cfg = run.cfg
@@ -1179,18 +1319,13 @@ def build_and_train(run: Run, launch: str, print0: Callable) -> int:
     if run.rank == 0:
         checkpoint.prepare_out(Path(cfg.out), run.resume, start)
     dist.barrier()  # the folder is clear
-    return train(run, model, states, start, launch, print0)
+    return train(run, model, states, start, launch, heartbeat, print0)
 
 
-def main(argv: list[str] | None = None) -> None:
-    cfg = parse(argv)
-    try:
-        check_flags(cfg)
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
-    rank, world, local_rank = start_ranks(cfg.timeout)
+def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> int:
+    """Do what the flags say. Returns the exit status. A collective of all ranks."""
     print0 = print if rank == 0 else (lambda *a, **k: None)
-    launch = launch_name()
+    launch = launch_agents()
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank))
     run = on_all_ranks(lambda: with_files(run, launch))
     if run.device.type == "cuda":
@@ -1203,15 +1338,29 @@ def main(argv: list[str] | None = None) -> None:
         print0(sentence)
     if cfg.dry_run:
         dry_run(run, print0)
-        return
+        return 0
 
     lock = contextlib.ExitStack()  # of OUT, for this run
     with lock:
         on_all_ranks(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out)))
                      if rank == 0 else None)
-        status = build_and_train(run, launch, print0)
+        status = build_and_train(run, launch, heartbeat, print0)
     dist.barrier()
-    dist.destroy_process_group()
+    return status
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg = parse(argv)
+    try:
+        check_flags(cfg)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    rank, world, local_rank = start_ranks(cfg.timeout)
+    # a dry run's ranks part: each simulates a step by itself
+    with Heartbeat(rank, 1 if cfg.dry_run else world) as heartbeat:
+        status = run_ranks(cfg, rank, world, local_rank, heartbeat)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if status:
         sys.exit("train.py: stopped, the loss or the gradient was not finite; see the log")
 
