@@ -378,6 +378,7 @@ class Heartbeat:
         self.over = threading.Event()
         self.last_words = ""
         self.talking = threading.Thread(target=self.talk, daemon=True)
+        self.watching = threading.Thread(target=self.watch_store, daemon=True)
 
     def __enter__(self) -> "Heartbeat":
         if self.world > 1:
@@ -386,7 +387,7 @@ class Heartbeat:
             self.store.compare_set("cause", "", "")
             on_all_ranks(self.beat)  # so each has a sign to read
             self.talking.start()
-            threading.Thread(target=self.watch_store, daemon=True).start()
+            self.watching.start()
         return self
 
     def beat(self) -> None:
@@ -444,7 +445,7 @@ class Heartbeat:
         if error is not None and not isinstance(error, ConfigError):  # that one all have raised
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
             if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
-                self.talking.join((SILENT_BEATS + 4) * BEAT_S)  # which ends with the other's name
+                self.watching.join((SILENT_BEATS + 4) * BEAT_S)  # it or `talk` ends with a name
             line = (str(error).strip() or "no message").splitlines()[0]
             self.last_words = f"{self.name} ended by {kind.__name__}: {line}"
         self.over.set()
@@ -582,7 +583,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
         host_budget=planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
 
 
-def with_files(run: Run, launch: list[str]) -> Run:
+def with_files(run: Run, folder: Path | None) -> Run:
     """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
     cfg = run.cfg
     corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
@@ -592,7 +593,6 @@ def with_files(run: Run, launch: list[str]) -> Run:
     if not cfg.dry_run:
         check_folders(cfg, run.model)
     run = run.but(train=train, val=val)
-    folder = checkpoint.find_checkpoint(Path(cfg.out), cfg.resume or "never", launch)
     if folder is None:
         return run
     by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
@@ -1327,7 +1327,11 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
     print0 = print if rank == 0 else (lambda *a, **k: None)
     launch = launch_agents()
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank))
-    run = on_all_ranks(lambda: with_files(run, launch))
+    # rank 0's choice: for a minute, another node may see a shared folder as it was
+    found = [on_all_ranks(lambda: None if rank else checkpoint.find_checkpoint(
+        Path(cfg.out), cfg.resume or "never", launch))]
+    dist.broadcast_object_list(found)
+    run = on_all_ranks(lambda: with_files(run, found[0]))
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
         expandable_segments()
