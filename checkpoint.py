@@ -161,13 +161,13 @@ def newest_checkpoint(out: Path) -> Path | None:
     return folder
 
 
-def find_checkpoint(out: Path, resume: str, launch: list[str]) -> Path | None:
+def find_checkpoint(out: Path, resume: str, launch: str) -> Path | None:
     """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
-    if there is one) or a folder. launch: the agents that started the ranks (train.launch_agents);
-    after a restart by torchrun, what the same launch has saved, and so named one of them, goes
-    before what `resume` says. Raises ValueError."""
+    if there is one) or a folder. launch: what started the ranks (train.launch_name); what the same
+    launch has saved, before torchrun restarted them, goes before what `resume` says. Raises
+    ValueError."""
     whole = whole_checkpoints(out) if launch else []
-    if whole and not set(launch).isdisjoint(read_meta(whole[-1]).get("launch", [])):
+    if whole and set(launch.split("; ")) & set(read_meta(whole[-1]).get("launch", "").split("; ")):
         return whole[-1]
     if resume == "never":
         return None

@@ -308,12 +308,12 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: float) -> str:
     raise TimeoutError(f"rank {rank}: not all of {world} ranks started within --timeout {timeout}")
 
 
-def launch_agents() -> list[str]:
-    """Return the processes of torchrun that started these ranks, one a node; without it none. A
-    collective of all ranks.
+def launch_name() -> str:
+    """Return the processes of torchrun that started these ranks, one a node; without it nothing.
+    A collective of all ranks.
 
-    They say whether two starts of ranks are of one launch: an agent outlives restarts of its ranks,
-    as no store does for certain, and two launches share none, whatever their --rdzv-id.
+    Two starts of ranks are of one launch if they share one: it outlives restarts of its ranks, as
+    no store does for certain, and another launch has others, whatever its --rdzv-id.
     """
     agent = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -323,7 +323,7 @@ def launch_agents() -> list[str]:
         agent = f"host {os.uname().nodename}, boot {boot}, process {parent}, since {since_boot}"
     agents = [""] * dist.get_world_size()
     dist.all_gather_object(agents, agent)
-    return sorted(set(agents) - {""})
+    return "; ".join(sorted(set(agents)))
 
 
 class ConfigError(ValueError):
@@ -363,7 +363,7 @@ class Heartbeat:
 
     Every BEAT_S a rank writes a sign to the store, and reads the next rank's and why the run ends:
 
-        beat-RANK   "", before and after; else how often it has beaten, its patience and its name
+        beat-RANK   how often it has beaten, its patience and its name; "" when it has ended well
         cause       "", until a rank raises, or is missed by the one before it
 
     A second thread watches that the first comes back: a store on a lost node hangs or raises.
@@ -1004,8 +1004,7 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
     return meta["step"]
 
 
-def save(run: Run, states: States, step: int, samples: int,
-         launch: list[str]) -> None:
+def save(run: Run, states: States, step: int, samples: int, launch: str) -> None:
     """Save a checkpoint of this step. A collective of all ranks."""
     meta = {"step": step, "samples": samples, "model": dataclasses.asdict(run.model),
             "launch": launch, "config": dataclasses.asdict(run.cfg)}
@@ -1212,7 +1211,7 @@ def introduce(run: Run, print0: Callable) -> None:
            f"{run.val.count:,} validation sequences of {cfg.seq:,}")
 
 
-def train(run: Run, model: LLaMA, states: States, start: int, launch: list[str],
+def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
           heartbeat: Heartbeat, print0: Callable) -> int:
     """Run the steps after `start`, with evaluations and checkpoints. Returns the exit status: not 0
     if too many steps in a row were not finite. A collective of all ranks."""
@@ -1294,7 +1293,7 @@ def export(run: Run, states: States, print0: Callable) -> None:
     print0(f"exported {run.cfg.export}")
 
 
-def build_and_train(run: Run, launch: list[str], heartbeat: Heartbeat, print0: Callable) -> int:
+def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callable) -> int:
     """Build what is planned, load weights, and train. Returns the exit status. A collective of all
     ranks."""
     cfg = run.cfg
@@ -1325,7 +1324,7 @@ def build_and_train(run: Run, launch: list[str], heartbeat: Heartbeat, print0: C
 def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> int:
     """Do what the flags say. Returns the exit status. A collective of all ranks."""
     print0 = print if rank == 0 else (lambda *a, **k: None)
-    launch = launch_agents()
+    launch = launch_name()
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank))
     # rank 0's choice: for a minute, another node may see a shared folder as it was
     found = [on_all_ranks(lambda: None if rank else checkpoint.find_checkpoint(
