@@ -1,43 +1,130 @@
 """What is on disk? Checkpoints that resume under any factors, and Hugging Face's files.
 
-    OUT/step-00000100/   a step's states, in parts that other factors can read (shard.Flat)
-        meta.json        step, samples seen, model, flags, size of every file
-    OUT/latest           a link to the newest
-    OUT/log.jsonl        a line a step
-    OUT/lock             held by the run that writes here
+    OUT/step-00000100/             a step's states
+        rank-00000.safetensors     what a rank saves: of every tensor a part, flat
+        meta.json                  step, samples seen, model, flags, data; of every tensor its shape
+                                   and its parts; checksums of all that was written
+    OUT/latest                     a link to the newest
+    OUT/log.jsonl                  a line a step
+    OUT/lock                       held by the run that writes here
+
+Elements [start, start + count) of a flat tensor are a part. Whoever resumes, under any factors,
+reads the extents of parts that overlap with its own (an extent is what has one checksum):
+
+    saved, os = 2       |------- rank 0 -------|------- rank 1 -------|
+    loaded, os = 3      |---- 0 -----|------ 1 ------|------ 2 -------|
 
 A checkpoint is written under another name, synced, and renamed; then the link is replaced. Both are
-atomic, so what `latest` names is whole at any moment, whoever is killed. Hugging Face's files
-are read and written one tensor at a time; ours are fused: qkv holds q, k and v, gate_up two
-matrices.
+atomic, so what `latest` names is whole at any moment, whoever is killed. Nothing that is read can
+run code. Hugging Face's files are read and written one tensor at a time; ours are fused: qkv holds
+q, k and v, gate_up two matrices.
 
-    find_checkpoint(...) -> folder      load_checkpoint(states, folder)      save_checkpoint(...)
+    find_checkpoint(...) -> folder      load_checkpoint(states, folder)      Saver(...).begin(meta)
     hf_config(folder) -> ModelConfig    hf_open(folder, config) -> read      hf_export(...)
 
-Left out: checkpoints that are written while training goes on, and other models' files.
+Left out: checkpoints in several places, and other models' files.
 """
 import contextlib
-import dataclasses
+import errno
 import fcntl
+import itertools
 import json
+import math
 import os
 import re
 import shutil
 import time
+import zlib
 from collections.abc import Callable
-from dataclasses import fields
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from model import LLaMA, ModelConfig, rope_frequencies
-from offload import GIB
-from shard import States
+from offload import (GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers)
+from shard import StatePart, States
 
-# ---------------------------------------------------------------------------- checkpoints
+# ---------------------------------------------------------------------------- a checkpoint's files
+
+VERSION = 2  # of the format; the first one's files were pickles
+DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # safetensors' names
+SUM_BYTES = 2**24  # under one checksum: what is read to believe any of them
+THREADS = 8  # of a rank, that copy, sum and write: zlib and the system let go of Python's lock
+META = {"version": int, "number": int, "step": int, "samples": int, "launch": str, "model": dict,
+        "config": dict, "data": dict, "files": dict, "tensors": dict}
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """Where elements of a flat tensor lie in a checkpoint."""
+
+    file: str
+    offset: int  # bytes, of the first element in the file
+    start: int  # of the first element in the tensor
+    count: int  # elements
+    crc32: list[int]  # of every SUM_BYTES
+
+    def extents(self, dtype: torch.dtype) -> list["StoredPart"]:
+        """Return the part cut by its checksums."""
+        step = SUM_BYTES // dtype.itemsize
+        return [StoredPart(self.file, self.offset + i * SUM_BYTES, self.start + i * step,
+                           min(step, self.count - i * step), [crc])
+                for i, crc in enumerate(self.crc32)]
+
+
+def write_at(handle: int, data: np.ndarray, offset: int) -> None:
+    """Write all bytes. Raises OSError."""
+    view = memoryview(data)
+    while len(view):
+        written = os.pwrite(handle, view, offset)
+        view = view[written:]
+        offset += written
+
+
+def write_states(path: Path, parts: dict[str, StatePart]) -> tuple[dict, dict[str, dict]]:
+    """Write {name of a tensor: a part of it} as one safetensors file, through little host memory
+    (the library's own writer holds all of it). Returns what meta.json says of the file and of each
+    tensor. Raises OSError."""
+    header = {}
+    end = 0
+    for name, part in parts.items():
+        begin = end
+        end += part.values.nbytes
+        whole = part.values.numel() == math.prod(part.shape)
+        dtype = next(key for key, dtype in DTYPES.items() if dtype == part.values.dtype)
+        header[name] = {"dtype": dtype, "shape": part.shape if whole else [part.values.numel()],
+                        "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+
+    def write(values: Tensor, offset: int) -> int:
+        data = values.cpu().view(torch.uint8).numpy()
+        write_at(file.fileno(), data, offset)
+        return zlib.crc32(data)
+
+    stored = {}
+    with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
+        file.write(head)
+        file.flush()
+        for name, part in parts.items():
+            offset = len(head) + header[name]["data_offsets"][0]
+            extents = part.values.split(SUM_BYTES // part.values.itemsize)
+            offsets = itertools.count(offset, SUM_BYTES)
+            sums = [pool.submit(write, *job) for job in zip(extents, offsets)]
+            stored[name] = {"dtype": header[name]["dtype"], "shape": part.shape, "parts": [
+                StoredPart(path.name, offset, part.start, part.values.numel(), sums)]}
+        for entry in stored.values():
+            part, = entry["parts"]
+            part.crc32[:] = [crc.result() for crc in part.crc32]
+            entry["parts"] = [asdict(part)]
+        os.fsync(file.fileno())
+    return {"bytes": len(head) + end, "header": [len(head), zlib.crc32(head)]}, stored
 
 
 def sync_folder(path: Path) -> None:
@@ -47,75 +134,301 @@ def sync_folder(path: Path) -> None:
     os.close(handle)
 
 
-def write_synced(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
+def write_meta(folder: Path, meta: dict) -> None:
+    """Write meta.json, a line a key, with a checksum of the rest."""
+    crc32 = zlib.crc32(json.dumps(meta, sort_keys=True).encode())
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}"
+             for key, value in ({"crc32": crc32} | meta).items()]
+    with open(folder / "meta.json", "w") as file:
+        file.write("{" + ",\n".join(lines) + "}\n")
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_meta(folder: Path) -> dict:
-    """Return a checkpoint's meta.json. Raises ValueError if it is not whole."""
+    """Return a checkpoint's meta.json, whose "tensors" become {name: (dtype, shape, [StoredPart])}.
+    Raises ValueError if it is of another version, or not what was written."""
+    if (folder / ".metadata").exists():
+        raise ValueError(f"--resume: {folder} was saved by an earlier version of this program as "
+                         "pickles, which can run anybody's code and are not read; --export its "
+                         "weights with that version, and start from them with --init")
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        missing = {"files", "model", "config", "step"} - set(meta)
-    except (OSError, ValueError, TypeError) as e:
-        raise ValueError(f"--resume: {folder} is not a whole checkpoint: {e}") from e
-    if missing:
-        raise ValueError(f"--resume: {folder} is not a whole checkpoint: no {sorted(missing)}")
+        if not isinstance(meta, dict):
+            raise TypeError("not an object")
+        if meta.get("version") != VERSION:
+            raise ValueError(f"of version {meta.get('version')!r}; this program reads {VERSION}")
+        crc32 = meta.pop("crc32")
+        if crc32 != zlib.crc32(json.dumps(meta, sort_keys=True).encode()):
+            raise ValueError("meta.json is not what was written: its checksum differs")
+        for key, kind in META.items():
+            if type(meta[key]) is not kind:
+                raise TypeError(f"{key} is {meta[key]!r}")
+        check_counts(meta["step"], meta["samples"], meta["number"])
+        for entry in meta["files"].values():
+            check_counts(entry["bytes"], *entry["header"])
+        meta["tensors"] = {name: read_tensor(meta["files"], entry)
+                           for name, entry in meta["tensors"].items()}
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as e:
+        why = f"no {e}" if isinstance(e, KeyError) else e
+        raise ValueError(f"--resume: {folder} is not a whole checkpoint: {why}") from e
     return meta
+
+
+def check_counts(*counts) -> None:
+    """Raise TypeError for what is none."""
+    if not all(type(n) is int and n >= 0 for n in counts):
+        raise TypeError(f"{counts} are no counts")
+
+
+def read_tensor(files: dict, entry: dict) -> tuple[torch.dtype, tuple, list[StoredPart]]:
+    """Return dtype, shape and parts of a tensor. Raises ValueError if parts are missing, overlap or
+    leave their files, KeyError or TypeError for what is not there or something else."""
+    dtype = DTYPES[entry["dtype"]]
+    shape = tuple(entry["shape"])
+    parts = sorted((StoredPart(**part) for part in entry["parts"]), key=lambda part: part.start)
+    end = 0
+    for part in parts:
+        check_counts(part.offset, part.start, part.count, *part.crc32, *shape)
+        bytes = part.count * dtype.itemsize
+        inside = part.offset + bytes <= files[part.file]["bytes"]
+        summed = len(part.crc32) == -(-bytes // SUM_BYTES)
+        plain = re.fullmatch(r"rank-\d+\.safetensors", part.file)  # not a path
+        if part.start != end or not (inside and summed and plain):
+            raise ValueError(f"{part} after element {end}")
+        end += part.count
+    if end != math.prod(shape):
+        raise ValueError(f"{end} elements of {shape}")
+    return dtype, shape, parts
 
 
 def check_whole(folder: Path) -> dict:
     """Return a checkpoint's meta.json. Raises ValueError if a file is missing or cut short."""
     meta = read_meta(folder)
-    for name, size in meta["files"].items():
+    for name, entry in meta["files"].items():
         found = (folder / name).stat().st_size if (folder / name).exists() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes, not {size}"
+        if found != entry["bytes"]:
+            what = "is missing" if found is None else f"has {found} bytes, not {entry['bytes']}"
             raise ValueError(
                 f"--resume: {folder / name} {what}; earlier checkpoints are beside it")
     return meta
 
 
-def save_number(meta: dict) -> tuple[int, int]:
-    """Return what orders checkpoints by when they were saved, whatever the clock says, and also
-    where a run went back to an earlier step: their number, or of older files the step."""
-    return meta.get("number", 0), meta["step"]
+def read_at(path: Path, size: int, offset: int, crc32: int) -> np.ndarray:
+    """Return so many bytes of a file. Raises ValueError if they are not what was written."""
+    data = np.empty(size, np.uint8)
+    with open(path, "rb", buffering=0) as file:
+        found = os.preadv(file.fileno(), [data], offset)
+    if found != size or zlib.crc32(data) != crc32:
+        raise ValueError(f"--resume: {path}: {size} bytes from {offset} are not what was written: "
+                         "their checksum differs; earlier checkpoints are beside it")
+    return data
 
 
-def whole_checkpoints(out: Path) -> list[Path]:
-    """Return the whole checkpoints of a folder, in the order in which they were saved."""
-    found = []
-    for folder in out.glob("step-*"):
-        if not re.fullmatch(r"step-\d{8}(-\d+)?", folder.name):
-            continue  # being written or deleted
+def read_states(folder: Path, parts: dict[str, StatePart]) -> None:
+    """Set parts of tensors from a checkpoint, of which no more is read than checksums need. Raises
+    ValueError or OSError."""
+    meta = check_whole(folder)
+    stored = meta["tensors"]
+    shapes = {name: shape for name, (_, shape, _) in stored.items()}
+    wrong = [f"{name} {part.shape} (there: {shapes.get(name, 'nothing')})"
+             for name, part in parts.items() if shapes.get(name) != part.shape]
+    if wrong:
+        raise ValueError(f"--resume: {folder} does not hold {', '.join(wrong[:3])}: it is of "
+                         "another model or optimizer")
+
+    def read(part: StatePart, dtype: torch.dtype, extent: StoredPart) -> None:
+        """Copy what the two have in common."""
+        size = extent.count * dtype.itemsize
+        data = read_at(folder / extent.file, size, extent.offset, *extent.crc32)
+        values = torch.from_numpy(data).view(dtype)
+        first = max(part.start, extent.start)
+        last = min(part.start + part.values.numel(), extent.start + extent.count)
+        part.values[first - part.start : last - part.start].copy_(
+            values[first - extent.start : last - extent.start])
+
+    jobs = []
+    for name, part in parts.items():
+        dtype, _, stored_parts = stored[name]
+        end = part.start + part.values.numel()
+        jobs += [(part, dtype, extent) for stored_part in stored_parts
+                 for extent in stored_part.extents(dtype)
+                 if extent.start < end and part.start < extent.start + extent.count]
+    for file in {extent.file for _, _, extent in jobs}:
+        size, crc32 = meta["files"][file]["header"]
+        read_at(folder / file, size, 0, crc32)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(read, *job) for job in jobs]:
+            done.result()
+
+
+def load_checkpoint(states: States, folder: Path) -> None:
+    """Read states from a checkpoint of any factors and ranks. Raises ValueError on all ranks if
+    one of them does not get what was written. A collective of all ranks."""
+    error = ""
+    try:
+        read_states(folder, states.state_parts())
+    except (ValueError, OSError) as e:
+        error = str(e)
+    if error := error_of_any(error):
+        raise ValueError(error)
+    states.loaded()
+
+
+def error_of_any(error: str) -> str:
+    """Return the first error of any rank, with the ranks that have one; "" if none has. A
+    collective of all ranks."""
+    errors = [""] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    failed = [rank for rank, text in enumerate(errors) if text]
+    if not failed:
+        return ""
+    where = "" if len(failed) == len(errors) else f" (on ranks {failed})"
+    return errors[failed[0]] + where
+
+
+# ---------------------------------------------------------------------------- saving
+
+
+class Saver:
+    """Saves a run's checkpoints: in the open, or (`background`) copied to host memory at once and
+    written by a thread while steps go on. A save that fails ends nothing: `failed` says why, and
+    what was saved before stands.
+
+        begin(meta)     collective: the states are copied, or written
+        writing         this rank's thread has not done yet
+        finish()        collective: all files are there, the checkpoint gets its name
+    """
+
+    def __init__(self, out: Path, keep: int, states: States, background: bool = False):
+        """background: takes the host memory of `host_fields`. Raises MemoryError."""
+        self.out = out
+        self.keep = keep
+        self.states = states
+        self.meta: dict = {}  # of the checkpoint that is being written, {}: none is
+        self.thread: Future | None = None
+        self.failed = ""  # why the last save was none, in a sentence
+        self.copies: dict[str, Tensor] | None = None  # (count,) of each tensor, on the host
+        if background:
+            self.copies = host_copies(states)
+
+    @property
+    def writing(self) -> bool:
+        return self.thread is not None and not self.thread.done()
+
+    @property
+    def folder(self) -> Path:
+        return self.out / f"step-{self.meta['step']:08d}.tmp"
+
+    def begin(self, meta: dict) -> None:
+        """Begin to save the states of step meta["step"]. meta: what a resumed run must know, as
+        JSON. A collective of all ranks."""
+        self.finish()
+        self.meta = meta
+        error = ""
+        if dist.get_rank() == 0:
+            try:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir()
+            except OSError as e:
+                error = sentence(e)
+        if self.fails(error):
+            return
+        parts = saved_parts(self.states)
+        file = self.folder / f"rank-{dist.get_rank():05d}.safetensors"
+        pool = ThreadPoolExecutor(1)
+        if self.copies is not None:
+            for name, part in parts.items():  # from page-locked memory: at the link's speed
+                self.copies[name].copy_(part.values)
+            parts = {name: replace(part, values=self.copies[name])
+                     for name, part in parts.items()}
+        self.thread = pool.submit(write_states, file, parts)
+        pool.shutdown(wait=False)
+        if self.copies is None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the files of all ranks, and give the checkpoint its name. A collective of all
+        ranks."""
+        if self.thread is None:
+            return
+        error = ""
+        written = None
         try:
-            found.append((save_number(check_whole(folder)), folder))
-        except ValueError:
-            continue  # torn: it neither counts nor displaces others
-    return [folder for _, folder in sorted(found)]
+            written = self.thread.result()
+        except FileNotFoundError:
+            error = (f"{self.folder}, which rank 0 has made, is not there: --out must stay, and be "
+                     "on storage that all nodes share")
+        except OSError as e:
+            error = sentence(e)
+        self.thread = None
+        if self.fails(error):
+            return
+        every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(written, every)
+        if dist.get_rank() == 0:
+            try:
+                self.complete(every)
+            except OSError as e:
+                error = sentence(e)
+        if not self.fails(error):  # and nobody goes on, and is killed, before `latest` names it
+            self.meta = {}
+            self.failed = ""
+
+    def fails(self, error: str) -> bool:
+        """Return whether a rank has an error: then this save is none. A collective."""
+        error = error_of_any(error)
+        if error:
+            self.failed = f"step {self.meta['step']} was not saved: {error}"
+            if dist.get_rank() == 0:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                print(self.failed, flush=True)
+            self.meta = {}
+        return bool(error)
+
+    def complete(self, written: list[tuple[dict, dict[str, dict]]]) -> None:
+        """Give a checkpoint its name when the files of all ranks are there, let OUT/latest name it,
+        and delete old ones. written: what each rank's write_states returned. Raises OSError."""
+        files = {}
+        tensors: dict[str, dict] = {}
+        for rank, (file, stored) in enumerate(written):
+            path = self.folder / f"rank-{rank:05d}.safetensors"
+            if not path.exists() or path.stat().st_size != file["bytes"]:
+                raise OSError(errno.ENOENT, f"rank {rank}'s file is not there for rank 0: --out "
+                              "must be on storage that all nodes share", path)
+            files[path.name] = file
+            for name, entry in stored.items():
+                parts = tensors.setdefault(name, entry | {"parts": []})["parts"]
+                parts += entry["parts"]
+        whole = whole_checkpoints(self.out)
+        earlier = [read_meta(folder)["number"] for folder in whole]
+        write_meta(self.folder, {"version": VERSION, "number": max(earlier, default=0) + 1}
+                   | self.meta | {"files": files, "tensors": tensors})
+        sync_folder(self.folder)
+        publish(self.out, self.keep, self.folder)
 
 
-def save_checkpoint(out: Path, keep: int, states: States, meta: dict) -> None:
-    """Write the states of step meta["step"], let OUT/latest name them, and delete all but the last
-    `keep`. meta: what a resumed run must know, as JSON. A collective of all ranks."""
-    writing = out / f"step-{meta['step']:08d}.tmp"
-    rank = dist.get_rank()
-    if rank == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir()
-    dist.barrier()  # the folder is there
-    dcp.save(states.state_dict(), checkpoint_id=writing)
-    dist.barrier()  # all ranks' files are there
-    if rank == 0:
-        sizes = {file.name: file.stat().st_size for file in writing.iterdir()}
-        earlier = [save_number(read_meta(folder))[0] for folder in whole_checkpoints(out)]
-        more = {"number": max(earlier, default=0) + 1, "files": sizes}
-        write_synced(writing / "meta.json", json.dumps(meta | more, indent=1))
-        sync_folder(writing)
-        publish(out, keep, writing)
-    dist.barrier()  # nobody goes on, and is killed, before `latest` names it
+def saved_parts(states: States) -> dict[str, StatePart]:
+    """Return what this rank writes."""
+    return {name: part for name, part in states.state_parts().items() if part.saves}
+
+
+def host_fields(states: States) -> list[Field]:
+    """Return what copies of all that this rank writes take on the host (offload.buffer_bytes)."""
+    return [(name, tuple(part.values.shape), part.values.dtype)
+            for name, part in saved_parts(states).items()]
+
+
+def host_copies(states: States) -> dict[str, Tensor]:
+    """Return host memory for what this rank writes, page-locked beside GPUs. Raises MemoryError."""
+    fields = host_fields(states)
+    sizes = [buffer_bytes(fields)]
+    memory, = wait_for_host_buffers(pin_host_buffers(sizes, states.device.type == "cuda"), sizes)
+    return carve(memory, fields)
+
+
+def sentence(e: OSError) -> str:
+    return f"{e.filename}: {e.strerror}"
 
 
 def publish(out: Path, keep: int, writing: Path) -> None:
@@ -135,15 +448,29 @@ def publish(out: Path, keep: int, writing: Path) -> None:
     sync_folder(out)
     for old in whole_checkpoints(out)[:-keep]:
         torn = old.with_name(f"{old.name}.old")
-        os.rename(old, torn)  # killed while it deletes, this leaves nothing that looks whole
-        shutil.rmtree(torn)
+        try:
+            os.rename(old, torn)  # killed while it deletes, this leaves nothing that looks whole
+            shutil.rmtree(torn)
+        except OSError as e:
+            print(f"not deleted: {sentence(e)}", flush=True)
     print(f"saved {final}", flush=True)
 
 
-def load_checkpoint(states: States, folder: Path) -> None:
-    """Read states from a checkpoint of any factors and ranks. A collective of all ranks."""
-    dcp.load(states.state_dict(), checkpoint_id=folder)
-    states.loaded()
+# ---------------------------------------------------------------------------- a run's folder
+
+
+def whole_checkpoints(out: Path) -> list[Path]:
+    """Return the whole checkpoints of a folder, in the order in which they were saved."""
+    found = []
+    for folder in out.glob("step-*"):
+        if not re.fullmatch(r"step-\d{8}(-\d+)?", folder.name):
+            continue  # being written or deleted
+        try:
+            # not the clock, nor the step: a run may go back to an earlier one
+            found.append((check_whole(folder)["number"], folder))
+        except ValueError:
+            continue  # torn: it neither counts nor displaces others
+    return [folder for _, folder in sorted(found)]
 
 
 def newest_checkpoint(out: Path) -> Path | None:
@@ -167,7 +494,7 @@ def find_checkpoint(out: Path, resume: str, launch: str) -> Path | None:
     launch has saved, before torchrun restarted them, goes before what `resume` says. Raises
     ValueError."""
     whole = whole_checkpoints(out) if launch else []
-    if whole and set(launch.split("; ")) & set(read_meta(whole[-1]).get("launch", "").split("; ")):
+    if whole and set(launch.split("; ")) & set(read_meta(whole[-1])["launch"].split("; ")):
         return whole[-1]
     if resume == "never":
         return None
@@ -187,23 +514,23 @@ def check_same_model(folder: Path, model: ModelConfig, may_differ: set[str]) -> 
     """Raise ValueError if a checkpoint is of another model. may_differ: fields that flags set, and
     those that change no weight."""
     meta = read_meta(folder)
-    ours = dataclasses.asdict(model)
+    ours = asdict(model)
     defaults = {f.name: f.default for f in fields(ModelConfig)}
     theirs = defaults | meta["model"]  # a field that is newer than the checkpoint has its default
     wrong = [f"{name} {value} (here {ours.get(name, 'unknown')})" for name, value in theirs.items()
              if name not in may_differ and (name not in ours or value != ours[name])]
     if wrong:
         made = meta["config"]
-        source = "--model " + made["model"]
-        if made["model"] == "hf":
-            source = "--init " + made["init"]
+        source = f"--model {made.get('model')}"
+        if made.get("model") == "hf":
+            source = f"--init {made.get('init')}"
         raise ValueError(f"--resume: {folder} is of another model: {', '.join(wrong)}; it was made "
                          f"with {source}")
 
 
 def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
     """Clear what a killed run left. Of the run that goes on here, keep the log up to the step that
-    it resumes; put any other run aside."""
+    it resumes; put any other run aside. Raises OSError."""
     for torn in (*out.glob("step-*.tmp"), *out.glob("step-*.old")):
         shutil.rmtree(torn)
     (out / "latest.tmp").unlink(missing_ok=True)
@@ -211,10 +538,27 @@ def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
     if resumed is None or resumed.parent.resolve() != out.resolve():
         put_aside(out)
     elif log.exists():
-        kept = [line for line in log.read_text().splitlines(True)
-                if line.endswith("}\n") and json.loads(line)["step"] <= step]
+        rows, bad = read_log(log)
+        if bad:
+            print(f"{log}: dropped what is no step's: {', '.join(bad[:3])}")
+        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
         (out / "log.tmp").write_text("".join(kept))
         os.replace(out / "log.tmp", log)
+
+
+def read_log(log: Path) -> tuple[list[dict], list[str]]:
+    """Return the rows of a log.jsonl, and in words the lines that are none. Raises OSError."""
+    rows = []
+    bad = []
+    for number, line in enumerate(log.read_bytes().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict) or type(row["step"]) is not int:
+                raise ValueError("no step")
+            rows.append(row)
+        except (ValueError, KeyError, RecursionError):
+            bad.append(f"line {number}")
+    return rows, bad
 
 
 @contextlib.contextmanager
@@ -236,10 +580,25 @@ def locked(out: Path):
     file.truncate(0)
     file.write(f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}\n")
     file.flush()
+    os.fsync(file.fileno())  # other nodes read it
     try:
         yield
     finally:
         file.close()
+
+
+def check_shared(out: Path) -> None:
+    """Raise ValueError on a rank that does not see the folder that rank 0 has locked. A collective
+    of all ranks."""
+    lock = [(out / "lock").read_text() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(lock)
+    try:
+        seen = (out / "lock").read_text()
+    except OSError:
+        seen = ""
+    if error := error_of_any("" if seen == lock[0] else "another folder"):
+        raise ValueError(f"--out {out}: {error} than rank 0's: it must be on storage that all "
+                         "nodes share")
 
 
 def put_aside(out: Path) -> None:

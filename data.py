@@ -16,11 +16,14 @@ Legend: T tokens of a sequence, i a sample since step 0.
 """
 import os
 import sysconfig
+import zlib
 from pathlib import Path
 
 import numpy as np
 
 SCAN_TOKENS = 2**24  # that a rank checks at a time
+SAMPLES = 16  # blocks of a file, and
+SAMPLE_BYTES = 4096  # of each, that a fingerprint reads
 # of the standard library: what differs between machines
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -148,3 +151,19 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
                 raise ValueError(
                     f"--data: token {start + int(tokens.argmax())} is {largest}, the model's "
                     f"vocabulary ends at {vocab - 1}; take another model, or --token-bytes")
+
+
+def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
+    """Return what tells changed data from the same: files, tokens, and a checksum of the files'
+    sizes and of SAMPLES blocks of each. Raises OSError."""
+    crc32 = 0
+    for corpus in corpora:
+        for file in corpus.files:
+            with open(file, "rb") as handle:
+                size = handle.seek(0, os.SEEK_END)
+                crc32 = zlib.crc32(str(size).encode(), crc32)
+                for start in sorted({size * i // SAMPLES for i in range(SAMPLES)}):
+                    handle.seek(start)
+                    crc32 = zlib.crc32(handle.read(SAMPLE_BYTES), crc32)
+    return {"files": sum(len(corpus.files) for corpus in corpora),
+            "tokens": sum(map(len, corpora)), "crc32": crc32}

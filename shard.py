@@ -62,9 +62,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (ChunkStorageMetadata, MetadataIndex,
-                                                   TensorProperties)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from attention import CommStream, Groups, all_gather, reduce_scatter, wait
 from model import Matrix, Vector, accumulation_dtype, compiled
@@ -281,33 +278,15 @@ class ShardedParam:
         return flat[: self.count].view(self.module.shape)
 
 
-class Flat(Tensor):
-    """A part of a flat tensor, as torch.distributed.checkpoint saves and loads it: a tensor can be
-    read back in any other parts, so any factors and layout resume any others."""
+@dataclass(frozen=True)
+class StatePart:
+    """A part of a state on this rank, as checkpoint.py saves and loads it. It lies anywhere in the
+    flat tensor, so what some factors and layout have saved any others can load."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
-
-    @staticmethod
-    def of(part: Tensor, start: int, total: int) -> "Flat":
-        flat = part.as_subclass(Flat)
-        flat.part, flat.start, flat.total = part, start, torch.Size([total])
-        return flat
-
-    def size(self):
-        return self.total
-
-    def __create_chunk_list__(self):
-        offset, size = torch.Size([self.start]), self.part.shape
-        return [ChunkStorageMetadata(offset, size)] if self.part.numel() else []
-
-    def __create_write_items__(self, fqn: str, _):
-        properties = TensorProperties.create_from_tensor(self.part)
-        return [WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD,
-                          tensor_data=TensorWriteData(chunk, properties, self.total))
-                for chunk in self.__create_chunk_list__()]
-
-    def __get_tensor_shard__(self, index):
-        return self.part
+    values: Tensor  # (count,), a view: what is loaded is written here
+    start: int  # of its first element in the flat tensor
+    shape: tuple[int, ...]  # of the whole tensor, without padding
+    saves: bool  # this rank saves it: one of those that hold the same
 
 
 def sum_and_scatter(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
@@ -843,22 +822,28 @@ class States:
             dist.all_reduce(whole, group=self.os_group)  # an element's one owner, and zeros
         return param.as_matrix(whole)
 
-    def state_dict(self) -> dict:
-        """Return what a checkpoint holds and is loaded into: by f"{state}.{parameter name}", free
-        of padding, and the number of updates."""
-        entries = {"updates": self.updates}
+    def state_parts(self) -> dict[str, StatePart]:
+        """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
+        number of updates. Replicas share the saving, matrix by matrix."""
+        rank = dist.get_rank()
+        replica = rank // self.factors.os
+        replicas = dist.get_world_size() // self.factors.os
+        parts = {"updates": StatePart(self.updates.view(1), 0, (), rank == 0)}
         for state, vector in self.vector_states.items():
             for name, part in self.vector_slices.items():
-                entries[f"{state}.{name}"] = vector[part]
-        for param in self.sharded_params.values():
-            length = max(0, param.count - param.start)
+                values = vector[part]
+                parts[f"{state}.{name}"] = StatePart(values, 0, tuple(values.shape), rank == 0)
+        for i, param in enumerate(self.sharded_params.values()):
+            length = min(param.size, param.count - param.start)
+            if length <= 0:
+                continue  # padding alone, or in layout inter another rank's
             for state, values in param.states.items():
-                flat = Flat.of(values[:length], param.start, param.count)
-                entries[f"{state}.{param.name}"] = flat
-        return entries
+                parts[f"{state}.{param.name}"] = StatePart(
+                    values[:length], param.start, param.module.shape, i % replicas == replica)
+        return parts
 
     def loaded(self) -> None:
-        """Set the weights to their masters, after a checkpoint was read into state_dict()."""
+        """Set the weights to their masters, after a checkpoint was read into state_parts()."""
         for unit in self.units:
             for param in unit:
                 param.owned_param.copy_(param.states["master"])

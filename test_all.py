@@ -38,8 +38,10 @@ import itertools
 import json
 import multiprocessing
 import os
+import pickle
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -424,14 +426,15 @@ def test_optimizer_skips_what_is_not_finite(group):
     tokens, labels = example()
     share = states.by_name["blocks.0.qkv.weight"]
     for poison, loss in ((None, 1.0), (torch.nan, 1.0), (torch.inf, 1.0), (None, torch.nan)):
-        before = {k: v.clone() for k, v in states.state_dict().items()}
+        before = {k: part.values.clone() for k, part in states.state_parts().items()}
         states.begin_step()
         model(tokens, labels).backward()
         if poison:
             share.grad_shard[7] = poison
         states.finish_gradients()
         norm, finite = states.update(1e-2, 1.0, torch.tensor(loss))
-        same = all(torch.equal(v, before[k]) for k, v in states.state_dict().items())
+        same = all(torch.equal(part.values, before[k])
+                   for k, part in states.state_parts().items())
         good = poison is None and loss == 1.0
         assert bool(finite) == good and same != good
     assert states.updates == 1
@@ -787,7 +790,7 @@ def muon_worker(file: str):
     weights = {name: states.full(name).clone() for name, _ in model.named_parameters()}
     if rank == 0:
         torch.save(weights, file)
-        assert "momentum.blocks.0.qkv.weight" in states.state_dict()
+        assert any(name.startswith("momentum.") for name in states.state_parts())
     os._exit(0)
 
 
@@ -2149,10 +2152,11 @@ def straight(tmp_path_factory):
     return losses(out)
 
 
-DIE = {  # where the process kills itself, in the third save or before (DCP renames a file itself)
+DIE = {  # where the process kills itself, in the second save or after
     "in a step": "where = train.States; name = 'update'; calls = 5",
-    "in a save": "where = train.checkpoint.dcp; name = 'save'; calls = 2",
-    "before a checkpoint's name": "where = os; name = 'rename'; calls = 4",
+    "in a save": "where = train.checkpoint; name = 'write_states'; calls = 2",
+    "in a save beside steps": "where = train.checkpoint; name = 'write_states'; calls = 2",
+    "before a checkpoint's name": "where = os; name = 'rename'; calls = 2",
     "before the link's name": "where = os; name = 'replace'; calls = 2",
 }
 
@@ -2167,15 +2171,17 @@ def fatal(*args, **kw):
         os.kill(os.getpid(), signal.SIGKILL)
     result = old(*args, **kw)
     if count[0] == calls:
-        for f in Path(kw.get('checkpoint_id', '/nowhere')).glob('*.distcp'):
-            f.write_bytes(f.read_bytes()[:1000])
+        if name == 'write_states':
+            args[0].write_bytes(args[0].read_bytes()[:1000])
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 setattr(where, name, fatal)
 """
     args = [*QUICK, "--steps", "9", "--save-every", "2", "--out", tmp_path]
+    if "beside" in where:
+        args += ["--save-async"]
     run(args, code=code, expect=-signal.SIGKILL, tmp=tmp_path)
-    assert len(losses(tmp_path)) == 4
+    assert len(losses(tmp_path)) >= 4
     assert bool(list(tmp_path.glob("*.tmp"))) == (where != "in a step")
     text = run([*args, "--resume", "auto"])
     assert f"resumed {tmp_path}/step-0000000{4 if where == 'in a step' else 2}" in text
@@ -2245,9 +2251,228 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     with pytest.raises(ValueError, match="no checkpoint in"):
         checkpoint.find_checkpoint(tmp_path / "empty", "latest", "")
     assert checkpoint.find_checkpoint(tmp_path / "empty", "auto", "") is None
-    part = next((tmp_path / whole[-1]).glob("*.distcp"))
+    part = next((tmp_path / whole[-1]).glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
     assert checkpoint.find_checkpoint(tmp_path, "auto", "").name == whole[0]
+
+
+def test_checkpoint_files_are_safetensors_and_say_what_they_hold(tmp_path, monkeypatch):
+    """Every element once, by name, shape and offset: read here by the safetensors library, and
+    checked with checksums of extents that do not divide tensors."""
+    from safetensors import safe_open
+
+    monkeypatch.setattr(checkpoint, "SUM_BYTES", 4000)
+    train.main([*QUICK, "--steps", "2", "--out", f"{tmp_path}", "--export", f"{tmp_path}/hf"])
+    folder = (tmp_path / "latest").resolve()
+    meta = json.loads((folder / "meta.json").read_text())
+    assert sorted(p.name for p in folder.iterdir()) == ["meta.json", "rank-00000.safetensors"]
+    read = checkpoint.hf_open(tmp_path / "hf", checkpoint.hf_config(tmp_path / "hf"))
+    with safe_open(folder / "rank-00000.safetensors", "pt") as file:
+        assert set(file.keys()) == set(meta["tensors"])
+        for name, tensor in ((name, file.get_tensor(name)) for name in file.keys()):
+            entry = meta["tensors"][name]
+            part, = entry["parts"]
+            assert list(tensor.shape) == entry["shape"]
+            assert (part["start"], part["count"]) == (0, tensor.numel())
+            assert len(part["crc32"]) == -(-tensor.nbytes // 4000)
+            state, _, param = name.partition(".")
+            if state == "master":
+                assert torch.equal(tensor, read(param))
+            elif name == "updates":
+                assert tensor == 2
+            else:
+                assert tensor.abs().sum() > 0, name
+    read_at, sizes = checkpoint.read_at, []
+    monkeypatch.setattr(checkpoint, "read_at",
+                        lambda path, size, *more: sizes.append(size) or read_at(path, size, *more))
+    some = shard.StatePart(torch.zeros(5000), 7777, (256, 192), False)  # as of some factors
+    checkpoint.read_states(folder, {"exp_avg.embed.weight": some})
+    with safe_open(folder / "rank-00000.safetensors", "pt") as file:
+        whole = file.get_tensor("exp_avg.embed.weight").view(-1)
+    assert torch.equal(some.values, whole[7777:12777])
+    header = meta["files"]["rank-00000.safetensors"]["header"][0]
+    assert sum(sizes) - header <= 4 * 5000 + 2 * 4000
+
+
+def test_damaged_checkpoints_are_not_believed(tmp_path):
+    """One bit, in a weight, a moment, the count of updates, a file's header, meta.json."""
+    args = [*QUICK, "--out", f"{tmp_path}"]
+    train.main([*args, "--steps", "1"])
+    folder = (tmp_path / "latest").resolve()
+    meta, file = folder / "meta.json", folder / "rank-00000.safetensors"
+    tensors = json.loads(meta.read_text())["tensors"]
+
+    def inside(name):
+        part = tensors[name]["parts"][0]
+        return part["offset"] + 4 * (part["count"] // 2)
+
+    step = meta.read_bytes().index(b'"step": 1') + len(b'"step": ')
+    places = [(file, inside("master.blocks.1.qkv.weight")), (file, 20), (meta, step),
+              (file, inside("exp_avg_sq.norm.weight")), (file, tensors["updates"]["parts"][0][
+                  "offset"])]
+    for path, place in places:
+        whole = path.read_bytes()
+        for flags in ("--resume", "--resume auto"):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+            with pytest.raises(ValueError, match="not what w(as|ere) written.*checksum differs"):
+                train.main([*args, "--steps", "2", *flags.split()])
+            dist.destroy_process_group()
+        path.write_bytes(whole)
+    train.main([*args, "--steps", "2", "--resume"])
+
+
+def test_checkpoints_run_no_code(tmp_path):
+    """A pickle that would, as older checkpoints held them; a path that leads out of the folder."""
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    args = [*QUICK, "--out", f"{tmp_path}"]
+    train.main([*args, "--steps", "1"])
+    folder = (tmp_path / "latest").resolve()
+    meta = folder / "meta.json"
+    whole = meta.read_bytes()
+    evil = pickle.dumps(Evil())
+    (folder / ".metadata").write_bytes(evil)
+    with pytest.raises(ValueError, match="saved by an earlier version .* pickles.* not read"):
+        train.main([*args, "--steps", "2", "--resume", f"{folder}"])
+    dist.destroy_process_group()
+    (folder / ".metadata").unlink()
+    (tmp_path / "rank-1.safetensors").write_bytes(evil)
+    escape = "../rank-1.safetensors"
+    changed_meta(meta, lambda c: [part.update(file=escape) for entry in c["tensors"].values()
+                                  for part in entry["parts"]]
+                 + [c["files"].update({escape: {"bytes": 2**40, "header": [8, 0]}})])
+    with pytest.raises(ValueError, match="not a whole checkpoint"):
+        train.main([*args, "--steps", "2", "--resume"])
+    dist.destroy_process_group()
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(evil)
+    assert (tmp_path / "ran").exists()  # it would have
+    meta.write_bytes(whole)
+    train.main([*args, "--steps", "2", "--resume"])
+
+
+def test_meta_of_another_kind_is_refused_in_words(tmp_path):
+    """Another version, and wrong types at any depth with a checksum that is right: never anything
+    but a ValueError, or a run that goes on."""
+    (tmp_path / "a.txt").write_text("x" * 5000)
+    args = [*QUICK, "--out", f"{tmp_path}", "--data", f"{tmp_path}/a.txt"]
+    train.main([*args, "--steps", "1"])
+    meta = (tmp_path / "latest" / "meta.json").resolve()
+    run = train.machine(train.parse(args), 0, 1, 0)
+    whole = json.loads(meta.read_text())
+    tensor = next(iter(whole["tensors"]))
+    paths = [(key,) for key in whole] + [("model", "dim"), ("config", "batch"), ("config", "lr")]
+    paths += [("files", "rank-00000.safetensors"), ("files", "rank-00000.safetensors", "header")]
+    paths += [("tensors", tensor), ("tensors", tensor, "dtype"), ("tensors", tensor, "shape")]
+    paths += [("tensors", tensor, "parts"), ("tensors", tensor, "parts", 0)]
+    paths += [("tensors", tensor, "parts", 0, key) for key in ("file", "start", "crc32")]
+    refused = 0
+    for path in paths:
+        for value in (None, "x", [], {}, -1, 1.5, True, [[]], 10**9):
+            def change(c):
+                for key in path[:-1]:
+                    c = c[key]
+                c[path[-1]] = value
+
+            changed_meta(meta, change)
+            resumes = dataclasses.replace(run.cfg, resume="latest")
+            try:
+                train.with_files(run.but(cfg=resumes), "")
+            except ValueError as e:
+                assert f"--resume: {meta.parent}" in str(e), (path, value)
+                refused += 1
+            meta.write_text(json.dumps(whole))
+    assert refused > 150
+    for text in ("[" * 100_000, "", "\xff", "3", '{"version": 3}'):
+        meta.write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match="not a whole checkpoint"):
+            checkpoint.read_meta(meta.parent)
+
+
+def test_log_with_bad_lines_is_mended_and_said(tmp_path, capsys):
+    args = [*QUICK, "--out", f"{tmp_path}"]
+    train.main([*args, "--steps", "2"])
+    rows = log(tmp_path)
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('3\n{"step": null}\n{"no": 1}\n\xff\n{"step": 3, "lo')
+    train.main([*args, "--steps", "3", "--resume"])
+    assert "log.jsonl: dropped what is no step's: line 3, line 4, line 5" in capsys.readouterr().out
+    assert log(tmp_path)[:2] == rows and len(log(tmp_path)) == 3
+
+
+def test_changed_data_is_said(tmp_path, capsys):
+    text = bytes(range(256)) * 20
+    (tmp_path / "a.txt").write_bytes(text)
+    args = [*QUICK, "--data", f"{tmp_path}/a.txt", "--out", f"{tmp_path}/o"]
+    train.main([*args, "--steps", "1"])
+    train.main([*args, "--steps", "2", "--resume"])
+    assert "DATA HAS CHANGED" not in capsys.readouterr().out
+    (tmp_path / "a.txt").write_bytes(text[:-1] + b"?")  # of the same size
+    train.main([*args, "--steps", "3", "--resume"])
+    assert "THE DATA HAS CHANGED since the checkpoint" in capsys.readouterr().out
+
+
+def test_saving_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
+    """A full disk, a folder that has gone: said at each step; the next save that works ends it. If
+    the last one fails, so does the command."""
+    real, full = checkpoint.write_at, [False]
+
+    def write_at(*args):
+        if full[0]:
+            raise OSError(28, "No space left on device", "the file")
+        return real(*args)
+
+    def step(*args, old=train.run_step, **kw):
+        steps[0] += 1
+        full[0] = steps[0] in when
+        return old(*args, **kw)
+
+    monkeypatch.setattr(checkpoint, "write_at", write_at)
+    monkeypatch.setattr(train, "run_step", step)
+    args = [*QUICK, "--steps", "6", "--save-every", "2", "--out", f"{tmp_path}/o"]
+    for flags in ([], ["--save-async"]):
+        steps, when = [0], (4, 5)
+        train.main([*args, *flags])
+        text = capsys.readouterr().out
+        assert "step 4 was not saved: the file: No space left on device" in text
+        told = [line[:6] for line in text.splitlines() if "(step 4 was not" in line]
+        assert told == ["step 5", "step 6"]
+        out = tmp_path / "o"
+        assert [p.name for p in sorted(out.glob("step*"))] == ["step-00000002", "step-00000006"]
+    steps, when = [0], (6,)
+    with pytest.raises(SystemExit, match="step 6 was not saved: the file: No space left"):
+        train.main(args)
+    dist.destroy_process_group() if dist.is_initialized() else None
+    assert os.readlink(out / "latest") == "step-00000004" and not list(out.glob("*.tmp"))
+
+    def step(*args, old=train.run_step, **kw):
+        if (tmp_path / "gone" / "step-00000002").exists():
+            shutil.rmtree(tmp_path / "gone")
+        return old(*args, **kw)
+
+    monkeypatch.setattr(train, "run_step", step)
+    with pytest.raises(SystemExit, match="step 6 was not saved: .*No such file or directory"):
+        train.main([*args, "--out", f"{tmp_path}/gone"])
+    assert "step 6/6" in capsys.readouterr().out
+
+
+def test_saving_beside_steps_saves_the_same(tmp_path, monkeypatch, capsys):
+    """Copies are taken at once, however late they are written; without host memory it says so."""
+    args = [*QUICK, "--steps", "5", "--save-every", "2", "--keep", "9", "--out"]
+    train.main([*args, f"{tmp_path}/a"])
+    real = checkpoint.write_states
+    monkeypatch.setattr(checkpoint, "write_states", lambda *a: time.sleep(0.2) or real(*a))
+    train.main([*args, f"{tmp_path}/b", "--save-async"])
+    text = capsys.readouterr().out
+    assert "GiB of host memory a rank" in text
+    for step in (2, 4, 5):
+        a, b = (tmp_path / x / f"step-0000000{step}" / "rank-00000.safetensors" for x in "ab")
+        assert a.read_bytes() == b.read_bytes()
+    assert text.index("step 5/5", text.index("save-async")) > text.rindex("step-00000002")
+    train.main([*args, f"{tmp_path}/c", "--save-async", "--host-memory", "1M"])
+    assert "are left: steps wait while checkpoints are written" in capsys.readouterr().out
 
 
 def test_one_run_writes_to_a_folder(tmp_path):
@@ -2611,10 +2836,18 @@ def test_refused_hf(what, message, tmp_path):
         train.main([*args, "--init", hf_broken(tmp_path, what), "--out", f"{tmp_path}/o"])
 
 
+def changed_meta(path: Path, change) -> None:
+    """Change a meta.json as somebody would who wants it to be believed."""
+    meta = json.loads(path.read_text())
+    del meta["crc32"]
+    change(meta)
+    checkpoint.write_meta(path.parent, meta)
+
+
 def test_refused_checkpoints(tmp_path):
     args = [*QUICK, "--out", f"{tmp_path}"]
     train.main([*args, "--steps", "1"])
-    part = next((tmp_path / "latest").resolve().glob("*.distcp"))
+    part = next((tmp_path / "latest").resolve().glob("*.safetensors"))
     whole = part.read_bytes()
 
     def refused(flags, message):
@@ -2625,7 +2858,7 @@ def test_refused_checkpoints(tmp_path):
     refused("--resume --model 160m --seq 64", r"another model.* dim 192 \(here 768\)")
     meta = (tmp_path / "latest" / "meta.json").resolve()
     text = meta.read_text()
-    meta.write_text(text.replace('"rope_theta": 10000.0', '"rope_theta": 500000.0'))
+    changed_meta(meta, lambda c: c["model"].update(rope_theta=5e5))
     refused("--resume", r"another model: rope_theta 500000.0 \(here 10000.0\)")
     train.main([*args, "--steps", "1", "--resume", "--rope-theta", "70000"])  # knowingly another
     meta.write_text(text)
@@ -2643,6 +2876,44 @@ def test_refused_flags(capsys):
             train.parse(args.split())
         assert re.search(message, capsys.readouterr().err)
     assert train.parse(["--seq", "64K", "--batch", "1M"]).seq == 65536
+
+
+@pytest.mark.parametrize("code, message", [
+    ("sys.argv += ['--lr', '1e-' + str(3 + int(os.environ['RANK']))]",
+     "ranks were started differently: --lr is 0.001 on rank 0, 0.0001 on rank 1"),
+    ("train.fingerprint = lambda c: {'crc32': os.environ['RANK']}",
+     "the data is {'crc32': '0'} on rank 0, {'crc32': '1'} on rank 1"),
+    ("os.chdir(os.environ['RANK'])", "--out out: another folder.*storage that all nodes share")])
+def test_ranks_that_differ_are_refused(code, message, tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    code = f"os.chdir({str(tmp_path)!r}); {code}"
+    text = run([*QUICK, "--out", "out"], 2, code, expect=1, tmp=tmp_path)
+    assert len(re.findall("ConfigError.*" + message, text)) >= 2, text
+
+
+def test_files_that_rank_0_does_not_see_are_no_checkpoint(tmp_path):
+    """Storage that is not shared, if the start could not tell; and a disk that is full for one."""
+    code = f"""
+class Late:
+    calls = 0
+def begin(self, meta, old=train.checkpoint.Saver.begin):
+    Late.calls += 1
+    old(self, meta)
+def write(path, parts, old=train.checkpoint.write_states):
+    if os.environ['RANK'] == '1' and Late.calls == 1:
+        path = Path(r'{tmp_path}') / path.name
+    if os.environ['RANK'] == '1' and Late.calls == 2:
+        raise OSError(28, 'No space left on device', 'disk of rank 1')
+    return old(path, parts)
+train.checkpoint.Saver.begin = begin
+train.checkpoint.write_states = write
+"""
+    text = run([*QUICK, "--out", tmp_path / "o", "--steps", "3", "--save-every", "1"], 2, code,
+               tmp=tmp_path)
+    assert "step 1 was not saved: " in text and "rank 1's file is not there for rank 0" in text
+    assert "step 2 was not saved: disk of rank 1: No space left on device (on ranks [1])" in text
+    assert [p.name for p in (tmp_path / "o").glob("step*")] == ["step-00000003"]
 
 
 @pytest.mark.parametrize("flags, message", [

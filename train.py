@@ -52,12 +52,12 @@ import model as llama
 import planner
 import shard
 from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel, untried_versions
-from data import Sequences, check_tokens, open_corpus, split
+from data import Sequences, check_tokens, fingerprint, open_corpus, split
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count)
-from offload import GIB, ChunkedLayers, recomputed_layers
+from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from planner import Constraints, Hardware, Plan, nearest
 from shard import STREAMS, States
 
@@ -110,6 +110,8 @@ class Config:
     out: str = flag("out", "folder of log.jsonl, loss.png and checkpoints")
     save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
     keep: int = flag(2, "checkpoints kept")
+    save_async: bool = flag(False, "write checkpoints while steps go on, from copies in host"
+                            " memory")
     resume: str = flag("", "never, latest, auto (latest if there is one), or a checkpoint's folder;"
                        " alone: latest; without it: never, but auto under a torchrun restart")
     init: str = flag("random", "random, or hf:DIR: a Hugging Face LLaMA checkpoint")
@@ -347,6 +349,18 @@ def on_all_ranks(check):
     return result
 
 
+def check_same(facts: dict[str, object]) -> None:
+    """Raise ConfigError on all ranks, naming what is not the same on all of them. A collective."""
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, facts)
+    differ = [f"{name} is {every[0][name]} on rank 0, {theirs[name]} on rank {rank}"
+              for name in facts for rank, theirs in enumerate(every)
+              if theirs[name] != every[0][name]]
+    if differ:
+        more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
+        raise ConfigError(f"ranks were started differently: {'; '.join(differ[:3])}{more}")
+
+
 BEAT_S = 1.0  # between a rank's signs of life: the store then has some 3 R small requests a second
 # How many beats the next rank waits for a sign. It counts beats, not seconds: hosts' clocks do not
 # matter, and a run that is suspended as a whole goes on. A rank that lives is silent while Python's
@@ -474,6 +488,7 @@ class Run:
     val: Sequences | None = None
     resume: Path | None = None
     samples: int = 0  # sequences that a resumed run has seen
+    data: dict = dataclasses.field(default_factory=dict)  # fingerprint of both
     hardware: Hardware | None = None
     plan: Plan | None = None
 
@@ -592,17 +607,33 @@ def with_files(run: Run, folder: Path | None) -> Run:
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
     if not cfg.dry_run:
         check_folders(cfg, run.model)
-    run = run.but(train=train, val=val)
+    run = run.but(train=train, val=val, data=fingerprint(corpora))
     if folder is None:
         return run
     by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
     checkpoint.check_same_model(folder, run.model, {"max_positions", "tied"} | by_hand)
     meta = checkpoint.read_meta(folder)
-    old = meta["config"]
-    samples = meta.get("samples", meta["step"] * old["batch"]) * old["seq"] // cfg.seq
+    old = recorded_flags(folder, meta)
+    samples = meta["samples"] * old.seq // cfg.seq
     if cfg.batch is None:  # the same tokens a step, whatever ranks there are now
-        cfg = dataclasses.replace(cfg, batch=max(1, old["batch"] * old["seq"] // cfg.seq))
+        cfg = dataclasses.replace(cfg, batch=max(1, old.batch * old.seq // cfg.seq))
     return run.but(cfg=cfg, resume=folder, samples=samples)
+
+
+def recorded_flags(folder: Path, meta: dict) -> Config:
+    """Return the flags that a checkpoint was made with: those that it does not know have their
+    defaults. Raises ValueError for one of another type."""
+    known = {f.name: f for f in dataclasses.fields(Config) if f.name in meta["config"]}
+    for name, f in known.items():
+        value = meta["config"][name]
+        types = typing.get_args(f.type) or (f.type,)
+        if float in types:
+            types += (int,)
+        if type(value) not in types:
+            raise ValueError(f"--resume: {folder} has --{name.replace('_', '-')} {value!r}")
+    if not (meta["config"].get("batch") and meta["config"].get("seq")):
+        raise ValueError(f"--resume: {folder} has no --batch or no --seq")
+    return Config(**{name: meta["config"][name] for name in known})
 
 
 def check_folders(cfg: Config, model: ModelConfig) -> None:
@@ -994,8 +1025,11 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
                 states.load(name, initial_weight(run.model, name, p.shape, cfg.seed, run.device))
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
         return 0
-    checkpoint.load_checkpoint(states, run.resume)
+    on_all_ranks(lambda: checkpoint.load_checkpoint(states, run.resume))
     meta = checkpoint.read_meta(run.resume)
+    if meta["data"] != run.data:
+        print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
+               "what was drawn may come again")
     changed = [f"{name} {meta['config'].get(name)} -> {value}"
                for name, value in dataclasses.asdict(cfg).items()
                if meta["config"].get(name) != value and name not in ("resume", "out", "device")]
@@ -1004,11 +1038,26 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
     return meta["step"]
 
 
-def save(run: Run, states: States, step: int, samples: int, launch: str) -> None:
-    """Save a checkpoint of this step. A collective of all ranks."""
-    meta = {"step": step, "samples": samples, "model": dataclasses.asdict(run.model),
-            "launch": launch, "config": dataclasses.asdict(run.cfg)}
-    checkpoint.save_checkpoint(Path(run.cfg.out), run.cfg.keep, states, meta)
+def make_saver(run: Run, states: States, print0: Callable) -> checkpoint.Saver:
+    """Return what saves this run's checkpoints. A collective of all ranks."""
+    cfg = run.cfg
+    background = cfg.save_async and cfg.save_every >= 0
+    if background:
+        need = torch.tensor(buffer_bytes(checkpoint.host_fields(states)), dtype=torch.float64,
+                            device=run.device)
+        dist.all_reduce(need, dist.ReduceOp.MAX)
+        free = run.hardware.host_budget - run.plan.host_bytes
+        background = need.item() <= free
+        print0(f"--save-async: copies take {need.item() / GIB:.2f} GiB of host memory a rank, "
+               f"{free / GIB:.2f} are left"
+               + ("" if background else ": steps wait while checkpoints are written"))
+    return on_all_ranks(lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, background))
+
+
+def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
+    """Return what a resumed run must know."""
+    return {"step": step, "samples": samples, "launch": launch, "data": run.data,
+            "model": dataclasses.asdict(run.model), "config": dataclasses.asdict(run.cfg)}
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -1084,18 +1133,19 @@ class Facts:
     norm: float
     finite: float  # 0 or 1
     signal: float  # that a rank has got, else 0
+    writing: float  # whether a rank still writes a checkpoint
     gpu_gib: float  # of the rank that has most
     host_gib: float
 
 
-def agree(run: Run, result: tuple[Tensor, ...], stop: Stop) -> Facts:
+def agree(run: Run, result: tuple[Tensor, ...], stop: Stop, writing: bool) -> Facts:
     """Return what the host must know of a step: its only wait for the device, in one copy. A
     collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     gpu_gib = Exchange.mapped_bytes() / GIB
     if run.device.type == "cuda":
         gpu_gib += torch.cuda.max_memory_allocated() / GIB
-    worst = torch.tensor([stop.signal, gpu_gib, host_gib], device=run.device).double()
+    worst = torch.tensor([stop.signal, writing, gpu_gib, host_gib], device=run.device).double()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     own = torch.stack([value.double() for value in result])
     return Facts(*torch.cat([own, worst]).tolist())
@@ -1108,11 +1158,13 @@ class Log:
     run: Run
     print0: Callable
     file: typing.TextIO | None  # of rank 0
+    failed: str = ""  # why log.jsonl could not be written
     times: list[float] = dataclasses.field(default_factory=list)  # of the last steps
 
     def write(self, step: int, facts: Facts, lr: float, seconds: float, first: int,
-              val_loss: float | None, memory: StepMemory | None) -> None:
-        """Print and log a step; first: that this process has run."""
+              val_loss: float | None, memory: StepMemory | None, unsaved: str = "") -> None:
+        """Print and log a step; first: that this process has run; unsaved: what is to be said of
+        checkpoints."""
         cfg = self.run.cfg
         if step == first + 1:
             self.times.clear()  # the first one compiles
@@ -1133,6 +1185,7 @@ class Log:
             parts.append(f"val_loss {val_loss:.4f}")
         if not facts.finite:
             parts.append("SKIPPED: not finite")
+        parts += [f"({trouble})" for trouble in (unsaved, self.failed) if trouble]
         self.print0(" ".join(parts), flush=True)
         if self.file is None:
             return
@@ -1146,17 +1199,24 @@ class Log:
             row["skipped"] = True
         if memory and memory.counts:
             row["memplan"] = memory.counts
-        print(json.dumps(row), file=self.file, flush=True)
+        try:
+            print(json.dumps(row), file=self.file, flush=True)
+            self.failed = ""
+        except OSError as e:  # the disk is full; what is not written is tried again with the next
+            self.failed = f"log.jsonl cannot be written: {e.strerror}"
 
     def close(self, step: int) -> None:
         """Close the file, and draw the losses if there was a step."""
         if self.file is None:
             return
-        self.file.close()
-        if step:
-            out = Path(self.run.cfg.out)
-            draw_losses(out)
-            self.print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
+        out = Path(self.run.cfg.out)
+        try:
+            self.file.close()
+            if step:
+                draw_losses(out)
+                self.print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
+        except OSError as e:
+            self.print0(f"{out}: log.jsonl or loss.png could not be written: {e.strerror}")
 
 
 def finite_or_none(x: float | None) -> float | None:
@@ -1170,7 +1230,7 @@ def draw_losses(out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    rows, _ = checkpoint.read_log(out / "log.jsonl")
     fig, ax = plt.subplots(figsize=(7, 4))
     for key, style in (("loss", "-"), ("val_loss", "o--")):
         points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
@@ -1211,10 +1271,11 @@ def introduce(run: Run, print0: Callable) -> None:
            f"{run.val.count:,} validation sequences of {cfg.seq:,}")
 
 
-def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
-          heartbeat: Heartbeat, print0: Callable) -> int:
-    """Run the steps after `start`, with evaluations and checkpoints. Returns the exit status: not 0
-    if too many steps in a row were not finite. A collective of all ranks."""
+def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int, launch: str,
+          heartbeat: Heartbeat, print0: Callable) -> str:
+    """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
+    many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
+    ranks."""
     cfg = run.cfg
     log = Log(run, print0, open(Path(cfg.out) / "log.jsonl", "a") if run.rank == 0 else None)
     gc.collect()
@@ -1246,7 +1307,7 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
         samples += cfg.batch
         if step < cfg.steps:  # read the next batch while the GPU works
             batch = load_batch(run, samples)
-        facts = agree(run, result, stop)
+        facts = agree(run, result, stop, saver.writing)
         seconds = time.perf_counter() - clock
         heartbeat.patience = SILENT_BEATS
         progress.end()
@@ -1260,13 +1321,15 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
         if memory and (saves or evaluates or ends):
             memory.give_back()  # what is not a step must not starve beside the arena
         val_loss = evaluate(run, model) if evaluates else None
-        log.write(step, facts, lr, seconds, start + 1, val_loss, memory)
+        if not facts.writing:
+            saver.finish()
+        log.write(step, facts, lr, seconds, start + 1, val_loss, memory, saver.failed)
         if facts.signal:
             print0(f"stopped by {signal.Signals(int(facts.signal)).name} after step {step}")
         if in_a_row == cfg.max_skips:
             print0(f"{in_a_row} steps in a row were not finite: the run ends here")
         if saves:
-            save(run, states, step, samples, launch)
+            saver.begin(checkpoint_meta(run, step, samples, launch))
             saved = step
         if ends:
             break
@@ -1274,14 +1337,18 @@ def train(run: Run, model: LLaMA, states: States, start: int, launch: str,
 
     if memory:
         memory.give_back()
-    if cfg.save_every >= 0 and (saved != step or not (run.resume or step)):
-        save(run, states, step, samples, launch)
+    saver.finish()
+    if cfg.save_every >= 0 and (saved != step or saver.failed or not (run.resume or step)):
+        saver.begin(checkpoint_meta(run, step, samples, launch))
+        saver.finish()
     if cfg.export and (step == start or not ends):
         export(run, states, print0)
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
     log.close(step)
-    return int(in_a_row == cfg.max_skips)
+    if in_a_row == cfg.max_skips:
+        return "the loss or the gradient was not finite; see the log"
+    return saver.failed
 
 
 def export(run: Run, states: States, print0: Callable) -> None:
@@ -1293,8 +1360,8 @@ def export(run: Run, states: States, print0: Callable) -> None:
     print0(f"exported {run.cfg.export}")
 
 
-def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callable) -> int:
-    """Build what is planned, load weights, and train. Returns the exit status. A collective of all
+def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callable) -> str:
+    """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
     ranks."""
     cfg = run.cfg
     fused = cfg.compile and run.device.type == "cuda"
@@ -1315,15 +1382,17 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     start = load_weights(run, model, states, print0)
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
-    if run.rank == 0:
-        checkpoint.prepare_out(Path(cfg.out), run.resume, start)
-    dist.barrier()  # the folder is clear
-    return train(run, model, states, start, launch, heartbeat, print0)
+    on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start)
+                 if run.rank == 0 else None)
+    saver = make_saver(run, states, print0)
+    return train(run, model, states, saver, start, launch, heartbeat, print0)
 
 
-def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> int:
-    """Do what the flags say. Returns the exit status. A collective of all ranks."""
+def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> str:
+    """Do what the flags say. Returns what went wrong. A collective of all ranks."""
     print0 = print if rank == 0 else (lambda *a, **k: None)
+    check_same({f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()
+                if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     launch = launch_name()
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank))
     # rank 0's choice: for a minute, another node may see a shared folder as it was
@@ -1331,6 +1400,8 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
         Path(cfg.out), cfg.resume or "never", launch))]
     dist.broadcast_object_list(found)
     run = on_all_ranks(lambda: with_files(run, found[0]))
+    check_same({"the data": run.data, "the model": run.model, "--per-node": run.cfg.per_node,
+                "--attention": run.kernel})
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
         expandable_segments()
@@ -1341,15 +1412,17 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
         print0(sentence)
     if cfg.dry_run:
         dry_run(run, print0)
-        return 0
+        return ""
 
     lock = contextlib.ExitStack()  # of OUT, for this run
     with lock:
         on_all_ranks(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out)))
                      if rank == 0 else None)
-        status = build_and_train(run, launch, heartbeat, print0)
+        if cfg.save_every >= 0:
+            on_all_ranks(lambda: checkpoint.check_shared(Path(cfg.out)))
+        trouble = build_and_train(run, launch, heartbeat, print0)
     dist.barrier()
-    return status
+    return trouble
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -1359,13 +1432,12 @@ def main(argv: list[str] | None = None) -> None:
     except ValueError as e:
         raise ConfigError(str(e)) from None
     rank, world, local_rank = start_ranks(cfg.timeout)
-    # a dry run's ranks part: each simulates a step by itself
-    with Heartbeat(rank, 1 if cfg.dry_run else world) as heartbeat:
-        status = run_ranks(cfg, rank, world, local_rank, heartbeat)
+    with Heartbeat(rank, world) as heartbeat:
+        trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
     if dist.is_initialized():
         dist.destroy_process_group()
-    if status:
-        sys.exit("train.py: stopped, the loss or the gradient was not finite; see the log")
+    if trouble:
+        sys.exit(f"train.py: {trouble}")
 
 
 if __name__ == "__main__":
