@@ -59,6 +59,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 import torch.nn.functional as F
 
 import attention
@@ -3028,8 +3029,8 @@ def gpu_swap_worker():
         hard = "poisoned" in kind or "without" in kind
         stream = attention.CommStream(device)
         op = attention.Ulysses(kernel, world, groups, stream, 2, world, hard, 3 * 10**6 * hard)
-        assert op.exchange.peer_access, "these GPUs do not reach each other"
-        op.exchange.peer_access = "NCCL" not in kind  # as where they do not: no mapped memory
+        if "NCCL" in kind:
+            op.exchange.peer_access = False  # as GPUs that do not reach each other's memory
         model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
                                gather_layers=plan is not None, num_chunks=c if plan else 1,
                                poison=hard, groups=groups)
@@ -3301,7 +3302,8 @@ def test_readme_names_every_file_and_is_short():
 
 
 def test_readme_names_flags_and_functions_that_exist():
-    real = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout"}
+    real = set(torch.distributed.run.get_args_parser()._option_string_actions)
+    real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # Slurm's
     for program in ("train.py", "bench.py", "memplan.py"):
         text = subprocess.check_output([sys.executable, HERE / program, "--help"], text=True)
         real |= set(re.findall(r"--[a-z][a-z_-]*", text))
