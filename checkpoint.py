@@ -45,8 +45,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import LLaMA, ModelConfig, rope_frequencies
-from offload import (GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers)
+from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
+from offload import GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
 from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
@@ -56,7 +56,7 @@ DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # saf
 SUM_BYTES = 2**24  # under one checksum: what is read to believe any of them
 THREADS = 8  # of a rank, that copy, sum and write: zlib and the system let go of Python's lock
 META = {"version": int, "number": int, "step": int, "samples": int, "launch": str, "model": dict,
-        "config": dict, "data": dict, "files": dict, "tensors": dict}
+        "config": dict, "source": dict, "data": dict, "files": dict, "tensors": dict}
 
 
 @dataclass(frozen=True)
@@ -603,7 +603,8 @@ def check_shared(out: Path) -> None:
 
 def put_aside(out: Path) -> None:
     """Move an earlier run in OUT to OUT/earlier-N."""
-    files = [out / name for name in ("log.jsonl", "loss.png", "latest")] + [*out.glob("step-*")]
+    names = ("log.jsonl", "loss.png", "position.png", "latest")
+    files = [out / name for name in names] + [*out.glob("step-*")]
     old = [path for path in files if path.is_symlink() or path.exists()]
     if not old:
         return
@@ -635,11 +636,17 @@ def check_disk(need: dict[Path, float]) -> None:
 
 
 # ---------------------------------------------------------------------------- Hugging Face files
+#
+# Exactly or not at all: what is imported has the logits that transformers computes, as has what is
+# exported, or a ValueError names the key, the tensor or the file that stands in the way. Keys that
+# change no logits (dropout, token ids, ...) are not looked at; they go along with an export.
 
-_HF = {  # our matrix: theirs, whose rows follow one another in it
+_HF = {  # our weight: theirs, whose rows follow one another in it
     "embed": ["model.embed_tokens"], "norm": ["model.norm"], "head": ["lm_head"],
     "norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
     "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "qkv_bias": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"],
     "out": ["self_attn.o_proj"], "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
     "down": ["mlp.down_proj"],
 }
@@ -654,71 +661,209 @@ _HF_KEYS = {  # our field: its key in config.json
 }
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """A model_type of transformers, as far as it is built."""
+
+    name: str  # its class
+    implied: dict  # our fields that it has no key for
+    fixed: dict  # keys, and the only value of each that is built
+    defaults: dict  # of keys that a file may leave out
+
+
+_ARCHITECTURES = {  # of models from scratch, the first that fits
+    "llama": Architecture("LlamaForCausalLM", {}, {"attention_bias": False, "mlp_bias": False},
+                          {"max_position_embeddings": 2048}),
+    "mistral": Architecture("MistralForCausalLM", {}, {}, {
+        "max_position_embeddings": 2**17, "num_key_value_heads": 8}),
+    "qwen2": Architecture("Qwen2ForCausalLM", {"qkv_bias": True}, {}, {
+        "max_position_embeddings": 2**15, "num_key_value_heads": 32}),
+    "qwen3": Architecture("Qwen3ForCausalLM", {"qk_norm": True}, {"attention_bias": False}, {
+        "max_position_embeddings": 2**15, "num_key_value_heads": 32, "head_dim": 128}),
+}
+_FIXED = {"hidden_act": "silu", "quantization_config": None, "per_layer_config": None,
+          "partial_rotary_factor": 1.0, "original_max_position_embeddings": None}
+_COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+           "tekken.json", "chat_template*", "generation_config.json", "LICENSE*", "NOTICE*",
+           "USE_POLICY*")  # beside the weights of an import
+
+
+_CONVERSIONS = {  # files that are not read: the command that makes some that are
+    "pytorch_model*.bin": "python -c \"from transformers import AutoModelForCausalLM as M; "
+                          "M.from_pretrained('{0}', torch_dtype='auto').save_pretrained('{0}')\"",
+    "*.pth": "pip install 'transformers<5' && python -m transformers.models.llama"
+             ".convert_llama_weights_to_hf --input_dir {0} --output_dir {0}-hf",
+}
+
+
 def _hf_parts(cfg: ModelConfig, name: str, rows: int) -> list[tuple[str, int]]:
     """Return (their name, rows) of each part of our parameter."""
     *layer, leaf, _ = name.split(".")
     prefix = f"model.layers.{layer[1]}." if layer else ""
+    suffix = "bias" if leaf == "qkv_bias" else "weight"
     qkv = [n * cfg.head_dim for n in (cfg.heads, cfg.kv_heads, cfg.kv_heads)]
-    split = {"qkv": qkv, "gate_up": [cfg.ffn, cfg.ffn]}.get(leaf, [rows])
-    return [(f"{prefix}{part}.weight", n) for part, n in zip(_HF[leaf], split)]
+    split = {"qkv": qkv, "qkv_bias": qkv, "gate_up": [cfg.ffn, cfg.ffn]}.get(leaf, [rows])
+    return [(f"{prefix}{part}.{suffix}", n) for part, n in zip(_HF[leaf], split)]
 
 
-def hf_config(folder: str) -> ModelConfig:
-    """Read config.json of a LLaMA checkpoint. Raises ValueError for what this model does not
-    compute."""
+def hf_source(folder: str | Path) -> dict:
+    """Return config.json as it is. Raises ValueError if it is not an object of an architecture that
+    is built."""
+    path = Path(folder) / "config.json"
+    if not path.exists():
+        _hf_files(path.parent)  # of pickles it says more
     try:
-        c = json.loads((Path(folder) / "config.json").read_text())
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{folder}/config.json cannot be read: {e}") from e
-    for key, ours in (("model_type", "llama"), ("hidden_act", "silu"), ("attention_bias", False),
-                      ("mlp_bias", False)):
-        if c.get(key, ours) != ours:
-            raise ValueError(f"{folder}/config.json: {key} is {c[key]!r}; only {ours!r} is built")
-    known = {"rope_type", "type", "factor", "original_max_position_embeddings", "beta_fast",
-             "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"}
+        c = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as e:
+        raise ValueError(f"{path} cannot be read: {e}") from e
+    if not isinstance(c, dict):
+        raise ValueError(f"{path}: {type(c).__name__}, not an object with keys")
+    if c.get("model_type") not in list(_ARCHITECTURES):  # whatever it is
+        raise ValueError(f"{path}: model_type is {c.get('model_type')!r}; one of "
+                         f"{', '.join(_ARCHITECTURES)} is built")
+    return c
+
+
+def hf_config(folder: str | Path) -> ModelConfig:
+    """Return the model of config.json. Raises ValueError for what is not built."""
+    c = hf_source(folder)
     try:
-        # transformers 5 keeps all of rope in rope_parameters, transformers 4 in two places
-        rope = dict(c.get("rope_parameters") or c.get("rope_scaling") or {})
-        theta = rope.pop("rope_theta", c.get("rope_theta", 10000.0))
-        rope = {} if rope.get("rope_type", rope.get("type")) == "default" else rope
-        if rope.keys() - known:
-            raise ValueError(f"rope scaling with {sorted(rope.keys() - known)} is not built")
-        if rope and not rope.get("original_max_position_embeddings"):
-            rope["original_max_position_embeddings"] = c["max_position_embeddings"]
-        heads = c["num_attention_heads"]
-        dim = c["hidden_size"]
-        cfg = ModelConfig(
-            vocab=c["vocab_size"], dim=dim, layers=c["num_hidden_layers"], heads=heads,
-            kv_heads=c.get("num_key_value_heads") or heads, ffn=c["intermediate_size"],
-            head_dim=c.get("head_dim") or dim // heads, norm_eps=c.get("rms_norm_eps", 1e-6),
-            rope_theta=theta, rope_scaling=rope,
-            max_positions=c.get("max_position_embeddings", 2048),
-            tied=c.get("tie_word_embeddings", False))
-        rope_frequencies(cfg)  # refuses a scaling that it does not know
-        return cfg
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError, ValueError) as e:
-        raise ValueError(f"{folder}/config.json: {type(e).__name__}: {e}") from e
+        hf_window(c)
+        return _hf_model(c, _ARCHITECTURES[c["model_type"]])
+    except KeyError as e:
+        raise ValueError(f"{folder}/config.json: no key {e}") from e
+    except ValueError as e:
+        raise ValueError(f"{folder}/config.json: {e}") from e
 
 
-def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
-    """Check all files, names and shapes against cfg; return name -> tensor, read when it is called.
+def _hf_model(c: dict, architecture: Architecture) -> ModelConfig:
+    """Return the model of a config.json c. Raises ValueError, or KeyError for a key that is
+    missing."""
+    for key, only in (_FIXED | architecture.fixed).items():
+        if c.get(key) not in (None, only):
+            raise ValueError(f"{key} is {c[key]!r}; only {only!r} is built")
+    c = architecture.defaults | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False} | c
+    theta, scaling = _hf_rope(c)
+    positions = c["max_position_embeddings"]
+    if scaling and "original_max_position_embeddings" in ROPE_KEYS[scaling["rope_type"]]:
+        scaling.setdefault("original_max_position_embeddings", positions)
+    heads = c["num_attention_heads"]
+    if c.get("head_dim") is None:
+        legal = type(c["hidden_size"]) is type(heads) is int and heads > 0
+        c["head_dim"] = c["hidden_size"] // heads if legal else None
+    if c.get("num_key_value_heads") is None:
+        c["num_key_value_heads"] = heads
+    ours = {field: c[key] for field, key in _HF_KEYS.items() if not field.startswith("rope")}
+    cfg = ModelConfig(**ours, rope_theta=theta, rope_scaling=scaling, **architecture.implied)
+    if scaling.get("rope_type") == "yarn":  # what it reaches, whether or not the file says it
+        positions = scaling["original_max_position_embeddings"] * scaling["factor"]
+    return replace(cfg, max_positions=round(positions))
+
+
+def _hf_rope(c: dict) -> tuple[float, dict]:
+    """Return rope_theta and the scaling. transformers 5 keeps both in rope_parameters, 4 in
+    rope_theta and rope_scaling; a file may have all, if they agree. Raises ValueError."""
+    found = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = c.get(key)
+        if rope is None or rope == {}:
+            continue
+        if not isinstance(rope, dict):
+            raise ValueError(f"{key} is {rope!r}: an object with keys, or null")
+        known = {"rope_type", "type", "rope_theta", *ROPE_OPTIONS}.union(*ROPE_KEYS.values())
+        unknown = rope.keys() - known - {"finetuned"}  # of Yarn-Llama-2: no frequency reads it
+        if unknown:
+            raise ValueError(f"{key} with {sorted(unknown)} is not built")
+        kind = rope_kind(rope)
+        scaling = {}
+        if kind != "default":
+            if kind not in list(ROPE_KEYS):
+                raise ValueError(f"{key} of type {kind!r} is not built; {', '.join(ROPE_KEYS)} are")
+            read = ROPE_KEYS[kind] + (ROPE_OPTIONS if kind == "yarn" else ())
+            scaling = {"rope_type": kind}
+            scaling |= {name: rope[name] for name in read if rope.get(name) is not None}
+        found[key] = (rope.get("rope_theta", c.get("rope_theta", 10000.0)), scaling)
+    if "rope_theta" in c:
+        found["rope_theta"] = (c["rope_theta"], next(iter(found.values()), (None, {}))[1])
+    (key, rope), *others = found.items() or [("", (10000.0, {}))]
+    for other, value in others:
+        if value != rope:
+            raise ValueError(f"{key} says {rope}, {other} says {value}: which one is meant is not "
+                             "known; delete one")
+    return rope
+
+
+def hf_window(c: dict) -> int | None:
+    """Return how many tokens a token attends to, itself among them, in a config.json c with sliding
+    windows; None if there are none. So sequences of as many tokens do without. Raises
+    ValueError."""
+    kind = c["model_type"]
+    if kind == "llama":  # whose code reads none of the keys
+        return None
+    slides = kind == "mistral" or c.get("use_sliding_window", False)
+    if type(slides) is not bool:
+        raise ValueError(f"use_sliding_window is {slides!r}: true or false")
+    window = c.get("sliding_window", 4096) if slides else None
+    if window is not None and (type(window) is not int or window < 1):
+        raise ValueError(f"sliding_window is {window!r}: a whole number from 1, or null")
+    types = c.get("layer_types")
+    if kind == "mistral" or types is None:
+        return window
+    full, sliding = "full_attention", "sliding_attention"
+    if (not isinstance(types, list) or any(t not in (full, sliding) for t in types)
+            or len(types) != c.get("num_hidden_layers")):
+        raise ValueError(f"layer_types is {types!r}: a {full} or {sliding} for each of "
+                         f"{c.get('num_hidden_layers')} layers")
+    if sliding in types and window is None:
+        raise ValueError("layer_types has sliding_attention, and use_sliding_window or "
+                         "sliding_window says that nothing slides")
+    return window if sliding in types else None
+
+
+def _hf_files(root: Path) -> list[str]:
+    """Return the names of the files that hold the weights. Raises ValueError."""
+    index = root / "model.safetensors.index.json"
+    single = root / "model.safetensors"
+    if not index.exists():
+        for pattern, command in _CONVERSIONS.items():
+            if not single.exists() and (found := sorted(root.glob(pattern))):
+                raise ValueError(f"{root}: {found[0].name} is a pickle, which is never read, since "
+                                 f"it may run code; convert it first: {command.format(root)}")
+        return [single.name]
+    try:
+        places = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(places.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ValueError(f"{index}: weights missing or truncated: {type(e).__name__}: {e}") from e
+    for name in names or [None]:
+        if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+\.safetensors", name):
+            raise ValueError(f"{index}: {name!r} is not the name of a .safetensors file beside it")
+    if single.exists() and single.name not in names:
+        raise ValueError(f"{root}: {single.name} and {index.name}, which names {names[0]}, both "
+                         "say what the weights are; delete one of them")
+    return names
+
+
+def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
+    """Check all files, names, dtypes and shapes against cfg; return name -> tensor, read when it is
+    called.
 
     So no more than one tensor is in memory at a time. Raises ValueError naming what is missing,
-    truncated, misshapen or left over.
+    truncated, misshapen or left over; a read raises it for what is not finite.
     """
     from safetensors import SafetensorError, safe_open
 
     root = Path(folder)
     files = {}
-    index = root / "model.safetensors.index.json"
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values())
-                       if index.exists() else {"model.safetensors"})
-        for file in names:
+    for file in _hf_files(root):
+        try:
             f = safe_open(root / file, "pt")
-            files.update(dict.fromkeys(f.keys(), f))
-    except (OSError, ValueError, KeyError, SafetensorError) as e:
-        raise ValueError(f"{folder}: weights missing or truncated: {type(e).__name__}: {e}") from e
+        except (OSError, ValueError, SafetensorError) as e:
+            raise ValueError(f"{root / file}: weights missing or truncated: {type(e).__name__}: "
+                             f"{e}") from e
+        if twice := files.keys() & f.keys():
+            raise ValueError(f"{folder}: {sorted(twice)[0]} is in two files; one is {file}")
+        files.update(dict.fromkeys(f.keys(), f))
     with torch.device("meta"):
         shapes = {n: tuple(p.shape) for n, p in LLaMA(cfg).named_parameters()}
     stored = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tied else {}
@@ -730,27 +875,55 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
             source = stored.get(part, part)
             if files.get(source) is None:
                 raise ValueError(f"{folder}: no tensor {part} {want} in the weights")
-            got = tuple(files[source].get_slice(source).get_shape())
+            found = files[source].get_slice(source)
+            got = tuple(found.get_shape())
             if got != want:
                 raise ValueError(f"{folder}: {part} is {got}, config.json says {want}")
+            if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+                raise ValueError(f"{folder}: {part} is stored as {found.get_dtype()}; F64, F32, "
+                                 "F16 and BF16 are read")
     if extra := {n for n in set(files) - used if "rotary_emb" not in n}:
         raise ValueError(f"{folder}: {len(extra)} tensors have no place here: {sorted(extra)[:3]}")
+    for name in stored.keys() & files.keys():
+        pair = [files[n].get_tensor(n) for n in (name, stored[name])]
+        if pair[0].dtype != pair[1].dtype or not torch.equal(*pair):
+            raise ValueError(f"{folder}: config.json says that {name} is {stored[name]} "
+                             "(tie_word_embeddings), and the weights have another; make the key "
+                             "false to take it, or delete the tensor")
 
     def read(name: str) -> Tensor:
-        parts = (stored.get(p, p) for p, _ in _hf_parts(cfg, name, shapes[name][0]))
-        parts = [files[p].get_tensor(p) for p in parts]
+        parts = []
+        for part, _ in _hf_parts(cfg, name, shapes[name][0]):
+            source = stored.get(part, part)
+            tensor = files[source].get_tensor(source)
+            if not all(bound.isfinite() for bound in tensor.aminmax()):  # a NaN is both of them
+                raise ValueError(f"{folder}: {part} has values that are not finite")
+            parts.append(tensor)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     return read
 
 
-def check_exportable(cfg: ModelConfig) -> None:
-    """Raise ValueError for a field of the model that config.json has no key for: an export would
-    drop it in silence."""
-    for f in fields(ModelConfig):
-        if f.name not in _HF_KEYS and getattr(cfg, f.name) != f.default:
-            raise ValueError(f"--export: a LLaMA's config.json has no key for {f.name}="
-                             f"{getattr(cfg, f.name)!r}; what reads it would compute another model")
+def hf_architecture(cfg: ModelConfig, source: dict) -> str:
+    """Return the model_type that an export has: its import's, else the first that computes cfg.
+    source: config.json of the import, or {}. Raises ValueError for a field that it has no key for:
+    an export would drop it in silence."""
+    defaults = {f.name: f.default for f in fields(ModelConfig) if f.name not in _HF_KEYS}
+    wrong = {}  # model_type: fields
+    for kind in [source["model_type"]] if source else _ARCHITECTURES:
+        implied = defaults | _ARCHITECTURES[kind].implied
+        wrong[kind] = [f"{name}={getattr(cfg, name)!r}" for name, value in implied.items()
+                       if getattr(cfg, name) != value]
+    kind = min(wrong, key=lambda kind: len(wrong[kind]))
+    name = _ARCHITECTURES[kind].name
+    if wrong[kind]:
+        raise ValueError(f"--export: {name}'s config.json has no key for {', '.join(wrong[kind])}; "
+                         "what reads it would compute another model")
+    if kind == "llama" and cfg.dim % cfg.heads:
+        raise ValueError(f"--export: transformers refuses a {name} whose {cfg.heads} heads do not "
+                         f"divide its width {cfg.dim}")
+    return kind
+
 
 HF_FILE_BYTES = 4 * 2**30  # one file of an export
 
@@ -776,10 +949,12 @@ def hf_settings(cfg: ModelConfig, source: dict, dtype: torch.dtype, tied: bool) 
     """Return config.json, which transformers 4 and 5 read. source: that of the import, or {}."""
     rope = cfg.rope_scaling or {"rope_type": "default"}
     name = str(dtype).removeprefix("torch.")
+    kind = hf_architecture(cfg, source)
     ours = {theirs: getattr(cfg, ours) for ours, theirs in _HF_KEYS.items()}
-    return source | ours | {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "tie_word_embeddings": tied, "attention_bias": False, "mlp_bias": False,
+    source = {key: value for key, value in source.items() if key != "auto_map"}  # other code
+    return source | ours | _ARCHITECTURES[kind].fixed | {
+        "architectures": [_ARCHITECTURES[kind].name], "model_type": kind, "hidden_act": "silu",
+        "tie_word_embeddings": tied,
         "torch_dtype": name,  # transformers 4
         "dtype": name,  # transformers 5
         "rope_scaling": cfg.rope_scaling or None,  # 4
@@ -788,23 +963,22 @@ def hf_settings(cfg: ModelConfig, source: dict, dtype: torch.dtype, tied: bool) 
 
 
 def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-              write: bool = True, source: Path | None = None) -> None:
+              write: bool = True, source: dict | None = None, beside: Path | None = None) -> None:
     """Write config.json and safetensors, file by file.
 
     read(name) -> the full tensor; where ranks read together, all call this and one has write=True.
-    An imported tied head that still equals the embedding is tied again. source: the folder of the
-    import, whose tokenizer, other settings and dtype go along.
+    An imported tied head that still equals the embedding is tied again. Of the import, if there was
+    one: source, its config.json, whose other settings go along, and beside, the folder whose
+    tokenizer and license do.
     """
     from safetensors.torch import save_file
 
-    settings = json.loads((source / "config.json").read_text()) if source else {}
-    stored = settings.get("dtype") or settings.get("torch_dtype") or str(dtype)
-    dtype = getattr(torch, stored.removeprefix("torch."))
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in LLaMA(cfg).named_parameters()}
     tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
     if tied:
         del shapes["head.weight"]
+    config = hf_settings(cfg, source or {}, dtype, tied)
     if write:
         folder.mkdir(parents=True, exist_ok=True)
     places = {}  # their name: file
@@ -826,22 +1000,21 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for pattern in ("*token*", "generation_config.json", "chat_template*"):
-        for file in source.glob(pattern) if source else []:
-            if file.is_file():
-                shutil.copy(file, folder)
-    config = hf_settings(cfg, settings, dtype, tied)
+    for file in [f for pattern in _COPIED for f in beside.glob(pattern)] if beside else []:
+        if file.is_file():
+            shutil.copy(file, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def export(folder: Path, cfg: ModelConfig, states: States, dtype: torch.dtype,
-           source: Path | None) -> None:
-    """Write the weights as a Hugging Face checkpoint, all of it or nothing. A collective."""
+def export(folder: Path, cfg: ModelConfig, states: States, dtype: torch.dtype, source: dict,
+           beside: Path | None) -> None:
+    """Write the weights as a Hugging Face checkpoint, all of it or nothing; source and beside as in
+    hf_export. A collective."""
     writes = dist.get_rank() == 0
     partial = folder / "partial"  # its files move up when all are there
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
-    hf_export(partial, cfg, states.full, dtype, writes, source)
+    hf_export(partial, cfg, states.full, dtype, writes, source, beside)
     if writes:
         for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
             os.replace(file, folder / file.name)

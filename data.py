@@ -6,17 +6,29 @@ without repetition: epoch e is a permutation that depends on (seed, e) alone. Th
 step 0 is therefore known without any state, whatever ranks there are: a resumed run says how many
 samples it has seen, and goes on.
 
-    corpus, val_corpus = open_corpus("stdlib", 2)
+    corpus, val_corpus = open_corpus("stdlib", vocab=256)
     train, val = split(corpus, val_corpus, seq=256, seed=0)
     train.sample(0)                     # (T + 1,) int64: the first sample of step 0
 
-Left out: tokenizers, mixtures of corpora, shuffling within a sequence.
+A token is a byte of text, or an id in a .bin file (uint16 or uint32, as nanoGPT writes them).
+FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256}, the width of an id, and
+what all ids lie below. tokenise() writes such a pair from text. Passkeys are sequences that are
+generated, and ask at their end for what they said before.
+
+Left out: mixtures of corpora, borders between documents, shuffling within a sequence.
 
 Legend: T tokens of a sequence, i a sample since step 0.
 """
+import hashlib
+import itertools
+import json
 import os
+import sys
 import sysconfig
+import time
 import zlib
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +36,9 @@ import numpy as np
 SCAN_TOKENS = 2**24  # that a rank checks at a time
 SAMPLES = 16  # blocks of a file, and
 SAMPLE_BYTES = 4096  # of each, that a fingerprint reads
+PIECE_CHARS = 2**17  # of text that is tokenised at once ...
+PIECES = 64  # ... with so many others, on as many threads as the machine has
+EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # of the standard library: what differs between machines
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -35,15 +50,15 @@ class Corpus:
         """token_bytes: 1 for text. Raises OSError or ValueError if a file is unreadable or torn."""
         if not files:
             raise ValueError("--data: no files with text or .bin tokens there")
-        self.dtype = {1: np.uint8, 2: np.dtype("<u2"), 4: np.dtype("<u4")}[token_bytes]
+        self.dtype = np.dtype(f"<u{token_bytes}")
         self.files = files
         counts = []
         for file in files:
             with open(file, "rb") as handle:  # an unreadable file fails here, before any work
                 size = handle.seek(0, os.SEEK_END)
             if size % token_bytes:
-                raise ValueError(
-                    f"--data: {file} is not a whole number of {token_bytes}-byte tokens")
+                raise ValueError(f"--data: {file} is not a whole number of {token_bytes}-byte "
+                                 "tokens (--token-bytes)")
             counts.append(size // token_bytes)
         self.ends = np.cumsum(counts)  # of each file, in tokens
 
@@ -65,29 +80,91 @@ class Corpus:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-def open_corpus(data: str, token_bytes: int) -> tuple[Corpus, Corpus | None]:
-    """Return the corpus of --data, and a validation corpus of its own if the folder has a val.bin.
-    Raises ValueError."""
+def find_files(data: str) -> tuple[list[Path], list[Path]]:
+    """Return the files of --data, of a folder the .bin files if there are any; and its val.bin, if
+    there is one. Raises ValueError."""
     if data == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        files = [f for f in sorted(root.rglob("*.py"))
-                 if not NOT_STDLIB & set(f.relative_to(root).parts)]
-        return Corpus(files, 1), None
+        return [f for f in sorted(root.rglob("*.py"))
+                if not NOT_STDLIB & set(f.relative_to(root).parts)], []
     root = Path(data)
     if not root.exists():
         raise ValueError(f"--data {data}: no such file or folder")
-    if token_bytes not in (2, 4):
-        raise ValueError(f"--token-bytes {token_bytes}: 2 (uint16) or 4 (uint32)")
     if root.is_file():
-        return Corpus([root], token_bytes if root.suffix == ".bin" else 1), None
+        return [root], []
     files = [f for f in sorted(root.rglob("*"))
              if f.is_file() and not any(p.startswith(".") for p in f.relative_to(root).parts)]
     binary = [f for f in files if f.suffix == ".bin"]
-    if not binary:
-        return Corpus(files, 1), None
     val = [f for f in binary if f.name == "val.bin"]
-    train = Corpus([f for f in binary if f not in val], token_bytes)
-    return train, Corpus(val, token_bytes) if val else None
+    return [f for f in binary or files if f not in val], val
+
+
+def are_ids(files: list[Path]) -> bool:
+    return any(file.suffix == ".bin" for file in files)
+
+
+def open_corpus(data: str, vocab: int,
+                token_bytes: int | None = None) -> tuple[Corpus, Corpus | None]:
+    """Return the corpus of --data, and a validation corpus of its own if the folder has a val.bin.
+    vocab: the model's; token_bytes: --token-bytes, None: auto. Raises ValueError."""
+    train, val = find_files(data)
+    width = id_bytes(train + val, vocab, token_bytes) if are_ids(train + val) else 1
+    return Corpus(train, width), Corpus(val, width) if val else None
+
+
+def id_bytes(files: list[Path], vocab: int, asked: int | None) -> int:
+    """Return the width of an id in .bin files: what FILE.json or --token-bytes says, else what the
+    vocabulary needs. Raises ValueError if these contradict each other, the model or the ids."""
+    width = asked
+    source = f"--token-bytes {asked}"
+    silent = []
+    for file in files:
+        said = read_sidecar(file)
+        if not said:
+            silent.append(file)
+            continue
+        if said.get("vocab", 0) > vocab:
+            raise ValueError(f"--data: {file}.json says a vocabulary of {said['vocab']}, the "
+                             f"model's has {vocab}: take another model, or other tokens")
+        if width not in (None, said["token_bytes"]):
+            raise ValueError(f"{source}: {file}.json says {said['token_bytes']}")
+        width = said["token_bytes"]
+        source = f"{file}.json, token_bytes {width}"
+    width = width or (4 if vocab > 2**16 else 2)
+    for file in silent:
+        if width == 2 and looks_like_four_bytes(file):
+            raise ValueError(
+                f"--data: every second 2-byte id of {file} is next to 0, as in a file of 4-byte "
+                f"ids: --token-bytes 4; if they are right, say so in {file.name}.json beside it: "
+                '{"token_bytes": 2}')
+    return width
+
+
+def read_sidecar(file: Path) -> dict:
+    """Return what FILE.json says of the ids in a .bin file, {} if there is none. Raises
+    ValueError."""
+    sidecar = Path(f"{file}.json")
+    if not sidecar.exists():
+        return {}
+    try:
+        said = json.loads(sidecar.read_text())
+        if said["token_bytes"] in (2, 4) and isinstance(said.get("vocab", 0), int):
+            return said
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "vocab": N}}')
+
+
+def looks_like_four_bytes(file: Path) -> bool:
+    """Return whether 2-byte ids are lower and upper halves of 4-byte ones, by a sample from 16
+    places: upper halves are below 16 (ids below 2^20), and most lower ones are larger."""
+    count = file.stat().st_size // 4
+    if not count:
+        return False
+    pairs = np.memmap(file, "<u2", "r", shape=(count, 2))
+    starts = np.linspace(0, max(0, count - 2**12), 16, dtype=int)
+    low, high = np.concatenate([pairs[start : start + 2**12] for start in starts]).T
+    return bool(high.max() < 16 and np.median(low) > high.max())
 
 
 class Sequences:
@@ -142,15 +219,17 @@ def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequ
 def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> None:
     """Raise ValueError if an id has no row in the embedding. Each rank scans its share."""
     for corpus in corpora:
-        if corpus.dtype == np.uint8 and vocab >= 256:
+        width = corpus.dtype.itemsize
+        if width == 1 and vocab >= 256:
             continue
         for start in range(rank * SCAN_TOKENS, len(corpus), world * SCAN_TOKENS):
             tokens = corpus.read(start, min(start + SCAN_TOKENS, len(corpus)))
             largest = int(tokens.max(initial=0))
             if largest >= vocab:
+                other = f", or --token-bytes {6 - width} if ids are so wide" if width > 1 else ""
                 raise ValueError(
                     f"--data: token {start + int(tokens.argmax())} is {largest}, the model's "
-                    f"vocabulary ends at {vocab - 1}; take another model, or --token-bytes")
+                    f"vocabulary ends at {vocab - 1}; take another model{other}")
 
 
 def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
@@ -167,3 +246,186 @@ def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
                     crc32 = zlib.crc32(handle.read(SAMPLE_BYTES), crc32)
     return {"files": sum(len(corpus.files) for corpus in corpora),
             "tokens": sum(map(len, corpora)), "crc32": crc32}
+
+
+# ---------------------------------------------------------------------------- text to tokens
+
+
+def load_tokenizer(folder: str):
+    """Return the tokenizer of a Hugging Face folder. Raises ValueError."""
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    except Exception as e:  # the library raises nothing narrower
+        raise ValueError(f"--tokenizer {folder}: no tokenizer.json that can be read: {e}") from e
+    tokenizer.no_truncation()  # which some files ask for
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def text_encoder(folder: str) -> Callable[[str], list[int]]:
+    """Return text -> ids by the tokenizer of a folder, without one by bytes. Raises ValueError."""
+    if not folder:
+        return lambda text: list(text.encode())
+    tokenizer = load_tokenizer(folder)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def end_of_text(folder: str, tokenizer) -> int:
+    """Return the id that ends a text, as the folder's files or the usual names have it. Raises
+    ValueError if there is none."""
+    def read(name: str, key: str):
+        try:
+            return json.loads((Path(folder) / name).read_text()).get(key)
+        except (OSError, ValueError):
+            return None
+
+    named = read("tokenizer_config.json", "eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    ids = [tokenizer.token_to_id(named) if named else None]
+    for file in ("generation_config.json", "config.json"):
+        value = read(file, "eos_token_id")
+        ids += value if isinstance(value, list) else [value]
+    ids += [tokenizer.token_to_id(name) for name in EOS_NAMES]
+    for i in ids:
+        if i is not None and tokenizer.id_to_token(i) is not None:
+            return i
+    raise ValueError(f"--tokenizer {folder}: no id that ends a text: eos_token in "
+                     "tokenizer_config.json, eos_token_id in config.json, or a token "
+                     + ", ".join(EOS_NAMES))
+
+
+def tokenise(data: str, folder: str, cache: Path, vocab: int) -> Path | None:
+    """Return the .bin file of the tokens of --data by the tokenizer of a folder, written in `cache`
+    if no earlier run did; None if the data are ids already. Its name follows from names, sizes and
+    times of the files, and from the tokenizer. After each file comes the id that ends a text.
+
+    Text is read in pieces that are cut after a line (a line longer than PIECE_CHARS anywhere), so
+    files may be larger than memory. No token spans a cut: a run of blank lines there becomes two
+    tokens, and a tokenizer that begins each text with a space begins each piece with one. vocab:
+    the model's. Raises ValueError or OSError; then nothing is left in `cache`.
+    """
+    files, val = find_files(data)
+    if are_ids(files + val):
+        return None
+    tokenizer = load_tokenizer(folder)
+    eos = end_of_text(folder, tokenizer)
+    stats = [file.stat() for file in files]
+    rules = hashlib.sha256((Path(folder) / "tokenizer.json").read_bytes()).hexdigest()
+    key = [rules, eos, [(str(f), s.st_size, s.st_mtime_ns) for f, s in zip(files, stats)]]
+    path = cache / (hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16] + ".bin")
+    if path.exists():
+        return path
+    width = 2 if max(tokenizer.get_vocab().values()) < 2**16 else 4
+    cache.mkdir(parents=True, exist_ok=True)
+    writing = cache / f"{path.name}.{os.getpid()}.tmp"
+    show = tokenise_progress(sum(s.st_size for s in stats))
+    texts = pieces(files)
+    largest = eos
+    try:
+        with open(writing, "wb") as out:
+            while batch := list(itertools.islice(texts, PIECES)):
+                encoded = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                rows = (e.ids if text else [eos] for text, e in zip(batch, encoded))
+                ids = np.array(list(itertools.chain.from_iterable(rows)), np.int64)
+                largest = max(largest, int(ids.max(initial=0)))
+                if largest >= vocab:
+                    raise ValueError(
+                        f"--tokenizer {folder}: token {tokenizer.id_to_token(largest)!r} is "
+                        f"{largest}, the model's vocabulary ends at {vocab - 1}; take its own")
+                ids.astype(f"<u{width}").tofile(out)
+                show(sum(len(text.encode()) for text in batch), len(ids))
+            os.fsync(out.fileno())
+        said = {"token_bytes": width, "vocab": largest + 1, "tokenizer": folder, "data": data}
+        Path(f"{path}.json").write_text(json.dumps(said) + "\n")
+        os.replace(writing, path)  # whoever finds it finds all of it
+    finally:
+        writing.unlink(missing_ok=True)
+    return path
+
+
+def pieces(files: list[Path]) -> Iterator[str]:
+    """Yield the text of files in pieces that end with a line, and after each file an empty one.
+    Raises ValueError if a file is not text."""
+    for file in files:
+        try:
+            with open(file, encoding="utf-8", newline="") as text:
+                while piece := text.read(PIECE_CHARS):
+                    yield piece + text.readline(PIECE_CHARS)
+        except UnicodeDecodeError as e:
+            raise ValueError(f"--data: {file} is not UTF-8 text: {e}; without --tokenizer any file "
+                             "is read as bytes") from None
+        yield ""
+
+
+def tokenise_progress(total: int) -> Callable[[int, int], None]:
+    """Return show(bytes, tokens), called with what has been done since the last call: of `total`
+    bytes. A terminal gets one line that is rewritten, a file one every half minute and at the
+    end."""
+    every = 1.0 if sys.stdout.isatty() else 30.0
+    start = shown = time.perf_counter()
+    done = tokens = 0
+
+    def show(more_bytes: int, more_tokens: int) -> None:
+        nonlocal shown, done, tokens
+        done += more_bytes
+        tokens += more_tokens
+        now = time.perf_counter()
+        if now - shown < every and (done < total or not more_bytes):
+            return
+        shown = now
+        left = timedelta(seconds=round((now - start) * (total - done) / max(done, 1)))
+        line = (f"tokenised {done / 2**20:,.1f} of {total / 2**20:,.1f} MiB: {tokens:,} tokens, "
+                f"{tokens / (now - start):,.0f} a second, left {left}")
+        if every == 1 and done < total:
+            print(f"\r{line}\033[K", end="\r", flush=True)
+        else:
+            print(line, flush=True)
+
+    return show
+
+
+# ---------------------------------------------------------------------------- pass keys
+
+DEPTHS = (0, 25, 50, 75, 100)  # percent of the filler that stand before the key
+FILLER = (" The grass is green. The sky is blue. The sun is yellow. Here we go. There and back"
+          " again.")
+QUESTION = " What is the pass key? The pass key is "
+
+
+class Passkeys:
+    """Generated windows of T + 1 tokens that tell a random number once, at one of DEPTHS, and end
+    with it: only a model that uses its context predicts the last tokens."""
+
+    def __init__(self, encode: Callable[[str], list[int]], each: int, vocab: int, seq: int,
+                 seed: int):
+        """encode: text -> ids; each: windows a depth. Raises ValueError."""
+        self.count = len(DEPTHS) * each
+        self.each = each
+        self.seq = seq
+        self.filler = encode(FILLER)
+        self.told = []
+        self.asked = []
+        self.key_tokens = []  # the last ones of each window
+        for key in np.random.default_rng(seed).integers(10**4, 10**5, self.count):
+            told = encode(f" The pass key is {key}. Remember it.")
+            asked = encode(f"{QUESTION}{key}")
+            self.told.append(told)
+            self.asked.append(asked)
+            before = os.path.commonprefix([asked, encode(QUESTION)])
+            self.key_tokens.append(len(asked) - len(before))
+        if (largest := max(itertools.chain(self.filler, *self.told, *self.asked))) >= vocab:
+            raise ValueError(f"--eval-passkey {each}: its text has token {largest}, the model's "
+                             f"vocabulary ends at {vocab - 1}; name its tokenizer: --tokenizer DIR")
+        least = max(len(told) + len(asked) for told, asked in zip(self.told, self.asked)) - 1
+        if seq < least:
+            raise ValueError(f"--eval-passkey {each}: --seq {seq} is too short for a key and its "
+                             f"question; the shortest is --seq {least}")
+
+    def window(self, i: int) -> np.ndarray:
+        """Return the i-th window (T + 1,); the first `each` are of the first depth."""
+        room = self.seq + 1 - len(self.told[i]) - len(self.asked[i])
+        filler = np.resize(self.filler, room).astype(np.int64)
+        before = room * DEPTHS[i // self.each] // 100
+        return np.concatenate([filler[:before], self.told[i], filler[before:], self.asked[i]])

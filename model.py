@@ -22,10 +22,11 @@ This file knows neither ranks nor streams. The outside acts on a model in three 
 Another block changes class Block alone (and param_count, if FLOPs are to count it). Its operators
 may be any of PyTorch's that draw no random numbers, since they may run again; those of this file
 save for backward what a layer keeps anyway (x, o, the residual stream, gate|up), and compute norms
-and SwiGLU again there, in one pass over memory.
+and SwiGLU again there, in one pass over memory. Biases on q, k, v (Qwen2) and norms on q and k
+(Qwen3) are fields of ModelConfig; without them, no operator of theirs runs.
 
-Left out: dropout, mixture of experts, inference caches, tied heads (untied on import); files are
-checkpoint.py's.
+Left out: dropout, mixture of experts, inference caches, sliding windows, biases elsewhere, tied
+heads (untied on import); files are checkpoint.py's.
 
     model = LLaMA(MODELS["tiny"])
     model.init_weights(seed=0)
@@ -53,6 +54,19 @@ IGNORE = -100  # a label that carries no loss
 # ---------------------------------------------------------------------------- sizes and costs
 
 
+ROPE_KEYS = {  # kind of rotary scaling: what its frequencies depend on, in Hugging Face's words
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor",
+               "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor")  # of yarn; they have defaults
+LARGEST = {  # what a size may be
+    "vocab": 2**31, "dim": 2**20, "layers": 2**12, "heads": 2**16, "kv_heads": 2**16,
+    "ffn": 2**24, "head_dim": 2**16, "max_positions": 2**40,
+}
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     vocab: int
@@ -66,17 +80,24 @@ class ModelConfig:
     rope_theta: float = 10000.0
     # Hugging Face's keys; empty: none. Not hashed, since a dict cannot be
     rope_scaling: dict = field(default_factory=dict, hash=False)
-    max_positions: int = 4096  # the length that the weights were trained at
+    max_positions: int = 4096  # the length that the weights were trained at, x scaling's factor
     tied: bool = False  # the head was imported from the embedding; here they are two matrices
+    qkv_bias: bool = False  # q, k and v have biases (Qwen2)
+    qk_norm: bool = False  # each head of q and k is normalised before it is turned (Qwen3)
 
     def __post_init__(self):
-        """Raise ValueError for sizes that no kernel computes, or computes wrongly in silence: where
+        """Raise ValueError for what no kernel computes, or computes wrongly in silence: where
         kv_heads does not divide heads, the CPU's attention reads the next token's heads."""
-        sizes = {name: getattr(self, name) for name in
-                 ("vocab", "dim", "layers", "heads", "kv_heads", "ffn", "head_dim")}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: a whole number from 1")
+        for name, most in LARGEST.items():
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:  # True is an int, too
+                raise ValueError(f"{name} is {value!r}: a whole number from 1 to {most}")
+        for name in ("tied", "qkv_bias", "qk_norm"):
+            if type(getattr(self, name)) is not bool:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: true or false")
+        check_number("norm_eps", self.norm_eps, 0, 1)
+        check_number("rope_theta", self.rope_theta, 1, 1e30)
+        check_rope_scaling(self.rope_scaling)
         if self.heads % self.kv_heads:
             legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
@@ -85,6 +106,34 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
                              f"even; nearest: {self.head_dim + 1}")
+
+
+def check_number(name: str, value, low: float, high: float) -> None:
+    """Raise ValueError unless value is a number between low and high. A NaN is not."""
+    if type(value) not in (int, float) or not low < value < high:
+        raise ValueError(f"{name} is {value!r}: a number between {low} and {high:g}")
+
+
+def check_rope_scaling(scaling: dict) -> None:
+    """Raise ValueError for a rotary scaling that rope_frequencies does not compute."""
+    if not scaling:
+        return
+    kind = rope_kind(scaling)
+    if kind not in list(ROPE_KEYS):  # of a file, it may be anything
+        raise ValueError(f"rope scaling {kind!r} is unknown: {', '.join(ROPE_KEYS)} or none")
+    for key in ROPE_KEYS[kind]:
+        check_number(f"{key} of {kind} scaling", scaling.get(key), 0, 1e30)
+    for key in ROPE_OPTIONS:
+        if scaling.get(key) is not None:
+            check_number(f"{key} of {kind} scaling", scaling[key], 0, 1e30)
+    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
+        raise ValueError(f"low_freq_factor {scaling['low_freq_factor']} of llama3 scaling is not "
+                         f"below high_freq_factor {scaling['high_freq_factor']}")
+
+
+def rope_kind(scaling: dict) -> str:
+    """Return the kind of a rotary scaling; older files call it type."""
+    return scaling.get("rope_type", scaling.get("type", "default"))
 
 
 MODELS = {  #                   V       C     L   H   K   F
@@ -101,8 +150,10 @@ MODELS = {  #                   V       C     L   H   K   F
 
 def param_count(cfg: ModelConfig) -> int:
     """Return the number of parameters: embedding, head, the last norm, and per layer qkv, output,
-    gate, up, down and two norms."""
+    gate, up, down and two norms, with biases of qkv and norms of q and k if there are any."""
     attn = cfg.dim * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
+    attn += cfg.qkv_bias * cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads)
+    attn += cfg.qk_norm * cfg.head_dim * 2
     layer = attn + 3 * cfg.dim * cfg.ffn + 2 * cfg.dim
     return 2 * cfg.vocab * cfg.dim + cfg.layers * layer + cfg.dim
 
@@ -348,9 +399,10 @@ def deferred_weight_grads(on: bool = True):
         _mode.deferred = before
 
 
-def project(module: nn.Module, x: Tensor) -> Tensor:
-    """Return x W^T (..., rows)."""
-    y = F.linear(x, module.events.unshard(module, backward=_mode.recomputing))
+def project(module: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T (..., rows), + bias (rows,) if there is one."""
+    bias = bias if bias is None else bias.to(x.dtype)
+    y = F.linear(x, module.events.unshard(module, backward=_mode.recomputing), bias)
     module.events.reshard(module)
     return y
 
@@ -383,6 +435,12 @@ def weight_grad(module: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
     return None
 
 
+def bias_grad(dy: Tensor) -> Tensor:
+    """Return the gradient of a projection's bias (rows,), in the accumulator's dtype, from dy (...,
+    rows)."""
+    return dy.flatten(0, -2).sum(0, dtype=accumulation_dtype(dy.dtype))
+
+
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -410,6 +468,17 @@ class _Rotate(Function):
         return rotate_forward(dy, cos, -sin), None, None
 
 
+def split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor):
+    """Return the gradient of qkv (B, T, (H+2K)D), and its parts of q, k and v as heads."""
+    heads = [d.shape[2] for d in (dq, dk, dv)]
+    dqkv = dq.new_empty(*dq.shape[:2], sum(heads) * dq.shape[3])
+    parts = dqkv.unflatten(2, (sum(heads), -1)).split(heads, 2)
+    rotate_back_into(dq, cos, sin, parts[0])
+    rotate_back_into(dk, cos, sin, parts[1])
+    copy_heads(dv, parts[2])
+    return dqkv, parts
+
+
 class _SplitRotate(Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, heads, kv_heads):
@@ -419,13 +488,7 @@ class _SplitRotate(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        cos, sin = ctx.saved_tensors
-        heads = [d.shape[2] for d in (dq, dk, dv)]
-        dqkv = dq.new_empty(*dq.shape[:2], sum(heads) * dq.shape[3])
-        dq_part, dk_part, dv_part = dqkv.unflatten(2, (sum(heads), -1)).split(heads, 2)
-        rotate_back_into(dq, cos, sin, dq_part)
-        rotate_back_into(dk, cos, sin, dk_part)
-        copy_heads(dv, dv_part)
+        dqkv, _ = split_rotate_backward(dq, dk, dv, *ctx.saved_tensors)
         return dqkv, None, None, None, None
 
 
@@ -447,15 +510,16 @@ class _Linear(Function):
 
 
 class _NormLinear(Function):
-    """y = norm(x) W^T. Autograd keeps x: the norm is computed again."""
+    """y = norm(x) W^T + bias. Autograd keeps x: the norm is computed again."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, weight, norm, module, eps):
+    def forward(ctx, x, norm_weight, weight, bias, norm, module, eps):
         ctx.save_for_backward(x)
         ctx.norm = norm
         ctx.module = module
         ctx.eps = eps
-        return project(module, norm_forward(x, norm_weight, eps))
+        ctx.has_bias = bias is not None
+        return project(module, norm_forward(x, norm_weight, eps), bias)
 
     @staticmethod
     @once_differentiable
@@ -463,7 +527,48 @@ class _NormLinear(Function):
         (x,) = ctx.saved_tensors
         dn = input_grad(ctx.module, dy)
         n, dx, dnorm = norm_backward(x, ctx.norm.weight, ctx.eps, dn, None)
-        return dx, dnorm, weight_grad(ctx.module, dy, n), None, None, None
+        dbias = bias_grad(dy) if ctx.has_bias else None
+        return dx, dnorm, weight_grad(ctx.module, dy, n), dbias, None, None, None
+
+
+class _NormLinearHeads(Function):
+    """q, k, v of norm(x) W^T + bias, each head of q and k normalised, then turned. Autograd keeps
+    x: what the inner norms had is computed again, by a product with the rows of W for q and k."""
+
+    @staticmethod
+    def forward(ctx, x, norm_weight, weight, bias, q_weight, k_weight, cos, sin, block):
+        ctx.save_for_backward(x, cos, sin)
+        ctx.block = block
+        cfg = block.cfg
+        qkv = project(block.qkv, norm_forward(x, norm_weight, cfg.norm_eps), bias)
+        heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
+        q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
+        q = rotate_forward(norm_forward(q, q_weight, cfg.norm_eps), cos, sin)
+        k = rotate_forward(norm_forward(k, k_weight, cfg.norm_eps), cos, sin)
+        return q, k, v.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):
+        x, cos, sin = ctx.saved_tensors
+        block = ctx.block
+        module = block.qkv
+        eps = block.cfg.norm_eps
+        rows = (dq.shape[2] + dk.shape[2]) * dq.shape[3]
+        n = norm_forward(x, block.norm1.weight, eps)
+        bias = None if block.qkv_bias is None else block.qkv_bias.weight[:rows].to(x.dtype)
+        qk = F.linear(n, module.events.unshard(module, backward=True)[:rows], bias)
+        module.events.reshard(module)
+        q, k = qk.unflatten(-1, (-1, dq.shape[3])).split((dq.shape[2], dk.shape[2]), 2)
+        dqkv, (dq_part, dk_part, _) = split_rotate_backward(dq, dk, dv, cos, sin)
+        _, dq_before, dq_norm = norm_backward(q, block.q_norm.weight, eps, dq_part, None)
+        _, dk_before, dk_norm = norm_backward(k, block.k_norm.weight, eps, dk_part, None)
+        dq_part.copy_(dq_before)
+        dk_part.copy_(dk_before)
+        dn = input_grad(module, dqkv)
+        _, dx, dnorm = norm_backward(x, block.norm1.weight, eps, dn, None)
+        dbias = None if bias is None else bias_grad(dqkv)
+        return dx, dnorm, weight_grad(module, dqkv, n), dbias, dq_norm, dk_norm, None, None, None
 
 
 class _AddNormLinear(Function):
@@ -521,9 +626,18 @@ def split_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads:
     return _SplitRotate.apply(qkv, *rope, heads, kv_heads)
 
 
-def norm_linear(x: Tensor, norm: nn.Module, matrix: nn.Module, eps: float) -> Tensor:
-    """Return norm(x) W^T."""
-    return _NormLinear.apply(x, norm.weight, matrix.weight, norm, matrix, eps)
+def norm_linear(x: Tensor, norm: nn.Module, matrix: nn.Module, eps: float,
+                bias: nn.Module | None = None) -> Tensor:
+    """Return norm(x) W^T, + bias if there is one."""
+    bias = None if bias is None else bias.weight
+    return _NormLinear.apply(x, norm.weight, matrix.weight, bias, norm, matrix, eps)
+
+
+def norm_linear_heads(x: Tensor, block: nn.Module, rope: tuple[Tensor, Tensor]):
+    """Return q, k, v of a block with norms on q and k, turned."""
+    bias = None if block.qkv_bias is None else block.qkv_bias.weight
+    return _NormLinearHeads.apply(x, block.norm1.weight, block.qkv.weight, bias,
+                                  block.q_norm.weight, block.k_norm.weight, *rope, block)
 
 
 def add_norm_linear(x: Tensor, branch: Tensor, norm: nn.Module, matrix: nn.Module,
@@ -621,6 +735,20 @@ def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> Tens
                            torch.is_grad_enabled())
 
 
+def token_losses(x: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of each token its cross-entropy (0 if its label is IGNORE), and whether its label is
+    the likeliest, both (B, T), in chunks as head_loss and without gradients: x (B, T, C)."""
+    chunk = max(1, LOSS_ELEMENTS // head.shape[0])
+    w = head.events.unshard(head, backward=False)  # (V, C)
+    losses, hits = [], []
+    for rows, wanted in zip(x.flatten(0, 1).split(chunk), labels.flatten().split(chunk)):
+        logits = matmul_fp32(rows, w.t())
+        losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="none"))
+        hits.append(logits.argmax(-1) == wanted)
+    head.events.reshard(head)
+    return torch.cat(losses).view_as(labels), torch.cat(hits).view_as(labels)
+
+
 # ---------------------------------------------------------------------------- the model
 
 
@@ -631,32 +759,31 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
     frequencies shrink), "yarn" (a ramp between the two, arXiv 2309.00071).
     """
     half = cfg.head_dim // 2
-    theta = cfg.rope_theta
+    theta = float(cfg.rope_theta)
     opt = cfg.rope_scaling
     freq = theta ** -(torch.arange(half, dtype=torch.float64) / half)
-    kind = opt.get("rope_type", opt.get("type", "default"))
-    s = opt.get("factor", 1.0)
-    trained = opt.get("original_max_position_embeddings") or cfg.max_positions
-    if kind == "default":
+    if not opt:
         return freq, 1.0
+    kind = rope_kind(opt)
+    s = float(opt["factor"])
     if kind == "linear":
         return freq / s, 1.0
+    trained = float(opt["original_max_position_embeddings"])
     if kind == "llama3":
         turns = trained * freq / (2 * math.pi)  # full turns within the trained length
-        low = opt["low_freq_factor"]
-        high = opt["high_freq_factor"]
+        low = float(opt["low_freq_factor"])
+        high = float(opt["high_freq_factor"])
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         return freq * (keep + (1 - keep) / s), 1.0
-    if kind == "yarn":
-        def index(turns):  # the frequency that turns so often within the trained length
-            return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
-        low = max(math.floor(index(opt.get("beta_fast") or 32)), 0)
-        high = min(math.ceil(index(opt.get("beta_slow") or 1)), 2 * half - 1)
-        steps = torch.arange(half, dtype=torch.float64)
-        ramp = ((steps - low) / max(high - low, 1e-3)).clamp(0, 1)
-        factor = opt.get("attention_factor") or 0.1 * math.log(max(s, 1.0)) + 1.0
-        return freq * (1 - ramp) + freq / s * ramp, factor
-    raise ValueError(f"rope scaling {kind!r} is unknown: linear, llama3, yarn or none")
+
+    def index(turns):  # the frequency that turns so often within the trained length
+        return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
+    low = max(math.floor(index(opt.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(index(opt.get("beta_slow") or 1)), 2 * half - 1)
+    steps = torch.arange(half, dtype=torch.float64)
+    ramp = ((steps - low) / ((high - low) or 1e-3)).clamp(0, 1)
+    factor = opt.get("attention_factor") or 0.1 * math.log(max(s, 1.0)) + 1.0
+    return freq * (1 - ramp) + freq / s * ramp, factor
 
 
 def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -695,15 +822,12 @@ class Block(nn.Module):
     """One layer. Whoever changes it changes it here alone: chunks, swapping, recomputation and
     sharding follow, since they act on what autograd saves and on the events of a Matrix.
 
-    Norms on q and k, say, are two vectors in __init__, and a norm before the rotation in pre:
+    A norm behind the layer (a sandwich), say, is a vector in __init__, and a line in post:
 
-        self.q_norm = Vector(cfg.head_dim)      # k_norm likewise; files: checkpoint._HF
+        self.last_norm = Vector(cfg.dim)        # files: checkpoint._HF
         ...
-        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps)
-        heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
-        q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
-        q = rotate(rms_norm(q, self.q_norm.weight, self.cfg.norm_eps), rope)  # k likewise
-        return q, k, v.contiguous()
+        y = add_swiglu_linear(h, gate_up, self.down)
+        return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
     A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
     """
@@ -714,6 +838,9 @@ class Block(nn.Module):
         heads = cfg.heads + 2 * cfg.kv_heads
         self.norm1 = Vector(cfg.dim)
         self.qkv = Matrix(heads * cfg.head_dim, cfg.dim)
+        self.qkv_bias = Vector(heads * cfg.head_dim) if cfg.qkv_bias else None
+        self.q_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
+        self.k_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
         self.out = Matrix(cfg.dim, cfg.heads * cfg.head_dim)
         self.norm2 = Vector(cfg.dim)
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim)
@@ -721,7 +848,9 @@ class Block(nn.Module):
 
     def pre(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
-        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps)
+        if self.cfg.qk_norm:
+            return norm_linear_heads(x, self, rope)
+        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps, self.qkv_bias)
         return split_rotate(qkv, rope, self.cfg.heads, self.cfg.kv_heads)
 
     def post(self, x: Tensor, o: Tensor) -> Tensor:
@@ -769,8 +898,9 @@ class LLaMA(nn.Module):
             p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
-                positions: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale.
+                positions: Tensor | None = None, each: bool = False) -> Tensor:
+        """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
+        each: token_losses instead, under no_grad.
 
         tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
         default 1 / valid tokens here; whoever splits a batch passes 1 / valid tokens of all parts,
@@ -786,6 +916,8 @@ class LLaMA(nn.Module):
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)
+        if each:
+            return token_losses(x, self.head, labels)
         if scale is None:
             scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(accumulation_dtype(x.dtype))
         return head_loss(x, self.head, labels, scale)

@@ -5,7 +5,7 @@
 test                                  the bug that it catches
 test_counts                           a size or a FLOP formula that drifted from the published one
 test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
-test_rope_*                           angles in float32, a scaling that differs from transformers'
+test_rope_*                           angles in float32, a factor that counts from the wrong length
 test_attention_*                      head groups that mix heads, a kernel where it cannot run
 test_optimizer_*                      AdamW or clipping that differs, a skip that changes state
 test_gradient_pieces                  micro-batches summed in bf16, stale gradients of the last step
@@ -17,8 +17,13 @@ test_swapping_run_*                   the same through train.py, saved and resum
 test_wire_and_recomputation_flags     a flag that does nothing, or more than it says
 test_sharded_checkpoints_*            states read back into the wrong place
 test_memory_*, test_memplan_*         addresses that overlap, a peak wrongly called optimal
-test_hf_*                             rows of a fused matrix in the wrong order, a tied head lost
-test_data_*                           a sample drawn twice, windows cut wrong at a file's end
+test_hf_*                             rows of a fused matrix in the wrong order, a tied head lost,
+                                      a key of config.json that is not heard, an export of another
+                                      architecture, a resume that needs what it was made from
+test_data_*                           a sample drawn twice, windows cut wrong at a file's end, ids
+                                      read at another width, text that is lost between tokens
+test_eval_*                           a loss or a pass key at another position or of another rank
+test_schedule_*                       a rate that rises again where a run is extended
 test_ranks_and_micro_batches          a loss that depends on how a batch is split
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
 test_signals                          a stop without a checkpoint, or a hang
@@ -31,6 +36,7 @@ test_readme_*                         a number, flag, file or command of README 
 Tests with ranks are real processes under torchrun, over gloo.
 """
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -151,6 +157,19 @@ def test_counts(name, count):
     assert causal == 6 * count + attention and full == causal + attention
 
 
+@pytest.mark.parametrize("sizes, fields, count", [
+    ((32768, 4096, 32, 32, 8, 14336), {}, 7_248_023_552),  # Mistral-7B v0.3
+    ((131072, 5120, 40, 32, 8, 14336), {}, 12_247_782_400),  # Mistral-Nemo
+    ((152064, 3584, 28, 28, 4, 18944), {"qkv_bias": True}, 7_615_616_512),  # Qwen2.5-7B
+    ((151936, 4096, 36, 32, 8, 12288), {"qk_norm": True}, 8_190_735_360)])  # Qwen3-8B
+def test_counts_of_imports(sizes, fields, count):
+    cfg = m.ModelConfig(*sizes, **fields)
+    assert m.param_count(cfg) == count
+    with torch.device("meta"):
+        few = dataclasses.replace(cfg, layers=2)
+        assert sum(p.numel() for p in m.LLaMA(few).parameters()) == m.param_count(few)
+
+
 def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
@@ -234,8 +253,11 @@ def plain_llama(model: m.LLaMA, tokens, labels):
 
     x = F.embedding(tokens, model.embed.weight)
     for b in model.blocks:
-        heads = F.linear(norm(x, b.norm1), b.qkv.weight).unflatten(-1, (-1, cfg.head_dim))
+        bias = b.qkv_bias.weight if cfg.qkv_bias else None
+        heads = F.linear(norm(x, b.norm1), b.qkv.weight, bias).unflatten(-1, (-1, cfg.head_dim))
         q, k, v = heads.transpose(1, 2).split([cfg.heads, cfg.kv_heads, cfg.kv_heads], dim=1)
+        if cfg.qk_norm:
+            q, k = norm(q, b.q_norm), norm(k, b.k_norm)
         k, v = (s.repeat_interleave(cfg.heads // cfg.kv_heads, dim=1) for s in (rotate(k), v))
         o = F.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
         h = x + F.linear(o.transpose(1, 2).flatten(2), b.out.weight)
@@ -252,12 +274,18 @@ def example(batch=2, seq=40, vocab=101, seed=1):
     return tokens, labels
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("changes", [
+    {"kv_heads": 1}, {"kv_heads": 2}, {"kv_heads": 6}, {"qkv_bias": True}, {"qk_norm": True},
+    {"qkv_bias": True, "qk_norm": True, "kv_heads": 3}], ids=str)
 @pytest.mark.parametrize("loss_elements", [2**27, 101 * 7])  # one chunk; chunks of 7 tokens, ragged
-def test_model_equals_plain_pytorch(kv_heads, loss_elements, monkeypatch):
+def test_model_equals_plain_pytorch(changes, loss_elements, monkeypatch):
     monkeypatch.setattr(m, "LOSS_ELEMENTS", loss_elements)
-    model = m.LLaMA(dataclasses.replace(SMALL, kv_heads=kv_heads)).double()
+    model = m.LLaMA(dataclasses.replace(SMALL, **changes)).double()
     model.init_weights(3)
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert (p == (0 if "bias" in name else 1)).all(), name
+            p.data.copy_(random_vectors(name, p.shape))
     tokens, labels = example()
     loss = model(tokens, labels)
     (3 * loss).backward()
@@ -650,7 +678,7 @@ def train_plainly(batches) -> tuple[m.LLaMA, list]:
     plain, wanted = m.LLaMA(SMALL).double(), []
     for name, p in plain.named_parameters():
         p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, p.device))
-    kinds = [[p for n, p in plain.named_parameters() if ("norm" in n) == norm] for norm in (0, 1)]
+    kinds = [[p for p in plain.parameters() if (p.dim() == 1) == vector] for vector in (0, 1)]
     adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
                               lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
     for tokens, labels in batches:
@@ -668,7 +696,8 @@ def sharding_worker(cases: str):
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     global SMALL
-    SMALL = dataclasses.replace(SMALL, dim=24, heads=3, kv_heads=1, ffn=40, vocab=67)
+    SMALL = dataclasses.replace(SMALL, dim=24, heads=3, kv_heads=1, ffn=40, vocab=67,
+                                qkv_bias=cases == "once", qk_norm=cases == "once")
 
     def batch(step):
         tokens, labels = example(batch=24, seq=12, vocab=67, seed=step)
@@ -697,7 +726,7 @@ def sharding_worker(cases: str):
             assert got == pytest.approx(want, rel=1e-11), (f, layout, several, recompute)
         for name, p in plain.named_parameters():
             assert relative(states.full(name), p) < 1e-11, (f, layout, several, recompute, name)
-        count = sum(p.numel() for n, p in plain.named_parameters() if "norm" not in n)
+        count = sum(p.numel() for p in plain.parameters() if p.dim() > 1)
         formula = planner.state_bytes(count, f, torch.float64, several > 1)
         if layout == "intra":  # the rest is padding, which is large only in matrices as small
             assert all(formula[k] <= v < 1.3 * formula[k] for k, v in states.bytes().items())
@@ -816,8 +845,9 @@ PLANS = [(0, 2, 0), (1, 2, 2), (4, 3, 1), (8, 2, 99), (0, 5, 99), (0, 5, 0), (3,
 
 
 def sequence_worker():
-    """Runs under torchrun: sequence degrees x plans x chunk sizes x kv heads x factors, five steps
-    each, against one plain process. What was used is poisoned."""
+    """Runs under torchrun: sequence degrees x plans x chunk sizes x kv heads, of which some have
+    biases and norms on q and k, x factors, five steps each, against one plain process. What was
+    used is poisoned."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     groups, count, cpu = attention.Groups(), 0, torch.device("cpu")
@@ -825,7 +855,8 @@ def sequence_worker():
     for kv_heads, degrees in ((4, [world // 2, world]), (2, [4]), (1, [4])):
         global SMALL
         SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
-                                    layers=5, head_dim=4)
+                                    layers=5, head_dim=4, qkv_bias=kv_heads < 4,
+                                    qk_norm=kv_heads == 2)
         batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
         plain, wanted = train_plainly(batch)
         legal = shard.legal_factors(world, world)
@@ -878,9 +909,9 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
 
     monkeypatch.setattr(checkpoint, "ModelConfig", Config)
     small = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL)}
-    checkpoint.check_exportable(Config(**small))
+    assert checkpoint.hf_architecture(Config(**small), {}) == "llama"
     with pytest.raises(ValueError, match="config.json has no key for window=64"):
-        checkpoint.check_exportable(Config(**small, window=64))
+        checkpoint.hf_architecture(Config(**small, window=64), {})
     old = tmp_path / "step-00000001"
     old.mkdir()
     meta = {"files": {}, "step": 1, "config": {"model": "tiny", "init": "random"},
@@ -922,17 +953,32 @@ def random_vectors(name, shape):
 
 
 def forked_block_worker():
-    """Runs under torchrun: a changed block, under plain autograd and in chunks, sharded."""
+    """Runs under torchrun: a changed block, and this one with biases and norms on q and k, under
+    plain autograd and in chunks, sharded."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
+    small = dataclasses.replace(SMALL, dim=24, heads=4, kv_heads=2, ffn=40, vocab=67, layers=4)
+    ours = dataclasses.replace(small, qkv_bias=True, qk_norm=True)
+    saves = offload.block_saves(small, 6, torch.float64, QKNormBlock)
+    assert saves.final_matrix is None and len(saves.pre) == 2, saves  # q and k before their norms
+    saves = offload.block_saves(small, 6, torch.float64)
+    for field in ("qkv_bias", "qk_norm"):  # keep no more than a plain layer
+        assert offload.block_saves(dataclasses.replace(small, **{field: True}), 6,
+                                   torch.float64) == saves and not saves.pre
+    ways = [changed_block(block, cfg, rank, world)
+            for block, cfg in ((QKNormBlock, small), (m.Block, ours))]
+    print(f"rank {rank}: {ways} ways equal", flush=True)
+    os._exit(0)
+
+
+def changed_block(block: type, cfg: m.ModelConfig, rank: int, world: int) -> int:
+    """Return in how many ways a block's gradients are those of plain autograd."""
     global SMALL
-    SMALL = dataclasses.replace(SMALL, dim=24, heads=4, kv_heads=2, ffn=40, vocab=67, layers=4)
-    m.Block, cpu, groups = QKNormBlock, torch.device("cpu"), attention.Groups()
+    SMALL = cfg
+    m.Block, cpu, groups = block, torch.device("cpu"), attention.Groups()
     tokens, labels = example(batch=2, seq=24, vocab=67)
     scale = 1 / (labels != m.IGNORE).sum().double()
     part, cut = 24 // world, slice(rank * 24 // world, (rank + 1) * 24 // world)
-    saves = offload.block_saves(SMALL, 6, torch.float64)
-    assert saves.final_matrix is None and len(saves.pre) == 2, saves  # q and k before their norms
     plans = {"plain": None, "full": None, "keep": (4, 4, 99), "recompute": (4, 4, 0),
              "swap": (4, 2, 8, 8), "some": (4, 2, 3, 3), "without o": (4, 2, 3, 3, 2)}
     want = None
@@ -973,8 +1019,7 @@ def forked_block_worker():
             if p.dim() > 1:
                 got = states.by_name[name].grad_shard[: p.numel()].view(p.shape)
                 assert relative(got, p.grad) < 1e-12, name
-    print(f"rank {rank}: {len(plans)} ways equal", flush=True)
-    os._exit(0)
+    return len(plans)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -982,7 +1027,7 @@ def test_another_block_changes_the_block_alone(ranks, tmp_path):
     """What a fork relies on: norms, biases and an end of the layer that nothing outside knows are
     right in chunks that are kept, swapped and recomputed, and where o is dropped; poisoned."""
     text = run([], ranks, "import test_all; test_all.forked_block_worker()", tmp=tmp_path)
-    assert text.count("7 ways equal") == ranks
+    assert text.count("[7, 7] ways equal") == ranks
 
 
 def test_forgotten_activations_are_freed(group):
@@ -1929,23 +1974,70 @@ ROPES = {
 }
 
 
-def hf_llama(folder, **kw):
-    from transformers import LlamaConfig, LlamaForCausalLM
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True}
+PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 tokens
+    "Llama 2": ("llama", {}),
+    "Llama 3": ("llama", {"num_key_value_heads": 2, "rope_theta": 5e5}),
+    "Llama 3.1": ("llama", {"num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    "Llama 3.2": ("llama", {"num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 16,
+                            "rope_scaling": LLAMA3 | {"factor": 32.0},
+                            "tie_word_embeddings": True}),
+    "TinyLlama": ("llama", {"num_key_value_heads": 1, "rope_scaling": None}),
+    "CodeLlama": ("llama", {"rope_theta": 1e6}),
+    "Yarn-Llama-2": ("llama", {"rope_scaling": YARN, "auto_map": {"AutoModel": "x.Y"}}),
+    "Mistral v0.3": ("mistral", {"num_key_value_heads": 2, "rope_theta": 1e6,
+                                 "sliding_window": None}),
+    "Mistral-Nemo": ("mistral", {"num_key_value_heads": 2, "rope_theta": 1e6, "head_dim": 24,
+                                 "sliding_window": None}),
+    "Qwen2": ("qwen2", {"num_key_value_heads": 2, "rope_theta": 1e6, "sliding_window": 32,
+                        "use_sliding_window": False, "max_window_layers": 1}),
+    "Qwen2.5, small": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True,
+                                 "rms_norm_eps": 1e-6, "use_sliding_window": False}),
+    "Qwen2.5, YaRN": ("qwen2", {"num_key_value_heads": 2, "rope_scaling": YARN}),
+    "Qwen3": ("qwen3", {"num_key_value_heads": 2, "rope_theta": 1e6, "head_dim": 24,
+                        "attention_bias": False, "use_sliding_window": False,
+                        "sliding_window": None, "tie_word_embeddings": True}),
+}
+
+
+def hf_model(folder, kind="llama", shard="60KB", **kw):
+    """Save a small model of transformers, with random weights, whose config.json also says kw."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    hf = LlamaForCausalLM(LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=256, rms_norm_eps=1e-5,
-        attn_implementation="eager", **kw))
+    size = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+                rms_norm_eps=1e-5)
+    known = {k: v for k, v in kw.items() if k != "auto_map"}
+    config = AutoConfig.for_model(kind, **copy.deepcopy(size | known))  # it adds to rope_scaling
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for p in hf.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
-    hf.save_pretrained(folder, max_shard_size=kw.pop("shard", "60KB"))
+    hf.save_pretrained(folder, max_shard_size=shard)
     return hf
 
 
-def hf_equal(model, hf, tie):
-    tokens, labels = example(seq=90, vocab=300)
+def hf_edit(folder, **changes) -> Path:
+    """Change config.json; ... takes a key away."""
+    path = Path(folder) / "config.json"
+    c = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in c.items() if v is not ...}))
+    return path
+
+
+def hf_import(folder) -> m.LLaMA:
+    cfg = checkpoint.hf_config(folder)
+    read, model = checkpoint.hf_open(folder, cfg), m.LLaMA(cfg)
+    for name, p in model.named_parameters():
+        p.data.copy_(read(name))
+    return model
+
+
+def hf_equal(model, hf, tie, seq=90):
+    tokens, labels = example(seq=seq, vocab=300)
     hf.zero_grad()
     theirs = hf(tokens).logits
     assert relative(model(tokens), theirs) < 2e-6
@@ -1963,32 +2055,145 @@ def hf_equal(model, hf, tie):
         assert relative(both, theirs["model.embed_tokens.weight"].grad) < 1e-5
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_hf_published(name, tmp_path):
+    """As each is published: logits and gradients within and beyond the trained length, and back as
+    the same architecture, for transformers 4 and 5."""
+    from transformers import AutoModelForCausalLM
+
+    kind, keys = PUBLISHED[name]
+    tie = keys.get("tie_word_embeddings", False)
+    hf = hf_model(tmp_path / "in", kind, max_position_embeddings=64, **keys)
+    new = checkpoint.hf_config(tmp_path / "in")
+    older = {"rope_parameters": ..., "rope_theta": 10000.0, "rope_scaling": None, "dtype": ...,
+             "torch_dtype": "bfloat16"}
+    hf_edit(tmp_path / "in", **older | keys)
+    model = hf_import(tmp_path / "in")
+    assert model.cfg == new and new.max_positions == 64 and new.tied == tie
+    for seq in (40, 90):
+        hf_equal(model, hf, tie, seq)
+    source = checkpoint.hf_source(tmp_path / "in")
+    weights = dict(model.named_parameters())
+    checkpoint.hf_export(tmp_path / "out", model.cfg, lambda n: weights[n].data, torch.float32,
+                         source=source)
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    assert type(back) is type(hf) and back.dtype == torch.float32
+    for seq in (40, 90):
+        hf_equal(model, back, tie, seq)
+    written = checkpoint.hf_source(tmp_path / "out")
+    assert checkpoint.hf_config(tmp_path / "out") == new and "auto_map" not in written
+    assert written["torch_dtype"] == written["dtype"] == "float32"
+    scaling = {k: v for k, v in (keys.get("rope_scaling") or {}).items() if k != "finetuned"}
+    assert (written["rope_scaling"] or {}).items() >= {k: v for k, v in scaling.items()
+                                                      if k != "type"}.items()
+    assert written["rope_theta"] == keys.get("rope_theta", 10000.0)
+
+
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("kv_heads, tie", [(4, False), (2, True)])
 def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
     from transformers import LlamaForCausalLM
 
-    hf = hf_llama(tmp_path / "in", num_key_value_heads=kv_heads, tie_word_embeddings=tie,
+    hf = hf_model(tmp_path / "in", num_key_value_heads=kv_heads, tie_word_embeddings=tie,
                   **ROPES[rope])
-    cfg = checkpoint.hf_config(tmp_path / "in")
-    read, model = checkpoint.hf_open(tmp_path / "in", cfg), m.LLaMA(cfg)
-    for name, p in model.named_parameters():
-        p.data.copy_(read(name))
+    model = hf_import(tmp_path / "in")
     hf_equal(model, hf, tie)
     monkeypatch.setattr(checkpoint, "HF_FILE_BYTES", 60_000)
     weights = dict(model.named_parameters())
-    checkpoint.hf_export(tmp_path / "out", cfg, lambda n: weights[n].data, torch.float32)
+    checkpoint.hf_export(tmp_path / "out", model.cfg, lambda n: weights[n].data, torch.float32)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     back = LlamaForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     assert back.config.tie_word_embeddings == tie
     hf_equal(model, back, tie)
 
 
+@pytest.mark.parametrize("kind, keys", [
+    ("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 1})])
+def test_hf_windows(kind, keys, tmp_path):
+    """A window is no window for a sequence that is not longer; one token more is."""
+    hf = hf_model(tmp_path, kind, sliding_window=40, **keys)
+    assert checkpoint.hf_window(checkpoint.hf_source(tmp_path)) == 40
+    model = hf_import(tmp_path)
+    hf_equal(model, hf, False, seq=40)
+    tokens, _ = example(seq=41, vocab=300)
+    assert relative(model(tokens)[:, 40:], hf(tokens).logits[:, 40:]) > 1e-4
+    full = {"layer_types": ["full_attention"] * 2}
+    assert checkpoint.hf_window(json.loads(hf_edit(tmp_path, **full).read_text())) == (
+        40 if kind == "mistral" else None)  # whose code reads no layer_types
+
+
+def test_hf_from_scratch_is_what_computes_it():
+    for changes, kind in (({}, "llama"), ({"qkv_bias": True}, "qwen2"),
+                          ({"qk_norm": True}, "qwen3")):
+        assert checkpoint.hf_architecture(dataclasses.replace(SMALL, **changes), {}) == kind
+    both = dataclasses.replace(SMALL, qkv_bias=True, qk_norm=True)
+    with pytest.raises(ValueError, match="Qwen.*no key for q.*=True"):
+        checkpoint.hf_architecture(both, {})
+    with pytest.raises(ValueError, match="MistralForCausalLM's config.json has no key for qk_norm"):
+        checkpoint.hf_architecture(dataclasses.replace(SMALL, qk_norm=True),
+                                   {"model_type": "mistral"})
+    with pytest.raises(ValueError, match="6 heads do not divide its width 50"):
+        checkpoint.hf_architecture(dataclasses.replace(SMALL, dim=50), {})
+
+
+WRONG = (None, "x", "", [], [1], {}, {"a": 1}, -1, 0, 0.5, 3, True, float("nan"), float("inf"), 1e9,
+         10**9, 10**400)
+
+
+@pytest.mark.parametrize("name", ["Llama 3.1", "Yarn-Llama-2", "Mistral-Nemo", "Qwen2", "Qwen3"])
+def test_hf_fuzz(name, tmp_path):
+    """Each key with each wrong value, at the top, in rope_parameters and in rope_scaling: a
+    ValueError, or a model whose angles and files are looked at, and no other exception."""
+    kind, keys = PUBLISHED[name]
+    hf_model(tmp_path, kind, **keys)
+    whole = json.loads((tmp_path / "config.json").read_text())
+    rope = whole["rope_parameters"]
+    older = {k: v for k, v in whole.items() if k != "rope_parameters"} | {
+        "rope_theta": rope["rope_theta"], "rope_scaling": rope}
+    more = dict.fromkeys(("layer_types", "quantization_config", "partial_rotary_factor",
+                          "sliding_window", "use_sliding_window", "rope_scaling", "head_dim"))
+    variants = [whole | {key: value} for key in whole | more for value in WRONG]
+    for key in {*rope, *m.ROPE_OPTIONS, "type", "finetuned"}:
+        variants += [whole | {"rope_parameters": rope | {key: value}} for value in WRONG]
+        variants += [older | {"rope_scaling": rope | {key: value}} for value in WRONG]
+    variants += [{k: v for k, v in whole.items() if k != gone} for gone in whole]
+    variants += [*WRONG, [whole], "[" * 100000]
+    legal = 0
+    for variant in variants:
+        text = variant if isinstance(variant, str) else json.dumps(variant)
+        (tmp_path / "config.json").write_text(text)
+        try:
+            cfg = checkpoint.hf_config(tmp_path)
+            assert m.rope_frequencies(cfg)[0].isfinite().all(), variant
+            checkpoint.hf_open(tmp_path, cfg)
+            legal += 1
+        except ValueError:
+            pass
+    assert len(variants) > 700 and len(variants) // 20 < legal < len(variants) * 2 // 3
+
+
+def test_hf_index_fuzz(tmp_path):
+    hf_model(tmp_path)
+    cfg = checkpoint.hf_config(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    checkpoint.hf_open(tmp_path, cfg)
+    file = places["lm_head.weight"]
+    for value in (*WRONG, "../x.safetensors", f"{tmp_path}/{file}", "a\\b.safetensors", "..",
+                  "a.bin"):
+        maps = [places | {"lm_head.weight": value}, value]
+        for broken in [{"weight_map": weight_map} for weight_map in maps] + [value]:
+            index.write_text(json.dumps(broken))
+            with pytest.raises(ValueError, match="index.json"):
+                checkpoint.hf_open(tmp_path, cfg)
+
+
 def test_hf_tied_head_in_another_file(tmp_path):
     """Some checkpoints hold the tied head, too, wherever it is: it is the embedding."""
     from safetensors.torch import load_file, save_file
 
-    hf_llama(tmp_path, tie_word_embeddings=True)
+    hf_model(tmp_path, tie_word_embeddings=True)
     tensors = {}
     for file in tmp_path.glob("*.safetensors"):
         tensors |= load_file(file)
@@ -2002,31 +2207,77 @@ def test_hf_tied_head_in_another_file(tmp_path):
     index.write_text(json.dumps({"weight_map": places}))
     read = checkpoint.hf_open(tmp_path, checkpoint.hf_config(tmp_path))
     assert torch.equal(read("head.weight"), tensors["model.embed_tokens.weight"])
+    head["lm_head.weight"][7, 3] += 1
+    save_file(head, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match="lm_head.weight is model.embed_tokens.weight.*another"):
+        checkpoint.hf_open(tmp_path, checkpoint.hf_config(tmp_path))
 
 
-def test_hf_older_config(tmp_path):
-    """transformers 4 keeps rope_theta and rope_scaling apart at the top level."""
-    hf_llama(tmp_path, **ROPES["llama3"])
-    new, path = checkpoint.hf_config(tmp_path), tmp_path / "config.json"
-    c = json.loads(path.read_text())
-    rope = c.pop("rope_parameters")
-    c |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
-    path.write_text(json.dumps(c))
-    assert checkpoint.hf_config(tmp_path) == new and new.rope_scaling["factor"] == 8.0
+def test_hf_rope_in_both_places(tmp_path):
+    """transformers 4 keeps rope_theta and rope_scaling apart at the top level, 5 together."""
+    hf_model(tmp_path, **ROPES["llama3"])
+    new = checkpoint.hf_config(tmp_path)
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    theta = {"rope_theta": rope["rope_theta"]}
+    for changes in (theta, {"rope_scaling": rope}, theta | {"rope_scaling": rope},
+                    {"rope_parameters": ..., "rope_scaling": rope},
+                    theta | {"rope_parameters": ..., "rope_scaling": LLAMA3 | {
+                        "original_max_position_embeddings": 64}}):
+        hf_edit(tmp_path, **{"rope_parameters": rope, "rope_scaling": ..., "rope_theta": ...}
+                | changes)
+        assert checkpoint.hf_config(tmp_path) == new and new.rope_scaling["factor"] == 8.0
+    for changes in ({"rope_theta": 7e5}, {"rope_scaling": rope | {"factor": 4.0}},
+                    {"rope_scaling": rope | {"rope_theta": 3e4}}):
+        hf_edit(tmp_path, **{"rope_parameters": rope, "rope_scaling": ..., "rope_theta": ...}
+                | changes)
+        with pytest.raises(ValueError, match="rope_parameters says .* says .*delete one"):
+            checkpoint.hf_config(tmp_path)
 
 
-def test_hf_train_and_export(tmp_path):
+def test_rope_scaling_counts_from_the_trained_length():
+    """Llama 3.1's 128K included; YaRN's as well; another kind on top is refused."""
+    cfg = dataclasses.replace(m.MODELS["llama3-8b"], max_positions=2**17,
+                              rope_scaling=LLAMA3 | {"original_max_position_embeddings": 8192})
+
+    def scaled(model, text):
+        return train.with_rope(train.Config(rope_scaling=text), model)
+
+    longer = scaled(cfg, "llama3:2")
+    assert longer.max_positions == 2**18 and longer.rope_scaling == cfg.rope_scaling | {
+        "factor": 16.0}
+    fresh = scaled(m.MODELS["7b"], "llama3:8")
+    assert fresh.rope_scaling == LLAMA3 | {"original_max_position_embeddings": 4096}
+    yarn = scaled(m.MODELS["7b"], "yarn:4")
+    fixed = dataclasses.replace(yarn, rope_scaling=yarn.rope_scaling | {"attention_factor": 1.2})
+    assert scaled(fixed, "yarn:2.5") == scaled(m.MODELS["7b"], "yarn:10")
+    assert yarn.max_positions == 4 * 4096 and scaled(yarn, "yarn:2").rope_scaling == {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096}
+    assert scaled(scaled(m.MODELS["7b"], "linear:2"), "linear:2").rope_scaling["factor"] == 4.0
+    with pytest.raises(ValueError, match="has llama3 scaling already; extend it with llama3:F"):
+        scaled(cfg, "yarn:4")
+
+
+def test_hf_train_and_export(tmp_path, capsys):
     """Import, train at four times the length with YaRN, export, load: through the command."""
     from transformers import LlamaForCausalLM
 
-    hf_llama(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
-    (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
+    beside = {"tokenizer.json", "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE",
+              "USE_POLICY.md", "generation_config.json"}
+    for name in beside | {"my_token", "pytorch_model.bin"}:
+        (tmp_path / "in" / name).write_text("{}")
+    hf_edit(tmp_path / "in", torch_dtype="auto", dtype=...)
     train.main(["--device", "cpu", "--init", f"hf:{tmp_path}/in", "--seq", "1K", "--batch", "2",
                 "--steps", "2", "--rope-scaling", "yarn:4", "--save-every", "-1", "--warmup", "0",
                 "--out", f"{tmp_path}/o", "--export", f"{tmp_path}/hf"])
+    said = capsys.readouterr().out
+    assert " lr=2e-05 " in said and f"exported {tmp_path}/hf: llama, fp32" in said
+    assert "past the" not in said
+    assert {f.name for f in (tmp_path / "hf").iterdir()} == beside | {"config.json",
+                                                                      "model.safetensors"}
     hf = LlamaForCausalLM.from_pretrained(tmp_path / "hf")
     assert not hf.config.tie_word_embeddings  # trained apart
-    assert hf.config.max_position_embeddings == 1024 and (tmp_path / "hf/tokenizer.json").exists()
+    assert hf.config.max_position_embeddings == 1024
     rope = hf.config.rope_parameters
     assert (rope["rope_type"], rope["factor"]) == ("yarn", 4.0)
     assert rope["original_max_position_embeddings"] == 256
@@ -2037,11 +2288,59 @@ def test_hf_train_and_export(tmp_path):
         assert torch.equal(a, b), n
 
 
+def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
+    """The model comes from the checkpoint, whether or not flags name it again, after a restart by
+    torchrun, too; a factor counts from the import; an export does without a tokenizer."""
+    from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+    kind, keys = PUBLISHED["Qwen3"]
+    hf_model(tmp_path / "in", kind, **keys, eos_token_id=[7, 8])
+    init = ["--init", f"hf:{tmp_path}/in", "--rope-scaling", "yarn:2"]
+    args = ["--device", "cpu", "--dtype", "bf16", "--seq", "640", "--batch", "2", "--steps", "3",
+            "--warmup", "0", "--eval-every", "-1", "--save-every", "1", "--keep", "9"]
+    train.main([*args, *init, "--out", f"{tmp_path}/a"])
+    assert ("--seq 640 is past the 512 tokens that the rotary embedding reaches; "
+            "--rope-scaling yarn:3 extends it") in capsys.readouterr().out
+    first = tmp_path / "a" / "step-00000001"
+    (tmp_path / "in").rename(tmp_path / "gone")
+    for i, flags in enumerate(([], init, ["--model", "hf"])):
+        train.main([*args, *flags, "--resume", f"{first}", "--out", f"{tmp_path}/b{i}"])
+        assert losses(tmp_path / f"b{i}") == losses(tmp_path / "a")[1:]
+    again, model, _, source = train.resumed_model(train.Config(rope_scaling="yarn:4"), first)
+    assert (model.rope_scaling["factor"], model.max_positions) == (4.0, 1024)
+    assert (again.model, source["model_type"]) == ("hf", "qwen3")
+    with pytest.raises(ValueError, match="linear:2: .*yarn scaling already; extend it with yarn:F"):
+        train.main([*args, "--rope-scaling", "linear:2", "--resume", "--out", f"{tmp_path}/a"])
+    dist.destroy_process_group()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    train.main([*args, *init, "--steps", "4", "--out", f"{tmp_path}/a", "--export",
+                f"{tmp_path}/hf"])
+    said = capsys.readouterr().out
+    assert f"resumed {tmp_path}/a/step-00000003 at step 3" in said
+    assert f"{tmp_path}/in is not there any more" in said and "hf: qwen3, bf16" in said
+    hf = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    assert type(hf) is Qwen3ForCausalLM and hf.dtype == torch.bfloat16
+    assert (hf.config.max_position_embeddings, hf.config.eos_token_id) == (512, [7, 8])
+    assert hf.config.rope_parameters["factor"] == 2.0
+
+
+def test_resume_takes_the_model_from_the_checkpoint(tmp_path, capsys):
+    args = [*QUICK[2:], "--out", f"{tmp_path}"]
+    train.main([*args, "--model", "tiny", "--steps", "0", "--seq", "1280", "--batch", "1"])
+    train.main([*args, "--steps", "1", "--seq", "1.5K", "--batch", "1", "--resume",
+                "--rope-scaling", "llama3:2"])
+    said = capsys.readouterr().out
+    assert "model tiny: " in said and "past the" not in said
+    meta = checkpoint.read_meta((tmp_path / "latest").resolve())
+    assert meta["model"]["rope_scaling"]["original_max_position_embeddings"] == 1280
+    assert meta["model"]["max_positions"] == 2560
+
+
 # ---------------------------------------------------------------------------- data
 
 
 def test_data_default_is_large_sorted_text():
-    corpus, val = data.open_corpus("stdlib", 2)
+    corpus, val = data.open_corpus("stdlib", 256)
     assert len(corpus) > 10e6 and val is None and corpus.files == sorted(corpus.files)
     first = corpus.files[0].read_bytes()
     assert bytes(corpus.read(0, len(first)).astype(np.uint8)) == first
@@ -2054,7 +2353,7 @@ def test_data_windows_cover_everything_once(tmp_path):
     (tmp_path / "sub").mkdir()
     for i, (a, b) in enumerate([(0, 10), (10, 10), (10, 503), (503, 1000)]):
         (tmp_path / ("sub" if i > 2 else ".") / f"{i}.txt").write_bytes(text[a:b])
-    corpus, _ = data.open_corpus(str(tmp_path), 2)
+    corpus, _ = data.open_corpus(str(tmp_path), 256)
     tokens = np.frombuffer(text, np.uint8)
     assert np.array_equal(corpus.read(5, 999), tokens[5:999])
     sequences, val = data.split(corpus, None, 10, seed=5)
@@ -2077,13 +2376,172 @@ def test_data_token_files(token_bytes, dtype, tmp_path):
     ids[77] = 2 ** (8 * token_bytes) - 1
     ids.astype(dtype).tofile(tmp_path / "train.bin")
     ids[:100].astype(dtype).tofile(tmp_path / "val.bin")
-    corpus, val = data.open_corpus(str(tmp_path), token_bytes)
+    corpus, val = data.open_corpus(str(tmp_path), 2 ** (8 * token_bytes))
     assert np.array_equal(corpus.read(0, 500), ids) and len(val) == 100
     sequences, held = data.split(corpus, val, 20, 0)
     assert (sequences.count, held.count) == (24, 4)
     data.check_tokens([corpus, val], 2 ** (8 * token_bytes), 0, 1)
     with pytest.raises(ValueError, match=f"token 77 is {ids[77]}.*ends at {ids[77] - 1}"):
         data.check_tokens([corpus], int(ids[77]), 0, 1)
+
+
+def refuse_data(message, *args):
+    with pytest.raises(ValueError, match=message):
+        data.check_tokens([data.open_corpus(*args)[0]], args[1], 0, 1)
+
+
+def test_data_width_of_ids_is_found_or_refused(tmp_path):
+    """By FILE.bin.json, --token-bytes or the vocabulary; what contradicts it is refused."""
+    rng = np.random.default_rng(0)
+    path, side = tmp_path / "train.bin", tmp_path / "train.bin.json"
+    open_file = functools.partial(data.open_corpus, str(path))
+
+    def opens(ids, *args):
+        assert np.array_equal(open_file(*args)[0].read(0, len(ids)), ids)
+
+    gpt2 = rng.zipf(1.2, 50_000) % 50_257
+    gpt2.astype("<u2").tofile(path)
+    opens(gpt2, 50_304)  # as nanoGPT writes it
+    opens(gpt2, 128_256, 2)
+    refuse_data("token .* the model's vocabulary ends at 128255.*--token-bytes 2", str(path),
+                128_256)
+    dna = np.where(np.arange(9000) % 500, rng.integers(0, 4, 9000), 50_256)  # ends at even places
+    dna.astype("<u2").tofile(path)
+    opens(dna, 50_304)
+    for most in (4, 300, 50_257, 128_256):
+        wide = rng.integers(0, most, 20_001)
+        wide.astype("<u4").tofile(path)
+        opens(wide, 128_256)
+        opens(wide, 32_000 if most < 32_000 else most, 4)
+        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 50_304)
+        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 128_256, 2)
+    side.write_text('{"token_bytes": 4, "vocab": 128256, "tokenizer": "x"}')
+    opens(wide, 128_256)
+    opens(wide, 200_000, 4)
+    refuse_data("--token-bytes 2: .*train.bin.json says 4", str(path), 128_256, 2)
+    refuse_data("train.bin.json says a vocabulary of 128256, the model's has 32000", str(path),
+                32_000)
+    wide.astype("<u4").tofile(tmp_path / "val.bin")
+    train_, val = data.open_corpus(str(tmp_path), 128_256)
+    assert len(train_) == len(val) == 20_001
+    (tmp_path / "val.bin.json").write_text('{"token_bytes": 2}')
+    refuse_data("train.bin.json, token_bytes 4: .*val.bin.json says 2", str(tmp_path), 128_256)
+    side.write_text('{"token_bytes": 2}')  # its word goes before the look of the ids
+    assert len(open_file(200_000)[0]) == 40_002
+    for broken in ('{"vocab": 5}', '{"token_bytes": 3}', "[]", '{"token_bytes"'):
+        side.write_text(broken)
+        refuse_data("train.bin.json is not of the form", str(path), 128_256)
+
+
+def make_tokenizer(folder, text: str, vocab: int = 300):
+    """A byte-level tokenizer that is trained on a text, as a Hugging Face folder has it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(
+        vocab_size=vocab, initial_alphabet=alphabet, special_tokens=["<end>"],
+        show_progress=False))
+    Path(folder).mkdir(exist_ok=True)
+    tokenizer.enable_truncation(8)  # some files have it: it must not cut a text
+    tokenizer.save(f"{folder}/tokenizer.json")
+    tokenizer.no_truncation()
+    (Path(folder) / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
+    return tokenizer
+
+
+def test_data_tokenised_text(tmp_path, monkeypatch, capsys):
+    lines = [f"the {word} is {'very ' * (i % 5)}{word}: \u00e4\u4e16\n" for i, word in
+             enumerate("grass sky sun earth sea".split() * 30)]
+    texts = ["".join(lines), "", "grass" * 70 + "\r\nend", "".join(lines[:7])]
+    tokenizer = make_tokenizer(tmp_path / "hf", texts[0])
+    (tmp_path / "text").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "text" / f"{i}.txt").write_bytes(text.encode())
+
+    def tokenise(folder="hf", vocab=300, where="text"):
+        return data.tokenise(str(tmp_path / where), str(tmp_path / folder), tmp_path / "t", vocab)
+
+    whole = [i for text in texts for i in [*tokenizer.encode(text).ids, 0]]
+    assert data.end_of_text(str(tmp_path / "hf"), tokenizer) == 0
+    path = tokenise()
+    assert np.fromfile(path, "<u2").tolist() == whole
+    assert json.loads(Path(f"{path}.json").read_text()) == {
+        "token_bytes": 2, "vocab": max(whole) + 1, "tokenizer": str(tmp_path / "hf"),
+        "data": str(tmp_path / "text")}
+    corpus, val = data.open_corpus(str(path), 300)
+    assert val is None and corpus.read(0, len(corpus)).tolist() == whole
+    assert f" MiB: {len(whole):,} tokens" in capsys.readouterr().out
+    assert tokenise() == path and capsys.readouterr().out == ""  # of the earlier run
+    os.utime(tmp_path / "text" / "2.txt", (1, 1))
+    monkeypatch.setattr(data, "PIECE_CHARS", 52)
+    monkeypatch.setattr(data, "PIECES", 3)
+    again = tokenise()
+    ids = np.fromfile(again, "<u2").tolist()
+    assert again != path and len(ids) > len(whole)  # the long line was cut
+    for text in texts:
+        end = ids.index(0)
+        assert tokenizer.decode(ids[:end]) == text
+        if "grassgrass" not in text:  # no token has parts of two lines: a cut there changes nothing
+            assert ids[:end] == tokenizer.encode(text).ids
+        del ids[: end + 1]
+    assert not ids
+    assert data.tokenise(str(again), "no folder", tmp_path, 300) is None  # ids already
+    files = set((tmp_path / "t").iterdir())
+    for i, (message, vocab, broken) in enumerate([
+            ("token .* is 2[0-9]+, .*vocabulary ends at 269; take its own", 270, None),
+            ("b.txt is not UTF-8 text", 300, b"\xff\xfe")]):
+        (tmp_path / f"{i}").mkdir()
+        (tmp_path / f"{i}" / "a.txt").write_text(texts[0])
+        (tmp_path / f"{i}" / "b.txt").write_bytes(broken or b"")
+        with pytest.raises(ValueError, match=message):
+            tokenise(vocab=vocab, where=f"{i}")
+    assert set((tmp_path / "t").iterdir()) == files  # nothing half is left
+    (tmp_path / "hf" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="no id that ends a text.*eos_token_id in config.json"):
+        tokenise()
+    (tmp_path / "hf" / "config.json").write_text('{"eos_token_id": [9999, 7]}')
+    assert data.end_of_text(str(tmp_path / "hf"), tokenizer) == 7
+
+
+def test_data_tokenised_to_four_bytes(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{i}": i for i in range(70_000)}
+    tokenizer = Tokenizer(models.WordLevel({**words, "</s>": 70_000}, "w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(f"{tmp_path}/tokenizer.json")
+    (tmp_path / "a.txt").write_text("w69999 w5\nw65536")
+    path = data.tokenise(f"{tmp_path}/a.txt", str(tmp_path), tmp_path, 10**5)
+    corpus, _ = data.open_corpus(str(path), 10**5)
+    assert corpus.read(0, 4).tolist() == [69_999, 5, 65_536, 70_000]
+    with pytest.raises(ValueError, match="json says a vocabulary of 70001, the model's has 70000"):
+        data.open_corpus(str(path), 70_000)
+
+
+def test_data_tokenised_by_the_first_of_two_ranks(tmp_path):
+    """The second waits longer than --timeout, and ends with the sentence that the first finds."""
+    make_tokenizer(tmp_path / "hf", "the grass is green", 257)  # of which the last never occurs
+    (tmp_path / "a.txt").write_text("the grass is green " * 999)
+    args = [*QUICK, "--steps", 0, "--save-every", -1, "--tokenizer", tmp_path / "hf", "--timeout",
+            8, "--data", tmp_path / "a.txt", "--out", tmp_path / "o"]
+    code = """
+import time
+old = train.tokenise
+def slow(*args):
+    assert os.environ['RANK'] == '0'
+    time.sleep(10)
+    return old(*args)
+train.tokenise = slow
+"""
+    text = run(args, 2, code, tmp=tmp_path)
+    tokens, = (tmp_path / "o" / "tokens").glob("*.bin")
+    assert f"a.txt as {tokens}: 18,982 tokens" in text
+    (tmp_path / "a.txt").write_bytes(b"\xff" * 9999)
+    text = run(args, 2, expect=1)
+    assert text.count("a.txt is not UTF-8 text") == 1 and "exitcode  : 2" in text
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -2117,6 +2575,164 @@ def test_dry_run_and_zero_steps(tmp_path, capsys):
     train.main([*QUICK, "--steps", "2", "--resume", "--out", f"{tmp_path}/b"])
     train.main([*QUICK, "--steps", "2", "--out", f"{tmp_path}/c"])
     assert losses(tmp_path / "b") == losses(tmp_path / "c")
+
+
+@pytest.mark.parametrize("loss_elements", [2**27, 101 * 7])
+def test_eval_losses_of_tokens(loss_elements, monkeypatch):
+    monkeypatch.setattr(m, "LOSS_ELEMENTS", loss_elements)
+    model = m.LLaMA(SMALL).double()
+    model.init_weights(3)
+    tokens, labels = example()
+    logits, _ = plain_llama(model, tokens, labels)
+    labels[:, ::3] = logits.argmax(-1)[:, ::3]
+    with torch.no_grad():
+        losses, hits = model(tokens, labels, each=True)
+    plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    assert relative(losses, plain.view(2, 40)) < 1e-13 and losses.count_nonzero() == 80 - 9
+    assert torch.equal(hits, logits.argmax(-1) == labels) and 28 <= hits.sum() < 40
+
+
+def test_eval_of_ranks_equals_one_model(tmp_path):
+    """Two halves of each sequence on two pairs of ranks, some of which have none: the loss, that of
+    every position and of pass keys are those of the bare model."""
+    args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
+            "--eval-every", 1, "--eval-sequences", 7, "--eval-passkey", 1, "--ignore-token", 32]
+    run([*args, "--sp", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4)
+    row, = log(tmp_path)
+    assert not list(tmp_path.glob("step-*")) and (tmp_path / "position.png").exists()
+    model = m.LLaMA(m.MODELS["tiny"]).double()
+    model.init_weights(0)
+
+    def losses(sequences, count):
+        windows = torch.from_numpy(np.stack([sequences.window(i) for i in range(count)]))
+        logits, labels = model(windows[:, :-1]), windows[:, 1:]
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").detach()
+        return losses.masked_fill(labels == 32, float("nan"))
+
+    _, val = data.split(data.open_corpus("stdlib", 256)[0], None, 96, 0)
+    want = losses(val, 7)
+    assert row["val_loss"] == pytest.approx(want.nanmean().item(), rel=1e-12)
+    ends = [0, 1, 2, 4, 8, 16, 32, 64, 96]
+    assert row["val_loss_by_position"] == [
+        [a, pytest.approx(want[:, a:b].nanmean().item(), rel=1e-12)]
+        for a, b in zip(ends, ends[1:])]
+    keys = losses(data.Passkeys(data.text_encoder(""), 1, 256, 96, 0), 5)[:, -5:].mean(1)
+    assert row["passkey_loss"] == pytest.approx(dict(zip("0 25 50 75 100".split(), keys.tolist())),
+                                                rel=1e-12)
+
+
+@pytest.mark.parametrize("blunders, right, whole", [(False, 1, 1), (True, 0.8, 0)])
+def test_eval_passkeys_are_found_within_reach(blunders, right, whole, group):
+    """By an oracle that sees 250 tokens, and says what followed the last 7 where it saw them last;
+    it may be wrong at the last digit."""
+    keys = data.Passkeys(data.text_encoder(""), 3, 256, 400, 0)
+
+    def oracle(tokens, labels, positions, each):
+        guess = torch.zeros_like(tokens)
+        for row, t in itertools.product(range(len(tokens)), range(6, 400 - blunders)):
+            seen = bytes(tokens[row, max(0, t - 249) : t + 1].tolist())
+            at = seen.rfind(seen[-7:], 0, -1)
+            guess[row, t] = seen[at + 7] if at >= 0 else 0
+        return (guess != labels).double(), guess == labels
+
+    run = make_run(SMALL, 400, eval_passkey=3)
+    plan = dataclasses.replace(run.plan, micro_batch=2)  # of 15: the last has one
+    found = train.evaluate_passkeys(run.but(plan=plan, passkeys=keys), oracle)
+    depths = (0, 25, 50, 75, 100)
+    expected = {"passkey": right, "passkey_exact": whole}
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(dict(zip(depths, (0, 0, value, value, value)))), name
+    assert found["passkey_loss"] == pytest.approx({d: 1 - r for d, r in found["passkey"].items()})
+    line = train.describe_evaluation({"val_loss": 2.0, **found})
+    assert f"passkey 0.00 0.00 {right:.2f} {right:.2f} {right:.2f} at 0 25 50 75 100 %" in line
+
+
+def test_eval_passkeys_stand_where_they_should(tmp_path):
+    """Of bytes, and of tokens that join digits to each other."""
+    text = data.FILLER + data.QUESTION + " 12 34 56 78 90" * 9
+    tokenizer = make_tokenizer(tmp_path, text, 280)
+    of_bytes, of_ids = (data.Passkeys(data.text_encoder(folder), 2, 280, 500, seed=3)
+                        for folder in ("", str(tmp_path)))
+    assert len({n for n in of_ids.key_tokens}) > 1 and set(of_bytes.key_tokens) == {5}
+    for keys, decode in ((of_bytes, bytes), (of_ids, tokenizer.decode)):
+        for i in range(10):
+            window = keys.window(i).tolist()
+            assert len(window) == 501
+            key = decode(window[-keys.key_tokens[i] :])
+            text = decode(window)
+            key, text = (x.decode() if isinstance(x, bytes) else x for x in (key, text))
+            told = f" The pass key is {key}. Remember it."
+            assert re.fullmatch(r"[1-9]\d{4}", key) and text.count(key) == 2
+            before, after = text.removesuffix(data.QUESTION + key).split(told)
+            assert len(before) == pytest.approx((len(before) + len(after)) * (i // 2) / 4, abs=15)
+            assert (data.FILLER * 99).startswith(before + after)
+
+
+def test_eval_alone(tmp_path, capsys, monkeypatch):
+    """Of a finished run: the same numbers once more, and no checkpoint; of an import whose tokens
+    are surely not bytes, with a sentence."""
+    import matplotlib.axes
+
+    drawn, plot = [], matplotlib.axes.Axes.plot
+    monkeypatch.setattr(matplotlib.axes.Axes, "plot", lambda self, *args, **kw: (
+        drawn.append((kw["label"], list(args[0]))), plot(self, *args, **kw))[1])
+    args = [*QUICK, "--out", f"{tmp_path}/a", "--steps", "4", "--eval-every", "2"]
+    train.main(args)
+    last = log(tmp_path / "a")[-1]
+    saved = sorted(tmp_path.glob("a/step-*/*"))
+    capsys.readouterr()
+    train.main([*args, "--steps", "0", "--eval-every", "1", "--resume"])
+    again = log(tmp_path / "a")[-1]
+    assert f"step 4 val_loss {last['val_loss']:.4f}\n" in capsys.readouterr().out
+    assert set(again) == {"step", "val_loss", "val_loss_by_position"} and again["step"] == 4
+    assert again["val_loss"] == pytest.approx(last["val_loss"], rel=1e-9)
+    assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
+    assert drawn[2:4] == [("step 4", [1, 2, 4, 8, 16, 32]), ("step 2", [1, 2, 4, 8, 16, 32])]
+    assert (tmp_path / "a" / "position.png").read_bytes()[1:4] == b"PNG"
+    hf_model(tmp_path / "in")
+    for has in (False, True):
+        if has:
+            (tmp_path / "in" / "tokenizer.json").write_text("{}")
+        train.main(["--dry-run", "--device", "cpu", "--init", f"hf:{tmp_path}/in", "--seq", "64"])
+        text = capsys.readouterr().out
+        assert (f"--tokenizer {tmp_path}/in makes tokens of the text" in text) == has
+
+
+def test_schedule_equals_torchs():
+    """torch.optim's, from the end of the warm-up to the end of the decay; then nothing changes."""
+    of = torch.optim.lr_scheduler
+    plain = {"cosine": lambda opt: of.CosineAnnealingLR(opt, 20, 0.002),
+             "linear": lambda opt: of.LinearLR(opt, 1.0, 0.2, 20),
+             "constant": lambda opt: of.ConstantLR(opt, 1.0)}
+    for name in train.CHOICES["schedule"]:
+        cfg = train.Config(lr=0.01, warmup=5, steps=90, decay_steps=25, min_lr=0.2, schedule=name)
+        rates = [train.learning_rate(cfg, step) for step in range(90)]
+        opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+        schedule = plain[name](opt)
+        assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+        for rate in rates[5:26]:
+            assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), name
+            opt.step()
+            schedule.step()
+        assert set(rates[25:]) == {rates[25]}
+
+
+def test_schedule_of_an_extended_run(tmp_path, capsys):
+    """It stays where the checkpoint's ended, unless it is asked to decay until later."""
+    args = [*QUICK, "--out", f"{tmp_path}", "--keep", "9"]
+
+    def rates(*flags):
+        train.main([*args, *flags])
+        return [r["lr"] for r in log(tmp_path)]
+
+    first = rates("--warmup", "2")
+    assert first[1] == 3e-3 and first[5] < first[4]
+    resume = ("--resume", f"{tmp_path}/step-00000006")
+    assert rates("--steps", "8", *resume) == pytest.approx([*first, 3e-4, 3e-4])
+    assert "step-00000006: --warmup 2 --decay-steps 6\n" in capsys.readouterr().out
+    assert checkpoint.read_meta(tmp_path / "latest")["config"]["decay_steps"] == 6
+    further = rates("--steps", "8", "--decay-steps", "12", "--schedule", "linear", *resume)
+    assert further[6:] == pytest.approx([3e-3 * (0.1 + 0.9 * x) for x in (0.6, 0.5)])
 
 
 def test_diverging_run_skips_stops_and_saves(tmp_path):
@@ -2361,7 +2977,7 @@ def test_meta_of_another_kind_is_refused_in_words(tmp_path):
     args = [*QUICK, "--out", f"{tmp_path}", "--data", f"{tmp_path}/a.txt"]
     train.main([*args, "--steps", "1"])
     meta = (tmp_path / "latest" / "meta.json").resolve()
-    run = train.machine(train.parse(args), 0, 1, 0)
+    flags = [train.parse([*args, "--resume"]), train.parse([*args[2:], "--resume"])]
     whole = json.loads(meta.read_text())
     tensor = next(iter(whole["tensors"]))
     paths = [(key,) for key in whole] + [("model", "dim"), ("config", "batch"), ("config", "lr")]
@@ -2378,14 +2994,15 @@ def test_meta_of_another_kind_is_refused_in_words(tmp_path):
                 c[path[-1]] = value
 
             changed_meta(meta, change)
-            resumes = dataclasses.replace(run.cfg, resume="latest")
-            try:
-                train.with_files(run.but(cfg=resumes), "")
-            except ValueError as e:
-                assert f"--resume: {meta.parent}" in str(e), (path, value)
-                refused += 1
+            for cfg in flags:  # the model by its name, or from the checkpoint
+                try:
+                    folder = checkpoint.find_checkpoint(tmp_path, "latest", "")
+                    train.with_files(train.machine(cfg, 0, 1, 0, folder), folder)
+                except ValueError as e:
+                    assert f"--resume: {meta.parent}" in str(e), (path, value)
+                    refused += 1
             meta.write_text(json.dumps(whole))
-    assert refused > 150
+    assert refused > 300
     for text in ("[" * 100_000, "", "\xff", "3", '{"version": 3}'):
         meta.write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match="not a whole checkpoint"):
@@ -2734,24 +3351,42 @@ def test_failed_rank_is_named(case, tmp_path):
 
 
 def hf_broken(tmp_path, what):
-    hf_llama(tmp_path / "hf")
-    shard = sorted((tmp_path / "hf").glob("*.safetensors"))[1]
-    config = tmp_path / "hf" / "config.json"
-    if what == "truncated":
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "hf"
+    keys = {"window": ("mistral", {"sliding_window": 16}), "yarn over llama3": PUBLISHED[
+        "Llama 3.1"], "layer types": PUBLISHED["Qwen2"]}
+    kind, more = keys.get(what, ("llama", {}))
+    hf_model(folder, kind, **more)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    tensors = load_file(shard)
+    name = sorted(tensors)[0]
+    changes = {
+        "shape": {"intermediate_size": 97}, "kind": {"model_type": "gpt2"},
+        "kv heads": {"num_key_value_heads": 3}, "layers": {"num_hidden_layers": 10**9},
+        "quantized": {"quantization_config": {"quant_method": "gptq"}},
+        "layer types": {"layer_types": ["full_attention", "sliding_attention"]}}
+    if what in changes:
+        hf_edit(folder, **changes[what])
+    elif what == "truncated":
         shard.write_bytes(shard.read_bytes()[:-100])
     elif what == "missing":
         shard.unlink()
-    elif what == "shape":
-        config.write_text(config.read_text().replace('"intermediate_size": 96',
-                                                     '"intermediate_size": 97'))
-    elif what == "kind":
-        config.write_text(config.read_text().replace('"llama"', '"mistral"'))
-    elif what == "kv heads":
-        config.write_text(config.read_text().replace('"num_key_value_heads": 4',
-                                                     '"num_key_value_heads": 3'))
     elif what == "config":
-        config.unlink()
-    return f"hf:{tmp_path}/hf"
+        (folder / "config.json").unlink()
+    elif what in ("pickle", "pth"):
+        for file in folder.iterdir():
+            if what == "pth" or file.name != "config.json":
+                file.unlink()
+        (folder / ("pytorch_model.bin" if what == "pickle" else "consolidated.00.pth")).touch()
+    elif what == "two files":
+        save_file(tensors, folder / "model.safetensors")
+    elif what == "not finite":
+        tensors[name].view(-1)[3] = torch.nan
+        save_file(tensors, shard)
+    elif what == "fp8":
+        save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, shard)
+    return f"hf:{folder}"
 
 
 REFUSED = {
@@ -2774,10 +3409,19 @@ REFUSED = {
     "data torn": ("--data {tmp}/odd.bin", "odd.bin is not a whole number of 2-byte"),
     "data vocabulary": ("--data {tmp}/big.bin", "token 3 is 999.*255"),
     "out": ("--out {tmp}/short.txt/x", "short.txt/x cannot be written"),
-    "scaling": ("--rope-scaling ntk:2", "ntk:2.*linear:FACTOR or yarn:FACTOR"),
+    "scaling": ("--rope-scaling ntk:2", "ntk:2.*llama3:FACTOR or yarn:FACTOR"),
     "init": ("--init gpt2", "gpt2: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
     "export to out": ("--export {tmp}/o", "or --out"),
+    "schedule": ("--schedule wsd", "--schedule wsd: one of cosine, linear, constant"),
+    "decay steps": ("--decay-steps -1", "--decay-steps -1: from 0"),
+    "token bytes": ("--token-bytes 3", "--token-bytes 3: 2 .uint16. or 4"),
+    "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*--token-bytes 4"),
+    "said vocabulary": ("--data {tmp}/said.bin", "said.bin.json says a vocabulary of 300.* 256"),
+    "tokenizer": ("--tokenizer {tmp}/empty", "empty: no tokenizer.json"),
+    "no evaluation": ("--eval-passkey 1", "--eval-passkey 1 and --eval-every -1"),
+    "short for a key": ("--eval-passkey 1 --eval-every 6", "--seq 32.*the shortest is --seq 79"),
+    "key in ids": ("--eval-passkey 1 --eval-every 6 --data {tmp}/ids.bin", "are token ids; name"),
     "learning rate": ("--lr nan", "--lr nan: from 0"),
     "beta": ("--beta2 1", "--beta2 1.0: from 0"),
     "seed": ("--seed -1", "--seed -1: from 0"),
@@ -2819,6 +3463,10 @@ def test_refused(case, tmp_path, monkeypatch):
     ids = np.zeros(500, "<u2")
     ids[3] = 999
     ids.tofile(tmp_path / "big.bin")
+    (ids % 256).tofile(tmp_path / "ids.bin")
+    for name in ("wide", "said"):
+        np.arange(250, dtype="<u4").tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "said.bin.json").write_text('{"token_bytes": 4, "vocab": 300}')
     flags, message = REFUSED[case]
     args = [*QUICK, "--out", f"{tmp_path}/o", *flags.replace("{tmp}", str(tmp_path)).split()]
     with pytest.raises(ValueError, match=message):
@@ -2828,11 +3476,25 @@ def test_refused(case, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what, message", [
     ("truncated", "missing or truncated"), ("missing", "missing or truncated"),
-    ("shape", r"gate_proj.weight is \(96, 64\).*\(97, 64\)"), ("kind", "model_type is 'mistral'"),
+    ("shape", r"gate_proj.weight is \(96, 64\).*\(97, 64\)"),
+    ("kind", "model_type is 'gpt2'; one of llama, mistral, qwen2, qwen3"),
     ("kv heads", "config.json.*kv_heads is 3, which does not divide the 4 heads; nearest: 2"),
-    ("config", "config.json cannot be read")])
+    ("layers", "layers is 1000000000: a whole number from 1 to 4096"),
+    ("config", "config.json cannot be read"),
+    ("pickle", r"pytorch_model.bin is a pickle.*save_pretrained\('.*/hf'\)"),
+    ("pth", "consolidated.00.pth is a pickle.*convert_llama_weights_to_hf --input_dir .*/hf "),
+    ("window", "--seq 32: .* sliding windows of 16 tokens.*nearest: --seq 16"),
+    ("layer types", "layer_types has sliding_attention, and use_sliding_window"),
+    ("yarn over llama3", "yarn:2: its rotary.* llama3 scaling already; extend it with llama3:F"),
+    ("quantized", "quantization_config is .*gptq.* only None is built"),
+    ("two files", "model.safetensors and model.safetensors.index.json, which names model-00001.*"
+                  "delete one"),
+    ("not finite", "model.*weight has values that are not finite"),
+    ("fp8", "model.*weight is stored as F8_E4M3; F64, F32, F16 and BF16 are read")])
 def test_refused_hf(what, message, tmp_path):
     args = QUICK[2:]  # without --model
+    if what == "yarn over llama3":
+        args = [*args, "--rope-scaling", "yarn:2"]
     with pytest.raises(ValueError, match=message):
         train.main([*args, "--init", hf_broken(tmp_path, what), "--out", f"{tmp_path}/o"])
 

@@ -52,7 +52,8 @@ import model as llama
 import planner
 import shard
 from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel, untried_versions
-from data import Sequences, check_tokens, fingerprint, open_corpus, split
+from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, find_files, fingerprint,
+                  open_corpus, split, text_encoder, tokenise)
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
@@ -81,44 +82,65 @@ def flag(default, text: str):
 class Config:
     """Every flag. None is `auto`: chosen by what the help says; a Run's Config has the choice."""
 
-    model: str = flag("auto", f"auto (tiny on a CPU, 7b on GPUs), {', '.join(MODELS)}")
+    model: str = flag("auto", f"auto (a resumed run's; tiny on a CPU, 7b on GPUs),"
+                      f" {', '.join(MODELS)}")
     seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
     sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
-    steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end")
+    steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
+                      " with --eval-every 1: evaluate, save nothing")
     batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
                              " tokens for tiny and 512K tokens for others")
     batch_tokens: int | None = flag(None, "the same in tokens (as 4M), a multiple of --seq")
     micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
                                    " within 8K tokens a rank")
-    lr: float | None = flag(None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, else"
-                            " 3e-4")
-    min_lr: float = flag(0.1, "the cosine's end, as a fraction of --lr")
-    warmup: int | None = flag(None, "steps of linear warm-up; auto: a twentieth of --steps")
-    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms")
+    lr: float | None = flag(None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5"
+                            " for --init hf:DIR, else 3e-4")
+    schedule: str = flag("cosine", "of the learning rate after the warm-up, down to --min-lr:"
+                         " cosine, linear; or constant")
+    decay_steps: int | None = flag(None, "step at which --min-lr is reached; auto: a resumed run's,"
+                                   " else --steps")
+    min_lr: float = flag(0.1, "the decay's end, as a fraction of --lr")
+    warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
+                              " twentieth of --steps")
+    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
     max_skips: int = flag(5, "non-finite steps in a row that end the run")
     seed: int = flag(0, "of the weights and of the order of the data")
-    data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens), a .bin file"
-                     " of token ids, a folder with .bin files (val.bin is the validation split), or"
-                     " stdlib: the sources of Python's standard library")
-    token_bytes: int = flag(2, "of an id in .bin files: 2 (uint16) or 4 (uint32)")
+    data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
+                     " --tokenizer), a .bin file of token ids, a folder with .bin files (val.bin is"
+                     " the validation split), or stdlib: the sources of Python's standard library")
+    tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
+                          " are kept in OUT/tokens")
+    token_bytes: int | None = flag(None, "of an id in .bin files: 2 (uint16) or 4 (uint32); auto:"
+                                   ' as FILE.bin.json beside it says, {"token_bytes": 4, "vocab":'
+                                   " 128256}, else 4 for a model of more than 65536 ids")
     ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
     eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
     eval_sequences: int = flag(64, "most sequences of a validation")
-    out: str = flag("out", "folder of log.jsonl, loss.png and checkpoints")
+    eval_passkey: int = flag(0, "sequences a depth in which a number must be found again, at 0, 25,"
+                             " 50, 75 and 100 % of filler text, with each validation; 0: none")
+    out: str = flag("out", "folder of log.jsonl, loss.png, position.png (validation loss by"
+                    " position) and checkpoints")
     save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
     keep: int = flag(2, "checkpoints kept")
     save_async: bool = flag(False, "write checkpoints while steps go on, from copies in host"
                             " memory")
     resume: str = flag("", "never, latest, auto (latest if there is one), or a checkpoint's folder;"
                        " alone: latest; without it: never, but auto under a torchrun restart")
-    init: str = flag("random", "random, or hf:DIR: a Hugging Face LLaMA checkpoint")
-    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights")
+    init: str = flag("random", "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral,"
+                     " Qwen2, Qwen2.5 or Qwen3, in safetensors; a resumed run needs neither the"
+                     " flag nor DIR")
+    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype,"
+                       " of the architecture that was imported (else Llama), with its tokenizer and"
+                       " license")
     rope_theta: float | None = flag(None, "rotary base; auto: the model's")
-    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR or"
-                             " yarn:FACTOR")
+    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
+                             " llama3:FACTOR or yarn:FACTOR, which counts from the length that the"
+                             " weights were trained at, a scaling that they have included; that one"
+                             " is extended by its own kind alone (Llama 3.1's 128K by llama3:2 to"
+                             " 256K)")
     p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
                          " auto: by predicted time, then the fewest shards, p before g before os")
     g: str | None = flag(None, "gradient shards, p or os; auto: likewise")
@@ -159,10 +181,15 @@ class Config:
     ranks: int | None = flag(None, "with --dry-run: plan for so many, and simulate the first one's"
                              " step; none of them need be there; auto: the ranks that are")
 
+    @property
+    def evaluates_alone(self) -> bool:
+        return self.steps == 0 < self.eval_every
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
            "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
+           "schedule": ("cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
 LIMITS = {  # what a number may be, if it is not auto
     "seq": (1, 2**40), "steps": (0, 2**40), "batch": (1, 2**40), "micro_batch": (1, 2**40),
@@ -170,13 +197,14 @@ LIMITS = {  # what a number may be, if it is not auto
     "lr": (0, 1e30), "min_lr": (0, 1), "warmup": (0, 2**40), "weight_decay": (0, 1e6),
     "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "clip": (0, 1e30), "max_skips": (1, 2**40),
     "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "eval_every": (-1, 2**40),
-    "eval_sequences": (1, 2**40), "save_every": (-1, 2**40), "keep": (1, 2**40),
+    "eval_sequences": (1, 2**40), "eval_passkey": (0, 2**20), "decay_steps": (0, 2**40),
+    "save_every": (-1, 2**40), "keep": (1, 2**40),
     "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "chunk": (1, 2**40),
     "resident_layers": (2, 2**20), "head_groups": (1, 2**20), "host_memory": (0, 2**60),
     "gpu_memory": (1, 2**60), "ranks": (1, 2**20),
 }
-SIZES = ("seq", "steps", "batch", "batch_tokens", "micro_batch", "chunk", "host_memory",
-         "gpu_memory")
+SIZES = ("seq", "steps", "decay_steps", "batch", "batch_tokens", "micro_batch", "chunk",
+         "host_memory", "gpu_memory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -248,6 +276,11 @@ def check_flags(cfg: Config) -> None:
         raise ValueError(f"--ranks {cfg.ranks}: of a plan alone; with --dry-run")
     if cfg.init != "random" and not cfg.init.startswith("hf:"):
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
+    if cfg.token_bytes not in (None, 2, 4):
+        raise ValueError(f"--token-bytes {cfg.token_bytes}: 2 (uint16) or 4 (uint32)")
+    if cfg.eval_passkey and cfg.eval_every < 0:
+        raise ValueError(f"--eval-passkey {cfg.eval_passkey} and --eval-every {cfg.eval_every}, "
+                         "which never evaluates: drop one")
 
 
 # ---------------------------------------------------------------------------- ranks
@@ -332,8 +365,9 @@ class ConfigError(ValueError):
     """Bad input, found before any work, raised on all ranks alike."""
 
 
-def on_all_ranks(check):
-    """Return check() of every rank; if one fails, the same ConfigError on all: none hangs."""
+def on_all_ranks(check, group: dist.ProcessGroup | None = None):
+    """Return check() of every rank; if one fails, the same ConfigError on all: none hangs. They
+    wait for each other as long as the group does."""
     if dist.get_backend() == "fake":  # of a simulated step: nobody else is there
         return check()
     result = error = None
@@ -342,7 +376,7 @@ def on_all_ranks(check):
     except (ValueError, OSError, MemoryError) as e:
         error = str(e)
     errors = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
+    dist.all_gather_object(errors, error, group)
     if failed := [(r, e) for r, e in enumerate(errors) if e]:
         where = "" if len(failed) == len(errors) else f" (on ranks {[r for r, _ in failed]})"
         raise ConfigError(failed[0][1] + where)
@@ -484,8 +518,11 @@ class Run:
     kernel: str
     model: ModelConfig
     pretrained: Callable[[str], Tensor] | None = None  # name -> tensor of the imported checkpoint
+    source: dict = dataclasses.field(default_factory=dict)  # its config.json, also where it resumes
+    tokens: Path | None = None  # the .bin file that --tokenizer made of --data
     train: Sequences | None = None
     val: Sequences | None = None
+    passkeys: Passkeys | None = None
     resume: Path | None = None
     samples: int = 0  # sequences that a resumed run has seen
     data: dict = dataclasses.field(default_factory=dict)  # fingerprint of both
@@ -523,47 +560,96 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank if kind == "cuda" else None)
 
 
-def rope_scaling(cfg: Config, model: ModelConfig) -> dict:
-    """Return the rotary scaling of --rope-scaling, else the model's. Raises ValueError."""
+def rope_factor(text: str) -> tuple[str, float]:
+    """Return kind and factor of a --rope-scaling. Raises ValueError."""
+    kind, _, number = text.partition(":")
+    factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
+    if kind not in llama.ROPE_KEYS or not 1 <= factor < 1e9:
+        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR or yarn:FACTOR, "
+                         "from 1")
+    return kind, factor
+
+
+def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
+    """Return the model with --rope-theta and --rope-scaling, and the positions that it reaches;
+    made: a --rope-scaling that it has already. Raises ValueError."""
+    if cfg.rope_theta:
+        model = dataclasses.replace(model, rope_theta=cfg.rope_theta)
     if not cfg.rope_scaling:
-        return model.rope_scaling
-    kind, _, factor = cfg.rope_scaling.partition(":")
-    number = factor.replace(".", "", 1).isdigit()
-    if kind not in ("linear", "yarn") or not number or float(factor) < 1:
-        raise ValueError(f"--rope-scaling {cfg.rope_scaling}: linear:FACTOR or yarn:FACTOR, from 1")
-    trained = model.rope_scaling.get("original_max_position_embeddings", model.max_positions)
-    return {"rope_type": kind, "factor": float(factor),
-            "original_max_position_embeddings": trained}
+        return model
+    kind, factor = rope_factor(cfg.rope_scaling)
+    if made:
+        factor /= rope_factor(made)[1]
+    old = model.rope_scaling
+    has = llama.rope_kind(old)
+    if old and has != kind:
+        raise ValueError(f"--rope-scaling {cfg.rope_scaling}: its rotary embedding has {has} "
+                         f"scaling already; extend it with {has}:FACTOR")
+    fresh = {"factor": 1.0, "original_max_position_embeddings": model.max_positions,
+             "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
+    scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in llama.ROPE_KEYS[kind]})
+    scaling["factor"] *= factor
+    scaling.pop("attention_factor", None)  # a fixed one was the old factor's
+    return dataclasses.replace(model, rope_scaling=scaling,
+                               max_positions=round(model.max_positions * factor))
 
 
-def choose_model(cfg: Config, device: torch.device) -> tuple[str, ModelConfig, Callable | None]:
-    """Return the name and sizes of the model of --model or --init, and for --init hf:DIR name ->
-    tensor. Raises ValueError."""
-    if cfg.init.startswith("hf:"):
-        if cfg.model not in ("auto", "hf"):
-            raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
-        folder = cfg.init.removeprefix("hf:")
-        model = checkpoint.hf_config(folder)
-        return "hf", model, checkpoint.hf_open(folder, model)
+Chosen = tuple[Config, ModelConfig, Callable | None, dict]  # cfg, model, pretrained, source of Run
+
+
+def choose_model(cfg: Config, device: torch.device, resumed: Path | None) -> Chosen:
+    """Return the flags with the model's name, the model of --model or --init, and for --init hf:DIR
+    name -> tensor and DIR's config.json. A run that resumes has them from its checkpoint, unless
+    flags name them. Raises ValueError."""
+    folder = cfg.init.removeprefix("hf:") if cfg.init != "random" else ""
+    if folder and cfg.model not in ("auto", "hf"):
+        raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
     name = cfg.model
-    if name == "auto":
-        name = "tiny" if device.type == "cpu" else "7b"
-    if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS, 1)
-        hint = f"; nearest: {near[0]}" if near else ""
-        raise ValueError(f"--model {name}: auto, {', '.join(MODELS)}{hint}")
-    return name, MODELS[name], None
+    pretrained = None
+    source = {}
+    if resumed and name in ("auto", "hf") and not (folder and Path(folder).exists()):
+        return resumed_model(cfg, resumed)
+    if folder:
+        name = "hf"
+        source = checkpoint.hf_source(folder)
+        model = checkpoint.hf_config(folder)
+        pretrained = None if resumed else checkpoint.hf_open(folder, model)
+    else:
+        if name == "auto":
+            name = "tiny" if device.type == "cpu" else "7b"
+        if name not in MODELS:
+            near = difflib.get_close_matches(name.lower(), MODELS, 1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise ValueError(f"--model {name}: auto, {', '.join(MODELS)}{hint}")
+        model = MODELS[name]
+    trained = checkpoint.read_meta(resumed)["model"] if resumed else {}
+    if trained.get("rope_scaling") == model.rope_scaling:  # it may have been trained at more
+        model = dataclasses.replace(model, max_positions=trained["max_positions"])
+    return dataclasses.replace(cfg, model=name), with_rope(cfg, model), pretrained, source
 
 
-def default_flags(cfg: Config, world: int, device: torch.device, model: str) -> Config:
+def resumed_model(cfg: Config, folder: Path) -> Chosen:
+    """Return what choose_model does, of the checkpoint to resume. The flags that made it may be
+    repeated or left out. Raises ValueError."""
+    meta = checkpoint.read_meta(folder)
+    old = recorded_flags(folder, meta)
+    try:
+        model = ModelConfig(**meta["model"])
+    except (TypeError, ValueError) as e:
+        raise ValueError(f"--resume: {folder} is of another model: {e}") from e
+    cfg = dataclasses.replace(cfg, model=old.model, init=old.init,
+                              rope_scaling=cfg.rope_scaling or old.rope_scaling,
+                              rope_theta=cfg.rope_theta or old.rope_theta)
+    return cfg, with_rope(cfg, model, old.rope_scaling), None, meta["source"]
+
+
+def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
     """Return the flags with the usual values where they are open and nothing need be known."""
     usual = {
         "device": device.type,
         "dtype": "bf16" if device.type == "cuda" else "fp32",
-        "model": model,
-        "seq": 256 if model == "tiny" else 4096,
-        "lr": {"tiny": 3e-3, "160m": 6e-4}.get(model, 3e-4),
-        "warmup": cfg.steps // 20,
+        "seq": 256 if cfg.model == "tiny" else 4096,
+        "lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
         "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", world)),
     }
     if cfg.ranks:
@@ -572,15 +658,22 @@ def default_flags(cfg: Config, world: int, device: torch.device, model: str) -> 
                                        if getattr(cfg, name) in (None, "auto")})
 
 
-def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
-    """Return the run as far as flags, devices and the model settle it. Raises ValueError for what
-    cannot work, with numbers."""
+def machine(cfg: Config, rank: int, world: int, local_rank: int,
+            resumed: Path | None = None) -> Run:
+    """Return the run as far as flags, devices and the model settle it; resumed: the checkpoint that
+    it continues from. Raises ValueError for what cannot work, with numbers."""
     device = choose_device(cfg, local_rank)
-    name, model, pretrained = choose_model(cfg, device)
-    cfg = default_flags(cfg, world, device, name)
-    model = dataclasses.replace(
-        model, rope_theta=cfg.rope_theta or model.rope_theta, rope_scaling=rope_scaling(cfg, model),
-        max_positions=max(model.max_positions, cfg.seq))
+    cfg, model, pretrained, source = choose_model(cfg, device, resumed)
+    cfg = default_flags(cfg, world, device)
+    window = checkpoint.hf_window(source) if source else None
+    if window and cfg.seq > window:
+        raise ValueError(f"--seq {cfg.seq}: {cfg.init} attends in sliding windows of {window} "
+                         f"tokens, which are not built; nearest: --seq {window}, where all tokens "
+                         "are in the window")
+    # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
+    by_length = cfg.model != "hf" or cfg.rope_theta
+    if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
+        model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
     if cfg.batch_tokens is not None:
         if cfg.batch_tokens % cfg.seq:
             raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
@@ -590,7 +683,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
     kernel = pick_kernel(cfg.attention, device, dtype)
     untried_versions(kernel)  # refuses a torch that is too old
     cfg = dataclasses.replace(cfg, attention=kernel)
-    run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained)
+    run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
     planner.check(run.constraints, model, Hardware(world, cfg.per_node))
     ranks_of_node = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     return run.but(hardware=Hardware(
@@ -598,26 +691,75 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int) -> Run:
         host_budget=planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
 
 
-def with_files(run: Run, folder: Path | None) -> Run:
-    """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
+def with_tokens(run: Run) -> Run:
+    """Return the run with the file of what --tokenizer makes of text: the first rank writes it if
+    it is not there, and the others wait, which may take hours. Raises ConfigError. A collective of
+    all ranks."""
     cfg = run.cfg
-    corpus, val_corpus = open_corpus(cfg.data, cfg.token_bytes)
+    if not cfg.tokenizer:
+        return run
+    # --timeout is for collectives that a lost rank leaves; here its closed connection is enough
+    patient = dist.new_group(timeout=timedelta(days=30), backend="gloo")
+    tokens = [on_all_ranks(
+        lambda: tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
+        if run.rank == 0 else None, patient)]
+    dist.broadcast_object_list(tokens)
+    dist.destroy_process_group(patient)
+    return run.but(tokens=tokens[0])
+
+
+def tokenizer_folder(cfg: Config) -> str:
+    """Return --tokenizer, else the folder of --init if it has one, else an empty string."""
+    folder = cfg.init.removeprefix("hf:") if cfg.init.startswith("hf:") else ""
+    if folder and not (Path(folder) / "tokenizer.json").exists():
+        folder = ""
+    return cfg.tokenizer or folder
+
+
+def make_passkeys(run: Run) -> Passkeys | None:
+    """Return the sequences of --eval-passkey. Raises ValueError."""
+    cfg = run.cfg
+    if not cfg.eval_passkey:
+        return None
+    folder = tokenizer_folder(cfg)
+    if not folder and are_ids(find_files(cfg.data)[0]):
+        raise ValueError(f"--eval-passkey {cfg.eval_passkey}: --data {cfg.data} are token ids; name"
+                         " what made them: --tokenizer DIR")
+    return Passkeys(text_encoder(folder), cfg.eval_passkey, run.model.vocab, cfg.seq, cfg.seed)
+
+
+def with_files(run: Run, folder: Path | None) -> Run:
+    """Return the run with its data and the checkpoint that it resumes, folder, whose batch and
+    schedule it keeps where flags leave them open. Raises ValueError."""
+    cfg = run.cfg
+    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     corpora = [c for c in (corpus, val_corpus) if c is not None]
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
+    passkeys = make_passkeys(run)
     if not cfg.dry_run:
-        check_folders(cfg, run.model)
-    run = run.but(train=train, val=val, data=fingerprint(corpora))
-    if folder is None:
-        return run
-    by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-    checkpoint.check_same_model(folder, run.model, {"max_positions", "tied"} | by_hand)
-    meta = checkpoint.read_meta(folder)
-    old = recorded_flags(folder, meta)
-    samples = meta["samples"] * old.seq // cfg.seq
-    if cfg.batch is None:  # the same tokens a step, whatever ranks there are now
-        cfg = dataclasses.replace(cfg, batch=max(1, old.batch * old.seq // cfg.seq))
-    return run.but(cfg=cfg, resume=folder, samples=samples)
+        check_folders(cfg, run)
+    usual = {"warmup": cfg.steps // 20, "decay_steps": cfg.steps}
+    samples = 0
+    if folder is not None:
+        by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
+        checkpoint.check_same_model(folder, run.model, {"max_positions", "tied"} | by_hand)
+        meta = checkpoint.read_meta(folder)
+        old = recorded_flags(folder, meta)
+        samples = meta["samples"] * old.seq // cfg.seq
+        # the same tokens a step, whatever ranks there are now
+        kept = {"batch": max(1, old.batch * old.seq // cfg.seq)}
+        if meta["step"]:  # else its schedule has not begun
+            kept |= {"warmup": old.warmup, "decay_steps": old.decay_steps}
+        kept = {name: value for name, value in kept.items() if getattr(cfg, name) is None}
+        if kept and run.rank == 0:
+            print(f"kept from {folder}: " + " ".join(
+                f"--{name.replace('_', '-')} {value}" for name, value in kept.items()))
+        usual |= kept
+    cfg = dataclasses.replace(cfg, **{name: value for name, value in usual.items()
+                                      if getattr(cfg, name) is None})
+    return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=folder,
+                   samples=samples, data=fingerprint(corpora))
 
 
 def recorded_flags(folder: Path, meta: dict) -> Config:
@@ -631,12 +773,13 @@ def recorded_flags(folder: Path, meta: dict) -> Config:
             types += (int,)
         if type(value) not in types:
             raise ValueError(f"--resume: {folder} has --{name.replace('_', '-')} {value!r}")
-    if not (meta["config"].get("batch") and meta["config"].get("seq")):
-        raise ValueError(f"--resume: {folder} has no --batch or no --seq")
-    return Config(**{name: meta["config"][name] for name in known})
+    old = Config(**{name: meta["config"][name] for name in known})
+    if None in (old.seq, old.batch, old.warmup, old.decay_steps):
+        raise ValueError(f"--resume: {folder} has no --seq, --batch, --warmup or --decay-steps")
+    return old
 
 
-def check_folders(cfg: Config, model: ModelConfig) -> None:
+def check_folders(cfg: Config, run: Run) -> None:
     """Raise ValueError unless --out and --export can be written, and an export overwrites and
     drops nothing."""
     if cfg.export:
@@ -645,7 +788,7 @@ def check_folders(cfg: Config, model: ModelConfig) -> None:
         if full or folder.resolve() == Path(cfg.out).resolve():
             raise ValueError(
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
-        checkpoint.check_exportable(model)
+        checkpoint.hf_architecture(run.model, run.source)
     for folder in {cfg.out, cfg.export} - {""}:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -719,7 +862,7 @@ def disk_bytes(run: Run) -> dict[Path, float]:
     cfg = run.cfg
     out = Path(cfg.out)
     need = {out: 0.0}
-    if cfg.save_every >= 0:
+    if cfg.save_every >= 0 and not cfg.evaluates_alone:
         most = 1
         if cfg.save_every > 0:
             most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every))
@@ -917,7 +1060,7 @@ def simulated_buffers(run: Run, print0: Callable) -> list[Buffer]:
     that fails. A collective of all ranks."""
     found = [[]]
     if run.rank == 0:
-        bare = run.but(train=None, val=None, pretrained=None)
+        bare = run.but(train=None, val=None, passkeys=None, pretrained=None)
         try:
             with get_context("spawn").Pool(1) as other:  # whose end ends it; others wait, too
                 job = other.apply_async(simulate_step, (bare,))
@@ -993,24 +1136,70 @@ def load_batch(run: Run, samples: int) -> Batch:
     return tokens, labels, 1 / valid.clamp(min=1).to(accumulation_dtype(run.dtype))
 
 
-@torch.no_grad()
-def evaluate(run: Run, model: LLaMA) -> float:
-    """Return the mean loss over the first validation sequences, whatever R. Ranks without one run a
-    blank. A collective of all ranks."""
+def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
+    """Run the first `count` windows, whatever R. Yields of this rank's micro-batches which windows
+    they are (B,), labels, losses, and whether each label is the likeliest (B, T/sp). Ranks without
+    one run a blank, whose labels are IGNORE. A collective of all ranks."""
     size = run.plan.micro_batch
-    count = min(run.val.count, run.cfg.eval_sequences)
-    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, valid labels
-    one = torch.ones((), device=run.device)
     positions = local_positions(run)
     for first in range(0, count, run.world // run.plan.sp * size):
         mine = first + run.rank // run.plan.sp * size
-        ids = [mine + i for i in range(size)]
-        tokens, labels = to_device([run.val.window(min(i, count - 1)) for i in ids], run)
-        labels[0, [row for row, i in enumerate(ids) if i >= count]] = IGNORE
-        loss = model(tokens[0], labels[0], one, positions)
-        total += torch.stack([loss.double(), (labels != IGNORE).sum()])
+        ids = [min(mine + i, count - 1) for i in range(size)]
+        (tokens,), (labels,) = to_device([sequences.window(i) for i in ids], run)
+        labels[[row for row in range(size) if mine + row >= count]] = IGNORE
+        losses, hits = model(tokens, labels, positions=positions, each=True)
+        yield torch.tensor(ids, device=run.device), labels, losses, hits
+
+
+@torch.no_grad()
+def evaluate(run: Run, model: LLaMA) -> dict:
+    """Return what a row of the log says of a validation: the mean loss over the first sequences;
+    that of positions from 0, 1, 2, 4, 8 ... on, as [first position, loss]; and pass keys. A
+    collective of all ranks."""
+    count = min(run.val.count, run.cfg.eval_sequences)
+    firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
+    part = torch.bucketize(local_positions(run), firsts, right=True)  # (T/sp,), 0 for position 0
+    total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
+    for _, labels, losses, _ in score(run, model, run.val, count):
+        both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, T/sp, 2)
+        total.index_add_(0, part, both.sum(0))
     dist.all_reduce(total)
-    return (total[0] / total[1].clamp(min=1)).item()
+    loss, valid = total.sum(0).tolist()
+    by_position = [[first, loss / n]
+                   for first, (loss, n) in zip([0, *firsts.tolist()], total.tolist()) if n]
+    found = {"val_loss": loss / max(1, valid), "val_loss_by_position": by_position}
+    return found | (evaluate_passkeys(run, model) if run.passkeys else {})
+
+
+def evaluate_passkeys(run: Run, model: LLaMA) -> dict:
+    """Return by depth, in percent: the fraction of pass keys' tokens that are predicted right where
+    those before are given, that of whole keys, and the mean loss of a token. A collective of all
+    ranks."""
+    keys = run.passkeys
+    begins = run.cfg.seq - torch.tensor(keys.key_tokens, device=run.device)  # whose label is first
+    positions = local_positions(run)
+    total = torch.zeros(keys.count, 3, dtype=torch.float64, device=run.device)
+    for ids, labels, losses, hits in score(run, model, keys, keys.count):
+        of_key = (positions >= begins[ids][:, None]) & (labels != IGNORE)  # (B, T/sp)
+        sums = [(x * of_key).double().sum(1) for x in (hits, losses, of_key)]
+        total.index_add_(0, ids, torch.stack(sums, 1))
+    dist.all_reduce(total)
+    hits, losses, tokens = total.unflatten(0, (len(DEPTHS), -1)).unbind(-1)  # (depths, keys) each
+    by_depth = {"passkey": hits.sum(1) / tokens.sum(1),
+                "passkey_exact": (hits == tokens).double().mean(1),
+                "passkey_loss": losses.sum(1) / tokens.sum(1)}
+    return {name: dict(zip(DEPTHS, values.tolist())) for name, values in by_depth.items()}
+
+
+def describe_evaluation(found: dict) -> str:
+    text = f"val_loss {found['val_loss']:.4f}"
+    if "passkey" in found:
+        right = " ".join(f"{fraction:.2f}" for fraction in found["passkey"].values())
+        whole, loss = (sum(found[name].values()) / len(DEPTHS)
+                       for name in ("passkey_exact", "passkey_loss"))
+        text += (f" passkey {right} at {' '.join(map(str, DEPTHS))} %, whole keys {whole:.2f}, loss"
+                 f" {loss:.4f}")
+    return text
 
 
 def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> int:
@@ -1020,7 +1209,7 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
     if run.resume is None:
         for name, p in model.named_parameters():  # one tensor at a time
             if run.pretrained:
-                states.load(name, run.pretrained(name))
+                states.load(name, on_all_ranks(lambda: run.pretrained(name)))
             else:
                 states.load(name, initial_weight(run.model, name, p.shape, cfg.seed, run.device))
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
@@ -1057,15 +1246,17 @@ def make_saver(run: Run, states: States, print0: Callable) -> checkpoint.Saver:
 def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
     """Return what a resumed run must know."""
     return {"step": step, "samples": samples, "launch": launch, "data": run.data,
-            "model": dataclasses.asdict(run.model), "config": dataclasses.asdict(run.cfg)}
+            "model": dataclasses.asdict(run.model), "config": dataclasses.asdict(run.cfg),
+            "source": run.source}
 
 
 def learning_rate(cfg: Config, step: int) -> float:
-    """Linear warm-up, then a cosine from lr to min_lr * lr; step counts from 0."""
+    """Linear warm-up, then from lr to min_lr * lr by --schedule; step counts from 0."""
     if step < cfg.warmup:
         return cfg.lr * (step + 1) / cfg.warmup
-    done = (step - cfg.warmup) / max(1, cfg.steps - cfg.warmup)
-    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * min(done, 1))))
+    done = min(1, (step - cfg.warmup) / max(1, cfg.decay_steps - cfg.warmup))
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1}
+    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * left[cfg.schedule])
 
 
 class Progress(threading.Thread):
@@ -1162,9 +1353,9 @@ class Log:
     times: list[float] = dataclasses.field(default_factory=list)  # of the last steps
 
     def write(self, step: int, facts: Facts, lr: float, seconds: float, first: int,
-              val_loss: float | None, memory: StepMemory | None, unsaved: str = "") -> None:
-        """Print and log a step; first: that this process has run; unsaved: what is to be said of
-        checkpoints."""
+              found: dict | None, memory: StepMemory | None, unsaved: str = "") -> None:
+        """Print and log a step; first: that this process has run; found: by an evaluation; unsaved:
+        what is to be said of checkpoints."""
         cfg = self.run.cfg
         if step == first + 1:
             self.times.clear()  # the first one compiles
@@ -1181,8 +1372,8 @@ class Log:
         if facts.gpu_gib:
             parts.append(f"GPU {facts.gpu_gib:.1f} GiB")
         parts.append(f"{seconds:.2f} s left {left}")
-        if val_loss is not None:
-            parts.append(f"val_loss {val_loss:.4f}")
+        if found:
+            parts.append(describe_evaluation(found))
         if not facts.finite:
             parts.append("SKIPPED: not finite")
         parts += [f"({trouble})" for trouble in (unsaved, self.failed) if trouble]
@@ -1193,26 +1384,35 @@ class Log:
                "grad_norm": finite_or_none(facts.norm), "lr": lr, "tgs": tgs, "mfu_causal": mfu[0],
                "mfu_full": mfu[1], "gpu_gib": facts.gpu_gib or None, "host_gib": facts.host_gib,
                "seconds": seconds}
-        if val_loss is not None:
-            row["val_loss"] = val_loss
+        row |= found or {}
         if not facts.finite:
             row["skipped"] = True
         if memory and memory.counts:
             row["memplan"] = memory.counts
+        self.append(row)
+
+    def write_evaluation(self, step: int, found: dict) -> None:
+        """Print and log an evaluation without a step."""
+        self.print0(f"step {step} {describe_evaluation(found)}", flush=True)
+        if self.file is not None:
+            self.append({"step": step} | found)
+
+    def append(self, row: dict) -> None:
         try:
             print(json.dumps(row), file=self.file, flush=True)
             self.failed = ""
         except OSError as e:  # the disk is full; what is not written is tried again with the next
             self.failed = f"log.jsonl cannot be written: {e.strerror}"
 
-    def close(self, step: int) -> None:
-        """Close the file, and draw the losses if there was a step."""
+    def close(self) -> None:
+        """Close the file, and draw what it holds."""
         if self.file is None:
             return
         out = Path(self.run.cfg.out)
         try:
+            rows = self.file.tell()
             self.file.close()
-            if step:
+            if rows:
                 draw_losses(out)
                 self.print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
         except OSError as e:
@@ -1224,7 +1424,7 @@ def finite_or_none(x: float | None) -> float | None:
 
 
 def draw_losses(out: Path) -> None:
-    """OUT/log.jsonl -> OUT/loss.png."""
+    """OUT/log.jsonl -> OUT/loss.png, and OUT/position.png if there was an evaluation."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -1240,6 +1440,20 @@ def draw_losses(out: Path) -> None:
     ax.legend() if ax.lines else None
     fig.tight_layout()
     fig.savefig(out / "loss.png", dpi=120)
+    plt.close(fig)
+    evaluated = [r for r in rows if r.get("val_loss_by_position")]
+    if not evaluated:
+        return
+    fig, ax = plt.subplots(figsize=(7, 4))
+    for row in (evaluated[-1], evaluated[0])[: len(evaluated)]:
+        # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
+        points = [(max(1, 2 * first), loss) for first, loss in row["val_loss_by_position"]]
+        ax.plot(*zip(*points), "o-", markersize=4, label=f"step {row['step']}")
+    ax.set_xscale("log", base=2)
+    ax.set(xlabel="tokens of context, at most", ylabel="cross-entropy, nats a token")
+    ax.legend()
+    fig.tight_layout()
+    fig.savefig(out / "position.png", dpi=120)
     plt.close(fig)
 
 
@@ -1267,8 +1481,19 @@ def introduce(run: Run, print0: Callable) -> None:
     causal, full = flops_per_token(run.model, cfg.seq)
     print0(f"model {cfg.model}: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token "
            f"causal, {full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}")
-    print0(f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
-           f"{run.val.count:,} validation sequences of {cfg.seq:,}")
+    reached = run.model.max_positions
+    if cfg.seq > reached:
+        kind = llama.rope_kind(run.model.rope_scaling).replace("default", "yarn")
+        factor = float(cfg.rope_scaling.partition(":")[2] or 1)
+        print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
+               f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
+    as_tokens = f" as {run.tokens}" if run.tokens else ""
+    print0(f"data {cfg.data}{as_tokens}: {len(run.train.corpus):,} tokens, {run.train.count:,} "
+           f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
+    folder = tokenizer_folder(cfg)
+    if folder and run.train.corpus.dtype.itemsize == 1:
+        print0(f"--init {cfg.init} has a tokenizer, but bytes are read as its ids, which they are "
+               f"not: --tokenizer {folder} makes tokens of the text")
 
 
 def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int, launch: str,
@@ -1293,6 +1518,8 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     memory = on_all_ranks(lambda: planned_memory(run, guess, print0))
     wait_for_host_memory(model, print0)
     saved = step = start
+    if start >= cfg.steps and cfg.eval_every > 0:
+        log.write_evaluation(step, evaluate(run, model))
     skipped = in_a_row = 0
     while step < cfg.steps:
         step += 1
@@ -1320,10 +1547,10 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         evaluates = evaluates or (step == cfg.steps and cfg.eval_every >= 0)
         if memory and (saves or evaluates or ends):
             memory.give_back()  # what is not a step must not starve beside the arena
-        val_loss = evaluate(run, model) if evaluates else None
+        found = evaluate(run, model) if evaluates else None
         if not facts.writing:
             saver.finish()
-        log.write(step, facts, lr, seconds, start + 1, val_loss, memory, saver.failed)
+        log.write(step, facts, lr, seconds, start + 1, found, memory, saver.failed)
         if facts.signal:
             print0(f"stopped by {signal.Signals(int(facts.signal)).name} after step {step}")
         if in_a_row == cfg.max_skips:
@@ -1338,14 +1565,15 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     if memory:
         memory.give_back()
     saver.finish()
-    if cfg.save_every >= 0 and (saved != step or saver.failed or not (run.resume or step)):
+    unsaved = saved != step or saver.failed or not (run.resume or step or cfg.evaluates_alone)
+    if cfg.save_every >= 0 and unsaved:
         saver.begin(checkpoint_meta(run, step, samples, launch))
         saver.finish()
     if cfg.export and (step == start or not ends):
         export(run, states, print0)
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
-    log.close(step)
+    log.close()
     if in_a_row == cfg.max_skips:
         return "the loss or the gradient was not finite; see the log"
     return saver.failed
@@ -1353,11 +1581,14 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
 
 def export(run: Run, states: States, print0: Callable) -> None:
     """Write the weights to --export, with what the import had beside them. A collective."""
-    source = None
-    if run.cfg.init.startswith("hf:"):
-        source = Path(run.cfg.init.removeprefix("hf:"))
-    checkpoint.export(Path(run.cfg.export), run.model, states, run.dtype, source)
-    print0(f"exported {run.cfg.export}")
+    cfg = run.cfg
+    beside = Path(cfg.init.removeprefix("hf:")) if cfg.init != "random" else None
+    if beside and not beside.is_dir():
+        print0(f"{beside} is not there any more: the export has no tokenizer and no license of it")
+        beside = None
+    checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside)
+    kind = checkpoint.hf_architecture(run.model, run.source)
+    print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
 
 def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callable) -> str:
@@ -1394,12 +1625,14 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
     check_same({f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     launch = launch_name()
-    run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank))
     # rank 0's choice: for a minute, another node may see a shared folder as it was
     found = [on_all_ranks(lambda: None if rank else checkpoint.find_checkpoint(
         Path(cfg.out), cfg.resume or "never", launch))]
     dist.broadcast_object_list(found)
-    run = on_all_ranks(lambda: with_files(run, found[0]))
+    resumed = found[0]
+    run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank, resumed))
+    run = with_tokens(run)
+    run = on_all_ranks(lambda: with_files(run, resumed))
     check_same({"the data": run.data, "the model": run.model, "--per-node": run.cfg.per_node,
                 "--attention": run.kernel})
     if run.device.type == "cuda":
