@@ -491,12 +491,12 @@ def newest_checkpoint(out: Path) -> Path | None:
 
 def find_checkpoint(out: Path, resume: str, launch: str) -> Path | None:
     """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
-    if there is one) or a folder. launch: a name of this start of the program; after a restart by
-    torchrun, what the same launch has saved goes before what `resume` says. Raises ValueError."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
-        newest = newest_checkpoint(out)
-        if newest and read_meta(newest).get("launch") == launch:
-            return newest
+    if there is one) or a folder. launch: what started the ranks (train.launch_name); what the same
+    launch has saved, before torchrun restarted them, goes before what `resume` says. Raises
+    ValueError."""
+    whole = whole_checkpoints(out) if launch else []
+    if whole and set(launch.split("; ")) & set(read_meta(whole[-1])["launch"].split("; ")):
+        return whole[-1]
     if resume == "never":
         return None
     if resume in ("auto", "latest"):

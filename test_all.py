@@ -27,6 +27,8 @@ test_schedule_*                       a rate that rises again where a run is ext
 test_ranks_and_micro_batches          a loss that depends on how a batch is split
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
 test_signals                          a stop without a checkpoint, or a hang
+test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
+test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
 test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
 test_refused                          bad input that is found late, or on one rank only
 test_readme_*                         a number, flag, file or command of README that is none
@@ -47,12 +49,15 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,6 +65,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 import torch.nn.functional as F
 
 import attention
@@ -106,9 +112,9 @@ def launch(args, ranks: int = 0, code: str = "", **env) -> subprocess.Popen:
         script = [str(Path(env.pop("tmp")) / "driver.py")]
         imports = "import os, signal, sys, train\nfrom pathlib import Path\n"
         Path(script[0]).write_text(f"{imports}{code}\ntrain.main()\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    extra = env.pop("torchrun", [])
-    command = [sys.executable, *(torchrun + extra if ranks else []), *script, *map(str, args)]
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+    torchrun += env.pop("rendezvous", ["--standalone"]) + env.pop("torchrun", [])
+    command = [sys.executable, *(torchrun if ranks else []), *script, *map(str, args)]
     hidden = {} if "test_all.gpu" in code else {"CUDA_VISIBLE_DEVICES": ""}
     env = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", **hidden, **env}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -3148,10 +3154,17 @@ def test_checkpoints_that_the_disk_has_no_room_for_are_refused(tmp_path, monkeyp
         train.main([*args[:-1], f"{tmp_path}/o2", "--steps", "1", "--export", f"{tmp_path}/hf"])
 
 
-def test_restart(tmp_path):
+@pytest.fixture(scope="module")
+def straight_on_two(tmp_path_factory):
+    """An uninterrupted run of two ranks."""
+    out = tmp_path_factory.mktemp("two")
+    run([*QUICK, "--save-every", "-1", "--out", out], 2)
+    return losses(out)
+
+
+def test_restart(straight_on_two, tmp_path):
     """One of two ranks dies; torchrun starts both again, and they go on where they had saved."""
     args = [*QUICK, "--save-every", "2"]
-    run([*args, "--out", tmp_path / "a"], 2)
     code = f"""
 old, flag, count = train.States.update, Path(r'{tmp_path}/died'), [0]
 def fatal(*args):
@@ -3165,7 +3178,7 @@ train.States.update = fatal
     text = run([*args, "--out", tmp_path / "b"], 2, code, tmp=tmp_path,
                torchrun=["--max-restarts", "1", "--shutdown-timeout", "5"])
     assert (tmp_path / "died").exists() and "resumed" in text
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert straight_on_two == losses(tmp_path / "b")
 
 
 @pytest.mark.parametrize("ranks, number", [(0, signal.SIGTERM), (0, signal.SIGINT),
@@ -3186,6 +3199,155 @@ def test_signals(ranks, number, tmp_path):
     if not ranks:
         assert process.returncode == 0, text[-2000:]
     assert os.readlink(tmp_path / "latest") == f"step-{done:08d}"
+
+
+# ---------------------------------------------------------------------------- several nodes
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_launches_of_one_name_are_two(tmp_path, monkeypatch, capsys):
+    """What torchrun's process has started goes on after a restart; another torchrun with the same
+    --rdzv-id starts anew, and so does what it starts again."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "same")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    agents = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+
+    def start(agent, steps):
+        monkeypatch.setattr(train.os, "getppid", lambda: agent.pid)
+        train.main([*QUICK, "--out", f"{tmp_path}", "--steps", f"{steps}"])
+        return [r["step"] for r in log(tmp_path)], capsys.readouterr().out
+
+    try:
+        start(agents[0], 2)
+        steps, text = start(agents[0], 3)
+        assert steps == [1, 2, 3] and "step-00000002 at step 2" in text
+        steps, text = start(agents[1], 1)
+        assert steps == [1] and "resumed" not in text and "moved an earlier run to" in text
+        (tmp_path / "latest").unlink()  # the newest whole one is found without it, too
+        assert "step-00000001 at step 1" in start(agents[1], 2)[1]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def test_starts_have_names_of_their_own():
+    """Also in a store that earlier starts, of more ranks, have written to."""
+    store = dist.HashStore()
+    names = set()
+    for world in (3, 3, 2):
+        with ThreadPoolExecutor(world) as pool:
+            found = set(pool.map(lambda r: train.start_name(store, r, world, 60), range(world)))
+        assert len(found) == 1 and not found & names
+        names |= found
+    for rank in range(2):
+        with pytest.raises(TimeoutError, match=f"rank {rank}: not all of 2 ranks started"):
+            train.start_name(store, rank, 2, 0.3)
+
+
+def test_lost_node_comes_back(straight_on_two, tmp_path):
+    """Two torchruns, a rank each; one is killed with its rank. The other rank names it, and both go
+    on when it is there again, though counts of restarts differ, and one sees OUT as it was."""
+    rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
+                  f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "2",
+                  "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"]
+    code = """
+train.BEAT_S = 0.2
+old, count = train.States.update, [0]
+if os.environ['RANK'] == '1':
+    train.checkpoint.whole_checkpoints = lambda out: []
+def fatal(*args):
+    count[0] += 1
+    if count[0] == 4 and 'LOST' in os.environ:
+        train.time.sleep(1)
+        os.kill(os.getppid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return old(*args)
+train.States.update = fatal
+"""
+
+    def node(name, **env):
+        (tmp_path / name).mkdir()
+        return launch([*QUICK, "--save-every", "2", "--per-node", "2", "--out", tmp_path / "out"],
+                      1, code, tmp=tmp_path / name, rendezvous=rendezvous,
+                      TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
+
+    first = node("first")  # holds the rendezvous
+    deadline = time.time() + 60
+    while socket.socket().connect_ex(("127.0.0.1", int(rendezvous[5].split(":")[1]))):
+        assert time.time() < deadline and first.poll() is None
+        time.sleep(0.1)
+    node("second", LOST="1").wait(120)
+    too_late = threading.Timer(60, first.kill)
+    too_late.start()
+    named = next((line for line in first.stdout if "this run ends" in line), "nobody")
+    too_late.cancel()
+    assert re.search("(gave no sign|has not answered) for 3 s", named), named
+    again = node("again")
+    texts = [process.communicate(timeout=120)[0] for process in (first, again)]
+    assert first.returncode == again.returncode == 0, texts
+    assert re.search("resumed .*step-00000002 at step 2", "".join(texts))
+    assert losses(tmp_path / "out") == straight_on_two
+
+
+FAILED = {  # how the rank fails, in which function and call, which rank: what the other says
+    "in a step": ("raise", train.States, "update", 4, 1, r"{} ended by LookupError: no such"),
+    "in a check": ("raise", train, "machine", 1, 1, r"{} ended by LookupError: no such"),
+    "unreachable": ("stop", train.States, "update", 4, 1, r"{} gave no sign for 3 s: it is dead"),
+    "with the store": ("stop", train.States, "update", 4, 0,
+                       "the store on rank 0's node, 127.0.0.1, has not answered for 3 s"),
+}
+
+
+def failing_rank(rank: int, case: str, port: int, out: Path):
+    how, owner, name, call, victim, _ = FAILED[case]
+    file = open(out / f"{rank}.txt", "w")
+    for stream in (1, 2):
+        os.dup2(file.fileno(), stream)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(port)}
+    train.BEAT_S = 0.2
+    old, calls = getattr(owner, name), [0]
+
+    def fail(*args):
+        calls[0] += 1
+        if calls[0] == call and rank == victim:
+            time.sleep(1)  # its last sign says that a step is done
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            raise LookupError("no such\nthing")
+        return old(*args)
+
+    setattr(owner, name, fail)
+    train.main([*QUICK, "--save-every", "-1", "--out", f"{out}"])
+
+
+@pytest.mark.parametrize("case", FAILED)
+def test_failed_rank_is_named(case, tmp_path):
+    """The other one, in a collective that hangs as its sockets stay open, ends and says why."""
+    how, *_, victim, says = FAILED[case]
+    fork = multiprocessing.get_context("forkserver")  # which imports once, and has no threads
+    fork.set_forkserver_preload(["test_all"])
+    port = free_port()
+    ranks = [fork.Process(target=failing_rank, args=(rank, case, port, tmp_path))
+             for rank in range(2)]
+    for process in ranks:
+        process.start()
+    name = rf"rank {victim} on host \S+ \(process {ranks[victim].pid}\)"
+    ranks[1 - victim].join(120)
+    if how == "stop":
+        assert ranks[victim].is_alive()
+        ranks[victim].kill()
+    ranks[victim].join(30)
+    text = (tmp_path / f"{1 - victim}.txt").read_text()
+    assert ranks[1 - victim].exitcode == 1, text
+    assert re.search(f"rank {1 - victim}: {says.format(name)}.*; this run ends", text), text
+    assert "Traceback" not in text, text
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -3527,13 +3689,14 @@ def gpu_swap_worker():
              "attention again": (2, 2 * c, 3 * c, 3)}
     kinds |= {f"alpha {alpha}": (2, 2 * c, round(6 * c * alpha)) for alpha in (0, 0.25, 1)}
     kinds |= {f"{name}, {how}": kinds[name] for name in ("alpha 0.25", "alpha 1")
-              for how in ("poisoned", "without waits")}
+              for how in ("poisoned", "without waits", "NCCL", "NCCL, poisoned")}
     found = {}
     for kind, plan in kinds.items():
         hard = "poisoned" in kind or "without" in kind
         stream = attention.CommStream(device)
-        op = attention.Ulysses(kernel, world, groups, stream, 2, 0 if "NCCL" in kind else world,
-                               hard, 3 * 10**6 * hard)
+        op = attention.Ulysses(kernel, world, groups, stream, 2, world, hard, 3 * 10**6 * hard)
+        if "NCCL" in kind:
+            op.exchange.peer_access = False  # as GPUs that do not reach each other's memory
         model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
                                gather_layers=plan is not None, num_chunks=c if plan else 1,
                                poison=hard, groups=groups)
@@ -3805,7 +3968,8 @@ def test_readme_names_every_file_and_is_short():
 
 
 def test_readme_names_flags_and_functions_that_exist():
-    real = {"--nproc_per_node", "--max-restarts", "--shutdown-timeout"}
+    real = set(torch.distributed.run.get_args_parser()._option_string_actions)
+    real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # Slurm's
     for program in ("train.py", "bench.py", "memplan.py"):
         text = subprocess.check_output([sys.executable, HERE / program, "--help"], text=True)
         real |= set(re.findall(r"--[a-z][a-z_-]*", text))

@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import typing
+import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -310,24 +311,54 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-        # torchrun's store outlives a restart: without a prefix, the new ranks read the addresses
-        # of the dead ones
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt-{attempt}", store)
+        store = dist.PrefixStore(start_name(store, rank, world, timeout), store)
     else:
         store, rank, world = dist.HashStore(), 0, 1
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     return rank, world, int(os.environ.get("LOCAL_RANK", 0))
 
 
+def start_name(store: dist.Store, rank: int, world: int, timeout: float) -> str:
+    """Return a name that these ranks share, and none had that wrote to the store before them.
+
+    torchrun's store outlives a restart, with the addresses of dead ranks. Its count of restarts
+    does not tell them apart: a node whose ranks were stopped for another's sake, or that is new,
+    counts fewer. So rank 0 repeats what it reads of all ranks, until each has found itself there.
+    """
+    mine = uuid.uuid4().hex
+    store.set(f"start-{rank}", mine)
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if rank == 0:
+            starts = store.multi_get([f"start-{r}" for r in range(world)])
+            store.set("starts", b" ".join(starts).decode())
+            if store.add(f"{mine}-found", 0) == world - 1:
+                return mine
+        else:
+            name, *others = store.get("starts").decode().split()
+            if mine in others:
+                store.add(f"{name}-found", 1)
+                return name
+        time.sleep(0.1)
+    raise TimeoutError(f"rank {rank}: not all of {world} ranks started within --timeout {timeout}")
+
+
 def launch_name() -> str:
-    """Return a name that is the same on all ranks and after a restart by torchrun, and another for
-    another launch."""
-    name = [os.environ.get("TORCHELASTIC_RUN_ID", "none")]
-    if name == ["none"]:  # no rendezvous, so rank 0 stays where it is: its parent is the launcher
-        name = [f"{os.uname().nodename} {os.getppid()}"]
-    dist.broadcast_object_list(name)
-    return name[0]
+    """Return the processes of torchrun that started these ranks, one a node; without it nothing.
+    A collective of all ranks.
+
+    Two starts of ranks are of one launch if they share one: it outlives restarts of its ranks, as
+    no store does for certain, and another launch has others, whatever its --rdzv-id.
+    """
+    agent = ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        since_boot = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
+        agent = f"host {os.uname().nodename}, boot {boot}, process {parent}, since {since_boot}"
+    agents = [""] * dist.get_world_size()
+    dist.all_gather_object(agents, agent)
+    return "; ".join(sorted(set(agents)))
 
 
 class ConfigError(ValueError):
@@ -362,6 +393,114 @@ def check_same(facts: dict[str, object]) -> None:
     if differ:
         more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ConfigError(f"ranks were started differently: {'; '.join(differ[:3])}{more}")
+
+
+BEAT_S = 1.0  # between a rank's signs of life: the store then has some 3 R small requests a second
+# How many beats the next rank waits for a sign. It counts beats, not seconds: hosts' clocks do not
+# matter, and a run that is suspended as a whole goes on. A rank that lives is silent while Python's
+# lock is held: for seconds by a garbage collection, or a launch into a full queue; until its first
+# step is done, for much longer by compilers.
+SILENT_BEATS = 15
+STARTING_BEATS = 120
+LOST_PEER = re.compile("onnection|roken pipe|imed out|remote process")  # by gloo, NCCL, the store
+
+
+class Heartbeat:
+    """Ends all ranks, with one sentence that says why, when one of them dies: their collectives
+    would hang, or fail without a name. For the time of a `with`.
+
+    Every BEAT_S a rank writes a sign to the store, and reads the next rank's and why the run ends:
+
+        beat-RANK   how often it has beaten, its patience and its name; "" when it has ended well
+        cause       "", until a rank raises, or is missed by the one before it
+
+    A second thread watches that the first comes back: a store on a lost node hangs or raises.
+    """
+
+    def __init__(self, rank: int, world: int):
+        self.rank = rank
+        self.world = world
+        self.name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
+        self.patience = STARTING_BEATS  # beats that others wait for this rank's next sign
+        self.beats = 0
+        self.over = threading.Event()
+        self.last_words = ""
+        self.talking = threading.Thread(target=self.talk, daemon=True)
+        self.watching = threading.Thread(target=self.watch_store, daemon=True)
+
+    def __enter__(self) -> "Heartbeat":
+        if self.world > 1:
+            # a client of its own: in another's, a call of the main thread that waits holds a lock
+            self.store = dist.distributed_c10d._get_default_store().clone()
+            self.store.compare_set("cause", "", "")
+            on_all_ranks(self.beat)  # so each has a sign to read
+            self.talking.start()
+            self.watching.start()
+        return self
+
+    def beat(self) -> None:
+        self.beats += 1
+        self.store.set(f"beat-{self.rank}", f"{self.beats} {self.patience} {self.name}")
+
+    def talk(self) -> None:
+        keys = [f"beat-{(self.rank + 1) % self.world}", "cause"]
+        last = ""
+        silent = 0  # beats without a new sign
+        with contextlib.suppress(RuntimeError):  # of the store: watch_store misses this thread
+            while not self.over.wait(BEAT_S):
+                self.beat()
+                sign, cause = (value.decode() for value in self.store.multi_get(keys))
+                silent = silent + 1 if sign and sign == last else 0
+                last = sign
+                if silent and silent >= int(sign.split()[1]):
+                    name = sign.split(maxsplit=2)[2]
+                    cause = self.publish(f"{name} gave no sign for {silent * BEAT_S:.0f} s: it is "
+                                         "dead or unreachable")
+                if cause:
+                    self.end(cause)
+            if not self.last_words:
+                self.store.set(f"beat-{self.rank}", "")
+            elif (cause := self.publish(self.last_words)) != self.last_words:
+                self.end(cause)
+
+    def publish(self, cause: str) -> str:
+        """Return the first cause that a rank has published."""
+        return self.store.compare_set("cause", "", cause).decode()
+
+    def watch_store(self) -> None:
+        last = silent = 0
+        while not self.over.wait(BEAT_S):
+            silent = silent + 1 if self.beats == last else 0
+            last = self.beats
+            if silent == SILENT_BEATS:
+                self.end(f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not "
+                         f"answered for {silent * BEAT_S:.0f} s: rank 0 or its node is dead or "
+                         "unreachable")
+
+    def end(self, cause: str) -> None:
+        """End this process, wherever its main thread hangs, in a few beats: others may read the
+        cause from a store that is here, and the rank that is to blame should end before."""
+        signal.alarm(10)  # by the system, should even the output hang
+        print(f"rank {self.rank}: {cause}; this run ends. What was saved is whole: start it again, "
+              "or continue with --resume", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        time.sleep(4 * BEAT_S)
+        os._exit(1)
+
+    def __exit__(self, kind, error, _) -> None:
+        if self.world == 1:
+            return
+        if error is not None and not isinstance(error, ConfigError):  # that one all have raised
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
+            if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+                self.watching.join((SILENT_BEATS + 4) * BEAT_S)  # it or `talk` ends with a name
+            line = (str(error).strip() or "no message").splitlines()[0]
+            self.last_words = f"{self.name} ended by {kind.__name__}: {line}"
+        self.over.set()
+        self.talking.join(2 * BEAT_S)
+        if self.last_words:
+            time.sleep(2 * BEAT_S)  # others read it, before a store that is here ends
+            signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
 
 
 # ---------------------------------------------------------------------------- setup
@@ -1365,7 +1504,7 @@ def introduce(run: Run, print0: Callable) -> None:
 
 
 def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int, launch: str,
-          print0: Callable) -> str:
+          heartbeat: Heartbeat, print0: Callable) -> str:
     """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
     many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
     ranks."""
@@ -1404,6 +1543,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
             batch = load_batch(run, samples)
         facts = agree(run, result, stop, saver.writing)
         seconds = time.perf_counter() - clock
+        heartbeat.patience = SILENT_BEATS
         progress.end()
         skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
@@ -1458,7 +1598,7 @@ def export(run: Run, states: States, print0: Callable) -> None:
     print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
 
-def build_and_train(run: Run, launch: str, print0: Callable) -> str:
+def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callable) -> str:
     """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
     ranks."""
     cfg = run.cfg
@@ -1483,27 +1623,25 @@ def build_and_train(run: Run, launch: str, print0: Callable) -> str:
     on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start)
                  if run.rank == 0 else None)
     saver = make_saver(run, states, print0)
-    return train(run, model, states, saver, start, launch, print0)
+    return train(run, model, states, saver, start, launch, heartbeat, print0)
 
 
-def main(argv: list[str] | None = None) -> None:
-    cfg = parse(argv)
-    try:
-        check_flags(cfg)
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
-    rank, world, local_rank = start_ranks(cfg.timeout)
+def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> str:
+    """Do what the flags say. Returns what went wrong. A collective of all ranks."""
     print0 = print if rank == 0 else (lambda *a, **k: None)
     check_same({f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     launch = launch_name()
-    resumed = on_all_ranks(lambda: checkpoint.find_checkpoint(
-        Path(cfg.out), cfg.resume or "never", launch))
+    # rank 0's choice: for a minute, another node may see a shared folder as it was
+    found = [on_all_ranks(lambda: None if rank else checkpoint.find_checkpoint(
+        Path(cfg.out), cfg.resume or "never", launch))]
+    dist.broadcast_object_list(found)
+    resumed = found[0]
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank, resumed))
     run = with_tokens(run)
     run = on_all_ranks(lambda: with_files(run, resumed))
-    check_same({"the data": run.data, "the model": run.model, "the checkpoint": run.resume,
-                "--per-node": run.cfg.per_node, "--attention": run.kernel})
+    check_same({"the data": run.data, "the model": run.model, "--per-node": run.cfg.per_node,
+                "--attention": run.kernel})
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
         expandable_segments()
@@ -1514,7 +1652,7 @@ def main(argv: list[str] | None = None) -> None:
         print0(sentence)
     if cfg.dry_run:
         dry_run(run, print0)
-        return
+        return ""
 
     lock = contextlib.ExitStack()  # of OUT, for this run
     with lock:
@@ -1522,9 +1660,22 @@ def main(argv: list[str] | None = None) -> None:
                      if rank == 0 else None)
         if cfg.save_every >= 0:
             on_all_ranks(lambda: checkpoint.check_shared(Path(cfg.out)))
-        trouble = build_and_train(run, launch, print0)
+        trouble = build_and_train(run, launch, heartbeat, print0)
     dist.barrier()
-    dist.destroy_process_group()
+    return trouble
+
+
+def main(argv: list[str] | None = None) -> None:
+    cfg = parse(argv)
+    try:
+        check_flags(cfg)
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+    rank, world, local_rank = start_ranks(cfg.timeout)
+    with Heartbeat(rank, world) as heartbeat:
+        trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     if trouble:
         sys.exit(f"train.py: {trouble}")
 
