@@ -905,6 +905,16 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
     return read
 
 
+def hf_model(folder: str | Path) -> LLaMA:
+    """Return the model of a Hugging Face folder on the CPU, whole, in float32. Raises ValueError."""
+    cfg = hf_config(folder)
+    read = hf_open(folder, cfg)
+    model = LLaMA(cfg)
+    for name, p in model.named_parameters():
+        p.data.copy_(read(name))
+    return model
+
+
 def hf_architecture(cfg: ModelConfig, source: dict) -> str:
     """Return the model_type that an export has: its import's, else the first that computes cfg.
     source: config.json of the import, or {}. Raises ValueError for a field that it has no key for:

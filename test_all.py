@@ -2028,14 +2028,6 @@ def hf_edit(folder, **changes) -> Path:
     return path
 
 
-def hf_import(folder) -> m.LLaMA:
-    cfg = checkpoint.hf_config(folder)
-    read, model = checkpoint.hf_open(folder, cfg), m.LLaMA(cfg)
-    for name, p in model.named_parameters():
-        p.data.copy_(read(name))
-    return model
-
-
 def hf_equal(model, hf, tie, seq=90):
     tokens, labels = example(seq=seq, vocab=300)
     hf.zero_grad()
@@ -2068,7 +2060,7 @@ def test_hf_published(name, tmp_path):
     older = {"rope_parameters": ..., "rope_theta": 10000.0, "rope_scaling": None, "dtype": ...,
              "torch_dtype": "bfloat16"}
     hf_edit(tmp_path / "in", **older | keys)
-    model = hf_import(tmp_path / "in")
+    model = checkpoint.hf_model(tmp_path / "in")
     assert model.cfg == new and new.max_positions == 64 and new.tied == tie
     for seq in (40, 90):
         hf_equal(model, hf, tie, seq)
@@ -2099,7 +2091,7 @@ def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
 
     hf = hf_model(tmp_path / "in", num_key_value_heads=kv_heads, tie_word_embeddings=tie,
                   **ROPES[rope])
-    model = hf_import(tmp_path / "in")
+    model = checkpoint.hf_model(tmp_path / "in")
     hf_equal(model, hf, tie)
     monkeypatch.setattr(checkpoint, "HF_FILE_BYTES", 60_000)
     weights = dict(model.named_parameters())
@@ -2117,7 +2109,7 @@ def test_hf_windows(kind, keys, tmp_path):
     """A window is no window for a sequence that is not longer; one token more is."""
     hf = hf_model(tmp_path, kind, sliding_window=40, **keys)
     assert checkpoint.hf_window(checkpoint.hf_source(tmp_path)) == 40
-    model = hf_import(tmp_path)
+    model = checkpoint.hf_model(tmp_path)
     hf_equal(model, hf, False, seq=40)
     tokens, _ = example(seq=41, vocab=300)
     assert relative(model(tokens)[:, 40:], hf(tokens).logits[:, 40:]) > 1e-4
