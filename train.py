@@ -323,24 +323,23 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: float) -> str:
 
     torchrun's store outlives a restart, with the addresses of dead ranks. Its count of restarts
     does not tell them apart: a node whose ranks were stopped for another's sake, or that is new,
-    counts fewer. So rank 0 repeats what it reads of all ranks, until each has found itself there.
+    counts fewer. So rank 0 answers whoever has written, also the dead, until all have read it.
     """
     mine = uuid.uuid4().hex
     store.set(f"start-{rank}", mine)
+    if rank:
+        name = store.get(mine).decode()  # waits until it is there
+        store.add(f"{name}-read", 1)
+        return name
     deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if rank == 0:
-            starts = store.multi_get([f"start-{r}" for r in range(world)])
-            store.set("starts", b" ".join(starts).decode())
-            if store.add(f"{mine}-found", 0) == world - 1:
-                return mine
-        else:
-            name, *others = store.get("starts").decode().split()
-            if mine in others:
-                store.add(f"{name}-found", 1)
-                return name
+    while (read := store.add(f"{mine}-read", 0)) < world - 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{world - 1 - read} of {world} ranks have not started within "
+                               f"--timeout {timeout}")
+        for start in store.multi_get([f"start-{r}" for r in range(1, world)]):
+            store.set(start.decode(), mine)
         time.sleep(0.1)
-    raise TimeoutError(f"rank {rank}: not all of {world} ranks started within --timeout {timeout}")
+    return mine
 
 
 def launch_name() -> str:
