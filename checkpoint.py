@@ -906,7 +906,7 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
 
 
 def hf_model(folder: str | Path) -> LLaMA:
-    """Return the model of a Hugging Face folder on the CPU, whole, in float32. Raises ValueError."""
+    """Return the model of a Hugging Face folder on the CPU, in float32. Raises ValueError."""
     cfg = hf_config(folder)
     read = hf_open(folder, cfg)
     model = LLaMA(cfg)

@@ -914,15 +914,16 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
         checkpoint.hf_architecture(Config(**small, window=64), {})
     old = tmp_path / "step-00000001"
     old.mkdir()
-    meta = {"files": {}, "step": 1, "config": {"model": "tiny", "init": "random"},
-            "model": dataclasses.asdict(SMALL)}
-    (old / "meta.json").write_text(json.dumps(meta))
+    meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1, "launch": "",
+            "source": {}, "data": {}, "files": {}, "tensors": {}, "model": dataclasses.asdict(SMALL),
+            "config": {"model": "tiny", "init": "random"}}
+    checkpoint.write_meta(old, meta)
     assert checkpoint.find_checkpoint(tmp_path, str(old), "") == old
     checkpoint.check_same_model(old, Config(**small), set())
     with pytest.raises(ValueError, match=r"another model: window 0 \(here 64\)"):
         checkpoint.check_same_model(old, Config(**small, window=64), set())
     meta["model"]["experts"] = 8
-    (old / "meta.json").write_text(json.dumps(meta))
+    checkpoint.write_meta(old, meta)
     with pytest.raises(ValueError, match=r"another model: experts 8 \(here unknown\)"):
         checkpoint.check_same_model(old, Config(**small), set())
 
@@ -2288,6 +2289,7 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
     torchrun, too; a factor counts from the import; an export does without a tokenizer."""
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as if torchrun were this process's parent
     kind, keys = PUBLISHED["Qwen3"]
     hf_model(tmp_path / "in", kind, **keys, eos_token_id=[7, 8])
     init = ["--init", f"hf:{tmp_path}/in", "--rope-scaling", "yarn:2"]
@@ -2307,7 +2309,6 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="linear:2: .*yarn scaling already; extend it with yarn:F"):
         train.main([*args, "--rope-scaling", "linear:2", "--resume", "--out", f"{tmp_path}/a"])
     dist.destroy_process_group()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     train.main([*args, *init, "--steps", "4", "--out", f"{tmp_path}/a", "--export",
                 f"{tmp_path}/hf"])
     said = capsys.readouterr().out
