@@ -915,8 +915,8 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
     old = tmp_path / "step-00000001"
     old.mkdir()
     meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1, "launch": "",
-            "source": {}, "data": {}, "files": {}, "tensors": {}, "model": dataclasses.asdict(SMALL),
-            "config": {"model": "tiny", "init": "random"}}
+            "source": {}, "data": {}, "files": {}, "tensors": {},
+            "model": dataclasses.asdict(SMALL), "config": {"model": "tiny", "init": "random"}}
     checkpoint.write_meta(old, meta)
     assert checkpoint.find_checkpoint(tmp_path, str(old), "") == old
     checkpoint.check_same_model(old, Config(**small), set())
