@@ -48,6 +48,7 @@ from torch import Tensor
 
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
 from offload import GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
+from ranks import error_of_any
 from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
@@ -274,18 +275,6 @@ def load_checkpoint(states: States, folder: Path) -> None:
     if error := error_of_any(error):
         raise ValueError(error)
     states.loaded()
-
-
-def error_of_any(error: str) -> str:
-    """Return the first error of any rank, with the ranks that have one; "" if none has. A
-    collective of all ranks."""
-    errors = [""] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    failed = [rank for rank, text in enumerate(errors) if text]
-    if not failed:
-        return ""
-    where = "" if len(failed) == len(errors) else f" (on ranks {failed})"
-    return errors[failed[0]] + where
 
 
 # ---------------------------------------------------------------------------- saving

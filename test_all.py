@@ -52,6 +52,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -76,6 +77,7 @@ import memplan
 import model as m
 import offload
 import planner
+import ranks
 import shard
 import train
 
@@ -121,10 +123,58 @@ def launch(args, ranks: int = 0, code: str = "", **env) -> subprocess.Popen:
                             env=env, cwd=HERE)
 
 
-def run(args, ranks: int = 0, code: str = "", expect: int | None = 0, **env) -> str:
-    process = launch(args, ranks, code, **env)
-    text = process.communicate(timeout=300)[0]
-    assert expect is None or process.returncode == expect, text[-3000:]
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def fork_ranks(args, ranks: int, code: str, file: Path, env: dict) -> list:
+    """train.py as `launch` does, without torchrun, which adds nothing but seconds of imports: its
+    processes are forked from one that has imported torch. What they print goes to a file."""
+    fork = multiprocessing.get_context("forkserver")
+    fork.set_forkserver_preload(["train", "pytest"])
+    port = str(free_port())
+    processes = []
+    for rank in range(max(1, ranks)):
+        of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                   "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **env, **(of_rank if ranks else {})}
+        script = f"""
+import os, signal, sys
+from pathlib import Path
+os.environ.update({own!r})
+os.chdir({str(HERE)!r})
+for stream in (1, 2):
+    os.dup2(os.open({str(file)!r}, os.O_WRONLY | os.O_APPEND), stream)
+sys.argv = {["train.py", *map(str, args)]!r}
+import train
+{code}
+train.main()
+"""
+        processes.append(fork.Process(target=exec, args=(script, {"__name__": "__main__"})))
+        processes[-1].start()
+    return processes
+
+
+def run(args, ranks: int = 0, code: str = "", expect: int = 0, **env) -> str:
+    """Return what train.py prints, with `ranks` under torchrun if it needs that, or a GPU; `code`
+    is run before it starts. `expect`: the exit status."""
+    if "torchrun" in env or "test_all.gpu" in code:
+        process = launch(args, ranks, code, **env)
+        text = process.communicate(timeout=300)[0]
+        assert process.returncode == expect, text[-3000:]
+        return text
+    env.pop("tmp", None)
+    with tempfile.NamedTemporaryFile() as file:
+        processes = fork_ranks(args, ranks, code, Path(file.name), env)
+        deadline = time.time() + 300
+        for process in processes:
+            process.join(max(0, deadline - time.time()))
+            process.kill()
+            process.join()
+        text = Path(file.name).read_text()
+    assert {process.exitcode for process in processes} == {expect}, text[-3000:]
     return text
 
 
@@ -3197,12 +3247,6 @@ def test_signals(ranks, number, tmp_path):
 # ---------------------------------------------------------------------------- several nodes
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def test_launches_of_one_name_are_two(tmp_path, monkeypatch, capsys):
     """What torchrun's process has started goes on after a restart; another torchrun with the same
     --rdzv-id starts anew, and so does what it starts again."""
@@ -3235,11 +3279,11 @@ def test_starts_have_names_of_their_own():
     names = set()
     for world in (3, 3, 2):
         with ThreadPoolExecutor(world) as pool:
-            found = set(pool.map(lambda r: train.start_name(store, r, world, 60), range(world)))
+            found = set(pool.map(lambda r: ranks.start_name(store, r, world, 60), range(world)))
         assert len(found) == 1 and not found & names
         names |= found
     with pytest.raises(TimeoutError, match="1 of 2 ranks have not started within --timeout 0.3"):
-        train.start_name(store, 0, 2, 0.3)
+        ranks.start_name(store, 0, 2, 0.3)
 
 
 def test_lost_node_comes_back(straight_on_two, tmp_path):
@@ -3249,7 +3293,7 @@ def test_lost_node_comes_back(straight_on_two, tmp_path):
                   f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "2",
                   "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"]
     code = """
-train.BEAT_S = 0.2
+ranks.BEAT_S = 0.2
 old, count = train.States.update, [0]
 if os.environ['RANK'] == '1':
     train.checkpoint.whole_checkpoints = lambda out: []
@@ -3287,59 +3331,49 @@ train.States.update = fatal
     assert losses(tmp_path / "out") == straight_on_two
 
 
-FAILED = {  # how the rank fails, in which function and call, which rank: what the other says
-    "in a step": ("raise", train.States, "update", 4, 1, r"{} ended by LookupError: no such"),
-    "in a check": ("raise", train, "machine", 1, 1, r"{} ended by LookupError: no such"),
-    "unreachable": ("stop", train.States, "update", 4, 1, r"{} gave no sign for 3 s: it is dead"),
-    "with the store": ("stop", train.States, "update", 4, 0,
+FAILED = {  # how it fails, in which function and call, which rank; what the other one says
+    "in a step": ("raise", "train.States.update", 4, 1, r"{} ended by LookupError: no such"),
+    "in a check": ("raise", "train.machine", 1, 1, r"{} ended by LookupError: no such"),
+    "unreachable": ("stop", "train.States.update", 4, 1, r"{} gave no sign for 3 s: it is dead"),
+    "with the store": ("stop", "train.States.update", 4, 0,
                        "the store on rank 0's node, 127.0.0.1, has not answered for 3 s"),
 }
-
-
-def failing_rank(rank: int, case: str, port: int, out: Path):
-    how, owner, name, call, victim, _ = FAILED[case]
-    file = open(out / f"{rank}.txt", "w")
-    for stream in (1, 2):
-        os.dup2(file.fileno(), stream)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(port)}
-    train.BEAT_S = 0.2
-    old, calls = getattr(owner, name), [0]
-
-    def fail(*args):
-        calls[0] += 1
-        if calls[0] == call and rank == victim:
-            time.sleep(1)  # its last sign says that a step is done
-            if how == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            raise LookupError("no such\nthing")
-        return old(*args)
-
-    setattr(owner, name, fail)
-    train.main([*QUICK, "--save-every", "-1", "--out", f"{out}"])
 
 
 @pytest.mark.parametrize("case", FAILED)
 def test_failed_rank_is_named(case, tmp_path):
     """The other one, in a collective that hangs as its sockets stay open, ends and says why."""
-    how, *_, victim, says = FAILED[case]
-    fork = multiprocessing.get_context("forkserver")  # which imports once, and has no threads
-    fork.set_forkserver_preload(["test_all"])
-    port = free_port()
-    ranks = [fork.Process(target=failing_rank, args=(rank, case, port, tmp_path))
-             for rank in range(2)]
-    for process in ranks:
-        process.start()
-    name = rf"rank {victim} on host \S+ \(process {ranks[victim].pid}\)"
-    ranks[1 - victim].join(120)
+    how, where, call, victim, says = FAILED[case]
+    code = f"""
+import ranks, time
+ranks.BEAT_S = 0.2
+owner, _, name = {where!r}.rpartition('.')
+owner = eval(owner)
+old, calls = getattr(owner, name), [0]
+def fail(*args):
+    calls[0] += 1
+    if calls[0] == {call} and os.environ['RANK'] == '{victim}':
+        time.sleep(1)  # its last sign says that a step is done
+        if {how == "stop"}:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        raise LookupError('no such\\nthing')
+    return old(*args)
+setattr(owner, name, fail)
+"""
+    file = tmp_path / "said"
+    file.touch()
+    args = [*QUICK, "--save-every", "-1", "--out", tmp_path]
+    both = fork_ranks(args, 2, code, file, {})
+    name = rf"rank {victim} on host \S+ \(process {both[victim].pid}\)"
+    both[1 - victim].join(120)
     if how == "stop":
-        assert ranks[victim].is_alive()
-        ranks[victim].kill()
-    ranks[victim].join(30)
-    text = (tmp_path / f"{1 - victim}.txt").read_text()
-    assert ranks[1 - victim].exitcode == 1, text
+        assert both[victim].is_alive()
+        both[victim].kill()
+    both[victim].join(30)
+    text = file.read_text()
+    assert both[1 - victim].exitcode == 1, text
     assert re.search(f"rank {1 - victim}: {says.format(name)}.*; this run ends", text), text
-    assert "Traceback" not in text, text
+    assert text.count("Traceback") == (how == "raise"), text  # of the one that fails
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -3790,7 +3824,8 @@ def test_help(program):
     if program == "train.py":
         text = " ".join(done.stdout.split())
         assert "K, M or G, which are binary: 4K is 4096" in text and "saves a GPU 1 %" in text
-        assert "auto: 3e-3 for tiny, 6e-4 for 160m, else 3e-4 (default: auto)" in text
+        rates = "auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4"
+        assert f"{rates} (default: auto)" in text
         assert set(re.findall(r"--([a-z0-9-]+)", text)) >= {
             f.name.replace("_", "-") for f in dataclasses.fields(train.Config)}
 

@@ -33,7 +33,6 @@ import tempfile
 import threading
 import time
 import typing
-import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +59,7 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
                    initial_weight, param_count)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from planner import Constraints, Hardware, Plan, nearest
+from ranks import ConfigError, Heartbeat, check_same, launch_name, on_all_ranks, start_ranks
 from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -283,8 +283,7 @@ def check_flags(cfg: Config) -> None:
                          "which never evaluates: drop one")
 
 
-# ---------------------------------------------------------------------------- ranks
-
+# ---------------------------------------------------------------------------- setup
 
 # said once by a backward's thread, whose context PyTorch then makes
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
@@ -302,207 +301,6 @@ def expandable_segments() -> None:
     layers keep add up to gigabytes. What the environment says goes before."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
         set_allocator("expandable_segments:True")
-
-
-def start_ranks(timeout: float) -> tuple[int, int, int]:
-    """Join torchrun's group, or make a group of one (timeout in seconds). Returns rank, R and the
-    local rank."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    limit = timedelta(seconds=timeout)
-    if "RANK" in os.environ:
-        store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-        store = dist.PrefixStore(start_name(store, rank, world, timeout), store)
-    else:
-        store, rank, world = dist.HashStore(), 0, 1
-    dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
-    return rank, world, int(os.environ.get("LOCAL_RANK", 0))
-
-
-def start_name(store: dist.Store, rank: int, world: int, timeout: float) -> str:
-    """Return a name that these ranks share, and none had that wrote to the store before them.
-
-    torchrun's store outlives a restart, with the addresses of dead ranks. Its count of restarts
-    does not tell them apart: a node whose ranks were stopped for another's sake, or that is new,
-    counts fewer. So rank 0 answers whoever has written, also the dead, until all have read it.
-    """
-    mine = uuid.uuid4().hex
-    store.set(f"start-{rank}", mine)
-    if rank:
-        name = store.get(mine).decode()  # waits until it is there
-        store.add(f"{name}-read", 1)
-        return name
-    deadline = time.monotonic() + timeout
-    while (read := store.add(f"{mine}-read", 0)) < world - 1:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{world - 1 - read} of {world} ranks have not started within "
-                               f"--timeout {timeout}")
-        for start in store.multi_get([f"start-{r}" for r in range(1, world)]):
-            store.set(start.decode(), mine)
-        time.sleep(0.1)
-    return mine
-
-
-def launch_name() -> str:
-    """Return the processes of torchrun that started these ranks, one a node; without it nothing.
-    A collective of all ranks.
-
-    Two starts of ranks are of one launch if they share one: it outlives restarts of its ranks, as
-    no store does for certain, and another launch has others, whatever its --rdzv-id.
-    """
-    agent = ""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        since_boot = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        agent = f"host {os.uname().nodename}, boot {boot}, process {parent}, since {since_boot}"
-    agents = [""] * dist.get_world_size()
-    dist.all_gather_object(agents, agent)
-    return "; ".join(sorted(set(agents)))
-
-
-class ConfigError(ValueError):
-    """Bad input, found before any work, raised on all ranks alike."""
-
-
-def on_all_ranks(check, group: dist.ProcessGroup | None = None):
-    """Return check() of every rank; if one fails, the same ConfigError on all: none hangs. They
-    wait for each other as long as the group does."""
-    if dist.get_backend() == "fake":  # of a simulated step: nobody else is there
-        return check()
-    result = error = None
-    try:
-        result = check()
-    except (ValueError, OSError, MemoryError) as e:
-        error = str(e)
-    errors = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group)
-    if failed := [(r, e) for r, e in enumerate(errors) if e]:
-        where = "" if len(failed) == len(errors) else f" (on ranks {[r for r, _ in failed]})"
-        raise ConfigError(failed[0][1] + where)
-    return result
-
-
-def check_same(facts: dict[str, object]) -> None:
-    """Raise ConfigError on all ranks, naming what is not the same on all of them. A collective."""
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, facts)
-    differ = [f"{name} is {every[0][name]} on rank 0, {theirs[name]} on rank {rank}"
-              for name in facts for rank, theirs in enumerate(every)
-              if theirs[name] != every[0][name]]
-    if differ:
-        more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ConfigError(f"ranks were started differently: {'; '.join(differ[:3])}{more}")
-
-
-BEAT_S = 1.0  # between a rank's signs of life: the store then has some 3 R small requests a second
-# How many beats the next rank waits for a sign. It counts beats, not seconds: hosts' clocks do not
-# matter, and a run that is suspended as a whole goes on. A rank that lives is silent while Python's
-# lock is held: for seconds by a garbage collection, or a launch into a full queue; until its first
-# step is done, for much longer by compilers.
-SILENT_BEATS = 15
-STARTING_BEATS = 120
-LOST_PEER = re.compile("onnection|roken pipe|imed out|remote process")  # by gloo, NCCL, the store
-
-
-class Heartbeat:
-    """Ends all ranks, with one sentence that says why, when one of them dies: their collectives
-    would hang, or fail without a name. For the time of a `with`.
-
-    Every BEAT_S a rank writes a sign to the store, and reads the next rank's and why the run ends:
-
-        beat-RANK   how often it has beaten, its patience and its name; "" when it has ended well
-        cause       "", until a rank raises, or is missed by the one before it
-
-    A second thread watches that the first comes back: a store on a lost node hangs or raises.
-    """
-
-    def __init__(self, rank: int, world: int):
-        self.rank = rank
-        self.world = world
-        self.name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
-        self.patience = STARTING_BEATS  # beats that others wait for this rank's next sign
-        self.beats = 0
-        self.over = threading.Event()
-        self.last_words = ""
-        self.talking = threading.Thread(target=self.talk, daemon=True)
-        self.watching = threading.Thread(target=self.watch_store, daemon=True)
-
-    def __enter__(self) -> "Heartbeat":
-        if self.world > 1:
-            # a client of its own: in another's, a call of the main thread that waits holds a lock
-            self.store = dist.distributed_c10d._get_default_store().clone()
-            self.store.compare_set("cause", "", "")
-            on_all_ranks(self.beat)  # so each has a sign to read
-            self.talking.start()
-            self.watching.start()
-        return self
-
-    def beat(self) -> None:
-        self.beats += 1
-        self.store.set(f"beat-{self.rank}", f"{self.beats} {self.patience} {self.name}")
-
-    def talk(self) -> None:
-        keys = [f"beat-{(self.rank + 1) % self.world}", "cause"]
-        last = ""
-        silent = 0  # beats without a new sign
-        with contextlib.suppress(RuntimeError):  # of the store: watch_store misses this thread
-            while not self.over.wait(BEAT_S):
-                self.beat()
-                sign, cause = (value.decode() for value in self.store.multi_get(keys))
-                silent = silent + 1 if sign and sign == last else 0
-                last = sign
-                if silent and silent >= int(sign.split()[1]):
-                    name = sign.split(maxsplit=2)[2]
-                    cause = self.publish(f"{name} gave no sign for {silent * BEAT_S:.0f} s: it is "
-                                         "dead or unreachable")
-                if cause:
-                    self.end(cause)
-            if not self.last_words:
-                self.store.set(f"beat-{self.rank}", "")
-            elif (cause := self.publish(self.last_words)) != self.last_words:
-                self.end(cause)
-
-    def publish(self, cause: str) -> str:
-        """Return the first cause that a rank has published."""
-        return self.store.compare_set("cause", "", cause).decode()
-
-    def watch_store(self) -> None:
-        last = silent = 0
-        while not self.over.wait(BEAT_S):
-            silent = silent + 1 if self.beats == last else 0
-            last = self.beats
-            if silent == SILENT_BEATS:
-                self.end(f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not "
-                         f"answered for {silent * BEAT_S:.0f} s: rank 0 or its node is dead or "
-                         "unreachable")
-
-    def end(self, cause: str) -> None:
-        """End this process, wherever its main thread hangs, in a few beats: others may read the
-        cause from a store that is here, and the rank that is to blame should end before."""
-        signal.alarm(10)  # by the system, should even the output hang
-        print(f"rank {self.rank}: {cause}; this run ends. What was saved is whole: start it again, "
-              "or continue with --resume", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        time.sleep(4 * BEAT_S)
-        os._exit(1)
-
-    def __exit__(self, kind, error, _) -> None:
-        if self.world == 1:
-            return
-        if error is not None and not isinstance(error, ConfigError):  # that one all have raised
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
-            if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
-                self.watching.join((SILENT_BEATS + 4) * BEAT_S)  # it or `talk` ends with a name
-            line = (str(error).strip() or "no message").splitlines()[0]
-            self.last_words = f"{self.name} ended by {kind.__name__}: {line}"
-        self.over.set()
-        self.talking.join(2 * BEAT_S)
-        if self.last_words:
-            time.sleep(2 * BEAT_S)  # others read it, before a store that is here ends
-            signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
-
-
-# ---------------------------------------------------------------------------- setup
 
 
 @dataclass(frozen=True)
@@ -1542,7 +1340,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
             batch = load_batch(run, samples)
         facts = agree(run, result, stop, saver.writing)
         seconds = time.perf_counter() - clock
-        heartbeat.patience = SILENT_BEATS
+        heartbeat.started()
         progress.end()
         skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
