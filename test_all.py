@@ -3122,6 +3122,15 @@ def test_saving_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
     assert "step 6/6" in capsys.readouterr().out
 
 
+def test_log_on_a_full_disk_is_said(tmp_path, capsys):
+    with open("/dev/full", "a") as full:
+        log = train.Log(SimpleNamespace(cfg=SimpleNamespace(out=str(tmp_path))), print, full)
+        log.append({"step": 1})
+        assert log.failed == "log.jsonl cannot be written: No space left on device"
+        log.close()
+    assert "could not be written: No space left on device" in capsys.readouterr().out
+
+
 def test_saving_beside_steps_saves_the_same(tmp_path, monkeypatch, capsys):
     """Copies are taken at once, however late they are written; without host memory it says so."""
     args = [*QUICK, "--steps", "5", "--save-every", "2", "--keep", "9", "--out"]
