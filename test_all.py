@@ -3123,11 +3123,11 @@ def test_saving_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
 
 
 def test_log_on_a_full_disk_is_said(tmp_path, capsys):
-    with open("/dev/full", "a") as full:
-        log = train.Log(SimpleNamespace(cfg=SimpleNamespace(out=str(tmp_path))), print, full)
-        log.append({"step": 1})
-        assert log.failed == "log.jsonl cannot be written: No space left on device"
-        log.close()
+    run = SimpleNamespace(cfg=SimpleNamespace(out=str(tmp_path)))
+    log = train.Log(run, print, open("/dev/full", "a"))
+    log.append({"step": 1})
+    assert log.failed == "log.jsonl cannot be written: No space left on device"
+    log.close()
     assert "could not be written: No space left on device" in capsys.readouterr().out
 
 
