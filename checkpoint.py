@@ -513,7 +513,9 @@ def check_same_model(folder: Path, model: ModelConfig, may_differ: set[str]) -> 
         made = meta["config"]
         source = f"--model {made.get('model')}"
         if made.get("model") == "hf":
-            source = f"--init {made.get('init')}"
+            flags = ("init", "rope_scaling", "rope_theta")
+            source = " ".join(f"--{name.replace('_', '-')} {made[name]}" for name in flags
+                              if made.get(name)) + "; a resume needs none of these flags"
         raise ValueError(f"--resume: {folder} is of another model: {', '.join(wrong)}; it was made "
                          f"with {source}")
 
@@ -700,6 +702,9 @@ def hf_source(folder: str | Path) -> dict:
     """Return config.json as it is. Raises ValueError if it is not an object of an architecture that
     is built."""
     path = Path(folder) / "config.json"
+    if not path.parent.is_dir():
+        raise ValueError(f"--init hf:{folder}: no such folder; `hf download NAME --local-dir DIR` "
+                         "makes one")
     if not path.exists():
         _hf_files(path.parent)  # of pickles it says more
     try:
@@ -745,6 +750,8 @@ def _hf_model(c: dict, architecture: Architecture) -> ModelConfig:
         c["num_key_value_heads"] = heads
     ours = {field: c[key] for field, key in _HF_KEYS.items() if not field.startswith("rope")}
     cfg = ModelConfig(**ours, rope_theta=theta, rope_scaling=scaling, **architecture.implied)
+    if scaling.get("rope_type") == "linear" and type(c.get("max_sequence_length")) is int:
+        positions = max(positions, c["max_sequence_length"])  # of files that leave it as it was
     if scaling.get("rope_type") == "yarn":  # what it reaches, whether or not the file says it
         positions = scaling["original_max_position_embeddings"] * scaling["factor"]
     return replace(cfg, max_positions=round(positions))
@@ -872,7 +879,7 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
             if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                 raise ValueError(f"{folder}: {part} is stored as {found.get_dtype()}; F64, F32, "
                                  "F16 and BF16 are read")
-    if extra := {n for n in set(files) - used if "rotary_emb" not in n}:
+    if extra := {n for n in set(files) - used if not n.endswith("rotary_emb.inv_freq")}:
         raise ValueError(f"{folder}: {len(extra)} tensors have no place here: {sorted(extra)[:3]}")
     for name in stored.keys() & files.keys():
         pair = [files[n].get_tensor(n) for n in (name, stored[name])]
@@ -966,13 +973,13 @@ def hf_settings(cfg: ModelConfig, source: dict, dtype: torch.dtype, tied: bool) 
 
 
 def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-              write: bool = True, source: dict | None = None, beside: Path | None = None) -> None:
+              write: bool = True, source: dict | None = None, beside: list[Path] = ()) -> None:
     """Write config.json and safetensors, file by file.
 
     read(name) -> the full tensor; where ranks read together, all call this and one has write=True.
     An imported tied head that still equals the embedding is tied again. Of the import, if there was
-    one: source, its config.json, whose other settings go along, and beside, the folder whose
-    tokenizer and license do.
+    one: source, its config.json, whose other settings go along. beside: folders whose tokenizer
+    and license do.
     """
     from safetensors.torch import save_file
 
@@ -1003,14 +1010,14 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    for file in [f for pattern in _COPIED for f in beside.glob(pattern)] if beside else []:
+    for file in [f for other in beside for pattern in _COPIED for f in other.glob(pattern)]:
         if file.is_file():
             shutil.copy(file, folder)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def export(folder: Path, cfg: ModelConfig, states: States, dtype: torch.dtype, source: dict,
-           beside: Path | None) -> None:
+           beside: list[Path]) -> None:
     """Write the weights as a Hugging Face checkpoint, all of it or nothing; source and beside as in
     hf_export. A collective."""
     writes = dist.get_rank() == 0

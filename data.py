@@ -148,7 +148,8 @@ def read_sidecar(file: Path) -> dict:
         return {}
     try:
         said = json.loads(sidecar.read_text())
-        if said["token_bytes"] in (2, 4) and isinstance(said.get("vocab", 0), int):
+        width, vocab = said["token_bytes"], said.get("vocab", 0)
+        if type(width) is type(vocab) is int and width in (2, 4) and vocab >= 0:
             return said
     except (OSError, ValueError, KeyError, TypeError):
         pass
@@ -278,18 +279,18 @@ def end_of_text(folder: str, tokenizer) -> int:
     def read(name: str, key: str):
         try:
             return json.loads((Path(folder) / name).read_text()).get(key)
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             return None
 
     named = read("tokenizer_config.json", "eos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    ids = [tokenizer.token_to_id(named) if named else None]
+    ids = [tokenizer.token_to_id(named) if isinstance(named, str) else None]
     for file in ("generation_config.json", "config.json"):
         value = read(file, "eos_token_id")
         ids += value if isinstance(value, list) else [value]
     ids += [tokenizer.token_to_id(name) for name in EOS_NAMES]
     for i in ids:
-        if i is not None and tokenizer.id_to_token(i) is not None:
+        if type(i) is int and i >= 0 and tokenizer.id_to_token(i) is not None:
             return i
     raise ValueError(f"--tokenizer {folder}: no id that ends a text: eos_token in "
                      "tokenizer_config.json, eos_token_id in config.json, or a token "
@@ -320,6 +321,7 @@ def tokenise(data: str, folder: str, cache: Path, vocab: int) -> Path | None:
     width = 2 if max(tokenizer.get_vocab().values()) < 2**16 else 4
     cache.mkdir(parents=True, exist_ok=True)
     writing = cache / f"{path.name}.{os.getpid()}.tmp"
+    print(f"--tokenizer {folder}: each text ends with {tokenizer.id_to_token(eos)!r}", flush=True)
     show = tokenise_progress(sum(s.st_size for s in stats))
     texts = pieces(files)
     largest = eos

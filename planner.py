@@ -790,8 +790,10 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, hardware: Hardwa
 def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, int]]:
     """Return (batch, micro-batch) to try on dp * sp ranks, largest micro-batch first. Raises
     ValueError with the nearest --batch."""
-    batch = constraints.batch or -(-constraints.default_batch // dp) * dp
     most = constraints.most_sequences
+    batch = constraints.batch or -(-constraints.default_batch // dp) * dp
+    if constraints.batch is None and most is not None and most >= dp:
+        batch = min(batch, most // dp * dp)
     if most is not None and batch > most:
         raise ValueError(f"--batch {batch}: the data has {most} training sequences of "
                          f"{constraints.seq} tokens; --batch counts sequences, --batch-tokens "

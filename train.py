@@ -87,19 +87,21 @@ class Config:
     seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
     sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
-                      " with --eval-every 1: evaluate, save nothing")
+                      " with --eval-every 1: evaluate, save nothing; states and gradients"
+                      " are allocated nevertheless")
     batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
                              " tokens for tiny and 512K tokens for others")
     batch_tokens: int | None = flag(None, "the same in tokens (as 4M), a multiple of --seq")
     micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
                                    " within 8K tokens a rank")
-    lr: float | None = flag(None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5"
-                            " for --init hf:DIR, else 3e-4")
-    schedule: str = flag("cosine", "of the learning rate after the warm-up, down to --min-lr:"
-                         " cosine, linear; or constant")
+    lr: float | None = flag(None, "peak learning rate; auto: a resumed run's, else 3e-3 for tiny,"
+                            " 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4")
+    schedule: str = flag("auto", "of the learning rate after the warm-up, down to --min-lr: cosine,"
+                         " linear; or constant; auto: a resumed run's, else cosine")
     decay_steps: int | None = flag(None, "step at which --min-lr is reached; auto: a resumed run's,"
                                    " else --steps")
-    min_lr: float = flag(0.1, "the decay's end, as a fraction of --lr")
+    min_lr: float | None = flag(None, "the decay's end, as a fraction of --lr; auto: a resumed"
+                                " run's, else 0.1")
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
                               " twentieth of --steps")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
@@ -137,10 +139,9 @@ class Config:
                        " license")
     rope_theta: float | None = flag(None, "rotary base; auto: the model's")
     rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
-                             " llama3:FACTOR or yarn:FACTOR, which counts from the length that the"
-                             " weights were trained at, a scaling that they have included; that one"
-                             " is extended by its own kind alone (Llama 3.1's 128K by llama3:2 to"
-                             " 256K)")
+                             " llama3:FACTOR or yarn:FACTOR, times the length that a checkpoint"
+                             " reaches; one that is scaled takes its own kind alone (Llama 3.1's"
+                             " 128K, llama3:2: 256K)")
     p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
                          " auto: by predicted time, then the fewest shards, p before g before os")
     g: str | None = flag(None, "gradient shards, p or os; auto: likewise")
@@ -189,7 +190,7 @@ class Config:
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
            "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
-           "schedule": ("cosine", "linear", "constant"),
+           "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
 LIMITS = {  # what a number may be, if it is not auto
     "seq": (1, 2**40), "steps": (0, 2**40), "batch": (1, 2**40), "micro_batch": (1, 2**40),
@@ -447,7 +448,6 @@ def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
         "device": device.type,
         "dtype": "bf16" if device.type == "cuda" else "fp32",
         "seq": 256 if cfg.model == "tiny" else 4096,
-        "lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
         "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", world)),
     }
     if cfg.ranks:
@@ -469,7 +469,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
                          f"tokens, which are not built; nearest: --seq {window}, where all tokens "
                          "are in the window")
     # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
-    by_length = cfg.model != "hf" or cfg.rope_theta
+    by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
         model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
     if cfg.batch_tokens is not None:
@@ -526,14 +526,17 @@ def make_passkeys(run: Run) -> Passkeys | None:
     return Passkeys(text_encoder(folder), cfg.eval_passkey, run.model.vocab, cfg.seq, cfg.seed)
 
 
+SCHEDULE = ("lr", "schedule", "min_lr", "warmup", "decay_steps")
+
+
 def kept_flags(cfg: Config, old: Config, step: int) -> dict:
     """Return the flags that a resumed run takes from its checkpoint's, where they are open: the
     same tokens a step, whatever ranks there are now; and the schedule, once it has begun, so that
     the rate of an extended run does not rise again."""
     kept = {"batch": max(1, old.batch * old.seq // cfg.seq)}
     if step:
-        kept |= {"warmup": old.warmup, "decay_steps": old.decay_steps}
-    return {name: value for name, value in kept.items() if getattr(cfg, name) is None}
+        kept |= {name: getattr(old, name) for name in SCHEDULE}
+    return {name: value for name, value in kept.items() if getattr(cfg, name) in (None, "auto")}
 
 
 def with_files(run: Run, folder: Path | None) -> Run:
@@ -547,7 +550,10 @@ def with_files(run: Run, folder: Path | None) -> Run:
     passkeys = make_passkeys(run)
     if not cfg.dry_run:
         check_folders(cfg, run)
-    usual = {"warmup": cfg.steps // 20, "decay_steps": cfg.steps}
+    asked = cfg.decay_steps
+    usual = {"lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
+             "schedule": "cosine", "min_lr": 0.1, "warmup": cfg.steps // 20,
+             "decay_steps": cfg.steps}
     samples = 0
     if folder is not None:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
@@ -561,7 +567,9 @@ def with_files(run: Run, folder: Path | None) -> Run:
                 f"--{name.replace('_', '-')} {value}" for name, value in kept.items()))
         usual |= kept
     cfg = dataclasses.replace(cfg, **{name: value for name, value in usual.items()
-                                      if getattr(cfg, name) is None})
+                                      if getattr(cfg, name) in (None, "auto")})
+    if asked is not None and asked < cfg.warmup:
+        raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
     return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=folder,
                    samples=samples, data=fingerprint(corpora))
 
@@ -578,8 +586,8 @@ def recorded_flags(folder: Path, meta: dict) -> Config:
         if type(value) not in types:
             raise ValueError(f"--resume: {folder} has --{name.replace('_', '-')} {value!r}")
     old = Config(**{name: meta["config"][name] for name in known})
-    if None in (old.seq, old.batch, old.warmup, old.decay_steps):
-        raise ValueError(f"--resume: {folder} has no --seq, --batch, --warmup or --decay-steps")
+    if None in [getattr(old, name) for name in ("seq", "batch", *SCHEDULE)]:
+        raise ValueError(f"--resume: {folder} does not say its --seq, --batch or schedule")
     return old
 
 
@@ -1237,7 +1245,7 @@ def draw_losses(out: Path) -> None:
     rows, _ = checkpoint.read_log(out / "log.jsonl")
     fig, ax = plt.subplots(figsize=(7, 4))
     for key, style in (("loss", "-"), ("val_loss", "o--")):
-        points = [(r["step"], r[key]) for r in rows if r.get(key) is not None]
+        points = sorted((r["step"], r[key]) for r in rows if r.get(key) is not None)
         if points:
             ax.plot(*zip(*points), style, markersize=4, label=key.replace("_", " "))
     ax.set(xlabel="step", ylabel="cross-entropy, nats a token")
@@ -1294,10 +1302,18 @@ def introduce(run: Run, print0: Callable) -> None:
     as_tokens = f" as {run.tokens}" if run.tokens else ""
     print0(f"data {cfg.data}{as_tokens}: {len(run.train.corpus):,} tokens, {run.train.count:,} "
            f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
-    folder = tokenizer_folder(cfg)
-    if folder and run.train.corpus.dtype.itemsize == 1:
-        print0(f"--init {cfg.init} has a tokenizer, but bytes are read as its ids, which they are "
-               f"not: --tokenizer {folder} makes tokens of the text")
+    if cfg.model == "hf" and run.train.corpus.dtype.itemsize == 1 and run.model.vocab != 256:
+        print0(f"bytes are read as ids of {cfg.init}, which they hardly are: --tokenizer "
+               f"{tokenizer_folder(cfg) or 'DIR'} makes tokens of the text")
+    if are_ids(run.train.corpus.files) and not run.tokens:
+        others = [f for f in Path(cfg.data).rglob("*") if f.is_file() and f.suffix != ".bin"
+                  and not f.name.endswith(".bin.json")]
+        if others or cfg.tokenizer:
+            print0(f"--data {cfg.data} is read as ids: {len(others)} other files there are not "
+                   "read, and --tokenizer is for pass keys alone")
+    if run.model.tied:
+        print0("the head of the import is its embedding: here they are trained as two matrices, "
+               "and exported as two unless they are still equal")
 
 
 def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int, launch: str,
@@ -1386,10 +1402,12 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
 def export(run: Run, states: States, print0: Callable) -> None:
     """Write the weights to --export, with what the import had beside them. A collective."""
     cfg = run.cfg
-    beside = Path(cfg.init.removeprefix("hf:")) if cfg.init != "random" else None
-    if beside and not beside.is_dir():
-        print0(f"{beside} is not there any more: the export has no tokenizer and no license of it")
-        beside = None
+    beside = [Path(cfg.init.removeprefix("hf:"))] if cfg.init != "random" else []
+    if beside and not beside[0].is_dir():
+        print0(f"{beside[0]} is not there any more: the export has no tokenizer and no license of "
+               "it")
+    if cfg.tokenizer:
+        beside.append(Path(cfg.tokenizer))  # what made the data goes before
     checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside)
     kind = checkpoint.hf_architecture(run.model, run.source)
     print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
@@ -1417,7 +1435,8 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     start = load_weights(run, model, states, print0)
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
-    on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start)
+    last = math.inf if cfg.evaluates_alone else start  # an evaluation takes nothing back
+    on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, last)
                  if run.rank == 0 else None)
     saver = make_saver(run, states, print0)
     return train(run, model, states, saver, start, launch, heartbeat, print0)
