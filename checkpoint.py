@@ -48,7 +48,7 @@ from torch import Tensor
 
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
 from offload import GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
-from ranks import error_of_any
+from ranks import ConfigError, error_of_any, on_all_ranks
 from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
@@ -166,6 +166,8 @@ def read_meta(folder: Path) -> dict:
         for key, kind in META.items():
             if type(meta[key]) is not kind:
                 raise TypeError(f"{key} is {meta[key]!r}")
+        if meta["source"] and meta["source"].get("model_type") not in list(_ARCHITECTURES):
+            raise ValueError("its source is of an architecture that is not built")
         check_counts(meta["step"], meta["samples"], meta["number"])
         for entry in meta["files"].values():
             check_counts(entry["bytes"], *entry["header"])
@@ -267,13 +269,7 @@ def read_states(folder: Path, parts: dict[str, StatePart]) -> None:
 def load_checkpoint(states: States, folder: Path) -> None:
     """Read states from a checkpoint of any factors and ranks. Raises ValueError on all ranks if
     one of them does not get what was written. A collective of all ranks."""
-    error = ""
-    try:
-        read_states(folder, states.state_parts())
-    except (ValueError, OSError) as e:
-        error = str(e)
-    if error := error_of_any(error):
-        raise ValueError(error)
+    on_all_ranks(lambda: read_states(folder, states.state_parts()))
     states.loaded()
 
 
@@ -290,13 +286,16 @@ class Saver:
         finish()        collective: all files are there, the checkpoint gets its name
     """
 
-    def __init__(self, out: Path, keep: int, states: States, background: bool = False):
-        """background: takes the host memory of `host_fields`. Raises MemoryError."""
+    def __init__(self, out: Path, keep: int, states: States, background: bool = False,
+                 group: dist.ProcessGroup | None = None):
+        """group: ranks.patient_group(), as one may write for long. background: takes the host
+        memory of `host_fields`. Raises MemoryError."""
         self.out = out
         self.keep = keep
         self.states = states
+        self.group = group
         self.meta: dict = {}  # of the checkpoint that is being written, {}: none is
-        self.thread: Future | None = None
+        self.job: Future | None = None
         self.failed = ""  # why the last save was none, in a sentence
         self.copies: dict[str, Tensor] | None = None  # (count,) of each tensor, on the host
         if background:
@@ -304,7 +303,7 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        return self.thread is not None and not self.thread.done()
+        return self.job is not None and not self.job.done()
 
     @property
     def folder(self) -> Path:
@@ -321,7 +320,7 @@ class Saver:
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder.mkdir()
             except OSError as e:
-                error = sentence(e)
+                error = sentence(e, self.folder)
         if self.fails(error):
             return
         parts = saved_parts(self.states)
@@ -332,7 +331,7 @@ class Saver:
                 self.copies[name].copy_(part.values)
             parts = {name: replace(part, values=self.copies[name])
                      for name, part in parts.items()}
-        self.thread = pool.submit(write_states, file, parts)
+        self.job = pool.submit(write_states, file, parts)
         pool.shutdown(wait=False)
         if self.copies is None:
             self.finish()
@@ -340,34 +339,34 @@ class Saver:
     def finish(self) -> None:
         """Wait for the files of all ranks, and give the checkpoint its name. A collective of all
         ranks."""
-        if self.thread is None:
+        if self.job is None:
             return
         error = ""
         written = None
         try:
-            written = self.thread.result()
+            written = self.job.result()
         except FileNotFoundError:
             error = (f"{self.folder}, which rank 0 has made, is not there: --out must stay, and be "
                      "on storage that all nodes share")
-        except OSError as e:
-            error = sentence(e)
-        self.thread = None
+        except (OSError, RuntimeError, MemoryError) as e:
+            error = sentence(e, self.folder)
+        self.job = None
         if self.fails(error):
             return
         every = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(written, every)
+        dist.gather_object(written, every, group=self.group)
         if dist.get_rank() == 0:
             try:
                 self.complete(every)
-            except OSError as e:
-                error = sentence(e)
+            except (OSError, ValueError) as e:
+                error = sentence(e, self.folder)
         if not self.fails(error):  # and nobody goes on, and is killed, before `latest` names it
             self.meta = {}
             self.failed = ""
 
     def fails(self, error: str) -> bool:
         """Return whether a rank has an error: then this save is none. A collective."""
-        error = error_of_any(error)
+        error = error_of_any(error, self.group)
         if error:
             self.failed = f"step {self.meta['step']} was not saved: {error}"
             if dist.get_rank() == 0:
@@ -391,9 +390,9 @@ class Saver:
                 parts = tensors.setdefault(name, entry | {"parts": []})["parts"]
                 parts += entry["parts"]
         whole = whole_checkpoints(self.out)
-        earlier = [read_meta(folder)["number"] for folder in whole]
-        write_meta(self.folder, {"version": VERSION, "number": max(earlier, default=0) + 1}
-                   | self.meta | {"files": files, "tensors": tensors})
+        number = read_meta(whole[-1])["number"] + 1 if whole else 1
+        write_meta(self.folder, {"version": VERSION, "number": number} | self.meta
+                   | {"files": files, "tensors": tensors})
         sync_folder(self.folder)
         publish(self.out, self.keep, self.folder)
 
@@ -417,8 +416,9 @@ def host_copies(states: States) -> dict[str, Tensor]:
     return carve(memory, fields)
 
 
-def sentence(e: OSError) -> str:
-    return f"{e.filename}: {e.strerror}"
+def sentence(e: Exception, path: Path) -> str:
+    """path: what was at work, since the system names no file when a write fails."""
+    return f"{getattr(e, 'filename', None) or path}: {getattr(e, 'strerror', None) or repr(e)}"
 
 
 def publish(out: Path, keep: int, writing: Path) -> None:
@@ -442,7 +442,7 @@ def publish(out: Path, keep: int, writing: Path) -> None:
             os.rename(old, torn)  # killed while it deletes, this leaves nothing that looks whole
             shutil.rmtree(torn)
         except OSError as e:
-            print(f"not deleted: {sentence(e)}", flush=True)
+            print(f"not deleted: {sentence(e, old)}", flush=True)
     print(f"saved {final}", flush=True)
 
 
@@ -453,12 +453,12 @@ def whole_checkpoints(out: Path) -> list[Path]:
     """Return the whole checkpoints of a folder, in the order in which they were saved."""
     found = []
     for folder in out.glob("step-*"):
-        if not re.fullmatch(r"step-\d{8}(-\d+)?", folder.name):
+        if not re.fullmatch(r"step-\d{8,}(-\d+)?", folder.name):
             continue  # being written or deleted
         try:
             # not the clock, nor the step: a run may go back to an earlier one
             found.append((check_whole(folder)["number"], folder))
-        except ValueError:
+        except (ValueError, OSError):
             continue  # torn: it neither counts nor displaces others
     return [folder for _, folder in sorted(found)]
 
@@ -480,7 +480,7 @@ def newest_checkpoint(out: Path) -> Path | None:
 
 def find_checkpoint(out: Path, resume: str, launch: str) -> Path | None:
     """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
-    if there is one) or a folder. launch: what started the ranks (train.launch_name); what the same
+    if there is one) or a folder. launch: what started the ranks (ranks.launch_name); what the same
     launch has saved, before torchrun restarted them, goes before what `resume` says. Raises
     ValueError."""
     whole = whole_checkpoints(out) if launch else []
@@ -527,7 +527,7 @@ def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
         shutil.rmtree(torn)
     (out / "latest.tmp").unlink(missing_ok=True)
     log = out / "log.jsonl"
-    if resumed is None or resumed.parent.resolve() != out.resolve():
+    if resumed is None or resumed.resolve().parent != out.resolve():
         put_aside(out)
     elif log.exists():
         rows, bad = read_log(log)
@@ -580,17 +580,17 @@ def locked(out: Path):
 
 
 def check_shared(out: Path) -> None:
-    """Raise ValueError on a rank that does not see the folder that rank 0 has locked. A collective
-    of all ranks."""
-    lock = [(out / "lock").read_text() if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(lock)
+    """Raise ConfigError if a rank does not see the folder that rank 0 has locked. A collective of
+    all ranks."""
     try:
-        seen = (out / "lock").read_text()
+        mine = (out / "lock").read_bytes()
     except OSError:
-        seen = ""
-    if error := error_of_any("" if seen == lock[0] else "another folder"):
-        raise ValueError(f"--out {out}: {error} than rank 0's: it must be on storage that all "
-                         "nodes share")
+        mine = b""
+    seen = [b""] * dist.get_world_size()
+    dist.all_gather_object(seen, mine)
+    if wrong := [rank for rank, lock in enumerate(seen) if lock != seen[0]]:
+        raise ConfigError(f"--out {out}: another folder on ranks {wrong} than rank 0's: it must be "
+                          "on storage that all nodes share")
 
 
 def put_aside(out: Path) -> None:
@@ -1017,15 +1017,28 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
 
 
 def export(folder: Path, cfg: ModelConfig, states: States, dtype: torch.dtype, source: dict,
-           beside: list[Path]) -> None:
+           beside: list[Path], group: dist.ProcessGroup | None = None) -> None:
     """Write the weights as a Hugging Face checkpoint, all of it or nothing; source and beside as in
-    hf_export. A collective."""
+    hf_export; group as in Saver. Raises ConfigError. A collective."""
+    from safetensors import SafetensorError
+
+    def read(name: str) -> Tensor:
+        if error := error_of_any("", group):  # of rank 0, since the last tensor
+            raise ConfigError(error)
+        return states.full(name)
+
+    error = ""
     writes = dist.get_rank() == 0
     partial = folder / "partial"  # its files move up when all are there
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-    hf_export(partial, cfg, states.full, dtype, writes, source, beside)
-    if writes:
-        for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
-            os.replace(file, folder / file.name)
-        partial.rmdir()
+    try:
+        if writes:
+            shutil.rmtree(partial, ignore_errors=True)
+        hf_export(partial, cfg, read, dtype, writes, source, beside)
+        if writes:
+            for file in sorted(partial.iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, folder / file.name)
+            partial.rmdir()
+    except (OSError, SafetensorError) as e:
+        error = f"--export {folder}: {e}"
+    if error := error_of_any(error, group):
+        raise ConfigError(error)

@@ -304,6 +304,8 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Future[Tensor]]:
     device = torch.cuda.current_device()
 
     def lock(size: int) -> Tensor:
+        if not size:  # nothing to map: a rank that saves nothing
+            return torch.empty(0, dtype=torch.uint8)
         torch.cuda.set_device(device)
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages

@@ -32,7 +32,8 @@ BEAT_S = 1.0  # between a rank's signs of life: the store then has some 3 R smal
 # step is done, for much longer by compilers.
 SILENT_BEATS = 15
 STARTING_BEATS = 120
-LOST_PEER = re.compile("onnection|roken pipe|imed out|remote process")  # by gloo, NCCL, the store
+# what gloo, NCCL or the store say of a peer that has gone
+LOST_PEER = re.compile("connection|broken pipe|timed out|remote process", re.IGNORECASE)
 
 # ---------------------------------------------------------------------------- start
 
@@ -85,6 +86,10 @@ def launch_name() -> str:
     agent = ""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         parent = os.getppid()
+        with contextlib.suppress(OSError):  # of another user's process nothing is told
+            while b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{parent}/environ").read_bytes():
+                # a script between torchrun and this: each restart has another
+                parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         since_boot = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
         agent = f"host {os.uname().nodename}, boot {boot}, process {parent}, since {since_boot}"
@@ -102,7 +107,7 @@ class ConfigError(ValueError):
 
 def on_all_ranks(check, group: dist.ProcessGroup | None = None):
     """Return check() of every rank; if one fails, the same ConfigError on all: none hangs. They
-    wait for each other as long as the group does."""
+    wait for each other as long as the group does. A collective; check holds none."""
     if dist.get_backend() == "fake":  # of a simulated step: nobody else is there
         return check()
     result = None
@@ -128,6 +133,12 @@ def error_of_any(error: str, group: dist.ProcessGroup | None = None) -> str:
     return errors[failed[0]] + where
 
 
+def patient_group() -> dist.ProcessGroup:
+    """Return a group of all ranks that wait for one that works alone, longer than --timeout: a dead
+    one the heartbeat finds. A collective of all ranks."""
+    return dist.new_group(timeout=timedelta(days=30), backend="gloo")
+
+
 def check_same(facts: dict[str, object]) -> None:
     """Raise ConfigError on all ranks, naming what is not the same on all of them. A collective."""
     every = [None] * dist.get_world_size()
@@ -147,10 +158,12 @@ class Heartbeat:
     """Ends all ranks, with one sentence that says why, when one of them dies: their collectives
     would hang, or fail without a name. For the time of a `with`.
 
-    Every BEAT_S a rank writes a sign to the store, and reads the next rank's and why the run ends:
+    Every BEAT_S a rank writes a sign to the store, and reads the next rank's, which it alone can
+    miss, and why the run ends:
 
         beat-RANK   how often it has beaten, its patience and its name; "" when it has ended well
         cause       "", until a rank raises, or is missed by the one before it
+        lost        "", until a rank has lost a connection: then nobody is given time to start
 
     A second thread watches that the first comes back: a store on a lost node hangs or raises.
     """
@@ -170,7 +183,8 @@ class Heartbeat:
         if self.world > 1:
             # a client of its own: in another's, a call of the main thread that waits holds a lock
             self.store = dist.distributed_c10d._get_default_store().clone()
-            self.store.compare_set("cause", "", "")
+            for key in ("cause", "lost"):
+                self.store.compare_set(key, "", "")
             on_all_ranks(self.beat)  # so each has a sign to read
             self.talking.start()
             self.watching.start()
@@ -185,16 +199,16 @@ class Heartbeat:
         self.store.set(f"beat-{self.rank}", f"{self.beats} {self.patience} {self.name}")
 
     def talk(self) -> None:
-        keys = [f"beat-{(self.rank + 1) % self.world}", "cause"]
+        keys = [f"beat-{(self.rank + 1) % self.world}", "cause", "lost"]
         last = ""
         silent = 0  # beats without a new sign
         with contextlib.suppress(RuntimeError):  # of the store: watch_store misses this thread
             while not self.over.wait(BEAT_S):
                 self.beat()
-                sign, cause = (value.decode() for value in self.store.multi_get(keys))
+                sign, cause, lost = (value.decode() for value in self.store.multi_get(keys))
                 silent = silent + 1 if sign and sign == last else 0
                 last = sign
-                if silent and silent >= int(sign.split()[1]):
+                if silent and silent >= (SILENT_BEATS if lost else int(sign.split()[1])):
                     name = sign.split(maxsplit=2)[2]
                     cause = self.publish(f"{name} gave no sign for {silent * BEAT_S:.0f} s: it is "
                                          "dead or unreachable")
@@ -235,6 +249,8 @@ class Heartbeat:
         if error is not None and not isinstance(error, ConfigError):  # that one all have raised
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
             if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+                with contextlib.suppress(RuntimeError):  # it may be what is lost
+                    self.store.set("lost", "1")
                 self.watching.join((SILENT_BEATS + 4) * BEAT_S)  # it or `talk` ends with a name
             line = (str(error).strip() or "no message").splitlines()[0]
             self.last_words = f"{self.name} ended by {kind.__name__}: {line}"

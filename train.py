@@ -59,7 +59,8 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
                    initial_weight, param_count)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from planner import Constraints, Hardware, Plan, nearest
-from ranks import ConfigError, Heartbeat, check_same, launch_name, on_all_ranks, start_ranks
+from ranks import (ConfigError, Heartbeat, check_same, launch_name, on_all_ranks, patient_group,
+                   start_ranks)
 from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -497,7 +498,7 @@ def with_tokens(run: Run) -> Run:
     if not cfg.tokenizer:
         return run
     # not within --timeout; a first rank that dies closes its connections, which ends the others
-    patient = dist.new_group(timeout=timedelta(days=30), backend="gloo")
+    patient = patient_group()
     tokens = [on_all_ranks(
         lambda: tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
         if run.rank == 0 else None, patient)]
@@ -1026,7 +1027,7 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
                 states.load(name, initial_weight(run.model, name, p.shape, cfg.seed, run.device))
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
         return 0
-    on_all_ranks(lambda: checkpoint.load_checkpoint(states, run.resume))
+    checkpoint.load_checkpoint(states, run.resume)
     meta = checkpoint.read_meta(run.resume)
     if meta["data"] != run.data:
         print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
@@ -1052,7 +1053,9 @@ def make_saver(run: Run, states: States, print0: Callable) -> checkpoint.Saver:
         print0(f"--save-async: copies take {need.item() / GIB:.2f} GiB of host memory a rank, "
                f"{free / GIB:.2f} are left"
                + ("" if background else ": steps wait while checkpoints are written"))
-    return on_all_ranks(lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, background))
+    group = patient_group()
+    return on_all_ranks(
+        lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, background, group))
 
 
 def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
@@ -1227,8 +1230,8 @@ class Log:
             if rows:
                 draw_losses(out)
                 self.print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
-        except OSError as e:
-            self.print0(f"{out}: log.jsonl or loss.png could not be written: {e.strerror}")
+        except (OSError, ValueError, TypeError, OverflowError) as e:  # full; or rows are not ours
+            self.print0(f"{out}: log.jsonl or loss.png could not be written: {e}")
 
 
 def finite_or_none(x: float | None) -> float | None:
@@ -1277,7 +1280,7 @@ def dry_run(run: Run, print0: Callable) -> None:
     dist.destroy_process_group()
     if run.cfg.ranks and run.plan.activations is None:
         print0("not simulated: what autograd saves is known for layers in chunks alone")
-    elif run.cfg.ranks:
+    elif run.cfg.ranks and run.rank == 0:
         buffers, lasting = simulate_step(run)
         most = lower_bound(buffers)
         print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
@@ -1389,17 +1392,17 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     if cfg.save_every >= 0 and unsaved:
         saver.begin(checkpoint_meta(run, step, samples, launch))
         saver.finish()
-    if cfg.export and (step == start or not ends):
-        export(run, states, print0)
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
     log.close()
+    if cfg.export and (step == start or not ends):
+        export(run, states, saver.group, print0)
     if in_a_row == cfg.max_skips:
         return "the loss or the gradient was not finite; see the log"
     return saver.failed
 
 
-def export(run: Run, states: States, print0: Callable) -> None:
+def export(run: Run, states: States, group: dist.ProcessGroup, print0: Callable) -> None:
     """Write the weights to --export, with what the import had beside them. A collective."""
     cfg = run.cfg
     beside = [Path(cfg.init.removeprefix("hf:"))] if cfg.init != "random" else []
@@ -1408,7 +1411,7 @@ def export(run: Run, states: States, print0: Callable) -> None:
                "it")
     if cfg.tokenizer:
         beside.append(Path(cfg.tokenizer))  # what made the data goes before
-    checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside)
+    checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside, group)
     kind = checkpoint.hf_architecture(run.model, run.source)
     print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
@@ -1421,7 +1424,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     torch.compiler.set_stance("default" if fused else "force_eager")
     print0(f"attention kernel: {run.kernel}; element-wise parts: "
            f"{'compiled' if fused else 'eager'}")
-    disk = disk_bytes(run)
+    disk = on_all_ranks(lambda: disk_bytes(run))
     on_all_ranks(lambda: checkpoint.check_disk(disk))
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
@@ -1475,7 +1478,7 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
         on_all_ranks(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out)))
                      if rank == 0 else None)
         if cfg.save_every >= 0:
-            on_all_ranks(lambda: checkpoint.check_shared(Path(cfg.out)))
+            checkpoint.check_shared(Path(cfg.out))
         trouble = build_and_train(run, launch, heartbeat, print0)
     dist.barrier()
     return trouble
@@ -1505,6 +1508,8 @@ if __name__ == "__main__":
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
         arena = live_arena.get("cuda")
         held = "" if arena is None else f", and --memplan holds {arena.nbytes / GIB:.2f} GiB"
