@@ -1231,7 +1231,8 @@ class Log:
                 draw_losses(out)
                 self.print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
         except (OSError, ValueError, TypeError, OverflowError) as e:  # full; or rows are not ours
-            self.print0(f"{out}: log.jsonl or loss.png could not be written: {e}")
+            why = getattr(e, "strerror", None) or e
+            self.print0(f"{out}: log.jsonl or loss.png could not be written: {why}")
 
 
 def finite_or_none(x: float | None) -> float | None:
