@@ -3590,6 +3590,10 @@ def test_refused_flags(capsys):
 @pytest.mark.parametrize("code, message", [
     ("sys.argv += ['--lr', '1e-' + str(3 + int(os.environ['RANK']))]",
      "ranks were started differently: --lr is 0.001 on rank 0, 0.0001 on rank 1"),
+    ("sys.argv += ['--lr', 'nan'] * (os.environ['RANK'] == '1')",
+     r"--lr nan: from 0 to 1e.30 \(on ranks \[1\]\)"),
+    ("sys.argv += ['--timeout', '0'] * (os.environ['RANK'] == '0')",
+     r"--timeout 0.0: from 1 to 1000000000.0 \(on ranks \[0\]\)"),
     ("train.fingerprint = lambda c: {'crc32': os.environ['RANK']}",
      "the data is {'crc32': '0'} on rank 0, {'crc32': '1'} on rank 1"),
     ("os.chdir(os.environ['RANK'])", "--out out: another folder.*storage that all nodes share")])

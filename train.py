@@ -250,7 +250,7 @@ def parse(argv: list[str] | None = None) -> Config:
 
 def check_flags(cfg: Config) -> None:
     """Raise ValueError for a number out of its range, a word that is none of its choices, flags
-    that contradict each other. It reads flags alone, so all ranks of a command refuse alike."""
+    that contradict each other. It reads flags alone."""
     for name, values in CHOICES.items():
         if getattr(cfg, name) not in values:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: one of "
@@ -1449,6 +1449,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
 def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> str:
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
     print0 = print if rank == 0 else (lambda *a, **k: None)
+    on_all_ranks(lambda: check_flags(cfg))
     check_same({f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     launch = launch_name()
@@ -1487,11 +1488,9 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
 
 def main(argv: list[str] | None = None) -> None:
     cfg = parse(argv)
-    try:
-        check_flags(cfg)
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
-    rank, world, local_rank = start_ranks(cfg.timeout)
+    least, most = LIMITS["timeout"]  # any other is refused, as all flags are, once ranks have met
+    timeout = cfg.timeout if least <= cfg.timeout <= most else Config.timeout
+    rank, world, local_rank = start_ranks(timeout)
     with Heartbeat(rank, world) as heartbeat:
         trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
     if dist.is_initialized():
