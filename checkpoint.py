@@ -430,12 +430,8 @@ def publish(out: Path, keep: int, writing: Path) -> None:
         branch += 1
         final = out / f"{name}-{branch}"
     os.rename(writing, final)
-    link = out / "latest.tmp"
-    link.unlink(missing_ok=True)
-    link.symlink_to(final.name)
-    sync_folder(out)  # the folder that it names is on disk before the link is
-    os.replace(link, out / "latest")
-    sync_folder(out)
+    sync_folder(out)  # the folder that the link names is on disk before the link is
+    link_latest(out, final.name)
     for old in whole_checkpoints(out)[:-keep]:
         torn = old.with_name(f"{old.name}.old")
         try:
@@ -444,6 +440,15 @@ def publish(out: Path, keep: int, writing: Path) -> None:
         except OSError as e:
             print(f"not deleted: {sentence(e, old)}", flush=True)
     print(f"saved {final}", flush=True)
+
+
+def link_latest(out: Path, name: str) -> None:
+    """Let OUT/latest name a checkpoint in OUT. Raises OSError."""
+    link = out / "latest.tmp"
+    link.unlink(missing_ok=True)
+    link.symlink_to(name)
+    os.replace(link, out / "latest")
+    sync_folder(out)
 
 
 # ---------------------------------------------------------------------------- a run's folder
@@ -520,20 +525,24 @@ def check_same_model(folder: Path, model: ModelConfig, may_differ: set[str]) -> 
                          f"with {source}")
 
 
-def prepare_out(out: Path, resumed: Path | None, step: int) -> None:
-    """Clear what a killed run left. Of the run that goes on here, keep the log up to the step that
-    it resumes; put any other run aside. Raises OSError."""
+def prepare_out(out: Path, resumed: Path | None, step: int | None) -> None:
+    """Clear what a killed run left. The run that goes on here goes back to the checkpoint that it
+    resumes: `latest` names it, and the log ends at its step (None: a run that trains nothing takes
+    nothing back). Any other run is put aside. Raises OSError."""
     for torn in (*out.glob("step-*.tmp"), *out.glob("step-*.old")):
         shutil.rmtree(torn)
     (out / "latest.tmp").unlink(missing_ok=True)
     log = out / "log.jsonl"
     if resumed is None or resumed.resolve().parent != out.resolve():
         put_aside(out)
-    elif log.exists():
+        return
+    if step is not None:  # before the log is cut, lest its rows be missed under a later `latest`
+        link_latest(out, resumed.resolve().name)
+    if log.exists():
         rows, bad = read_log(log)
         if bad:
             print(f"{log}: dropped what is no step's: {', '.join(bad[:3])}")
-        kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
+        kept = [json.dumps(row) + "\n" for row in rows if step is None or row["step"] <= step]
         (out / "log.tmp").write_text("".join(kept))
         os.replace(out / "log.tmp", log)
 

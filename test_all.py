@@ -26,6 +26,7 @@ test_eval_*                           a loss or a pass key at another position o
 test_schedule_*                       a rate that rises again where a run is extended
 test_ranks_and_micro_batches          a loss that depends on how a batch is split
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
+test_going_back_*                     a log with a hole, under a checkpoint that it does not reach
 test_signals                          a stop without a checkpoint, or a hang
 test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
 test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
@@ -183,7 +184,7 @@ def log(out) -> list[dict]:
 
 
 def losses(out) -> list:
-    return [(r["step"], r["loss"], r["grad_norm"]) for r in log(out)]
+    return [(r["step"], r["loss"], r["grad_norm"]) for r in log(out) if "loss" in r]
 
 
 def relative(a, b) -> float:
@@ -2921,6 +2922,31 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     part = next((tmp_path / whole[-1]).glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
     assert checkpoint.find_checkpoint(tmp_path, "auto", "").name == whole[0]
+
+
+def test_going_back_is_one_with_the_log(tmp_path, monkeypatch):
+    """A run goes back to an earlier step and dies before it saves: the next one goes on from there,
+    as the log does. An evaluation or an export of an earlier step takes nothing back."""
+    args = [*QUICK, "--out", f"{tmp_path}", "--keep", "9", "--save-every", "2"]
+    train.main(args)
+    want = losses(tmp_path)
+    back = [*args, "--resume", f"{tmp_path}/step-00000002"]
+    for flags in (["--eval-every", "1"], ["--export", f"{tmp_path}/hf"]):
+        train.main([*back, "--steps", "0", *flags])
+        assert os.readlink(tmp_path / "latest") == "step-00000006"
+        assert losses(tmp_path) == want
+
+    def dies(*_):
+        raise LookupError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "run_step", dies)
+        with pytest.raises(LookupError):
+            train.main(back)
+    dist.destroy_process_group()
+    assert os.readlink(tmp_path / "latest") == "step-00000002"
+    train.main([*args, "--resume"])
+    assert losses(tmp_path) == want
 
 
 def test_checkpoint_files_are_safetensors_and_say_what_they_hold(tmp_path, monkeypatch):

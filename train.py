@@ -1439,7 +1439,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     start = load_weights(run, model, states, print0)
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
-    last = math.inf if cfg.evaluates_alone else start  # an evaluation takes nothing back
+    last = start if start < cfg.steps else None  # what trains nothing takes nothing back
     on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, last)
                  if run.rank == 0 else None)
     saver = make_saver(run, states, print0)
