@@ -19,7 +19,7 @@ atomic, so what `latest` names is whole at any moment, whoever is killed. Nothin
 run code. Hugging Face's files are read and written one tensor at a time; ours are fused: qkv holds
 q, k and v, gate_up two matrices.
 
-    find_checkpoint(...) -> folder      load_checkpoint(states, folder)      Saver(...).begin(meta)
+    find_checkpoint(...) -> Checkpoint  load_checkpoint(states, found)       Saver(...).begin(meta)
     hf_config(folder) -> ModelConfig    hf_open(folder, config) -> read      hf_export(...)
 
 Left out: checkpoints in several places, and Hugging Face's files of other architectures
@@ -206,8 +206,16 @@ def read_tensor(files: dict, entry: dict) -> tuple[torch.dtype, tuple, list[Stor
     return dtype, shape, parts
 
 
-def check_whole(folder: Path) -> dict:
-    """Return a checkpoint's meta.json. Raises ValueError if a file is missing or cut short."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint, and its meta.json as read_meta returns it."""
+
+    folder: Path
+    meta: dict
+
+
+def open_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint of a folder. Raises ValueError if a file is missing or cut short."""
     meta = read_meta(folder)
     for name, entry in meta["files"].items():
         found = (folder / name).stat().st_size if (folder / name).exists() else None
@@ -215,7 +223,7 @@ def check_whole(folder: Path) -> dict:
             what = "is missing" if found is None else f"has {found} bytes, not {entry['bytes']}"
             raise ValueError(
                 f"--resume: {folder / name} {what}; earlier checkpoints are beside it")
-    return meta
+    return Checkpoint(folder, meta)
 
 
 def read_at(path: Path, size: int, offset: int, crc32: int) -> np.ndarray:
@@ -229,11 +237,11 @@ def read_at(path: Path, size: int, offset: int, crc32: int) -> np.ndarray:
     return data
 
 
-def read_states(folder: Path, parts: dict[str, StatePart]) -> None:
+def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
     """Set parts of tensors from a checkpoint, of which no more is read than checksums need. Raises
     ValueError or OSError."""
-    meta = check_whole(folder)
-    stored = meta["tensors"]
+    folder = saved.folder
+    stored = saved.meta["tensors"]
     shapes = {name: shape for name, (_, shape, _) in stored.items()}
     wrong = [f"{name} {part.shape} (there: {shapes.get(name, 'nothing')})"
              for name, part in parts.items() if shapes.get(name) != part.shape]
@@ -259,17 +267,17 @@ def read_states(folder: Path, parts: dict[str, StatePart]) -> None:
                  for extent in stored_part.extents(dtype)
                  if extent.start < end and part.start < extent.start + extent.count]
     for file in {extent.file for _, _, extent in jobs}:
-        size, crc32 = meta["files"][file]["header"]
+        size, crc32 = saved.meta["files"][file]["header"]
         read_at(folder / file, size, 0, crc32)
     with ThreadPoolExecutor(THREADS) as pool:
         for done in [pool.submit(read, *job) for job in jobs]:
             done.result()
 
 
-def load_checkpoint(states: States, folder: Path) -> None:
-    """Read states from a checkpoint of any factors and ranks. Raises ValueError on all ranks if
+def load_checkpoint(states: States, saved: Checkpoint) -> None:
+    """Read states from a checkpoint of any factors and ranks. Raises ConfigError on all ranks if
     one of them does not get what was written. A collective of all ranks."""
-    on_all_ranks(lambda: read_states(folder, states.state_parts()))
+    on_all_ranks(lambda: read_states(saved, states.state_parts()))
     states.loaded()
 
 
@@ -390,7 +398,7 @@ class Saver:
                 parts = tensors.setdefault(name, entry | {"parts": []})["parts"]
                 parts += entry["parts"]
         whole = whole_checkpoints(self.out)
-        number = read_meta(whole[-1])["number"] + 1 if whole else 1
+        number = whole[-1].meta["number"] + 1 if whole else 1
         write_meta(self.folder, {"version": VERSION, "number": number} | self.meta
                    | {"files": files, "tensors": tensors})
         sync_folder(self.folder)
@@ -432,7 +440,7 @@ def publish(out: Path, keep: int, writing: Path) -> None:
     os.rename(writing, final)
     sync_folder(out)  # the folder that the link names is on disk before the link is
     link_latest(out, final.name)
-    for old in whole_checkpoints(out)[:-keep]:
+    for old in [saved.folder for saved in whole_checkpoints(out)[:-keep]]:
         torn = old.with_name(f"{old.name}.old")
         try:
             os.rename(old, torn)  # killed while it deletes, this leaves nothing that looks whole
@@ -454,21 +462,19 @@ def link_latest(out: Path, name: str) -> None:
 # ---------------------------------------------------------------------------- a run's folder
 
 
-def whole_checkpoints(out: Path) -> list[Path]:
+def whole_checkpoints(out: Path) -> list[Checkpoint]:
     """Return the whole checkpoints of a folder, in the order in which they were saved."""
     found = []
     for folder in out.glob("step-*"):
         if not re.fullmatch(r"step-\d{8,}(-\d+)?", folder.name):
             continue  # being written or deleted
-        try:
-            # not the clock, nor the step: a run may go back to an earlier one
-            found.append((check_whole(folder)["number"], folder))
-        except (ValueError, OSError):
-            continue  # torn: it neither counts nor displaces others
-    return [folder for _, folder in sorted(found)]
+        with contextlib.suppress(ValueError, OSError):  # torn: it neither counts nor displaces
+            found.append(open_checkpoint(folder))
+    # not by the clock, nor the step: a run may go back to an earlier one
+    return sorted(found, key=lambda saved: (saved.meta["number"], saved.folder))
 
 
-def newest_checkpoint(out: Path) -> Path | None:
+def newest_checkpoint(out: Path) -> Checkpoint | None:
     """Return the checkpoint that OUT/latest names, or if that leads nowhere the newest whole one;
     None if there is none. Raises ValueError if `latest` names one that is not whole."""
     try:
@@ -476,73 +482,72 @@ def newest_checkpoint(out: Path) -> Path | None:
     except (OSError, RuntimeError) as e:  # not there; dangling; a link to itself
         whole = whole_checkpoints(out)
         if whole and (not dist.is_initialized() or dist.get_rank() == 0):
-            print(f"{out / 'latest'} leads nowhere ({type(e).__name__}): {whole[-1]} is the newest "
-                  "whole checkpoint", flush=True)
+            print(f"{out / 'latest'} leads nowhere ({type(e).__name__}): {whole[-1].folder} is the "
+                  "newest whole checkpoint", flush=True)
         return whole[-1] if whole else None
-    check_whole(folder)
-    return folder
+    return open_checkpoint(folder)
 
 
-def find_checkpoint(out: Path, resume: str, launch: str) -> Path | None:
+def find_checkpoint(out: Path, resume: str, launch: str) -> Checkpoint | None:
     """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
     if there is one) or a folder. launch: what started the ranks (ranks.launch_name); what the same
     launch has saved, before torchrun restarted them, goes before what `resume` says. Raises
     ValueError."""
     whole = whole_checkpoints(out) if launch else []
-    if whole and set(launch.split("; ")) & set(read_meta(whole[-1])["launch"].split("; ")):
+    if whole and set(launch.split("; ")) & set(whole[-1].meta["launch"].split("; ")):
         return whole[-1]
     if resume == "never":
         return None
     if resume in ("auto", "latest"):
-        folder = newest_checkpoint(out)
-        if folder is None and resume == "latest":
+        newest = newest_checkpoint(out)
+        if newest is None and resume == "latest":
             raise ValueError(f"--resume {resume}: there is no checkpoint in {out}")
-        return folder
+        return newest
     folder = Path(resume)
     if not folder.exists():
         raise ValueError(f"--resume {resume}: there is no {folder}")
-    check_whole(folder)
-    return folder
+    return open_checkpoint(folder)
 
 
-def check_same_model(folder: Path, model: ModelConfig, may_differ: set[str]) -> None:
+def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]) -> None:
     """Raise ValueError if a checkpoint is of another model. may_differ: fields that flags set, and
     those that change no weight."""
-    meta = read_meta(folder)
     ours = asdict(model)
     defaults = {f.name: f.default for f in fields(ModelConfig)}
-    theirs = defaults | meta["model"]  # a field that is newer than the checkpoint has its default
+    theirs = defaults | saved.meta["model"]  # a field newer than the checkpoint has its default
     wrong = [f"{name} {value} (here {ours.get(name, 'unknown')})" for name, value in theirs.items()
              if name not in may_differ and (name not in ours or value != ours[name])]
     if wrong:
-        made = meta["config"]
+        made = saved.meta["config"]
         source = f"--model {made.get('model')}"
         if made.get("model") == "hf":
             flags = ("init", "rope_scaling", "rope_theta")
             source = " ".join(f"--{name.replace('_', '-')} {made[name]}" for name in flags
                               if made.get(name)) + "; a resume needs none of these flags"
-        raise ValueError(f"--resume: {folder} is of another model: {', '.join(wrong)}; it was made "
-                         f"with {source}")
+        raise ValueError(f"--resume: {saved.folder} is of another model: {', '.join(wrong)}; it "
+                         f"was made with {source}")
 
 
-def prepare_out(out: Path, resumed: Path | None, step: int | None) -> None:
-    """Clear what a killed run left. The run that goes on here goes back to the checkpoint that it
-    resumes: `latest` names it, and the log ends at its step (None: a run that trains nothing takes
-    nothing back). Any other run is put aside. Raises OSError."""
+def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
+    """Clear what a killed run left. If the run that goes on here trains, it goes back to the
+    checkpoint that it resumes: `latest` names it, and the log ends at its step. Any other run is
+    put aside. Raises OSError."""
     for torn in (*out.glob("step-*.tmp"), *out.glob("step-*.old")):
         shutil.rmtree(torn)
     (out / "latest.tmp").unlink(missing_ok=True)
     log = out / "log.jsonl"
-    if resumed is None or resumed.resolve().parent != out.resolve():
+    folder = resumed.folder.resolve() if resumed else None
+    if folder is None or folder.parent != out.resolve():
         put_aside(out)
         return
-    if step is not None:  # before the log is cut, lest its rows be missed under a later `latest`
-        link_latest(out, resumed.resolve().name)
+    if trains:  # before the log is cut, lest its rows be missed under a later `latest`
+        link_latest(out, folder.name)
     if log.exists():
         rows, bad = read_log(log)
         if bad:
             print(f"{log}: dropped what is no step's: {', '.join(bad[:3])}")
-        kept = [json.dumps(row) + "\n" for row in rows if step is None or row["step"] <= step]
+        kept = [json.dumps(row) + "\n" for row in rows
+                if not trains or row["step"] <= resumed.meta["step"]]
         (out / "log.tmp").write_text("".join(kept))
         os.replace(out / "log.tmp", log)
 

@@ -969,14 +969,15 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
             "source": {}, "data": {}, "files": {}, "tensors": {},
             "model": dataclasses.asdict(SMALL), "config": {"model": "tiny", "init": "random"}}
     checkpoint.write_meta(old, meta)
-    assert checkpoint.find_checkpoint(tmp_path, str(old), "") == old
-    checkpoint.check_same_model(old, Config(**small), set())
+    found = checkpoint.find_checkpoint(tmp_path, str(old), "")
+    assert found.folder == old
+    checkpoint.check_same_model(found, Config(**small), set())
     with pytest.raises(ValueError, match=r"another model: window 0 \(here 64\)"):
-        checkpoint.check_same_model(old, Config(**small, window=64), set())
+        checkpoint.check_same_model(found, Config(**small, window=64), set())
     meta["model"]["experts"] = 8
     checkpoint.write_meta(old, meta)
     with pytest.raises(ValueError, match=r"another model: experts 8 \(here unknown\)"):
-        checkpoint.check_same_model(old, Config(**small), set())
+        checkpoint.check_same_model(checkpoint.open_checkpoint(old), Config(**small), set())
 
 
 class QKNormBlock(m.Block):
@@ -2356,7 +2357,8 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
     for i, flags in enumerate(([], init, ["--model", "hf"])):
         train.main([*args, *flags, "--resume", f"{first}", "--out", f"{tmp_path}/b{i}"])
         assert losses(tmp_path / f"b{i}") == losses(tmp_path / "a")[1:]
-    again, model, _, source = train.resumed_model(train.Config(rope_scaling="yarn:4"), first)
+    again, model, _, source = train.resumed_model(train.Config(rope_scaling="yarn:4"),
+                                                  checkpoint.open_checkpoint(first))
     assert (model.rope_scaling["factor"], model.max_positions) == (4.0, 1024)
     assert (again.model, source["model_type"]) == ("hf", "qwen3")
     with pytest.raises(ValueError, match="linear:2: .*yarn scaling already; extend it with yarn:F"):
@@ -2905,23 +2907,24 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
         latest.unlink()
         if link:
             latest.symlink_to(link)
-        assert checkpoint.find_checkpoint(tmp_path, "auto", "") == tmp_path / "step-00000003"
+        found = checkpoint.find_checkpoint(tmp_path, "auto", "")
+        assert found.folder == tmp_path / "step-00000003"
         assert "leads nowhere" in capsys.readouterr().out
         latest.unlink(missing_ok=True)
         latest.symlink_to("step-00000003")
     train.main([*args, "--steps", "5", "--resume"])
-    assert [p.name for p in checkpoint.whole_checkpoints(tmp_path)] == [
+    assert [c.folder.name for c in checkpoint.whole_checkpoints(tmp_path)] == [
         "step-00000004", "step-00000005"] and not list(tmp_path.glob("*.old"))
     train.main([*args, "--steps", "6", "--resume", f"{tmp_path}/step-00000004"])  # back
     whole = ["step-00000005-1", "step-00000006"]
-    assert [p.name for p in checkpoint.whole_checkpoints(tmp_path)] == whole
+    assert [c.folder.name for c in checkpoint.whole_checkpoints(tmp_path)] == whole
     latest.unlink()
     with pytest.raises(ValueError, match="no checkpoint in"):
         checkpoint.find_checkpoint(tmp_path / "empty", "latest", "")
     assert checkpoint.find_checkpoint(tmp_path / "empty", "auto", "") is None
     part = next((tmp_path / whole[-1]).glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
-    assert checkpoint.find_checkpoint(tmp_path, "auto", "").name == whole[0]
+    assert checkpoint.find_checkpoint(tmp_path, "auto", "").folder.name == whole[0]
 
 
 def test_going_back_is_one_with_the_log(tmp_path, monkeypatch):
@@ -2979,7 +2982,7 @@ def test_checkpoint_files_are_safetensors_and_say_what_they_hold(tmp_path, monke
     monkeypatch.setattr(checkpoint, "read_at",
                         lambda path, size, *more: sizes.append(size) or read_at(path, size, *more))
     some = shard.StatePart(torch.zeros(5000), 7777, (256, 192), False)  # as of some factors
-    checkpoint.read_states(folder, {"exp_avg.embed.weight": some})
+    checkpoint.read_states(checkpoint.open_checkpoint(folder), {"exp_avg.embed.weight": some})
     with safe_open(folder / "rank-00000.safetensors", "pt") as file:
         whole = file.get_tensor("exp_avg.embed.weight").view(-1)
     assert torch.equal(some.values, whole[7777:12777])
@@ -3072,8 +3075,8 @@ def test_meta_of_another_kind_is_refused_in_words(tmp_path):
             changed_meta(meta, change)
             for cfg in flags:  # the model by its name, or from the checkpoint
                 try:
-                    folder = checkpoint.find_checkpoint(tmp_path, "latest", "")
-                    train.with_files(train.machine(cfg, 0, 1, 0, folder), folder)
+                    found = checkpoint.find_checkpoint(tmp_path, "latest", "")
+                    train.with_files(train.machine(cfg, 0, 1, 0, found), found)
                 except ValueError as e:
                     assert f"--resume: {meta.parent}" in str(e), (path, value)
                     refused += 1

@@ -51,6 +51,7 @@ import model as llama
 import planner
 import shard
 from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel, untried_versions
+from checkpoint import Checkpoint
 from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, find_files, fingerprint,
                   open_corpus, split, text_encoder, tokenise)
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
@@ -322,7 +323,7 @@ class Run:
     train: Sequences | None = None
     val: Sequences | None = None
     passkeys: Passkeys | None = None
-    resume: Path | None = None
+    resume: Checkpoint | None = None
     samples: int = 0  # sequences that a resumed run has seen
     data: dict = dataclasses.field(default_factory=dict)  # fingerprint of both
     hardware: Hardware | None = None
@@ -396,7 +397,7 @@ def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
 Chosen = tuple[Config, ModelConfig, Callable | None, dict]  # cfg, model, pretrained, source of Run
 
 
-def choose_model(cfg: Config, device: torch.device, resumed: Path | None) -> Chosen:
+def choose_model(cfg: Config, device: torch.device, resumed: Checkpoint | None) -> Chosen:
     """Return the flags with the model's name, the model of --model or --init, and for --init hf:DIR
     name -> tensor and DIR's config.json. A run that resumes has them from its checkpoint, unless
     flags name them. Raises ValueError."""
@@ -422,25 +423,24 @@ def choose_model(cfg: Config, device: torch.device, resumed: Path | None) -> Cho
             hint = f"; nearest: {near[0]}" if near else ""
             raise ValueError(f"--model {name}: auto, {', '.join(MODELS)}{hint}")
         model = MODELS[name]
-    trained = checkpoint.read_meta(resumed)["model"] if resumed else {}
+    trained = resumed.meta["model"] if resumed else {}
     if trained.get("rope_scaling") == model.rope_scaling:  # it may have been trained at more
         model = dataclasses.replace(model, max_positions=trained["max_positions"])
     return dataclasses.replace(cfg, model=name), with_rope(cfg, model), pretrained, source
 
 
-def resumed_model(cfg: Config, folder: Path) -> Chosen:
+def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     """Return what choose_model does, of the checkpoint to resume. The flags that made it may be
     repeated or left out. Raises ValueError."""
-    meta = checkpoint.read_meta(folder)
-    old = recorded_flags(folder, meta)
+    old = recorded_flags(resumed)
     try:
-        model = ModelConfig(**meta["model"])
+        model = ModelConfig(**resumed.meta["model"])
     except (TypeError, ValueError) as e:
-        raise ValueError(f"--resume: {folder} is of another model: {e}") from e
+        raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = dataclasses.replace(cfg, model=old.model, init=old.init,
                               rope_scaling=cfg.rope_scaling or old.rope_scaling,
                               rope_theta=cfg.rope_theta or old.rope_theta)
-    return cfg, with_rope(cfg, model, old.rope_scaling), None, meta["source"]
+    return cfg, with_rope(cfg, model, old.rope_scaling), None, resumed.meta["source"]
 
 
 def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
@@ -458,7 +458,7 @@ def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
 
 
 def machine(cfg: Config, rank: int, world: int, local_rank: int,
-            resumed: Path | None = None) -> Run:
+            resumed: Checkpoint | None = None) -> Run:
     """Return the run as far as flags, devices and the model settle it; resumed: the checkpoint that
     it continues from. Raises ValueError for what cannot work, with numbers."""
     device = choose_device(cfg, local_rank)
@@ -540,9 +540,8 @@ def kept_flags(cfg: Config, old: Config, step: int) -> dict:
     return {name: value for name, value in kept.items() if getattr(cfg, name) in (None, "auto")}
 
 
-def with_files(run: Run, folder: Path | None) -> Run:
-    """Return the run with its data and the checkpoint that it resumes, folder. Raises
-    ValueError."""
+def with_files(run: Run, resumed: Checkpoint | None) -> Run:
+    """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
     cfg = run.cfg
     corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab, cfg.token_bytes)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
@@ -556,37 +555,38 @@ def with_files(run: Run, folder: Path | None) -> Run:
              "schedule": "cosine", "min_lr": 0.1, "warmup": cfg.steps // 20,
              "decay_steps": cfg.steps}
     samples = 0
-    if folder is not None:
+    if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        checkpoint.check_same_model(folder, run.model, {"max_positions", "tied"} | by_hand)
-        meta = checkpoint.read_meta(folder)
-        old = recorded_flags(folder, meta)
-        samples = meta["samples"] * old.seq // cfg.seq
-        kept = kept_flags(cfg, old, meta["step"])
+        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
+        old = recorded_flags(resumed)
+        samples = resumed.meta["samples"] * old.seq // cfg.seq
+        kept = kept_flags(cfg, old, resumed.meta["step"])
         if kept and run.rank == 0:
-            print(f"kept from {folder}: " + " ".join(
+            print(f"kept from {resumed.folder}: " + " ".join(
                 f"--{name.replace('_', '-')} {value}" for name, value in kept.items()))
         usual |= kept
     cfg = dataclasses.replace(cfg, **{name: value for name, value in usual.items()
                                       if getattr(cfg, name) in (None, "auto")})
     if asked is not None and asked < cfg.warmup:
         raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
-    return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=folder,
+    return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=resumed,
                    samples=samples, data=fingerprint(corpora))
 
 
-def recorded_flags(folder: Path, meta: dict) -> Config:
+def recorded_flags(resumed: Checkpoint) -> Config:
     """Return the flags that a checkpoint was made with: those that it does not know have their
     defaults. Raises ValueError for one of another type."""
-    known = {f.name: f for f in dataclasses.fields(Config) if f.name in meta["config"]}
+    folder = resumed.folder
+    recorded = resumed.meta["config"]
+    known = {f.name: f for f in dataclasses.fields(Config) if f.name in recorded}
     for name, f in known.items():
-        value = meta["config"][name]
+        value = recorded[name]
         types = typing.get_args(f.type) or (f.type,)
         if float in types:
             types += (int,)
         if type(value) not in types:
             raise ValueError(f"--resume: {folder} has --{name.replace('_', '-')} {value!r}")
-    old = Config(**{name: meta["config"][name] for name in known})
+    old = Config(**{name: recorded[name] for name in known})
     if None in [getattr(old, name) for name in ("seq", "batch", *SCHEDULE)]:
         raise ValueError(f"--resume: {folder} does not say its --seq, --batch or schedule")
     return old
@@ -1028,7 +1028,7 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
         return 0
     checkpoint.load_checkpoint(states, run.resume)
-    meta = checkpoint.read_meta(run.resume)
+    meta = run.resume.meta
     if meta["data"] != run.data:
         print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
                "what was drawn may come again")
@@ -1036,7 +1036,7 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
                for name, value in dataclasses.asdict(cfg).items()
                if meta["config"].get(name) != value and name not in ("resume", "out", "device")]
     text = f"; changed: {', '.join(changed)}" if changed else ""
-    print0(f"resumed {run.resume} at step {meta['step']}{text}")
+    print0(f"resumed {run.resume.folder} at step {meta['step']}{text}")
     return meta["step"]
 
 
@@ -1439,8 +1439,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     start = load_weights(run, model, states, print0)
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
-    last = start if start < cfg.steps else None  # what trains nothing takes nothing back
-    on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, last)
+    on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps)
                  if run.rank == 0 else None)
     saver = make_saver(run, states, print0)
     return train(run, model, states, saver, start, launch, heartbeat, print0)
