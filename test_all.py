@@ -2795,6 +2795,9 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
     rows = log(tmp_path)
     assert [r.get("skipped", False) for r in rows[-3:]] == [True] * 3 and len(rows) < 20
     assert rows[-1]["grad_norm"] is None and (tmp_path / "latest" / "meta.json").exists()
+    text = run([*QUICK, "--lr", "1e30", "--warmup", "0", "--clip", "0", "--max-skips", "1",
+                "--save-every", "-1", "--out", tmp_path / "two"], 2, expect=1)
+    assert text.count("train.py: the loss or the gradient was not finite") == 1  # of all ranks
 
 
 def test_ranks_and_micro_batches(tmp_path):

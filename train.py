@@ -1495,7 +1495,7 @@ def main(argv: list[str] | None = None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     if trouble:
-        sys.exit(f"train.py: {trouble}")
+        sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
 
 
 if __name__ == "__main__":
