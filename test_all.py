@@ -180,7 +180,11 @@ def run(args, ranks: int = 0, code: str = "", expect: int = 0, **env) -> str:
 
 
 def log(out) -> list[dict]:
-    return [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
+    def refuse(name):
+        raise ValueError(f"{name} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse)
+            for line in (Path(out) / "log.jsonl").read_text().splitlines()]
 
 
 def losses(out) -> list:
@@ -2740,6 +2744,11 @@ def test_eval_alone(tmp_path, capsys, monkeypatch):
     assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
     assert drawn[2:4] == [("step 4", [1, 2, 4, 8, 16, 32]), ("step 2", [1, 2, 4, 8, 16, 32])]
     assert (tmp_path / "a" / "position.png").read_bytes()[1:4] == b"PNG"
+    (tmp_path / "same.txt").write_text("x" * 999)  # whose every label is ignored
+    train.main([*QUICK, "--steps", "0", "--eval-every", "1", "--out", f"{tmp_path}/b", "--data",
+                f"{tmp_path}/same.txt", "--ignore-token", str(ord("x"))])
+    assert "step 0 val_loss none (all labels are ignored)\n" in capsys.readouterr().out
+    assert log(tmp_path / "b") == [{"step": 0, "val_loss": None, "val_loss_by_position": []}]
     hf_model(tmp_path / "in")
     for has in (False, True):
         if has:
@@ -2798,6 +2807,17 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
     text = run([*QUICK, "--lr", "1e30", "--warmup", "0", "--clip", "0", "--max-skips", "1",
                 "--save-every", "-1", "--out", tmp_path / "two"], 2, expect=1)
     assert text.count("train.py: the loss or the gradient was not finite") == 1  # of all ranks
+
+
+def test_eval_that_is_not_finite_is_drawn(tmp_path, monkeypatch, capsys):
+    """In the log it is null, since NaN is no JSON."""
+    found = {"val_loss": torch.nan, "val_loss_by_position": [[0, torch.inf], [1, 2.5]]}
+    monkeypatch.setattr(train, "evaluate", lambda *_: found)
+    train.main([*QUICK, "--steps", "0", "--eval-every", "1", "--out", f"{tmp_path}"])
+    assert log(tmp_path) == [
+        {"step": 0, "val_loss": None, "val_loss_by_position": [[0, None], [1, 2.5]]}]
+    assert "step 0 val_loss nan\n" in capsys.readouterr().out
+    assert (tmp_path / "position.png").exists()
 
 
 def test_ranks_and_micro_batches(tmp_path):

@@ -966,9 +966,9 @@ def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
 
 @torch.no_grad()
 def evaluate(run: Run, model: LLaMA) -> dict:
-    """Return what a row of the log says of a validation: the mean loss over the first sequences;
-    that of positions from 0, 1, 2, 4, 8 ... on, as [first position, loss]; and pass keys. A
-    collective of all ranks."""
+    """Return what a row of the log says of a validation: the mean loss over the first sequences,
+    None if all their labels are ignored; that of positions from 0, 1, 2, 4, 8 ... on, as [first
+    position, loss]; and pass keys. A collective of all ranks."""
     count = min(run.val.count, run.cfg.eval_sequences)
     firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
     part = torch.bucketize(local_positions(run), firsts, right=True)  # (T/sp,), 0 for position 0
@@ -980,7 +980,7 @@ def evaluate(run: Run, model: LLaMA) -> dict:
     loss, valid = total.sum(0).tolist()
     by_position = [[first, loss / n]
                    for first, (loss, n) in zip([0, *firsts.tolist()], total.tolist()) if n]
-    found = {"val_loss": loss / max(1, valid), "val_loss_by_position": by_position}
+    found = {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
     return found | (evaluate_passkeys(run, model) if run.passkeys else {})
 
 
@@ -1005,7 +1005,9 @@ def evaluate_passkeys(run: Run, model: LLaMA) -> dict:
 
 
 def describe_evaluation(found: dict) -> str:
-    text = f"val_loss {found['val_loss']:.4f}"
+    text = "val_loss none (all labels are ignored)"
+    if found["val_loss"] is not None:
+        text = f"val_loss {found['val_loss']:.4f}"
     if "passkey" in found:
         right = " ".join(f"{fraction:.2f}" for fraction in found["passkey"].values())
         whole, loss = (sum(found[name].values()) / len(DEPTHS)
@@ -1195,10 +1197,9 @@ class Log:
         self.print0(" ".join(parts), flush=True)
         if self.file is None:
             return
-        row = {"step": step, "loss": finite_or_none(facts.loss),
-               "grad_norm": finite_or_none(facts.norm), "lr": lr, "tgs": tgs, "mfu_causal": mfu[0],
-               "mfu_full": mfu[1], "gpu_gib": facts.gpu_gib or None, "host_gib": facts.host_gib,
-               "seconds": seconds}
+        row = {"step": step, "loss": facts.loss, "grad_norm": facts.norm, "lr": lr, "tgs": tgs,
+               "mfu_causal": mfu[0], "mfu_full": mfu[1], "gpu_gib": facts.gpu_gib or None,
+               "host_gib": facts.host_gib, "seconds": seconds}
         row |= found or {}
         if not facts.finite:
             row["skipped"] = True
@@ -1214,7 +1215,7 @@ class Log:
 
     def append(self, row: dict) -> None:
         try:
-            print(json.dumps(row), file=self.file, flush=True)
+            print(json.dumps(finite_or_none(row)), file=self.file, flush=True)
             self.failed = ""
         except OSError as e:  # the disk is full; what is not written is tried again with the next
             self.failed = f"log.jsonl cannot be written: {e.strerror}"
@@ -1235,8 +1236,13 @@ class Log:
             self.print0(f"{out}: log.jsonl or loss.png could not be written: {why}")
 
 
-def finite_or_none(x: float | None) -> float | None:
-    return x if x is not None and math.isfinite(x) else None
+def finite_or_none(x):
+    """Return a row of the log with None for numbers that are not finite, which JSON has not."""
+    if isinstance(x, dict):
+        return {key: finite_or_none(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [finite_or_none(value) for value in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def draw_losses(out: Path) -> None:
