@@ -197,7 +197,7 @@ class Sequences:
 
 def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:
     """Return training and validation sequences; these are a twentieth from the end, at least one,
-    where there is no val. Raises ValueError with the longest legal --seq."""
+    where there is no val. Raises ValueError with the longest legal --seq, if there is one."""
     if val is None:
         needs = [(corpus, 2, "training and validation")]
     else:
@@ -205,8 +205,11 @@ def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequ
     for part, windows, what in needs:
         longest = max(0, (len(part) - 1) // windows)
         if seq > longest:
+            nearest = f"the longest that fits is --seq {longest}"
+            if longest == 0:
+                nearest = f"even --seq 1 needs {windows + 1}"
             raise ValueError(f"--seq {seq}: the data has {len(part)} tokens, too few for {what}; "
-                             f"the longest that fits is --seq {longest}")
+                             f"{nearest}")
     count = (len(corpus) - 1) // seq
     if val is not None:
         return (Sequences(corpus, 0, count, seq, seed),

@@ -3502,6 +3502,8 @@ REFUSED = {
     "data missing": ("--data {tmp}/no", "no such file"),
     "data empty": ("--data {tmp}/empty", "no files"),
     "data short": ("--data {tmp}/short.txt", "--seq 32.*20 tokens.*--seq 9"),
+    "data of one token": ("--data {tmp}/one.txt", "--seq 32: the data has 1 tokens, too few for "
+                          "training and validation; even --seq 1 needs 3$"),
     "data torn": ("--data {tmp}/odd.bin", "odd.bin is not a whole number of 2-byte"),
     "data vocabulary": ("--data {tmp}/big.bin", "token 3 is 999.*255"),
     "out": ("--out {tmp}/short.txt/x", "short.txt/x cannot be written"),
@@ -3557,6 +3559,7 @@ def test_refused(case, tmp_path, monkeypatch):
     (tmp_path / "locked.txt").write_text("x" * 1000)
     (tmp_path / "empty").mkdir()
     (tmp_path / "short.txt").write_text("x" * 20)
+    (tmp_path / "one.txt").write_text("x")
     (tmp_path / "odd.bin").write_bytes(b"x" * 2001)
     ids = np.zeros(500, "<u2")
     ids[3] = 999
