@@ -110,21 +110,21 @@ def write_states(path: Path, parts: dict[str, StatePart]) -> tuple[dict, dict[st
         write_at(file.fileno(), data, offset)
         return zlib.crc32(data)
 
-    stored = {}
+    begins = {name: len(head) + entry["data_offsets"][0] for name, entry in header.items()}
+    sums = {}  # name: futures of its extents' checksums
     with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
         file.write(head)
         file.flush()
         for name, part in parts.items():
-            offset = len(head) + header[name]["data_offsets"][0]
             extents = part.values.split(SUM_BYTES // part.values.itemsize)
-            offsets = itertools.count(offset, SUM_BYTES)
-            sums = [pool.submit(write, *job) for job in zip(extents, offsets)]
-            stored[name] = {"dtype": header[name]["dtype"], "shape": part.shape, "parts": [
-                StoredPart(path.name, offset, part.start, part.values.numel(), sums)]}
-        for entry in stored.values():
-            part, = entry["parts"]
-            part.crc32[:] = [crc.result() for crc in part.crc32]
-            entry["parts"] = [asdict(part)]
+            offsets = itertools.count(begins[name], SUM_BYTES)
+            sums[name] = [pool.submit(write, *job) for job in zip(extents, offsets)]
+        stored = {}
+        for name, part in parts.items():
+            crc32 = [crc.result() for crc in sums[name]]
+            where = StoredPart(path.name, begins[name], part.start, part.values.numel(), crc32)
+            stored[name] = {"dtype": header[name]["dtype"], "shape": part.shape,
+                            "parts": [asdict(where)]}
         os.fsync(file.fileno())
     return {"bytes": len(head) + end, "header": [len(head), zlib.crc32(head)]}, stored
 
