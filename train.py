@@ -1395,8 +1395,8 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     if memory:
         memory.give_back()
     saver.finish()
-    unsaved = saved != step or saver.failed or not (run.resume or step or cfg.evaluates_alone)
-    if cfg.save_every >= 0 and unsaved:
+    first_weights = step == 0 and not run.resume and not cfg.evaluates_alone  # of --steps 0
+    if cfg.save_every >= 0 and (saved != step or saver.failed or first_weights):
         saver.begin(checkpoint_meta(run, step, samples, launch))
         saver.finish()
     if skipped:
