@@ -36,8 +36,8 @@ import numpy as np
 SCAN_TOKENS = 2**24  # that a rank checks at a time
 SAMPLES = 16  # blocks of a file, and
 SAMPLE_BYTES = 4096  # of each, that a fingerprint reads
-PIECE_CHARS = 2**17  # of text that is tokenised at once ...
-PIECES = 64  # ... with so many others, on as many threads as the machine has
+SEGMENT_CHARS = 2**17  # of text that is tokenised at once ...
+BATCH_SEGMENTS = 64  # ... with so many others, on as many threads as the machine has
 EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 # of the standard library: what differs between machines
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -305,9 +305,9 @@ def tokenise(data: str, folder: str, cache: Path, vocab: int) -> Path | None:
     if no earlier run did; None if the data are ids already. Its name follows from names, sizes and
     times of the files, and from the tokenizer. After each file comes the id that ends a text.
 
-    Text is read in pieces that are cut after a line (a line longer than PIECE_CHARS anywhere), so
-    files may be larger than memory. No token spans a cut: a run of blank lines there becomes two
-    tokens, and a tokenizer that begins each text with a space begins each piece with one. vocab:
+    Text is read in segments that are cut after a line (a line longer than SEGMENT_CHARS anywhere),
+    so files may be larger than memory. No token spans a cut: a run of blank lines there becomes two
+    tokens, and a tokenizer that begins each text with a space begins each segment with one. vocab:
     the model's. Raises ValueError or OSError; then nothing is left in `cache`.
     """
     files, val = find_files(data)
@@ -326,11 +326,11 @@ def tokenise(data: str, folder: str, cache: Path, vocab: int) -> Path | None:
     writing = cache / f"{path.name}.{os.getpid()}.tmp"
     print(f"--tokenizer {folder}: each text ends with {tokenizer.id_to_token(eos)!r}", flush=True)
     show = tokenise_progress(sum(s.st_size for s in stats))
-    texts = pieces(files)
+    segments = read_segments(files)
     largest = eos
     try:
         with open(writing, "wb") as out:
-            while batch := list(itertools.islice(texts, PIECES)):
+            while batch := list(itertools.islice(segments, BATCH_SEGMENTS)):
                 encoded = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
                 rows = (e.ids if text else [eos] for text, e in zip(batch, encoded))
                 ids = np.array(list(itertools.chain.from_iterable(rows)), np.int64)
@@ -350,14 +350,14 @@ def tokenise(data: str, folder: str, cache: Path, vocab: int) -> Path | None:
     return path
 
 
-def pieces(files: list[Path]) -> Iterator[str]:
-    """Yield the text of files in pieces that end with a line, and after each file an empty one.
+def read_segments(files: list[Path]) -> Iterator[str]:
+    """Yield the text of files in segments that end with a line, and after each file an empty one.
     Raises ValueError if a file is not text."""
     for file in files:
         try:
             with open(file, encoding="utf-8", newline="") as text:
-                while piece := text.read(PIECE_CHARS):
-                    yield piece + text.readline(PIECE_CHARS)
+                while segment := text.read(SEGMENT_CHARS):
+                    yield segment + text.readline(SEGMENT_CHARS)
         except UnicodeDecodeError as e:
             raise ValueError(f"--data: {file} is not UTF-8 text: {e}; without --tokenizer any file "
                              "is read as bytes") from None

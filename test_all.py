@@ -2531,8 +2531,8 @@ def test_data_tokenised_text(tmp_path, monkeypatch, capsys):
     assert f" MiB: {len(whole):,} tokens" in capsys.readouterr().out
     assert tokenise() == path and capsys.readouterr().out == ""  # of the earlier run
     os.utime(tmp_path / "text" / "2.txt", (1, 1))
-    monkeypatch.setattr(data, "PIECE_CHARS", 52)
-    monkeypatch.setattr(data, "PIECES", 3)
+    monkeypatch.setattr(data, "SEGMENT_CHARS", 52)
+    monkeypatch.setattr(data, "BATCH_SEGMENTS", 3)
     again = tokenise()
     ids = np.fromfile(again, "<u2").tolist()
     assert again != path and len(ids) > len(whole)  # the long line was cut
