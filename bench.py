@@ -4,6 +4,8 @@
                                                  it holds: table step, under ten minutes
     python bench.py --quick                      the same with a small model, in a minute
     torchrun --nproc_per_node 8 bench.py long    another table, of all GPUs together
+    torchrun --nproc_per_node 8 bench.py --profile NAME    what planner.py wants to know of a
+                                                 machine, as results/profiles/NAME.json
 
 A row is a Config (train.py's flags), which train.run_step runs on random tokens, and what was
 measured. Each table prints first what the hardware allows, measured in the same run (a matrix
@@ -42,11 +44,12 @@ import offload
 import planner
 import train
 from attention import Attention, Exchange, Groups, pick_kernel
+from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, compare_methods, read_trace, write_plan
 from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, param_count,
                    rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
-from planner import Constraints, Hardware, Plan, Sizes, peak_flops, plan_activations, state_bytes
+from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
 from shard import STREAMS, Factors, States
 from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
 
@@ -1113,6 +1116,9 @@ def parse() -> argparse.Namespace:
                         help=f"of {', '.join(TABLES)}; default: step")
     parser.add_argument("--quick", action="store_true",
                         help="table step with a small model, in a minute")
+    parser.add_argument("--profile", default="", metavar="NAME", help="measure the rates that "
+                        "planner.py predicts by, on all ranks, in two minutes, and write "
+                        "results/profiles/NAME.json; no table")
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
                         "out/results on a CPU, whose figures README does not show")
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
@@ -1204,6 +1210,23 @@ def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) ->
     return {"table": name, **results}, stopped
 
 
+def write_profile(bench: Bench, name: str, per_node: int, hardware: str) -> None:
+    """Measure what this machine does, and write it for planner.py. A collective."""
+    launcher = f"torchrun --nproc_per_node {bench.world}" if bench.world > 1 else "python"
+    about = {"hardware": hardware, "versions": versions(), "commit": commit(),
+             "command": f"{launcher} bench.py --profile {name}"}
+    effort = FULL if bench.gpu else ON_CPU
+    profile = measure_profile(name, bench.device, bench.dtype, bench.kernel(), per_node, effort,
+                              about)
+    if "host_memory" in bench.memory:  # some machines show less than they have
+        profile = dataclasses.replace(profile, host_bytes=float(bench.memory["host_memory"]))
+    path = PROFILES / f"{name}.json" if bench.gpu else bench.out / f"profile-{name}.json"
+    if bench.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(profile_text(profile))
+        print(f"wrote {path}")
+
+
 def main() -> None:
     args = parse()
     gpu = torch.cuda.is_available()
@@ -1229,13 +1252,17 @@ def main() -> None:
     if count > world == 1:
         bench.print0(f"one of {count} GPUs; all of them: torchrun --nproc_per_node {count} "
                      f"bench.py {' '.join(args.tables)}")
+    if args.profile:
+        write_profile(bench, args.profile, int(os.environ.get("LOCAL_WORLD_SIZE", world)), hardware)
+        args.tables = []
     last = []
     stopped = False
     for name in args.tables:
         if not stopped:
             results, stopped = measure(bench, args, name, hardware)
             last.append(results)
-    bench.print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
+    if last:
+        bench.print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
     if stopped:  # in the middle of something: other ranks may wait in it
         sys.stdout.flush()
         os._exit(130)

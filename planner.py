@@ -1,20 +1,24 @@
 """Which factors? How many ranks share a sequence, how states are sharded, how many sequences run at
 once, and what layers keep: by predicted time and counted bytes.
 
+    python planner.py --model 7b --ranks 8 --per-node 8 --seq 1M --cluster h200x8
     plan(constraints, model, hardware) -> [Plan]        best first, a pure function
 
-Constraints are what the flags of a command say, None where they leave it open. Of every combination
-that they allow, bytes are counted (memory), a small mixed-integer program decides what layers keep
-(plan_activations), and the least predicted time a token wins,
+Constraints are what the flags of a command say, None where they leave it open. A plan is a value
+for each row of DEGREES; costs.py says what it takes,
 
-    seconds of a micro-batch = 3 * forward + lost to recomputation and copies + AdamW's / M,
+    least  seconds of a step / its tokens     subject to  bytes <= memory of a GPU, of the host
 
-ties going to fewer ranks a sequence, larger micro-batches, less host memory, fewer shards. It is
-called twice: with a device's rates (RATES; of one that is not in the table, as measured at start),
-and, for the degrees that won, with the times of a layer that `measure` took on this machine.
+(AMSP, section IV, with InternEvo's degrees and Memo's activations.) The search is exact: it looks
+first where a bound that leaves out communication is least, then at the time of all overlapped
+communication, then solves what layers keep (plan_activations, a small mixed-integer program), and
+stops when no bound is below the best plans found. Ties, within 0.2 %, go to fewer ranks a
+sequence, larger micro-batches, less host memory, fewer shards (`preference`).
 
-Left out, and to come here: the time of communication that computation does not hide, profiles of
-clusters, tensor and pipeline degrees.
+train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of a
+layer that `measure` took on this machine.
+
+Left out: ring, tensor and pipeline degrees and states on the host, rows of DEGREES to come.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
 gradients and optimizer states, sp ranks that share a sequence; in plan_activations n layers, c
@@ -22,10 +26,11 @@ chunks of one, k resident layers.
 """
 import contextlib
 import dataclasses
-import functools
+import heapq
+import itertools
+import json
 import math
-import re
-import time
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,124 +38,106 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from scipy.optimize import Bounds, LinearConstraint, milp
 
 import model as llama
-from attention import MAX_ELEMENTS, Attention, legal_sp
-from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count, rope_tables
+from attention import Attention, legal_sp
+from costs import (Estimator, Memory, Plan, activation_bytes, computation_seconds, host_bytes,
+                   layer_bytes, layer_peaks, layer_seconds, loss_peak, resident_bytes,
+                   state_bytes, step_seconds, weight_buffer_bytes)
+from hardware import Profile, Stopwatch, load_profile, profile_names, scaled
+from model import (ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables)
 from offload import GIB, ActivationPlan, block_saves
-from shard import (OPTIMIZER, Factors, check_factors, legal_factors, parse_mesh, parse_strategy)
+from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
+                   parse_strategy)
 
-# ---------------------------------------------------------------------------- hardware
+# ---------------------------------------------------------------------------- constraints
 
 
 @dataclass(frozen=True)
-class Rates:
-    """What a device does in a second: to compare plans before anything runs."""
+class Sizes:
+    """Bytes of one layer on one rank, and seconds of its forward."""
 
-    matmul: float  # FLOP/s of a layer's matrix products, bf16 on GPUs
-    attention: float  # FLOP/s of causal attention's forward, half of the matrix counted
-    memory: float  # bytes/s read and written
-    host: float  # bytes/s to the host, while all GPUs of a node copy
-    peer: float  # bytes/s that a GPU sends to others of its node
-    source: str
-    peak: float | None = None  # dense bf16 FLOP/s of the data sheet; None: unknown, so no MFU
-
-
-def shares_of(peak: float, memory: float, peer: float, host: float, source: str) -> Rates:
-    """Rates that nobody measured here: of the data sheet, the shares that an H200 reaches."""
-    return Rates(0.75 * peak, 0.62 * peak, 0.81 * memory, 0.7 * host, 0.55 * peer,
-                 f"data sheet ({source}), by the shares that an H200 reaches of its own", peak)
+    input: int  # x
+    attn: int  # o and the log-sum-exp
+    intermediates: int  # what a block saves beside them: q, k, v, h, gate|up
+    layer_s: float  # forward
+    recompute_s: float  # of it, what recomputing the intermediates takes
+    attn_s: float  # of it, attention
 
 
-RATES = {  # by PyTorch's device name; data sheets: dense bf16, memory, NVLink one way, PCIe one way
-    r"A100.*40GB": shares_of(312e12, 1.555e12, 300e9, 32e9, "NVIDIA A100 40GB"),
-    r"A800": shares_of(312e12, 2.039e12, 200e9, 32e9, "NVIDIA A800 80GB"),
-    r"A100": shares_of(312e12, 2.039e12, 300e9, 32e9, "NVIDIA A100 80GB"),
-    r"H100 PCIe": shares_of(756e12, 2.0e12, 64e9, 64e9, "NVIDIA H100 PCIe"),
-    r"H(100|200) NVL": shares_of(835e12, 3.9e12, 300e9, 64e9, "NVIDIA H100 NVL"),
-    # eight H200s at once copy to the host at 22 GB/s each, one of either kind alone at 55
-    r"H100|H800": Rates(700e12, 487e12, 2.7e12, 22e9, 250e9, "measured on one, with cuDNN's "
-                        "attention; several: as H200s", 989.4e12),
-    r"H200": Rates(742e12, 613e12, 3.9e12, 22e9, 250e9, "measured", 989.4e12),
-    r"B200": shares_of(2250e12, 7.7e12, 900e9, 64e9, "NVIDIA B200"),
-    r"CPU": Rates(1e11, 5e10, 1e10, 5e9, 1e9, "a guess at a few cores: only ratios matter"),
-}
+@dataclass(frozen=True)
+class Constraints:
+    """What a command fixes; None, or an empty text, is open. Fields are train.py's flags."""
+
+    seq: int
+    dtype: torch.dtype
+    default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
+    most_sequences: int | None = None  # that the data has
+    resumes: bool = False  # a run, whose batch it keeps
+    batch: int | None = None
+    micro_batch: int | None = None
+    sp: int | None = None
+    head_groups: int | None = None
+    p: str | None = None
+    g: str | None = None
+    os: str | None = None
+    strategy: str = ""
+    os_layout: str = "auto"
+    layers_run: str = ""  # none, auto, full: which `fix` has found
+    overlap: str = ",".join(STREAMS)
+    reduce_dtype: str = "auto"
+    recompute: str = "auto"
+    chunk: int | None = None
+    alpha: float | None = None
+    resident_layers: int | None = None
 
 
-def known_rates(device_name: str) -> Rates | None:
-    """Return a device's row of RATES, by PyTorch's name of it; None if it is not there."""
-    hits = (v for k, v in RATES.items() if re.search(rf"\b({k})\b", device_name))
-    return next(hits, None)
+def constraints_of(flags, dtype: torch.dtype, default_batch: int,
+                   most_sequences: int | None = None, resumes: bool = False) -> Constraints:
+    """Return the constraints of flags, an object whose attributes have the names of fields."""
+    known = {f.name for f in dataclasses.fields(Constraints)} & set(vars(flags)) - {"dtype"}
+    given = {name: getattr(flags, name) for name in known}
+    return Constraints(**given, dtype=dtype, default_batch=default_batch,
+                       most_sequences=most_sequences, resumes=resumes)
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Return dense bf16 FLOP/s of a device, None if it is not in the table: no MFU, then."""
-    rates = known_rates(device_name)
-    return rates.peak if rates else None
+@dataclass(frozen=True)
+class Hardware:
+    """The ranks, and what one of them has."""
+
+    ranks: int
+    per_node: int  # ranks of a node
+    profile: Profile
+    gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
+    host_budget: float = 2.0**60  # bytes of host memory of a rank to swap to
+    measured: tuple[Sizes, float] | None = None  # of `measure`: a layer, and bytes/s to the host
 
 
-def least_seconds(fn: Callable, repeats: int, device: torch.device) -> float:
-    """Return the least seconds of a call, after one that warms up, on the slowest rank. A
-    collective."""
-    times = []
-    for _ in range(repeats + 1):
-        dist.barrier()  # all ranks copy and send at the same time
-        start = time.perf_counter()
-        fn()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(min(times[1:]), device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.item()
+def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
+    """Raise ValueError for constraints that no plan meets, whatever memory there is."""
+    wanted_factors(constraints, ranks, per_node)
+    legal_degrees(constraints, model, ranks)
+    k = constraints.resident_layers
+    alpha = constraints.alpha
+    if k and k > model.layers:
+        raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the "
+                         f"model's {model.layers}")
+    if alpha and model.layers <= 2:
+        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and the model has "
+                         f"{model.layers}")
+    if alpha and k == model.layers:
+        raise ValueError(f"--alpha {alpha}: no layer swaps if all {model.layers} are resident")
 
 
-def measure_rates(device: torch.device, dtype: torch.dtype, kernel: str) -> Rates:
-    """Measure this device, and all ranks at once what they copy and send, in seconds; the slowest
-    rank's. A collective."""
-    gpu = device.type == "cuda"
-    n, heads, seq = (4096, 16, 8192) if gpu else (512, 4, 512)
-    size = 2**28 if gpu else 2**22
-
-    def seconds(fn) -> float:
-        return least_seconds(fn, 10, device)
-
-    x = torch.randn(2 * n, n, device=device).to(dtype)
-    w = torch.randn(n, n, device=device).to(dtype)
-    q = torch.randn(1, seq, heads, 128, device=device).to(dtype)
-    here = torch.zeros(size, dtype=torch.uint8, device=device)
-    there = torch.zeros(size, dtype=torch.uint8, pin_memory=gpu)
-    attention = Attention(kernel)
-    twice = torch.empty_like(here)
-    world = dist.get_world_size()
-    host = size / seconds(lambda: there.copy_(here, non_blocking=True))
-    peer = host
-    if world > 1:
-        part = here[: size // world * world]
-        peer = part.numel() / seconds(
-            lambda: dist.all_to_all_single(twice[: part.numel()], part))
-    return Rates(matmul=4 * n**3 / seconds(lambda: x @ w),
-                 attention=2 * heads * 128 * seq**2 / seconds(lambda: attention.forward(q, q, q)),
-                 memory=2 * size / seconds(lambda: twice.copy_(here)),
-                 host=host, peer=peer, source="measured at start")
-
-
-def find_rates(name: str, device: torch.device, dtype: torch.dtype, kernel: str,
-               say=print) -> Rates:
-    """Return a device's rates by its name, or as measured here, if it is not in RATES on any rank.
-    A collective."""
-    rates = known_rates(name)
-    unknown = torch.tensor(float(rates is None), device=device)
-    dist.all_reduce(unknown, dist.ReduceOp.MAX)
-    if unknown.item():
-        rates = measure_rates(device, dtype, kernel)
-        say(f"{name}: not in the table of rates; measured: matrix products "
-            f"{rates.matmul / 1e12:.3g} TFLOP/s, attention {rates.attention / 1e12:.3g}, memory "
-            f"{rates.memory / 1e9:.0f} GB/s, to the host {rates.host / 1e9:.0f}, to other ranks "
-            f"{rates.peer / 1e9:.0f}; no MFU, whose peak comes from data sheets alone", flush=True)
-    return rates
+def fix(constraints: Constraints, chosen: Plan) -> Constraints:
+    """Return constraints that leave open what layers keep, alone."""
+    f = chosen.factors
+    if not constraints.strategy:
+        constraints = dataclasses.replace(constraints, p=str(f.p), g=str(f.g), os=str(f.os))
+    return dataclasses.replace(
+        constraints, sp=chosen.sp, batch=chosen.batch, micro_batch=chosen.micro_batch,
+        head_groups=chosen.head_groups, chunk=chosen.chunk, os_layout=chosen.os_layout,
+        layers_run=chosen.recompute)
 
 
 def group_limit() -> int | None:
@@ -178,172 +165,34 @@ def host_limit(asked: int | None = None) -> int:
     return (allowed or total) * 7 // 8 if asked is None else asked
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one layer on one rank, and seconds of its forward."""
-
-    input: int  # x
-    attn: int  # o and the log-sum-exp
-    intermediates: int  # what a block saves beside them: q, k, v, h, gate|up
-    layer_s: float  # forward
-    recompute_s: float  # of it, what recomputing the intermediates takes
-    attn_s: float  # of it, attention
+GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 
 
-# ---------------------------------------------------------------------------- bytes
+def gpu_budget(device: torch.device, asked: int | None) -> float:
+    """Return the bytes of a device to plan with. asked: --gpu-memory."""
+    if device.type == "cpu":
+        return GPU_SHARE * (asked or 2**60)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return GPU_SHARE * min(total, asked or total)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a device, by what they are for."""
-
-    lasting: dict[str, float]  # through a step
-    peaks: dict[str, dict[str, float]]  # moment that may be the highest: what lives then, too
-
-    def highest(self) -> str:
-        """Return the moment at which most is needed."""
-        return max(self.peaks, key=lambda moment: sum(self.peaks[moment].values()))
-
-    def total(self) -> float:
-        return sum(self.lasting.values()) + sum(self.peaks[self.highest()].values())
-
-    def describe(self) -> str:
-        """Return lines for people: the terms of each moment in GiB."""
-        def gib(terms: dict[str, float]) -> str:
-            return ", ".join(f"{name} {value / GIB:.2f}" for name, value in terms.items() if value)
-
-        lines = [f"memory a device, GiB: {gib(self.lasting)}"]
-        for moment, terms in self.peaks.items():
-            mark = " (the highest)" if moment == self.highest() else ""
-            lines.append(f"  at {moment}{mark}: {sum(terms.values()) / GIB:.2f}: {gib(terms)}")
-        return "\n".join(lines + [f"  {self.total() / GIB:.2f} GiB in all"])
-
-
-def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1): x; o and the
-    log-sum-exp; what model.Block saves beside them, as it really does."""
-    e = dtype.itemsize
-    accum_bytes = accumulation_dtype(dtype).itemsize
-    heads = cfg.heads * cfg.head_dim
-    qkv = (heads + 2 * cfg.kv_heads * cfg.head_dim) * e
-    intermediates = tokens * qkv + block_saves(cfg, tokens, dtype).bytes()
-    return tokens * cfg.dim * e, tokens * (heads * e + cfg.heads * accum_bytes), intermediates
-
-
-def activation_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return what all layers keep for the backward of `tokens` tokens, if they keep everything.
-
-    For model.Block these are x, q, k, v, o, h and gate|up: with H = K and F = 8/3 C 11 1/3 C
-    elements a token (Memo's 16 C less norm(x), norm(h) and SwiGLU, which are computed again)."""
-    return cfg.layers * sum(layer_bytes(cfg, tokens, dtype))
-
-
-def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
-                     head_groups: int) -> int:
-    """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
-    of one (attention.Ulysses)."""
-    if sp == 1:
-        return 0
-    kv = math.lcm(cfg.kv_heads, sp * head_groups)  # with the heads that are repeated
-    return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
-
-
-def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
-                head_groups: int) -> dict[str, dict[str, float]]:
-    """Return what a layer's backward needs beside what was kept, at its two high moments: in
-    attention's backward, and in that of the products before it; all chunks recomputed."""
-    e = dtype.itemsize
-    d = cfg.head_dim
-    x = tokens * cfg.dim * e
-    q = tokens * cfg.heads * d * e  # and o
-    k = tokens * cfg.kv_heads * d * e  # and v
-    k_sent = k // cfg.kv_heads * math.lcm(cfg.kv_heads, sp * head_groups)  # heads are repeated
-    repeated = 2 * k_sent if k_sent > k else 0
-    sums = tokens * d * 4 * cfg.heads
-    if cfg.heads != cfg.kv_heads:
-        sums += tokens * d * 4 * 2 * cfg.kv_heads
-    if sp > 1:  # of two head groups what is sent and received; the first group, and its buffers
-        in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
-        first_group = (3 * q + 2 * k_sent) / head_groups
-    else:  # copies of a part of too many heads
-        in_flight = 2 * q if tokens * cfg.heads * d > MAX_ELEMENTS else 0
-        first_group = 0
-    saved = block_saves(cfg, tokens, dtype).pre
-    pre = sum(math.prod(shape) * of.itemsize for shape, of in saved)
-    return {
-        "attention's backward": {
-            "dy, dx": 2 * x, "q, o, do, dq": 4 * q, "k, v": 2 * k, "dk, dv": 2 * k_sent,
-            "repeated k, v": repeated, "head groups": in_flight,
-            "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
-        "block.post's backward": {
-            "dy, dx": 2 * x, "q, do": 2 * q, "k, v": 2 * k, "repeated k, v": repeated,
-            "first head group": first_group,
-            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
-            "temporaries of a chunk": chunk * (8 * cfg.ffn + 6 * cfg.dim) * e,
-            "saved by block.pre": pre}}
-
-
-def loss_peak(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
-              head_groups: int) -> dict[str, float]:
-    """Return what head and loss need beside what layers keep."""
-    accum_bytes = accumulation_dtype(dtype).itemsize
-    return {"logits": 2 * accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
-            "gradient of the head": accum_bytes * cfg.vocab * cfg.dim,
-            "x, norm, dx": 3 * tokens * cfg.dim * dtype.itemsize,
-            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)}
-
-
-def weight_buffer_bytes(cfg: ModelConfig, f: Factors, dtype: torch.dtype, in_chunks: bool,
-                        accumulates: bool) -> dict[str, float]:
-    """Return the bytes of the buffers for gathered weights and whole gradients: one each for the
-    embedding and the head, two for each matrix of a layer (shard.States)."""
-    e = dtype.itemsize
-    accum_bytes = accumulation_dtype(dtype).itemsize
-    ends = 2 * cfg.vocab * cfg.dim
-    layers = 2 * (param_count(cfg) - ends) / cfg.layers
-    adds_up = in_chunks and not accumulates and e < accum_bytes  # chunks' gradients, in float32
-    gradients = ends * e if f.g > 1 else 0
-    if f.g > 1 or adds_up:
-        gradients += layers * (accum_bytes if in_chunks else e)
-    return {"gathered weights": (layers + ends) * e if f.p > 1 else 0,
-            "whole gradients": gradients}
-
-
-def checkpoint_bytes(cfg: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a checkpoint: the optimizer's states, float32 or wider."""
-    return len(OPTIMIZER.states) * accumulation_dtype(dtype).itemsize * param_count(cfg)
-
-
-def resident_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
-    """Return the bytes of a rank for what resident layers keep, and for two rounding buffers;
-    layer: layer_bytes."""
-    x, attn, intermediates = layer
-    buffers = 0
-    if plan.resident < plan.layers:
-        swapped = plan.most_swapped_chunks() * intermediates / plan.chunks
-        buffers = 2 * (x + attn + swapped)
-    return plan.resident * (x + attn) + plan.kept_chunks * intermediates / plan.chunks + buffers
-
-
-def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
-    """Return the bytes of a rank for the host buffers of the layers that are swapped."""
-    x, attn, intermediates = layer
-    return ((plan.layers - plan.resident) * (x + attn) - plan.layers_recomputing_attention * attn
-            + plan.swapped_chunks * intermediates / plan.chunks)
-
-
-def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) -> dict[str, float]:
-    """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
-    add up, in float32."""
-    e = dtype.itemsize
-    accum_bytes = accumulation_dtype(dtype).itemsize
-    secondary = e * params / f.secondary if f.secondary else 0
-    return {"parameters": e * params / f.p + secondary,
-            "gradients": (accum_bytes if accumulates else e) * params / f.g,
-            "optimizer": len(OPTIMIZER.states) * accum_bytes * params / f.os}
+def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float:
+    """Return the bytes of host memory of a rank to swap to. ranks: that share a node; asked:
+    --host-memory; elsewhere: the plan is for another machine. Raises ValueError."""
+    if elsewhere and asked is not None:
+        return asked / ranks
+    return host_limit(asked) / ranks
 
 
 # ---------------------------------------------------------------------------- what layers keep
+
+
+class TooLarge(ValueError):
+    """A step that does not fit; over: bytes of a rank that are missing."""
+
+    def __init__(self, message: str, over: float):
+        super().__init__(message)
+        self.over = over
 
 
 def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
@@ -373,74 +222,72 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
 
     Raises ValueError with what is missing.
     """
-    if memo:
-        resident = 2
     rooms = [chunks] if memo else sorted({round(chunks * eighth / 8) for eighth in range(9)})
     if alpha is not None:
         rooms = [math.ceil(alpha * chunks)]
-    if not alpha and not memo:
-        rooms.append(None)  # nothing is swapped, no buffers
-    found = [program(n, s, chunks, bandwidth, gpu, host, room, resident, alpha, memo)
-             for room in rooms]
-    found = [solution for solution in found if solution is not None]
-    if not found:
-        raise ValueError(what_is_missing(n, s, gpu, host, resident, alpha))
-    best = found[0]
-    for solution in found[1:]:
-        if solution[0] < best[0] - 1e-9:
-            best = solution
-    k, kept, swapped, dropped, waits = best[1]
-    recomputed = max(0.0, n - (kept + swapped) / chunks) * s.recompute_s
-    if not memo:
-        k, kept, swapped, dropped = (round(count) for count in (k, kept, swapped, dropped))
+    found = []
+    if memo or alpha or resident != n:
+        found.append(best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo))
+    if not alpha and not memo and resident in (None, n):  # nothing is swapped, no buffers
+        kept = min(n * chunks, most(gpu - n * (s.input + s.attn), s.intermediates / chunks))
+        if kept >= 0:
+            found.append((-kept * s.recompute_s / chunks, (n, kept, 0, 0, 0.0)))
+    value, (k, kept, swapped, dropped, waits) = min(found, default=(math.inf, [0] * 5))
+    if value == math.inf:
+        missing = n * (s.input + s.attn) - max(0, gpu) - host
+        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), max(0.0, missing))
     activations = ActivationPlan(n, chunks, k, kept, swapped, dropped)
-    return activations, waits + best[1][3] * s.attn_s + recomputed
+    return activations, waits + recomputed_seconds(activations, s)
 
 
-def program(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float, room: int | None,
-            resident: int | None, alpha: float | None,
-            memo: bool) -> tuple[float, np.ndarray] | None:
-    """Solve plan_activations' program where a rounding buffer has room for so many chunks (None:
-    there is none). Returns its value and (k, K, S, X, w); None if nothing is feasible."""
-    swaps = room is not None
-    a = room or 0
-    low, high = (2, n - 1) if swaps else (n, n)  # resident layers
-    if resident is not None:
-        low = max(low, resident)
-        high = min(high, resident)
-    # in GiB, near the size of everything else
-    rate = bandwidth / GIB
-    io = (s.input + s.attn) / GIB
-    attn = s.attn / GIB
-    part = s.intermediates / c / GIB
-    buffer = io + a * part
-    if low > high or (swaps and 4 * buffer > gpu / GIB):  # two layers on their way, and buffers
-        return None
-    kept = 2 * c if memo else 0
-    most_x, most_w = (0, 0) if memo else (n, np.inf)
-    bounds = Bounds([low, kept, 0, 0, 0], [high, c * n, c * n, most_x, most_w])
-    lowest = np.full(6, -np.inf)
-    #         k     K     S     X      w       <= ...
-    table = [
-        ([-c,   1,    0,    0,     0],        0),  # K <= c*k
-        ([a,    0,    1,    0,     0],        a * n),  # S <= a*(n - k)
-        ([1,    0,    0,    1,     0],        n),  # X <= n - k
-        ([io,   part, 0,    0,     0],        gpu / GIB - 2 * swaps * buffer),  # GPU
-        ([-io,  0,    part, -attn, 0],        host / GIB - n * io),  # host
-        ([rate * s.layer_s - io, 0, part, -attn, -rate], n * (rate * s.layer_s - io)),  # time
-    ]  # fmt: skip
-    rows = np.array([row for row, _ in table])
-    highest = np.array([limit for _, limit in table], float)
-    if alpha is not None:  # S = alpha*c*(n - k), to the nearest chunk
-        rows[1, 0] = alpha * c
-        lowest[1] = alpha * c * n - 0.5
-        highest[1] = alpha * c * n + 0.5
-    tie = 0 if memo else 1e-4  # seconds a GiB: what need not be pinned and copied stays
-    gain = s.recompute_s / c
-    cost = [-tie * io, -gain, tie * part - gain, s.attn_s, 1]
-    found = milp(cost, integrality=[int(not memo)] * 4 + [0], bounds=bounds,
-                 constraints=LinearConstraint(rows, lowest, highest))
-    return None if found.x is None else (found.fun + tie * n * io, found.x)
+def most(room: float, size: float) -> int:
+    """Return how many of a size have room, -1 if even none has."""
+    return math.floor(room / size + 1e-9) if room >= 0 else -1
+
+
+def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
+                  rooms: list[int], resident: int | None, alpha: float | None,
+                  memo: bool) -> tuple[float, tuple]:
+    """Return the least value of plan_activations' program if layers swap, and (k, K, S, X, w); the
+    value is infinite if nothing is feasible. All a, k and X are tried at once: for them K is the
+    most that has room, and the value is convex in S with one kink, where copies begin to be waited
+    for. (A solver of integer programs takes fifty times as long.)"""
+    io = s.input + s.attn
+    part = s.intermediates / c
+    low = 2 if memo else max(2, resident or 2)
+    high = 2 if memo else min(n - 1, resident or n - 1)
+    a = np.array(rooms)[:, None, None, None]
+    k = np.arange(low, high + 1)[None, :, None, None]
+    x = np.arange(1 if memo else n + 1)[None, None, :, None]
+    away = n - k
+    if k.size == 0:
+        return math.inf, ()
+    whole = (lambda count: count) if memo else (lambda count: np.floor(count + 1e-9))
+    buffers = 2 * (io + a * part)
+    kept = np.minimum(c * k, whole((gpu - k * io - buffers) / part))
+    by_host = (host - away * io + x * s.attn) / part
+    hidden = (bandwidth * away * s.layer_s - away * io + x * s.attn) / part  # copies, to the kink
+    limit = np.minimum(a * away, whole(by_host))
+    shape = np.broadcast_shapes(kept.shape, limit.shape, hidden.shape)
+    kink = np.clip(hidden, 0, limit)
+    swapped = np.concatenate([np.broadcast_to(count, shape) for count in (
+        limit, whole(kink), np.minimum(limit, np.ceil(kink - 1e-9)), 0 * limit)], -1)
+    if alpha is not None:  # the nearest number of chunks
+        swapped = np.broadcast_to(np.rint(alpha * c * away), shape)
+    if memo:
+        kept = np.where(kept >= 2 * c, 2 * c, -1)
+        swapped = np.broadcast_to(np.minimum(limit, hidden), shape)
+    waits = np.maximum(0, (away * io - x * s.attn + swapped * part) / bandwidth - away * s.layer_s)
+    feasible = ((kept >= 0) & (x <= away) & (2 * buffers <= gpu) & (swapped >= 0)
+                & (swapped <= np.minimum(a * away, by_host + 1e-9)))
+    tie = 0 if memo else 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
+    value = (waits + x * s.attn_s - (kept + swapped) * s.recompute_s / c
+             + tie * (away * io + swapped * part))
+    value = np.where(feasible, value, np.inf)
+    at = np.unravel_index(np.argmin(value), value.shape)
+    count = float if memo else int
+    every = [np.broadcast_to(y, value.shape)[at] for y in (k, kept, swapped, x)]
+    return float(value[at]), (*(count(y) for y in every), float(waits[at]))
 
 
 def what_is_missing(n: int, s: Sizes, gpu: float, host: float, resident: int | None,
@@ -460,20 +307,11 @@ def what_is_missing(n: int, s: Sizes, gpu: float, host: float, resident: int | N
             "ranks, or a shorter --seq")
 
 
-def recomputed_share(cfg: ModelConfig) -> float:
-    """Return the share of a layer's matrix products that recomputing its intermediates takes: all
-    but the last, if that ends the block."""
-    return _recomputed_share(llama.Block, cfg)
-
-
-@functools.cache
-def _recomputed_share(block_class, cfg: ModelConfig) -> float:
-    with torch.device("meta"):
-        block = block_class(cfg)
-    sizes = {name: m.weight.numel() for name, m in block.named_modules()
-             if isinstance(m, llama.Matrix)}
-    final = block_saves(cfg, 1, torch.float32).final_matrix
-    return 1 - sizes.get(final, 0) / sum(sizes.values())
+def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
+    """Return the seconds of a micro-batch's backward in which parts of its forward run again."""
+    saved = (activations.kept_chunks + activations.swapped_chunks) / activations.chunks
+    again = max(0.0, activations.layers - saved) * s.recompute_s
+    return again + activations.layers_recomputing_attention * s.attn_s
 
 
 def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chunk: int,
@@ -481,6 +319,7 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     """Time a layer's forward on this machine, part by part, and the bytes/s to the host with all
     ranks copying at once. shape: (B, T) of this rank. A collective of all ranks; needs the memory
     of a layer."""
+    watch = Stopwatch(device, 0.0)
     n = shape[0] * shape[1]
     with torch.device(device):
         block = llama.Block(cfg).to(dtype)
@@ -494,247 +333,100 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     kv = torch.randn(*shape, cfg.kv_heads, cfg.head_dim, device=device).to(dtype)
 
     with torch.no_grad():
-        pre = least_seconds(lambda: block.pre(x, rope), 3, device)
-        post = least_seconds(lambda: block.post(x, o), 3, device)
-        attn = least_seconds(lambda: attention.forward(q, kv, kv), 1, device)
+        pre = watch.least(lambda: block.pre(x, rope), 3)
+        post = watch.least(lambda: block.post(x, o), 3)
+        attn = watch.least(lambda: attention.forward(q, kv, kv), 1)
     tokenwise = (pre + post) * n / c
     size = 2**28 if device.type == "cuda" else 2**22
     here = torch.zeros(size, dtype=torch.uint8, device=device)
     there = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    rate = size / least_seconds(lambda: there.copy_(here, non_blocking=True), 3, device)
+    rate = size / watch.least(lambda: there.copy_(here, non_blocking=True), 3)
     recompute = tokenwise * recomputed_share(cfg)
     return Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn), rate
 
 
-# ---------------------------------------------------------------------------- plans
+# ---------------------------------------------------------------------------- degrees
 
 
 @dataclass(frozen=True)
-class Constraints:
-    """What a command fixes; None, or an empty text, is open. Fields are train.py's flags."""
+class Degree:
+    """One choice of a plan, of one field or several that go together."""
 
-    seq: int
-    dtype: torch.dtype
-    default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
-    most_sequences: int | None = None  # that the data has
-    resumes: bool = False  # a run, whose batch it keeps
-    batch: int | None = None
-    micro_batch: int | None = None
-    sp: int | None = None
-    head_groups: int | None = None
-    p: str | None = None
-    g: str | None = None
-    os: str | None = None
-    strategy: str = ""
-    os_layout: str = "intra"
-    reduce_dtype: str = "auto"
-    recompute: str = "auto"
-    chunk: int | None = None
-    alpha: float | None = None
-    resident_layers: int | None = None
+    names: tuple[str, ...]  # of Plan's fields
+    legal: Callable[..., list[tuple]]  # (constraints, model, hardware, chosen) -> values of them,
+    # given what the degrees above have chosen; raises ValueError with what would be legal
+    bytes: Callable[..., dict[str, float]]  # (plan, model, dtype) -> what lasts through a step
+    seconds: tuple[str, ...]  # parts of step_seconds that come from it
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The ranks, and what one of them has."""
-
-    ranks: int
-    per_node: int  # ranks of a node
-    rates: Rates = RATES["H200"]
-    gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
-    host_budget: float = 2.0**60  # bytes of host memory of a rank to swap to
-    measured: tuple[Sizes, float] | None = None  # of `measure`: a layer, and bytes/s to the host
+def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                    chosen: dict) -> list[tuple]:
+    return [(sp,) for sp in legal_degrees(constraints, model, hardware.ranks)]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is chosen, and what it costs."""
-
-    sp: int  # ranks that share a sequence
-    batch: int  # sequences a step
-    micro_batch: int  # sequences that sp ranks run at once
-    micro_batches: int  # M
-    tokens: int  # N
-    head_groups: int
-    chunk: int  # tokens, the most that a layer runs at once
-    factors: Factors
-    recompute: str
-    accumulates: bool  # gradients of several micro-batches add up, in float32
-    activations: ActivationPlan | None = None  # None: layers run whole, and keep all or their input
-    memory: Memory | None = None
-    seconds: float = 0.0  # a token of a rank, forward, backward and update
-    host_bytes: float = 0.0  # of a rank, that layers swap to
-    reason: str = ""
+def legal_batches(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                  chosen: dict) -> list[tuple]:
+    sp = chosen["sp"]
+    return batch_shapes(constraints, hardware.ranks // sp, sp)
 
 
-def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
-    """Return the plans that fit, best first: the least predicted time a token; within 1 %, the
-    smallest sp and the largest micro-batch; for these, within 0.2 %, the least host memory and the
-    fewest shards. Raises ValueError with what is missing if none fits."""
-    plans = []
-    errors = []
-    factors = wanted_factors(constraints, hardware)
-    for sp in legal_degrees(constraints, model, hardware):
-        try:
-            shapes = batch_shapes(constraints, hardware.ranks // sp, sp)
-        except ValueError as e:
-            errors.append(e)
-            continue
-        for batch, micro_batch in shapes:
-            least = micro_batch == shapes[-1][1]
-            for f in factors:
-                try:
-                    plans.append(one_plan(constraints, model, hardware, sp, batch, micro_batch, f,
-                                          prefer_whole=not least))
-                except ValueError as e:
-                    errors.append(e)
-    if not plans:
-        raise errors[-1]
-    fastest = min(plan.seconds for plan in plans)
-    sp, micro_batch = min((plan.sp, -plan.micro_batch) for plan in plans
-                          if plan.seconds <= 1.01 * fastest)
-    alike = [plan for plan in plans if (plan.sp, -plan.micro_batch) == (sp, micro_batch)]
-    fastest = min(plan.seconds for plan in alike)
-    # less than a twentieth of the host's memory is equal
-    best = min((plan for plan in alike if plan.seconds <= 1.002 * fastest),
-               key=lambda plan: round(20 * plan.host_bytes / max(1, hardware.host_budget)))
-    others = [plan for plan in plans if plan is not best]
-    return [best, *sorted(others, key=lambda plan: plan.seconds)]
-
-
-def check(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> None:
-    """Raise ValueError for constraints that no plan meets, whatever memory there is."""
-    wanted_factors(constraints, hardware)
-    legal_degrees(constraints, model, hardware)
-    k = constraints.resident_layers
-    alpha = constraints.alpha
-    if k and k > model.layers:
-        raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the "
-                         f"model's {model.layers}")
-    if alpha and model.layers <= 2:
-        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and the model has "
-                         f"{model.layers}")
-    if alpha and k == model.layers:
-        raise ValueError(f"--alpha {alpha}: no layer swaps if all {model.layers} are resident")
-
-
-def fix(constraints: Constraints, chosen: Plan) -> Constraints:
-    """Return constraints that leave open what layers keep, alone."""
-    f = chosen.factors
-    if not constraints.strategy:
-        constraints = dataclasses.replace(constraints, p=str(f.p), g=str(f.g), os=str(f.os))
-    return dataclasses.replace(
-        constraints, sp=chosen.sp, batch=chosen.batch, micro_batch=chosen.micro_batch,
-        head_groups=chosen.head_groups, chunk=chosen.chunk)
-
-
-def one_plan(constraints: Constraints, model: ModelConfig, hardware: Hardware, sp: int, batch: int,
-             micro_batch: int, f: Factors, prefer_whole: bool) -> Plan:
-    """Return the plan of these degrees. prefer_whole: if layers do not fit whole, a smaller
-    micro-batch is better than chunks. Raises ValueError if a step does not fit."""
-    tokens = micro_batch * constraints.seq // sp
-    micro_batches = batch * sp // hardware.ranks // micro_batch
-    chosen = Plan(
-        sp, batch, micro_batch, micro_batches, tokens, head_groups_of(constraints, model, sp),
-        chunk_of(constraints, tokens), f, constraints.recompute,
-        accumulates=micro_batches > 1 or constraints.reduce_dtype == "fp32")
-    chosen = with_memory(chosen, model, constraints.dtype)
-    sizes, host_rate = hardware.measured or estimate(chosen, constraints, model, hardware.rates)
-    forward = sizes.layer_s * model.layers
-    lost = forward if constraints.recompute == "full" else 0.0
-    fits = chosen.memory.total() <= hardware.gpu_budget
-    if runs_in_chunks(constraints, chosen, fits, prefer_whole):
-        chosen, lost = with_activations(chosen, constraints, model, hardware, sizes, host_rate)
-    elif not fits:
-        raise ValueError(too_large(constraints, chosen, chosen.memory, hardware))
-    update = 28 * param_count(model) / f.os / hardware.rates.memory / micro_batches  # AdamW's
-    rates = f"all by default hardware rates: {hardware.rates.source}"
-    if hardware.measured:
-        rates = "a layer measured; sp and shards by default hardware rates"
-    reason = (f"{forward:.3g} s forward a micro-batch, {lost:.3g} s lost to recomputation and "
-              f"copies, at {host_rate / 1e9:.0f} GB/s to the host ({rates})")
-    return dataclasses.replace(chosen, seconds=(3 * forward + lost + update) / tokens,
-                               reason=reason)
-
-
-def runs_in_chunks(constraints: Constraints, chosen: Plan, fits: bool, prefer_whole: bool) -> bool:
-    """Return whether layers run in chunks of tokens: where flags ask for it, where they do not fit
-    whole, and with sp, since the order of ChunkedLayers hides more of the all-to-alls."""
+def legal_recompute(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                    chosen: dict) -> list[tuple]:
+    """Return how layers may run. What is said of chunks by hand asks for them."""
     if constraints.recompute != "auto":
-        return False
-    asked = constraints.alpha is not None or bool(constraints.resident_layers)
-    if asked or chosen.chunk < chosen.tokens:
-        return True
-    return chosen.sp > 1 if fits else not prefer_whole
+        return [(constraints.recompute,)]
+    tokens = chosen["micro_batch"] * constraints.seq // chosen["sp"]
+    cut = constraints.chunk is not None and constraints.chunk < tokens
+    if cut or constraints.alpha is not None or constraints.resident_layers:
+        return [("auto",)]
+    return [(constraints.layers_run,)] if constraints.layers_run else [
+        ("none",), ("auto",), ("full",)]
 
 
-def with_memory(chosen: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
-    """Return the plan with its bytes counted."""
-    layer = layer_bytes(model, chosen.tokens, dtype)
-    kept = chosen.activations
-    in_chunks = kept is not None and kept.chunks > 1
-    activations = activation_bytes(model, chosen.tokens, dtype)
-    if kept is not None:
-        activations = resident_bytes(kept, layer)
-    elif chosen.recompute == "full":  # all layers' inputs, and one whole layer
-        activations = model.layers * layer[0] + sum(layer)
-    lasting = state_bytes(param_count(model), chosen.factors, dtype, chosen.accumulates)
-    lasting |= weight_buffer_bytes(model, chosen.factors, dtype, in_chunks, chosen.accumulates)
-    lasting["activations"] = activations
-    shape = (chosen.sp, chosen.head_groups)
-    peaks = {"head and loss": loss_peak(model, chosen.tokens, dtype, *shape)}
-    if kept is not None or chosen.sp > 1:
-        chunk = min(chosen.chunk, chosen.tokens)
-        peaks |= layer_peaks(model, chosen.tokens, chunk, dtype, *shape)
-    return dataclasses.replace(chosen, memory=Memory(lasting, peaks),
-                               host_bytes=host_bytes(kept, layer) if kept else 0.0)
+def legal_chunks(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                 chosen: dict) -> list[tuple]:
+    """Return the most tokens that a layer runs at once: equal parts of at most --chunk, of 16K, 8K
+    or 4K if that is open."""
+    tokens = chosen["micro_batch"] * constraints.seq // chosen["sp"]
+    if chosen["recompute"] != "auto":
+        return [(tokens,)]
+    sizes = [constraints.chunk] if constraints.chunk else [2**14, 2**13, 2**12]
+    return [(n,) for n in dict.fromkeys(chunk_of(constraints, tokens, size) for size in sizes)]
 
 
-def with_activations(chosen: Plan, constraints: Constraints, model: ModelConfig,
-                     hardware: Hardware, sizes: Sizes, host_rate: float) -> tuple[Plan, float]:
-    """Return the plan with what layers keep in chunks, and the seconds that are lost to it. Raises
-    ValueError if it does not fit."""
-    chunks = -(-chosen.tokens // chosen.chunk)
-    everything = dataclasses.replace(
-        chosen, activations=ActivationPlan(model.layers, chunks, model.layers))
-    memory = with_memory(everything, model, constraints.dtype).memory
-    others = memory.total() - memory.lasting["activations"]
-    left = hardware.gpu_budget - others
-    if left < 0:
-        without = {name: value for name, value in memory.lasting.items() if name != "activations"}
-        raise ValueError(too_large(constraints, everything, Memory(without, memory.peaks),
-                                   hardware))
-    try:
-        activations, lost = plan_activations(
-            model.layers, sizes, chunks, host_rate, left, hardware.host_budget,
-            constraints.resident_layers, constraints.alpha)
-    except ValueError as e:
-        f = chosen.factors
-        raise ValueError(f"--seq {constraints.seq} with sp={chosen.sp} p={f.p} g={f.g} os={f.os}: "
-                         f"{e} (of {hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} "
-                         f"are for all else: {in_gib(memory)})") from e
-    chosen = dataclasses.replace(chosen, activations=activations)
-    return with_memory(chosen, model, constraints.dtype), lost
+def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                 chosen: dict) -> list[tuple]:
+    return [(f,) for f in wanted_factors(constraints, hardware.ranks, hardware.per_node)]
 
 
-def in_gib(memory: Memory) -> str:
-    terms = memory.lasting | {"working": sum(memory.peaks[memory.highest()].values())}
-    return ", ".join(f"{name} {value / GIB:.1f}" for name, value in terms.items()
-                     if value and name != "activations")
+def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                  chosen: dict) -> list[tuple]:
+    """Return layouts of optimizer states; where a subgroup has one rank, they are the same."""
+    f = chosen["factors"]
+    if constraints.os_layout != "auto":
+        return [(constraints.os_layout,)]
+    if OPTIMIZER.whole:
+        return [("inter",)]
+    return [("intra",), ("inter",)] if f.os > f.p else [("intra",)]
 
 
-def too_large(constraints: Constraints, chosen: Plan, memory: Memory, hardware: Hardware) -> str:
-    """Return that a step does not fit, with numbers and what to change, for people."""
-    f = chosen.factors
-    beside = " beside activations" if chosen.activations else ""
-    instead = "--recompute full, "
-    if chosen.activations or constraints.recompute == "full":
-        instead = ""
-    kept = memory.lasting.get("activations", 0)
-    listed = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
-    return (f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "
-            f"os={f.os}, there is room for {hardware.gpu_budget / GIB:.0f} ({listed}); more ranks, "
-            f"{instead}a shorter --seq, a smaller --micro-batch or --model")
+def no_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
+    return {}
+
+
+def kept_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
+    layer = layer_bytes(model, plan.tokens, dtype)
+    if plan.activations is not None:
+        return {"activations": resident_bytes(plan.activations, layer)}
+    if plan.recompute == "full":  # all layers' inputs, and one whole layer
+        return {"activations": model.layers * layer[0] + sum(layer)}
+    return {"activations": activation_bytes(model, plan.tokens, dtype)}
+
+
+def factor_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
+    in_chunks = plan.activations is not None and plan.activations.chunks > 1
+    return (state_bytes(param_count(model), plan.factors, dtype, plan.accumulates)
+            | weight_buffer_bytes(model, plan.factors, dtype, in_chunks, plan.accumulates))
 
 
 def nearest(value: int, step: int) -> str:
@@ -743,10 +435,8 @@ def nearest(value: int, step: int) -> str:
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
-def wanted_factors(constraints: Constraints, hardware: Hardware) -> list[Factors]:
+def wanted_factors(constraints: Constraints, world: int, per_node: int) -> list[Factors]:
     """Return the legal factors that the flags allow, fewest shards first. Raises ValueError."""
-    world = hardware.ranks
-    per_node = hardware.per_node
     if world % per_node:
         legal = [n for n in range(1, world + 1) if world % n == 0]
         raise ValueError(f"--per-node {per_node}: does not divide {world} ranks; nearest: "
@@ -768,15 +458,14 @@ def wanted_factors(constraints: Constraints, hardware: Hardware) -> list[Factors
         check_factors(Factors(low, wish.get("g", high), high), world, per_node)
         raise AssertionError("check_factors accepts what is not legal")
     if OPTIMIZER.whole:  # its rank updates whole matrices
-        factors = [f for f in factors if f.p == 1 and constraints.os_layout == "inter"]
+        factors = [f for f in factors if f.p == 1 and constraints.os_layout != "intra"]
         if not factors:
             raise ValueError("this optimizer needs whole matrices: --os-layout inter --p 1")
     return factors
 
 
-def legal_degrees(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[int]:
+def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int) -> list[int]:
     """Return the sequence degrees to try. Raises ValueError with the legal ones."""
-    ranks = hardware.ranks
     legal = [n for n in legal_sp(model.heads, ranks) if constraints.seq % n == 0]
     if constraints.sp is None:
         return legal
@@ -814,57 +503,533 @@ def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, 
     return [(batch, constraints.micro_batch)]
 
 
-def head_groups_of(constraints: Constraints, model: ModelConfig, sp: int) -> int:
-    """Return the parts of a rank's heads. Raises ValueError with the legal ones."""
+def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                      chosen: dict) -> list[tuple]:
+    """Return the parts of a rank's heads, at most 4 if they are open. Raises ValueError with the
+    legal ones."""
+    sp = chosen["sp"]
     heads = model.heads // sp
     legal = [n for n in range(1, heads + 1) if heads % n == 0 and (sp > 1 or n == 1)]
     wanted = constraints.head_groups
-    if wanted is not None and wanted not in legal:
+    if wanted is None:
+        return [(n,) for n in legal if n <= 4]
+    if wanted not in legal:
         raise ValueError(f"--head-groups {wanted}: with sp={sp} a rank has {heads} heads; one of "
                          f"{', '.join(map(str, legal))}")
-    return wanted or max(n for n in legal if n <= 4)
+    return [(wanted,)]
 
 
-def chunk_of(constraints: Constraints, tokens: int) -> int:
-    """Return the tokens of a chunk: equal parts of at most --chunk, 16K if that is open."""
-    parts = -(-tokens // (constraints.chunk or 2**14))
+def chunk_of(constraints: Constraints, tokens: int, most: int) -> int:
+    """Return the tokens of a chunk: equal parts of at most so many."""
+    parts = -(-tokens // most)
     if not constraints.chunk:  # --alpha is a number of them
         least = Fraction(constraints.alpha or 0).limit_denominator(8).denominator
         parts = -(-parts // least) * least
     return -(-tokens // min(tokens, parts))
 
 
-def estimate(chosen: Plan, constraints: Constraints, model: ModelConfig,
-             rates: Rates) -> tuple[Sizes, float]:
-    """Return what `measure` would find, by a device's rates."""
-    n = chosen.tokens
-    matrices = (param_count(model) - 2 * model.vocab * model.dim) / model.layers
-    tokenwise = 2 * matrices * n / rates.matmul
-    attn = 2 * model.heads * model.head_dim * constraints.seq * n / rates.attention
-    heads = 2 * model.heads + 2 * model.kv_heads  # q, o, k, v
-    sent = n * heads * model.head_dim * constraints.dtype.itemsize
-    attn += sent * (1 - 1 / chosen.sp) / rates.peer / chosen.head_groups
-    recompute = tokenwise * recomputed_share(model)
-    layer = layer_bytes(model, n, constraints.dtype)
-    return Sizes(*layer, tokenwise + attn, recompute, attn), rates.host
+SHAPE = (  # of the computation
+    Degree(("sp",), legal_sequences, no_bytes, ("all-to-all",)),
+    Degree(("batch", "micro_batch"), legal_batches, no_bytes, ("layers", "head and loss")),
+    Degree(("head_groups",), legal_head_groups, no_bytes, ("all-to-all",)),
+    Degree(("recompute",), legal_recompute, kept_bytes, ("recomputation", "copies")),
+    Degree(("chunk",), legal_chunks, no_bytes, ("layers", "launches")),
+)
+STATES = (  # of model states: AMSP's
+    Degree(("factors",), legal_states, factor_bytes,
+           ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "optimizer",
+            "small sums", "slowed by communication")),
+    Degree(("os_layout",), legal_layouts, no_bytes, ("grad_reduce", "param_broadcast")),
+)
+DEGREES = SHAPE + STATES
 
 
-# ---------------------------------------------------------------------------- budgets
+# ---------------------------------------------------------------------------- the search
 
-GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
-
-
-def gpu_budget(device: torch.device, asked: int | None) -> float:
-    """Return the bytes of a device to plan with. asked: --gpu-memory."""
-    if device.type == "cpu":
-        return GPU_SHARE * (asked or 2**60)
-    total = torch.cuda.get_device_properties(device).total_memory
-    return GPU_SHARE * min(total, asked or total)
+TIE = 0.002  # of a step's time: less is no difference
 
 
-def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float:
-    """Return the bytes of host memory of a rank to swap to. ranks: that share a node; asked:
-    --host-memory; elsewhere: the plan is for another machine. Raises ValueError."""
-    if elsewhere and asked is not None:
-        return asked / ranks
-    return host_limit(asked) / ranks
+def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+         top: int = 10) -> list[Plan]:
+    """Return the `top` plans of the least predicted time a token that fit, best first; of those
+    that tie with the fastest the first by `preference`. Raises ValueError with what is missing if
+    none fits."""
+    search = Search(constraints, model, hardware)
+    found: list[Plan] = []
+    for candidate in search.best_first():
+        if len(found) >= top and candidate.token_s > (1 + TIE) * found[0].token_s:
+            break
+        found.append(candidate)
+    if not found:
+        raise search.why_not()
+    ties = [p for p in found if p.token_s <= (1 + TIE) * found[0].token_s]
+    best = min(ties, key=lambda p: preference(p, hardware))
+    return [best, *(p for p in found if p is not best)][:top]
+
+
+def preference(plan: Plan, hardware: Hardware) -> tuple:
+    """Return what decides between plans that tie, less is better: ranks a sequence, small
+    micro-batches, a twentieth of the host's memory, shards."""
+    f = plan.factors
+    share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
+    return (plan.sp, -plan.micro_batch, share, f.p, f.g, f.os, plan.os_layout != "intra",
+            plan.recompute != "none", plan.head_groups, -plan.chunk)
+
+
+class Search:
+    """All plans in the order of their time, found by ever better bounds of it."""
+
+    def __init__(self, constraints: Constraints, model: ModelConfig, hardware: Hardware):
+        self.constraints = constraints
+        self.model = model
+        self.hardware = hardware
+        self.est = Estimator(hardware.profile, model, constraints.dtype, hardware.per_node)
+        self.errors: list[ValueError] = []
+
+    def best_first(self):
+        """Yield plans, fastest first. A heap holds bounds: of a shape its computation, of a plan
+        its time if layers lose nothing to recomputation and copies, then its own time."""
+        order = itertools.count()  # equal bounds: as listed, fewest shards first
+        heap = []
+
+        def push(plan: Plan, next_bound: Callable | None) -> None:
+            heapq.heappush(heap, (plan.token_s, next(order), plan, next_bound))
+
+        for shape in self.shapes():
+            push(shape, self.with_states)
+        while heap:
+            _, _, candidate, next_bound = heapq.heappop(heap)
+            if next_bound is None:
+                yield candidate
+            elif next_bound == self.with_states:
+                for plan in self.with_states(candidate):
+                    push(plan, self.with_activations)
+            else:
+                try:
+                    push(self.with_activations(candidate), None)
+                except ValueError as e:
+                    self.errors.append(e)
+
+    def choose(self, degrees: tuple[Degree, ...], chosen: dict):
+        """Yield all that the degrees may choose beside what is chosen."""
+        if not degrees:
+            yield chosen
+            return
+        degree, *others = degrees
+        try:
+            legal = degree.legal(self.constraints, self.model, self.hardware, chosen)
+        except ValueError as e:
+            self.errors.append(e)
+            return
+        for values in legal:
+            yield from self.choose(others, chosen | dict(zip(degree.names, values)))
+
+    def shapes(self):
+        """Yield plans without states, with the seconds of their computation alone."""
+        c = self.constraints
+        in_float32 = c.reduce_dtype == "fp32"
+        wire = accumulation_dtype(c.dtype) if in_float32 else c.dtype
+        overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
+        bare = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize)
+        for chosen in self.choose(SHAPE, {}):
+            shape = dataclasses.replace(bare, **chosen)
+            shape = dataclasses.replace(
+                shape, accumulates=in_float32 or shape.micro_batches > 1)
+            yield dataclasses.replace(shape, seconds=computation_seconds(self.est, shape))
+
+    def with_states(self, shape: Plan):
+        """Yield the plans of a shape, with their seconds if layers lose nothing."""
+        for chosen in self.choose(STATES, {}):
+            plan = dataclasses.replace(shape, **chosen)
+            yield dataclasses.replace(plan, seconds=step_seconds(self.est, plan))
+
+    def with_activations(self, plan: Plan) -> Plan:
+        """Return the plan with what its layers keep, its bytes and its seconds. Raises ValueError if
+        it does not fit."""
+        hardware = self.hardware
+        plan = with_memory(plan, self.model, self.constraints.dtype)
+        if plan.recompute == "auto":
+            return self.in_chunks(plan)
+        if plan.memory.total() > hardware.gpu_budget:
+            raise too_large(self.constraints, plan, plan.memory, hardware)
+        return plan
+
+    def in_chunks(self, plan: Plan) -> Plan:
+        """Return the plan with the solution of plan_activations."""
+        c, model, hardware = self.constraints, self.model, self.hardware
+        chunks = -(-plan.tokens // plan.chunk)
+        keeps_all = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
+        by_hand = c.alpha is not None or c.resident_layers
+        everything = with_memory(dataclasses.replace(plan, activations=keeps_all), model, c.dtype)
+        if everything.memory.total() <= hardware.gpu_budget and not by_hand:
+            return everything
+        kept = everything.memory.lasting["activations"]
+        others = everything.memory.total() - kept
+        left = hardware.gpu_budget - others
+        if left < 0:
+            without = dict(everything.memory.lasting, activations=0.0)
+            raise too_large(c, everything, Memory(without, everything.memory.peaks), hardware)
+        sizes, host_rate = hardware.measured or self.sizes(plan)
+        try:
+            activations, lost = plan_activations(
+                model.layers, sizes, chunks, host_rate, left, hardware.host_budget,
+                c.resident_layers, c.alpha)
+        except TooLarge as e:
+            f = plan.factors
+            raise TooLarge(
+                f"--seq {c.seq} with sp={plan.sp} p={f.p} g={f.g} os={f.os}: {e} (of "
+                f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all else: "
+                f"{in_gib(everything.memory)})", e.over) from e
+        plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
+        again = recomputed_seconds(activations, sizes)
+        return dataclasses.replace(
+            plan, seconds=step_seconds(self.est, plan, again, max(0.0, lost - again)))
+
+    def sizes(self, plan: Plan) -> tuple[Sizes, float]:
+        """Return what `measure` would find, by the profile."""
+        layer = layer_seconds(self.est, plan)
+        return (Sizes(*layer_bytes(self.model, plan.tokens, self.constraints.dtype),
+                      layer.forward, layer.recompute, layer.attention),
+                self.hardware.profile.to_host)
+
+    def why_not(self) -> ValueError:
+        """Return the reason of the plan that is nearest to fitting, once nothing was found."""
+        too_large = [e for e in self.errors if isinstance(e, TooLarge)]
+        return min(too_large, key=lambda e: e.over) if too_large else self.errors[-1]
+
+
+def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
+    """Return the plan with its bytes counted."""
+    lasting: dict[str, float] = {}
+    for degree in reversed(DEGREES):
+        lasting |= degree.bytes(plan, model, dtype)
+    shape = (plan.sp, plan.head_groups)
+    peaks = {"head and loss": loss_peak(model, plan.tokens, dtype, *shape)}
+    kept = plan.activations
+    if kept is not None or plan.sp > 1:
+        chunk = min(plan.chunk, plan.tokens)
+        peaks |= layer_peaks(model, plan.tokens, chunk, dtype, *shape)
+    swapped = host_bytes(kept, layer_bytes(model, plan.tokens, dtype)) if kept else 0.0
+    return dataclasses.replace(plan, memory=Memory(lasting, peaks), host_bytes=swapped)
+
+
+def in_gib(memory: Memory) -> str:
+    terms = memory.lasting | {"working": sum(memory.peaks[memory.highest()].values())}
+    return ", ".join(f"{name} {value / GIB:.1f}" for name, value in terms.items()
+                     if value and name != "activations")
+
+
+def too_large(constraints: Constraints, chosen: Plan, memory: Memory, hardware: Hardware) -> TooLarge:
+    """Return that a step does not fit, with numbers and what to change, for people."""
+    f = chosen.factors
+    beside = " beside activations" if chosen.activations else ""
+    instead = "--recompute full, "
+    if chosen.activations or constraints.recompute == "full":
+        instead = ""
+    kept = memory.lasting.get("activations", 0)
+    listed = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
+    text = (f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "
+            f"os={f.os}, there is room for {hardware.gpu_budget / GIB:.0f} ({listed}); more ranks, "
+            f"{instead}a shorter --seq, a smaller --micro-batch or --model")
+    return TooLarge(text, memory.total() - hardware.gpu_budget)
+
+
+# ---------------------------------------------------------------------------- what to say
+
+
+def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
+    """Return a plan as --json prints it."""
+    f = plan.factors
+    kept = plan.activations
+    tgs = plan.batch * plan.seq / plan.step_s / plan.ranks
+    peak = hardware.profile.peak_flops
+    causal, full = (peak and flops * tgs / peak for flops in flops_per_token(model, plan.seq))
+
+    def mesh(shards: int) -> list[int]:
+        in_node = min(shards, hardware.per_node)
+        return [in_node, shards // in_node]
+
+    return {"dp": plan.ranks // plan.sp, "sp": plan.sp, "ring": 1, "tp": 1, "pp": 1,
+            "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
+            "os_place": "gpu", "micro_batch": plan.micro_batch, "recompute": plan.recompute,
+            "alpha": kept.alpha if kept else None,
+            "resident_layers": kept.resident if kept else None, "chunk": plan.chunk,
+            "head_groups": plan.head_groups, "step_s": plan.step_s, "tgs": tgs,
+            "mfu_causal": causal, "mfu_full": full, "gpu_gib": plan.memory.total() / GIB,
+            "host_gib": plan.host_bytes * hardware.per_node / GIB}
+
+
+def aligned(rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
+                     for row in rows)
+
+
+def shards_text(plan: Plan, hardware: Hardware) -> str:
+    """Return p, g, os as flags take them: GPUs of a node x nodes where they cross one."""
+    def text(shards: int) -> str:
+        per_node = hardware.per_node
+        return f"{per_node}x{shards // per_node}" if shards > per_node else f"{shards}"
+
+    f = plan.factors
+    second = f", hpZ {f.secondary}" if f.secondary else ""
+    return f"{text(f.p)},{text(f.g)},{text(f.os)}{second} {plan.os_layout}"
+
+
+def layers_text(plan: Plan) -> str:
+    """Return what layers keep, in a few words."""
+    kept = plan.activations
+    if kept is None:
+        return "input alone" if plan.recompute == "full" else "all"
+    if kept.resident == kept.layers and kept.kept_chunks == kept.layers * kept.chunks:
+        return f"all, chunks of {plan.chunk:,}"
+    twice = kept.layers_recomputing_attention
+    return (f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
+            + (f", attention twice in {twice}" if twice else ""))
+
+
+def describe_plans(plans: list[Plan], model: ModelConfig, hardware: Hardware) -> str:
+    """Return tables for people: the choices and what they reach, the seconds, the bytes."""
+    rows = [["", "step s", "TGS", "MFU causal", "full", "dp", "sp", "groups", "p,g,os", "batch",
+             "layers keep", "GPU GiB", "host GiB a node"]]
+    for i, plan in enumerate(plans, 1):
+        found = figures(plan, model, hardware)
+        mfu = ["-" if found[k] is None else f"{found[k]:.1%}" for k in ("mfu_causal", "mfu_full")]
+        rows.append([f"{i}", f"{plan.step_s:.4g}", f"{found['tgs']:,.0f}", *mfu,
+                     f"{found['dp']}", f"{plan.sp}", f"{plan.head_groups}",
+                     shards_text(plan, hardware), f"{plan.micro_batches}x{plan.micro_batch}",
+                     layers_text(plan), f"{found['gpu_gib']:.1f}", f"{found['host_gib']:.1f}"])
+    return "\n\n".join([
+        aligned(rows),
+        "seconds of a step; of communication what computation does not hide\n"
+        + terms_table([plan.seconds for plan in plans], "{:.4g}"),
+        "GiB of a GPU\n" + terms_table([memory_terms(plan) for plan in plans], "{:.2f}")])
+
+
+def memory_terms(plan: Plan) -> dict[str, float]:
+    """Return the GiB of a GPU by what they are for, the highest moment's as one."""
+    working = sum(plan.memory.peaks[plan.memory.highest()].values())
+    terms = plan.memory.lasting | {f"working, {plan.memory.highest()}": working}
+    return {name: size / GIB for name, size in terms.items() if size}
+
+
+def terms_table(plans: list[dict[str, float]], form: str) -> str:
+    names = list(dict.fromkeys(name for terms in plans for name in terms))
+    names = [name for name in names if any(terms.get(name, 0) > 5e-5 for terms in plans)]
+    rows = [["", *names]]
+    rows += [[f"{i}", *(form.format(terms[name]) if terms.get(name) else "-" for name in names)]
+             for i, terms in enumerate(plans, 1)]
+    return aligned(rows)
+
+
+def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
+    """Return a line for people: what the step is predicted to take, and the second best plan."""
+    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in plan.seconds.items()
+                      if seconds > 1e-3 * plan.step_s)
+    text = f"predicted by profile {hardware.profile.name}: {plan.step_s:.4g} s a step: {parts}"
+    if second is not None:
+        more = second.token_s / plan.token_s - 1
+        text += (f"\nsecond best: {difference(plan, second, hardware)}: {more:+.2%} predicted"
+                 + (" (a tie)" if abs(more) <= TIE else ""))
+    return text
+
+
+def difference(plan: Plan, other: Plan, hardware: Hardware) -> str:
+    """Return the choices of another plan that differ."""
+    def choices(plan: Plan) -> dict[str, str]:
+        return {"sp": f"{plan.sp}", "p,g,os": shards_text(plan, hardware),
+                "micro-batch": f"{plan.micro_batch}", "head groups": f"{plan.head_groups}",
+                "layers keep": layers_text(plan), "batch": f"{plan.batch}"}
+
+    mine = choices(plan)
+    return ", ".join(f"{name} {text}" for name, text in choices(other).items()
+                     if text != mine[name])
+
+
+def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+            best: Plan) -> str:
+    """Return what holds the best plan back, in words: what would shorten the step most if there
+    were a thousand times as much of it."""
+    plenty = 1000.0
+    profile = hardware.profile
+    relaxed = {
+        "GPU memory": {"gpu_budget": plenty * hardware.gpu_budget},
+        "host memory": {"host_budget": plenty * hardware.host_budget},
+        "copies to the host": {"profile": scaled(profile, profile.name, host=plenty)},
+        "the network": {"profile": scaled(profile, profile.name, network=plenty)},
+        "memory bandwidth": {"profile": scaled(profile, profile.name, memory=plenty)}}
+    gains = {}
+    for name, changes in relaxed.items():
+        found = plan(constraints, model, dataclasses.replace(hardware, **changes), top=1)[0]
+        gains[name] = 1 - found.token_s / best.token_s
+    name, gain = max(gains.items(), key=lambda item: item[1])
+    others = ", ".join(f"{other} {value:.1%}" for other, value in gains.items()
+                       if other != name and value > TIE)
+    if gain <= TIE:
+        return "computation: neither memory nor bandwidths would shorten the step"
+    return (f"{name}: with no limit to it a step would take {gain:.1%} less"
+            + (f" (then {others})" if others else ""))
+
+
+def changes_that_fit(constraints: Constraints, model: ModelConfig,
+                     hardware: Hardware) -> list[str]:
+    """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more
+    memory of the host or of a GPU, more GPUs."""
+    def fits(seq: int = constraints.seq, **changes) -> bool:
+        try:
+            asked = dataclasses.replace(constraints, seq=seq)
+            plan(asked, model, dataclasses.replace(hardware, **changes), top=1)
+        except ValueError:
+            return False
+        return True
+
+    def least(works: Callable[[int], bool], low: int, high: int) -> int | None:
+        """Return the smallest number from low to high that works, if one does."""
+        if not works(high):
+            return None
+        while low < high:
+            middle = (low + high) // 2
+            if works(middle):
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    found = []
+    unit = math.lcm(1024, hardware.ranks) if constraints.seq > 2**14 else 64
+    fewer = least(lambda n: fits(seq=constraints.seq - n * unit), 1, constraints.seq // unit - 1)
+    if fewer:
+        seq = constraints.seq - fewer * unit
+        found.append((constraints.seq / seq, f"--seq {seq} instead of {constraints.seq}"))
+    node = hardware.host_budget * hardware.per_node / GIB
+    for name, field, there in (("host memory a node", "host_budget", node),
+                               ("memory a GPU", "gpu_budget", hardware.gpu_budget / GIB)):
+        of_one = getattr(hardware, field) / there
+        gib = least(lambda n: fits(**{field: n * of_one}), math.ceil(there), math.ceil(16 * there))
+        if gib:
+            found.append((gib / there, f"{gib} GiB of {name} to plan with instead of {there:.0f}"))
+    for times in (2, 4, 8, 16, 32):
+        more = times * hardware.ranks
+        per_node = min(more, max(hardware.per_node, hardware.profile.per_node))
+        if fits(ranks=more, per_node=per_node):
+            found.append((times, f"{more} GPUs instead of {hardware.ranks}"))
+            break
+    return [text for _, text in sorted(found)]
+
+
+def draw(plans: list[Plan], hardware: Hardware, path: str) -> None:
+    """Write a picture: seconds and GiB of plans as stacked bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    fig, axes = plt.subplots(1, 2, figsize=(13, 0.45 * len(plans) + 2.2), sharey=True)
+    labels = [f"{i}: sp={plan.sp} {shards_text(plan, hardware)}\n{layers_text(plan)}"
+              for i, plan in enumerate(plans, 1)]
+    kinds = (("seconds of a step", [plan.seconds for plan in plans]),
+             ("GiB of a GPU", [memory_terms(plan) for plan in plans]))
+    for ax, (title, columns) in zip(axes, kinds):
+        left = np.zeros(len(plans))
+        for name in dict.fromkeys(name for terms in columns for name in terms):
+            width = np.array([terms.get(name, 0.0) for terms in columns])
+            ax.barh(labels, width, left=left, label=name)
+            left += width
+        ax.set_xlabel(title)
+        ax.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3)
+    axes[0].invert_yaxis()
+    axes[0].tick_params(axis="y", labelsize=7)
+    fig.tight_layout()
+    fig.savefig(path, dpi=120)
+    plt.close(fig)
+
+
+# ---------------------------------------------------------------------------- the program
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the best plans of a command. Returns the exit status: 1 if nothing fits."""
+    import train  # whose flags these are: the one import that points upward, for the program alone
+
+    parser = train.make_parser("Which factors? Print the best plans of train.py's flags for a "
+                               "cluster, on any machine.")
+    parser.add_argument("--cluster", default="h200x8", help="profile of the machine: "
+                        f"{', '.join(profile_names())}, or a file of bench.py --profile (default: "
+                        "%(default)s)")
+    parser.add_argument("--top", type=int, default=10, help="plans to print (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print them as JSON, and nothing else")
+    parser.add_argument("--plot", default="", help="picture of their seconds and bytes")
+    parser.add_argument("--leaf", default="", help="nodes under a leaf switch, or a file with a "
+                        "node's and its leaf's name a line: print the best order of nodes")
+    args = parser.parse_args(argv)
+    try:
+        constraints, model, hardware = asked(args)
+        plans = plan(constraints, model, hardware, args.top)
+    except TooLarge as e:
+        print(f"nothing fits: {e}", file=sys.stderr if args.json else sys.stdout)
+        changes = changes_that_fit(constraints, model, hardware)
+        if args.json:
+            print(json.dumps({"plans": [], "binding": str(e), "changes": changes}))
+        else:
+            print("what would fit, the smallest change first:", *(changes or ["nothing tried"]),
+                  sep="\n  ")
+        return 1
+    except ValueError as e:
+        parser.error(str(e))
+    held = binding(constraints, model, hardware, plans[0])
+    if args.plot:
+        draw(plans, hardware, args.plot)
+    if args.json:
+        found = [figures(p, model, hardware) for p in plans]
+        print(json.dumps({"plans": found, "binding": held}))
+        return 0
+    print(describe(constraints, model, hardware, plans, held))
+    if args.leaf:
+        print(place(plans[0], model, hardware, args.leaf))
+    return 0
+
+
+def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
+    """Return what a command asks for. Raises ValueError."""
+    import train
+
+    profile = load_profile(args.cluster)
+    flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(train.Config)}
+    cfg, model = train.planned_flags(train.Config(**flags), profile.per_node)
+    hardware = Hardware(
+        cfg.ranks, cfg.per_node, profile,
+        GPU_SHARE * min(profile.gpu_bytes, cfg.gpu_memory or profile.gpu_bytes),
+        (cfg.host_memory or profile.host_bytes * 7 // 8) / max(1, min(cfg.per_node, cfg.ranks)))
+    constraints = constraints_of(cfg, train.DTYPES[cfg.dtype], train.usual_batch(cfg))
+    check(constraints, model, cfg.ranks, cfg.per_node)
+    return constraints, model, hardware
+
+
+def describe(constraints: Constraints, model: ModelConfig, hardware: Hardware, plans: list[Plan],
+             held: str) -> str:
+    """Return what a command prints: the question, the plans, ties, what binds, what was guessed."""
+    profile = hardware.profile
+    est = Estimator(profile, model, constraints.dtype, hardware.per_node)
+    for candidate in plans:
+        step_seconds(est, candidate)  # which notes what lies outside the profile's points
+    ties = sum(p.token_s <= (1 + TIE) * plans[0].token_s for p in plans) - 1
+    lines = [f"{param_count(model) / 1e9:.2f} billion parameters, {constraints.seq:,} tokens a "
+             f"sequence, {plans[0].batch} sequences a step, {hardware.ranks} GPUs, "
+             f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
+             f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
+             "plan with",
+             f"profile {profile.name}: {profile.device}, {profile.sources.get('all', 'see its file')}",
+             "", describe_plans(plans, model, hardware), ""]
+    if ties > 0:
+        lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest ranks "
+                     "a sequence, then the largest micro-batch, the least host memory, the fewest "
+                     "shards")
+    if est.held:
+        lines.append("not in the profile: " + "; ".join(sorted(est.held)))
+    return "\n".join(lines + [f"what binds: {held}"])
+
+
+if __name__ == "__main__":
+    from planner import main as planner_main  # the module that train imports, not a second copy
+
+    sys.exit(planner_main())

@@ -47,6 +47,8 @@ from torch import Tensor
 
 import attention
 import checkpoint
+import costs
+import hardware
 import model as llama
 import planner
 import shard
@@ -151,8 +153,8 @@ class Config:
     per_node: int | None = flag(None, "ranks of a node; auto: torchrun's local world size")
     strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero++:K,"
                          " zero1.5:K")
-    os_layout: str = flag("intra", "of optimizer states: inter (whole tensors, greedy) or intra"
-                          " (each tensor split evenly)")
+    os_layout: str = flag("auto", "of optimizer states: inter (whole tensors, greedy), intra (each"
+                          " tensor split evenly), or auto: by predicted time")
     overlap: str = flag(",".join(STREAMS), "communication that runs under computation, a list, or"
                         " none: param_gather (weights before they are used), grad_scatter (a"
                         " matrix's gradient to its shards), grad_reduce (shards over replicas),"
@@ -180,7 +182,9 @@ class Config:
                         " (Memo); or auto: on if it saves a GPU 1 % of its memory")
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
-    dry_run: bool = flag(False, "print config, counts and memory need, and end")
+    verify: int = flag(1, "best plans to run for two steps each before the first, on random"
+                       " weights; the fastest is taken")
+    dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
     ranks: int | None = flag(None, "with --dry-run: plan for so many, and simulate the first one's"
                              " step; none of them need be there; auto: the ranks that are")
 
@@ -190,7 +194,7 @@ class Config:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-CHOICES = {"os_layout": ("intra", "inter"), "reduce_dtype": ("auto", "fp32"),
+CHOICES = {"os_layout": ("auto", "intra", "inter"), "reduce_dtype": ("auto", "fp32"),
            "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
            "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
@@ -204,7 +208,7 @@ LIMITS = {  # what a number may be, if it is not auto
     "save_every": (-1, 2**40), "keep": (1, 2**40),
     "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "chunk": (1, 2**40),
     "resident_layers": (2, 2**20), "head_groups": (1, 2**20), "host_memory": (0, 2**60),
-    "gpu_memory": (1, 2**60), "ranks": (1, 2**20),
+    "gpu_memory": (1, 2**60), "ranks": (1, 2**20), "verify": (1, 100),
 }
 SIZES = ("seq", "steps", "decay_steps", "batch", "batch_tokens", "micro_batch", "chunk",
          "host_memory", "gpu_memory")
@@ -230,9 +234,10 @@ def flag_type(f: dataclasses.Field):
     return convert
 
 
-def parse(argv: list[str] | None = None) -> Config:
+def make_parser(description: str) -> Parser:
+    """Return a parser of Config's flags."""
     parser = Parser(
-        description=__doc__.split("\n")[0], allow_abbrev=False,
+        description=description, allow_abbrev=False,
         epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
         "by the program, as its help says, and the choice is printed.")
     for f in dataclasses.fields(Config):
@@ -246,7 +251,11 @@ def parse(argv: list[str] | None = None) -> Config:
         if f.name == "resume":
             kind |= {"nargs": "?", "const": "latest"}
         parser.add_argument("--" + f.name.replace("_", "-"), **kind)
-    return Config(**vars(parser.parse_args(argv)))
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> Config:
+    return Config(**vars(make_parser(__doc__.split("\n")[0]).parse_args(argv)))
 
 
 def check_flags(cfg: Config) -> None:
@@ -326,8 +335,10 @@ class Run:
     resume: Checkpoint | None = None
     samples: int = 0  # sequences that a resumed run has seen
     data: dict = dataclasses.field(default_factory=dict)  # fingerprint of both
+    budgets: tuple[float, float] = (2.0**60, 2.0**60)  # bytes of a GPU, of host memory of a rank
     hardware: Hardware | None = None
     plan: Plan | None = None
+    others: tuple[Plan, ...] = ()  # the next best, by the same prediction
 
     def but(self, **changes) -> "Run":
         return dataclasses.replace(self, **changes)
@@ -335,16 +346,16 @@ class Run:
     @property
     def constraints(self) -> Constraints:
         """Return what the flags leave to the planner, and what they do not."""
-        same = {f.name for f in dataclasses.fields(Constraints)} & set(vars(self.cfg))
-        given = {name: getattr(self.cfg, name) for name in same - {"dtype"}}
-        default = max(1, (2**12 if self.cfg.model == "tiny" else 2**19) // self.cfg.seq)
-        most = None
-        if self.train:
-            default = min(default, self.train.count)
-            if self.cfg.ranks is None:
-                most = self.train.count
-        return Constraints(**given, dtype=self.dtype, default_batch=default, most_sequences=most,
-                           resumes=self.resume is not None)
+        most = self.train.count if self.train else None
+        usual = usual_batch(self.cfg)
+        return planner.constraints_of(
+            self.cfg, self.dtype, min(usual, most or usual),
+            most if self.cfg.ranks is None else None, resumes=self.resume is not None)
+
+
+def usual_batch(cfg: Config) -> int:
+    """Return the sequences of a step where neither flags nor a resumed run say it."""
+    return max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
 
 
 def choose_device(cfg: Config, local_rank: int) -> torch.device:
@@ -457,6 +468,16 @@ def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
                                        if getattr(cfg, name) in (None, "auto")})
 
 
+def with_batch(cfg: Config) -> Config:
+    """Return the flags with --batch-tokens in sequences. Raises ValueError."""
+    if cfg.batch_tokens is None:
+        return cfg
+    if cfg.batch_tokens % cfg.seq:
+        raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
+                         f"{cfg.seq}; nearest: {nearest(cfg.batch_tokens, cfg.seq)}")
+    return dataclasses.replace(cfg, batch=cfg.batch_tokens // cfg.seq)
+
+
 def machine(cfg: Config, rank: int, world: int, local_rank: int,
             resumed: Checkpoint | None = None) -> Run:
     """Return the run as far as flags, devices and the model settle it; resumed: the checkpoint that
@@ -473,21 +494,17 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
         model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
-    if cfg.batch_tokens is not None:
-        if cfg.batch_tokens % cfg.seq:
-            raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
-                             f"{cfg.seq}; nearest: {nearest(cfg.batch_tokens, cfg.seq)}")
-        cfg = dataclasses.replace(cfg, batch=cfg.batch_tokens // cfg.seq)
+    cfg = with_batch(cfg)
     dtype = DTYPES[cfg.dtype]
     kernel = pick_kernel(cfg.attention, device, dtype)
     untried_versions(kernel)  # refuses a torch that is too old
     cfg = dataclasses.replace(cfg, attention=kernel)
     run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
-    planner.check(run.constraints, model, Hardware(world, cfg.per_node))
+    planner.check(run.constraints, model, world, cfg.per_node)
     ranks_of_node = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    return run.but(hardware=Hardware(
-        world, cfg.per_node, gpu_budget=planner.gpu_budget(device, cfg.gpu_memory),
-        host_budget=planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
+    return run.but(budgets=(
+        planner.gpu_budget(device, cfg.gpu_memory),
+        planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
 
 
 def with_tokens(run: Run) -> Run:
@@ -611,31 +628,39 @@ def check_folders(cfg: Config, run: Run) -> None:
 
 
 def with_hardware(run: Run, print0: Callable) -> Run:
-    """Return the run with the device's rates, and with what the smallest rank has. A collective of
-    all ranks."""
-    budgets = torch.tensor([run.hardware.gpu_budget, run.hardware.host_budget],
-                           dtype=torch.float64, device=run.device)
+    """Return the run with the profile of its devices, and with what the smallest rank has. A
+    collective of all ranks."""
+    budgets = torch.tensor(run.budgets, dtype=torch.float64, device=run.device)
     dist.all_reduce(budgets, dist.ReduceOp.MIN)
-    gpu_budget, host_budget = budgets.tolist()
+    cfg = run.cfg
     name = device_name(run.device)
-    if run.cfg.ranks and run.device.type == "cpu":
+    if cfg.ranks and run.device.type == "cpu":
         name = "NVIDIA H200"
-    rates = [planner.find_rates(name, run.device, run.dtype, run.kernel, print0)]
-    dist.broadcast_object_list(rates)  # of mixed devices, one plan
-    return run.but(hardware=dataclasses.replace(
-        run.hardware, gpu_budget=gpu_budget, host_budget=host_budget, rates=rates[0]))
+    profiles = [hardware.find_profile(name, run.device, run.dtype, run.kernel, cfg.per_node,
+                                      print0)]
+    dist.broadcast_object_list(profiles)  # of mixed devices, one plan
+    return run.but(hardware=Hardware(run.world, cfg.per_node, profiles[0], *budgets.tolist()))
 
 
 def with_plan(run: Run, print0: Callable) -> Run:
-    """Return the run with the best plan by the device's rates, and its choices as flags. Raises
-    ConfigError. A collective of all ranks: all come to the same plan."""
+    """Return the run with the best plan by the profile of its devices, and its choices as flags.
+    Raises ConfigError. A collective of all ranks: all come to the same plan."""
     constraints = run.constraints
-    plan = on_all_ranks(lambda: planner.plan(constraints, run.model, run.hardware)[0])
-    if run.cfg.batch is None and plan.batch != constraints.default_batch:
-        print0(f"--batch: {constraints.default_batch} by default, {plan.batch} so that "
-               f"{run.world // plan.sp} data-parallel ranks divide it")
+    plans = on_all_ranks(lambda: planner.plan(constraints, run.model, run.hardware))
+    best = plans[0]
+    if run.cfg.batch is None and best.batch != constraints.default_batch:
+        print0(f"--batch: {constraints.default_batch} by default, {best.batch} so that "
+               f"{run.world // best.sp} data-parallel ranks divide it")
+    if run.cfg.dry_run:
+        print0(planner.describe_plans(plans, run.model, run.hardware))
+    return with_choice(run.but(others=tuple(plans[1:])), best)
+
+
+def with_choice(run: Run, plan: Plan) -> Run:
+    """Return the run with a plan, and its choices as flags."""
     cfg = dataclasses.replace(run.cfg, sp=plan.sp, batch=plan.batch, micro_batch=plan.micro_batch,
-                              head_groups=plan.head_groups, chunk=plan.chunk)
+                              head_groups=plan.head_groups, chunk=plan.chunk,
+                              os_layout=plan.os_layout)
     return run.but(cfg=cfg, plan=plan)
 
 
@@ -647,10 +672,21 @@ def with_measured_plan(run: Run, op: Ulysses, print0: Callable) -> Run:
     print0(f"measuring a layer, in chunks of {run.plan.chunk:,} tokens", flush=True)
     shape = (run.plan.micro_batch, run.cfg.seq // run.plan.sp)
     measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype)
-    hardware = dataclasses.replace(run.hardware, measured=measured)
     constraints = planner.fix(run.constraints, run.plan)
-    plan = on_all_ranks(lambda: planner.plan(constraints, run.model, hardware)[0])
-    return run.but(hardware=hardware, plan=plan)
+    there = dataclasses.replace(run.hardware, measured=measured)
+    plan = on_all_ranks(lambda: planner.plan(constraints, run.model, there, top=1)[0])
+    return run.but(hardware=there, plan=plan)
+
+
+def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
+    """Return the flags as a plan for GPUs needs them, with the usual values where they are open, and
+    the model; per_node: GPUs of a node where neither is said. Raises ValueError."""
+    check_flags(dataclasses.replace(cfg, dry_run=True))
+    cfg, model, _, _ = choose_model(cfg, torch.device("cuda"), None)
+    ranks = cfg.ranks or per_node
+    cfg = dataclasses.replace(cfg, ranks=ranks, per_node=cfg.per_node or math.gcd(per_node, ranks))
+    cfg = with_batch(default_flags(cfg, ranks, torch.device("cuda")))
+    return cfg, model
 
 
 def device_name(device: torch.device) -> str:
@@ -661,7 +697,7 @@ def cap_gpu(run: Run) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
     if run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-        mapped = planner.all_to_all_bytes(run.model, run.plan.tokens, run.dtype, run.plan.sp,
+        mapped = costs.all_to_all_bytes(run.model, run.plan.tokens, run.dtype, run.plan.sp,
                                           run.plan.head_groups)
         share = 1.0
         if run.cfg.gpu_memory:
@@ -680,7 +716,7 @@ def disk_bytes(run: Run) -> dict[Path, float]:
         if cfg.save_every > 0:
             most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every))
         there = len(checkpoint.whole_checkpoints(out)) if run.resume else 0
-        need[out] = max(1, most - there) * planner.checkpoint_bytes(run.model, run.dtype)
+        need[out] = max(1, most - there) * costs.checkpoint_bytes(run.model, run.dtype)
     if cfg.export:
         need[Path(cfg.export)] = param_count(run.model) * run.dtype.itemsize
     return need
@@ -699,7 +735,9 @@ def describe(run: Run, print0: Callable) -> None:
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
-               f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank; {plan.reason}")
+               f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank")
+    second = run.others[0] if run.others else None
+    print0(planner.describe_choice(plan, second, run.hardware))
     print0(plan.memory.describe(), flush=True)
 
 
@@ -1179,7 +1217,7 @@ class Log:
         self.times = self.times[-19:] + [seconds]
         left = timedelta(seconds=round(sum(self.times) / len(self.times) * (cfg.steps - step)))
         tgs = cfg.batch * cfg.seq / seconds / self.run.world
-        peak = self.run.hardware.rates.peak
+        peak = self.run.hardware.profile.peak_flops
         mfu = [flops * tgs / peak if peak else None
                for flops in flops_per_token(self.run.model, cfg.seq)]
         parts = [f"step {step}/{cfg.steps} loss {facts.loss:.4f} grad {facts.norm:.3f}",
@@ -1281,7 +1319,7 @@ def draw_losses(out: Path) -> None:
 
 def dry_run(run: Run, print0: Callable) -> None:
     """Print what a run would need, and with --ranks what a simulated step requests."""
-    disk = planner.checkpoint_bytes(run.model, run.dtype)
+    disk = costs.checkpoint_bytes(run.model, run.dtype)
     print0(f"a checkpoint: {disk / GIB:.2f} GiB")
     describe(run, print0)
     dist.destroy_process_group()

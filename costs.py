@@ -1,0 +1,692 @@
+"""What does a plan cost? Bytes and seconds of a step on one rank, from the profile of a machine.
+
+Bytes are named terms: those that shard.py, offload.py and model.py really allocate. Seconds come in
+three stages,
+
+    operations   FLOPs / rate(shape), bytes / bandwidth(operation, bytes, mesh): Estimator
+    layers       products, attention with its all-to-alls, element-wise parts: layer_seconds
+    step         a StepTimeline, on which compute and communication run beside each other as
+                 shard.py launches them and waits for them, and slow each other down
+
+and no number is fitted to whole steps: they follow from a Profile (hardware.py).
+
+Left out: ranks that wait for a slower one, the first step's compilation, and of a forker's other
+block whatever its matrices do not say (element-wise parts are counted as model.Block's).
+
+Legend: N tokens on a rank at once, L layers, M micro-batches a step, C width, H query heads, K
+key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards; mesh (GPUs in a
+node, nodes) of a group of ranks.
+"""
+import functools
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+import model as llama
+from attention import MAX_ELEMENTS
+from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
+from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
+from offload import GIB, ActivationPlan, block_saves
+from shard import OPTIMIZER, STREAMS, Factors
+
+# ---------------------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is chosen, and what it costs."""
+
+    ranks: int
+    seq: int  # tokens of a sequence
+    sp: int = 1  # ranks that share one
+    batch: int = 1  # sequences a step
+    micro_batch: int = 1  # sequences that sp ranks run at once
+    head_groups: int = 1
+    recompute: str = "none"  # auto: layers run in chunks; none: whole; full: they keep x alone
+    chunk: int = 0  # tokens, the most that a layer runs at once
+    factors: Factors = Factors()
+    os_layout: str = "intra"
+    overlap: tuple[str, ...] = STREAMS
+    reduce_bytes: int = 2  # of a gradient's element on its way
+    accumulates: bool = False  # gradients add up in float32
+    activations: ActivationPlan | None = None  # of layers in chunks
+    memory: "Memory | None" = None
+    host_bytes: float = 0.0  # of a rank, that layers swap to
+    seconds: dict[str, float] | None = None  # of a step, by what takes them
+
+    @property
+    def tokens(self) -> int:
+        """Return N."""
+        return self.micro_batch * self.seq // self.sp
+
+    @property
+    def micro_batches(self) -> int:
+        """Return M."""
+        return self.batch * self.sp // self.ranks // self.micro_batch
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def token_s(self) -> float:
+        """Return seconds a token of a rank: plans of other batches compare by it."""
+        return self.step_s * self.ranks / (self.batch * self.seq)
+
+
+# ---------------------------------------------------------------------------- bytes
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a device, by what they are for."""
+
+    lasting: dict[str, float]  # through a step
+    peaks: dict[str, dict[str, float]]  # moment that may be the highest: what lives then, too
+
+    def highest(self) -> str:
+        """Return the moment at which most is needed."""
+        return max(self.peaks, key=lambda moment: sum(self.peaks[moment].values()))
+
+    def total(self) -> float:
+        return sum(self.lasting.values()) + sum(self.peaks[self.highest()].values())
+
+    def describe(self) -> str:
+        """Return lines for people: the terms of each moment in GiB."""
+        def gib(terms: dict[str, float]) -> str:
+            return ", ".join(f"{name} {value / GIB:.2f}" for name, value in terms.items() if value)
+
+        lines = [f"memory a device, GiB: {gib(self.lasting)}"]
+        for moment, terms in self.peaks.items():
+            mark = " (the highest)" if moment == self.highest() else ""
+            lines.append(f"  at {moment}{mark}: {sum(terms.values()) / GIB:.2f}: {gib(terms)}")
+        return "\n".join(lines + [f"  {self.total() / GIB:.2f} GiB in all"])
+
+
+def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1): x; o and the
+    log-sum-exp; what model.Block saves beside them, as it really does."""
+    e = dtype.itemsize
+    accum_bytes = accumulation_dtype(dtype).itemsize
+    heads = cfg.heads * cfg.head_dim
+    qkv = (heads + 2 * cfg.kv_heads * cfg.head_dim) * e
+    intermediates = tokens * qkv + block_saves(cfg, tokens, dtype).bytes()
+    return tokens * cfg.dim * e, tokens * (heads * e + cfg.heads * accum_bytes), intermediates
+
+
+def activation_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Return what all layers keep for the backward of `tokens` tokens, if they keep everything.
+
+    For model.Block these are x, q, k, v, o, h and gate|up: with H = K and F = 8/3 C 11 1/3 C
+    elements a token (Memo's 16 C less norm(x), norm(h) and SwiGLU, which are computed again)."""
+    return cfg.layers * sum(layer_bytes(cfg, tokens, dtype))
+
+
+def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
+                     head_groups: int) -> int:
+    """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
+    of one (attention.Ulysses)."""
+    if sp == 1:
+        return 0
+    kv = math.lcm(cfg.kv_heads, sp * head_groups)  # with the heads that are repeated
+    return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
+
+
+def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
+                head_groups: int) -> dict[str, dict[str, float]]:
+    """Return what a layer's backward needs beside what was kept, at its two high moments: in
+    attention's backward, and in that of the products before it; all chunks recomputed."""
+    e = dtype.itemsize
+    d = cfg.head_dim
+    x = tokens * cfg.dim * e
+    q = tokens * cfg.heads * d * e  # and o
+    k = tokens * cfg.kv_heads * d * e  # and v
+    k_sent = k // cfg.kv_heads * math.lcm(cfg.kv_heads, sp * head_groups)  # heads are repeated
+    repeated = 2 * k_sent if k_sent > k else 0
+    sums = tokens * d * 4 * cfg.heads
+    if cfg.heads != cfg.kv_heads:
+        sums += tokens * d * 4 * 2 * cfg.kv_heads
+    if sp > 1:  # of two head groups what is sent and received; the first group, and its buffers
+        in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
+        first_group = (3 * q + 2 * k_sent) / head_groups
+    else:  # copies of a part of too many heads
+        in_flight = 2 * q if tokens * cfg.heads * d > MAX_ELEMENTS else 0
+        first_group = 0
+    saved = block_saves(cfg, tokens, dtype).pre
+    pre = sum(math.prod(shape) * of.itemsize for shape, of in saved)
+    return {
+        "attention's backward": {
+            "dy, dx": 2 * x, "q, o, do, dq": 4 * q, "k, v": 2 * k, "dk, dv": 2 * k_sent,
+            "repeated k, v": repeated, "head groups": in_flight,
+            "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
+        "block.post's backward": {
+            "dy, dx": 2 * x, "q, do": 2 * q, "k, v": 2 * k, "repeated k, v": repeated,
+            "first head group": first_group,
+            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
+            "temporaries of a chunk": chunk * (8 * cfg.ffn + 6 * cfg.dim) * e,
+            "saved by block.pre": pre}}
+
+
+def loss_peak(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
+              head_groups: int) -> dict[str, float]:
+    """Return what head and loss need beside what layers keep."""
+    accum_bytes = accumulation_dtype(dtype).itemsize
+    return {"logits": 2 * accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
+            "gradient of the head": accum_bytes * cfg.vocab * cfg.dim,
+            "x, norm, dx": 3 * tokens * cfg.dim * dtype.itemsize,
+            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)}
+
+
+def weight_buffer_bytes(cfg: ModelConfig, f: Factors, dtype: torch.dtype, in_chunks: bool,
+                        accumulates: bool) -> dict[str, float]:
+    """Return the bytes of the buffers for gathered weights and whole gradients: one each for the
+    embedding and the head, two for each matrix of a layer (shard.States)."""
+    e = dtype.itemsize
+    accum_bytes = accumulation_dtype(dtype).itemsize
+    ends = 2 * cfg.vocab * cfg.dim
+    layers = 2 * (param_count(cfg) - ends) / cfg.layers
+    adds_up = in_chunks and not accumulates and e < accum_bytes  # chunks' gradients, in float32
+    gradients = ends * e if f.g > 1 else 0
+    if f.g > 1 or adds_up:
+        gradients += layers * (accum_bytes if in_chunks else e)
+    return {"gathered weights": (layers + ends) * e if f.p > 1 else 0,
+            "whole gradients": gradients}
+
+
+def checkpoint_bytes(cfg: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of a checkpoint: the optimizer's states, float32 or wider."""
+    return len(OPTIMIZER.states) * accumulation_dtype(dtype).itemsize * param_count(cfg)
+
+
+def resident_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
+    """Return the bytes of a rank for what resident layers keep, and for two rounding buffers;
+    layer: layer_bytes."""
+    x, attn, intermediates = layer
+    buffers = 0
+    if plan.resident < plan.layers:
+        swapped = plan.most_swapped_chunks() * intermediates / plan.chunks
+        buffers = 2 * (x + attn + swapped)
+    return plan.resident * (x + attn) + plan.kept_chunks * intermediates / plan.chunks + buffers
+
+
+def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
+    """Return the bytes of a rank for the host buffers of the layers that are swapped."""
+    x, attn, intermediates = layer
+    return ((plan.layers - plan.resident) * (x + attn) - plan.layers_recomputing_attention * attn
+            + plan.swapped_chunks * intermediates / plan.chunks)
+
+
+def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) -> dict[str, float]:
+    """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
+    add up, in float32."""
+    e = dtype.itemsize
+    accum_bytes = accumulation_dtype(dtype).itemsize
+    secondary = e * params / f.secondary if f.secondary else 0
+    return {"parameters": e * params / f.p + secondary,
+            "gradients": (accum_bytes if accumulates else e) * params / f.g,
+            "optimizer": len(OPTIMIZER.states) * accum_bytes * params / f.os}
+
+
+# ---------------------------------------------------------------------------- seconds of operations
+
+
+class Estimator:
+    """Seconds of a model's operations on a machine."""
+
+    def __init__(self, profile: Profile, model: ModelConfig, dtype: torch.dtype, per_node: int):
+        self.profile = profile
+        self.model = model
+        self.dtype = dtype
+        self.per_node = per_node
+        self.matrices = block_matrices(llama.Block, model)
+        self.held: set[str] = set()  # what lies outside the profile's points, in words
+        self.cache: dict[tuple, float] = {}
+
+    def product(self, kind: str, tokens: float, rows: int, cols: int) -> float:
+        """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
+        key = (kind, tokens, rows, cols)
+        if key not in self.cache:
+            rate = interpolate_twice(self.profile.products[kind], tokens, math.sqrt(rows * cols))
+            self.cache[key] = 2 * tokens * rows * cols / rate
+        return self.cache[key]
+
+    def moved(self, elements: float) -> float:
+        """Return seconds of an element-wise kernel that reads and writes so many elements."""
+        return elements * self.dtype.itemsize / self.profile.memory
+
+    def attention(self, kind: str, tokens: int, seq: int) -> float:
+        """Return seconds of the kernel for a rank's share of sequences, all heads of `tokens`."""
+        flops = 2 * self.model.heads * self.model.head_dim * seq * tokens
+        if kind == "backward":
+            flops *= 2.5
+        return flops / interpolate(self.profile.attention[kind], seq)
+
+    def exchange(self, plan: Plan, columns: int) -> float:
+        """Return seconds of one head group's all-to-all of tensors (N, columns), with its copy to
+        or from the order of heads."""
+        size = plan.tokens * columns / plan.head_groups
+        travel = self.collective("all_to_all", size * self.dtype.itemsize, self.mesh(plan.sp))
+        return travel + self.moved(2 * size)
+
+    def mesh(self, ranks: int, inner: int = 1) -> tuple[int, int]:
+        """Return (GPUs in a node, nodes) of a group of `ranks` neighbours; of every inner-th of
+        them, if inner > 1."""
+        def nodes(n):
+            return max(1, n // self.per_node)
+
+        in_node = min(ranks, self.per_node) // min(inner, self.per_node)
+        return max(1, in_node), nodes(ranks) // nodes(inner)
+
+    def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
+        """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
+        bandwidth(op, bytes, mesh). Between measured numbers of nodes the bandwidth is interpolated,
+        for GPUs of a node the nearest is taken, and outside it is held."""
+        if mesh[0] * mesh[1] == 1 or not size:
+            return 0.0
+        key = (op, size, mesh)
+        if key not in self.cache:
+            self.cache[key] = size / self.bandwidth(op, size, mesh)
+        return self.cache[key]
+
+    def bandwidth(self, op: str, size: float, mesh: tuple[int, int]) -> float:
+        tables = {tuple(map(int, name.split("x"))): points
+                  for name, points in self.profile.collectives[op].items()}
+        across = mesh[1] > 1
+        alike = [g_n for g_n in tables if (g_n[1] > 1) == across] or list(tables)
+        in_node = min((g for g, _ in alike), key=lambda g: abs(math.log(g / mesh[0])))
+        by_nodes = sorted([n, interpolate(tables[g, n], size)] for g, n in alike if g == in_node)
+        if in_node != mesh[0] or not by_nodes[0][0] <= mesh[1] <= by_nodes[-1][0]:
+            nearest = min(by_nodes, key=lambda point: abs(math.log(point[0] / mesh[1])))[0]
+            self.held.add(f"{op} over {mesh_name(mesh)} as over {mesh_name((in_node, nearest))}")
+        return interpolate(by_nodes, mesh[1])
+
+
+@functools.cache
+def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return (rows, cols) of a block's matrices in the order of use."""
+    with torch.device("meta"):
+        block = block_class(cfg)
+    return tuple(m.shape for m in block.modules() if isinstance(m, llama.Matrix))
+
+
+# ---------------------------------------------------------------------------- seconds of a layer
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one layer for a micro-batch, if nothing runs beside it."""
+
+    chunks: int
+    forward: float
+    exchange: float  # of it, all-to-alls that no computation hides
+    attention: float  # of it, with its all-to-alls
+    backward: tuple[float, ...]  # from one matrix's use to the next, last matrix first
+    exchange_back: float  # of it, likewise
+    recompute: float  # of the intermediates of all tokens, in backward
+    whole: float  # of a forward that runs again, if a layer keeps its input alone
+
+
+def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
+    """Return the seconds of model.Block, whole or in chunks of tokens."""
+    cfg = est.model
+    tokens = plan.tokens
+    chunks = 1 if plan.recompute != "auto" else -(-tokens // plan.chunk)
+    q = cfg.heads * cfg.head_dim
+    qkv = q + 2 * cfg.kv_heads * cfg.head_dim
+    copied = chunks > 1  # chunks are put together and cut
+
+    def product(kind: str, matrix: tuple[int, int]) -> float:
+        return chunks * est.product(kind, tokens / chunks, *matrix)
+
+    def moved(*columns: int) -> float:
+        return est.moved(tokens * sum(columns))
+
+    # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU
+    first, *others = est.matrices
+    pre = product("forward", first) + moved(2 * cfg.dim, 2 * qkv, copied * 2 * qkv)
+    post = sum(product("forward", matrix) for matrix in others)
+    post += moved(7 * cfg.dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
+    backward = [product("input_grad", matrix) + product("weight_grad", matrix)
+                for matrix in reversed(est.matrices)]
+    backward[0] += moved(6 * cfg.ffn)
+    backward[-3] += moved(5 * cfg.dim)
+    backward[-1] += moved(5 * cfg.dim, 2 * qkv, copied * 2 * q, copied * 3 * cfg.dim)
+    kernel = est.attention("forward", tokens, plan.seq)
+    kernel_back = est.attention("backward", tokens, plan.seq)
+    attention = kernel
+    attention_back = kernel_back
+    if plan.sp > 1:
+        groups = plan.head_groups
+        kv = math.lcm(cfg.kv_heads, plan.sp * groups) * cfg.head_dim  # with repeated heads
+        there = (est.exchange(plan, q + 2 * kv), est.exchange(plan, 3 * q + 2 * kv))
+        back = (est.exchange(plan, q), est.exchange(plan, q + 2 * kv))
+        before = after = 0.0
+        if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
+            before = sum(backward[:-1])
+            after = est.product("weight_grad", tokens / chunks, *others[0])
+        attention = with_exchange(kernel, there[0], back[0], groups)
+        attention_back = with_exchange(kernel_back, there[1], back[1], groups, before, after)
+    backward[-2] += attention_back
+    last = product("forward", others[-1])  # which a recomputed layer leaves out
+    return LayerSeconds(
+        chunks, pre + attention + post, attention - kernel, attention, tuple(backward),
+        attention_back - kernel_back, pre + post - last, pre + attention + post - last)
+
+
+def head_seconds(est: Estimator, tokens: int) -> float:
+    """Return the seconds of head and loss, whose gradients are computed at once, and of the
+    embedding's."""
+    cfg = est.model
+    rows = min(tokens, max(1, LOSS_ELEMENTS // cfg.vocab))
+    products = sum(est.product(kind, rows, cfg.vocab, cfg.dim) * tokens / rows
+                   for kind in est.profile.products)
+    accum_bytes = accumulation_dtype(est.dtype).itemsize
+    logits = tokens * cfg.vocab * (5 * accum_bytes + est.dtype.itemsize)  # read and written
+    ends = cfg.vocab * cfg.dim * (2 * accum_bytes + 4 * est.dtype.itemsize)  # gradients
+    return products + (logits + ends) / est.profile.memory + est.moved(6 * tokens * cfg.dim)
+
+
+def with_exchange(kernel: float, there: float, back: float, groups: int, before: float = 0.0,
+                  after: float = 0.0) -> float:
+    """Return seconds of attention whose heads travel in groups (attention.Ulysses.run): kernel of
+    all groups, there and back of one. before, after: computation that hides the first group's way
+    there and the last one's way back."""
+    compute = 0.0
+    arrival = max(0.0, there - before)
+    for g in range(groups):
+        sent = max(compute, arrival) + there if g + 1 < groups else arrival  # the next group's
+        compute = max(compute, arrival) + kernel / groups
+        stream = max(compute, sent) + back
+        arrival = sent
+    return max(compute, stream - after)
+
+
+@dataclass(frozen=True)
+class UnitSeconds:
+    """Seconds of one unit's communication, each alone: of a layer, the embedding or the head."""
+
+    gather: tuple[float, ...]  # by matrix, in the order of use
+    gather_back: tuple[float, ...]
+    scatter: float  # of a micro-batch's gradients
+    last_scatter: float  # of the last micro-batch's
+    reduce: float  # over replicas, once a step
+    broadcast: float  # of new parameters, once a step
+    update: float  # of what a rank owns: compute
+
+
+def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
+    """Return the table in shard.py's docstring in seconds."""
+    f = plan.factors
+    e = est.dtype.itemsize
+    wire = plan.reduce_bytes
+    held = accumulation_dtype(est.dtype).itemsize if plan.accumulates else e
+    by_param = est.mesh(f.p)
+    subgroup = est.mesh(f.os, f.p)
+    replicas = est.mesh(plan.ranks, f.p)
+    cross_os = est.mesh(plan.ranks, f.os)
+    intra = plan.os_layout == "intra"
+
+    def scatter(s: int, last: bool) -> float:
+        if f.g == 1:
+            return 0.0  # they add up where they are
+        seconds = est.collective("reduce_scatter", wire * s, by_param) if f.p > 1 else 0.0
+        if f.g > f.p and intra:
+            seconds += est.collective("reduce_scatter", wire * s / f.p, subgroup)
+        elif f.g > f.p:
+            over = replicas if last else subgroup
+            seconds += est.collective("all_reduce", wire * s / f.p, over)
+        return seconds + (wire + 2 * held) * s / f.g / est.profile.memory  # added to grad_shard
+
+    def reduce(s: int) -> float:
+        if f.g > f.p:
+            return est.collective("all_reduce", wire * s / f.os, cross_os) if intra else 0.0
+        if not intra:
+            return est.collective("all_reduce", wire * s / f.p, replicas)
+        return (est.collective("reduce_scatter", wire * s / f.p, subgroup)
+                + est.collective("all_reduce", wire * s / f.os, cross_os))
+
+    def broadcast(s: int) -> float:
+        if intra:
+            return est.collective("all_gather", e * s / f.p, subgroup)
+        owners = f.os // f.p
+        return owners * est.collective("broadcast", e * s / f.os, subgroup)
+
+    counts = [rows * cols for rows, cols in matrices]
+    gather = tuple(est.collective("all_gather", e * s, by_param) for s in counts)
+    gather_back = gather
+    if f.secondary:
+        mesh = est.mesh(f.secondary)
+        gather_back = tuple(est.collective("all_gather", e * s, mesh) for s in counts)
+    sums = sum(reduce(s) for s in counts)
+    if sums and held != wire:  # cast to the wire's type and back
+        sums += sum(counts) / f.g * 2 * (held + wire) / est.profile.memory
+    owned = sum(counts) / f.os
+    return UnitSeconds(gather, gather_back, sum(scatter(s, False) for s in counts),
+                       sum(scatter(s, True) for s in counts), sums,
+                       sum(broadcast(s) for s in counts),
+                       owned * update_bytes(est.dtype) / est.profile.optimizer)
+
+
+# ---------------------------------------------------------------------------- seconds of a step
+
+
+class Timeline:
+    """Compute, and communication that runs beside it in the order of its launch. While both run,
+    compute takes `slow_compute` and communication `slow_other` times as long, so neither is ever
+    hidden for free (Galvatron's two coefficients)."""
+
+    def __init__(self, slow_compute: float, slow_other: float):
+        self.slow_compute = slow_compute
+        self.slow_other = slow_other
+        self.queue: deque[list] = deque()  # [kind, seconds left, if it ran alone]
+        self.now = 0.0
+        self.exposed: dict[str, float] = {}  # seconds in which compute waits, by kind
+        self.slowed = 0.0  # seconds that compute takes longer because something runs beside it
+
+    def launch(self, kind: str, seconds: float) -> list | None:
+        """Begin communication after all that was launched before. Returns what to wait for."""
+        if not seconds:
+            return None
+        job = [kind, seconds]
+        self.queue.append(job)
+        return job
+
+    def run(self, seconds: float) -> None:
+        """Compute."""
+        while self.queue and seconds > 0:
+            job = self.queue[0]
+            both = min(seconds * self.slow_compute, job[1] * self.slow_other)
+            self.now += both
+            self.slowed += both - both / self.slow_compute
+            seconds -= both / self.slow_compute
+            job[1] -= both / self.slow_other
+            if job[1] <= 1e-12:
+                job[1] = 0.0
+                self.queue.popleft()
+        self.now += max(0.0, seconds)
+
+    def wait(self, job: list | None) -> None:
+        """Let compute wait for a job, and so for all before it."""
+        while job is not None and job[1]:
+            head = self.queue.popleft()
+            self.now += head[1]
+            self.exposed[head[0]] = self.exposed.get(head[0], 0.0) + head[1]
+            head[1] = 0.0
+
+
+class StepTimeline(Timeline):
+    """A step as train.run_step enqueues it: the update, whose parameters travel under what follows,
+    then forward and backward of each micro-batch. (A step begins with its last part, so that it
+    ends where nothing is on its way.)"""
+
+    def __init__(self, est: Estimator, plan: Plan, recomputed: float):
+        """recomputed: seconds of a layer's backward in which its forward runs again."""
+        super().__init__(*est.profile.overlap["collectives"])
+        self.est = est
+        self.plan = plan
+        self.layers = est.model.layers
+        self.sharded = plan.factors.p > 1
+        layer = layer_seconds(est, plan)
+        launch = est.profile.launch
+        forward = max(layer.forward, layer.chunks * launch["forward"])
+        backward = sum(layer.backward) + recomputed
+        self.seconds = {  # of a layer's pass; the host must launch it in less than it takes
+            "forward": forward,
+            "backward": max(backward, layer.chunks * launch["backward"])}
+        exchange = layer.exchange + layer.exchange_back
+        self.of_layer = {  # of both passes, by what they are for
+            "layers": layer.forward + sum(layer.backward) - exchange, "all-to-all": exchange,
+            "recomputation": recomputed,
+            "launches": sum(self.seconds.values()) - layer.forward - backward}
+        self.by_matrix = layer.backward
+        head = (est.model.vocab, est.model.dim)
+        ends = unit_seconds(est, plan, (head,))
+        of_layer = unit_seconds(est, plan, est.matrices)
+        self.units = [ends, *[of_layer] * self.layers, ends]  # embedding, layers, head
+        self.head = head_seconds(est, plan.tokens)
+        self.computed: dict[str, float] = {}  # seconds of computation, by what it is for
+        self.fresh: list = []  # travels of new parameters
+        self.gathered: dict = {}  # of units, of (unit, matrix)
+        self.scattered: dict[int, list | None] = {}  # by unit
+        self.reduced: list | None = None  # the last one's
+
+    def send(self, kind: str, seconds: float) -> list | None:
+        """Launch one of shard.STREAMS; compute waits at once if that stream does not overlap."""
+        job = self.launch(kind, seconds)
+        if kind not in self.plan.overlap:
+            self.wait(job)
+        return job
+
+    def update(self) -> None:
+        """States.update: the norm, then unit by unit, each one's new parameters leave."""
+        est = self.est
+        norm = param_count(est.model) / self.plan.factors.os * grad_bytes(self.plan, est.dtype)
+        self.run(norm / est.profile.memory)
+        for unit in self.units:
+            self.run(unit.update)
+            self.fresh.append(self.send("param_broadcast", unit.broadcast))
+        self.computed["optimizer"] = (norm / est.profile.memory
+                                      + sum(unit.update for unit in self.units))
+
+    def gather(self, unit: int, backward: bool) -> None:
+        """Launch the all-gathers of a unit's weights, unless its buffers hold them."""
+        if unit not in self.gathered:
+            seconds = self.units[unit].gather_back if backward else self.units[unit].gather
+            self.gathered[unit] = self.send("param_gather", sum(seconds))
+
+    def forward(self) -> None:
+        """All of the next layer's weights are gathered under a layer."""
+        last = self.layers + 1
+        for unit in range(last + 1):
+            self.wait(self.fresh[unit])
+            if self.sharded:
+                self.gather(unit, False)
+                if unit < last:
+                    self.gather(unit + 1, False)
+                self.wait(self.gathered[unit])
+                if 1 < unit < last:  # the layer after the next takes a layer's buffers
+                    self.gathered.pop(unit - 2, None) if unit > 2 else None
+            if 0 < unit < last:
+                self.run(self.seconds["forward"])
+        self.run(self.head)
+
+    def backward(self, last: bool) -> None:
+        """Where layers run whole and once, the next matrix is gathered under one; else all of the
+        layer before under a layer. Gradients leave as they are complete."""
+        self.reduce_grads(self.layers + 1, last)
+        for unit in range(self.layers, 0, -1):
+            self.wait(self.scattered.get(unit + 2))  # its buffers are free
+            if self.sharded and self.plan.recompute == "none":
+                self.backward_by_matrix(unit)
+            else:
+                if self.sharded:
+                    self.gather(unit, True)
+                    if unit > 1:
+                        self.gather(unit - 1, True)
+                    self.wait(self.gathered[unit])
+                    self.gathered.pop(unit + 2, None) if unit + 2 <= self.layers else None
+                self.run(self.seconds["backward"])
+            self.reduce_grads(unit, last)
+        self.reduce_grads(0, last)
+
+    def backward_by_matrix(self, unit: int) -> None:
+        """While a matrix's gradients are computed, the next one's weight arrives."""
+        last = len(self.est.matrices) - 1
+        held = self.gathered.pop(unit, None)  # the last two layers' weights are still there
+        seconds = self.units[unit].gather_back
+        job = self.gathered.pop((unit, last), None)
+        if not held and job is None:
+            job = self.send("param_gather", seconds[last])
+        for j, compute in zip(range(last, -1, -1), self.by_matrix):
+            arriving = None
+            if j and not held:
+                arriving = self.send("param_gather", seconds[j - 1])
+            elif not j and unit > 1 and unit - 1 not in self.gathered:
+                self.gathered[unit - 1, last] = self.send("param_gather", seconds[last])
+            self.wait(job)
+            self.run(compute)
+            job = arriving
+
+    def reduce_grads(self, unit: int, last: bool) -> None:
+        seconds = self.units[unit]
+        scatter = seconds.last_scatter if last else seconds.scatter
+        self.scattered[unit] = self.send("grad_scatter", scatter)
+        if last:
+            self.reduced = self.send("grad_reduce", seconds.reduce) or self.reduced
+
+    def micro_batch(self, last: bool) -> None:
+        self.forward()
+        self.backward(last)
+        if last:  # finish_gradients
+            for job in (*self.scattered.values(), self.reduced):
+                self.wait(job)
+
+    def micro_batches(self) -> None:
+        """Run all of a step's; those between the second and the last are alike."""
+        count = self.plan.micro_batches
+        for m in sorted({0, min(1, count - 1), count - 1}):
+            before = self.now, self.slowed, dict(self.exposed)
+            self.micro_batch(m == count - 1)
+            if m == 1 and count > 3:
+                self.repeat(*before, count - 3)
+        self.computed["head and loss"] = count * self.head
+        for name, seconds in self.of_layer.items():
+            self.computed[name] = count * self.layers * seconds
+
+    def repeat(self, now: float, slowed: float, exposed: dict[str, float], times: int) -> None:
+        """Count so many times more what has happened since then."""
+        self.now += times * (self.now - now)
+        self.slowed += times * (self.slowed - slowed)
+        for kind, seconds in self.exposed.items():
+            self.exposed[kind] += times * (seconds - exposed.get(kind, 0.0))
+
+
+def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
+                 waits: float = 0.0) -> dict[str, float]:
+    """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of a
+    micro-batch's layers, what plan_activations loses to recomputation and to copies."""
+    if plan.recompute == "full":
+        recomputed = est.model.layers * layer_seconds(est, plan).whole
+    line = StepTimeline(est, plan, recomputed / est.model.layers)
+    line.update()
+    line.micro_batches()
+    small = est.collective("all_reduce", 1.0, est.mesh(plan.ranks))
+    parts = line.computed | line.exposed
+    parts["small sums"] = 5 * small  # loss, norm, vectors, labels, facts
+    parts["slowed by communication"] = line.slowed
+    parts["copies"] = float(waits) * plan.micro_batches
+    return {name: seconds for name, seconds in parts.items() if seconds}
+
+
+def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
+    """Return the seconds of a step's layers and head alone: a bound for all factors."""
+    layer = layer_seconds(est, plan)
+    once = est.model.layers * (layer.forward + sum(layer.backward)) + head_seconds(est, plan.tokens)
+    return {"computation": plan.micro_batches * once}
+
+
+def grad_bytes(plan: Plan, dtype: torch.dtype) -> int:
+    """Return the bytes of a gradient's element where it is kept."""
+    return (accumulation_dtype(dtype) if plan.accumulates else dtype).itemsize

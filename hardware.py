@@ -1,0 +1,524 @@
+"""What does a machine do in a second? Profiles: rates by operation, shape, bytes and mesh.
+
+A Profile is a file, results/profiles/NAME.json: measured by bench.py --profile NAME, or put together
+from what others have published, each number with its source. costs.py turns it into the seconds of
+a step; nothing in it is fitted to whole steps. Between the points of a profile rates are
+interpolated, at its ends they are held (AMSP, section IV: no alpha-beta model follows NCCL's choice
+of algorithms).
+
+    t(operation, size, mesh) = size / rate(operation, size, mesh)
+
+A GPU without a profile has an H200's rates times the ratios of their data sheets (SHEETS); one that
+has no data sheet here is measured when a run starts, at a few points.
+
+Left out: congestion by others, temperatures, GPUs of one machine that differ.
+
+Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
+"""
+import bisect
+import dataclasses
+import json
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import model as llama
+from attention import (Attention, CommStream, Exchange, Groups, all_gather, gpus_reach_each_other,
+                       reduce_scatter)
+from model import ModelConfig, accumulation_dtype, rope_tables, weight_grad_into
+from shard import ADAMW, adamw
+
+PROFILES = Path(__file__).parent / "results" / "profiles"
+
+# ---------------------------------------------------------------------------- profiles
+
+Points = list[list[float]]  # [where ..., rate], sorted
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What one GPU of a machine does in a second, and what the machine has. Rates are those that
+    hold while all GPUs work, for seconds."""
+
+    name: str
+    device: str  # PyTorch's name of the GPU
+    per_node: int  # GPUs of a node
+    gpu_bytes: float  # memory of a GPU
+    host_bytes: float  # memory of a node
+    peak_flops: float | None  # dense bf16 of the data sheet; None: unknown, so no MFU
+    kernel: str  # of attention
+    products: dict[str, Points]  # forward, input_grad, weight_grad: [tokens, width, FLOP/s]
+    attention: dict[str, Points]  # forward, backward: [tokens of a sequence, FLOP/s], causal
+    memory: float  # bytes/s of element-wise kernels, read and written
+    optimizer: float  # bytes/s of the update
+    to_host: float  # bytes/s, while all GPUs of a node copy
+    from_host: float
+    launch: dict[str, float]  # forward, backward: seconds of the host for a layer
+    collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
+    overlap: dict[str, list[float]]  # collectives, copies: factors on the seconds of compute, and
+    # of the other, while both run
+    sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
+    about: dict = field(default_factory=dict)  # hardware, versions, commit, command
+
+
+def profile_text(profile: Profile) -> str:
+    """Return a profile's file: JSON, a point a line."""
+    def rounded(x):
+        if isinstance(x, float):
+            return float(f"{x:.4g}")
+        if isinstance(x, dict):
+            return {key: rounded(value) for key, value in x.items()}
+        return [rounded(value) for value in x] if isinstance(x, list) else x
+
+    text = json.dumps(rounded(dataclasses.asdict(profile)), indent=1)
+    return re.sub(r"\[\s+([-\d.e+]+(?:,\s+[-\d.e+]+)*)\s+\]",
+                  lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
+
+
+def interpolate(points: Points, at: float) -> float:
+    """Return the rate at a size: linear in the logarithm of the size between points [size, rate],
+    held at the ends."""
+    i = bisect.bisect_left(points, at, key=lambda point: point[0])
+    if i == 0 or i == len(points):
+        return points[min(i, len(points) - 1)][-1]
+    (low, slow), (high, fast) = points[i - 1], points[i]
+    return slow + (fast - slow) * math.log(at / low) / math.log(high / low)
+
+
+def interpolate_twice(points: Points, tokens: float, width: float) -> float:
+    """Return the rate at [tokens, width] of points [tokens, width, rate] on a grid: first along
+    tokens, then along width."""
+    by_width: dict[float, Points] = {}
+    for point_tokens, point_width, rate in points:
+        by_width.setdefault(point_width, []).append([point_tokens, rate])
+    along = [[w, interpolate(of_width, tokens)] for w, of_width in sorted(by_width.items())]
+    return interpolate(along, width)
+
+
+def update_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes that AdamW reads and writes a parameter: a gradient, master and moments; a
+    weight, master and moments."""
+    return 2 * (dtype.itemsize + len(ADAMW.states) * accumulation_dtype(dtype).itemsize)
+
+
+# ---------------------------------------------------------------------------- which profile
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A GPU's data sheet: what scales another one's profile where it has none of its own."""
+
+    flops: float  # dense bf16
+    memory: float  # bytes/s
+    nvlink: float  # bytes/s one way
+    pcie: float  # bytes/s one way
+
+
+SHEETS = {  # by PyTorch's device name, first match
+    r"A100.*40GB": Sheet(312e12, 1.555e12, 300e9, 32e9),
+    r"A800": Sheet(312e12, 2.039e12, 200e9, 32e9),
+    r"A100": Sheet(312e12, 2.039e12, 300e9, 32e9),
+    r"H100 PCIe": Sheet(756e12, 2.0e12, 64e9, 64e9),
+    r"H100 NVL": Sheet(835e12, 3.9e12, 300e9, 64e9),
+    r"H200 NVL": Sheet(835e12, 4.8e12, 450e9, 64e9),
+    r"H800": Sheet(989.4e12, 3.35e12, 200e9, 64e9),
+    r"H100": Sheet(989.4e12, 3.35e12, 450e9, 64e9),
+    r"H200": Sheet(989.4e12, 4.8e12, 450e9, 64e9),
+    r"B200": Sheet(2250e12, 7.7e12, 900e9, 64e9),
+}
+
+
+def find_sheet(device_name: str) -> Sheet | None:
+    return next((s for k, s in SHEETS.items() if re.search(rf"\b({k})\b", device_name)), None)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return dense bf16 FLOP/s of a device, None if it is not in SHEETS: no MFU, then."""
+    sheet = find_sheet(device_name)
+    return sheet.flops if sheet else None
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in PROFILES.glob("*.json"))
+
+
+def load_profile(name: str) -> Profile:
+    """Return a profile by its name in results/profiles, or by its file. Raises ValueError."""
+    path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
+    try:
+        profile = Profile(**json.loads(path.read_text()))
+    except OSError as e:
+        raise ValueError(f"--cluster {name}: {path}: {e.strerror}; a file as bench.py --profile "
+                         f"writes it, or one of {', '.join(profile_names())}") from e
+    except (ValueError, TypeError) as e:
+        raise ValueError(f"--cluster {name}: {path} is no profile: {e}") from e
+    check_profile(profile, name)
+    return profile
+
+
+def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
+           network: float = 1.0, host: float = 1.0, **changes) -> Profile:
+    """Return a profile whose rates are so many times those of another one."""
+    def times(points: Points, factor: float) -> Points:
+        return [[*at, rate * factor] for *at, rate in points]
+
+    return dataclasses.replace(
+        profile, name=name,
+        products={kind: times(points, flops) for kind, points in profile.products.items()},
+        attention={kind: times(points, flops) for kind, points in profile.attention.items()},
+        memory=profile.memory * memory, optimizer=profile.optimizer * memory,
+        to_host=profile.to_host * host, from_host=profile.from_host * host,
+        collectives={op: {mesh: times(points, network) for mesh, points in meshes.items()}
+                     for op, meshes in profile.collectives.items()}, **changes)
+
+
+def known_profile(device_name: str, per_node: int) -> Profile | None:
+    """Return a device's profile by PyTorch's name of it: of the smallest node that has so many GPUs,
+    else of the largest; an H200's by the ratio of their data sheets, if it has none; None if it has
+    neither."""
+    profiles = [load_profile(name) for name in profile_names()]
+    own = [p for p in profiles if p.device == device_name]
+    if own:
+        enough = [p for p in own if p.per_node >= per_node]
+        return (min(enough, key=lambda p: p.per_node) if enough
+                else max(own, key=lambda p: p.per_node))
+    sheet = find_sheet(device_name)
+    if sheet is None:
+        return None
+    base = known_profile("NVIDIA H200", per_node)
+    of_base = SHEETS["H200"]
+    ratio = sheet.flops / of_base.flops
+    return scaled(base, f"{device_name} by its data sheet", ratio, sheet.memory / of_base.memory,
+                  sheet.nvlink / of_base.nvlink, sheet.pcie / of_base.pcie, device=device_name,
+                  peak_flops=sheet.flops,
+                  sources={"all": f"{base.name}'s, by the ratios of the data sheets"})
+
+
+def find_profile(device_name: str, device: torch.device, dtype: torch.dtype, kernel: str,
+                 per_node: int, say: Callable = print) -> Profile:
+    """Return a device's profile by its name; as measured here, if any rank has none. A
+    collective."""
+    profile = known_profile(device_name, per_node)
+    unknown = torch.tensor(float(profile is None), device=device)
+    dist.all_reduce(unknown, dist.ReduceOp.MAX)
+    if unknown.item():
+        effort = AT_START if device.type == "cuda" else ON_CPU
+        profile = measure_profile(device_name, device, dtype, kernel, per_node, effort)
+        say(f"{device_name}: no profile and no data sheet of it here; measured: matrix products "
+            f"{profile.products['forward'][0][-1] / 1e12:.3g} TFLOP/s, attention "
+            f"{profile.attention['forward'][0][-1] / 1e12:.3g}, memory {profile.memory / 1e9:.0f} "
+            f"GB/s, to the host {profile.to_host / 1e9:.0f}; no MFU, whose peak comes from data "
+            "sheets alone", flush=True)
+    return profile
+
+
+def check_profile(profile: Profile, name: str) -> None:
+    """Raise ValueError unless all rates are there and positive, at ascending points."""
+    tables = {f"products {k}": v for k, v in profile.products.items()}
+    tables |= {f"attention {k}": v for k, v in profile.attention.items()}
+    for op, meshes in profile.collectives.items():
+        tables |= {f"{op} {mesh}": points for mesh, points in meshes.items()}
+    tables |= {key: [[1, getattr(profile, key)]] for key in
+               ("memory", "optimizer", "to_host", "from_host", "gpu_bytes", "host_bytes")}
+    for table, points in tables.items():
+        bad = not points or not all(0 < x < math.inf for point in points for x in point)
+        if bad or points != sorted(points):
+            raise ValueError(f"--cluster {name}: {table}: {points}: positive numbers at ascending "
+                             "points")
+    missing = [op for op in COLLECTIVES if op not in profile.collectives and profile.per_node > 1]
+    if missing or profile.products.keys() != {"forward", "input_grad", "weight_grad"}:
+        raise ValueError(f"--cluster {name}: lacks {', '.join(missing) or 'products'}")
+
+
+# ---------------------------------------------------------------------------- measuring
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Effort:
+    """At which points a profile is measured, and for how long at each."""
+
+    seconds: float  # of work at a point: a GPU's clock rate falls under load
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+    seqs: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of collectives
+    heads: int = 8
+    copied: int = 2**28  # bytes to the host and of element-wise kernels
+
+
+FULL = Effort(0.4, (1024, 4096, 16384), (1024, 2048, 4096, 8192),
+              (1024, 4096, 16384, 65536, 262144), (2**20, 2**23, 2**26, 2**29))
+AT_START = Effort(0.05, (4096,), (4096,), (8192,), (2**23, 2**27))
+ON_CPU = Effort(0.02, (256,), (256,), (256,), (2**16, 2**20), 2, 2**22)
+
+
+class Stopwatch:
+    """Times work that all ranks do at once; the slowest rank's. All methods are collectives."""
+
+    def __init__(self, device: torch.device, seconds: float):
+        self.device = device
+        self.seconds = seconds
+
+    def once(self, fn: Callable, calls: int = 1) -> float:
+        dist.barrier()  # all ranks copy and send at the same time
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        slowest = torch.tensor(time.perf_counter() - start, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        return slowest.item()
+
+    def least(self, fn: Callable, repeats: int) -> float:
+        """Return the least seconds of a call, after one that warms up."""
+        return min([self.once(fn) for _ in range(repeats + 1)][1:])
+
+    def __call__(self, fn: Callable) -> float:
+        """Return the seconds of a call among many, back to back, after as many that warm up."""
+        self.once(fn)
+        calls = max(2, min(2000, math.ceil(self.seconds / self.once(fn))))
+        self.once(fn, calls)
+        return self.once(fn, calls) / calls
+
+
+def measure_profile(name: str, device: torch.device, dtype: torch.dtype, kernel: str,
+                    per_node: int, effort: Effort = FULL, about: dict | None = None) -> Profile:
+    """Measure what this machine does, all ranks at once. A collective."""
+    clock = Stopwatch(device, effort.seconds)
+    gpu = device.type == "cuda"
+    host_bytes = float(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    gpu_bytes = host_bytes
+    if gpu:
+        gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
+    to_host, from_host = measure_copies(clock, effort.copied)
+    return Profile(
+        name, torch.cuda.get_device_name(device) if gpu else "CPU", per_node, gpu_bytes, host_bytes,
+        peak_flops(torch.cuda.get_device_name(device) if gpu else "CPU"), kernel,
+        measure_products(clock, dtype, effort), measure_attention(clock, dtype, kernel, effort),
+        measure_elementwise(clock, dtype, effort.copied), measure_optimizer(clock, dtype,
+                                                                            effort.copied),
+        to_host, from_host, measure_launches(device, dtype, kernel),
+        measure_collectives(clock, dtype, per_node, effort.sizes),
+        measure_overlap(clock, dtype, effort), {"all": "measured"}, about or {})
+
+
+def random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape, device=device).to(dtype)  # zeros are multiplied faster
+
+
+def measure_products(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> dict[str, Points]:
+    """Return FLOP/s of y = x W^T, dx = dy W and dW += dy^T x, W (width, width)."""
+    found: dict[str, Points] = {"forward": [], "input_grad": [], "weight_grad": []}
+    for tokens in effort.tokens:
+        for width in effort.widths:
+            x = random(tokens, width, device=clock.device, dtype=dtype)
+            w = random(width, width, device=clock.device, dtype=dtype)
+            dw = torch.zeros(width, width, device=clock.device,
+                             dtype=accumulation_dtype(dtype))
+            work = {"forward": lambda: x @ w.t(), "input_grad": lambda: x @ w,
+                    "weight_grad": lambda: weight_grad_into(x, x, dw, 1)}
+            for kind, fn in work.items():
+                found[kind].append([tokens, width, 2 * tokens * width**2 / clock(fn)])
+    return found
+
+
+def measure_attention(clock: Stopwatch, dtype: torch.dtype, kernel: str,
+                      effort: Effort) -> dict[str, Points]:
+    """Return FLOP/s of causal attention, half of the (T, T) matrix counted."""
+    found: dict[str, Points] = {"forward": [], "backward": []}
+    op = Attention(kernel)
+    for seq in effort.seqs:
+        heads = effort.heads * max(1, 4096 // seq)  # as many as fill the device
+        q, k, v, do = (random(1, seq, heads, 128, device=clock.device, dtype=dtype)
+                       for _ in range(4))
+        o, lse = op.forward(q, k, v)
+        pairs = 2 * heads * 128 * seq**2
+        found["forward"].append([seq, pairs / clock(lambda: op.forward(q, k, v))])
+        found["backward"].append(
+            [seq, 2.5 * pairs / clock(lambda: op.backward(do, q, k, v, o, lse))])
+    return found
+
+
+def measure_elementwise(clock: Stopwatch, dtype: torch.dtype, size: int) -> float:
+    """Return bytes/s of the kernels between products, by SwiGLU's two."""
+    columns = 1024
+    rows = size // (2 * columns * dtype.itemsize)
+    gate_up = random(rows, 2 * columns, device=clock.device, dtype=dtype)
+    da = random(rows, columns, device=clock.device, dtype=dtype)
+    seconds = clock(lambda: llama.swiglu_forward(gate_up))
+    seconds += clock(lambda: llama.swiglu_backward(gate_up, da))
+    return (3 + 6) * rows * columns * dtype.itemsize / seconds  # 2 in, 1 out; 3 in, 3 out
+
+
+def measure_optimizer(clock: Stopwatch, dtype: torch.dtype, size: int) -> float:
+    """Return bytes/s of the update: a master and two moments read and written, a gradient read, a
+    weight written."""
+    count = size // 4
+    accum_dtype = accumulation_dtype(dtype)
+    weight, grad = (torch.zeros(count, device=clock.device, dtype=dtype) for _ in range(2))
+    states = tuple(torch.zeros(count, device=clock.device, dtype=accum_dtype)
+                   for _ in ADAMW.states)
+    scalars = torch.ones(5, device=clock.device, dtype=accum_dtype)
+    seconds = clock(lambda: adamw(weight, grad, states, scalars, (0.9, 0.95), 1e-8, 0.1))
+    return update_bytes(dtype) * count / seconds
+
+
+def measure_copies(clock: Stopwatch, size: int) -> tuple[float, float]:
+    """Return bytes/s to the host and from it, of page-locked memory."""
+    here = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+    there = torch.zeros(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
+    to_host = clock(lambda: there.copy_(here, non_blocking=True))
+    return size / to_host, size / clock(lambda: here.copy_(there, non_blocking=True))
+
+
+def measure_launches(device: torch.device, dtype: torch.dtype, kernel: str) -> dict[str, float]:
+    """Return seconds of the host for a layer's forward and backward: of layers so small that the
+    device waits for the host. On a CPU they are part of the operators'."""
+    if device.type == "cpu":
+        return {"forward": 0.0, "backward": 0.0}
+    cfg = ModelConfig(vocab=256, dim=256, layers=8, heads=2, kv_heads=2, ffn=512)
+    with torch.device(device):
+        model = llama.LLaMA(cfg, Attention(kernel)).to(dtype)
+    model.init_weights(0)
+    rope = rope_tables(cfg, torch.arange(128, device=device), torch.float32)
+    run_layer = llama.whole_layers(model, rope)
+    x = random(1, 128, cfg.dim, device=device, dtype=dtype).requires_grad_()
+    seconds = {"forward": math.inf, "backward": math.inf}
+    for _ in range(5):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        y = x
+        for i in range(cfg.layers):
+            y = run_layer(i, y)
+        middle = time.perf_counter()
+        y.backward(x.detach())
+        end = time.perf_counter()
+        seconds["forward"] = min(seconds["forward"], (middle - start) / cfg.layers)
+        seconds["backward"] = min(seconds["backward"], (end - middle) / cfg.layers)
+    return seconds
+
+
+def meshes_of(ranks: int, per_node: int) -> list[tuple[int, int]]:
+    """Return the meshes (GPUs in a node, nodes) at which collectives are measured: powers of 2, and
+    all."""
+    def counts(most: int) -> list[int]:
+        return sorted({2**i for i in range(most.bit_length()) if 2**i <= most} | {most})
+
+    return [(g, n) for n in counts(ranks // per_node) for g in counts(per_node) if g * n > 1]
+
+
+def mesh_name(mesh: tuple[int, int]) -> str:
+    return f"{mesh[0]}x{mesh[1]}"
+
+
+def measure_collectives(clock: Stopwatch, dtype: torch.dtype, per_node: int,
+                        sizes: tuple[int, ...]) -> dict[str, dict[str, Points]]:
+    """Return bytes/s by operation and mesh, all groups of a mesh at once. Bytes: of the whole
+    tensor, gathered or to be scattered; of an all-to-all, of a rank's own."""
+    found: dict[str, dict[str, Points]] = {op: {} for op in COLLECTIVES}
+    groups = Groups()
+    ranks = dist.get_world_size()
+    for g, n in meshes_of(ranks, per_node):
+        def members(r):  # g neighbours in each of n nodes in a row
+            return r % per_node // g, r // per_node // n
+
+        if per_node % g or ranks // per_node % n:
+            continue
+        group = groups.get("profile", members)
+        mesh = mesh_name((g, n))
+        for size in sizes:
+            for op, fn in operations(group, size, dtype, clock.device, one_node=n == 1).items():
+                found[op].setdefault(mesh, []).append([size, size / clock(fn)])
+    return found
+
+
+def operations(group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: torch.device,
+               one_node: bool) -> dict[str, Callable]:
+    """Return functions that run each collective on so many bytes."""
+    ranks = dist.get_world_size(group)
+    count = size // dtype.itemsize // ranks
+    whole = torch.zeros(ranks * count, device=device, dtype=dtype)
+    part = torch.zeros(count, device=device, dtype=dtype)
+    peer_access = device.type == "cuda" and one_node and gpus_reach_each_other()
+    exchange = Exchange(group, peer_access)
+    parts = whole.view(ranks, count)
+    received = exchange.allocate_buffers([(ranks, count)], parts)[0]
+    first = dist.get_global_rank(group, 0)
+    return {"all_gather": lambda: all_gather(whole, part, group=group),
+            "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
+            "all_reduce": lambda: dist.all_reduce(whole, group=group),
+            "broadcast": lambda: dist.broadcast(whole, first, group=group),
+            "all_to_all": lambda: exchange.all_to_all([(parts, received)])}
+
+
+def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> dict[str, list[float]]:
+    """Return how much longer compute and the other take while both run: all-gathers of all ranks,
+    and copies to the host."""
+    if clock.device.type != "cuda":
+        return {"collectives": [1.0, 1.0], "copies": [1.0, 1.0]}
+    width = 4096
+    x = random(2 * width, width, device=clock.device, dtype=dtype)
+    w = random(width, width, device=clock.device, dtype=dtype)
+    side = CommStream(clock.device)
+    here = torch.zeros(effort.copied, dtype=torch.uint8, device=clock.device)
+    there = torch.zeros(effort.copied, dtype=torch.uint8, pin_memory=True)
+    work = {"copies": lambda: there.copy_(here, non_blocking=True)}
+    if dist.get_world_size() > 1:
+        group = Groups().get("profile", lambda r: 0)
+        work["collectives"] = operations(group, effort.copied, dtype, clock.device,
+                                         one_node=True)["all_gather"]
+    found = {"collectives": [1.0, 1.0]}
+    for name, fn in work.items():
+        found[name] = slow_downs(clock, lambda: x @ w.t(), fn, side)
+    return found
+
+
+def slow_downs(clock: Stopwatch, compute: Callable, other: Callable,
+               side: CommStream) -> list[float]:
+    """Return the factors on the seconds of compute, and of the other on a stream of its own, while
+    both run."""
+    alone = clock(compute), clock(other)
+    calls = [max(4, math.ceil(2 * clock.seconds / seconds)) for seconds in alone]
+    factors = []
+    for timed, beside in ((0, 1), (1, 0)):
+        # twice as much of the other, so that it is there to the end
+        more = math.ceil(3 * calls[timed] * alone[timed] / alone[beside])
+        torch.cuda.synchronize(clock.device)
+        dist.barrier()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def run(which: int, times: int) -> None:
+            for _ in range(times):
+                (compute, other)[which]()
+
+        with side.after_compute():
+            if beside == 1:
+                run(beside, more)
+            else:
+                begin.record()
+                run(timed, calls[timed])
+                end.record()
+        if beside == 0:
+            run(beside, more)
+        else:
+            begin.record()
+            run(timed, calls[timed])
+            end.record()
+        torch.cuda.synchronize(clock.device)
+        factor = torch.tensor(begin.elapsed_time(end) / 1e3 / calls[timed] / alone[timed],
+                              device=clock.device)
+        dist.all_reduce(factor, dist.ReduceOp.MAX)
+        factors.append(max(1.0, factor.item()))
+    return factors
+
+
