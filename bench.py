@@ -271,7 +271,9 @@ def chosen(run: Run) -> dict:
     memory = plan.memory
     working = sum(memory.peaks[memory.highest()].values())
     return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "chunk": plan.chunk,
-            "reason": plan.reason, "head_groups": plan.head_groups,
+            "os_layout": plan.os_layout, "recompute": plan.recompute,
+            "head_groups": plan.head_groups, "seconds": plan.seconds,
+            "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,
             "activations": kept and dataclasses.asdict(kept),
             "planned_gib": {name: value / GIB
                             for name, value in (memory.lasting | {"working": working}).items()},
@@ -704,9 +706,9 @@ def longest(constraints: Constraints, model: ModelConfig,
     16K a rank, and the plan; None if there is none."""
     def fits(steps: int) -> tuple[Constraints, Plan] | None:
         asked = dataclasses.replace(constraints, seq=steps * hardware.ranks * 2**14, batch=1,
-                                    sp=hardware.ranks)
+                                    sp=hardware.ranks, layers_run="auto")
         try:
-            return asked, planner.plan(asked, model, hardware)[0]
+            return asked, planner.plan(asked, model, hardware, top=1)[0]
         except ValueError:
             return None
 
@@ -759,7 +761,7 @@ def table_longest(bench: Bench) -> None:
     name = "7b"
     MODELS["7b/4"] = dataclasses.replace(MODELS[name], layers=4)
     own = machine(bench, Config(model=name, seq=2**14 * bench.world, batch=1, sp=bench.world))
-    eight = Hardware(8, 8, gpu_budget=planner.GPU_SHARE * 139.8 * GIB, host_budget=490 * GIB / 8)
+    eight = Hardware(8, 8, own.hardware.profile, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
     found = None
     for label, hardware in (("8 x H200, 560 GiB host, by plan", eight),
                             ("this machine, by plan", own.hardware)):
@@ -775,6 +777,62 @@ def table_longest(bench: Bench) -> None:
     proof = attempt(bench, "its first and last layers", "7b/4", seq, seq // bench.world,
                     lambda: proof_step(bench, run), 1, 0)
     proof.update(dict.fromkeys(TIMES[1:]), **chosen(run))
+
+
+# ---------------------------------------------------------------------------- tables: predictions
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A step whose time and memory planner.py predicts. Settings of one question have the same
+    model, tokens and ranks; the planner's pick is the one with nothing set by hand."""
+
+    question: str
+    ranks: int
+    model: str
+    seq: int
+    batch: int
+    by_hand: dict = field(default_factory=dict)
+    held_out: bool = False  # measured once, after the model of costs.py was last changed
+
+
+SETTINGS = (
+    Setting("A", 1, "1b", 2**12, 8, {"micro_batch": 2}),
+    Setting("A", 1, "1b", 2**12, 8, {"micro_batch": 1}, True),
+    Setting("B", 1, "1b", 2**16, 1, {}, True),
+    Setting("C", 1, "1b", 2**17, 1),
+    Setting("D", 1, "7b", 2**12, 1),
+    Setting("E", 1, "llama3-8b", 2**13, 1, {}, True),
+    Setting("F", 2, "7b", 2**12, 16, {"p": "1", "g": "1", "os": "2", "micro_batch": 1}),
+    Setting("F", 2, "7b", 2**12, 16, {"p": "1", "g": "2", "os": "2", "micro_batch": 1}, True),
+    Setting("F", 2, "7b", 2**12, 16, {"p": "2", "g": "2", "os": "2", "micro_batch": 1}),
+    Setting("G", 2, "7b", 2**16, 1, {"sp": 2}),
+    Setting("G", 2, "7b", 2**16, 1, {"sp": 2, "recompute": "full"}, True),
+    Setting("H", 2, "7b", 2**14, 1, {"sp": 2, "alpha": 1.0, "resident_layers": 2}),
+    Setting("I", 2, "llama3-8b", 2**14, 4, {"sp": 2}, True),
+    Setting("J", 2, "llama3-8b", 2**18, 1, {"sp": 2}, True),
+)
+
+
+def table_predict(bench: Bench) -> None:
+    """Predicted beside measured, step time and peak memory, on one and two GPUs; --skip held or
+    fitted leaves out the settings that were held out, or the others."""
+    for setting in SETTINGS:
+        if setting.ranks != bench.world or ("fitted", "held")[setting.held_out] in bench.skip:
+            continue
+        cfg = Config(model=setting.model, seq=setting.seq, batch=setting.batch, **setting.by_hand)
+        tokens = setting.seq * setting.batch // bench.world
+        long = tokens > 2**16
+        by_hand = " ".join(f"{name}={value}" for name, value in setting.by_hand.items())
+        found = attempt(bench, by_hand or "as planned", setting.model, setting.seq, tokens,
+                        lambda: make_step(bench, cfg), 1 if long else 3, 1 if long else 2,
+                        question=setting.question, held_out=setting.held_out)
+        if not found["oom"]:
+            bench.print0(f"predicted {found['predicted_s']:.4f} s, measured {found['step_s']:.4f}: "
+                         f"{found['predicted_s'] / found['step_s'] - 1:+.1%}; "
+                         f"{found['predicted_gib']:.2f} GiB, measured {found['gpu_gib']:.2f}: "
+                         f"{found['predicted_gib'] / found['gpu_gib'] - 1:+.1%}; "
+                         f"{ {k: round(v, 4) for k, v in found['seconds'].items()} }", flush=True)
 
 
 # ---------------------------------------------------------------------------- tables: memory
@@ -957,6 +1015,7 @@ TABLES = {
     "methods": Table(table_methods, cpu=True),
     "long": Table(table_long),
     "longest": Table(table_longest),
+    "predict": Table(table_predict),
     "memplan": Table(table_memplan),
     "capped": Table(table_capped, 2),
     "shard": Table(table_shard, 2),

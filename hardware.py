@@ -254,7 +254,7 @@ class Effort:
     copied: int = 2**28  # bytes to the host and of element-wise kernels
 
 
-FULL = Effort(0.4, (1024, 4096, 16384), (1024, 2048, 4096, 8192),
+FULL = Effort(0.4, (2048, 4096, 16384), (2048, 4096, 8192),
               (1024, 4096, 16384, 65536, 262144), (2**20, 2**23, 2**26, 2**29))
 AT_START = Effort(0.05, (4096,), (4096,), (8192,), (2**23, 2**27))
 ON_CPU = Effort(0.02, (256,), (256,), (256,), (2**16, 2**20), 2, 2**22)
@@ -337,11 +337,12 @@ def measure_attention(clock: Stopwatch, dtype: torch.dtype, kernel: str,
     found: dict[str, Points] = {"forward": [], "backward": []}
     op = Attention(kernel)
     for seq in effort.seqs:
-        heads = effort.heads * max(1, 4096 // seq)  # as many as fill the device
-        q, k, v, do = (random(1, seq, heads, 128, device=clock.device, dtype=dtype)
+        heads = effort.heads
+        batch = max(1, effort.tokens[-1] * 4 // seq)  # much longer than its launch
+        q, k, v, do = (random(batch, seq, heads, 128, device=clock.device, dtype=dtype)
                        for _ in range(4))
         o, lse = op.forward(q, k, v)
-        pairs = 2 * heads * 128 * seq**2
+        pairs = 2 * batch * heads * 128 * seq**2
         found["forward"].append([seq, pairs / clock(lambda: op.forward(q, k, v))])
         found["backward"].append(
             [seq, 2.5 * pairs / clock(lambda: op.backward(do, q, k, v, o, lse))])
