@@ -272,7 +272,7 @@ def chosen(run: Run) -> dict:
     working = sum(memory.peaks[memory.highest()].values())
     return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "chunk": plan.chunk,
             "os_layout": plan.os_layout, "recompute": plan.recompute,
-            "head_groups": plan.head_groups, "seconds": plan.seconds,
+            "head_groups": plan.head_groups, "predicted": plan.seconds,
             "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,
             "activations": kept and dataclasses.asdict(kept),
             "planned_gib": {name: value / GIB
@@ -832,7 +832,7 @@ def table_predict(bench: Bench) -> None:
                          f"{found['predicted_s'] / found['step_s'] - 1:+.1%}; "
                          f"{found['predicted_gib']:.2f} GiB, measured {found['gpu_gib']:.2f}: "
                          f"{found['predicted_gib'] / found['gpu_gib'] - 1:+.1%}; "
-                         f"{ {k: round(v, 4) for k, v in found['seconds'].items()} }", flush=True)
+                         f"{ {k: round(v, 4) for k, v in found['predicted'].items()} }", flush=True)
 
 
 # ---------------------------------------------------------------------------- tables: memory

@@ -26,7 +26,7 @@ import torch
 
 import model as llama
 from attention import MAX_ELEMENTS
-from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
+from hardware import Profile, interpolate, interpolate_twice, mesh_name
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
 from shard import OPTIMIZER, STREAMS, Factors
@@ -264,11 +264,9 @@ class Estimator:
         return flops / interpolate(self.profile.attention[kind], seq)
 
     def exchange(self, plan: Plan, columns: int) -> float:
-        """Return seconds of one head group's all-to-all of tensors (N, columns), with its copy to
-        or from the order of heads."""
-        size = plan.tokens * columns / plan.head_groups
-        travel = self.collective("all_to_all", size * self.dtype.itemsize, self.mesh(plan.sp))
-        return travel + self.moved(2 * size)
+        """Return seconds of one head group's all-to-all of tensors (N, columns)."""
+        size = plan.tokens * columns / plan.head_groups * self.dtype.itemsize
+        return self.collective("all_to_all", size, self.mesh(plan.sp))
 
     def mesh(self, ranks: int, inner: int = 1) -> tuple[int, int]:
         """Return (GPUs in a node, nodes) of a group of `ranks` neighbours; of every inner-th of
@@ -311,6 +309,53 @@ def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]
     return tuple(m.shape for m in block.modules() if isinstance(m, llama.Matrix))
 
 
+# ---------------------------------------------------------------------------- a timeline
+
+
+class Timeline:
+    """Compute, and communication that runs beside it in the order of its launch. While both run,
+    compute takes `slow_compute` and communication `slow_other` times as long, so neither is ever
+    hidden for free (Galvatron's two coefficients)."""
+
+    def __init__(self, slow_compute: float, slow_other: float):
+        self.slow_compute = slow_compute
+        self.slow_other = slow_other
+        self.queue: deque[list] = deque()  # [kind, seconds left, if it ran alone]
+        self.now = 0.0
+        self.exposed: dict[str, float] = {}  # seconds in which compute waits, by kind
+        self.slowed = 0.0  # seconds that compute takes longer because something runs beside it
+
+    def launch(self, kind: str, seconds: float) -> list | None:
+        """Begin communication after all that was launched before. Returns what to wait for."""
+        if not seconds:
+            return None
+        job = [kind, seconds]
+        self.queue.append(job)
+        return job
+
+    def run(self, seconds: float) -> None:
+        """Compute."""
+        while self.queue and seconds > 0:
+            job = self.queue[0]
+            both = min(seconds * self.slow_compute, job[1] * self.slow_other)
+            self.now += both
+            self.slowed += both - both / self.slow_compute
+            seconds -= both / self.slow_compute
+            job[1] -= both / self.slow_other
+            if job[1] <= 1e-12:
+                job[1] = 0.0
+                self.queue.popleft()
+        self.now += max(0.0, seconds)
+
+    def wait(self, job: list | None) -> None:
+        """Let compute wait for a job, and so for all before it."""
+        while job is not None and job[1]:
+            head = self.queue.popleft()
+            self.now += head[1]
+            self.exposed[head[0]] = self.exposed.get(head[0], 0.0) + head[1]
+            head[1] = 0.0
+
+
 # ---------------------------------------------------------------------------- seconds of a layer
 
 
@@ -337,6 +382,10 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     qkv = q + 2 * cfg.kv_heads * cfg.head_dim
     copied = chunks > 1  # chunks are put together and cut
 
+    # in the gradient's own place: in float32 where several contributions add up
+    summed = chunks > 1 or (plan.accumulates and plan.factors.g == 1)
+    weight_grad = "weight_grad_sum" if summed else "weight_grad"
+
     def product(kind: str, matrix: tuple[int, int]) -> float:
         return chunks * est.product(kind, tokens / chunks, *matrix)
 
@@ -348,7 +397,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     pre = product("forward", first) + moved(2 * cfg.dim, 2 * qkv, copied * 2 * qkv)
     post = sum(product("forward", matrix) for matrix in others)
     post += moved(7 * cfg.dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
-    backward = [product("input_grad", matrix) + product("weight_grad", matrix)
+    backward = [product("input_grad", matrix) + product(weight_grad, matrix)
                 for matrix in reversed(est.matrices)]
     backward[0] += moved(6 * cfg.ffn)
     backward[-3] += moved(5 * cfg.dim)
@@ -358,21 +407,45 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     attention = kernel
     attention_back = kernel_back
     if plan.sp > 1:
-        groups = plan.head_groups
-        kv = math.lcm(cfg.kv_heads, plan.sp * groups) * cfg.head_dim  # with repeated heads
-        there = (est.exchange(plan, q + 2 * kv), est.exchange(plan, 3 * q + 2 * kv))
-        back = (est.exchange(plan, q), est.exchange(plan, q + 2 * kv))
+        kv = math.lcm(cfg.kv_heads, plan.sp * plan.head_groups) * cfg.head_dim  # heads are repeated
+        there, there_back = q + 2 * kv, 3 * q + 2 * kv
+        back, back_back = q, q + 2 * kv
         before = after = 0.0
         if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
             before = sum(backward[:-1])
-            after = est.product("weight_grad", tokens / chunks, *others[0])
-        attention = with_exchange(kernel, there[0], back[0], groups)
-        attention_back = with_exchange(kernel_back, there[1], back[1], groups, before, after)
+            after = est.product(weight_grad, tokens / chunks, *others[0])
+        # copies to and from the order of heads take the multiprocessors from all else
+        kernel += moved(2 * there, 2 * back)
+        kernel_back += moved(2 * there_back, 2 * back_back)
+        attention = exchanged(est, plan, kernel, there, back)
+        attention_back = exchanged(est, plan, kernel_back, there_back, back_back, before, after)
     backward[-2] += attention_back
     last = product("forward", others[-1])  # which a recomputed layer leaves out
     return LayerSeconds(
         chunks, pre + attention + post, attention - kernel, attention, tuple(backward),
         attention_back - kernel_back, pre + post - last, pre + attention + post - last)
+
+
+def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int,
+              before: float = 0.0, after: float = 0.0) -> float:
+    """Return seconds of attention whose heads travel in groups (attention.Ulysses.run). kernel: its
+    seconds for all groups; there, back: columns that travel to heads and to tokens. before, after:
+    seconds of computation that hides the first group's way there and the last one's way back."""
+    groups = plan.head_groups
+    line = Timeline(*est.profile.overlap["all_to_all"])
+    first = line.launch("there", est.exchange(plan, there))
+    line.run(before)
+    for g in range(groups):
+        arriving = None
+        if g + 1 < groups:  # the next group's way, under this group's kernel
+            arriving = line.launch("there", est.exchange(plan, there))
+        line.wait(first)
+        line.run(kernel / groups)
+        last = line.launch("back", est.exchange(plan, back))
+        first = arriving
+    line.run(after)
+    line.wait(last)
+    return line.now - before - after
 
 
 def head_seconds(est: Estimator, tokens: int) -> float:
@@ -381,26 +454,14 @@ def head_seconds(est: Estimator, tokens: int) -> float:
     cfg = est.model
     rows = min(tokens, max(1, LOSS_ELEMENTS // cfg.vocab))
     products = sum(est.product(kind, rows, cfg.vocab, cfg.dim) * tokens / rows
-                   for kind in est.profile.products)
+                   for kind in ("forward", "input_grad", "weight_grad_sum"))
     accum_bytes = accumulation_dtype(est.dtype).itemsize
     logits = tokens * cfg.vocab * (5 * accum_bytes + est.dtype.itemsize)  # read and written
     ends = cfg.vocab * cfg.dim * (2 * accum_bytes + 4 * est.dtype.itemsize)  # gradients
     return products + (logits + ends) / est.profile.memory + est.moved(6 * tokens * cfg.dim)
 
 
-def with_exchange(kernel: float, there: float, back: float, groups: int, before: float = 0.0,
-                  after: float = 0.0) -> float:
-    """Return seconds of attention whose heads travel in groups (attention.Ulysses.run): kernel of
-    all groups, there and back of one. before, after: computation that hides the first group's way
-    there and the last one's way back."""
-    compute = 0.0
-    arrival = max(0.0, there - before)
-    for g in range(groups):
-        sent = max(compute, arrival) + there if g + 1 < groups else arrival  # the next group's
-        compute = max(compute, arrival) + kernel / groups
-        stream = max(compute, sent) + back
-        arrival = sent
-    return max(compute, stream - after)
+# ---------------------------------------------------------------------------- seconds of a step
 
 
 @dataclass(frozen=True)
@@ -467,53 +528,6 @@ def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ..
                        sum(scatter(s, True) for s in counts), sums,
                        sum(broadcast(s) for s in counts),
                        owned * update_bytes(est.dtype) / est.profile.optimizer)
-
-
-# ---------------------------------------------------------------------------- seconds of a step
-
-
-class Timeline:
-    """Compute, and communication that runs beside it in the order of its launch. While both run,
-    compute takes `slow_compute` and communication `slow_other` times as long, so neither is ever
-    hidden for free (Galvatron's two coefficients)."""
-
-    def __init__(self, slow_compute: float, slow_other: float):
-        self.slow_compute = slow_compute
-        self.slow_other = slow_other
-        self.queue: deque[list] = deque()  # [kind, seconds left, if it ran alone]
-        self.now = 0.0
-        self.exposed: dict[str, float] = {}  # seconds in which compute waits, by kind
-        self.slowed = 0.0  # seconds that compute takes longer because something runs beside it
-
-    def launch(self, kind: str, seconds: float) -> list | None:
-        """Begin communication after all that was launched before. Returns what to wait for."""
-        if not seconds:
-            return None
-        job = [kind, seconds]
-        self.queue.append(job)
-        return job
-
-    def run(self, seconds: float) -> None:
-        """Compute."""
-        while self.queue and seconds > 0:
-            job = self.queue[0]
-            both = min(seconds * self.slow_compute, job[1] * self.slow_other)
-            self.now += both
-            self.slowed += both - both / self.slow_compute
-            seconds -= both / self.slow_compute
-            job[1] -= both / self.slow_other
-            if job[1] <= 1e-12:
-                job[1] = 0.0
-                self.queue.popleft()
-        self.now += max(0.0, seconds)
-
-    def wait(self, job: list | None) -> None:
-        """Let compute wait for a job, and so for all before it."""
-        while job is not None and job[1]:
-            head = self.queue.popleft()
-            self.now += head[1]
-            self.exposed[head[0]] = self.exposed.get(head[0], 0.0) + head[1]
-            head[1] = 0.0
 
 
 class StepTimeline(Timeline):

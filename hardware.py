@@ -38,6 +38,8 @@ PROFILES = Path(__file__).parent / "results" / "profiles"
 
 # ---------------------------------------------------------------------------- profiles
 
+PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")  # the last: in float32
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 Points = list[list[float]]  # [where ..., rate], sorted
 
 
@@ -53,16 +55,16 @@ class Profile:
     host_bytes: float  # memory of a node
     peak_flops: float | None  # dense bf16 of the data sheet; None: unknown, so no MFU
     kernel: str  # of attention
-    products: dict[str, Points]  # forward, input_grad, weight_grad: [tokens, width, FLOP/s]
+    products: dict[str, Points]  # PRODUCTS: [tokens, width, FLOP/s]
     attention: dict[str, Points]  # forward, backward: [tokens of a sequence, FLOP/s], causal
-    memory: float  # bytes/s of element-wise kernels, read and written
+    memory: float  # bytes/s read and written between products, launches of kernels included
     optimizer: float  # bytes/s of the update
     to_host: float  # bytes/s, while all GPUs of a node copy
     from_host: float
     launch: dict[str, float]  # forward, backward: seconds of the host for a layer
     collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
-    overlap: dict[str, list[float]]  # collectives, copies: factors on the seconds of compute, and
-    # of the other, while both run
+    overlap: dict[str, list[float]]  # collectives (beside a layer), all_to_all (beside attention):
+    # factors on the seconds of compute, and of communication, while both run
     sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
 
@@ -232,13 +234,12 @@ def check_profile(profile: Profile, name: str) -> None:
             raise ValueError(f"--cluster {name}: {table}: {points}: positive numbers at ascending "
                              "points")
     missing = [op for op in COLLECTIVES if op not in profile.collectives and profile.per_node > 1]
-    if missing or profile.products.keys() != {"forward", "input_grad", "weight_grad"}:
-        raise ValueError(f"--cluster {name}: lacks {', '.join(missing) or 'products'}")
+    missing += [kind for kind in PRODUCTS if kind not in profile.products]
+    if missing:
+        raise ValueError(f"--cluster {name}: lacks {', '.join(missing)}")
 
 
 # ---------------------------------------------------------------------------- measuring
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -300,15 +301,16 @@ def measure_profile(name: str, device: torch.device, dtype: torch.dtype, kernel:
     if gpu:
         gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     to_host, from_host = measure_copies(clock, effort.copied)
+    products = measure_products(clock, dtype, effort)
+    attention = measure_attention(clock, dtype, kernel, effort)
+    layer = Layer(clock, dtype, kernel, effort)
     return Profile(
         name, torch.cuda.get_device_name(device) if gpu else "CPU", per_node, gpu_bytes, host_bytes,
-        peak_flops(torch.cuda.get_device_name(device) if gpu else "CPU"), kernel,
-        measure_products(clock, dtype, effort), measure_attention(clock, dtype, kernel, effort),
-        measure_elementwise(clock, dtype, effort.copied), measure_optimizer(clock, dtype,
-                                                                            effort.copied),
+        peak_flops(torch.cuda.get_device_name(device) if gpu else "CPU"), kernel, products,
+        attention, layer.memory_rate(products, attention), measure_optimizer(clock, dtype, effort),
         to_host, from_host, measure_launches(device, dtype, kernel),
         measure_collectives(clock, dtype, per_node, effort.sizes),
-        measure_overlap(clock, dtype, effort), {"all": "measured"}, about or {})
+        measure_overlap(clock, dtype, effort, layer), {"all": "measured"}, about or {})
 
 
 def random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -316,16 +318,19 @@ def random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tenso
 
 
 def measure_products(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> dict[str, Points]:
-    """Return FLOP/s of y = x W^T, dx = dy W and dW += dy^T x, W (width, width)."""
-    found: dict[str, Points] = {"forward": [], "input_grad": [], "weight_grad": []}
+    """Return FLOP/s of y = x W^T, dx = dy W, dW = dy^T x and, in float32, dW += dy^T x; W (width,
+    width)."""
+    found: dict[str, Points] = {kind: [] for kind in PRODUCTS}
     for tokens in effort.tokens:
         for width in effort.widths:
             x = random(tokens, width, device=clock.device, dtype=dtype)
             w = random(width, width, device=clock.device, dtype=dtype)
-            dw = torch.zeros(width, width, device=clock.device,
-                             dtype=accumulation_dtype(dtype))
+            dw = torch.zeros_like(w)
+            total = torch.zeros(width, width, device=clock.device,
+                                dtype=accumulation_dtype(dtype))
             work = {"forward": lambda: x @ w.t(), "input_grad": lambda: x @ w,
-                    "weight_grad": lambda: weight_grad_into(x, x, dw, 1)}
+                    "weight_grad": lambda: weight_grad_into(x, x, dw, 0),
+                    "weight_grad_sum": lambda: weight_grad_into(x, x, total, 1)}
             for kind, fn in work.items():
                 found[kind].append([tokens, width, 2 * tokens * width**2 / clock(fn)])
     return found
@@ -349,21 +354,57 @@ def measure_attention(clock: Stopwatch, dtype: torch.dtype, kernel: str,
     return found
 
 
-def measure_elementwise(clock: Stopwatch, dtype: torch.dtype, size: int) -> float:
-    """Return bytes/s of the kernels between products, by SwiGLU's two."""
-    columns = 1024
-    rows = size // (2 * columns * dtype.itemsize)
-    gate_up = random(rows, 2 * columns, device=clock.device, dtype=dtype)
-    da = random(rows, columns, device=clock.device, dtype=dtype)
-    seconds = clock(lambda: llama.swiglu_forward(gate_up))
-    seconds += clock(lambda: llama.swiglu_backward(gate_up, da))
-    return (3 + 6) * rows * columns * dtype.itemsize / seconds  # 2 in, 1 out; 3 in, 3 out
+class Layer:
+    """A layer whose forward and backward are timed whole: what its products and attention leave is
+    of the kernels between them, and of launching all of them."""
+
+    def __init__(self, clock: Stopwatch, dtype: torch.dtype, kernel: str, effort: Effort):
+        width = effort.widths[-1] // 2 if len(effort.widths) > 1 else effort.widths[0]
+        self.clock = clock
+        self.tokens = effort.tokens[len(effort.tokens) // 2]
+        self.dtype = dtype
+        self.cfg = ModelConfig(vocab=256, dim=width, layers=2, heads=width // 128,
+                               kv_heads=width // 128, ffn=width * 43 // 16)
+        with torch.device(clock.device):
+            self.model = llama.LLaMA(self.cfg, Attention(kernel)).to(dtype)
+        self.model.init_weights(0)
+        rope = rope_tables(self.cfg, torch.arange(self.tokens, device=clock.device), torch.float32)
+        self.run_layer = llama.whole_layers(self.model, rope)
+        self.x = random(1, self.tokens, width, device=clock.device, dtype=dtype).requires_grad_()
+
+    def __call__(self) -> None:
+        y = self.run_layer(1, self.run_layer(0, self.x))
+        y.backward(self.x.detach())
+        self.model.zero_grad()
+
+    def memory_rate(self, products: dict[str, Points], attention: dict[str, Points]) -> float:
+        """Return bytes/s between products: those that costs.layer_seconds counts."""
+        n = self.tokens
+        cfg = self.cfg
+        c, f = cfg.dim, cfg.ffn
+        left = self.clock(self) / cfg.layers
+        for rows, cols in ((3 * c, c), (c, c), (2 * f, c), (c, f)):
+            for kind in ("forward", "input_grad", "weight_grad"):
+                rate = interpolate_twice(products[kind], n, math.sqrt(rows * cols))
+                left -= 2 * n * rows * cols / rate
+        left -= 2 * c * n**2 / interpolate(attention["forward"], n)
+        left -= 5 * c * n**2 / interpolate(attention["backward"], n)
+        size = n * self.dtype.itemsize * (19 * c + 4 * 3 * c + 9 * f)
+        copied = copy_rate(self.clock, size)
+        return size / left if left > size / copied else copied
 
 
-def measure_optimizer(clock: Stopwatch, dtype: torch.dtype, size: int) -> float:
+def copy_rate(clock: Stopwatch, size: int) -> float:
+    """Return bytes/s, read and written, of a copy within the device."""
+    here = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+    there = torch.zeros_like(here)
+    return 2 * size / clock(lambda: there.copy_(here))
+
+
+def measure_optimizer(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> float:
     """Return bytes/s of the update: a master and two moments read and written, a gradient read, a
     weight written."""
-    count = size // 4
+    count = effort.copied // 4
     accum_dtype = accumulation_dtype(dtype)
     weight, grad = (torch.zeros(count, device=clock.device, dtype=dtype) for _ in range(2))
     states = tuple(torch.zeros(count, device=clock.device, dtype=accum_dtype)
@@ -462,26 +503,26 @@ def operations(group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: 
             "all_to_all": lambda: exchange.all_to_all([(parts, received)])}
 
 
-def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> dict[str, list[float]]:
-    """Return how much longer compute and the other take while both run: all-gathers of all ranks,
-    and copies to the host."""
-    if clock.device.type != "cuda":
-        return {"collectives": [1.0, 1.0], "copies": [1.0, 1.0]}
-    width = 4096
-    x = random(2 * width, width, device=clock.device, dtype=dtype)
-    w = random(width, width, device=clock.device, dtype=dtype)
+def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,
+                    layer: Layer) -> dict[str, list[float]]:
+    """Return how much longer compute and communication take while both run: gathers and scatters of
+    all ranks beside a layer, all-to-alls beside attention."""
+    alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}
+    if clock.device.type != "cuda" or dist.get_world_size() == 1:
+        return alone
+    group = Groups().get("profile", lambda r: 0)
+    run = operations(group, effort.copied, dtype, clock.device, one_node=True)
     side = CommStream(clock.device)
-    here = torch.zeros(effort.copied, dtype=torch.uint8, device=clock.device)
-    there = torch.zeros(effort.copied, dtype=torch.uint8, pin_memory=True)
-    work = {"copies": lambda: there.copy_(here, non_blocking=True)}
-    if dist.get_world_size() > 1:
-        group = Groups().get("profile", lambda r: 0)
-        work["collectives"] = operations(group, effort.copied, dtype, clock.device,
-                                         one_node=True)["all_gather"]
-    found = {"collectives": [1.0, 1.0]}
-    for name, fn in work.items():
-        found[name] = slow_downs(clock, lambda: x @ w.t(), fn, side)
-    return found
+    q = random(1, effort.tokens[-1], effort.heads, 128, device=clock.device, dtype=dtype)
+    attention = layer.model.attention
+
+    def collectives() -> None:
+        run["all_gather"]()
+        run["reduce_scatter"]()
+
+    return {"collectives": slow_downs(clock, layer, collectives, side),
+            "all_to_all": slow_downs(clock, lambda: attention.forward(q, q, q),
+                                     run["all_to_all"], side)}
 
 
 def slow_downs(clock: Stopwatch, compute: Callable, other: Callable,

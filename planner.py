@@ -26,6 +26,7 @@ chunks of one, k resident layers.
 """
 import contextlib
 import dataclasses
+import functools
 import heapq
 import itertools
 import json
@@ -47,6 +48,7 @@ from costs import (Estimator, Memory, Plan, activation_bytes, computation_second
 from hardware import Profile, Stopwatch, load_profile, profile_names, scaled
 from model import (ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables)
 from offload import GIB, ActivationPlan, block_saves
+from placement import make_rings, parse_leaf, place_nodes
 from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
                    parse_strategy)
 
@@ -314,6 +316,22 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
     return again + activations.layers_recomputing_attention * s.attn_s
 
 
+def recomputed_share(cfg: ModelConfig) -> float:
+    """Return the share of a layer's matrix products that recomputing its intermediates takes: all
+    but the last, if that ends the block."""
+    return _recomputed_share(llama.Block, cfg)
+
+
+@functools.cache
+def _recomputed_share(block_class, cfg: ModelConfig) -> float:
+    with torch.device("meta"):
+        block = block_class(cfg)
+    sizes = {name: m.weight.numel() for name, m in block.named_modules()
+             if isinstance(m, llama.Matrix)}
+    final = block_saves(cfg, 1, torch.float32).final_matrix
+    return 1 - sizes.get(final, 0) / sum(sizes.values())
+
+
 def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chunk: int,
             device: torch.device, dtype: torch.dtype) -> tuple[Sizes, float]:
     """Time a layer's forward on this machine, part by part, and the bytes/s to the host with all
@@ -557,6 +575,8 @@ def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
     search = Search(constraints, model, hardware)
     found: list[Plan] = []
     for candidate in search.best_first():
+        if any(same_step(candidate, other) for other in found):
+            continue
         if len(found) >= top and candidate.token_s > (1 + TIE) * found[0].token_s:
             break
         found.append(candidate)
@@ -574,6 +594,15 @@ def preference(plan: Plan, hardware: Hardware) -> tuple:
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
     return (plan.sp, -plan.micro_batch, share, f.p, f.g, f.os, plan.os_layout != "intra",
             plan.recompute != "none", plan.head_groups, -plan.chunk)
+
+
+def same_step(plan: Plan, other: Plan) -> bool:
+    """Return whether two plans do the same under other names: layers of a single chunk that keep
+    everything run whole."""
+    named = {"recompute": "", "activations": None, "memory": None, "seconds": None, "chunk": 0}
+    return (dataclasses.replace(plan, **named) == dataclasses.replace(other, **named)
+            and plan.step_s == other.step_s
+            and layers_text(plan).partition(",")[0] == layers_text(other).partition(",")[0] == "all")
 
 
 class Search:
@@ -985,8 +1014,22 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     print(describe(constraints, model, hardware, plans, held))
     if args.leaf:
-        print(place(plans[0], model, hardware, args.leaf))
+        print(place(plans[0], model, hardware, constraints.dtype, args.leaf))
     return 0
+
+
+def place(plan: Plan, model: ModelConfig, hardware: Hardware, dtype: torch.dtype,
+          leaf: str) -> str:
+    """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
+    ValueError."""
+    names, leaves = parse_leaf(leaf, hardware.ranks // hardware.per_node)
+    width = 2 * (model.heads + model.kv_heads) * model.head_dim  # q, k, v, o; twice more in backward
+    exchanged = 3 * width * plan.tokens * dtype.itemsize * model.layers * plan.micro_batches
+    rings = make_rings(
+        hardware.ranks, plan.factors, plan.os_layout, plan.micro_batches,
+        param_count(model) * dtype.itemsize, param_count(model) * plan.reduce_bytes, plan.sp,
+        exchanged)
+    return place_nodes(leaves, rings, hardware.per_node).describe(names)
 
 
 def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
