@@ -26,7 +26,7 @@ import torch
 
 import model as llama
 from attention import MAX_ELEMENTS
-from hardware import Profile, interpolate, interpolate_twice, mesh_name
+from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
 from shard import OPTIMIZER, STREAMS, Factors
