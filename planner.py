@@ -653,17 +653,20 @@ class Search:
         for values in legal:
             yield from self.choose(others, chosen | dict(zip(degree.names, values)))
 
-    def shapes(self):
-        """Yield plans without states, with the seconds of their computation alone."""
+    def bare(self, chosen: dict) -> Plan:
+        """Return a plan of these choices, without its cost."""
         c = self.constraints
         in_float32 = c.reduce_dtype == "fp32"
         wire = accumulation_dtype(c.dtype) if in_float32 else c.dtype
         overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
-        bare = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize)
+        plan = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize,
+                    **chosen)
+        return dataclasses.replace(plan, accumulates=in_float32 or plan.micro_batches > 1)
+
+    def shapes(self):
+        """Yield plans without states, with the seconds of their computation alone."""
         for chosen in self.choose(SHAPE, {}):
-            shape = dataclasses.replace(bare, **chosen)
-            shape = dataclasses.replace(
-                shape, accumulates=in_float32 or shape.micro_batches > 1)
+            shape = self.bare(chosen)
             yield dataclasses.replace(shape, seconds=computation_seconds(self.est, shape))
 
     def with_states(self, shape: Plan):
@@ -673,25 +676,31 @@ class Search:
             yield dataclasses.replace(plan, seconds=step_seconds(self.est, plan))
 
     def with_activations(self, plan: Plan) -> Plan:
-        """Return the plan with what its layers keep, its bytes and its seconds. Raises ValueError if
-        it does not fit."""
-        hardware = self.hardware
-        plan = with_memory(plan, self.model, self.constraints.dtype)
-        if plan.recompute == "auto":
-            return self.in_chunks(plan)
-        if plan.memory.total() > hardware.gpu_budget:
-            raise too_large(self.constraints, plan, plan.memory, hardware)
+        """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
+        plan, lost = self.fit(plan)
+        if any(lost):
+            plan = dataclasses.replace(plan, seconds=step_seconds(self.est, plan, *lost))
         return plan
 
-    def in_chunks(self, plan: Plan) -> Plan:
-        """Return the plan with the solution of plan_activations."""
+    def fit(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
+        """Return the plan with what its layers keep and its bytes; and the seconds of a micro-batch
+        that are lost to recomputation and to copies. Raises TooLarge."""
+        if plan.recompute == "auto":
+            return self.fit_chunks(plan)
+        plan = with_memory(plan, self.model, self.constraints.dtype)
+        if plan.memory.total() > self.hardware.gpu_budget:
+            raise too_large(self.constraints, plan, plan.memory, self.hardware)
+        return plan, (0.0, 0.0)
+
+    def fit_chunks(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
+        """Return the plan with the solution of plan_activations, and what it loses."""
         c, model, hardware = self.constraints, self.model, self.hardware
         chunks = -(-plan.tokens // plan.chunk)
         keeps_all = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
         by_hand = c.alpha is not None or c.resident_layers
         everything = with_memory(dataclasses.replace(plan, activations=keeps_all), model, c.dtype)
         if everything.memory.total() <= hardware.gpu_budget and not by_hand:
-            return everything
+            return everything, (0.0, 0.0)
         kept = everything.memory.lasting["activations"]
         others = everything.memory.total() - kept
         left = hardware.gpu_budget - others
@@ -711,8 +720,7 @@ class Search:
                 f"{in_gib(everything.memory)})", e.over) from e
         plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
         again = recomputed_seconds(activations, sizes)
-        return dataclasses.replace(
-            plan, seconds=step_seconds(self.est, plan, again, max(0.0, lost - again)))
+        return plan, (again, max(0.0, lost - again))
 
     def sizes(self, plan: Plan) -> tuple[Sizes, float]:
         """Return what `measure` would find, by the profile."""
@@ -720,6 +728,17 @@ class Search:
         return (Sizes(*layer_bytes(self.model, plan.tokens, self.constraints.dtype),
                       layer.forward, layer.recompute, layer.attention),
                 self.hardware.profile.to_host)
+
+    def fits(self) -> bool:
+        """Return whether there is a plan, however slow."""
+        for shape in self.choose(SHAPE, {}):
+            for states in self.choose(STATES[:1], {}):
+                try:
+                    self.fit(self.bare(shape | states))
+                except TooLarge:
+                    continue
+                return True
+        return False
 
     def why_not(self) -> ValueError:
         """Return the reason of the plan that is nearest to fitting, once nothing was found."""
@@ -905,12 +924,8 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more
     memory of the host or of a GPU, more GPUs."""
     def fits(seq: int = constraints.seq, **changes) -> bool:
-        try:
-            asked = dataclasses.replace(constraints, seq=seq)
-            plan(asked, model, dataclasses.replace(hardware, **changes), top=1)
-        except ValueError:
-            return False
-        return True
+        asked = dataclasses.replace(constraints, seq=seq)
+        return Search(asked, model, dataclasses.replace(hardware, **changes)).fits()
 
     def least(works: Callable[[int], bool], low: int, high: int) -> int | None:
         """Return the smallest number from low to high that works, if one does."""
