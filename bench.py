@@ -21,6 +21,7 @@ Legend: T tokens a sequence, C width, L layers, M micro-batches.
 """
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -814,11 +815,10 @@ SETTINGS = (
 )
 
 
-def table_predict(bench: Bench) -> None:
-    """Predicted beside measured, step time and peak memory, on one and two GPUs; --skip held or
-    fitted leaves out the settings that were held out, or the others."""
+def table_predict(bench: Bench, held_out: bool) -> None:
+    """Predicted beside measured, step time and peak memory, of the settings of so many GPUs."""
     for setting in SETTINGS:
-        if setting.ranks != bench.world or ("fitted", "held")[setting.held_out] in bench.skip:
+        if (setting.ranks, setting.held_out) != (bench.world, held_out):
             continue
         cfg = Config(model=setting.model, seq=setting.seq, batch=setting.batch, **setting.by_hand)
         tokens = setting.seq * setting.batch // bench.world
@@ -1015,7 +1015,8 @@ TABLES = {
     "methods": Table(table_methods, cpu=True),
     "long": Table(table_long),
     "longest": Table(table_longest),
-    "predict": Table(table_predict),
+    "predict-fitted": Table(functools.partial(table_predict, held_out=False)),
+    "predict-held": Table(functools.partial(table_predict, held_out=True)),
     "memplan": Table(table_memplan),
     "capped": Table(table_capped, 2),
     "shard": Table(table_shard, 2),

@@ -472,7 +472,9 @@ class UnitSeconds:
     gather_back: tuple[float, ...]
     scatter: float  # of a micro-batch's gradients
     last_scatter: float  # of the last micro-batch's
+    keep: float  # a micro-batch's gradients are added to grad_shard: beside compute, but computed
     reduce: float  # over replicas, once a step
+    cast: float  # to the type in which they travel, and back: likewise
     broadcast: float  # of new parameters, once a step
     update: float  # of what a rank owns: compute
 
@@ -498,7 +500,7 @@ def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ..
         elif f.g > f.p:
             over = replicas if last else subgroup
             seconds += est.collective("all_reduce", wire * s / f.p, over)
-        return seconds + (wire + 2 * held) * s / f.g / est.profile.memory  # added to grad_shard
+        return seconds
 
     def reduce(s: int) -> float:
         if f.g > f.p:
@@ -521,11 +523,12 @@ def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ..
         mesh = est.mesh(f.secondary)
         gather_back = tuple(est.collective("all_gather", e * s, mesh) for s in counts)
     sums = sum(reduce(s) for s in counts)
-    if sums and held != wire:  # cast to the wire's type and back
-        sums += sum(counts) / f.g * 2 * (held + wire) / est.profile.memory
+    moved = sum(counts) / f.g / est.profile.memory
+    keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
+    cast = moved * 2 * (held + wire) if sums and held != wire else 0.0
     owned = sum(counts) / f.os
     return UnitSeconds(gather, gather_back, sum(scatter(s, False) for s in counts),
-                       sum(scatter(s, True) for s in counts), sums,
+                       sum(scatter(s, True) for s in counts), keep, sums, cast,
                        sum(broadcast(s) for s in counts),
                        owned * update_bytes(est.dtype) / est.profile.optimizer)
 
@@ -647,6 +650,7 @@ class StepTimeline(Timeline):
         seconds = self.units[unit]
         scatter = seconds.last_scatter if last else seconds.scatter
         self.scattered[unit] = self.send("grad_scatter", scatter)
+        self.run(seconds.keep + last * seconds.cast)  # their kernels take what compute would have
         if last:
             self.reduced = self.send("grad_reduce", seconds.reduce) or self.reduced
 
@@ -666,6 +670,8 @@ class StepTimeline(Timeline):
             if m == 1 and count > 3:
                 self.repeat(*before, count - 3)
         self.computed["head and loss"] = count * self.head
+        self.computed["gradient sums"] = sum(
+            count * unit.keep + unit.cast for unit in self.units)
         for name, seconds in self.of_layer.items():
             self.computed[name] = count * self.layers * seconds
 

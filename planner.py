@@ -556,7 +556,7 @@ SHAPE = (  # of the computation
 STATES = (  # of model states: AMSP's
     Degree(("factors",), legal_states, factor_bytes,
            ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "optimizer",
-            "small sums", "slowed by communication")),
+            "gradient sums", "small sums", "slowed by communication")),
     Degree(("os_layout",), legal_layouts, no_bytes, ("grad_reduce", "param_broadcast")),
 )
 DEGREES = SHAPE + STATES
@@ -882,15 +882,21 @@ def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
     return text
 
 
+def choices(plan: Plan, hardware: Hardware) -> dict[str, str]:
+    """Return what a plan chooses, in words."""
+    return {"sp": f"{plan.sp}", "p,g,os": shards_text(plan, hardware),
+            "batch": f"{plan.batch}", "micro-batch": f"{plan.micro_batch}",
+            "head groups": f"{plan.head_groups}", "layers keep": layers_text(plan)}
+
+
+def describe_short(plan: Plan, hardware: Hardware) -> str:
+    return ", ".join(f"{name} {text}" for name, text in choices(plan, hardware).items())
+
+
 def difference(plan: Plan, other: Plan, hardware: Hardware) -> str:
     """Return the choices of another plan that differ."""
-    def choices(plan: Plan) -> dict[str, str]:
-        return {"sp": f"{plan.sp}", "p,g,os": shards_text(plan, hardware),
-                "micro-batch": f"{plan.micro_batch}", "head groups": f"{plan.head_groups}",
-                "layers keep": layers_text(plan), "batch": f"{plan.batch}"}
-
-    mine = choices(plan)
-    return ", ".join(f"{name} {text}" for name, text in choices(other).items()
+    mine = choices(plan, hardware)
+    return ", ".join(f"{name} {text}" for name, text in choices(other, hardware).items()
                      if text != mine[name])
 
 

@@ -1055,16 +1055,64 @@ def describe_evaluation(found: dict) -> str:
     return text
 
 
+def load_random_weights(run: Run, model: LLaMA, states: States) -> None:
+    for name, p in model.named_parameters():
+        states.load(name, initial_weight(run.model, name, p.shape, run.cfg.seed, run.device))
+
+
+def verified(run: Run, groups: Groups, print0: Callable) -> Run:
+    """Return the run with the fastest of the --verify best plans: each runs two steps on random
+    weights, and the second is timed (InternEvo's way). Prints predicted beside measured. A
+    collective of all ranks."""
+    plans = (run.plan, *run.others)[: run.cfg.verify]
+    measured = []
+    for plan in plans:
+        candidate = with_choice(run, plan)
+        seconds = step_of_plan(candidate, groups)
+        measured.append(seconds)
+        print0(f"verified: {planner.describe_short(plan, run.hardware)}: predicted {plan.step_s:.4g}"
+               f" s, measured {seconds:.4g} ({plan.step_s / seconds - 1:+.1%})", flush=True)
+    # batches may differ: the least time a sequence
+    best = min(range(len(plans)), key=lambda i: measured[i] / plans[i].batch)
+    print0(f"taken: plan {best + 1} of {len(plans)}")
+    return with_choice(run.but(others=tuple(plan for plan in plans if plan is not plans[best])),
+                       plans[best])
+
+
+def step_of_plan(run: Run, groups: Groups) -> float:
+    """Return the seconds of a second step as planned, on the slowest rank; all that it has
+    allocated is given back. A collective of all ranks."""
+    model, states = build(run, make_attention(run, groups), groups)
+    load_random_weights(run, model, states)
+    wait_for_host_memory(model, lambda *a, **k: None)
+    batch = load_batch(run, 0)
+    positions = local_positions(run)
+    for _ in range(2):
+        dist.barrier()
+        start = time.perf_counter()
+        loss, *_ = run_step(model, states, batch, positions, 0.0, run.cfg.clip)
+        loss.item()  # the device is done
+        seconds = time.perf_counter() - start
+    slowest = torch.tensor(seconds, device=run.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    del model, states, batch  # modules and states refer to each other
+    gc.collect()
+    if run.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return slowest.item()
+
+
 def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> int:
     """Load the checkpoint to resume, else the first weights. Returns the step that they are of. A
     collective of all ranks."""
     cfg = run.cfg
     if run.resume is None:
-        for name, p in model.named_parameters():  # one tensor at a time
-            if run.pretrained:
+        if run.pretrained:
+            for name, _ in model.named_parameters():  # one tensor at a time
                 states.load(name, on_all_ranks(lambda: run.pretrained(name)))
-            else:
-                states.load(name, initial_weight(run.model, name, p.shape, cfg.seed, run.device))
+        else:
+            load_random_weights(run, model, states)
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
         return 0
     checkpoint.load_checkpoint(states, run.resume)
@@ -1474,6 +1522,8 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
     groups = Groups(timedelta(seconds=cfg.timeout))
+    if cfg.verify > 1:
+        run = verified(run, groups, print0)
     op = make_attention(run, groups)
     run = with_measured_plan(run, op, print0)
     describe(run, print0)
