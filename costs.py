@@ -135,9 +135,10 @@ def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
 
 
 def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
-                head_groups: int) -> dict[str, dict[str, float]]:
-    """Return what a layer's backward needs beside what was kept, at its two high moments: in
-    attention's backward, and in that of the products before it; all chunks recomputed."""
+                head_groups: int, kept: ActivationPlan | None) -> dict[str, dict[str, float]]:
+    """Return what the last layer's backward needs beside what was kept, at its two high moments: in
+    attention's backward, and in that of the products before it. kept: None if layers run whole;
+    then, and where all chunks of that layer stay, its q, k, v are among the activations."""
     e = dtype.itemsize
     d = cfg.head_dim
     x = tokens * cfg.dim * e
@@ -156,16 +157,26 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
         first_group = 0
     saved = block_saves(cfg, tokens, dtype).pre
     pre = sum(math.prod(shape) * of.itemsize for shape, of in saved)
+    inputs = q + 2 * k
+    o = q
+    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * e
+    if kept is None or kept.kept_chunks >= kept.chunks:
+        inputs = 0
+    if kept is None or not kept.layers_recomputing_attention:
+        o = 0
+    if kept is None:  # gate|up, h and what block.pre saves are among them, too
+        temporaries = chunk * (4 * cfg.ffn + 3 * cfg.dim) * e
+        pre = 0
     return {
         "attention's backward": {
-            "dy, dx": 2 * x, "q, o, do, dq": 4 * q, "k, v": 2 * k, "dk, dv": 2 * k_sent,
+            "dy, dx": 2 * x, "q, k, v": inputs, "o": o, "do, dq": 2 * q, "dk, dv": 2 * k_sent,
             "repeated k, v": repeated, "head groups": in_flight,
             "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
         "block.post's backward": {
-            "dy, dx": 2 * x, "q, do": 2 * q, "k, v": 2 * k, "repeated k, v": repeated,
+            "dy, dx": 2 * x, "q, k, v": inputs, "do": q, "repeated k, v": repeated,
             "first head group": first_group,
             "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
-            "temporaries of a chunk": chunk * (8 * cfg.ffn + 6 * cfg.dim) * e,
+            "temporaries of a chunk": temporaries,
             "saved by block.pre": pre}}
 
 

@@ -754,9 +754,7 @@ def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
     shape = (plan.sp, plan.head_groups)
     peaks = {"head and loss": loss_peak(model, plan.tokens, dtype, *shape)}
     kept = plan.activations
-    if kept is not None or plan.sp > 1:
-        chunk = min(plan.chunk, plan.tokens)
-        peaks |= layer_peaks(model, plan.tokens, chunk, dtype, *shape)
+    peaks |= layer_peaks(model, plan.tokens, min(plan.chunk, plan.tokens), dtype, *shape, kept)
     swapped = host_bytes(kept, layer_bytes(model, plan.tokens, dtype)) if kept else 0.0
     return dataclasses.replace(plan, memory=Memory(lasting, peaks), host_bytes=swapped)
 
