@@ -706,7 +706,10 @@ class Search:
         left = hardware.gpu_budget - others
         if left < 0:
             without = dict(everything.memory.lasting, activations=0.0)
-            raise too_large(c, everything, Memory(without, everything.memory.peaks), hardware)
+            error = too_large(c, everything, Memory(without, everything.memory.peaks), hardware)
+            x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
+            error.over += max(0.0, model.layers * (x + attn) - hardware.host_budget)
+            raise error
         sizes, host_rate = hardware.measured or self.sizes(plan)
         try:
             activations, lost = plan_activations(
@@ -769,9 +772,7 @@ def too_large(constraints: Constraints, chosen: Plan, memory: Memory, hardware: 
     """Return that a step does not fit, with numbers and what to change, for people."""
     f = chosen.factors
     beside = " beside activations" if chosen.activations else ""
-    instead = "--recompute full, "
-    if chosen.activations or constraints.recompute == "full":
-        instead = ""
+    instead = "--recompute full, " if constraints.recompute == "none" else ""
     kept = memory.lasting.get("activations", 0)
     listed = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
     text = (f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "

@@ -73,7 +73,9 @@ import torch.nn.functional as F
 import attention
 import bench
 import checkpoint
+import costs
 import data
+import hardware
 import memplan
 import model as m
 import offload
@@ -86,6 +88,7 @@ HERE = Path(__file__).parent
 README = (HERE / "README.md").read_text()
 SMALL = dataclasses.replace(m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8,
                             ffn=80, vocab=101)
+H200 = hardware.load_profile("h200x2")
 QUICK = "--model tiny --device cpu --seq 32 --batch 6 --steps 6 --eval-every -1".split()
 
 
@@ -229,33 +232,35 @@ def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
     cfg = dataclasses.replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
-    counted = planner.activation_bytes(cfg, 10, torch.bfloat16)
+    counted = costs.activation_bytes(cfg, 10, torch.bfloat16)
     assert counted == 32 * 10 * (34 * 1024 * 2 + 24 * 4)
-    peak = planner.peak_flops
+    peak = hardware.peak_flops
     assert peak("NVIDIA A800-SXM4-80GB") == peak("NVIDIA A100-SXM4-40GB") == 312e12
     assert peak("NVIDIA H200") == peak("NVIDIA H100 80GB HBM3") == 989.4e12
     assert peak("NVIDIA H100 PCIe") == 756e12 and peak("NVIDIA B200") == 2250e12
     assert peak("NVIDIA H20") is None and peak("CPU") is None
 
 
-def test_rates_by_name_or_measured(group):
-    """Every GPU of the table has rates of its own; an unknown one is measured, and the log says
-    so; a plan for an A100 is not a plan for an H200."""
-    assert planner.known_rates("NVIDIA A100-SXM4-40GB").memory < 1.6e12 < planner.known_rates(
-        "NVIDIA A100-SXM4-80GB").memory
-    slow = [planner.known_rates(f"NVIDIA {n}").matmul for n in ("A100-SXM4-80GB", "H100 PCIe",
-                                                                "H100 80GB HBM3", "B200")]
-    assert slow == sorted(slow) and all(r.source for r in planner.RATES.values())
+def test_profiles_by_name_or_measured(group):
+    """A GPU without a profile has another one's by their data sheets, one without either is
+    measured, and the log says so; a plan for an A100 is not a plan for an H200."""
+    small, large = (hardware.known_profile(f"NVIDIA A100-SXM4-{n}GB", 8) for n in (40, 80))
+    assert small.memory < 0.8 * large.memory < 0.4 * H200.memory and "data sheets" in str(
+        large.sources)
+    slow = [hardware.known_profile(f"NVIDIA {n}", 8).products["forward"][0][-1] for n in (
+        "A100-SXM4-80GB", "H100 PCIe", "H100 80GB HBM3", "B200")]
+    assert slow == sorted(slow)
     said, cpu = [], torch.device("cpu")
-    rates = planner.find_rates("NVIDIA H20", cpu, torch.float32, "cpu",
-                               lambda t, **_: said.append(t))
-    assert "NVIDIA H20: not in the table of rates; measured: matrix products" in said[0]
-    assert rates.source == "measured at start" and rates.peak is None
-    assert all(1e7 < getattr(rates, k) < 1e15 for k in ("matmul", "attention", "memory", "host"))
-    known = planner.find_rates("CPU", cpu, torch.float32, "cpu", lambda t, **_: said.append(t))
-    assert known is planner.RATES["CPU"] and len(said) == 1
-    seconds = [choose(8, 80, seq=2**15, rates=planner.RATES[k]).reason for k in ("A100", "H200")]
-    assert float(seconds[0].split()[0]) > 2.5 * float(seconds[1].split()[0])
+    measured = hardware.find_profile("NVIDIA H20", cpu, torch.float32, "cpu", 1,
+                                     lambda t, **_: said.append(t))
+    assert "NVIDIA H20: no profile and no data sheet of it here; measured: matrix p" in said[0]
+    assert measured.sources == {"all": "measured"} and measured.peak_flops is None
+    hardware.check_profile(measured, "measured")
+    known = hardware.find_profile("CPU", cpu, torch.float32, "cpu", 1,
+                                  lambda t, **_: said.append(t))
+    assert known == hardware.load_profile("cpu") and len(said) == 1
+    seconds = [choose(8, 80, seq=2**15, profile=profile).token_s for profile in (large, H200)]
+    assert seconds[0] > 2.5 * seconds[1]
 
 
 @pytest.mark.parametrize("sizes, message", [
@@ -476,8 +481,9 @@ def make_run(model, seq, ranks=1, factors=shard.Factors(), activations=None, sev
              chunk=2**14, head_groups=1, dtype=torch.bfloat16, **flags) -> train.Run:
     """A run over one sequence of all ranks, planned by hand."""
     cfg = train.Config(seq=seq, per_node=ranks, ranks=ranks, **flags)
-    plan = planner.Plan(ranks, several, 1, several, seq // ranks, head_groups, chunk, factors,
-                        "auto", several > 1, activations)
+    plan = costs.Plan(ranks, seq, ranks, several, 1, head_groups,
+                      "auto" if activations else "none", chunk, factors,
+                      accumulates=several > 1, activations=activations)
     plan = planner.with_memory(plan, model, dtype)
     return train.Run(cfg, 0, ranks, torch.device("cpu"), dtype, "cpu", model, plan=plan)
 
@@ -571,45 +577,50 @@ def test_factors():
             shard.check_factors(shard.Factors(*f), 8, 8)
     with pytest.raises(ValueError, match="fill a node before crossing it: 8x2"):
         shard.parse_mesh("4x2", 8)
-    need = planner.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, False)
+    need = costs.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, False)
     assert need == {"parameters": 1000, "gradients": 500, "optimizer": 1500}
-    need = planner.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, True)
+    need = costs.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, True)
     assert need["gradients"] == 1000
 
 
-def choose(world, gpu_gib, model="7b", rates=planner.RATES["H200"], seq=4096, host_memory=2**40,
-           **flags) -> planner.Plan:
+def choose(world, gpu_gib, model="7b", profile=H200, seq=4096, host_memory=2**40,
+           **flags) -> costs.Plan:
     """What planner.py chooses for `world` ranks of one node, in bf16, with so many GiB a GPU."""
     constraints = planner.Constraints(seq, torch.bfloat16, max(1, 2**19 // seq), **flags)
-    hardware = planner.Hardware(world, world, rates, gpu_gib * 2**30, host_memory / world)
-    plans = planner.plan(constraints, m.MODELS[model], hardware)
+    there = planner.Hardware(world, world, profile, gpu_gib * 2**30, host_memory / world)
+    plans = planner.plan(constraints, m.MODELS[model], there)
     assert all(plan.memory.total() <= gpu_gib * 2**30 for plan in plans)
     return plans[0]
 
 
 def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
     many = dict(seq=4096, batch=4096)
-    for gpu, want in ((130, (1, 1, 2)), (80, (1, 1, 8)), (45, (4, 8, 8)), (30, (8, 8, 8))):
+    for gpu, want in ((130, (1, 1, 2)), (80, (1, 1, 8)), (45, (1, 8, 8)), (30, (8, 8, 8))):
         plan = choose(8, gpu, **many)
         assert (plan.factors.p, plan.factors.g, plan.factors.os) == want, gpu
-        assert plan.activations is None and plan.sp == 1 and plan.batch == 4096
-    assert choose(8, 28, **many).activations is not None  # in chunks, where whole does not fit
+        assert planner.layers_text(plan).startswith("all")
+        assert plan.sp == 1 and plan.batch == 4096
+    assert choose(8, 28, **many).activations.resident < 32  # they swap where all do not fit
     assert choose(8, 139, seq=4096, batch=8).factors.os == 8  # its update would take as long
     assert choose(8, 139, p="2", **many).factors.p == 2
     plan = choose(8, 132, seq=2**20, host_memory=480 * 2**30)
     assert plan.sp == 8 and plan.batch == 1 and plan.activations.resident >= 2
     assert not plan.activations.layers_recomputing_attention
-    sizes = planner.layer_bytes(m.MODELS["7b"], 2**17, torch.bfloat16)
-    assert plan.host_bytes == planner.host_bytes(plan.activations, sizes) <= 60 * 2**30
+    sizes = costs.layer_bytes(m.MODELS["7b"], 2**17, torch.bfloat16)
+    assert plan.host_bytes == costs.host_bytes(plan.activations, sizes) <= 60 * 2**30
     assert plan.memory.total() > 0.9 * 132 * 2**30
     plan = choose(8, 132, seq=2**18, host_memory=480 * 2**30)
+    assert planner.layers_text(plan) == "all"
+    plan = choose(8, 132, seq=2**19, host_memory=480 * 2**30)
     assert plan.activations.alpha > 0.2 and plan.chunk == 2**14
     plan = choose(8, 132, seq=2**18, sp=8, alpha=0.5, resident_layers=4, chunk=2**13,
                   head_groups=2, host_memory=480 * 2**30)
     assert plan.activations.alpha == 0.5 and plan.activations.resident == 4
     assert plan.chunk == 2**13 and plan.head_groups == 2
     with pytest.raises(ValueError, match="room for .* GiB on the GPU and 0.1 on the host"):
-        choose(8, 132, seq=2**22, host_memory=2**30)
+        choose(8, 132, seq=2**22, host_memory=2**30, chunk=2**14)
+    with pytest.raises(ValueError, match="needs 3.. GiB a GPU even with p=8 g=8 os=8, .*room for 132"):
+        choose(8, 132, seq=2**22, host_memory=2**30)  # where layers keep their inputs alone
     with pytest.raises(ValueError, match="needs .* GiB a GPU even with p=8 g=8 os=8.*room for 12"):
         choose(8, 12, recompute="none", **many)
     with pytest.raises(ValueError, match="with sp=8 a rank has 4 heads; one of 1, 2, 4"):
@@ -619,19 +630,20 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
 def test_plan_is_made_twice_and_ranked():
     """By rates, then with the times of a layer for the degrees that won: these stay, and what
     layers keep follows the times; plans come best first."""
-    constraints = planner.Constraints(2**18, torch.bfloat16, 2)
-    hardware = planner.Hardware(8, 8, gpu_budget=132 * 2**30, host_budget=60 * 2**30)
-    best, *others = planner.plan(constraints, m.MODELS["7b"], hardware)
-    assert [best, *others] == planner.plan(constraints, m.MODELS["7b"], hardware)  # a function
-    assert len(others) > 3 and all(plan.seconds >= 0.98 * best.seconds for plan in others)
-    assert [p.seconds for p in others] == sorted(p.seconds for p in others)
-    sizes, rate = planner.estimate(best, constraints, m.MODELS["7b"], hardware.rates)
-    slow = dataclasses.replace(hardware, measured=(sizes, rate / 100))
+    constraints = planner.Constraints(2**19, torch.bfloat16, 1)
+    eight = planner.Hardware(8, 8, H200, 132 * 2**30, 60 * 2**30)
+    best, *others = planner.plan(constraints, m.MODELS["7b"], eight)
+    assert [best, *others] == planner.plan(constraints, m.MODELS["7b"], eight)  # a function
+    assert len(others) == 9 and all(
+        plan.token_s >= (1 - planner.TIE) * best.token_s for plan in others)
+    assert [p.token_s for p in others] == sorted(p.token_s for p in others)
+    sizes, rate = planner.Search(constraints, m.MODELS["7b"], eight).sizes(best)
+    slow = dataclasses.replace(eight, measured=(sizes, rate / 100))
     again, = planner.plan(planner.fix(constraints, best), m.MODELS["7b"], slow)
-    for name in ("sp", "batch", "micro_batch", "factors", "chunk", "head_groups"):
+    for name in ("sp", "batch", "micro_batch", "factors", "os_layout", "chunk", "head_groups"):
         assert getattr(again, name) == getattr(best, name), name
-    assert again.activations.alpha < best.activations.alpha and "a layer measured" in again.reason
-    for change in (best, constraints, hardware):
+    assert again.activations.alpha < best.activations.alpha
+    for change in (best, constraints, eight):
         with pytest.raises(dataclasses.FrozenInstanceError):
             change.seq = change.sp = change.ranks = 1
 
@@ -667,8 +679,8 @@ def test_activation_plans_are_the_best():
             continue
         activations, lost = planner.plan_activations(n, s, c, bandwidth, gpu, host)
         assert want - 1e-6 <= lost <= want + 5e-3, activations  # ties cost up to 0.1 ms a GiB
-        assert planner.resident_bytes(activations, (x, attn, others)) <= gpu * (1 + 1e-9)
-        assert planner.host_bytes(activations, (x, attn, others)) <= host * (1 + 1e-9)
+        assert costs.resident_bytes(activations, (x, attn, others)) <= gpu * (1 + 1e-9)
+        assert costs.host_bytes(activations, (x, attn, others)) <= host * (1 + 1e-9)
         stored = [activations.num_saved_chunks(i) for i in range(n)]
         assert all(0 <= a <= c for a in stored)
         assert sum(stored) == activations.kept_chunks + activations.swapped_chunks
@@ -782,7 +794,7 @@ def sharding_worker(cases: str):
         for name, p in plain.named_parameters():
             assert relative(states.full(name), p) < 1e-11, (f, layout, several, recompute, name)
         count = sum(p.numel() for p in plain.parameters() if p.dim() > 1)
-        formula = planner.state_bytes(count, f, torch.float64, several > 1)
+        formula = costs.state_bytes(count, f, torch.float64, several > 1)
         if layout == "intra":  # the rest is padding, which is large only in matrices as small
             assert all(formula[k] <= v < 1.3 * formula[k] for k, v in states.bytes().items())
     # ZeRO-2 in bf16: micro-batches add up in float32, and nothing rounds the sum
@@ -1521,7 +1533,7 @@ def test_places_of_all_to_alls_take_what_is_counted(kv_heads, groups):
         op.exchange.peer_access = True
         with train.simulation([None], gpu=True):
             op.forward(*(torch.zeros(1, tokens, h, 64) for h in (8, kv_heads, kv_heads)))
-        counted = planner.all_to_all_bytes(cfg, tokens, torch.float32, sp, groups)
+        counted = costs.all_to_all_bytes(cfg, tokens, torch.float32, sp, groups)
         assert op.exchange.memory.nbytes == counted > 0
     finally:
         dist.destroy_process_group()
@@ -1559,7 +1571,7 @@ def test_pieces_add_up_in_float32(group):
             train.run_step(model, states, parts, torch.arange(64), None, 0.0)
         kept.append({s.name: s.grad_shard for s in states.sharded_params.values()})
         count = m.param_count(SMALL) - states.vector_grad.numel()
-        formula = planner.state_bytes(count, states.factors, torch.bfloat16,
+        formula = costs.state_bytes(count, states.factors, torch.bfloat16,
                                       reduce_dtype is not None)
         assert states.bytes()["gradients"] == pytest.approx(formula["gradients"], rel=0.1)
     for name, narrow in kept[0].items():
@@ -3539,7 +3551,7 @@ REFUSED = {
     "p": ("--p 2", "p=2 g=1 os=1: 2 shards do not fit 1 ranks.*nearest: --p 1"),
     "mesh": ("--os 2x", "factor '2x': a number or"),
     "strategy": ("--strategy zero4", "zero4: one of ddp, zero1.*mics:K"),
-    "layout": ("--os-layout whole", "whole: one of intra, inter"),
+    "layout": ("--os-layout whole", "whole: one of auto, intra, inter"),
     "streams": ("--overlap grad_reduce,all", "all: a list of param_gather"),
     "old streams": ("--overlap gather,spread", "gather is now param_gather, spread is now param_b"),
     "per node": ("--per-node 2", "--per-node 2: does not divide 1 ranks"),
@@ -3894,7 +3906,7 @@ def test_gpu_attention_past_two_to_the_31():
 # ---------------------------------------------------------------------------- the project
 
 
-@pytest.mark.parametrize("program", ["train.py", "bench.py", "memplan.py"])
+@pytest.mark.parametrize("program", ["train.py", "bench.py", "memplan.py", "planner.py"])
 def test_help(program):
     done = subprocess.run([sys.executable, HERE / program, "--help"], text=True,
                           capture_output=True)
@@ -4000,15 +4012,16 @@ def test_bench_writes_results(tmp_path):
 
 def test_longest_sequence_is_the_last_that_fits():
     gib = 2**30
-    hardware = planner.Hardware(4, 4, gpu_budget=40 * gib, host_budget=30 * gib)
+    four = planner.Hardware(4, 4, H200, 40 * gib, 30 * gib)
     asked = planner.Constraints(1, torch.bfloat16)
-    longest, plan = bench.longest(asked, m.MODELS["1b"], hardware)
+    longest, plan = bench.longest(asked, m.MODELS["1b"], four)
     need, host = plan.memory.total(), plan.host_bytes
     assert 39 * gib < need <= 40 * gib or 29 * gib < host <= 30 * gib
     longer = dataclasses.replace(longest, seq=longest.seq + 4 * 2**14)
-    with pytest.raises(ValueError, match="do not fit"):
-        planner.plan(longer, m.MODELS["1b"], hardware)
-    alone = dataclasses.replace(hardware, ranks=1, per_node=1)
+    with pytest.raises(planner.TooLarge, match="more ranks, a shorter --seq") as e:
+        planner.plan(longer, m.MODELS["1b"], four)
+    assert e.value.over > 0
+    alone = dataclasses.replace(four, ranks=1, per_node=1)
     assert bench.longest(asked, m.MODELS["7b"], alone) is None
 
 
@@ -4018,10 +4031,10 @@ def test_longest_sequence_table_on_little_memory(monkeypatch, group):
     for name in ("7b", "7b/4"):
         monkeypatch.setitem(m.MODELS, name, small)
     longest = bench.longest  # of large GPUs, too, in a moment
-    monkeypatch.setattr(bench, "longest", lambda asked, model, hardware: longest(
+    monkeypatch.setattr(bench, "longest", lambda asked, model, there: longest(
         asked, model, dataclasses.replace(
-            hardware, gpu_budget=min(hardware.gpu_budget, 2**28),
-            host_budget=min(hardware.host_budget, 2**28))))
+            there, gpu_budget=min(there.gpu_budget, 2**28),
+            host_budget=min(there.host_budget, 2**28))))
     table = bench.Bench(torch.device("cpu"), 0, 1,
                         memory={"gpu_memory": 160 * 2**20, "host_memory": 2**26})
     bench.table_longest(table)
@@ -4075,7 +4088,7 @@ def test_readme_names_every_file_and_is_short():
 def test_readme_names_flags_and_functions_that_exist():
     real = set(torch.distributed.run.get_args_parser()._option_string_actions)
     real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # Slurm's
-    for program in ("train.py", "bench.py", "memplan.py"):
+    for program in ("train.py", "bench.py", "memplan.py", "planner.py"):
         text = subprocess.check_output([sys.executable, HERE / program, "--help"], text=True)
         real |= set(re.findall(r"--[a-z][a-z_-]*", text))
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", README)) <= real

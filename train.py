@@ -764,7 +764,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
         shape = (plan.micro_batch, cfg.seq // plan.sp)
         on_all_ranks(lambda: ChunkedLayers(model, shape, kept, plan.chunk, run.device, run.dtype))
     states = States(
-        model, run.device, run.dtype, plan.micro_batches, plan.factors, cfg.os_layout, groups,
+        model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=() if cfg.overlap == "none" else tuple(cfg.overlap.split(",")),
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
