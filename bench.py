@@ -272,6 +272,7 @@ def chosen(run: Run) -> dict:
     memory = plan.memory
     working = sum(memory.peaks[memory.highest()].values())
     return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "chunk": plan.chunk,
+            "batch": plan.batch, "micro_batch": plan.micro_batch,
             "os_layout": plan.os_layout, "recompute": plan.recompute,
             "head_groups": plan.head_groups, "predicted": plan.seconds,
             "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,

@@ -567,7 +567,7 @@ class StepTimeline(Timeline):
         self.of_layer = {  # of both passes, by what they are for
             "layers": layer.forward + sum(layer.backward) - exchange, "all-to-all": exchange,
             "recomputation": recomputed,
-            "launches": sum(self.seconds.values()) - layer.forward - backward}
+            "launches": (forward - layer.forward) + (self.seconds["backward"] - backward)}
         self.by_matrix = layer.backward
         head = (est.model.vocab, est.model.dim)
         ends = unit_seconds(est, plan, (head,))

@@ -316,6 +316,13 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
     return again + activations.layers_recomputing_attention * s.attn_s
 
 
+def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float) -> float:
+    """Return the seconds of a micro-batch's forward in which compute waits for copies."""
+    copied = host_bytes(activations, (s.input, s.attn, s.intermediates))
+    return max(0.0, copied / bandwidth
+               - (activations.layers - activations.resident) * s.layer_s)
+
+
 def recomputed_share(cfg: ModelConfig) -> float:
     """Return the share of a layer's matrix products that recomputing its intermediates takes: all
     but the last, if that ends the block."""
@@ -710,9 +717,9 @@ class Search:
             x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
             error.over += max(0.0, model.layers * (x + attn) - hardware.host_budget)
             raise error
-        sizes, host_rate = hardware.measured or self.sizes(plan)
+        sizes, host_rate = hardware.measured or layer_sizes(self.est, plan)
         try:
-            activations, lost = plan_activations(
+            activations, _ = plan_activations(
                 model.layers, sizes, chunks, host_rate, left, hardware.host_budget,
                 c.resident_layers, c.alpha)
         except TooLarge as e:
@@ -722,15 +729,8 @@ class Search:
                 f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all else: "
                 f"{in_gib(everything.memory)})", e.over) from e
         plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
-        again = recomputed_seconds(activations, sizes)
-        return plan, (again, max(0.0, lost - again))
-
-    def sizes(self, plan: Plan) -> tuple[Sizes, float]:
-        """Return what `measure` would find, by the profile."""
-        layer = layer_seconds(self.est, plan)
-        return (Sizes(*layer_bytes(self.model, plan.tokens, self.constraints.dtype),
-                      layer.forward, layer.recompute, layer.attention),
-                self.hardware.profile.to_host)
+        return plan, (recomputed_seconds(activations, sizes),
+                      waiting_seconds(activations, sizes, host_rate))
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
@@ -747,6 +747,26 @@ class Search:
         """Return the reason of the plan that is nearest to fitting, once nothing was found."""
         too_large = [e for e in self.errors if isinstance(e, TooLarge)]
         return min(too_large, key=lambda e: e.over) if too_large else self.errors[-1]
+
+
+def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
+    """Return what `measure` would find, by a profile."""
+    layer = layer_seconds(est, plan)
+    return (Sizes(*layer_bytes(est.model, plan.tokens, est.dtype), layer.forward, layer.recompute,
+                  layer.attention), est.profile.to_host)
+
+
+def predict(plan: Plan, model: ModelConfig, profile: Profile, per_node: int,
+            dtype: torch.dtype) -> Plan:
+    """Return a plan, what its layers keep included, with its bytes and seconds."""
+    est = Estimator(profile, model, dtype, per_node)
+    lost = (0.0, 0.0)
+    if plan.activations is not None:
+        sizes, host_rate = layer_sizes(est, plan)
+        lost = (recomputed_seconds(plan.activations, sizes),
+                waiting_seconds(plan.activations, sizes, host_rate))
+    plan = with_memory(plan, model, dtype)
+    return dataclasses.replace(plan, seconds=step_seconds(est, plan, *lost))
 
 
 def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:

@@ -14,6 +14,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
 
 BLUE, ORANGE, GREEN, RED, GREY = "#3b6ea8", "#d9822b", "#4f9a62", "#b5485d", "#8a8f98"
@@ -70,6 +71,23 @@ def draw_mfu(path: Path, rows: dict[str, dict[int, dict]]) -> None:
               ["kernels alone (bound)", "this project", "FSDP2, Ulysses, full recomputation"],
               loc="lower left", bbox_to_anchor=(-0.01, 1), ncol=3, borderaxespad=0.2)
     fig.tight_layout()
+    save(fig, path)
+
+
+def draw_predictions(path: Path, rows: list[dict]) -> None:
+    """Predicted over measured seconds and GiB of a step, on the line where they are equal."""
+    fig, axes = plt.subplots(1, 2, figsize=(9, 4.2))
+    for ax, measured, predicted, title in ((axes[0], "step_s", "now_s", "seconds of a step"),
+                                           (axes[1], "gpu_gib", "now_gib", "GiB of a GPU")):
+        for held, marker in ((False, "o"), (True, "s")):
+            points = [(r[measured], r[predicted]) for r in rows if r["held_out"] == held]
+            ax.plot(*zip(*points), marker, markersize=5, label="held out" if held else "fitted")
+        ends = np.array([0.8 * min(r[measured] for r in rows), 1.25 * max(r[measured] for r in rows)])
+        ax.plot(ends, ends, color="0.6", linewidth=1, zorder=0)
+        ax.fill_between(ends, 0.95 * ends, 1.05 * ends, color="0.9", zorder=0, label="5 %")
+        ax.set(xscale="log", yscale="log", xlabel=f"measured {title}",
+               ylabel=f"predicted {title}")
+        ax.legend(frameon=False)
     save(fig, path)
 
 
