@@ -1016,7 +1016,7 @@ TABLES = {
     "methods": Table(table_methods, cpu=True),
     "long": Table(table_long),
     "longest": Table(table_longest),
-    "predict-fitted": Table(functools.partial(table_predict, held_out=False)),
+    "predict-seen": Table(functools.partial(table_predict, held_out=False)),
     "predict-held": Table(functools.partial(table_predict, held_out=True)),
     "memplan": Table(table_memplan),
     "capped": Table(table_capped, 2),

@@ -81,11 +81,12 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
                                            (axes[1], "gpu_gib", "now_gib", "GiB of a GPU")):
         for held, marker in ((False, "o"), (True, "s")):
             points = [(r[measured], r[predicted]) for r in rows if r["held_out"] == held]
-            ax.plot(*zip(*points), marker, markersize=5, label="held out" if held else "fitted")
+            ax.plot(*zip(*points), marker, markersize=5, label="held out" if held else "seen before")
         ends = np.array([0.8 * min(r[measured] for r in rows), 1.25 * max(r[measured] for r in rows)])
         ax.plot(ends, ends, color="0.6", linewidth=1, zorder=0)
         ax.fill_between(ends, 0.95 * ends, 1.05 * ends, color="0.9", zorder=0, label="5 %")
-        ax.set(xscale="log", yscale="log", xlabel=f"measured {title}",
+        scale = "log" if measured == "step_s" else "linear"
+        ax.set(xscale=scale, yscale=scale, xlabel=f"measured {title}",
                ylabel=f"predicted {title}")
         ax.legend(frameon=False)
     save(fig, path)

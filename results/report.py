@@ -170,12 +170,12 @@ def results_readme() -> str:
 
 # ---------------------------------------------------------------------------- predictions
 
-PREDICTED = ("predict-fitted-h200", "predict-held-h200", "predict-fitted-2xh200",
+PREDICTED = ("predict-seen-h200", "predict-held-h200", "predict-seen-2xh200",
              "predict-held-2xh200")
 PREDICTIONS = """
 ## Predictions
 
-planner.py's prediction by profile h200x2 beside what was measured, of `bench.py predict-fitted` and
+planner.py's prediction by profile h200x2 beside what was measured, of `bench.py predict-seen` and
 `bench.py predict-held` on one and two H200s. Settings of one question (model, tokens, ranks) differ
 in what was set by hand. Those *held out* were chosen before, and measured once, after the last
 change of how seconds are predicted; *then* is the error of the prediction that run made. (Bytes of
@@ -225,7 +225,7 @@ def predictions() -> str:
                       f"{r['now_gib'] / r['gpu_gib'] - 1:+.1%}",
                       f"{rank + 1} of {len(alike)}{behind}" if len(alike) > 1 else "-"])
     said = []
-    for held, name in ((False, "fitted"), (True, "held out")):
+    for held, name in ((False, "seen before"), (True, "held out")):
         errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows if r["held_out"] == held)
         said.append(f"{name}: {errors[len(errors) // 2]:.1%} in the median, {errors[-1]:.1%} at "
                     f"worst of {len(errors)}")
