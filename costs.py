@@ -567,8 +567,9 @@ class StepTimeline(Timeline):
         self.of_layer = {  # of both passes, by what they are for
             "layers": layer.forward + sum(layer.backward) - exchange, "all-to-all": exchange,
             "recomputation": recomputed,
-            "launches": (forward - layer.forward) + (self.seconds["backward"] - backward)}
-        self.by_matrix = layer.backward
+            "launches": forward - layer.forward + self.seconds["backward"] - backward}
+        launched = self.seconds["backward"] / backward  # the host's part is spread likewise
+        self.by_matrix = tuple(launched * compute for compute in layer.backward)
         head = (est.model.vocab, est.model.dim)
         ends = unit_seconds(est, plan, (head,))
         of_layer = unit_seconds(est, plan, est.matrices)
@@ -642,7 +643,7 @@ class StepTimeline(Timeline):
     def backward_by_matrix(self, unit: int) -> None:
         """While a matrix's gradients are computed, the next one's weight arrives."""
         last = len(self.est.matrices) - 1
-        held = self.gathered.pop(unit, None)  # the last two layers' weights are still there
+        held = unit in self.gathered  # the last two layers' weights are still there
         seconds = self.units[unit].gather_back
         job = self.gathered.pop((unit, last), None)
         if not held and job is None:
@@ -656,6 +657,9 @@ class StepTimeline(Timeline):
             self.wait(job)
             self.run(compute)
             job = arriving
+        self.gathered.setdefault(unit, None)  # the next forward finds the first two layers' ...
+        if unit + 2 <= self.layers:
+            self.gathered.pop(unit + 2, None)  # ... and the layer but one before takes a buffer
 
     def reduce_grads(self, unit: int, last: bool) -> None:
         seconds = self.units[unit]

@@ -3906,6 +3906,293 @@ def test_gpu_attention_past_two_to_the_31():
     assert relative(whole[1][0, at, -1], ds @ k / 128**0.5) < 0.02
 
 
+# ---------------------------------------------------------------------------- the planner
+
+
+def cluster(per_node=4, nodes=2, **changes) -> hardware.Profile:
+    """An H200's profile with nodes of so many GPUs; a network between them a tenth as fast."""
+    meshes = hardware.meshes_of(per_node * nodes, per_node)
+    tables = {op: {hardware.mesh_name(mesh): [[size, rate / (10 if mesh[1] > 1 else 1)]
+                                              for size, rate in of_two["2x1"]]
+                   for mesh in meshes} for op, of_two in H200.collectives.items()}
+    return dataclasses.replace(H200, name="cluster", per_node=per_node, collectives=tables,
+                               **changes)
+
+
+def varied(some: random.Random, profile: hardware.Profile) -> hardware.Profile:
+    """A profile whose rates are up to twice or half of another one's, each by itself."""
+    def vary(x):
+        if isinstance(x, dict):
+            return {key: vary(value) for key, value in x.items()}
+        return [[*at, rate * 2 ** some.uniform(-1, 1)] for *at, rate in x]
+
+    return dataclasses.replace(
+        profile, **{name: vary(getattr(profile, name))
+                    for name in ("products", "attention", "collectives")},
+        **{name: getattr(profile, name) * 2 ** some.uniform(-1, 1)
+           for name in ("memory", "optimizer", "to_host", "from_host")},
+        overlap={kind: [some.uniform(1, 1.5), some.uniform(1, 2)] for kind in profile.overlap})
+
+
+def test_profiles_between_points_and_at_their_ends():
+    points = [[1e6, 10.0], [1e8, 30.0]]
+    rates = [hardware.interpolate(points, at) for at in (1, 1e6, 1e7, 1e8, 1e12)]
+    assert rates == pytest.approx([10, 10, 20, 30, 30])  # linear in the logarithm
+    grid = [[16, 1, 1.0], [16, 4, 3.0], [64, 1, 5.0], [64, 4, 7.0]]
+    assert hardware.interpolate_twice(grid, 32, 2) == pytest.approx(4)
+    assert hardware.interpolate_twice(grid, 1, 99) == 3 and hardware.interpolate_twice(
+        grid, 99, 0) == 5
+    est = costs.Estimator(cluster(8, 4), m.MODELS["7b"], torch.bfloat16, 8)
+    of_two = hardware.interpolate(H200.collectives["all_gather"]["2x1"], 2**23)
+    assert est.bandwidth("all_gather", 2**23, (8, 2)) == pytest.approx(of_two / 10)
+    assert not est.held
+    est.bandwidth("all_gather", 2**23, (8, 16))
+    est.bandwidth("all_gather", 2**23, (3, 1))
+    assert est.held == {"all_gather over 8x16 as over 8x4", "all_gather over 3x1 as over 4x1"}
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"memory": 0.0}, "memory: .*positive numbers"), ({"to_host": -1.0}, "to_host: .*positive"),
+    ({"optimizer": float("nan")}, "optimizer: .*positive"),
+    ({"gpu_bytes": float("inf")}, "gpu_bytes: .*positive"),
+    ({"products": H200.products | {"forward": [[4096, 4096, 1e14], [2048, 4096, 1e14]]}},
+     "products forward: .*ascending"),
+    ({"products": H200.products | {"input_grad": []}}, "products input_grad: .*positive"),
+    ({"products": {"forward": [[1, 1, 1e14]]}}, "lacks input_grad, weight_grad, weight_grad_sum"),
+    ({"attention": {"forward": [[4096, 1e14]]}}, "lacks .*backward"),
+    ({"collectives": {"all_gather": {"2x1": [[1, 1]]}}},
+     "lacks reduce_scatter, all_reduce, broadcast, all_to_all"),
+    ({"collectives": H200.collectives | {"all_reduce": {"2x1": [[1, 0]]}}},
+     "all_reduce 2x1: .*positive"),
+    ({"memory": "fast"}, "memory.*positive numbers")])
+def test_profiles_that_are_none(changes, message, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(hardware.profile_text(dataclasses.replace(H200, **changes)))
+    with pytest.raises(ValueError, match=f"--cluster .*mine.json: .*{message}"):
+        hardware.load_profile(str(file))
+
+
+def test_profiles_are_files(tmp_path):
+    for name in hardware.profile_names():
+        profile = hardware.load_profile(name)
+        assert profile.name == name and profile.sources and profile.per_node
+        file = tmp_path / "copy.json"
+        file.write_text(hardware.profile_text(profile))
+        assert hardware.load_profile(str(file)) == profile
+        assert max(map(len, file.read_text().splitlines())) < 400
+    for text, message in (("{", "is no profile"), ('{"names": 1}', "is no profile.*names")):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            hardware.load_profile(str(tmp_path / "bad.json"))
+    with pytest.raises(ValueError, match="or one of .*h200x2"):
+        hardware.load_profile("h300")
+
+
+def test_known_profiles_are_those_of_the_node(monkeypatch):
+    """The smallest node that has so many GPUs, else the largest; a machine of one GPU says nothing
+    of its network."""
+    three = {name: dataclasses.replace(cluster(n), name=name, device="NVIDIA H200")
+             for name, n in (("two", 2), ("four", 4), ("eight", 8))}
+    three["one"] = dataclasses.replace(H200, name="one", device="NVIDIA H100 80GB HBM3",
+                                       per_node=1, collectives=dict.fromkeys(hardware.COLLECTIVES, {}))
+    monkeypatch.setattr(hardware, "profile_names", lambda: list(three))
+    monkeypatch.setattr(hardware, "load_profile", three.get)
+    for per_node, name in ((1, "two"), (2, "two"), (3, "four"), (8, "eight"), (16, "eight")):
+        assert hardware.known_profile("NVIDIA H200", per_node).name == name
+    assert hardware.known_profile("NVIDIA H20", 8) is None
+    scaled = hardware.known_profile("NVIDIA A100-SXM4-80GB", 8)
+    network = scaled.collectives["all_gather"]["8x1"][-1][-1]
+    assert network == pytest.approx(300 / 450 * H200.collectives["all_gather"]["2x1"][-1][-1])
+    assert scaled.peak_flops == 312e12 and scaled.to_host == H200.to_host / 2
+    for per_node in (1, 8):
+        known = hardware.known_profile("NVIDIA H100 80GB HBM3", per_node)
+        assert known.products == H200.products
+        there = planner.Hardware(per_node, per_node, known)
+        assert planner.plan(planner.Constraints(4096, torch.bfloat16, 8), m.MODELS["7b"], there)
+
+
+def measured_profile_worker():
+    rank, world, _ = train.start_ranks(100)
+    profile = hardware.measure_profile("here", torch.device("cpu"), torch.float32, "cpu", world,
+                                       hardware.ON_CPU)
+    hardware.check_profile(profile, "here")
+    assert set(profile.collectives["all_gather"]) == ({"2x1"} if world > 1 else set())
+    if rank == 0:
+        print("measured: " + json.dumps(dataclasses.asdict(profile)), flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_profiles_are_measured(ranks, tmp_path):
+    text = run([], ranks, "import test_all; test_all.measured_profile_worker()", tmp=tmp_path)
+    found = json.loads(re.search("measured: (.*)", text)[1])
+    rates = [found[name] for name in ("memory", "optimizer", "to_host", "from_host")]
+    rates += [points[0][-1] for kind in ("products", "attention") for points in found[kind].values()]
+    assert len(rates) == 10 and all(1e6 < rate < 1e15 for rate in rates)
+    assert found["device"] == "CPU" and found["sources"] == {"all": "measured"}
+
+
+# -- what a plan costs
+
+
+def every_choice(ranks, per_node, seq=2**13, several=(1, 2, 5)):
+    """Plans of all factors, layouts, numbers of micro-batches and ways to run a layer."""
+    for f, layout, count, (recompute, chunk) in itertools.product(
+            shard.legal_factors(ranks, per_node), ("intra", "inter"), several,
+            (("none", seq), ("auto", 3000), ("auto", seq), ("full", seq))):
+        yield costs.Plan(ranks, seq, 1, count * ranks, 1, 1, recompute, chunk, f, layout,
+                         accumulates=count > 1)
+    secondary = shard.Factors(ranks, ranks, ranks, per_node)
+    yield costs.Plan(ranks, seq, 1, 3 * ranks, recompute="none", chunk=seq, factors=secondary)
+
+
+class Recorded(costs.StepTimeline):
+    """A step, and the seconds of all that it launches, by stream."""
+
+    def __init__(self, est, plan, recomputed=0.0):
+        self.alone = Counter()
+        super().__init__(est, plan, recomputed)
+
+    def launch(self, kind, seconds):
+        self.alone[kind] += seconds
+        return super().launch(kind, seconds)
+
+    def whole(self) -> "Recorded":
+        """Run each micro-batch, none counted for others."""
+        self.update()
+        for i in range(self.plan.micro_batches):
+            self.micro_batch(i == self.plan.micro_batches - 1)
+        return self
+
+
+COSTED = dataclasses.replace(m.MODELS["1b"], layers=5)
+
+
+@pytest.mark.parametrize("ranks, per_node", [(1, 1), (4, 4), (8, 4)])
+def test_step_seconds_add_up(ranks, per_node):
+    """Named parts are the clock of the timeline, those of a step whose equal micro-batches are
+    simulated once are those of the whole; also where the host's launches hold layers back."""
+    some = random.Random(ranks)
+    for plan in every_choice(ranks, per_node):
+        profile = varied(some, cluster(launch={"forward": 4e-3 * some.random(),
+                                               "backward": 8e-3 * some.random()}))
+        est = costs.Estimator(profile, COSTED, torch.bfloat16, per_node)
+        again = some.choice((0.0, 1e-3)) if plan.recompute == "auto" else 0.0
+        parts = costs.step_seconds(est, plan, 5 * again, 1e-4)
+        if plan.recompute == "full":
+            again = costs.layer_seconds(est, plan).whole
+        line = Recorded(est, plan, again).whole()
+        extra = parts.pop("small sums", 0.0) + parts.pop("copies")
+        assert extra >= 1e-4 * plan.micro_batches and all(x > 0 for x in parts.values())
+        assert sum(parts.values()) == pytest.approx(line.now, rel=2e-3), plan
+        assert not line.queue, plan  # all that was launched has been waited for
+        if plan.micro_batches < 5:
+            assert sum(parts.values()) == pytest.approx(line.now, rel=1e-9), plan
+        listed = {part for degree in planner.DEGREES for part in degree.seconds}
+        assert set(parts) <= listed, plan
+        if ranks == 1:
+            assert not set(parts) & {*shard.STREAMS, "all-to-all", "slowed by communication"}
+
+
+def test_communication_is_hidden_but_not_free():
+    """Where nothing slows, a step lies between its longest part and the sum of all; where a stream
+    does not overlap, or both slow down, it takes longer."""
+    some = random.Random(0)
+    for plan in every_choice(8, 4):
+        slow = varied(some, cluster())
+        free = dataclasses.replace(slow, overlap={kind: [1.0, 1.0] for kind in slow.overlap})
+        line = Recorded(costs.Estimator(free, COSTED, torch.bfloat16, 4), plan).whole()
+        line.micro_batches()  # fills in `computed`, of a step's
+        compute = sum(line.computed.values())
+        line = Recorded(line.est, plan).whole()
+        assert line.slowed == 0 and line.now >= compute * (1 - 1e-9)
+        assert line.now >= sum(line.alone.values()) * (1 - 1e-9)
+        assert line.now <= (compute + sum(line.alone.values())) * (1 + 1e-9)
+        assert sum(line.exposed.values()) == pytest.approx(line.now - compute, abs=1e-9)
+        both = Recorded(costs.Estimator(slow, COSTED, torch.bfloat16, 4), plan).whole()
+        assert both.now >= line.now * (1 - 1e-9)
+        hidden = dataclasses.replace(plan, overlap=())
+        bare = Recorded(line.est, hidden).whole()
+        assert bare.now == pytest.approx(compute + sum(bare.alone.values())), plan
+        kind = some.choice(shard.STREAMS)
+        without = dataclasses.replace(plan, overlap=tuple(s for s in shard.STREAMS if s != kind))
+        bare = Recorded(line.est, without).whole()
+        assert bare.exposed.get(kind, 0) == pytest.approx(bare.alone[kind])
+        assert bare.now >= line.now * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("several", [1, 3])
+@pytest.mark.parametrize("layout", ["intra", "inter"])
+def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypatch):
+    """The bytes of each stream in a step of rank 0 of 8, of collectives none of which runs, where a
+    collective of so many bytes takes as many seconds. (All ways to lay them out in one process.)"""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    cfg = m.ModelConfig(128, 64, 5, 4, 4, 128, 16)  # matrices are multiples of 8 * 128 elements
+    launched = Counter()
+    current = []
+
+    @contextlib.contextmanager
+    def after_compute(stream):
+        current.append(next(name for name, s in states.streams.items() if s is stream))
+        yield
+        current.pop()
+
+    def add(x):
+        if current:  # else a small sum
+            launched[current[-1]] += x.nbytes
+
+    monkeypatch.setattr(attention.CommStream, "after_compute", after_compute)
+    monkeypatch.setattr(shard, "all_gather", lambda out, x, group: add(out))
+    monkeypatch.setattr(shard, "reduce_scatter", lambda out, x, group: add(x))
+    monkeypatch.setattr(dist, "broadcast", lambda x, owner, group: add(x))
+    monkeypatch.setattr(dist, "all_reduce", lambda x, *_, **__: add(x))
+    flat = {op: {"2x1": [[1.0, 1.0]]} for op in hardware.COLLECTIVES}
+    est = costs.Estimator(dataclasses.replace(H200, collectives=flat), cfg, torch.bfloat16, 4)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        groups = attention.Groups()
+        for f in (*shard.legal_factors(8, 4), shard.Factors(8, 8, 8, 2), shard.Factors(8, 8, 8, 1)):
+            with torch.device("meta"):
+                model = m.LLaMA(cfg, m.plain_attention)
+            if recompute == "full":
+                model.layer_runner = offload.recomputed_layers
+            states = shard.States(model, torch.device("cpu"), torch.bfloat16, several, f, layout,
+                                  groups, gather_layers=recompute == "full")
+            tokens = torch.zeros(several, 1, 32, dtype=torch.int64)
+            batch = tokens, tokens, torch.ones(())
+            launched.clear()
+            train.run_step(model, states, batch, torch.arange(32), 0.1, 1.0)
+            plan = costs.Plan(8, 32, 1, 8 * several, recompute=recompute, chunk=32, factors=f,
+                              os_layout=layout, accumulates=several > 1)
+            alone = Recorded(est, plan).whole().alone
+            assert {name: alone[name] for name in shard.STREAMS} == pytest.approx(
+                {name: launched[name] for name in shard.STREAMS}), f
+    finally:
+        dist.destroy_process_group()
+
+
+def test_bytes_are_those_of_the_degrees():
+    """Every field of a plan that is a choice is in the table of degrees, and with_memory counts
+    the terms of all."""
+    given = {"ranks", "seq", "overlap", "reduce_bytes", "accumulates"}
+    found = {"activations", "memory", "host_bytes", "seconds"}
+    names = [name for degree in planner.DEGREES for name in degree.names]
+    assert len(set(names)) == len(names)
+    assert {f.name for f in dataclasses.fields(costs.Plan)} == {*names} | given | found
+    for plan in every_choice(8, 4):
+        if plan.recompute == "auto":
+            kept = offload.ActivationPlan(5, -(-plan.tokens // plan.chunk), 5, 5)
+            plan = dataclasses.replace(plan, activations=kept)
+        counted = planner.with_memory(plan, COSTED, torch.bfloat16)
+        terms = [degree.bytes(plan, COSTED, torch.bfloat16) for degree in planner.DEGREES]
+        assert sum(counted.memory.lasting.values()) == sum(sum(t.values()) for t in terms)
+        peak = max(sum(terms.values()) for terms in counted.memory.peaks.values())
+        assert counted.memory.total() == sum(counted.memory.lasting.values()) + peak
+        assert sum(planner.memory_terms(counted).values()) == pytest.approx(
+            counted.memory.total() / 2**30)
+
+
 # ---------------------------------------------------------------------------- placement
 
 
