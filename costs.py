@@ -17,6 +17,7 @@ Legend: N tokens on a rank at once, L layers, M micro-batches a step, C width, H
 key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards; mesh (GPUs in a
 node, nodes) of a group of ranks.
 """
+import dataclasses
 import functools
 import math
 from collections import deque
@@ -615,8 +616,8 @@ class StepTimeline(Timeline):
                 if unit < last:
                     self.gather(unit + 1, False)
                 self.wait(self.gathered[unit])
-                if 1 < unit < last:  # the layer after the next takes a layer's buffers
-                    self.gathered.pop(unit - 2, None) if unit > 2 else None
+                if 2 < unit < last:  # the layer after the next takes a layer's buffers
+                    self.gathered.pop(unit - 2, None)
             if 0 < unit < last:
                 self.run(self.seconds["forward"])
         self.run(self.head)
@@ -635,7 +636,8 @@ class StepTimeline(Timeline):
                     if unit > 1:
                         self.gather(unit - 1, True)
                     self.wait(self.gathered[unit])
-                    self.gathered.pop(unit + 2, None) if unit + 2 <= self.layers else None
+                    if unit + 2 <= self.layers:
+                        self.gathered.pop(unit + 2, None)
                 self.run(self.seconds["backward"])
             self.reduce_grads(unit, last)
         self.reduce_grads(0, last)
@@ -716,9 +718,14 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
 
 
 def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
-    """Return the seconds of a step's layers and head alone: a bound for all factors."""
-    layer = layer_seconds(est, plan)
-    once = est.model.layers * (layer.forward + sum(layer.backward)) + head_seconds(est, plan.tokens)
+    """Return the seconds of a step's layers and head alone: a bound for all factors, of which some
+    add gradients up in their own place and others do not."""
+    def layer(plan: Plan) -> float:
+        found = layer_seconds(est, plan)
+        return found.forward + sum(found.backward)
+
+    least = min(layer(plan), layer(dataclasses.replace(plan, accumulates=False)))
+    once = est.model.layers * least + head_seconds(est, plan.tokens)
     return {"computation": plan.micro_batches * once}
 
 

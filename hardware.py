@@ -120,19 +120,20 @@ class Sheet:
     memory: float  # bytes/s
     nvlink: float  # bytes/s one way
     pcie: float  # bytes/s one way
+    gib: float  # of memory, as PyTorch finds it
 
 
 SHEETS = {  # by PyTorch's device name, first match
-    r"A100.*40GB": Sheet(312e12, 1.555e12, 300e9, 32e9),
-    r"A800": Sheet(312e12, 2.039e12, 200e9, 32e9),
-    r"A100": Sheet(312e12, 2.039e12, 300e9, 32e9),
-    r"H100 PCIe": Sheet(756e12, 2.0e12, 64e9, 64e9),
-    r"H100 NVL": Sheet(835e12, 3.9e12, 300e9, 64e9),
-    r"H200 NVL": Sheet(835e12, 4.8e12, 450e9, 64e9),
-    r"H800": Sheet(989.4e12, 3.35e12, 200e9, 64e9),
-    r"H100": Sheet(989.4e12, 3.35e12, 450e9, 64e9),
-    r"H200": Sheet(989.4e12, 4.8e12, 450e9, 64e9),
-    r"B200": Sheet(2250e12, 7.7e12, 900e9, 64e9),
+    r"A100.*40GB": Sheet(312e12, 1.555e12, 300e9, 32e9, 39.4),
+    r"A800": Sheet(312e12, 2.039e12, 200e9, 32e9, 79.2),
+    r"A100": Sheet(312e12, 2.039e12, 300e9, 32e9, 79.2),
+    r"H100 PCIe": Sheet(756e12, 2.0e12, 64e9, 64e9, 79.2),
+    r"H100 NVL": Sheet(835e12, 3.9e12, 300e9, 64e9, 93.1),
+    r"H200 NVL": Sheet(835e12, 4.8e12, 450e9, 64e9, 139.8),
+    r"H800": Sheet(989.4e12, 3.35e12, 200e9, 64e9, 79.2),
+    r"H100": Sheet(989.4e12, 3.35e12, 450e9, 64e9, 79.2),
+    r"H200": Sheet(989.4e12, 4.8e12, 450e9, 64e9, 139.8),
+    r"B200": Sheet(2250e12, 7.7e12, 900e9, 64e9, 178.4),
 }
 
 
@@ -151,13 +152,17 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Return a profile by its name in results/profiles, or by its file. Raises ValueError."""
+    """Return a profile by its name in results/profiles, by its file, or of nodes of 8 by a GPU's
+    name. Raises ValueError."""
     path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
+    if find_sheet(name) and not path.exists():
+        return known_profile(name, 8)
     try:
         profile = Profile(**json.loads(path.read_text()))
     except OSError as e:
         raise ValueError(f"--cluster {name}: {path}: {e.strerror}; a file as bench.py --profile "
-                         f"writes it, or one of {', '.join(profile_names())}") from e
+                         f"writes it, a GPU (A100, H100, ...), or one of "
+                         f"{', '.join(profile_names())}") from e
     except (ValueError, TypeError) as e:
         raise ValueError(f"--cluster {name}: {path} is no profile: {e}") from e
     check_profile(profile, name)
@@ -198,7 +203,7 @@ def known_profile(device_name: str, per_node: int) -> Profile | None:
     ratio = sheet.flops / of_base.flops
     return scaled(base, f"{device_name} by its data sheet", ratio, sheet.memory / of_base.memory,
                   sheet.nvlink / of_base.nvlink, sheet.pcie / of_base.pcie, device=device_name,
-                  peak_flops=sheet.flops,
+                  peak_flops=sheet.flops, gpu_bytes=sheet.gib * 2**30,
                   sources={"all": f"{base.name}'s, by the ratios of the data sheets"})
 
 

@@ -9,11 +9,15 @@ for each row of DEGREES; costs.py says what it takes,
 
     least  seconds of a step / its tokens     subject to  bytes <= memory of a GPU, of the host
 
-(AMSP, section IV, with InternEvo's degrees and Memo's activations.) The search is exact: it looks
-first where a bound that leaves out communication is least, then at the time of all overlapped
-communication, then solves what layers keep (plan_activations, a small mixed-integer program), and
-stops when no bound is below the best plans found. Ties, within 0.2 %, go to fewer ranks a
-sequence, larger micro-batches, less host memory, fewer shards (`preference`).
+(AMSP, section IV, with InternEvo's degrees and Memo's activations.) The search is exact, best first
+by bounds that get better (Search.best_first):
+
+    a shape: sp, micro-batch, head groups, chunk    its computation alone
+    with shards and layout                          a step whose layers keep all
+    with what layers keep (plan_activations)        its step; it is found if no bound is less
+
+Ties, within 0.2 %, go to fewer ranks a sequence, larger micro-batches, less host memory, fewer
+shards (`preference`).
 
 train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of a
 layer that `measure` took on this machine.
@@ -46,7 +50,7 @@ from costs import (Estimator, Memory, Plan, activation_bytes, computation_second
                    layer_bytes, layer_peaks, layer_seconds, loss_peak, resident_bytes,
                    state_bytes, step_seconds, weight_buffer_bytes)
 from hardware import Profile, Stopwatch, load_profile, profile_names, scaled
-from model import (ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables)
+from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
 from placement import make_rings, parse_leaf, place_nodes
 from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
