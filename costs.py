@@ -303,6 +303,9 @@ class Estimator:
     def bandwidth(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         tables = {tuple(map(int, name.split("x"))): points
                   for name, points in self.profile.collectives[op].items()}
+        if not tables:
+            raise ValueError(f"profile {self.profile.name}: measured on one rank, it has no rates of "
+                             f"{op}; --ranks 1, or another --cluster")
         across = mesh[1] > 1
         alike = [g_n for g_n in tables if (g_n[1] > 1) == across] or list(tables)
         in_node = min((g for g, _ in alike), key=lambda g: abs(math.log(g / mesh[0])))

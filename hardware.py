@@ -137,6 +137,9 @@ SHEETS = {  # by PyTorch's device name, first match
 }
 
 
+BASE = "NVIDIA H200"  # whose profile others' are scaled from
+
+
 def find_sheet(device_name: str) -> Sheet | None:
     return next((s for k, s in SHEETS.items() if re.search(rf"\b({k})\b", device_name)), None)
 
@@ -193,18 +196,33 @@ def known_profile(device_name: str, per_node: int) -> Profile | None:
     own = [p for p in profiles if p.device == device_name]
     if own:
         enough = [p for p in own if p.per_node >= per_node]
-        return (min(enough, key=lambda p: p.per_node) if enough
-                else max(own, key=lambda p: p.per_node))
+        found = (min(enough, key=lambda p: p.per_node) if enough
+                 else max(own, key=lambda p: p.per_node))
+        return with_network(found, per_node)
     sheet = find_sheet(device_name)
     if sheet is None:
         return None
-    base = known_profile("NVIDIA H200", per_node)
-    of_base = SHEETS["H200"]
+    base = known_profile(BASE, per_node)
+    of_base = find_sheet(BASE)
     ratio = sheet.flops / of_base.flops
     return scaled(base, f"{device_name} by its data sheet", ratio, sheet.memory / of_base.memory,
                   sheet.nvlink / of_base.nvlink, sheet.pcie / of_base.pcie, device=device_name,
                   peak_flops=sheet.flops, gpu_bytes=sheet.gib * 2**30,
                   sources={"all": f"{base.name}'s, by the ratios of the data sheets"})
+
+
+def with_network(profile: Profile, per_node: int) -> Profile:
+    """Return the profile of a machine that has one GPU with an H200's collectives, by the ratio of
+    their data sheets."""
+    sheet = find_sheet(profile.device)
+    if any(profile.collectives.values()) or sheet is None or profile.device == BASE:
+        return profile
+    base = known_profile(BASE, max(2, per_node))
+    network = scaled(base, base.name, network=sheet.nvlink / find_sheet(BASE).nvlink)
+    by_sheets = f"{base.name}'s, by the ratio of the data sheets"
+    return dataclasses.replace(
+        profile, collectives=network.collectives, overlap=base.overlap,
+        sources=profile.sources | {"collectives": by_sheets, "overlap": by_sheets})
 
 
 def find_profile(device_name: str, device: torch.device, dtype: torch.dtype, kernel: str,
@@ -234,12 +252,17 @@ def check_profile(profile: Profile, name: str) -> None:
     tables |= {key: [[1, getattr(profile, key)]] for key in
                ("memory", "optimizer", "to_host", "from_host", "gpu_bytes", "host_bytes")}
     for table, points in tables.items():
-        bad = not points or not all(0 < x < math.inf for point in points for x in point)
-        if bad or points != sorted(points):
+        numbers = [x for point in points for x in point]
+        good = numbers and all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers)
+        if not good or points != sorted(points):
             raise ValueError(f"--cluster {name}: {table}: {points}: positive numbers at ascending "
                              "points")
-    missing = [op for op in COLLECTIVES if op not in profile.collectives and profile.per_node > 1]
+    missing = [op for op in COLLECTIVES if not profile.collectives.get(op) and profile.per_node > 1]
     missing += [kind for kind in PRODUCTS if kind not in profile.products]
+    missing += [f"{name}: {kind}" for name in ("attention", "launch")
+                for kind in ("forward", "backward") if kind not in getattr(profile, name)]
+    missing += [f"overlap: {kind}" for kind in ("collectives", "all_to_all")
+                if kind not in profile.overlap]
     if missing:
         raise ValueError(f"--cluster {name}: lacks {', '.join(missing)}")
 

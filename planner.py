@@ -49,7 +49,7 @@ from attention import Attention, legal_sp
 from costs import (Estimator, Memory, Plan, activation_bytes, computation_seconds, host_bytes,
                    layer_bytes, layer_peaks, layer_seconds, loss_peak, resident_bytes,
                    state_bytes, step_seconds, weight_buffer_bytes)
-from hardware import Profile, Stopwatch, load_profile, profile_names, scaled
+from hardware import Profile, Stopwatch, load_profile, profile_names, scaled, with_network
 from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
 from placement import make_rings, parse_leaf, place_nodes
@@ -1084,7 +1084,7 @@ def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
     flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(train.Config)}
     cfg, model = train.planned_flags(train.Config(**flags), profile.per_node)
     hardware = Hardware(
-        cfg.ranks, cfg.per_node, profile,
+        cfg.ranks, cfg.per_node, with_network(profile, cfg.per_node),
         GPU_SHARE * min(profile.gpu_bytes, cfg.gpu_memory or profile.gpu_bytes),
         (cfg.host_memory or profile.host_bytes * 7 // 8) / max(1, min(cfg.per_node, cfg.ranks)))
     constraints = constraints_of(cfg, train.DTYPES[cfg.dtype], train.usual_batch(cfg))

@@ -3994,7 +3994,8 @@ def test_known_profiles_are_those_of_the_node(monkeypatch):
     three = {name: dataclasses.replace(cluster(n), name=name, device="NVIDIA H200")
              for name, n in (("two", 2), ("four", 4), ("eight", 8))}
     three["one"] = dataclasses.replace(H200, name="one", device="NVIDIA H100 80GB HBM3",
-                                       per_node=1, collectives=dict.fromkeys(hardware.COLLECTIVES, {}))
+                                       per_node=1, collectives=dict.fromkeys(
+                                           hardware.COLLECTIVES, {}))
     monkeypatch.setattr(hardware, "profile_names", lambda: list(three))
     monkeypatch.setattr(hardware, "load_profile", three.get)
     for per_node, name in ((1, "two"), (2, "two"), (3, "four"), (8, "eight"), (16, "eight")):
