@@ -1,8 +1,9 @@
-"""Draw README.md's pictures, as PNG files of 1800 pixels' width that are read at 900.
+"""Draw the pictures of both README.md, as PNG files of 1800 pixels' width (one 1080), read at 900.
 
     causal MFU by length    from rows of results files
     a layer, who holds what from what offload.py and shard.py say
     streams                 from a trace of torch.profiler
+    scale                   from predictions in scale.json, published points beside them
 
 `python results/report.py` calls these; the same files give the same pictures, to the byte.
 """
@@ -23,11 +24,11 @@ PALE = {BLUE: "#cfdff0", ORANGE: "#f8dfc4", GREEN: "#d2e8d7", RED: "#efd0d6", GR
         PURPLE: "#ded6ee", TEAL: "#cbe7e9"}
 
 
-def figure(height: float, rows: int = 1, cols: int = 1):
+def figure(height: float, rows: int = 1, cols: int = 1, dpi: int = 200):
     """Return a figure and its axes."""
     plt.rcParams.update({"font.size": 9, "font.family": "DejaVu Sans", "axes.spines.top": False,
                          "axes.spines.right": False, "legend.frameon": False})
-    return plt.subplots(rows, cols, figsize=(9, height), dpi=200)
+    return plt.subplots(rows, cols, figsize=(9, height), dpi=dpi)
 
 
 def save(fig, path: Path) -> None:
@@ -277,4 +278,59 @@ def draw_timeline(path: Path, trace: Path) -> None:
     fig.legend([Patch(color=color) for *_, color in KINDS], [text for _, text, _ in KINDS],
                loc="upper center", ncol=5, columnspacing=1.2, handlelength=1.2, fontsize=8.5)
     fig.tight_layout(rect=(0, 0, 1, 0.94))
+    save(fig, path)
+
+
+def draw_systems(path: Path, rows: list[dict]) -> None:
+    """Draw MFU and TGS by number of GPUs: a line for what is predicted of a system, a mark for what
+    was published of it."""
+    fig, axes = figure(4.8, 2, 3, dpi=120)  # a smaller file
+    colors = {"ours": BLUE, "ZeRO-1": GREEN, "ZeRO-3": RED, "MiCS": ORANGE, "ZeRO++": PURPLE}
+    for column, model in enumerate(("7b", "13b", "30b")):
+        for system, color in colors.items():
+            line = [r for r in rows if (r["model"], r["system"]) == (model, system)]
+            there = [r for r in line if "mfu" in r]
+            published = [r for r in line if r["published_mfu"]]
+            for ax, key, unit in ((axes[0][column], "mfu", 100), (axes[1][column], "tgs", 1)):
+                ax.plot([r["gpus"] for r in there], [unit * r[key] for r in there], color=color,
+                        linewidth=1.4, marker=".", markersize=4)
+            axes[0][column].plot([r["gpus"] for r in published],
+                                 [100 * r["published_mfu"] for r in published], "D", color=color,
+                                 markersize=5, markeredgecolor="#222")
+        axes[0][column].set(title=model.upper(), ylim=(0, 85))
+        axes[1][column].set(xlabel="GPUs")
+        for ax in axes[:, column]:
+            ax.set_xscale("log", base=2)
+            ax.set(xticks=(8, 32, 128, 512), xticklabels=("8", "32", "128", "512"))
+        axes[1][column].set_ylim(bottom=0)
+    axes[0][0].set_ylabel("MFU, %, attention in full")
+    axes[1][0].set_ylabel("tokens a GPU and second")
+    marks = [plt.Line2D([], [], color=color) for color in colors.values()]
+    marks.append(plt.Line2D([], [], marker="D", linestyle="", color="white",
+                            markeredgecolor="#222"))
+    fig.legend(marks, [*colors, "published (AMSP; others predicted)"], loc="upper center", ncol=6)
+    fig.tight_layout(rect=(0, 0, 1, 0.94))
+    save(fig, path)
+
+
+def draw_lengths(path: Path, rows: list[dict]) -> None:
+    """Draw causal MFU by length on 8 GPUs, and by GPUs with 128K tokens each."""
+    fig, axes = figure(2.9, 1, 2)
+    kinds = (("tokens of the sequence, 8 GPUs", [r for r in rows if r["gpus"] == 8]),
+             ("GPUs, 128K tokens each", [r for r in rows if r["seq"] == r["gpus"] * 2**17]))
+    for ax, (label, line) in zip(axes, kinds):
+        names = [f"{r['seq'] // 1024}K" if label[0] == "t" else f"{r['gpus']}" for r in line]
+        there = [i for i, r in enumerate(line) if "sp" in r]
+        marks = [i for i, r in enumerate(line) if r["published_mfu"]]
+        ax.plot(there, [100 * line[i]["mfu_causal"] for i in there], color=BLUE, marker=".",
+                label="predicted")
+        ax.plot(marks, [100 * line[i]["published_mfu"] for i in marks], "D", color=ORANGE,
+                label="Memo, published")
+        ax.set(xticks=range(len(line)), xticklabels=names, ylim=(0, 70), xlabel=label)
+    axes[1].axhline(50, color=ORANGE, linewidth=1, linestyle=":", label='published: "over 50 %"')
+    axes[1].text(3, 3, "64: does\nnot fit", ha="center", color=GREY, fontsize=8)
+    axes[0].set_ylabel("causal MFU, %")
+    for ax in axes:
+        ax.legend(loc="lower left")
+    fig.tight_layout()
     save(fig, path)

@@ -5,8 +5,9 @@ numbers of the project's README.md.
     python results/report.py --check    write nothing; exit 1 if a text is not what it would write
 
 A results file is a JSON object of bench.py: command, hardware, versions, commit, and rows, whose
-kind of table `bench.layout` tells. A text between the marks `<!-- NAME -->` and `<!-- end -->` of
-the project's README.md is of BLOCKS. Everything follows from the files, so that it cannot drift.
+kind of table `bench.layout` tells; scale.json has predictions of scale.py. A text between the marks
+`<!-- NAME -->` and `<!-- end -->` of the project's README.md is of BLOCKS. Everything follows from
+the files, so that it cannot drift.
 
 Left out: measuring, which is bench.py's; memplan-*.png, which `bench.py memplan` draws, since no
 file holds the addresses that PyTorch gave.
@@ -17,7 +18,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, indent
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -100,6 +101,61 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         "capped": "Shows the longest sequence under a cap of 80 GiB a GPU for each allocator.",
     },
 }
+SCALE = {  # key of scale.json -> how to read it
+    "choices":
+        "**The papers' choices** of p,g,os, costed here beside the best under the same"
+        " restrictions: for AMSP 4M tokens a step, one sequence of 4,096 tokens a micro-batch,"
+        " data parallelism alone, layers whole (30B: full recomputation), optimizer states"
+        " *inter*, all overlaps; for InternEvo 256K tokens, 16 sequences a step, and its os"
+        " read as a factor beyond p. All of the papers' choices fit. That of 7B is the best,"
+        " or ties with it. The others are not:\n\n"
+        "* *13B*: p = 1 fits here, since a layer keeps 22.7 bytes a token and unit of width;"
+        " with the 34 that InternEvo counts, (1,8,8) would need 9 GiB more and not fit. AMSP"
+        " also minimises the sum of all communication, hidden or not; here the all-reduces of"
+        " (1,8,8) hide. And the model sends all of a rank's communication in the order of its"
+        " launch, so the gathers of (4,4,8) wait behind all-reduces on the NICs, although they"
+        " have a stream of their own: the difference at 1024 GPUs is too large.\n"
+        "* *30B*: at the profile's rates weights that are gathered over 8 nodes hide under"
+        " computation, and broadcasts over 4 nodes do not hide after them. The rates are those"
+        " of the wires and NCCL's latencies; the paper's ZeRO-3 falls to 4% of MFU (below), so"
+        " its gathers across nodes were much slower than that. At 64 GPUs, with 16"
+        " micro-batches, the two are close.\n"
+        "* *InternEvo*: fewer ranks a sequence have room for all that layers keep, again with"
+        " 22.7 bytes instead of 34; and layers that swap fit 8 ranks of one node, whose"
+        " all-to-alls cross no NIC.",
+    "table_5":
+        "**AMSP's table V**: TGS of its choices on 64 GPUs, by overlap and micro-batches (M),"
+        " predicted / published, and the seconds that a further micro-batch takes. Nothing is"
+        " fitted to it. Micro-batches are predicted too fast: 245 TFLOP/s of all products is"
+        " an assumption, and element-wise kernels count as fused. Of 7B at M = 1 the paper's"
+        " MFU and TGS disagree by 9%.",
+    "figures":
+        "**AMSP's figures 11 and 12**: MFU in % (Megatron's FLOPs with attention in full, of"
+        " 312 TFLOP/s) on 8 to 1024 GPUs, predicted / **published**; 4M tokens a step,"
+        " micro-batches of one sequence. param_broadcast does not overlap, nor do"
+        " reduce-scatters of ZeRO-3, MiCS and ZeRO++, as the paper says of DeepSpeed. *ours*"
+        " is the planner's first choice, and AMSP's is published beside it. These are all the"
+        " numbers in the paper's text. Levels are predicted too high: of ours by what"
+        " computation is too fast (above), of ZeRO-1 and MiCS at 1024 GPUs by more than that,"
+        " of ZeRO-3 and ZeRO++ several times. A step of theirs took 15 s for 7B, 17 us for"
+        " each hop of a ring of 1024, for which NCCL's own model has 0.5 to 4. With MiCS's"
+        " factors AMSP's engine reaches 39, 47 and 37%, DeepSpeed's 35, 33 and 29%: a part is"
+        " the engine, and no bandwidth.\n\n"
+        "![MFU and TGS on 8 to 1024 GPUs](scale-amsp.png)",
+    "memo":
+        "**Memo's table 3 and figure 12(b)**: causal MFU of 7B, predicted / published, on the"
+        " same profile (Memo's InfiniBand is twice as fast), with LLaMA's gated feed-forward"
+        " instead of GPT's. The level at 1M is no prediction: attention rates above 32K tokens"
+        " were assumed such that their mean is what the paper's 1M tokens imply. The course is"
+        " one. Where layers keep all without swapping, Memo recomputed all but attention"
+        " (alpha = 0). 8M tokens on 64 GPUs do not fit, and Memo ran them: 32 heads allow 32"
+        " ranks a sequence, each with twice the tokens of Memo's, which has context"
+        " parallelism besides.\n\n"
+        "![causal MFU by length and by GPUs](scale-memo.png)",
+    "example":
+        "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
+        " 400 Gb/s a GPU.",
+}
 INTRO = """# Results
 
 Written by `python results/report.py` from the files beside it; do not edit. MFU counts model FLOPs,
@@ -152,10 +208,63 @@ def section(path: Path) -> str:
             f"{r['hardware']}; {versions}.\n\n" + markdown(head, [write(x) for x in r["rows"]]))
 
 
+def scale_tables() -> str:
+    """Return the section of predictions."""
+    found = read("scale")
+    tables = {
+        "choices": markdown(
+            ["setting", "GPUs", "the paper's p,g,os", "step s", "GPU GiB", "the model's best",
+             "step s", "GPU GiB", "the paper's takes"],
+            [[r["setting"], str(r["gpus"]), *choice_cells(r["theirs"]), *choice_cells(r["best"]),
+              f"{r['theirs']['step_s'] / r['best']['step_s'] - 1:+.1%}"]
+             for r in found["choices"]]),
+        "table_5": markdown(
+            ["model", "overlaps", *(f"M = {m}" for m in (1, 2, 4, 8)), "micro-batch s"],
+            [[r["model"], r["overlap"], *(f"{mine:,.0f} / {theirs:,}" for mine, theirs in
+                                          zip(r["tgs"], r["published"])),
+              " / ".join(f"{4096 * (8 / tgs[3] - 1 / tgs[0]) / 7:.2f}"
+                         for tgs in (r["tgs"], r["published"]))] for r in found["table_5"]]),
+        "figures": figure_table(found["figures"]),
+        "memo": markdown(
+            ["GPUs", "tokens", "sp", "layers keep", "host GiB a node", "causal MFU"],
+            [[str(r["gpus"]), f"{r['seq'] // 1024:,}K", str(r.get("sp", "-")),
+              r.get("layers", "nothing fits"), f"{r['host_gib']:.0f}" if "sp" in r else "-",
+              " / ".join([f"{r['mfu_causal']:.1%}" if "sp" in r else "-",
+                          f"{r['published_mfu']:.1%}" if r["published_mfu"] else "over 50%"])]
+             for r in found["memo"]]),
+        "example": f"    {found['example']['command']}\n\n" + indent(
+            found["example"]["text"], "    ")}
+    text = ("\n## Scale, by simulation\n\nNothing here was run: `python results/scale.py"
+            " predictions` asks the planner what others have measured on up to 1024 A800s"
+            " (profiles/a800.json, whose numbers have their sources beside them), and what nobody"
+            " has.\n")
+    return text + "".join(f"\n{SCALE[name]}\n\n{table}" for name, table in tables.items())
+
+
+def choice_cells(plan: dict) -> list[str]:
+    shards = plan["shards"].removesuffix(" inter")
+    if plan["sp"] > 1:
+        shards += f", sp={plan['sp']}, {plan['layers'].split(',')[0]}"
+    return [shards, f"{plan['step_s']:.4g}", f"{plan['gpu_gib']:.1f}"]
+
+
+def figure_table(rows: list[dict]) -> str:
+    """Return MFU by system and GPUs, the published one beside it."""
+    gpus = sorted({r["gpus"] for r in rows})
+    lines: dict[tuple, list[str]] = {}
+    for r in rows:
+        cell = f"{100 * r['mfu']:.1f}" if "mfu" in r else "does not fit"
+        if r["published_mfu"]:
+            cell += f" / **{100 * r['published_mfu']:.3g}**"
+        lines.setdefault((r["model"], r["system"]), []).append(cell)
+    return markdown(["model", "system", *map(str, gpus)],
+                    [[*names, *cells] for names, cells in lines.items()])
+
+
 def results_readme() -> str:
     files: dict[str, list[Path]] = {}
     for path in sorted(HERE.glob("*.json")):
-        if path.stem in PREDICTED:
+        if path.stem in (*PREDICTED, "scale"):
             continue
         table = re.search(r"bench\.py (\w+)", read(path.stem)["command"])[1]
         files.setdefault(table, []).append(path)
@@ -165,7 +274,7 @@ def results_readme() -> str:
         for table, says in tables.items():
             text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table, [])))
     assert not files, f"TOPICS has no table {sorted(files)}"
-    return text + predictions()
+    return text + predictions() + scale_tables()
 
 
 # ---------------------------------------------------------------------------- predictions
@@ -309,6 +418,8 @@ def main() -> int:
     pictures.draw_shards(HERE / "shards.png")
     pictures.draw_predictions(HERE / "predict.png", predicted_rows())
     pictures.draw_timeline(HERE / "timeline.png", HERE / "trace.json.gz")
+    pictures.draw_systems(HERE / "scale-amsp.png", read("scale")["figures"])
+    pictures.draw_lengths(HERE / "scale-memo.png", read("scale")["memo"])
     return 0
 
 
