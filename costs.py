@@ -328,47 +328,57 @@ def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]
 
 
 class Timeline:
-    """Compute, and communication that runs beside it in the order of its launch. While both run,
-    compute takes `slow_compute` and communication `slow_other` times as long, so neither is ever
-    hidden for free (Galvatron's two coefficients)."""
+    """Compute, and communication that runs beside it: what stays in a node and what crosses nodes
+    take other wires, on each of which the order is that of the launch. While both run, compute takes
+    `slow_compute` and communication `slow_other` times as long, so neither is ever hidden for free
+    (Galvatron's two coefficients)."""
 
     def __init__(self, slow_compute: float, slow_other: float):
         self.slow_compute = slow_compute
         self.slow_other = slow_other
-        self.queue: deque[list] = deque()  # [kind, seconds left, if it ran alone]
+        # of jobs [kind, seconds left, if it ran alone]: in a node, across nodes
+        self.wires: tuple[deque[list], deque[list]] = (deque(), deque())
         self.now = 0.0
         self.exposed: dict[str, float] = {}  # seconds in which compute waits, by kind
         self.slowed = 0.0  # seconds that compute takes longer because something runs beside it
 
-    def launch(self, kind: str, seconds: float) -> list | None:
-        """Begin communication after all that was launched before. Returns what to wait for."""
+    def launch(self, kind: str, seconds: float, across: bool = False) -> list | None:
+        """Begin communication after all that was launched before on its wire. Returns what to wait
+        for."""
         if not seconds:
             return None
         job = [kind, seconds]
-        self.queue.append(job)
+        self.wires[across].append(job)
         return job
+
+    def pass_time(self, most: float, slow: float) -> float:
+        """Let both wires work until one of their jobs is done, for `most` seconds at most; slow:
+        their factor. Returns the seconds."""
+        heads = [wire[0] for wire in self.wires if wire]
+        both = min(most, slow * min(job[1] for job in heads))
+        self.now += both
+        for job in heads:
+            job[1] -= both / slow
+        for wire in self.wires:
+            if wire and wire[0][1] <= 1e-12:
+                wire.popleft()[1] = 0.0
+        return both
 
     def run(self, seconds: float) -> None:
         """Compute."""
-        while self.queue and seconds > 0:
-            job = self.queue[0]
-            both = min(seconds * self.slow_compute, job[1] * self.slow_other)
-            self.now += both
+        while seconds > 0 and (self.wires[0] or self.wires[1]):
+            both = self.pass_time(seconds * self.slow_compute, self.slow_other)
             self.slowed += both - both / self.slow_compute
             seconds -= both / self.slow_compute
-            job[1] -= both / self.slow_other
-            if job[1] <= 1e-12:
-                job[1] = 0.0
-                self.queue.popleft()
         self.now += max(0.0, seconds)
 
     def wait(self, job: list | None) -> None:
-        """Let compute wait for a job, and so for all before it."""
+        """Let compute wait for a job, and so for all before it on its wire."""
         while job is not None and job[1]:
-            head = self.queue.popleft()
-            self.now += head[1]
-            self.exposed[head[0]] = self.exposed.get(head[0], 0.0) + head[1]
-            head[1] = 0.0
+            wire = self.wires[any(job is other for other in self.wires[1])]
+            kind = wire[0][0]
+            passed = self.pass_time(math.inf, 1.0)
+            self.exposed[kind] = self.exposed.get(kind, 0.0) + passed
 
 
 # ---------------------------------------------------------------------------- seconds of a layer
@@ -559,7 +569,13 @@ class StepTimeline(Timeline):
         self.est = est
         self.plan = plan
         self.layers = est.model.layers
-        self.sharded = plan.factors.p > 1
+        f = plan.factors
+        self.sharded = f.p > 1
+        nodes = plan.ranks > est.per_node
+        self.across = {  # whether a kind crosses nodes
+            "param_gather": f.p > est.per_node, "param_broadcast": f.os > est.per_node,
+            "grad_scatter": f.os > est.per_node or (nodes and plan.os_layout == "inter"),
+            "grad_reduce": nodes}
         layer = layer_seconds(est, plan)
         launch = est.profile.launch
         forward = max(layer.forward, layer.chunks * launch["forward"])
@@ -587,7 +603,7 @@ class StepTimeline(Timeline):
 
     def send(self, kind: str, seconds: float) -> list | None:
         """Launch one of shard.STREAMS; compute waits at once if that stream does not overlap."""
-        job = self.launch(kind, seconds)
+        job = self.launch(kind, seconds, self.across[kind])
         if kind not in self.plan.overlap:
             self.wait(job)
         return job
