@@ -642,7 +642,8 @@ def test_plan_is_made_twice_and_ranked():
     assert len(others) == 9 and all(
         plan.token_s >= (1 - planner.TIE) * best.token_s for plan in others)
     assert [p.token_s for p in others] == sorted(p.token_s for p in others)
-    sizes, rate = planner.Search(constraints, m.MODELS["7b"], eight).sizes(best)
+    est = planner.Search(constraints, m.MODELS["7b"], eight).est
+    sizes, rate = planner.layer_sizes(est, best)
     slow = dataclasses.replace(eight, measured=(sizes, rate / 100))
     again, = planner.plan(planner.fix(constraints, best), m.MODELS["7b"], slow)
     for name in ("sp", "batch", "micro_batch", "factors", "os_layout", "chunk", "head_groups"):
