@@ -304,8 +304,8 @@ class Estimator:
         tables = {tuple(map(int, name.split("x"))): points
                   for name, points in self.profile.collectives[op].items()}
         if not tables:
-            raise ValueError(f"profile {self.profile.name}: measured on one rank, it has no rates of "
-                             f"{op}; --ranks 1, or another --cluster")
+            raise ValueError(f"profile {self.profile.name}: measured on one rank, it has no rates "
+                             f"of {op}; --ranks 1, or another --cluster")
         across = mesh[1] > 1
         alike = [g_n for g_n in tables if (g_n[1] > 1) == across] or list(tables)
         in_node = min((g for g, _ in alike), key=lambda g: abs(math.log(g / mesh[0])))
@@ -329,9 +329,9 @@ def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]
 
 class Timeline:
     """Compute, and communication that runs beside it: what stays in a node and what crosses nodes
-    take other wires, on each of which the order is that of the launch. While both run, compute takes
-    `slow_compute` and communication `slow_other` times as long, so neither is ever hidden for free
-    (Galvatron's two coefficients)."""
+    take other wires, on each of which the order is that of the launch. While both run, compute
+    takes `slow_compute` and communication `slow_other` times as long, so neither is ever hidden for
+    free (Galvatron's two coefficients)."""
 
     def __init__(self, slow_compute: float, slow_other: float):
         self.slow_compute = slow_compute
