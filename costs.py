@@ -254,7 +254,7 @@ class Estimator:
         self.per_node = per_node
         self.matrices = block_matrices(llama.Block, model)
         self.held: set[str] = set()  # what lies outside the profile's points, in words
-        self.cache: dict[tuple, float] = {}
+        self.cache: dict[tuple, object] = {}  # what has been computed, by what it depends on
 
     def product(self, kind: str, tokens: float, rows: int, cols: int) -> float:
         """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
@@ -304,8 +304,8 @@ class Estimator:
         tables = {tuple(map(int, name.split("x"))): points
                   for name, points in self.profile.collectives[op].items()}
         if not tables:
-            raise ValueError(f"profile {self.profile.name}: measured on one rank, it has no rates of "
-                             f"{op}; --ranks 1, or another --cluster")
+            raise ValueError(f"profile {self.profile.name}: measured on one rank, it has no rates "
+                             f"of {op}; --ranks 1, or another --cluster")
         across = mesh[1] > 1
         alike = [g_n for g_n in tables if (g_n[1] > 1) == across] or list(tables)
         in_node = min((g for g, _ in alike), key=lambda g: abs(math.log(g / mesh[0])))
@@ -329,9 +329,9 @@ def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]
 
 class Timeline:
     """Compute, and communication that runs beside it: what stays in a node and what crosses nodes
-    take other wires, on each of which the order is that of the launch. While both run, compute takes
-    `slow_compute` and communication `slow_other` times as long, so neither is ever hidden for free
-    (Galvatron's two coefficients)."""
+    take other wires, on each of which the order is that of the launch. While both run, compute
+    takes `slow_compute` and communication `slow_other` times as long, so neither is ever hidden for
+    free (Galvatron's two coefficients)."""
 
     def __init__(self, slow_compute: float, slow_other: float):
         self.slow_compute = slow_compute
@@ -400,6 +400,14 @@ class LayerSeconds:
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
+    key = (plan.tokens, plan.seq, plan.sp, plan.head_groups, plan.recompute, plan.chunk,
+           plan.accumulates and plan.factors.g == 1)
+    if key not in est.cache:
+        est.cache[key] = compute_layer_seconds(est, plan)
+    return est.cache[key]
+
+
+def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     cfg = est.model
     tokens = plan.tokens
     chunks = 1 if plan.recompute != "auto" else -(-tokens // plan.chunk)
@@ -506,6 +514,14 @@ class UnitSeconds:
 
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     """Return the table in shard.py's docstring in seconds."""
+    key = (plan.factors, plan.os_layout, plan.reduce_bytes, plan.accumulates, matrices)
+    if key not in est.cache:
+        est.cache[key] = compute_unit_seconds(est, plan, matrices)
+    return est.cache[key]
+
+
+def compute_unit_seconds(est: Estimator, plan: Plan,
+                         matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     f = plan.factors
     e = est.dtype.itemsize
     wire = plan.reduce_bytes

@@ -1,8 +1,8 @@
 """What does a machine do in a second? Profiles: rates by operation, shape, bytes and mesh.
 
-A Profile is a file, results/profiles/NAME.json: measured by bench.py --profile NAME, or put together
-from what others have published, each number with its source. costs.py turns it into the seconds of
-a step; nothing in it is fitted to whole steps. Between the points of a profile rates are
+A Profile is a file, results/profiles/NAME.json: measured by bench.py --profile NAME, or put
+together from what others have published, each number with its source. costs.py turns it into the
+seconds of a step; nothing in it is fitted to whole steps. Between the points of a profile rates are
 interpolated, at its ends they are held (AMSP, section IV: no alpha-beta model follows NCCL's choice
 of algorithms).
 
@@ -189,7 +189,7 @@ def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
 
 
 def known_profile(device_name: str, per_node: int) -> Profile | None:
-    """Return a device's profile by PyTorch's name of it: of the smallest node that has so many GPUs,
+    """Return a device's profile by PyTorch's name of it: of the smallest node of so many GPUs,
     else of the largest; an H200's by the ratio of their data sheets, if it has none; None if it has
     neither."""
     profiles = [load_profile(name) for name in profile_names()]

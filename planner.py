@@ -19,8 +19,8 @@ by bounds that get better (Search.best_first):
 Ties, within 0.2 %, go to fewer ranks a sequence, larger micro-batches, less host memory, fewer
 shards (`preference`).
 
-train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of a
-layer that `measure` took on this machine.
+train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of
+a layer that `measure` took on this machine.
 
 Left out: ring, tensor and pipeline degrees and states on the host, rows of DEGREES to come.
 
@@ -233,7 +233,8 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         rooms = [math.ceil(alpha * chunks)]
     found = []
     if memo or alpha or resident != n:
-        found.append(best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo))
+        found.append(
+            best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo))
     if not alpha and not memo and resident in (None, n):  # nothing is swapped, no buffers
         kept = min(n * chunks, most(gpu - n * (s.input + s.attn), s.intermediates / chunks))
         if kept >= 0:
@@ -611,9 +612,9 @@ def same_step(plan: Plan, other: Plan) -> bool:
     """Return whether two plans do the same under other names: layers of a single chunk that keep
     everything run whole."""
     named = {"recompute": "", "activations": None, "memory": None, "seconds": None, "chunk": 0}
+    keep = {layers_text(each).partition(",")[0] for each in (plan, other)}
     return (dataclasses.replace(plan, **named) == dataclasses.replace(other, **named)
-            and plan.step_s == other.step_s
-            and layers_text(plan).partition(",")[0] == layers_text(other).partition(",")[0] == "all")
+            and plan.step_s == other.step_s and keep == {"all"})
 
 
 class Search:
@@ -792,7 +793,8 @@ def in_gib(memory: Memory) -> str:
                      if value and name != "activations")
 
 
-def too_large(constraints: Constraints, chosen: Plan, memory: Memory, hardware: Hardware) -> TooLarge:
+def too_large(constraints: Constraints, chosen: Plan, memory: Memory,
+              hardware: Hardware) -> TooLarge:
     """Return that a step does not fit, with numbers and what to change, for people."""
     f = chosen.factors
     beside = " beside activations" if chosen.activations else ""
@@ -1067,7 +1069,8 @@ def place(plan: Plan, model: ModelConfig, hardware: Hardware, dtype: torch.dtype
     """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
     ValueError."""
     names, leaves = parse_leaf(leaf, hardware.ranks // hardware.per_node)
-    width = 2 * (model.heads + model.kv_heads) * model.head_dim  # q, k, v, o; twice more in backward
+    # q, k, v, o, and twice as much in backward
+    width = 2 * (model.heads + model.kv_heads) * model.head_dim
     exchanged = 3 * width * plan.tokens * dtype.itemsize * model.layers * plan.micro_batches
     rings = make_rings(
         hardware.ranks, plan.factors, plan.os_layout, plan.micro_batches,
@@ -1105,12 +1108,13 @@ def describe(constraints: Constraints, model: ModelConfig, hardware: Hardware, p
              f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
              f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
              "plan with",
-             f"profile {profile.name}: {profile.device}, {profile.sources.get('all', 'see its file')}",
+             f"profile {profile.name}: {profile.device}, "
+             f"{profile.sources.get('all', 'see its file')}",
              "", describe_plans(plans, model, hardware), ""]
     if ties > 0:
-        lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest ranks "
-                     "a sequence, then the largest micro-batch, the least host memory, the fewest "
-                     "shards")
+        lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest "
+                     "ranks a sequence, then the largest micro-batch, the least host memory, the "
+                     "fewest shards")
     if est.held:
         lines.append("not in the profile: " + "; ".join(sorted(est.held)))
     return "\n".join(lines + [f"what binds: {held}"])

@@ -679,8 +679,8 @@ def with_measured_plan(run: Run, op: Ulysses, print0: Callable) -> Run:
 
 
 def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
-    """Return the flags as a plan for GPUs needs them, with the usual values where they are open, and
-    the model; per_node: GPUs of a node where neither is said. Raises ValueError."""
+    """Return the flags as a plan for GPUs needs them, with the usual values where they are open,
+    and the model; per_node: GPUs of a node where neither is said. Raises ValueError."""
     check_flags(dataclasses.replace(cfg, dry_run=True))
     cfg, model, _, _ = choose_model(cfg, torch.device("cuda"), None)
     ranks = cfg.ranks or per_node
@@ -1070,8 +1070,8 @@ def verified(run: Run, groups: Groups, print0: Callable) -> Run:
         candidate = with_choice(run, plan)
         seconds = step_of_plan(candidate, groups)
         measured.append(seconds)
-        print0(f"verified: {planner.describe_short(plan, run.hardware)}: predicted {plan.step_s:.4g}"
-               f" s, measured {seconds:.4g} ({plan.step_s / seconds - 1:+.1%})", flush=True)
+        print0(f"verified: {planner.describe_short(plan, run.hardware)}: predicted "
+               f"{plan.step_s:.4g} s, measured {seconds:.4g} ({plan.step_s / seconds - 1:+.1%})", flush=True)
     # batches may differ: the least time a sequence
     best = min(range(len(plans)), key=lambda i: measured[i] / plans[i].batch)
     print0(f"taken: plan {best + 1} of {len(plans)}")

@@ -82,8 +82,10 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
                                            (axes[1], "gpu_gib", "now_gib", "GiB of a GPU")):
         for held, marker in ((False, "o"), (True, "s")):
             points = [(r[measured], r[predicted]) for r in rows if r["held_out"] == held]
-            ax.plot(*zip(*points), marker, markersize=5, label="held out" if held else "seen before")
-        ends = np.array([0.8 * min(r[measured] for r in rows), 1.25 * max(r[measured] for r in rows)])
+            name = "held out" if held else "seen before"
+            ax.plot(*zip(*points), marker, markersize=5, label=name)
+        found = [r[measured] for r in rows]
+        ends = np.array([0.8 * min(found), 1.25 * max(found)])
         ax.plot(ends, ends, color="0.6", linewidth=1, zorder=0)
         ax.fill_between(ends, 0.95 * ends, 1.05 * ends, color="0.9", zorder=0, label="5 %")
         scale = "log" if measured == "step_s" else "linear"

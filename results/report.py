@@ -333,7 +333,8 @@ def predictions() -> str:
         errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows if r["held_out"] == held)
         said.append(f"{name}: {errors[len(errors) // 2]:.1%} in the median, {errors[-1]:.1%} at "
                     f"worst of {len(errors)}")
-    return PREDICTIONS + f"\nErrors of the step time, {'; '.join(said)}.\n\n" + markdown(head, lines)
+    errors = f"\nErrors of the step time, {'; '.join(said)}.\n\n"
+    return PREDICTIONS + errors + markdown(head, lines)
 
 
 # ---------------------------------------------------------------------------- README.md's numbers
