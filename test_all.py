@@ -690,8 +690,9 @@ def test_scale_network_is_what_others_measured(scale):
 
 
 def test_papers_choices(scale):
-    """AMSP's choice for 7B is the best on 1024 GPUs and ties on 64; all of the papers' are legal
-    and fit. Where they are not the best, results/README.md shows by how much and says why."""
+    """AMSP's choice for 7B is the best on 1024 GPUs, and ties on 64, as that for 30B does; all of
+    the papers' are legal and fit. Where they are not the best, results/README.md shows by how much
+    and says why."""
     gpu = scale.cluster(8).gpu_budget / 2**30
     rows = {(r["setting"], r["gpus"]): (r["theirs"], r["best"]) for r in scale.choices()}
     assert len(rows) == 8
@@ -700,8 +701,9 @@ def test_papers_choices(scale):
         assert best["step_s"] <= (1 + planner.TIE) * theirs["step_s"]
     theirs, best = rows["AMSP 7b", 1024]
     assert theirs == best and best["shards"] == "1,1,8 inter"
-    theirs, best = rows["AMSP 7b", 64]
-    assert theirs["step_s"] <= (1 + planner.TIE) * best["step_s"]
+    for name in ("7b", "30b"):
+        theirs, best = rows[f"AMSP {name}", 64]
+        assert theirs["step_s"] <= (1 + planner.TIE) * best["step_s"]
     for name, shards in (("13b", "4,4,8 inter"), ("30b", "8,8,8x4 inter")):
         assert rows[f"AMSP {name}", 1024][0]["shards"] == shards
     theirs = rows["InternEvo 7b, layers whole", 128][0]
