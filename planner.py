@@ -560,10 +560,10 @@ def chunk_of(constraints: Constraints, tokens: int, most: int) -> int:
 
 SHAPE = (  # of the computation
     Degree(("sp",), legal_sequences, no_bytes, ("all-to-all",)),
-    Degree(("batch", "micro_batch"), legal_batches, no_bytes, ("layers", "head and loss")),
+    Degree(("batch", "micro_batch"), legal_batches, no_bytes, ("attention", "head and loss")),
     Degree(("head_groups",), legal_head_groups, no_bytes, ("all-to-all",)),
     Degree(("recompute",), legal_recompute, kept_bytes, ("recomputation", "copies")),
-    Degree(("chunk",), legal_chunks, no_bytes, ("layers", "launches")),
+    Degree(("chunk",), legal_chunks, no_bytes, ("rest of layers", "launches")),
 )
 STATES = (  # of model states: AMSP's
     Degree(("factors",), legal_states, factor_bytes,
@@ -586,9 +586,11 @@ def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
     none fits."""
     search = Search(constraints, model, hardware)
     found: list[Plan] = []
+    steps = set()
     for candidate in search.best_first():
-        if any(same_step(candidate, other) for other in found):
+        if (step := same_step(candidate)) in steps:
             continue
+        steps.add(step)
         if len(found) >= top and candidate.token_s > (1 + TIE) * found[0].token_s:
             break
         found.append(candidate)
@@ -608,13 +610,13 @@ def preference(plan: Plan, hardware: Hardware) -> tuple:
             plan.recompute != "none", plan.head_groups, -plan.chunk)
 
 
-def same_step(plan: Plan, other: Plan) -> bool:
-    """Return whether two plans do the same under other names: layers of a single chunk that keep
-    everything run whole."""
-    named = {"recompute": "", "activations": None, "memory": None, "seconds": None, "chunk": 0}
-    keep = {layers_text(each).partition(",")[0] for each in (plan, other)}
-    return (dataclasses.replace(plan, **named) == dataclasses.replace(other, **named)
-            and plan.step_s == other.step_s and keep == {"all"})
+def same_step(plan: Plan) -> tuple:
+    """Return what is equal of plans that do the same under other names: layers of a single chunk
+    that keep everything run whole."""
+    keep = layers_text(plan).partition(",")[0]
+    how = plan.chunk if keep != "all" else ""
+    return (plan.sp, plan.batch, plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout,
+            keep, how, plan.step_s)
 
 
 class Search:
@@ -939,8 +941,8 @@ def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
         "memory bandwidth": {"profile": scaled(profile, profile.name, memory=plenty)}}
     gains = {}
     for name, changes in relaxed.items():
-        found = plan(constraints, model, dataclasses.replace(hardware, **changes), top=1)[0]
-        gains[name] = 1 - found.token_s / best.token_s
+        more = Search(constraints, model, dataclasses.replace(hardware, **changes))
+        gains[name] = 1 - next(more.best_first()).token_s / best.token_s
     name, gain = max(gains.items(), key=lambda item: item[1])
     others = ", ".join(f"{other} {value:.1%}" for other, value in gains.items()
                        if other != name and value > TIE)
@@ -1002,13 +1004,15 @@ def draw(plans: list[Plan], hardware: Hardware, path: str) -> None:
     fig, axes = plt.subplots(1, 2, figsize=(13, 0.45 * len(plans) + 2.2), sharey=True)
     labels = [f"{i}: sp={plan.sp} {shards_text(plan, hardware)}\n{layers_text(plan)}"
               for i, plan in enumerate(plans, 1)]
+    colors = plt.get_cmap("tab20").colors
     kinds = (("seconds of a step", [plan.seconds for plan in plans]),
              ("GiB of a GPU", [memory_terms(plan) for plan in plans]))
     for ax, (title, columns) in zip(axes, kinds):
         left = np.zeros(len(plans))
-        for name in dict.fromkeys(name for terms in columns for name in terms):
+        names = dict.fromkeys(name for terms in columns for name in terms)
+        for name, color in zip(names, colors):
             width = np.array([terms.get(name, 0.0) for terms in columns])
-            ax.barh(labels, width, left=left, label=name)
+            ax.barh(labels, width, left=left, label=name, color=color)
             left += width
         ax.set_xlabel(title)
         ax.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3)
@@ -1041,13 +1045,12 @@ def main(argv: list[str] | None = None) -> int:
         constraints, model, hardware = asked(args)
         plans = plan(constraints, model, hardware, args.top)
     except TooLarge as e:
-        print(f"nothing fits: {e}", file=sys.stderr if args.json else sys.stdout)
         changes = changes_that_fit(constraints, model, hardware)
         if args.json:
-            print(json.dumps({"plans": [], "binding": str(e), "changes": changes}))
+            print(json.dumps({"plans": [], "binding": "; ".join([str(e), *changes])}))
         else:
-            print("what would fit, the smallest change first:", *(changes or ["nothing tried"]),
-                  sep="\n  ")
+            print(f"nothing fits: {e}\nwhat would fit, the smallest change first:",
+                  *(changes or ["none of fewer tokens, more memory, more GPUs"]), sep="\n  ")
         return 1
     except ValueError as e:
         parser.error(str(e))
