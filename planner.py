@@ -1038,7 +1038,11 @@ def main(argv: list[str] | None = None) -> int:
                         "node's and its leaf's name a line: print the best order of nodes")
     args = parser.parse_args(argv)
     try:
+        if args.top < 1:
+            raise ValueError(f"--top {args.top}: from 1")
         constraints, model, hardware = asked(args)
+        if args.leaf:
+            parse_leaf(args.leaf, hardware.ranks // hardware.per_node)  # refused before it is used
         plans = plan(constraints, model, hardware, args.top)
     except TooLarge as e:
         print(f"nothing fits: {e}", file=sys.stderr if args.json else sys.stdout)
