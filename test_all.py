@@ -16,6 +16,10 @@ test_activation_plans_*, test_plan_*  memory that is promised twice, time lost f
 test_rings_*, test_spine_*            a sum over other ranks or of other bytes than shard.py runs
 test_placement_*, test_leaf_flag      blocks that straddle leaves where they need not, a lost node
 test_papers_*, test_scale_*           a constant bent to a paper, predictions of an older planner
+test_profiles_*, test_known_*         a rate of no machine, or of another one
+test_step_seconds_*, test_streams_*   a prediction that forgets or doubles what shard.py launches
+test_more_*, test_twice_*             a search that misses the best, or shuns a better machine
+test_planner_*                        advice that does not help, a flag that is not heard
 test_swapping_run_*                   the same through train.py, saved and resumed
 test_wire_and_recomputation_flags     a flag that does nothing, or more than it says
 test_sharded_checkpoints_*            states read back into the wrong place
