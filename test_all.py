@@ -4099,7 +4099,8 @@ def test_profiles_are_measured(ranks, tmp_path):
     text = run([], ranks, "import test_all; test_all.measured_profile_worker()", tmp=tmp_path)
     found = json.loads(re.search("measured: (.*)", text)[1])
     rates = [found[name] for name in ("memory", "optimizer", "to_host", "from_host")]
-    rates += [points[0][-1] for kind in ("products", "attention") for points in found[kind].values()]
+    rates += [points[0][-1] for kind in ("products", "attention")
+              for points in found[kind].values()]
     assert len(rates) == 10 and all(1e6 < rate < 1e15 for rate in rates)
     assert found["device"] == "CPU" and found["sources"] == {"all": "measured"}
 
@@ -4302,7 +4303,8 @@ def best_of_all(constraints, model, there, filters=True) -> costs.Plan | None:
         lost = 0.0, 0.0
         chunks = -(-plan.tokens // plan.chunk)
         if plan.recompute == "auto":
-            keeps = offload.ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
+            keeps = offload.ActivationPlan(model.layers, chunks, model.layers,
+                                           model.layers * chunks)
             plan = dataclasses.replace(plan, activations=keeps)
         plan = planner.with_memory(plan, model, constraints.dtype)
         if plan.memory.total() > there.gpu_budget:
@@ -4430,8 +4432,9 @@ def test_twice_as_many_gpus_never_take_longer(name, seq, gpu):
 # -- the program
 
 
-JSON_KEYS = ("dp sp ring tp pp p g os os_layout os_place micro_batch recompute alpha resident_layers "
-             "chunk head_groups step_s tgs mfu_causal mfu_full gpu_gib host_gib").split()
+JSON_KEYS = ("dp sp ring tp pp p g os os_layout os_place micro_batch recompute alpha "
+             "resident_layers chunk head_groups step_s tgs mfu_causal mfu_full gpu_gib "
+             "host_gib").split()
 ASKED = "--model 1b --ranks 4 --per-node 2 --seq 8K --batch 16 --cluster h200x2".split()
 
 
