@@ -957,7 +957,8 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more
     memory of the host or of a GPU, more GPUs."""
     def fits(seq: int = constraints.seq, **changes) -> bool:
-        asked = dataclasses.replace(constraints, seq=seq)
+        usual = constraints.default_batch * constraints.seq // seq
+        asked = dataclasses.replace(constraints, seq=seq, default_batch=usual)
         return Search(asked, model, dataclasses.replace(hardware, **changes)).fits()
 
     def least(works: Callable[[int], bool], low: int, high: int) -> int | None:
@@ -988,7 +989,8 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     for times in (2, 4, 8, 16, 32):
         more = times * hardware.ranks
         per_node = min(more, max(hardware.per_node, hardware.profile.per_node))
-        if fits(ranks=more, per_node=per_node):
+        of_one = hardware.host_budget * hardware.per_node / per_node  # they share their nodes'
+        if fits(ranks=more, per_node=per_node, host_budget=of_one):
             found.append((times, f"{more} GPUs instead of {hardware.ranks}"))
             break
     return [text for _, text in sorted(found)]
@@ -1042,7 +1044,11 @@ def main(argv: list[str] | None = None) -> int:
                         "node's and its leaf's name a line: print the best order of nodes")
     args = parser.parse_args(argv)
     try:
+        if args.top < 1:
+            raise ValueError(f"--top {args.top}: from 1")
         constraints, model, hardware = asked(args)
+        if args.leaf:
+            parse_leaf(args.leaf, hardware.ranks // hardware.per_node)  # refused before it is used
         plans = plan(constraints, model, hardware, args.top)
     except TooLarge as e:
         changes = changes_that_fit(constraints, model, hardware)
