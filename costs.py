@@ -467,7 +467,8 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     last = product("forward", others[-1])  # which a recomputed layer leaves out
     return LayerSeconds(
         chunks, pre + attention + post, attention - kernel, attention, tuple(backward),
-        attention_back - kernel_back, kernel + kernel_back, pre + post - last, pre + attention + post - last)
+        attention_back - kernel_back, kernel + kernel_back, pre + post - last,
+        pre + attention + post - last)
 
 
 def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int,
@@ -595,13 +596,8 @@ class StepTimeline(Timeline):
         self.est = est
         self.plan = plan
         self.layers = est.model.layers
-        f = plan.factors
-        self.sharded = f.p > 1
-        nodes = plan.ranks > est.per_node
-        self.across = {  # whether a kind crosses nodes
-            "param_gather": f.p > est.per_node, "param_broadcast": f.os > est.per_node,
-            "grad_scatter": f.os > est.per_node or (nodes and plan.os_layout == "inter"),
-            "grad_reduce": nodes}
+        self.sharded = plan.factors.p > 1
+        self.across = crosses_nodes(est, plan)
         layer = layer_seconds(est, plan)
         launch = est.profile.launch
         forward = max(layer.forward, layer.chunks * launch["forward"])
@@ -773,6 +769,37 @@ def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
     least = min(layer(plan), layer(dataclasses.replace(plan, accumulates=False)))
     once = est.model.layers * least + head_seconds(est, plan.tokens)
     return {"computation": plan.micro_batches * once}
+
+
+def bound_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
+    """Return seconds that a step takes at least: its computation with the update, and communication
+    that is all hidden, which slows computation down; or the communication of one wire alone."""
+    m = plan.micro_batches
+    ends = unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
+    layer = unit_seconds(est, plan, est.matrices)
+    across = crosses_nodes(est, plan)
+    wires = [0.0, 0.0]
+    computed = sum(computation_seconds(est, plan).values())
+    for unit, count in ((ends, 2), (layer, est.model.layers)):
+        computed += count * (unit.update + m * unit.keep + unit.cast)
+        wires[across["param_broadcast"]] += count * unit.broadcast
+        wires[across["grad_reduce"]] += count * unit.reduce
+        wires[across["grad_scatter"]] += count * ((m - 1) * unit.scatter + unit.last_scatter)
+        if plan.factors.p > 1:  # the last two layers' weights are still there for backward
+            gathers = m * sum(unit.gather) if unit is layer else sum(unit.gather)
+            wires[across["param_gather"]] += max(0, count - 2 * (unit is layer)) * gathers
+    slow_compute, slow_other = est.profile.overlap["collectives"]
+    share = min(1.0, slow_other * (1 - 1 / slow_compute))
+    return {"bound": max(computed + share * max(wires), *wires)}
+
+
+def crosses_nodes(est: Estimator, plan: Plan) -> dict[str, bool]:
+    """Return which kinds of communication cross nodes."""
+    f = plan.factors
+    nodes = plan.ranks > est.per_node
+    return {"param_gather": f.p > est.per_node, "param_broadcast": f.os > est.per_node,
+            "grad_scatter": f.os > est.per_node or (nodes and plan.os_layout == "inter"),
+            "grad_reduce": nodes}
 
 
 def grad_bytes(plan: Plan, dtype: torch.dtype) -> int:

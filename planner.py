@@ -13,7 +13,8 @@ for each row of DEGREES; costs.py says what it takes,
 by bounds that get better (Search.best_first):
 
     a shape: sp, micro-batch, head groups, chunk    its computation alone
-    with shards and layout                          a step whose layers keep all
+    with shards and layout                          all communication hidden, or one wire's alone
+    ... that fit                                    a step whose layers keep all
     with what layers keep (plan_activations)        its step; it is found if no bound is less
 
 Ties, within 0.2 %, go to fewer ranks a sequence, larger micro-batches, less host memory, fewer
@@ -46,8 +47,8 @@ import torch
 
 import model as llama
 from attention import Attention, legal_sp
-from costs import (Estimator, Memory, Plan, activation_bytes, computation_seconds, host_bytes,
-                   layer_bytes, layer_peaks, layer_seconds, loss_peak, resident_bytes,
+from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
+                   host_bytes, layer_bytes, layer_peaks, layer_seconds, loss_peak, resident_bytes,
                    state_bytes, step_seconds, weight_buffer_bytes)
 from hardware import Profile, Stopwatch, load_profile, profile_names, scaled, with_network
 from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
@@ -233,8 +234,14 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         rooms = [math.ceil(alpha * chunks)]
     found = []
     if memo or alpha or resident != n:
-        found.append(
-            best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo))
+        # what a layer without o may save: the host's room for others, and a copy
+        saved = s.attn / s.intermediates * s.recompute_s + s.attn / bandwidth
+        for dropped in (0, n) if memo or s.attn_s > saved else (n,):
+            swaps = best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo,
+                                  dropped)
+            if memo or swaps[0] < math.inf:
+                break
+        found.append(swaps)
     if not alpha and not memo and resident in (None, n):  # nothing is swapped, no buffers
         kept = min(n * chunks, most(gpu - n * (s.input + s.attn), s.intermediates / chunks))
         if kept >= 0:
@@ -254,9 +261,9 @@ def most(room: float, size: float) -> int:
 
 def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
                   rooms: list[int], resident: int | None, alpha: float | None,
-                  memo: bool) -> tuple[float, tuple]:
+                  memo: bool, dropped: int) -> tuple[float, tuple]:
     """Return the least value of plan_activations' program if layers swap, and (k, K, S, X, w); the
-    value is infinite if nothing is feasible. All a, k and X are tried at once: for them K is the
+    value is infinite if nothing is feasible. All a, k and X <= dropped are tried at once: for them K is the
     most that has room, and the value is convex in S with one kink, where copies begin to be waited
     for. (A solver of integer programs takes fifty times as long.)"""
     io = s.input + s.attn
@@ -265,7 +272,7 @@ def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     high = 2 if memo else min(n - 1, resident or n - 1)
     a = np.array(rooms)[:, None, None, None]
     k = np.arange(low, high + 1)[None, :, None, None]
-    x = np.arange(1 if memo else n + 1)[None, None, :, None]
+    x = np.arange(dropped + 1)[None, None, :, None]
     away = n - k
     if k.size == 0:
         return math.inf, ()
@@ -630,8 +637,7 @@ class Search:
         self.errors: list[ValueError] = []
 
     def best_first(self):
-        """Yield plans, fastest first. A heap holds bounds: of a shape its computation, of a plan
-        its time if layers lose nothing to recomputation and copies, then its own time."""
+        """Yield plans, fastest first. A heap holds bounds and what makes them better."""
         order = itertools.count()  # equal bounds: as listed, fewest shards first
         heap = []
 
@@ -641,17 +647,20 @@ class Search:
         for shape in self.shapes():
             push(shape, self.with_states)
         while heap:
-            _, _, candidate, next_bound = heapq.heappop(heap)
-            if next_bound is None:
+            _, _, candidate, better = heapq.heappop(heap)
+            if better is None:
                 yield candidate
-            elif next_bound == self.with_states:
-                for plan in self.with_states(candidate):
-                    push(plan, self.with_activations)
-            else:
-                try:
+                continue
+            try:
+                if better == self.with_states:
+                    for plan in self.with_states(candidate):
+                        push(plan, self.with_seconds)
+                elif better == self.with_seconds:
+                    push(self.with_seconds(candidate), self.with_activations)
+                else:
                     push(self.with_activations(candidate), None)
-                except ValueError as e:
-                    self.errors.append(e)
+            except TooLarge as e:
+                self.errors.append(e)
 
     def choose(self, degrees: tuple[Degree, ...], chosen: dict):
         """Yield all that the degrees may choose beside what is chosen."""
@@ -684,10 +693,15 @@ class Search:
             yield dataclasses.replace(shape, seconds=computation_seconds(self.est, shape))
 
     def with_states(self, shape: Plan):
-        """Yield the plans of a shape, with their seconds if layers lose nothing."""
+        """Yield the plans of a shape, with the seconds that they take at least."""
         for chosen in self.choose(STATES, {}):
             plan = dataclasses.replace(shape, **chosen)
-            yield dataclasses.replace(plan, seconds=step_seconds(self.est, plan))
+            yield dataclasses.replace(plan, seconds=bound_seconds(self.est, plan))
+
+    def with_seconds(self, plan: Plan) -> Plan:
+        """Return the plan with its seconds if layers lose nothing. Raises TooLarge."""
+        self.keeping_all(plan) if plan.recompute == "auto" else self.fit(plan)
+        return dataclasses.replace(plan, seconds=step_seconds(self.est, plan))
 
     def with_activations(self, plan: Plan) -> Plan:
         """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
@@ -706,36 +720,49 @@ class Search:
             raise too_large(self.constraints, plan, plan.memory, self.hardware)
         return plan, (0.0, 0.0)
 
-    def fit_chunks(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
-        """Return the plan with the solution of plan_activations, and what it loses."""
+    def keeping_all(self, plan: Plan) -> Plan:
+        """Return a plan in chunks that keep everything, with its bytes. Raises TooLarge if they do
+        not even fit without what layers keep."""
         c, model, hardware = self.constraints, self.model, self.hardware
         chunks = -(-plan.tokens // plan.chunk)
-        keeps_all = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
-        by_hand = c.alpha is not None or c.resident_layers
-        everything = with_memory(dataclasses.replace(plan, activations=keeps_all), model, c.dtype)
-        if everything.memory.total() <= hardware.gpu_budget and not by_hand:
-            return everything, (0.0, 0.0)
-        kept = everything.memory.lasting["activations"]
-        others = everything.memory.total() - kept
-        left = hardware.gpu_budget - others
-        if left < 0:
-            without = dict(everything.memory.lasting, activations=0.0)
-            error = too_large(c, everything, Memory(without, everything.memory.peaks), hardware)
+        kept = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
+        plan = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
+        without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
+        if without.total() > hardware.gpu_budget:
+            error = too_large(c, plan, without, hardware)
             x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
             error.over += max(0.0, model.layers * (x + attn) - hardware.host_budget)
             raise error
+        return plan
+
+    def fit_chunks(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
+        """Return the plan with the solution of plan_activations, and what it loses."""
+        c, model, hardware = self.constraints, self.model, self.hardware
+        everything = self.keeping_all(plan)
+        by_hand = c.alpha is not None or c.resident_layers
+        if everything.memory.total() <= hardware.gpu_budget and not by_hand:
+            return everything, (0.0, 0.0)
         sizes, host_rate = hardware.measured or layer_sizes(self.est, plan)
-        try:
-            activations, _ = plan_activations(
-                model.layers, sizes, chunks, host_rate, left, hardware.host_budget,
-                c.resident_layers, c.alpha)
-        except TooLarge as e:
-            f = plan.factors
-            raise TooLarge(
-                f"--seq {c.seq} with sp={plan.sp} p={f.p} g={f.g} os={f.os}: {e} (of "
-                f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all else: "
-                f"{in_gib(everything.memory)})", e.over) from e
-        plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
+        others = beside_activations(everything)
+        for _ in range(3):
+            try:
+                activations, _ = plan_activations(
+                    model.layers, sizes, everything.activations.chunks, host_rate,
+                    hardware.gpu_budget - others, hardware.host_budget, c.resident_layers, c.alpha)
+            except TooLarge as e:
+                f = plan.factors
+                raise TooLarge(
+                    f"--seq {c.seq} with sp={plan.sp} p={f.p} g={f.g} os={f.os}: {e} (of "
+                    f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all "
+                    f"else: {in_gib(everything.memory)})", e.over) from e
+            plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
+            if plan.memory.total() <= hardware.gpu_budget:
+                break
+            # the last layer is not kept whole, so its backward needs q, k, v, and o if that is gone
+            kept = dataclasses.replace(activations, kept_chunks=0)
+            others = beside_activations(
+                with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype))
+        assert plan.memory.total() <= hardware.gpu_budget + 1, plan
         return plan, (recomputed_seconds(activations, sizes),
                       waiting_seconds(activations, sizes, host_rate))
 
@@ -754,6 +781,11 @@ class Search:
         """Return the reason of the plan that is nearest to fitting, once nothing was found."""
         too_large = [e for e in self.errors if isinstance(e, TooLarge)]
         return min(too_large, key=lambda e: e.over) if too_large else self.errors[-1]
+
+
+def beside_activations(plan: Plan) -> float:
+    """Return the bytes of all but what layers keep."""
+    return plan.memory.total() - plan.memory.lasting["activations"]
 
 
 def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
