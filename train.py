@@ -1071,7 +1071,8 @@ def verified(run: Run, groups: Groups, print0: Callable) -> Run:
         seconds = step_of_plan(candidate, groups)
         measured.append(seconds)
         print0(f"verified: {planner.describe_short(plan, run.hardware)}: predicted "
-               f"{plan.step_s:.4g} s, measured {seconds:.4g} ({plan.step_s / seconds - 1:+.1%})", flush=True)
+               f"{plan.step_s:.4g} s, measured {seconds:.4g} "
+               f"({plan.step_s / seconds - 1:+.1%})", flush=True)
     # batches may differ: the least time a sequence
     best = min(range(len(plans)), key=lambda i: measured[i] / plans[i].batch)
     print0(f"taken: plan {best + 1} of {len(plans)}")
