@@ -103,7 +103,6 @@ def a800() -> Profile:
         "backward": [[2048, 135e12], [4096, 155e12], [8192, 170e12], [16384, 180e12],
                      [32768, 185e12]]}
     across = {2: 93e9, 4: 93e9, 8: 89e9, 32: 83e9, 128: 72e9}
-    launch = load_profile("h200x2").launch
     sources = {
         "all": "put together from papers, data sheets and others' measurements; not measured",
         "gpu_bytes": "79.15 GiB, which PyTorch reports of an A100-80GB",
@@ -122,7 +121,7 @@ def a800() -> Profile:
                    " tokens, its crossing at 192K 13; the 32 GB/s of its section 5.1 are PCIe 4.0"
                    " x16 of one GPU, and nothing there comes near it",
         "from_host": "as to_host",
-        "launch": "assumed: h200x2's",
+        "launch": "assumed: about what h200x2's host takes",
         "collectives": "in a node 158 GB/s of bus bandwidth: between 161 (InternEvo's simulator,"
                        " A800_NVL) and 155 (232.5 of 8 A100s, nccl issue 1048, times 200/300 of"
                        " NVLink); across nodes 4 NICs of 25 GB/s: InternEvo's 107 GB/s divided by"
@@ -132,7 +131,8 @@ def a800() -> Profile:
     return Profile(
         "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12, "fa2",
         {kind: [[4096, 4096, 245e12]] for kind in PRODUCTS}, attention, 0.85 * 2039e9,
-        0.85 * 2039e9, 12e9, 12e9, launch, network(8, 158e9, across),
+        0.85 * 2039e9, 12e9, 12e9, {"forward": 0.001, "backward": 0.002},
+        network(8, 158e9, across),
         {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126]}, sources,
         {"hardware": "8 x A800-80GB a node", "command": "python results/scale.py profiles"})
 
