@@ -4313,16 +4313,24 @@ def best_of_all(constraints, model, there, filters=True) -> costs.Plan | None:
             layer = costs.layer_seconds(est, plan)
             sizes = planner.Sizes(*costs.layer_bytes(model, plan.tokens, constraints.dtype),
                                   layer.forward, layer.recompute, layer.attention)
-            left = there.gpu_budget - plan.memory.total() + plan.memory.lasting["activations"]
             try:
-                kept, seconds = planner.plan_activations(
-                    model.layers, sizes, chunks, there.profile.to_host, left, there.host_budget)
+                for _ in range(3):  # a last layer that is not kept whole needs q, k, v, too
+                    others = plan.memory.total() - plan.memory.lasting["activations"]
+                    kept, seconds = planner.plan_activations(
+                        model.layers, sizes, chunks, there.profile.to_host,
+                        there.gpu_budget - others, there.host_budget)
+                    plan = planner.with_memory(dataclasses.replace(plan, activations=kept), model,
+                                               constraints.dtype)
+                    if plan.memory.total() <= there.gpu_budget:
+                        break
+                    none = dataclasses.replace(kept, kept_chunks=0)
+                    plan = planner.with_memory(dataclasses.replace(plan, activations=none), model,
+                                               constraints.dtype)
             except ValueError:
                 continue
             again = planner.recomputed_seconds(kept, sizes)
             lost = again, max(0.0, seconds - again)
-            plan = dataclasses.replace(plan, activations=kept)
-            plan = planner.with_memory(plan, model, constraints.dtype)
+            assert plan.memory.total() <= there.gpu_budget and plan.activations == kept
         plan = dataclasses.replace(plan, seconds=costs.step_seconds(est, plan, *lost))
         if best is None or plan.token_s < best.token_s:
             best = plan
