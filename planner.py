@@ -263,9 +263,9 @@ def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
                   rooms: list[int], resident: int | None, alpha: float | None,
                   memo: bool, dropped: int) -> tuple[float, tuple]:
     """Return the least value of plan_activations' program if layers swap, and (k, K, S, X, w); the
-    value is infinite if nothing is feasible. All a, k and X <= dropped are tried at once: for them K is the
-    most that has room, and the value is convex in S with one kink, where copies begin to be waited
-    for. (A solver of integer programs takes fifty times as long.)"""
+    value is infinite if nothing is feasible. All a, k and X <= dropped are tried at once: for them
+    K is the most that has room, and the value is convex in S with one kink, where copies begin to
+    be waited for. (A solver of integer programs takes fifty times as long.)"""
     io = s.input + s.attn
     part = s.intermediates / c
     low = 2 if memo else max(2, resident or 2)
@@ -1053,6 +1053,7 @@ def draw(plans: list[Plan], hardware: Hardware, path: str) -> None:
     axes[0].invert_yaxis()
     axes[0].tick_params(axis="y", labelsize=7)
     fig.tight_layout()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(path, dpi=120)
     plt.close(fig)
 
