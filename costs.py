@@ -19,6 +19,7 @@ node, nodes) of a group of ranks.
 """
 import dataclasses
 import functools
+import heapq
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -230,6 +231,18 @@ def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
             + plan.swapped_chunks * intermediates / plan.chunks)
 
 
+@functools.cache
+def imbalance(cfg: ModelConfig, owners: int) -> float:
+    """Return the largest share of whole matrices among so many owners over the mean, as
+    shard.States.assign_owners gives them out (layout inter)."""
+    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, cfg)] * cfg.layers
+    sizes += [cfg.vocab * cfg.dim] * 2
+    loads = [0] * owners
+    for size in sorted(sizes, reverse=True):
+        heapq.heapreplace(loads, loads[0] + size)
+    return max(loads) * owners / sum(loads)
+
+
 def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) -> dict[str, float]:
     """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
     add up, in float32."""
@@ -283,10 +296,11 @@ class Estimator:
     def mesh(self, ranks: int, inner: int = 1) -> tuple[int, int]:
         """Return (GPUs in a node, nodes) of a group of `ranks` neighbours; of every inner-th of
         them, if inner > 1."""
-        def nodes(n):
-            return max(1, n // self.per_node)
+        def nodes(n):  # of neighbours; some lie in two where they do not divide a node
+            straddle = n < self.per_node and self.per_node % n
+            return 2 if straddle else -(-n // self.per_node)
 
-        in_node = min(ranks, self.per_node) // min(inner, self.per_node)
+        in_node = ranks // nodes(ranks) // max(1, inner // nodes(inner))
         return max(1, in_node), nodes(ranks) // nodes(inner)
 
     def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
@@ -526,7 +540,8 @@ class UnitSeconds:
 
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     """Return the table in shard.py's docstring in seconds."""
-    key = (plan.factors, plan.os_layout, plan.reduce_bytes, plan.accumulates, matrices)
+    key = (plan.factors, plan.os_layout, plan.reduce_bytes, plan.accumulates,
+           plan.recompute == "auto" and plan.chunk < plan.tokens, matrices)
     if key not in est.cache:
         est.cache[key] = compute_unit_seconds(est, plan, matrices)
     return est.cache[key]
@@ -577,8 +592,13 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     sums = sum(reduce(s) for s in counts)
     moved = sum(counts) / f.g / est.profile.memory
     keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
+    in_chunks = plan.recompute == "auto" and plan.chunk < plan.tokens and matrices == est.matrices
+    if in_chunks and f.g > 1:  # they add up in float32, and are cast whole
+        keep += moved * f.g * (accumulation_dtype(est.dtype).itemsize + wire)
     cast = moved * 2 * (held + wire) if sums and held != wire else 0.0
     owned = sum(counts) / f.os
+    if not intra:
+        owned *= imbalance(est.model, f.os // f.p)
     return UnitSeconds(gather, gather_back, sum(scatter(s, False) for s in counts),
                        sum(scatter(s, True) for s in counts), keep, sums, cast,
                        sum(broadcast(s) for s in counts),

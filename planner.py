@@ -48,8 +48,8 @@ import torch
 import model as llama
 from attention import Attention, legal_sp
 from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
-                   host_bytes, layer_bytes, layer_peaks, layer_seconds, loss_peak, resident_bytes,
-                   state_bytes, step_seconds, weight_buffer_bytes)
+                   host_bytes, imbalance, layer_bytes, layer_peaks, layer_seconds, loss_peak,
+                   resident_bytes, state_bytes, step_seconds, weight_buffer_bytes)
 from hardware import Profile, Stopwatch, load_profile, profile_names, scaled, with_network
 from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
@@ -462,7 +462,13 @@ def kept_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, 
 
 def factor_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
     in_chunks = plan.activations is not None and plan.activations.chunks > 1
-    return (state_bytes(param_count(model), plan.factors, dtype, plan.accumulates)
+    states = state_bytes(param_count(model), plan.factors, dtype, plan.accumulates)
+    if plan.os_layout == "inter":  # of the rank that owns most
+        most = imbalance(model, plan.factors.os // plan.factors.p)
+        states["optimizer"] *= most
+        if plan.factors.g > plan.factors.p:
+            states["gradients"] *= most
+    return (states
             | weight_buffer_bytes(model, plan.factors, dtype, in_chunks, plan.accumulates))
 
 

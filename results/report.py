@@ -110,7 +110,7 @@ SCALE = {  # key of scale.json -> how to read it
         " read as a factor beyond p. All of the papers' choices fit. That of 7B is the best,"
         " or ties with it, and that of 30B ties at 64 GPUs. The others are near:\n\n"
         "* *13B*: p = 1 fits here, since a layer keeps 22.7 bytes a token and unit of width;"
-        " with the 34 that InternEvo counts, (1,8,8) would need 9 GiB more and not fit.\n"
+        " with the 34 that InternEvo counts, it would need 9 GiB more and not fit.\n"
         "* *30B* at 1024 GPUs: by the profile, weights that are gathered over 8 nodes hide"
         " under computation. Its rates are those of the wires and NCCL's latencies; the"
         " paper's ZeRO-3 falls to 4% of MFU (below), so its gathers across nodes were much"
@@ -281,12 +281,12 @@ PREDICTIONS = """
 
 planner.py's prediction by profile h200x2 beside what was measured, of `bench.py predict-seen` and
 `bench.py predict-held` on one and two H200s. Settings of one question (model, tokens, ranks) differ
-in what was set by hand. Those *held out* were chosen before, and measured once, after the last
-change of how seconds are predicted; *then* is the error of the prediction that run made. (Bytes of
-layers that run whole, and of q, k, v, o, were mended after: before, two of the held-out settings
-were predicted 7.6 and 3.3 % too large.) *rank* is that of the setting among the measured ones of
-its question, by measured time, and what it loses to the best of them; the planner's own pick is
-*as planned*, or where nothing open was set by hand.
+in what was set by hand. Those *held out* were chosen before, and measured once, when the model of
+seconds was done; *then* is the error of the prediction that run made. (Mended since: seconds, by a
+cast of whole gradients; bytes, of layers that run whole and of q, k, v, o, which were counted
+twice: two of the held-out settings were predicted 7.6 and 3.3 % too large.) *rank* is that of the
+setting among the measured ones of its question, by measured time, and what it loses to the best of
+them; the planner's own pick is *as planned*, or where nothing open was set by hand.
 
 ![predicted and measured](predict.png)
 """
