@@ -458,7 +458,7 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     backward = [product("input_grad", matrix) + product(weight_grad, matrix)
                 for matrix in reversed(est.matrices)]
     backward[0] += moved(6 * cfg.ffn)
-    backward[-3] += moved(5 * cfg.dim)
+    backward[1] += moved(5 * cfg.dim)
     backward[-1] += moved(5 * cfg.dim, 2 * qkv, copied * 2 * q, copied * 3 * cfg.dim)
     kernel = est.attention("forward", tokens, plan.seq)
     kernel_back = est.attention("backward", tokens, plan.seq)

@@ -16,6 +16,7 @@ Left out: congestion by others, temperatures, GPUs of one machine that differ.
 Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 """
 import bisect
+import contextlib
 import dataclasses
 import json
 import math
@@ -32,7 +33,7 @@ import model as llama
 from attention import (Attention, CommStream, Exchange, Groups, all_gather, gpus_reach_each_other,
                        reduce_scatter)
 from model import ModelConfig, accumulation_dtype, rope_tables, weight_grad_into
-from shard import ADAMW, adamw
+from shard import ADAMW, States, adamw
 
 PROFILES = Path(__file__).parent / "results" / "profiles"
 
@@ -336,12 +337,12 @@ def measure_profile(name: str, device: torch.device, dtype: torch.dtype, kernel:
         name, torch.cuda.get_device_name(device) if gpu else "CPU", per_node, gpu_bytes, host_bytes,
         peak_flops(torch.cuda.get_device_name(device) if gpu else "CPU"), kernel, products,
         attention, layer.memory_rate(products, attention), measure_optimizer(clock, dtype, effort),
-        to_host, from_host, measure_launches(device, dtype, kernel),
+        to_host, from_host, measure_launches(clock, dtype, kernel),
         measure_collectives(clock, dtype, per_node, effort.sizes),
         measure_overlap(clock, dtype, effort, layer), {"all": "measured"}, about or {})
 
 
-def random(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def random_tensor(*shape: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, device=device).to(dtype)  # zeros are multiplied faster
 
 
@@ -351,8 +352,8 @@ def measure_products(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> di
     found: dict[str, Points] = {kind: [] for kind in PRODUCTS}
     for tokens in effort.tokens:
         for width in effort.widths:
-            x = random(tokens, width, device=clock.device, dtype=dtype)
-            w = random(width, width, device=clock.device, dtype=dtype)
+            x = random_tensor(tokens, width, device=clock.device, dtype=dtype)
+            w = random_tensor(width, width, device=clock.device, dtype=dtype)
             dw = torch.zeros_like(w)
             total = torch.zeros(width, width, device=clock.device,
                                 dtype=accumulation_dtype(dtype))
@@ -372,7 +373,7 @@ def measure_attention(clock: Stopwatch, dtype: torch.dtype, kernel: str,
     for seq in effort.seqs:
         heads = effort.heads
         batch = max(1, effort.tokens[-1] * 4 // seq)  # much longer than its launch
-        q, k, v, do = (random(batch, seq, heads, 128, device=clock.device, dtype=dtype)
+        q, k, v, do = (random_tensor(batch, seq, heads, 128, device=clock.device, dtype=dtype)
                        for _ in range(4))
         o, lse = op.forward(q, k, v)
         pairs = 2 * batch * heads * 128 * seq**2
@@ -380,6 +381,19 @@ def measure_attention(clock: Stopwatch, dtype: torch.dtype, kernel: str,
         found["backward"].append(
             [seq, 2.5 * pairs / clock(lambda: op.backward(do, q, k, v, o, lse))])
     return found
+
+
+def sample_layers(layers: int, width: int, tokens: int, device: torch.device, dtype: torch.dtype,
+                  kernel: str) -> tuple[llama.LLaMA, Callable, torch.Tensor]:
+    """Return a model of layers alike, the function that runs one, and their input (1, T, C)."""
+    cfg = ModelConfig(vocab=256, dim=width, layers=layers, heads=width // 128,
+                      kv_heads=width // 128, ffn=width * 43 // 16)
+    with torch.device(device):
+        model = llama.LLaMA(cfg, Attention(kernel)).to(dtype)
+    model.init_weights(0)
+    rope = rope_tables(cfg, torch.arange(tokens, device=device), torch.float32)
+    x = random_tensor(1, tokens, width, device=device, dtype=dtype).requires_grad_()
+    return model, llama.whole_layers(model, rope), x
 
 
 class Layer:
@@ -391,14 +405,9 @@ class Layer:
         self.clock = clock
         self.tokens = effort.tokens[len(effort.tokens) // 2]
         self.dtype = dtype
-        self.cfg = ModelConfig(vocab=256, dim=width, layers=2, heads=width // 128,
-                               kv_heads=width // 128, ffn=width * 43 // 16)
-        with torch.device(clock.device):
-            self.model = llama.LLaMA(self.cfg, Attention(kernel)).to(dtype)
-        self.model.init_weights(0)
-        rope = rope_tables(self.cfg, torch.arange(self.tokens, device=clock.device), torch.float32)
-        self.run_layer = llama.whole_layers(self.model, rope)
-        self.x = random(1, self.tokens, width, device=clock.device, dtype=dtype).requires_grad_()
+        self.model, self.run_layer, self.x = sample_layers(
+            2, width, self.tokens, clock.device, dtype, kernel)
+        self.cfg = self.model.cfg
 
     def __call__(self) -> None:
         y = self.run_layer(1, self.run_layer(0, self.x))
@@ -450,31 +459,27 @@ def measure_copies(clock: Stopwatch, size: int) -> tuple[float, float]:
     return size / to_host, size / clock(lambda: here.copy_(there, non_blocking=True))
 
 
-def measure_launches(device: torch.device, dtype: torch.dtype, kernel: str) -> dict[str, float]:
-    """Return seconds of the host for a layer's forward and backward: of layers so small that the
-    device waits for the host. On a CPU they are part of the operators'."""
-    if device.type == "cpu":
+def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[str, float]:
+    """Return seconds of the host for a layer's forward and backward, with what shard.States does in
+    them: of layers so small that the device waits for the host. On a CPU they are part of the
+    operators'. A collective."""
+    if clock.device.type == "cpu":
         return {"forward": 0.0, "backward": 0.0}
-    cfg = ModelConfig(vocab=256, dim=256, layers=8, heads=2, kv_heads=2, ffn=512)
-    with torch.device(device):
-        model = llama.LLaMA(cfg, Attention(kernel)).to(dtype)
-    model.init_weights(0)
-    rope = rope_tables(cfg, torch.arange(128, device=device), torch.float32)
-    run_layer = llama.whole_layers(model, rope)
-    x = random(1, 128, cfg.dim, device=device, dtype=dtype).requires_grad_()
+    model, run_layer, x = sample_layers(8, 256, 128, clock.device, dtype, kernel)
+    states = States(model, clock.device, dtype, micro_batches=2)  # a first one's gradients stay
     seconds = {"forward": math.inf, "backward": math.inf}
     for _ in range(5):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        states.begin_step()
+        torch.cuda.synchronize(clock.device)
         start = time.perf_counter()
         y = x
-        for i in range(cfg.layers):
+        for i in range(model.cfg.layers):
             y = run_layer(i, y)
         middle = time.perf_counter()
         y.backward(x.detach())
         end = time.perf_counter()
-        seconds["forward"] = min(seconds["forward"], (middle - start) / cfg.layers)
-        seconds["backward"] = min(seconds["backward"], (end - middle) / cfg.layers)
+        seconds["forward"] = min(seconds["forward"], (middle - start) / model.cfg.layers)
+        seconds["backward"] = min(seconds["backward"], (end - middle) / model.cfg.layers)
     return seconds
 
 
@@ -541,7 +546,7 @@ def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,
     group = Groups().get("profile", lambda r: 0)
     run = operations(group, effort.copied, dtype, clock.device, one_node=True)
     side = CommStream(clock.device)
-    q = random(1, effort.tokens[-1], effort.heads, 128, device=clock.device, dtype=dtype)
+    q = random_tensor(1, effort.tokens[-1], effort.heads, 128, device=clock.device, dtype=dtype)
     attention = layer.model.attention
 
     def collectives() -> None:
@@ -566,24 +571,14 @@ def slow_downs(clock: Stopwatch, compute: Callable, other: Callable,
         torch.cuda.synchronize(clock.device)
         dist.barrier()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-        def run(which: int, times: int) -> None:
-            for _ in range(times):
-                (compute, other)[which]()
-
-        with side.after_compute():
-            if beside == 1:
-                run(beside, more)
-            else:
-                begin.record()
-                run(timed, calls[timed])
-                end.record()
-        if beside == 0:
-            run(beside, more)
-        else:
-            begin.record()
-            run(timed, calls[timed])
-            end.record()
+        for which, stream in ((1, side.after_compute()), (0, contextlib.nullcontext())):
+            with stream:
+                if which == timed:
+                    begin.record()
+                for _ in range(calls[timed] if which == timed else more):
+                    (compute, other)[which]()
+                if which == timed:
+                    end.record()
         torch.cuda.synchronize(clock.device)
         factor = torch.tensor(begin.elapsed_time(end) / 1e3 / calls[timed] / alone[timed],
                               device=clock.device)

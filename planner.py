@@ -50,7 +50,8 @@ from attention import Attention, legal_sp
 from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
                    host_bytes, imbalance, layer_bytes, layer_peaks, layer_seconds, loss_peak,
                    resident_bytes, state_bytes, step_seconds, weight_buffer_bytes)
-from hardware import Profile, Stopwatch, load_profile, profile_names, scaled, with_network
+from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
+                      with_network)
 from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
 from placement import make_rings, parse_leaf, place_nodes
@@ -227,7 +228,7 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
 
-    Raises ValueError with what is missing.
+    Raises TooLarge, a ValueError, with what is missing.
     """
     rooms = [chunks] if memo else sorted({round(chunks * eighth / 8) for eighth in range(9)})
     if alpha is not None:
@@ -356,7 +357,7 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     """Time a layer's forward on this machine, part by part, and the bytes/s to the host with all
     ranks copying at once. shape: (B, T) of this rank. A collective of all ranks; needs the memory
     of a layer."""
-    watch = Stopwatch(device, 0.0)
+    watch = Stopwatch(device, 0.02)
     n = shape[0] * shape[1]
     with torch.device(device):
         block = llama.Block(cfg).to(dtype)
@@ -374,10 +375,7 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
         post = watch.least(lambda: block.post(x, o), 3)
         attn = watch.least(lambda: attention.forward(q, kv, kv), 1)
     tokenwise = (pre + post) * n / c
-    size = 2**28 if device.type == "cuda" else 2**22
-    here = torch.zeros(size, dtype=torch.uint8, device=device)
-    there = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    rate = size / watch.least(lambda: there.copy_(here, non_blocking=True), 3)
+    rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(cfg)
     return Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn), rate
 
