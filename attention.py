@@ -88,6 +88,10 @@ class CommStream:
         with torch.cuda.stream(self.stream):
             yield
 
+    def beside_compute(self):
+        """Launch what follows on this stream, which waits for no computation."""
+        return torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
+
     def last_event(self):
         """An event behind all that was launched so far, for `wait`; None where nothing can wait."""
         return self.stream.record_event() if self.stream else None

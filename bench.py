@@ -108,14 +108,22 @@ def sync(device: torch.device) -> None:
 
 
 def clock(fn: Callable, repeats: int, device: torch.device, warmup: int = 3) -> float:
-    """Return the median seconds of fn() on an otherwise idle device."""
+    """Return the median seconds of fn(), as train.py's steps follow each other: from the end of
+    one's computation to that of the next's, under which its copies run on."""
+    sync(device)
+    gc.collect()
+    gc.freeze()  # as train.train does
     times = []
-    for _ in range(warmup + repeats):
+    try:
+        for _ in range(warmup + repeats):
+            start = time.perf_counter()
+            fn()
+            if device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            times.append(time.perf_counter() - start)
         sync(device)
-        start = time.perf_counter()
-        fn()
-        sync(device)
-        times.append(time.perf_counter() - start)
+    finally:
+        gc.unfreeze()
     return statistics.median(times[warmup:])
 
 
@@ -273,14 +281,14 @@ def chosen(run: Run) -> dict:
     working = sum(memory.peaks[memory.highest()].values())
     return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "chunk": plan.chunk,
             "batch": plan.batch, "micro_batch": plan.micro_batch,
-            "os_layout": plan.os_layout, "recompute": plan.recompute,
+            "os_layout": plan.os_layout, "os_place": plan.os_place, "recompute": plan.recompute,
             "head_groups": plan.head_groups, "predicted": plan.seconds,
             "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,
             "activations": kept and dataclasses.asdict(kept),
             "planned_gib": {name: value / GIB
                             for name, value in (memory.lasting | {"working": working}).items()},
             "alpha": kept and kept.alpha,
-            "host_gib": kept and run.cfg.per_node / GIB * plan.host_bytes}
+            "host_gib": run.cfg.per_node / GIB * plan.host_bytes or None}
 
 
 class Fsdp2States:
@@ -702,6 +710,30 @@ def table_long(bench: Bench) -> None:
                     lambda: fsdp2_step(bench, cfg, flat, True), repeats, warmup, bound)
 
 
+def table_place(bench: Bench) -> None:
+    """7B with optimizer states on the host, whose update runs under the next forward or in the
+    open, and on the GPU; to the longest sequence over all ranks that fits, beside the kernels
+    alone."""
+    name = "7b"
+    world = bench.world
+    own = machine(bench, Config(model=name, seq=2**14 * world, batch=1, sp=world))
+    most, _ = longest(own.constraints, own.model, own.hardware)
+    seqs = [2**13 * world * i for i in (1, 4, 8)]
+    in_the_open = ",".join(stream for stream in STREAMS if stream != "host_update")
+    kinds = {"ours, states on the host": {"os_place": "host"},
+             "ours, updated in the open": {"os_place": "host", "overlap": in_the_open},
+             "ours, states on the GPU": {"os_place": "gpu"}}
+    for seq in bench.seqs or [*(n for n in seqs if n < most.seq), most.seq]:
+        bound = kernel_bound(bench, name, seq)
+        bench.add(bound)
+        tokens = seq // world
+        for label, by_hand in kinds.items():
+            if tokens <= 2**15 or label == "ours, states on the host":
+                cfg = Config(model=name, seq=seq, sp=world, batch=1, **by_hand)
+                attempt(bench, label, name, seq, tokens, lambda: make_step(bench, cfg),
+                        1 if tokens > 2**14 else 3, 1 if tokens > 2**15 else 2, bound)
+
+
 def longest(constraints: Constraints, model: ModelConfig,
             hardware: Hardware) -> tuple[Constraints, Plan] | None:
     """Return the most tokens of one sequence over all ranks that there is a plan for, in steps of
@@ -1015,6 +1047,7 @@ TABLES = {
     "alpha": Table(table_alpha, cpu=True),
     "methods": Table(table_methods, cpu=True),
     "long": Table(table_long),
+    "place": Table(table_place),
     "longest": Table(table_longest),
     "predict-seen": Table(functools.partial(table_predict, held_out=False)),
     "predict-held": Table(functools.partial(table_predict, held_out=True)),

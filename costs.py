@@ -22,7 +22,7 @@ import functools
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -31,7 +31,7 @@ from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
-from shard import OPTIMIZER, STREAMS, Factors
+from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
 
@@ -50,12 +50,13 @@ class Plan:
     chunk: int = 0  # tokens, the most that a layer runs at once
     factors: Factors = Factors()
     os_layout: str = "intra"
+    os_place: str = "gpu"  # or host: where optimizer states lie
     overlap: tuple[str, ...] = STREAMS
     reduce_bytes: int = 2  # of a gradient's element on its way
     accumulates: bool = False  # gradients add up in float32
     activations: ActivationPlan | None = None  # of layers in chunks
     memory: "Memory | None" = None
-    host_bytes: float = 0.0  # of a rank, that layers swap to
+    host: dict[str, float] = field(default_factory=dict)  # bytes of a rank there, by what they are
     seconds: dict[str, float] | None = None  # of a step, by what takes them
 
     @property
@@ -67,6 +68,10 @@ class Plan:
     def micro_batches(self) -> int:
         """Return M."""
         return self.batch * self.sp // self.ranks // self.micro_batch
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
 
     @property
     def step_s(self) -> float:
@@ -243,6 +248,17 @@ def imbalance(cfg: ModelConfig, owners: int) -> float:
     return max(loads) * owners / sum(loads)
 
 
+def visit_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> float:
+    """Return the bytes of the buffers in which optimizer states visit the GPU."""
+    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, cfg)]
+    largest = max(*sizes, cfg.vocab * cfg.dim)
+    largest /= plan.factors.p if plan.os_layout == "inter" else plan.factors.os
+    if not OPTIMIZER.whole:
+        largest = min(largest, VISIT_ELEMENTS)
+    count = VISIT_BUFFERS * len(OPTIMIZER.states)
+    return count * accumulation_dtype(dtype).itemsize * largest
+
+
 def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) -> dict[str, float]:
     """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
     add up, in float32."""
@@ -396,6 +412,15 @@ class Timeline:
             seconds -= both / self.slow_compute
         self.now += max(0.0, seconds)
 
+    def idle_until(self, when: float, kind: str) -> None:
+        """Let compute wait for something else."""
+        start = self.now
+        while self.now < when and any(self.wires):
+            self.pass_time(when - self.now, 1.0)
+        self.now = max(self.now, when)
+        if self.now > start:
+            self.exposed[kind] = self.exposed.get(kind, 0.0) + self.now - start
+
     def wait(self, job: list | None) -> None:
         """Let compute wait for a job, and so for all before it on its wire."""
         while job is not None and job[1]:
@@ -536,11 +561,12 @@ class UnitSeconds:
     cast: float  # to the type in which they travel, and back: likewise
     broadcast: float  # of new parameters, once a step
     update: float  # of what a rank owns: compute
+    visit: float  # of its states, if they lie on the host: copies both ways
 
 
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     """Return the table in shard.py's docstring in seconds."""
-    key = (plan.factors, plan.os_layout, plan.reduce_bytes, plan.accumulates,
+    key = (plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
            plan.recompute == "auto" and plan.chunk < plan.tokens, matrices)
     if key not in est.cache:
         est.cache[key] = compute_unit_seconds(est, plan, matrices)
@@ -599,10 +625,20 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     owned = sum(counts) / f.os
     if not intra:
         owned *= imbalance(est.model, f.os // f.p)
+    visit = 0.0
+    if plan.os_place == "host":
+        states = owned * len(OPTIMIZER.states) * accumulation_dtype(est.dtype).itemsize
+        visit = states * visit_seconds(est)
     return UnitSeconds(gather, gather_back, sum(scatter(s, False) for s in counts),
                        sum(scatter(s, True) for s in counts), keep, sums, cast,
                        sum(broadcast(s) for s in counts),
-                       owned * update_bytes(est.dtype) / est.profile.optimizer)
+                       owned * update_bytes(est.dtype) / est.profile.optimizer, visit)
+
+
+def visit_seconds(est: Estimator) -> float:
+    """Return seconds of a byte that comes from the host and goes back, while others do."""
+    there, back = est.profile.overlap["copies"]
+    return max(there / est.profile.from_host, back / est.profile.to_host)
 
 
 class StepTimeline(Timeline):
@@ -639,7 +675,8 @@ class StepTimeline(Timeline):
         self.units = [ends, *[of_layer] * self.layers, ends]  # embedding, layers, head
         self.head = head_seconds(est, plan.tokens)
         self.computed: dict[str, float] = {}  # seconds of computation, by what it is for
-        self.fresh: list = []  # travels of new parameters
+        self.fresh: list = []  # travels of new parameters, of the first units
+        self.updated: list[float] = []  # by unit: when it is updated, if under the next forward
         self.gathered: dict = {}  # of units, of (unit, matrix)
         self.scattered: dict[int, list | None] = {}  # by unit
         self.reduced: list | None = None  # the last one's
@@ -656,11 +693,29 @@ class StepTimeline(Timeline):
         est = self.est
         norm = param_count(est.model) / self.plan.factors.os * grad_bytes(self.plan, est.dtype)
         self.run(norm / est.profile.memory)
+        later = self.plan.os_place == "host" and "host_update" in self.plan.overlap
+        when = self.now
         for unit in self.units:
+            when += unit.visit + unit.update
+            if later:
+                self.updated.append(when)
+                continue
+            self.idle_until(self.now + unit.visit, "host_update")
             self.run(unit.update)
             self.fresh.append(self.send("param_broadcast", unit.broadcast))
         self.computed["optimizer"] = (norm / est.profile.memory
                                       + sum(unit.update for unit in self.units))
+
+    def arrive(self, unit: int) -> None:
+        """Let compute wait for a unit's new parameters. Those that were updated meanwhile leave;
+        their kernels take what compute would have."""
+        if self.updated:
+            self.idle_until(self.updated[unit], "host_update")
+        while len(self.fresh) < len(self.updated) and self.updated[len(self.fresh)] <= self.now:
+            fresh = self.units[len(self.fresh)]
+            self.run(fresh.update)
+            self.fresh.append(self.send("param_broadcast", fresh.broadcast))
+        self.wait(self.fresh[unit])
 
     def gather(self, unit: int, backward: bool) -> None:
         """Launch the all-gathers of a unit's weights, unless its buffers hold them."""
@@ -672,7 +727,7 @@ class StepTimeline(Timeline):
         """All of the next layer's weights are gathered under a layer."""
         last = self.layers + 1
         for unit in range(last + 1):
-            self.wait(self.fresh[unit])
+            self.arrive(unit)
             if self.sharded:
                 self.gather(unit, False)
                 if unit < last:
@@ -793,15 +848,18 @@ def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
 
 def bound_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
     """Return seconds that a step takes at least: its computation with the update, and communication
-    that is all hidden, which slows computation down; or the communication of one wire alone."""
+    that is all hidden, which slows computation down; or the communication of one wire alone, or the
+    visits of states that lie on the host."""
     m = plan.micro_batches
     ends = unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
     layer = unit_seconds(est, plan, est.matrices)
     across = crosses_nodes(est, plan)
     wires = [0.0, 0.0]
+    visits = 0.0
     computed = sum(computation_seconds(est, plan).values())
     for unit, count in ((ends, 2), (layer, est.model.layers)):
         computed += count * (unit.update + m * unit.keep + unit.cast)
+        visits += count * unit.visit
         wires[across["param_broadcast"]] += count * unit.broadcast
         wires[across["grad_reduce"]] += count * unit.reduce
         wires[across["grad_scatter"]] += count * ((m - 1) * unit.scatter + unit.last_scatter)
@@ -810,7 +868,7 @@ def bound_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
             wires[across["param_gather"]] += max(0, count - 2 * (unit is layer)) * gathers
     slow_compute, slow_other = est.profile.overlap["collectives"]
     share = min(1.0, slow_other * (1 - 1 / slow_compute))
-    return {"bound": max(computed + share * max(wires), *wires)}
+    return {"bound": max(computed + share * max(wires), *wires, visits)}
 
 
 def crosses_nodes(est: Estimator, plan: Plan) -> dict[str, bool]:

@@ -65,7 +65,8 @@ class Profile:
     launch: dict[str, float]  # forward, backward: seconds of the host for a layer
     collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
     overlap: dict[str, list[float]]  # collectives (beside a layer), all_to_all (beside attention):
-    # factors on the seconds of compute, and of communication, while both run
+    # factors on the seconds of compute, and of communication, while both run; copies: of those from
+    # the host, and to it
     sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
 
@@ -222,7 +223,8 @@ def with_network(profile: Profile, per_node: int) -> Profile:
     network = scaled(base, base.name, network=sheet.nvlink / find_sheet(BASE).nvlink)
     by_sheets = f"{base.name}'s, by the ratio of the data sheets"
     return dataclasses.replace(
-        profile, collectives=network.collectives, overlap=base.overlap,
+        profile, collectives=network.collectives,
+        overlap=base.overlap | {"copies": profile.overlap["copies"]},
         sources=profile.sources | {"collectives": by_sheets, "overlap": by_sheets})
 
 
@@ -262,7 +264,7 @@ def check_profile(profile: Profile, name: str) -> None:
     missing += [kind for kind in PRODUCTS if kind not in profile.products]
     missing += [f"{name}: {kind}" for name in ("attention", "launch")
                 for kind in ("forward", "backward") if kind not in getattr(profile, name)]
-    missing += [f"overlap: {kind}" for kind in ("collectives", "all_to_all")
+    missing += [f"overlap: {kind}" for kind in ("collectives", "all_to_all", "copies")
                 if kind not in profile.overlap]
     if missing:
         raise ValueError(f"--cluster {name}: lacks {', '.join(missing)}")
@@ -451,12 +453,19 @@ def measure_optimizer(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> f
     return update_bytes(dtype) * count / seconds
 
 
+def copies(size: int, device: torch.device) -> tuple[Callable, Callable]:
+    """Return functions that copy so many bytes to page-locked memory of the host, and from it."""
+    gpu = device.type == "cuda"
+    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    there, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=gpu) for _ in range(2))
+    return (lambda: there.copy_(sent, non_blocking=True),
+            lambda: received.copy_(back, non_blocking=True))
+
+
 def measure_copies(clock: Stopwatch, size: int) -> tuple[float, float]:
-    """Return bytes/s to the host and from it, of page-locked memory."""
-    here = torch.zeros(size, dtype=torch.uint8, device=clock.device)
-    there = torch.zeros(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
-    to_host = clock(lambda: there.copy_(here, non_blocking=True))
-    return size / to_host, size / clock(lambda: here.copy_(there, non_blocking=True))
+    """Return bytes/s to the host and from it."""
+    to_host, from_host = copies(size, clock.device)
+    return size / clock(to_host), size / clock(from_host)
 
 
 def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[str, float]:
@@ -539,13 +548,17 @@ def operations(group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: 
 def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,
                     layer: Layer) -> dict[str, list[float]]:
     """Return how much longer compute and communication take while both run: gathers and scatters of
-    all ranks beside a layer, all-to-alls beside attention."""
-    alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}
-    if clock.device.type != "cuda" or dist.get_world_size() == 1:
-        return alone
+    all ranks beside a layer, all-to-alls beside attention; and copies from the host beside those to
+    it."""
+    found = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0], "copies": [1.0, 1.0]}
+    if clock.device.type != "cuda":
+        return found
+    side = CommStream(clock.device)
+    found["copies"] = slow_downs(clock, *reversed(copies(effort.copied, clock.device)), side)
+    if dist.get_world_size() == 1:
+        return found
     group = Groups().get("profile", lambda r: 0)
     run = operations(group, effort.copied, dtype, clock.device, one_node=True)
-    side = CommStream(clock.device)
     q = random_tensor(1, effort.tokens[-1], effort.heads, 128, device=clock.device, dtype=dtype)
     attention = layer.model.attention
 
@@ -553,9 +566,10 @@ def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,
         run["all_gather"]()
         run["reduce_scatter"]()
 
-    return {"collectives": slow_downs(clock, layer, collectives, side),
-            "all_to_all": slow_downs(clock, lambda: attention.forward(q, q, q),
-                                     run["all_to_all"], side)}
+    found["collectives"] = slow_downs(clock, layer, collectives, side)
+    found["all_to_all"] = slow_downs(clock, lambda: attention.forward(q, q, q), run["all_to_all"],
+                                     side)
+    return found
 
 
 def slow_downs(clock: Stopwatch, compute: Callable, other: Callable,

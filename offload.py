@@ -288,8 +288,8 @@ def unneeded_matrix(block: llama.Block, dtype: torch.dtype) -> torch.nn.Module |
 # ---------------------------------------------------------------------------- host memory
 
 def pin_host_buffers(sizes: list[int], pin: bool) -> list[Future[Tensor]]:
-    """Return host buffers of so many bytes, page-locked if `pin`: by threads, so that other work
-    goes on meanwhile. Their results raise MemoryError.
+    """Return host buffers of so many bytes, of zeros, page-locked if `pin`: by threads, so that
+    other work goes on meanwhile. Their results raise MemoryError.
 
     Page faults are what takes the time, so four threads touch and register buffers in parallel, in
     huge pages. (PyTorch's own pinned allocator would round up to a power of two.) A copy must not
@@ -298,7 +298,7 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Future[Tensor]]:
     if not pin:
         buffers = [Future() for _ in sizes]
         for buffer, size in zip(buffers, sizes):
-            buffer.set_result(torch.empty(size, dtype=torch.uint8))
+            buffer.set_result(torch.zeros(size, dtype=torch.uint8))
         return buffers
     cudart = torch.cuda.cudart()
     device = torch.cuda.current_device()

@@ -23,7 +23,7 @@ shards (`preference`).
 train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of
 a layer that `measure` took on this machine.
 
-Left out: ring, tensor and pipeline degrees and states on the host, rows of DEGREES to come.
+Left out: ring, tensor and pipeline degrees, rows of DEGREES to come.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
 gradients and optimizer states, sp ranks that share a sequence; in plan_activations n layers, c
@@ -49,7 +49,8 @@ import model as llama
 from attention import Attention, legal_sp
 from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
                    host_bytes, imbalance, layer_bytes, layer_peaks, layer_seconds, loss_peak,
-                   resident_bytes, state_bytes, step_seconds, weight_buffer_bytes)
+                   resident_bytes, state_bytes, step_seconds, unit_seconds, visit_bytes,
+                   weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
                       with_network)
 from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
@@ -91,6 +92,7 @@ class Constraints:
     os: str | None = None
     strategy: str = ""
     os_layout: str = "auto"
+    os_place: str = "auto"
     layers_run: str = ""  # none, auto, full: which `fix` has found
     overlap: str = ",".join(STREAMS)
     reduce_dtype: str = "auto"
@@ -117,7 +119,7 @@ class Hardware:
     per_node: int  # ranks of a node
     profile: Profile
     gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
-    host_budget: float = 2.0**60  # bytes of host memory of a rank to swap to
+    host_budget: float = 2.0**60  # bytes of host memory of a rank, for states and to swap to
     measured: tuple[Sizes, float] | None = None  # of `measure`: a layer, and bytes/s to the host
 
 
@@ -145,7 +147,7 @@ def fix(constraints: Constraints, chosen: Plan) -> Constraints:
     return dataclasses.replace(
         constraints, sp=chosen.sp, batch=chosen.batch, micro_batch=chosen.micro_batch,
         head_groups=chosen.head_groups, chunk=chosen.chunk, os_layout=chosen.os_layout,
-        layers_run=chosen.recompute)
+        os_place=chosen.os_place, layers_run=chosen.recompute)
 
 
 def group_limit() -> int | None:
@@ -204,20 +206,22 @@ class TooLarge(ValueError):
 
 
 def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
-                     resident: int | None = None, alpha: float | None = None,
-                     memo: bool = False) -> tuple[ActivationPlan, float]:
+                     resident: int | None = None, alpha: float | None = None, memo: bool = False,
+                     busy: float = 0.0) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward.
 
-    bandwidth: bytes/s to the host, with all GPUs copying; gpu, host: bytes a rank can give to
-    activations. With the number of resident layers k, of kept chunks K, of swapped chunks S, of
-    layers without o, X, and of seconds w in which compute waits for copies:
+    bandwidth: bytes/s to the host, with all GPUs copying; busy: seconds of a forward in which other
+    things are copied; gpu, host: bytes a rank can give to activations. With the number of resident
+    layers k, of kept chunks K, of swapped chunks S, of layers without o, X, and of seconds w in
+    which compute waits for copies:
 
         min  w + X*attn_s - (K + S)*recompute_s/c      (+ a tenth of a millisecond a GiB swapped)
         GPU    k*(input + attn) + K*S_others/c + 2*(input + attn + a*S_others/c)   <= gpu
                (and, while layers leave in forward,  4*(input + attn + a*S_others/c) <= gpu)
         host   (n - k)*(input + attn) - X*attn + S*S_others/c                    <= host
-        time   (n - k)*(input + attn) - X*attn + S*S_others/c  <= bandwidth*((n - k)*layer_s + w)
+        time   (n - k)*(input + attn) - X*attn + S*S_others/c
+                                                     <= bandwidth*((n - k)*layer_s - busy + w)
                K <= c*k,  S <= a*(n - k),  X <= n - k
 
     where a, the chunks that a rounding buffer has room for, takes some values in turn (eighths of a
@@ -239,7 +243,7 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         saved = s.attn / s.intermediates * s.recompute_s + s.attn / bandwidth
         for dropped in (0, n) if memo or s.attn_s > saved else (n,):
             swaps = best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo,
-                                  dropped)
+                                  dropped, busy)
             if memo or swaps[0] < math.inf:
                 break
         found.append(swaps)
@@ -262,7 +266,7 @@ def most(room: float, size: float) -> int:
 
 def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
                   rooms: list[int], resident: int | None, alpha: float | None,
-                  memo: bool, dropped: int) -> tuple[float, tuple]:
+                  memo: bool, dropped: int, busy: float) -> tuple[float, tuple]:
     """Return the least value of plan_activations' program if layers swap, and (k, K, S, X, w); the
     value is infinite if nothing is feasible. All a, k and X <= dropped are tried at once: for them
     K is the most that has room, and the value is convex in S with one kink, where copies begin to
@@ -281,7 +285,8 @@ def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     buffers = 2 * (io + a * part)
     kept = np.minimum(c * k, whole((gpu - k * io - buffers) / part))
     by_host = (host - away * io + x * s.attn) / part
-    hidden = (bandwidth * away * s.layer_s - away * io + x * s.attn) / part  # copies, to the kink
+    covered = away * s.layer_s - busy  # seconds that hide copies
+    hidden = (bandwidth * covered - away * io + x * s.attn) / part  # copies, to the kink
     limit = np.minimum(a * away, whole(by_host))
     shape = np.broadcast_shapes(kept.shape, limit.shape, hidden.shape)
     kink = np.clip(hidden, 0, limit)
@@ -292,7 +297,7 @@ def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     if memo:
         kept = np.where(kept >= 2 * c, 2 * c, -1)
         swapped = np.broadcast_to(np.minimum(limit, hidden), shape)
-    waits = np.maximum(0, (away * io - x * s.attn + swapped * part) / bandwidth - away * s.layer_s)
+    waits = np.maximum(0, (away * io - x * s.attn + swapped * part) / bandwidth - covered)
     feasible = ((kept >= 0) & (x <= away) & (2 * buffers <= gpu) & (swapped >= 0)
                 & (swapped <= np.minimum(a * away, by_host + 1e-9)))
     tie = 0 if memo else 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
@@ -329,11 +334,13 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
     return again + activations.layers_recomputing_attention * s.attn_s
 
 
-def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float) -> float:
+def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float, busy: float) -> float:
     """Return the seconds of a micro-batch's forward in which compute waits for copies."""
     copied = host_bytes(activations, (s.input, s.attn, s.intermediates))
-    return max(0.0, copied / bandwidth
-               - (activations.layers - activations.resident) * s.layer_s)
+    if not copied:
+        return 0.0
+    away = activations.layers - activations.resident
+    return max(0.0, copied / bandwidth + busy - away * s.layer_s)
 
 
 def recomputed_share(cfg: ModelConfig) -> float:
@@ -434,6 +441,11 @@ def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardwar
     return [(f,) for f in wanted_factors(constraints, hardware.ranks, hardware.per_node)]
 
 
+def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                 chosen: dict) -> list[tuple]:
+    return [(place,) for place in ("gpu", "host") if constraints.os_place in ("auto", place)]
+
+
 def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                   chosen: dict) -> list[tuple]:
     """Return layouts of optimizer states; where a subgroup has one rank, they are the same."""
@@ -461,6 +473,7 @@ def kept_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, 
 def factor_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
     in_chunks = plan.activations is not None and plan.activations.chunks > 1
     states = state_bytes(param_count(model), plan.factors, dtype, plan.accumulates)
+    states["optimizer"] *= plan.os_place == "gpu"
     if plan.os_layout == "inter":  # of the rank that owns most
         most = imbalance(model, plan.factors.os // plan.factors.p)
         states["optimizer"] *= most
@@ -468,6 +481,13 @@ def factor_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str
             states["gradients"] *= most
     return (states
             | weight_buffer_bytes(model, plan.factors, dtype, in_chunks, plan.accumulates))
+
+
+def place_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
+    """Return what is on the GPU of states that lie on the host."""
+    if plan.os_place == "gpu":
+        return {}
+    return {"visiting states": visit_bytes(model, plan, dtype)}
 
 
 def nearest(value: int, step: int) -> str:
@@ -581,6 +601,7 @@ STATES = (  # of model states: AMSP's
            ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "optimizer",
             "gradient sums", "small sums", "slowed by communication")),
     Degree(("os_layout",), legal_layouts, no_bytes, ("grad_reduce", "param_broadcast")),
+    Degree(("os_place",), legal_places, place_bytes, ("host_update",)),
 )
 DEGREES = SHAPE + STATES
 
@@ -614,10 +635,11 @@ def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
 
 def preference(plan: Plan, hardware: Hardware) -> tuple:
     """Return what decides between plans that tie, less is better: ranks a sequence, small
-    micro-batches, a twentieth of the host's memory, shards."""
+    micro-batches, states on the host, a twentieth of its memory, shards."""
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
-    return (plan.sp, -plan.micro_batch, share, f.p, f.g, f.os, plan.os_layout != "intra",
+    return (plan.sp, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
+            plan.os_layout != "intra",
             plan.recompute != "none", plan.head_groups, -plan.chunk)
 
 
@@ -627,7 +649,7 @@ def same_step(plan: Plan) -> tuple:
     keep = layers_text(plan).partition(",")[0]
     how = plan.chunk if keep != "all" else ""
     return (plan.sp, plan.batch, plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout,
-            keep, how, plan.step_s)
+            plan.os_place, keep, how, plan.step_s)
 
 
 class Search:
@@ -722,7 +744,20 @@ class Search:
         plan = with_memory(plan, self.model, self.constraints.dtype)
         if plan.memory.total() > self.hardware.gpu_budget:
             raise too_large(self.constraints, plan, plan.memory, self.hardware)
+        self.host_left(plan)
         return plan, (0.0, 0.0)
+
+    def host_left(self, plan: Plan) -> float:
+        """Return the bytes of host memory beside optimizer states. Raises TooLarge."""
+        states = plan.host.get("optimizer", 0.0)
+        left = self.hardware.host_budget - states
+        if left < 0:
+            f = plan.factors
+            raise TooLarge(f"optimizer states on the host with p={f.p} g={f.g} os={f.os} are "
+                           f"{states / GIB:.1f} GiB a rank, there is room for "
+                           f"{self.hardware.host_budget / GIB:.1f}; more ranks, a larger --os or "
+                           "--host-memory, or a smaller --model", -left)
+        return left
 
     def keeping_all(self, plan: Plan) -> Plan:
         """Return a plan in chunks that keep everything, with its bytes. Raises TooLarge if they do
@@ -737,6 +772,7 @@ class Search:
             x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
             error.over += max(0.0, model.layers * (x + attn) - hardware.host_budget)
             raise error
+        self.host_left(plan)
         return plan
 
     def fit_chunks(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
@@ -747,12 +783,14 @@ class Search:
         if everything.memory.total() <= hardware.gpu_budget and not by_hand:
             return everything, (0.0, 0.0)
         sizes, host_rate = hardware.measured or layer_sizes(self.est, plan)
+        host = self.host_left(everything)
+        busy = link_seconds(self.est, plan)
         others = beside_activations(everything)
         for _ in range(3):
             try:
                 activations, _ = plan_activations(
                     model.layers, sizes, everything.activations.chunks, host_rate,
-                    hardware.gpu_budget - others, hardware.host_budget, c.resident_layers, c.alpha)
+                    hardware.gpu_budget - others, host, c.resident_layers, c.alpha, busy=busy)
             except TooLarge as e:
                 f = plan.factors
                 raise TooLarge(
@@ -768,7 +806,7 @@ class Search:
                 with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype))
         assert plan.memory.total() <= hardware.gpu_budget + 1, plan
         return plan, (recomputed_seconds(activations, sizes),
-                      waiting_seconds(activations, sizes, host_rate))
+                      waiting_seconds(activations, sizes, host_rate, busy))
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
@@ -792,6 +830,16 @@ def beside_activations(plan: Plan) -> float:
     return plan.memory.total() - plan.memory.lasting["activations"]
 
 
+def link_seconds(est: Estimator, plan: Plan) -> float:
+    """Return seconds of a micro-batch's forward, in the mean, in which optimizer states take the
+    link to the host."""
+    if plan.os_place == "gpu":
+        return 0.0
+    ends = unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
+    layer = unit_seconds(est, plan, est.matrices)
+    return (2 * ends.visit + est.model.layers * layer.visit) / plan.micro_batches
+
+
 def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
     """Return what `measure` would find, by a profile."""
     layer = layer_seconds(est, plan)
@@ -807,7 +855,7 @@ def predict(plan: Plan, model: ModelConfig, profile: Profile, per_node: int,
     if plan.activations is not None:
         sizes, host_rate = layer_sizes(est, plan)
         lost = (recomputed_seconds(plan.activations, sizes),
-                waiting_seconds(plan.activations, sizes, host_rate))
+                waiting_seconds(plan.activations, sizes, host_rate, link_seconds(est, plan)))
     plan = with_memory(plan, model, dtype)
     return dataclasses.replace(plan, seconds=step_seconds(est, plan, *lost))
 
@@ -821,8 +869,13 @@ def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
     peaks = {"head and loss": loss_peak(model, plan.tokens, dtype, *shape)}
     kept = plan.activations
     peaks |= layer_peaks(model, plan.tokens, min(plan.chunk, plan.tokens), dtype, *shape, kept)
-    swapped = host_bytes(kept, layer_bytes(model, plan.tokens, dtype)) if kept else 0.0
-    return dataclasses.replace(plan, memory=Memory(lasting, peaks), host_bytes=swapped)
+    host = {}
+    if kept:
+        host["activations"] = host_bytes(kept, layer_bytes(model, plan.tokens, dtype))
+    if plan.os_place == "host":
+        on_gpu = dataclasses.replace(plan, os_place="gpu")
+        host["optimizer"] = factor_bytes(on_gpu, model, dtype)["optimizer"]
+    return dataclasses.replace(plan, memory=Memory(lasting, peaks), host=host)
 
 
 def in_gib(memory: Memory) -> str:
@@ -862,7 +915,7 @@ def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
 
     return {"dp": plan.ranks // plan.sp, "sp": plan.sp, "ring": 1, "tp": 1, "pp": 1,
             "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
-            "os_place": "gpu", "micro_batch": plan.micro_batch, "recompute": plan.recompute,
+            "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,
             "resident_layers": kept.resident if kept else None, "chunk": plan.chunk,
             "head_groups": plan.head_groups, "step_s": plan.step_s, "tgs": tgs,
@@ -884,7 +937,8 @@ def shards_text(plan: Plan, hardware: Hardware) -> str:
 
     f = plan.factors
     second = f", hpZ {f.secondary}" if f.secondary else ""
-    return f"{text(f.p)},{text(f.g)},{text(f.os)}{second} {plan.os_layout}"
+    place = ", os on the host" if plan.os_place == "host" else ""
+    return f"{text(f.p)},{text(f.g)},{text(f.os)}{second} {plan.os_layout}{place}"
 
 
 def layers_text(plan: Plan) -> str:

@@ -15,7 +15,7 @@ neighbours or a comb through blocks. With p = 2, os = 4, R = 8, where a letter i
                                                       cross os (same states): {0,4} {1,5} ..
                                                       replicate (same p-shard): {0,2,4,6} ..
 
-Four kinds of communication have a CUDA stream each (CommStream): launch, compute, wait.
+What runs beside computation has a CUDA stream of its kind (CommStream): launch, compute, wait.
 
     stream           launched in          hidden under                     waited for in
     param_gather     launch_param_gather  the layer before; in backward,   unshard
@@ -27,6 +27,8 @@ Four kinds of communication have a CUDA stream each (CommStream): launch, comput
     grad_reduce      launch_bucket        the same, last micro-batch only  finish_gradients
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         gather_param (p > 1)
+    host_update      update, if states    the next forward                 the same; by
+                     lie on the host                                       param_broadcast, if any
 
 A gradient's way to its owner, and the parameters' way back:
 
@@ -47,6 +49,10 @@ the open: they are small. Where a stream does not overlap, it is the compute str
 weights and whole gradients lie in fixed buffers, two of each kind of matrix, that neighbouring
 layers take in turn; the model's parameters are views of them.
 
+The factors say how often a state is cut; `place` says where the optimizer's states lie: on the GPU,
+or in page-locked memory of the host, from which they visit it (HostStates), 12P/os bytes there and
+12P/os back.
+
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
 Legend: R ranks, r one of them; p, g, os factors, f all of them; S elements of a matrix with
@@ -65,9 +71,13 @@ from torch import Tensor, nn
 
 from attention import CommStream, Groups, all_gather, reduce_scatter, wait
 from model import Matrix, Vector, accumulation_dtype, compiled
+from offload import pin_host_buffers, wait_for_host_buffers
+from ranks import on_all_ranks
 
 SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
-STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast")
+VISIT_ELEMENTS = 2**25  # most of a matrix that is updated at once, if states lie on the host ...
+VISIT_BUFFERS = 3  # ... in so many buffers
+STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "host_update")
 
 # ---------------------------------------------------------------------------- factors
 
@@ -258,10 +268,11 @@ class ShardedParam:
     unsharded_grad: GradBuffer  # (S,) from the first chunk until `scattered`; or grad_shard itself
     owned_param: Tensor  # (size,) the part of param_shard that this rank updates
     owned_grad: Tensor  # (size,) the same part of the gradient
-    states: dict[str, Tensor]  # (size,) each, of the optimizer
+    states: dict[str, Tensor]  # (size,) each, of the optimizer; on the GPU or the host
     num_chunks: int  # contributions to its gradient in one backward pass
     chunks_done: int = 0  # of them, in this pass
-    broadcast_done: object = None  # event of param_broadcast: new parameters are in param_shard
+    # event of param_broadcast, or of host_update alone: new parameters are in param_shard
+    broadcast_done: object = None
 
     @property
     def grad_stays(self) -> bool:
@@ -297,6 +308,86 @@ def sum_and_scatter(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
     return part
 
 
+# ---------------------------------------------------------------------------- states on the host
+
+
+class HostStates:
+    """Optimizer states in page-locked memory of the host. They visit the GPU part by part, in three
+    buffers that take turns: while one is filled and one goes back, one waits for its update, whose
+    kernel has to find room between those of the next forward.
+
+        stream_in      part 0 -> A   part 1 -> B   part 2 -> C     part 3 -> A
+        host_update                 |0|           |1|             |2|
+        stream_out                      A -> part 0   B -> part 1     C -> part 2
+
+    The first buffers are filled under the backward: what they hold does not depend on it. poison,
+    delay: for tests; a buffer that was read becomes NaN, copies start so many GPU cycles late.
+    """
+
+    def __init__(self, params: list[ShardedParam], optimizer: Optimizer, dtype: torch.dtype,
+                 device: torch.device, poison: bool, delay: int):
+        """Give all params their states, zeros in `dtype`. Raises ConfigError if a rank gets no
+        memory. A collective of all ranks."""
+        self.poison = poison
+        self.delay = delay
+        largest = max((param.size for param in params), default=0)
+        self.visit_elements = largest if optimizer.whole else min(largest, VISIT_ELEMENTS)
+        count = len(optimizer.states)
+        self.buffers = [torch.empty(count, self.visit_elements, dtype=dtype, device=device)
+                        for _ in range(VISIT_BUFFERS)]
+        self.turn = 0  # of the buffer that is taken next
+        # by buffer: event of stream_out, what was in it is on the host
+        self.left: list = [None] * VISIT_BUFFERS
+        self.stream_in = CommStream(device)
+        self.stream_out = CommStream(device)
+        sizes = [count * param.size * dtype.itemsize for param in params]
+        pinning = pin_host_buffers(sizes, device.type == "cuda")
+        report = print if dist.get_rank() == 0 else (lambda *a, **k: None)
+        memory = on_all_ranks(lambda: wait_for_host_buffers(pinning, sizes, report))
+        for param, place in zip(params, memory):
+            rows = place.view(dtype).view(count, param.size)
+            param.states = dict(zip(optimizer.states, rows))
+
+    def begin(self) -> None:
+        """Begin an update: what is read must be what the last one has written."""
+        with self.stream_in.beside_compute():
+            wait(self.stream_out.last_event())  # hidden by a whole step
+
+    def visits(self, states: dict[str, Tensor]):
+        """Yield which part of a matrix's states is on the GPU, and the tensors, whose new values
+        go back when the caller asks for the next."""
+        size = len(next(iter(states.values())))
+        for first in range(0, size, self.visit_elements):
+            part = slice(first, min(first + self.visit_elements, size))
+            there = [state[part] for state in states.values()]
+            here = [row[: part.stop - part.start] for row in self.buffers[self.turn]]
+            with self.stream_in.beside_compute():
+                self.delay_if_testing()
+                wait(self.left[self.turn])  # hidden by the visits between
+                for x, state in zip(here, there):
+                    x.copy_(state, non_blocking=True)
+            wait(self.stream_in.last_event())  # hidden by the forward that host_update runs under
+            yield part, tuple(here)
+            with self.stream_out.after_compute():  # hidden by the next part's way in
+                self.delay_if_testing()
+                for x, state in zip(here, there):
+                    state.copy_(x, non_blocking=True)
+                    if self.poison:
+                        x.fill_(torch.nan)
+            self.left[self.turn] = self.stream_out.last_event()
+            self.turn = (self.turn + 1) % VISIT_BUFFERS
+
+    def settle(self) -> None:
+        """Let the host wait until its memory holds what the last update has written."""
+        event = self.stream_out.last_event()
+        if event is not None:
+            event.synchronize()
+
+    def delay_if_testing(self) -> None:
+        if self.delay and self.stream_in.stream:
+            torch.cuda._sleep(self.delay)
+
+
 # ---------------------------------------------------------------------------- states
 
 
@@ -311,7 +402,8 @@ class States:
     backward uses its matrices more than once, so they are gathered together. num_chunks: of
     tokens, if layers run in chunks, and so contributions to a gradient in each pass. poison:
     released weights and used gradients become NaN, for tests. optimizer: of matrices; vectors have
-    AdamW. Raises ValueError if the optimizer needs whole matrices and a rank has parts.
+    AdamW. place: of its states, "gpu" or "host" (HostStates; delay: its). Raises ValueError if the
+    optimizer needs whole matrices and a rank has parts.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
@@ -320,7 +412,7 @@ class States:
                  reduce_dtype: torch.dtype | None = None, gather_layers: bool = False,
                  num_chunks: int = 1, bucket_bytes: int = 2**25, poison: bool = False,
                  optimizer: Optimizer = OPTIMIZER, betas: tuple[float, float] = (0.9, 0.95),
-                 eps: float = 1e-8, decay: float = 0.1):
+                 eps: float = 1e-8, decay: float = 0.1, place: str = "gpu", delay: int = 0):
         if optimizer.whole and (layout != "inter" or factors.p != 1):
             raise ValueError(f"layout={layout} p={factors.p}: this optimizer needs whole matrices, "
                              "which a rank owns with layout=inter p=1")
@@ -346,6 +438,12 @@ class States:
         self.prefetch = "param_gather" in overlap
         self.make_groups(groups or Groups())
         self.make_params(model)
+        self.host_states = None
+        if place == "host":
+            self.host_states = HostStates(list(self.sharded_params.values()), optimizer,
+                                          self.accum_dtype, device, poison, delay)
+        else:
+            self.make_states()
         self.make_vectors(model)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         self.scalars = torch.ones(5, dtype=self.accum_dtype, device=device)  # of Optimizer
@@ -465,11 +563,16 @@ class States:
                 self.grad_buffers[key] = GradBuffer(self.zeros(padded, sum_dtype))
             unsharded_grad = self.grad_buffers[key]
         owned_grad = grad_shard[owned] if f.g == f.p else grad_shard
-        states = {state: self.zeros(size, self.accum_dtype) for state in self.optimizer.states}
         start = self.param_index * part + offset
         return ShardedParam(name, module, unit, owner, start, size, param_shard, secondary_shard,
                             unsharded_param, grad_shard, unsharded_grad, param_shard[owned],
-                            owned_grad, states, num_chunks)
+                            owned_grad, {}, num_chunks)
+
+    def make_states(self) -> None:
+        """Allocate the optimizer's states on the device."""
+        for param in self.sharded_params.values():
+            param.states = {state: self.zeros(param.size, self.accum_dtype)
+                            for state in self.optimizer.states}
 
     def make_vectors(self, model: nn.Module) -> None:
         """Make small weights parts of one vector on every rank, in accum_dtype: they are their own
@@ -721,11 +824,16 @@ class States:
         self.updates += finite
         self.write_scalars(lr, clip, norm, finite)
         self.update_vectors()
-        for unit in self.units:
-            for param in unit:
-                if param.size:
-                    self.update_param(param)
-            self.broadcast_params(unit)
+        stream = contextlib.nullcontext()
+        if self.host_states is not None:
+            self.host_states.begin()
+            stream = self.streams["host_update"].after_compute()  # gradients and scalars are final
+        with stream:
+            for unit in self.units:
+                for param in unit:
+                    if param.size:
+                        self.update_param(param)
+                self.broadcast_params(unit)
         return norm, finite
 
     def grad_norm(self) -> Tensor:
@@ -754,25 +862,31 @@ class States:
         adamw(unused, self.vector_grad, states, self.scalars, self.betas, self.eps, 0.0)
 
     def update_param(self, param: ShardedParam) -> None:
-        """Update what this rank owns of a matrix."""
-        tensors = [param.owned_param, param.owned_grad, *param.states.values()]
-        if self.optimizer.whole:  # (S,) -> (rows, cols)
-            tensors = [param.as_matrix(flat) for flat in tensors]
-        weight, grad, *states = tensors
-        self.optimizer.update(weight, grad, tuple(states), self.scalars, self.betas, self.eps,
-                              self.decay)
+        """Update what this rank owns of a matrix: where its states lie, or as they visit."""
+        visits = [(slice(None), tuple(param.states.values()))]
+        if self.host_states is not None:
+            visits = self.host_states.visits(param.states)
+        for part, states in visits:
+            tensors = [param.owned_param[part], param.owned_grad[part], *states]
+            if self.optimizer.whole:  # (S,) -> (rows, cols)
+                tensors = [param.as_matrix(flat) for flat in tensors]
+            weight, grad, *states = tensors
+            self.optimizer.update(weight, grad, tuple(states), self.scalars, self.betas, self.eps,
+                                  self.decay)
 
     def broadcast_params(self, unit: list[ShardedParam]) -> None:
         """Launch the travel of a unit's new parameters from their owners to the subgroup."""
         if self.factors.p > 1:
             for param in unit:
                 param.unsharded_param.holder = None  # what was gathered is old
-        if self.subgroup_size == 1:
+        stream = self.streams["host_update"]
+        if self.subgroup_size > 1:
+            stream = self.streams["param_broadcast"]
+            with stream.after_compute(), self.one_launch():  # the unit is updated
+                for param in unit:
+                    self.broadcast_param(param)
+        elif self.host_states is None:
             return
-        stream = self.streams["param_broadcast"]
-        with stream.after_compute(), self.one_launch():  # the unit is updated
-            for param in unit:
-                self.broadcast_param(param)
         broadcast_done = stream.last_event()
         for param in unit:
             param.broadcast_done = broadcast_done
@@ -797,8 +911,14 @@ class States:
 
     # -- loading and saving
 
+    def settle(self) -> None:
+        """Let the host see the states that lie there as the last update leaves them."""
+        if self.host_states is not None:
+            self.host_states.settle()
+
     def load(self, name: str, tensor: Tensor) -> None:
         """Set a parameter, each rank its shards, from the whole tensor of any dtype and device."""
+        self.settle()
         if name in self.vector_slices:
             self.vector_states["master"][self.vector_slices[name]].copy_(tensor)
             return
@@ -812,6 +932,7 @@ class States:
 
     def full(self, name: str) -> Tensor:
         """Return a whole parameter in accum_dtype; a collective of all ranks."""
+        self.settle()
         if name in self.vector_slices:
             return self.vector_states["master"][self.vector_slices[name]]
         param = self.by_name[name]
@@ -824,7 +945,9 @@ class States:
 
     def state_parts(self) -> dict[str, StatePart]:
         """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
-        number of updates. Replicas share the saving, matrix by matrix."""
+        number of updates. Replicas share the saving, matrix by matrix. Of states on the host it is
+        what they are until the next update."""
+        self.settle()
         rank = dist.get_rank()
         replica = rank // self.factors.os
         replicas = dist.get_world_size() // self.factors.os

@@ -155,10 +155,14 @@ class Config:
                          " zero1.5:K")
     os_layout: str = flag("auto", "of optimizer states: inter (whole tensors, greedy), intra (each"
                           " tensor split evenly), or auto: by predicted time")
+    os_place: str = flag("auto", "where optimizer states lie: gpu; host, in page-locked memory,"
+                         " from which they visit the GPU under the next forward; or auto: by"
+                         " predicted time")
     overlap: str = flag(",".join(STREAMS), "communication that runs under computation, a list, or"
                         " none: param_gather (weights before they are used), grad_scatter (a"
                         " matrix's gradient to its shards), grad_reduce (shards over replicas),"
-                        " param_broadcast (updated weights to those who hold them)")
+                        " param_broadcast (updated weights to those who hold them), host_update (of"
+                        " states on the host)")
     reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
     recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
                           " program of planner.py says; none: they keep everything; full: their"
@@ -171,8 +175,9 @@ class Config:
                              " equal parts; auto: 16K")
     head_groups: int | None = flag(None, "parts of a rank's heads; the next one's all-to-all runs"
                                    " under this one's attention; auto: at most 4")
-    host_memory: int | None = flag(None, "bytes of a node (as 400G) for swapped activations; auto:"
-                                   " what the control group or the machine allows, less an eighth")
+    host_memory: int | None = flag(None, "bytes of a node (as 400G) for states and activations;"
+                                   " auto: what the control group or the machine allows, less an"
+                                   " eighth")
     gpu_memory: int | None = flag(None, "bytes of a GPU that may be used (as 80G); auto: all")
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
@@ -194,8 +199,9 @@ class Config:
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-CHOICES = {"os_layout": ("auto", "intra", "inter"), "reduce_dtype": ("auto", "fp32"),
-           "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
+CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
+           "reduce_dtype": ("auto", "fp32"), "recompute": ("auto", "none", "full"),
+           "dtype": ("auto", *DTYPES),
            "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
 LIMITS = {  # what a number may be, if it is not auto
@@ -660,7 +666,7 @@ def with_choice(run: Run, plan: Plan) -> Run:
     """Return the run with a plan, and its choices as flags."""
     cfg = dataclasses.replace(run.cfg, sp=plan.sp, batch=plan.batch, micro_batch=plan.micro_batch,
                               head_groups=plan.head_groups, chunk=plan.chunk,
-                              os_layout=plan.os_layout)
+                              os_layout=plan.os_layout, os_place=plan.os_place)
     return run.but(cfg=cfg, plan=plan)
 
 
@@ -729,13 +735,14 @@ def describe(run: Run, print0: Callable) -> None:
     f = plan.factors
     secondary = f" secondary={f.secondary}" if f.secondary else ""
     print0(f"states: p={f.p} g={f.g} os={f.os}{secondary} of {run.world} ranks, {cfg.per_node} a "
-           f"node; {cfg.os_layout}-tensor; overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
+           f"node; {cfg.os_layout}-tensor; optimizer states on the {cfg.os_place}; overlapped: "
+           f"{cfg.overlap}; recomputed: {cfg.recompute}")
     print0(f"batch: {plan.batch} sequences = {run.world // plan.sp} data-parallel ranks x "
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={plan.sp}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
-               f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank")
+               f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
     second = run.others[0] if run.others else None
     print0(planner.describe_choice(plan, second, run.hardware))
     print0(plan.memory.describe(), flush=True)
@@ -769,7 +776,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
-        decay=cfg.weight_decay)
+        decay=cfg.weight_decay, place=plan.os_place)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     return model, states
 

@@ -127,13 +127,15 @@ def a800() -> Profile:
                        " NVLink); across nodes 4 NICs of 25 GB/s: InternEvo's 107 GB/s divided by"
                        " its 1.2 to 1.5 for more nodes, at most 93 (86 to 96 measured: nccl issue"
                        " 1048, nccl-tests issue 119); " + MODEL_OF_NCCL,
-        "overlap": "Galvatron's coefficient, measured on other machines"}
+        "overlap": "Galvatron's coefficient, measured on other machines; copies: assumed, both ways"
+                   " together as fast as one"}
     return Profile(
         "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12, "fa2",
         {kind: [[4096, 4096, 245e12]] for kind in PRODUCTS}, attention, 0.85 * 2039e9,
         0.85 * 2039e9, 12e9, 12e9, {"forward": 0.001, "backward": 0.002},
         network(8, 158e9, across),
-        {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126]}, sources,
+        {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126], "copies": [2.0, 2.0]},
+        sources,
         {"hardware": "8 x A800-80GB a node", "command": "python results/scale.py profiles"})
 
 
@@ -165,10 +167,12 @@ def h200x8() -> Profile:
         "from_host": "measured, all 8 GPUs at once (both ways at once: 13 GB/s each)",
         "collectives": "8x1: bus bandwidths measured at 4, 64 and 1024 MiB; 4x1: assumed the same"
                        " bus bandwidths; 2x1: h200x2's; broadcast: assumed all_gather's",
-        "memory": "h200x2's", "optimizer": "h200x2's", "launch": "h200x2's", "overlap": "h200x2's"}
+        "memory": "h200x2's", "optimizer": "h200x2's", "launch": "h200x2's",
+        "overlap": "h200x2's; copies: measured, 13 GB/s each way"}
     return dataclasses.replace(
         two, name="h200x8", per_node=8, host_bytes=560 * GIB, attention=attention, to_host=22e9,
-        from_host=34e9, collectives=collectives, sources=sources,
+        from_host=34e9, collectives=collectives,
+        overlap=two.overlap | {"copies": [34 / 13, 22 / 13]}, sources=sources,
         about={"hardware": "8 x NVIDIA H200", "command": "python results/scale.py profiles",
                "note": "not measured by bench.py --profile"})
 
@@ -253,7 +257,7 @@ def cluster(gpus: int) -> Hardware:
 def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
     """Return the planner's first choice for flags, None if nothing fits or a strategy is
     illegal."""
-    constraints = Constraints(dtype=torch.bfloat16, **flags)
+    constraints = Constraints(dtype=torch.bfloat16, os_place="gpu", **flags)  # as theirs
     try:
         return plan(constraints, model, cluster(gpus), top=1)[0]
     except ValueError:
