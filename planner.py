@@ -767,12 +767,14 @@ class Search:
         kept = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
         plan = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
         without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
-        if without.total() > hardware.gpu_budget:
-            error = too_large(c, plan, without, hardware)
-            x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
-            error.over += max(0.0, model.layers * (x + attn) - hardware.host_budget)
-            raise error
-        self.host_left(plan)
+        x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
+        try:
+            self.host_left(plan)
+            if without.total() > hardware.gpu_budget:
+                raise too_large(c, plan, without, hardware)
+        except TooLarge as e:  # layers find no room, either
+            e.over += max(0.0, model.layers * (x + attn) - hardware.host_budget)
+            raise
         return plan
 
     def fit_chunks(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
