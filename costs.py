@@ -561,7 +561,7 @@ class UnitSeconds:
     cast: float  # to the type in which they travel, and back: likewise
     broadcast: float  # of new parameters, once a step
     update: float  # of what a rank owns: compute
-    visit: float  # of its states, if they lie on the host: copies both ways
+    visit: float  # of its states, if they lie on the host: there and back, the update between
 
 
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
@@ -628,17 +628,11 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     visit = 0.0
     if plan.os_place == "host":
         states = owned * len(OPTIMIZER.states) * accumulation_dtype(est.dtype).itemsize
-        visit = states * visit_seconds(est)
+        visit = states / est.profile.visits
     return UnitSeconds(gather, gather_back, sum(scatter(s, False) for s in counts),
                        sum(scatter(s, True) for s in counts), keep, sums, cast,
                        sum(broadcast(s) for s in counts),
                        owned * update_bytes(est.dtype) / est.profile.optimizer, visit)
-
-
-def visit_seconds(est: Estimator) -> float:
-    """Return seconds of a byte that comes from the host and goes back, while others do."""
-    there, back = est.profile.overlap["copies"]
-    return max(there / est.profile.from_host, back / est.profile.to_host)
 
 
 class StepTimeline(Timeline):
@@ -696,7 +690,7 @@ class StepTimeline(Timeline):
         later = self.plan.os_place == "host" and "host_update" in self.plan.overlap
         when = self.now
         for unit in self.units:
-            when += unit.visit + unit.update
+            when += unit.visit
             if later:
                 self.updated.append(when)
                 continue

@@ -62,11 +62,11 @@ class Profile:
     optimizer: float  # bytes/s of the update
     to_host: float  # bytes/s, while all GPUs of a node copy
     from_host: float
+    visits: float  # bytes/s each way of optimizer states that lie on the host and are updated
     launch: dict[str, float]  # forward, backward: seconds of the host for a layer
     collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
     overlap: dict[str, list[float]]  # collectives (beside a layer), all_to_all (beside attention):
-    # factors on the seconds of compute, and of communication, while both run; copies: of those from
-    # the host, and to it
+    # factors on the seconds of compute, and of communication, while both run
     sources: dict[str, str] = field(default_factory=dict)  # where numbers come from, by field
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
 
@@ -186,6 +186,7 @@ def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
         attention={kind: times(points, flops) for kind, points in profile.attention.items()},
         memory=profile.memory * memory, optimizer=profile.optimizer * memory,
         to_host=profile.to_host * host, from_host=profile.from_host * host,
+        visits=profile.visits * host,
         collectives={op: {mesh: times(points, network) for mesh, points in meshes.items()}
                      for op, meshes in profile.collectives.items()}, **changes)
 
@@ -223,8 +224,7 @@ def with_network(profile: Profile, per_node: int) -> Profile:
     network = scaled(base, base.name, network=sheet.nvlink / find_sheet(BASE).nvlink)
     by_sheets = f"{base.name}'s, by the ratio of the data sheets"
     return dataclasses.replace(
-        profile, collectives=network.collectives,
-        overlap=base.overlap | {"copies": profile.overlap["copies"]},
+        profile, collectives=network.collectives, overlap=base.overlap,
         sources=profile.sources | {"collectives": by_sheets, "overlap": by_sheets})
 
 
@@ -253,7 +253,7 @@ def check_profile(profile: Profile, name: str) -> None:
     for op, meshes in profile.collectives.items():
         tables |= {f"{op} {mesh}": points for mesh, points in meshes.items()}
     tables |= {key: [[1, getattr(profile, key)]] for key in
-               ("memory", "optimizer", "to_host", "from_host", "gpu_bytes", "host_bytes")}
+               ("memory", "optimizer", "to_host", "from_host", "visits", "gpu_bytes", "host_bytes")}
     for table, points in tables.items():
         numbers = [x for point in points for x in point]
         good = numbers and all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers)
@@ -264,7 +264,7 @@ def check_profile(profile: Profile, name: str) -> None:
     missing += [kind for kind in PRODUCTS if kind not in profile.products]
     missing += [f"{name}: {kind}" for name in ("attention", "launch")
                 for kind in ("forward", "backward") if kind not in getattr(profile, name)]
-    missing += [f"overlap: {kind}" for kind in ("collectives", "all_to_all", "copies")
+    missing += [f"overlap: {kind}" for kind in ("collectives", "all_to_all")
                 if kind not in profile.overlap]
     if missing:
         raise ValueError(f"--cluster {name}: lacks {', '.join(missing)}")
@@ -283,13 +283,20 @@ class Effort:
     seqs: tuple[int, ...]
     sizes: tuple[int, ...]  # bytes of collectives
     heads: int = 8
+    layers: int = 1  # whose optimizer states visit the device
     copied: int = 2**28  # bytes to the host and of element-wise kernels
+
+    @property
+    def width(self) -> int:
+        """Return that of whole layers."""
+        return self.widths[len(self.widths) // 2]
 
 
 FULL = Effort(0.4, (2048, 4096, 16384), (2048, 4096, 8192),
-              (1024, 4096, 16384, 65536, 262144), (2**20, 2**23, 2**26, 2**29))
+              (1024, 4096, 16384, 65536, 262144), (2**20, 2**23, 2**26, 2**29),
+              layers=4)
 AT_START = Effort(0.05, (4096,), (4096,), (8192,), (2**23, 2**27))
-ON_CPU = Effort(0.02, (256,), (256,), (256,), (2**16, 2**20), 2, 2**22)
+ON_CPU = Effort(0.02, (256,), (256,), (256,), (2**16, 2**20), 2, copied=2**22)
 
 
 class Stopwatch:
@@ -339,7 +346,8 @@ def measure_profile(name: str, device: torch.device, dtype: torch.dtype, kernel:
         name, torch.cuda.get_device_name(device) if gpu else "CPU", per_node, gpu_bytes, host_bytes,
         peak_flops(torch.cuda.get_device_name(device) if gpu else "CPU"), kernel, products,
         attention, layer.memory_rate(products, attention), measure_optimizer(clock, dtype, effort),
-        to_host, from_host, measure_launches(clock, dtype, kernel),
+        to_host, from_host, measure_visits(clock, dtype, kernel, effort),
+        measure_launches(clock, dtype, kernel),
         measure_collectives(clock, dtype, per_node, effort.sizes),
         measure_overlap(clock, dtype, effort, layer), {"all": "measured"}, about or {})
 
@@ -403,12 +411,11 @@ class Layer:
     of the kernels between them, and of launching all of them."""
 
     def __init__(self, clock: Stopwatch, dtype: torch.dtype, kernel: str, effort: Effort):
-        width = effort.widths[-1] // 2 if len(effort.widths) > 1 else effort.widths[0]
         self.clock = clock
         self.tokens = effort.tokens[len(effort.tokens) // 2]
         self.dtype = dtype
         self.model, self.run_layer, self.x = sample_layers(
-            2, width, self.tokens, clock.device, dtype, kernel)
+            2, effort.width, self.tokens, clock.device, dtype, kernel)
         self.cfg = self.model.cfg
 
     def __call__(self) -> None:
@@ -453,19 +460,20 @@ def measure_optimizer(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> f
     return update_bytes(dtype) * count / seconds
 
 
-def copies(size: int, device: torch.device) -> tuple[Callable, Callable]:
-    """Return functions that copy so many bytes to page-locked memory of the host, and from it."""
-    gpu = device.type == "cuda"
-    sent, received = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    there, back = (torch.zeros(size, dtype=torch.uint8, pin_memory=gpu) for _ in range(2))
-    return (lambda: there.copy_(sent, non_blocking=True),
-            lambda: received.copy_(back, non_blocking=True))
-
-
 def measure_copies(clock: Stopwatch, size: int) -> tuple[float, float]:
-    """Return bytes/s to the host and from it."""
-    to_host, from_host = copies(size, clock.device)
-    return size / clock(to_host), size / clock(from_host)
+    """Return bytes/s to the host and from it, of page-locked memory."""
+    here = torch.zeros(size, dtype=torch.uint8, device=clock.device)
+    there = torch.zeros(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
+    to_host = clock(lambda: there.copy_(here, non_blocking=True))
+    return size / to_host, size / clock(lambda: here.copy_(there, non_blocking=True))
+
+
+def measure_visits(clock: Stopwatch, dtype: torch.dtype, kernel: str, effort: Effort) -> float:
+    """Return bytes/s each way of optimizer states that lie on the host: of updates of layers, back
+    to back."""
+    model, _, _ = sample_layers(effort.layers, effort.width, 128, clock.device, dtype, kernel)
+    states = States(model, clock.device, dtype, place="host")
+    return states.bytes()["optimizer"] / clock(lambda: states.update(0.0, 0.0))
 
 
 def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[str, float]:
@@ -548,17 +556,13 @@ def operations(group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: 
 def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,
                     layer: Layer) -> dict[str, list[float]]:
     """Return how much longer compute and communication take while both run: gathers and scatters of
-    all ranks beside a layer, all-to-alls beside attention; and copies from the host beside those to
-    it."""
-    found = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0], "copies": [1.0, 1.0]}
-    if clock.device.type != "cuda":
-        return found
-    side = CommStream(clock.device)
-    found["copies"] = slow_downs(clock, *reversed(copies(effort.copied, clock.device)), side)
-    if dist.get_world_size() == 1:
-        return found
+    all ranks beside a layer, all-to-alls beside attention."""
+    alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}
+    if clock.device.type != "cuda" or dist.get_world_size() == 1:
+        return alone
     group = Groups().get("profile", lambda r: 0)
     run = operations(group, effort.copied, dtype, clock.device, one_node=True)
+    side = CommStream(clock.device)
     q = random_tensor(1, effort.tokens[-1], effort.heads, 128, device=clock.device, dtype=dtype)
     attention = layer.model.attention
 
@@ -566,10 +570,9 @@ def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,
         run["all_gather"]()
         run["reduce_scatter"]()
 
-    found["collectives"] = slow_downs(clock, layer, collectives, side)
-    found["all_to_all"] = slow_downs(clock, lambda: attention.forward(q, q, q), run["all_to_all"],
-                                     side)
-    return found
+    return {"collectives": slow_downs(clock, layer, collectives, side),
+            "all_to_all": slow_downs(clock, lambda: attention.forward(q, q, q),
+                                     run["all_to_all"], side)}
 
 
 def slow_downs(clock: Stopwatch, compute: Callable, other: Callable,

@@ -211,17 +211,17 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward.
 
-    bandwidth: bytes/s to the host, with all GPUs copying; busy: seconds of a forward in which other
-    things are copied; gpu, host: bytes a rank can give to activations. With the number of resident
-    layers k, of kept chunks K, of swapped chunks S, of layers without o, X, and of seconds w in
-    which compute waits for copies:
+    bandwidth: bytes/s to the host, with all GPUs copying; busy: seconds of a layer's forward in
+    which other things are copied; gpu, host: bytes a rank can give to activations. With the number
+    of resident layers k, of kept chunks K, of swapped chunks S, of layers without o, X, and of
+    seconds w in which compute waits for copies:
 
         min  w + X*attn_s - (K + S)*recompute_s/c      (+ a tenth of a millisecond a GiB swapped)
         GPU    k*(input + attn) + K*S_others/c + 2*(input + attn + a*S_others/c)   <= gpu
                (and, while layers leave in forward,  4*(input + attn + a*S_others/c) <= gpu)
         host   (n - k)*(input + attn) - X*attn + S*S_others/c                    <= host
         time   (n - k)*(input + attn) - X*attn + S*S_others/c
-                                                     <= bandwidth*((n - k)*layer_s - busy + w)
+                                                     <= bandwidth*((n - k)*(layer_s - busy) + w)
                K <= c*k,  S <= a*(n - k),  X <= n - k
 
     where a, the chunks that a rounding buffer has room for, takes some values in turn (eighths of a
@@ -285,7 +285,7 @@ def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     buffers = 2 * (io + a * part)
     kept = np.minimum(c * k, whole((gpu - k * io - buffers) / part))
     by_host = (host - away * io + x * s.attn) / part
-    covered = away * s.layer_s - busy  # seconds that hide copies
+    covered = away * max(0.0, s.layer_s - busy)  # seconds that hide copies
     hidden = (bandwidth * covered - away * io + x * s.attn) / part  # copies, to the kink
     limit = np.minimum(a * away, whole(by_host))
     shape = np.broadcast_shapes(kept.shape, limit.shape, hidden.shape)
@@ -337,10 +337,8 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
 def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float, busy: float) -> float:
     """Return the seconds of a micro-batch's forward in which compute waits for copies."""
     copied = host_bytes(activations, (s.input, s.attn, s.intermediates))
-    if not copied:
-        return 0.0
     away = activations.layers - activations.resident
-    return max(0.0, copied / bandwidth + busy - away * s.layer_s)
+    return max(0.0, copied / bandwidth - away * max(0.0, s.layer_s - busy))
 
 
 def recomputed_share(cfg: ModelConfig) -> float:
@@ -833,13 +831,14 @@ def beside_activations(plan: Plan) -> float:
 
 
 def link_seconds(est: Estimator, plan: Plan) -> float:
-    """Return seconds of a micro-batch's forward, in the mean, in which optimizer states take the
-    link to the host."""
+    """Return seconds of a layer's forward, in the mean, in which optimizer states take the link to
+    the host."""
     if plan.os_place == "gpu":
         return 0.0
     ends = unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
     layer = unit_seconds(est, plan, est.matrices)
-    return (2 * ends.visit + est.model.layers * layer.visit) / plan.micro_batches
+    visits = 2 * ends.visit + est.model.layers * layer.visit
+    return visits / est.model.layers / plan.micro_batches
 
 
 def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:

@@ -127,15 +127,14 @@ def a800() -> Profile:
                        " NVLink); across nodes 4 NICs of 25 GB/s: InternEvo's 107 GB/s divided by"
                        " its 1.2 to 1.5 for more nodes, at most 93 (86 to 96 measured: nccl issue"
                        " 1048, nccl-tests issue 119); " + MODEL_OF_NCCL,
-        "overlap": "Galvatron's coefficient, measured on other machines; copies: assumed, both ways"
-                   " together as fast as one"}
+        "visits": "assumed: both ways together as fast as one",
+        "overlap": "Galvatron's coefficient, measured on other machines"}
     return Profile(
         "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12, "fa2",
         {kind: [[4096, 4096, 245e12]] for kind in PRODUCTS}, attention, 0.85 * 2039e9,
-        0.85 * 2039e9, 12e9, 12e9, {"forward": 0.001, "backward": 0.002},
+        0.85 * 2039e9, 12e9, 12e9, 6e9, {"forward": 0.001, "backward": 0.002},
         network(8, 158e9, across),
-        {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126], "copies": [2.0, 2.0]},
-        sources,
+        {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126]}, sources,
         {"hardware": "8 x A800-80GB a node", "command": "python results/scale.py profiles"})
 
 
@@ -167,12 +166,11 @@ def h200x8() -> Profile:
         "from_host": "measured, all 8 GPUs at once (both ways at once: 13 GB/s each)",
         "collectives": "8x1: bus bandwidths measured at 4, 64 and 1024 MiB; 4x1: assumed the same"
                        " bus bandwidths; 2x1: h200x2's; broadcast: assumed all_gather's",
-        "memory": "h200x2's", "optimizer": "h200x2's", "launch": "h200x2's",
-        "overlap": "h200x2's; copies: measured, 13 GB/s each way"}
+        "visits": "measured, all 8 GPUs at once, of copies both ways without an update",
+        "memory": "h200x2's", "optimizer": "h200x2's", "launch": "h200x2's", "overlap": "h200x2's"}
     return dataclasses.replace(
         two, name="h200x8", per_node=8, host_bytes=560 * GIB, attention=attention, to_host=22e9,
-        from_host=34e9, collectives=collectives,
-        overlap=two.overlap | {"copies": [34 / 13, 22 / 13]}, sources=sources,
+        from_host=34e9, visits=13e9, collectives=collectives, sources=sources,
         about={"hardware": "8 x NVIDIA H200", "command": "python results/scale.py profiles",
                "note": "not measured by bench.py --profile"})
 
