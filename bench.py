@@ -764,11 +764,14 @@ def longest(constraints: Constraints, model: ModelConfig,
 
 
 def first_and_last_layers(run: Run) -> Run:
-    """Return the run of a model of the first and the last two layers, as they are planned."""
+    """Return the run of a model of the first two groups of layers and the last two layers, as they
+    are planned."""
     kept = run.plan.activations
-    few = ActivationPlan(4, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
-                         2 * kept.most_swapped_chunks(), min(1, kept.layers_recomputing_attention))
-    model = dataclasses.replace(run.model, layers=4)
+    away = 2 * kept.stride
+    few = ActivationPlan(away + 2, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
+                         away * kept.most_swapped_chunks(),
+                         min(kept.stride, kept.layers_recomputing_attention), kept.stride)
+    model = dataclasses.replace(run.model, layers=few.layers)
     plan = dataclasses.replace(run.plan, activations=few)
     return run.but(model=model, plan=planner.with_memory(plan, model, run.dtype))
 
@@ -1014,7 +1017,7 @@ def table_alpha(bench: Bench) -> None:
         layer_s = seconds / 3 / cfg.layers  # of a forward
         io = 2 * n * cfg.dim * 2  # bytes of x and o, bf16
         others = 14 * n * cfg.dim * 2  # Memo's 16 bsh elements
-        sizes = Sizes(io // 2, io // 2, others, layer_s, layer_s, layer_s)
+        sizes = Sizes(io // 2, io // 2, others, layer_s, layer_s, layer_s, layer_s)
         memo, _ = plan_activations(cfg.layers, sizes, 8, 32e9, math.inf, 2e12 / 8, memo=True)
         swapped = cfg.layers - 2
         bench.add({

@@ -24,6 +24,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 import model as llama
@@ -218,22 +219,39 @@ def checkpoint_bytes(cfg: ModelConfig, dtype: torch.dtype) -> int:
     return len(OPTIMIZER.states) * accumulation_dtype(dtype).itemsize * param_count(cfg)
 
 
+def kept_parts(plan: ActivationPlan) -> tuple:
+    """Return how many of the resident layers keep x, and o, and how many of those that leave. Also
+    of many plans at once, whose numbers are arrays."""
+    away = plan.layers - plan.resident
+    dropped = plan.layers_recomputing_attention
+    inputs_away = away // plan.stride  # groups leave as wholes
+    inputs = -(-plan.layers // plan.stride) - inputs_away
+    outputs = np.minimum(plan.resident, plan.layers - dropped)
+    return inputs, outputs, inputs_away, np.maximum(0, away - dropped)
+
+
 def resident_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
-    """Return the bytes of a rank for what resident layers keep, and for two rounding buffers;
-    layer: layer_bytes."""
+    """Return the bytes of a rank for what resident layers keep, for two rounding buffers, and for
+    what backward makes again of a group of layers; layer: layer_bytes. Also of many plans."""
     x, attn, intermediates = layer
-    buffers = 0
-    if plan.resident < plan.layers:
-        swapped = plan.most_swapped_chunks() * intermediates / plan.chunks
-        buffers = 2 * (x + attn + swapped)
-    return plan.resident * (x + attn) + plan.kept_chunks * intermediates / plan.chunks + buffers
+    inputs, outputs, groups, outputs_away = kept_parts(plan)
+    swapped = plan.most_swapped_chunks() if plan.swapped_chunks else 0
+    # a group keeps most if it is the last that leaves
+    largest = x + np.minimum(plan.stride, outputs_away) * attn
+    buffers = 2 * (groups > 0) * (largest + swapped * intermediates / plan.chunks)
+    again = (plan.stride - 1) * x
+    # layer_peaks counts one layer's o
+    again += np.maximum(0, np.minimum(plan.stride, plan.layers_recomputing_attention) - 1) * attn
+    return (inputs * x + outputs * attn + plan.kept_chunks * intermediates / plan.chunks + buffers
+            + again)
 
 
 def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
-    """Return the bytes of a rank for the host buffers of the layers that are swapped."""
+    """Return the bytes of a rank for the host buffers of the layers that are swapped. Also of many
+    plans."""
     x, attn, intermediates = layer
-    return ((plan.layers - plan.resident) * (x + attn) - plan.layers_recomputing_attention * attn
-            + plan.swapped_chunks * intermediates / plan.chunks)
+    _, _, inputs, outputs = kept_parts(plan)
+    return inputs * x + outputs * attn + plan.swapped_chunks * intermediates / plan.chunks
 
 
 @functools.cache
@@ -445,6 +463,7 @@ class LayerSeconds:
     exchange_back: float  # of it, likewise
     kernels: float  # of both passes, attention alone
     recompute: float  # of the intermediates of all tokens, in backward
+    post: float  # of what makes the next layer's input again
     whole: float  # of a forward that runs again, if a layer keeps its input alone
 
 
@@ -506,7 +525,7 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     last = product("forward", others[-1])  # which a recomputed layer leaves out
     return LayerSeconds(
         chunks, pre + attention + post, attention - kernel, attention, tuple(backward),
-        attention_back - kernel_back, kernel + kernel_back, pre + post - last,
+        attention_back - kernel_back, kernel + kernel_back, pre + post - last, post,
         pre + attention + post - last)
 
 
@@ -840,17 +859,17 @@ def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
     return {"computation": plan.micro_batches * once}
 
 
-def bound_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
+def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[str, float]:
     """Return seconds that a step takes at least: its computation with the update, and communication
     that is all hidden, which slows computation down; or the communication of one wire alone, or the
-    visits of states that lie on the host."""
+    visits of states that lie on the host. lost: seconds of a micro-batch that are recomputed."""
     m = plan.micro_batches
     ends = unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
     layer = unit_seconds(est, plan, est.matrices)
     across = crosses_nodes(est, plan)
     wires = [0.0, 0.0]
     visits = 0.0
-    computed = sum(computation_seconds(est, plan).values())
+    computed = sum(computation_seconds(est, plan).values()) + m * lost
     for unit, count in ((ends, 2), (layer, est.model.layers)):
         computed += count * (unit.update + m * unit.keep + unit.cast)
         visits += count * unit.visit

@@ -10,10 +10,16 @@ of three ways:
     recompute   pre and post run again on the chunk, from x and o
 
 x, o and the log-sum-exp always come back, from the GPU in the last k layers, from the host in the
-others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Only where even these do not
-fit, some layers drop o and recompute attention. Two rounding buffers receive what is prefetched:
-layer i uses buffer i mod 2, which may be overwritten once compute is done with layer i + 2; a host
-buffer may be once the backward that read it last has waited for its prefetch_done.
+others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even these do not fit,
+no intermediates are kept, and
+
+    drop x    of all but every m-th layer: backward makes those of a group of m layers again, each
+              from the layer before it, x' = post(x, o), which is token-wise work alone
+    drop o    of the first X layers, too, whose attention runs twice: the last resort
+
+Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
+uses buffer g mod 2, which may be overwritten once compute is done with group g + 2; a host buffer
+may be once the backward that read it last has waited for its prefetch_done.
 
     forward   compute  | layer i        | layer i+1      | layer i+2        frees what layer i had
               offload  |                | i -> host      | i+1 -> host
@@ -26,9 +32,9 @@ how much is kept and swapped (ActivationPlan).
 
 Left out: swapping to disk, and layers of different shapes.
 
-Legend: B sequences, T tokens of one on a rank, N = B*T, n layers, k resident layers, c chunks of a
-layer, C width, H query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved*:
-kept or swapped.
+Legend: B sequences, T tokens of one on a rank, N = B*T, n layers, k resident layers, m layers a
+group (`stride`), g a group, c chunks of a layer, C width, H query heads, K key/value heads, D head
+width; i a layer, j a chunk of it, *saved*: kept or swapped.
 """
 import contextlib
 import functools
@@ -65,7 +71,15 @@ class ActivationPlan:
     resident: int  # k: the last layers, whose x and o stay on the GPU
     kept_chunks: int = 0  # that stay, over all resident layers, from the last layer on
     swapped_chunks: int = 0  # over all other layers, evenly
-    layers_recomputing_attention: int = 0  # of the swapped layers, the first ones: they drop o
+    layers_recomputing_attention: int = 0  # X, the first ones: they drop o
+    stride: int = 1  # m: every m-th layer keeps its input x; if not all do, no intermediates stay
+
+    def keeps_input(self, i: int) -> bool:
+        return i % self.stride == 0
+
+    def keeps_output(self, i: int) -> bool:
+        """Return whether layer i keeps attention's output o and the log-sum-exp."""
+        return i >= self.layers_recomputing_attention
 
     @property
     def alpha(self) -> float:
@@ -95,6 +109,8 @@ class ActivationPlan:
         text = (f"{self.resident} of {self.layers} layers resident, {share:.0%} of their "
                 f"intermediates kept; alpha {self.alpha:.3f} of the other layers; {self.chunks} "
                 "chunks a layer")
+        if self.stride > 1:
+            text += f"; one layer in {self.stride} keeps its input, the others' are made again"
         if self.layers_recomputing_attention:
             text += f"; ATTENTION RUNS TWICE in {self.layers_recomputing_attention} layers"
         return text
@@ -380,8 +396,9 @@ class MicroBatch:
         self.host_buffers = host_buffers  # by layer
         self.saved: dict[int, SavedLayer] = {}  # from a layer's forward to its backward
         self.offload_done: dict[int, object] = {}  # layer: event, its tensors are on the host
-        self.prefetch_done: dict[int, object] = {}  # layer: event, its host buffer was read
-        self.prefetched: set[int] = set()  # in a rounding buffer, or on their way into it
+        self.prefetch_done: dict[int, object] = {}  # group: event, its host buffers were read
+        self.prefetched: set[int] = set()  # groups in a rounding buffer, or on their way into it
+        self.entered: int | None = None  # the group in which backward is
         self.finished = False  # its last backward is done: its host buffers are free
 
     def run_layer(self, i: int, x: Tensor) -> Tensor:
@@ -431,6 +448,10 @@ class ChunkedLayers:
         assert len(self.chunks) == plan.chunks, f"{len(self.chunks)} chunks, planned {plan.chunks}"
         assert len(self.blocks) == plan.layers, f"{len(self.blocks)} layers, planned {plan.layers}"
         assert plan.resident >= min(2, plan.layers), "the last two layers start their backward"
+        swapped = plan.layers - plan.resident
+        assert swapped % plan.stride == 0, f"{swapped} swapped layers are whole groups"
+        intermediates = plan.kept_chunks + plan.swapped_chunks
+        assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
         self.device = device
         self.dtype = dtype
         self.poison = poison
@@ -438,14 +459,14 @@ class ChunkedLayers:
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
-        swapped = [i for i in range(plan.layers) if plan.swaps(i)]
-        self.last_swapped = max(swapped, default=-1)
-        self.buffer_sizes = in_flight * [buffer_bytes(self.fields(i)) for i in swapped]
+        sizes = [buffer_bytes(self.fields(i)) for i in range(swapped)]
+        self.last_swapped = swapped // plan.stride - 1  # group
+        self.buffer_sizes = in_flight * sizes
         self.pinning = pin_host_buffers(self.buffer_sizes, device.type == "cuda")
         self.host_buffers: list[Tensor] = []  # of one micro-batch after the other
+        groups = [sum(sizes[i : i + plan.stride]) for i in range(0, swapped, plan.stride)]
         self.rounding_buffers = [
-            torch.empty(max(self.buffer_sizes), dtype=torch.uint8, device=device)
-            for _ in swapped[:2]]
+            torch.empty(max(groups), dtype=torch.uint8, device=device) for _ in groups[:2]]
         self.nan = torch.full_like(self.rounding_buffers[0], 255) if poison and swapped else None
         self.in_flight = in_flight
         self.owners: list = [None] * in_flight  # weak references: who holds which host buffers
@@ -457,8 +478,10 @@ class ChunkedLayers:
         heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
         saved_chunks = self.chunks[: self.plan.num_saved_chunks(i)]
         saved_tokens = saved_chunks[-1].stop if saved_chunks else 0
-        fields = [("x", (1, self.tokens, cfg.dim), self.dtype)]
-        if i >= self.plan.layers_recomputing_attention:
+        fields = []
+        if self.plan.keeps_input(i):
+            fields.append(("x", (1, self.tokens, cfg.dim), self.dtype))
+        if self.plan.keeps_output(i):
             fields.append(("o", (1, self.tokens, cfg.heads, cfg.head_dim), self.dtype))
             fields.append(("lse", (self.tokens * cfg.heads,), accumulation_dtype(self.dtype)))
         for name, n in zip("qkv", heads):
@@ -538,38 +561,53 @@ class ChunkedLayers:
             self.free_offloaded(micro_batch, i - 2)
         held_anyway = [*micro_batch.rope, *block.parameters(), *block.buffers()]
         saved = SavedLayer(x, held_anyway, num_saved)
-        qkv = [None, None, None]
-        for j, chunk in enumerate(self.chunks):
-            if j < num_saved:
-                with saved.saving(j):
-                    graph, parts = self.run_pre(block, micro_batch, x, chunk)
-                saved.pre_graphs.append(graph)
-            else:
-                parts = block.pre(x[:, chunk], micro_batch.rope_of(chunk))
-            qkv = [self.put(whole, chunk, part) for whole, part in zip(qkv, parts)]
-            del parts  # before the next chunk's are made
-        o, lse = self.attend(qkv)
-        saved.o = o
-        saved.lse = lse
-        y = None
-        for j, chunk in enumerate(self.chunks):
-            if j < num_saved:
-                with saved.saving(j):
-                    graph, (part,) = ChunkGraph.run(self.root, block.post, x[:, chunk], o[:, chunk])
-                saved.post_graphs.append(graph)
-            else:
-                part = block.post(x[:, chunk], o[:, chunk])
-            y = self.put(y, chunk, part)
-            del part
+        qkv = self.project(block, micro_batch, saved, num_saved)
+        saved.o, saved.lse = self.attend(qkv)
+        y = self.output(block, saved, num_saved)
         if needs_backward:
             saved_tokens = self.chunks[num_saved - 1].stop if num_saved else 0
             if saved_tokens < self.tokens:  # a part alone must not hold the memory of the whole
                 qkv = [t[:, :saved_tokens].clone() for t in qkv]
             saved.qkv = qkv
             micro_batch.saved[i] = saved
+            saved.lse_shape = saved.lse.shape
+            if not self.plan.keeps_input(i):
+                saved.x = None
+            if not self.plan.keeps_output(i):
+                saved.o = saved.lse = None
             if self.plan.swaps(i):
                 self.offload(micro_batch, i)
         return y.view(shape)
+
+    def project(self, block, micro_batch: MicroBatch, saved: SavedLayer,
+                num_saved: int) -> list[Tensor]:
+        """Return q, k, v (1, N, heads, D) of saved.x, which leave the graphs of saved chunks."""
+        qkv = [None, None, None]
+        for j, chunk in enumerate(self.chunks):
+            if j < num_saved:
+                with saved.saving(j):
+                    graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
+                saved.pre_graphs.append(graph)
+            else:
+                parts = block.pre(saved.x[:, chunk], micro_batch.rope_of(chunk))
+            qkv = [self.put(whole, chunk, part) for whole, part in zip(qkv, parts)]
+            del parts  # before the next chunk's are made
+        return qkv
+
+    def output(self, block, saved: SavedLayer, num_saved: int) -> Tensor:
+        """Return y (1, N, C) of saved.x and saved.o, which leaves the graphs of saved chunks."""
+        y = None
+        for j, chunk in enumerate(self.chunks):
+            inputs = saved.x[:, chunk], saved.o[:, chunk]
+            if j < num_saved:
+                with saved.saving(j):
+                    graph, (part,) = ChunkGraph.run(self.root, block.post, *inputs)
+                saved.post_graphs.append(graph)
+            else:
+                part = block.post(*inputs)
+            y = self.put(y, chunk, part)
+            del part
+        return y
 
     def run_pre(self, block, micro_batch: MicroBatch, x: Tensor, chunk: slice):
         """Return the graph of a chunk's block.pre, and its q, k, v (1, n, heads, D)."""
@@ -619,7 +657,8 @@ class ChunkedLayers:
             saved.pre_graphs[j] = None
             dx_parts[j] = None
             del dx_part
-        micro_batch.prefetched.discard(i)
+        if self.plan.keeps_input(i):  # the last of its group
+            micro_batch.prefetched.discard(i // self.plan.stride)
         micro_batch.finished = not micro_batch.saved
         self.poison_if_testing(saved.tensors())
         return dx.view(shape)
@@ -658,8 +697,10 @@ class ChunkedLayers:
     def offload(self, micro_batch: MicroBatch, i: int) -> None:
         """Launch the way to the host of what layer i's forward has left."""
         saved = micro_batch.saved[i]
-        whole = {"x": saved.x, **dict(zip("qkv", saved.qkv))}
-        if i >= self.plan.layers_recomputing_attention:
+        whole = dict(zip("qkv", saved.qkv))
+        if self.plan.keeps_input(i):
+            whole["x"] = saved.x
+        if self.plan.keeps_output(i):
             whole |= {"o": saved.o, "lse": saved.lse}
         for j, of_chunk in enumerate(saved.intermediates):
             whole |= {f"{j}.{index}": t for index, t in enumerate(of_chunk)}
@@ -673,7 +714,6 @@ class ChunkedLayers:
             self.delay_if_testing(self.offload_stream)
             for name, place in carve(micro_batch.host_buffers[i], fields).items():
                 place.view(-1).copy_(whole[name].reshape(-1), non_blocking=True)
-        saved.lse_shape = saved.lse.shape
         micro_batch.offload_done[i] = self.offload_stream.last_event()
 
     def free_offloaded(self, micro_batch: MicroBatch, i: int) -> None:
@@ -683,40 +723,70 @@ class ChunkedLayers:
             self.poison_if_testing(micro_batch.saved[i].tensors())
             micro_batch.saved[i].leave()
 
-    def prefetch(self, micro_batch: MicroBatch, i: int) -> None:
-        """Launch the way back of layer i into its rounding buffer."""
-        if i < 0 or i in micro_batch.prefetched:
+    def places(self, g: int, buffers: list[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
+        """Return of each layer of group g: its number, host buffer, place in a rounding buffer."""
+        found = []
+        start = 0
+        for i in range(g * self.plan.stride, (g + 1) * self.plan.stride):
+            end = start + len(buffers[i])
+            found.append((i, buffers[i], self.rounding_buffers[g % 2][start:end]))
+            start = end
+        return found
+
+    def prefetch(self, micro_batch: MicroBatch, g: int) -> None:
+        """Launch the way back of group g into its rounding buffer."""
+        if g < 0 or g in micro_batch.prefetched:
             return
-        micro_batch.prefetched.add(i)
-        host_buffer = micro_batch.host_buffers[i]
-        # the rounding buffer is free: compute is done with layer i + 2, and this stream waits for
-        # compute; the host buffer is full: compute waited for its offload_done in free_offloaded
-        with self.prefetch_stream.after_compute():  # hidden by layer i + 1's backward
+        micro_batch.prefetched.add(g)
+        # the rounding buffer is free: compute is done with group g + 2, and this stream waits for
+        # compute; the host buffers are full: compute waited for their offload_done in
+        # free_offloaded
+        with self.prefetch_stream.after_compute():  # hidden by group g + 1's backward
             self.delay_if_testing(self.prefetch_stream)
-            self.rounding_buffers[i % 2][: len(host_buffer)].copy_(host_buffer, non_blocking=True)
-            if self.poison:
-                host_buffer.copy_(self.nan[: len(host_buffer)], non_blocking=True)
-        micro_batch.prefetch_done[i] = self.prefetch_stream.last_event()
+            for _, host_buffer, place in self.places(g, micro_batch.host_buffers):
+                place.copy_(host_buffer, non_blocking=True)
+                if self.poison:
+                    host_buffer.copy_(self.nan[: len(host_buffer)], non_blocking=True)
+        micro_batch.prefetch_done[g] = self.prefetch_stream.last_event()
 
     def fetch(self, micro_batch: MicroBatch, i: int) -> SavedLayer:
-        """Return what layer i has saved, on the GPU; and launch the next layers' way back."""
-        if i > self.last_swapped:  # a resident layer: the first two that were swapped may come
+        """Return what layer i has saved, on the GPU."""
+        g = i // self.plan.stride
+        if micro_batch.entered != g:
+            micro_batch.entered = g
+            self.fetch_group(micro_batch, g)
+            self.remake_inputs(micro_batch, g * self.plan.stride, i)
+        return micro_batch.saved.pop(i)
+
+    def fetch_group(self, micro_batch: MicroBatch, g: int) -> None:
+        """Let compute wait for a group of layers, and launch the next ones' way back."""
+        if g > self.last_swapped:  # resident layers: the first two groups that left may come
             self.prefetch(micro_batch, self.last_swapped)
             self.prefetch(micro_batch, self.last_swapped - 1)
-            return micro_batch.saved.pop(i)
-        self.prefetch(micro_batch, i - 1)
-        saved = micro_batch.saved.pop(i)
-        wait(micro_batch.prefetch_done[i])  # hidden by layer i + 1's backward, or resident layers'
-        tensors = carve(self.rounding_buffers[i % 2], self.fields(i))
-        saved.x = tensors["x"]
-        if "o" in tensors:
-            saved.o = tensors["o"]
-            saved.lse = tensors["lse"].view(saved.lse_shape)
-        saved.qkv = [tensors[name] for name in "qkv"]
-        saved.intermediates = [
-            [t for name, t in tensors.items() if name.startswith(f"{j}.")]
-            for j in range(self.plan.num_saved_chunks(i))]
-        return saved
+            return
+        self.prefetch(micro_batch, g - 1)
+        wait(micro_batch.prefetch_done[g])  # hidden by group g + 1's backward, or resident layers'
+        for i, _, place in self.places(g, micro_batch.host_buffers):
+            saved = micro_batch.saved[i]
+            tensors = carve(place, self.fields(i))
+            saved.x = tensors.get("x")
+            if "o" in tensors:
+                saved.o = tensors["o"]
+                saved.lse = tensors["lse"].view(saved.lse_shape)
+            saved.qkv = [tensors[name] for name in "qkv"]
+            saved.intermediates = [
+                [t for name, t in tensors.items() if name.startswith(f"{j}.")]
+                for j in range(self.plan.num_saved_chunks(i))]
+
+    @torch.no_grad()
+    def remake_inputs(self, micro_batch: MicroBatch, first: int, last: int) -> None:
+        """Make the inputs of layers first + 1 to last again, each from the layer before it."""
+        for i in range(first, last):
+            block = self.blocks[i]
+            saved = micro_batch.saved[i]
+            if saved.o is None:
+                saved.o, saved.lse = self.attend(self.project(block, micro_batch, saved, 0))
+            micro_batch.saved[i + 1].x = self.output(block, saved, 0)
 
     # -- for tests
 

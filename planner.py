@@ -13,8 +13,9 @@ for each row of DEGREES; costs.py says what it takes,
 by bounds that get better (Search.best_first):
 
     a shape: sp, micro-batch, head groups, chunk    its computation alone
-    with shards and layout                          all communication hidden, or one wire's alone
-    ... that fit                                    a step whose layers keep all
+    with shards, layout, place                      all communication hidden, or one wire's alone
+    ... that fit                                    the same, recomputing what has no room at all
+    ... simulated                                   a step that does
     with what layers keep (plan_activations)        its step; it is found if no bound is less
 
 Ties, within 0.2 %, go to fewer ranks a sequence, larger micro-batches, less host memory, fewer
@@ -48,9 +49,9 @@ import torch
 import model as llama
 from attention import Attention, legal_sp
 from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
-                   host_bytes, imbalance, layer_bytes, layer_peaks, layer_seconds, loss_peak,
-                   resident_bytes, state_bytes, step_seconds, unit_seconds, visit_bytes,
-                   weight_buffer_bytes)
+                   host_bytes, imbalance, kept_parts, layer_bytes, layer_peaks, layer_seconds,
+                   loss_peak, resident_bytes, state_bytes, step_seconds, unit_seconds,
+                   visit_bytes, weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
                       with_network)
 from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
@@ -72,6 +73,7 @@ class Sizes:
     layer_s: float  # forward
     recompute_s: float  # of it, what recomputing the intermediates takes
     attn_s: float  # of it, attention
+    post_s: float  # of it, what follows attention
 
 
 @dataclass(frozen=True)
@@ -232,8 +234,12 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
 
+    Where x and o of all layers find no room, K = S = 0, and layers drop x or o (`best_dropping`).
     Raises TooLarge, a ValueError, with what is missing.
     """
+    if least_bytes(n, s) > max(0.0, gpu) + host:
+        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha),
+                       least_bytes(n, s) - max(0.0, gpu) - host)
     rooms = [chunks] if memo else sorted({round(chunks * eighth / 8) for eighth in range(9)})
     if alpha is not None:
         rooms = [math.ceil(alpha * chunks)]
@@ -251,11 +257,15 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         kept = min(n * chunks, most(gpu - n * (s.input + s.attn), s.intermediates / chunks))
         if kept >= 0:
             found.append((-kept * s.recompute_s / chunks, (n, kept, 0, 0, 0.0)))
-    value, (k, kept, swapped, dropped, waits) = min(found, default=(math.inf, [0] * 5))
-    if value == math.inf:
-        missing = n * (s.input + s.attn) - max(0, gpu) - host
-        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), max(0.0, missing))
+    value, (k, kept, swapped, dropped, waits) = min(found, default=(math.inf, (0, 0, 0, 0, 0.0)))
     activations = ActivationPlan(n, chunks, k, kept, swapped, dropped)
+    if alpha is None and not memo and (dropped or waits or value == math.inf):
+        others = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy)
+        if others[0] < value:
+            value, activations, waits = others
+    if value == math.inf:
+        missing = least_bytes(n, s) - max(0, gpu) - host
+        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), max(0.0, missing))
     return activations, waits + recomputed_seconds(activations, s)
 
 
@@ -310,12 +320,73 @@ def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     return float(value[at]), (*(count(y) for y in every), float(waits[at]))
 
 
+MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
+
+
+def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
+                  resident: int | None, busy: float) -> tuple[float, ActivationPlan | None, float]:
+    """Return the least value of plan_activations' program if no intermediates are kept and layers
+    drop x (all but one in m) or o (the first X), the plan, and the seconds of waiting; the value is
+    infinite if nothing fits. All m and k, and the X that may be the least, are tried at once.
+
+        min  (n - n/m)*post_s + X*attn_s + w
+    """
+    layer = (s.input, s.attn, s.intermediates)
+    m, k = np.meshgrid(np.arange(1, MOST_STRIDE + 1), np.arange(2, n + 1), indexing="ij")
+    # X: the least that the host allows, and those from which on the GPU's bytes fall: as o leaves
+    # the rounding buffers, and, in resident layers, as far as has room
+    away = n - k
+    by_host = away - np.floor((host - away // m * s.input) / s.attn)
+    without = ActivationPlan(n, c, k, 0, 0, n, m)
+    by_gpu = n - np.floor((gpu - resident_bytes(without, layer)) / s.attn)
+    least = [by_host, by_gpu, *(away - i for i in range(MOST_STRIDE))]
+    x = np.clip(np.maximum(by_host, least), 0, n).astype(int)  # (X, m, k)
+    m, k, x = np.broadcast_arrays(m, k, x)
+    plans = ActivationPlan(n, c, k, 0, 0, x, m)
+    inputs, outputs, groups, _ = kept_parts(plans)
+    kept = resident_bytes(plans, layer)
+    # in forward, beside the buffers that backward will take, two layers that are leaving
+    leaving = kept - inputs * s.input - outputs * s.attn + 2 * (s.input + s.attn)
+    copied = host_bytes(plans, layer)
+    feasible = (((n - k) % m == 0) & (np.where(groups, np.maximum(kept, leaving), kept) <= gpu)
+                & (copied <= host))
+    if resident is not None:
+        feasible &= k == resident
+    waits = waiting_seconds(plans, s, bandwidth, busy)
+    value = recomputed_seconds(plans, s) - n * s.recompute_s + waits + 1e-4 / GIB * copied
+    value = np.where(feasible, value, np.inf)
+    at = np.unravel_index(np.argmin(value), value.shape)
+    chosen = ActivationPlan(n, c, int(k[at]), 0, 0, int(x[at]), int(m[at]))
+    return float(value[at]), chosen, float(waits[at])
+
+
+def least_lost(n: int, s: Sizes, room: float) -> float:
+    """Return seconds that a micro-batch's backward recomputes at least, if what layers keep has so
+    many bytes of room on GPU and host together: intermediates, then inputs, then o are dropped."""
+    io = s.input + s.attn
+    spare = room - n * io
+    if spare >= 0:
+        return max(0.0, n - spare / s.intermediates) * s.recompute_s
+    inputs = min(-spare / s.input, (1 - 1 / MOST_STRIDE) * n)
+    outputs = (-spare - inputs * s.input) / s.attn
+    if s.attn_s / s.attn < s.post_s / s.input:
+        inputs, outputs = 0.0, -spare / s.attn
+    return n * s.recompute_s + inputs * s.post_s + outputs * s.attn_s
+
+
+def least_bytes(n: int, s: Sizes) -> float:
+    """Return what layers keep on GPU and host together if they drop all that they can."""
+    layer = (s.input, s.attn, s.intermediates)
+    return min(resident_bytes(ActivationPlan(n, 1, n, 0, 0, n, m), layer)
+               for m in range(1, MOST_STRIDE + 1))
+
+
 def what_is_missing(n: int, s: Sizes, gpu: float, host: float, resident: int | None,
                     alpha: float | None) -> str:
     """Return why no plan fits, for people."""
     io = (s.input + s.attn) / GIB
-    need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, {4 * io:.1f} at "
-            "least of them on the GPU (two layers, two buffers)")
+    need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, "
+            f"{least_bytes(n, s) / GIB:.1f} where layers drop all that they can")
     if resident is not None or alpha is not None:
         k = resident or 2
         buffer = io + (alpha or 0) * s.intermediates / GIB
@@ -328,17 +399,21 @@ def what_is_missing(n: int, s: Sizes, gpu: float, host: float, resident: int | N
 
 
 def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
-    """Return the seconds of a micro-batch's backward in which parts of its forward run again."""
+    """Return the seconds of a micro-batch's backward in which parts of its forward run again. Also
+    of many plans at once, whose numbers are arrays."""
     saved = (activations.kept_chunks + activations.swapped_chunks) / activations.chunks
-    again = max(0.0, activations.layers - saved) * s.recompute_s
+    again = np.maximum(0.0, activations.layers - saved) * s.recompute_s
+    inputs, _, inputs_away, _ = kept_parts(activations)
+    again += (activations.layers - inputs - inputs_away) * s.post_s
     return again + activations.layers_recomputing_attention * s.attn_s
 
 
 def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float, busy: float) -> float:
-    """Return the seconds of a micro-batch's forward in which compute waits for copies."""
+    """Return the seconds of a micro-batch's forward in which compute waits for copies. Also of many
+    plans."""
     copied = host_bytes(activations, (s.input, s.attn, s.intermediates))
     away = activations.layers - activations.resident
-    return max(0.0, copied / bandwidth - away * max(0.0, s.layer_s - busy))
+    return np.maximum(0.0, copied / bandwidth - away * max(0.0, s.layer_s - busy))
 
 
 def recomputed_share(cfg: ModelConfig) -> float:
@@ -382,7 +457,8 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(cfg)
-    return Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn), rate
+    sizes = Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn, post * n / c)
+    return sizes, rate
 
 
 # ---------------------------------------------------------------------------- degrees
@@ -441,7 +517,13 @@ def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardwar
 
 def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                  chosen: dict) -> list[tuple]:
-    return [(place,) for place in ("gpu", "host") if constraints.os_place in ("auto", place)]
+    """Return places of optimizer states; the host is tried where they are a twentieth of what a GPU
+    has, or more."""
+    if constraints.os_place != "auto":
+        return [(constraints.os_place,)]
+    held = state_bytes(param_count(model), chosen["factors"], constraints.dtype, False)
+    large = held["optimizer"] > hardware.gpu_budget / 20
+    return [("gpu",), ("host",)] if large else [("gpu",)]
 
 
 def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardware,
@@ -668,6 +750,8 @@ class Search:
         def push(plan: Plan, next_bound: Callable | None) -> None:
             heapq.heappush(heap, (plan.token_s, next(order), plan, next_bound))
 
+        after = {self.with_room: self.with_seconds, self.with_seconds: self.with_activations,
+                 self.with_activations: None}
         for shape in self.shapes():
             push(shape, self.with_states)
         while heap:
@@ -678,11 +762,9 @@ class Search:
             try:
                 if better == self.with_states:
                     for plan in self.with_states(candidate):
-                        push(plan, self.with_seconds)
-                elif better == self.with_seconds:
-                    push(self.with_seconds(candidate), self.with_activations)
-                else:
-                    push(self.with_activations(candidate), None)
+                        push(plan, self.with_room)
+                    continue
+                push(better(candidate), after[better])
             except TooLarge as e:
                 self.errors.append(e)
 
@@ -722,10 +804,27 @@ class Search:
             plan = dataclasses.replace(shape, **chosen)
             yield dataclasses.replace(plan, seconds=bound_seconds(self.est, plan))
 
+    def with_room(self, plan: Plan) -> Plan:
+        """Return the plan with the same bound of one whose layers lose the least that memory
+        allows. Raises TooLarge."""
+        return dataclasses.replace(
+            plan, seconds=bound_seconds(self.est, plan, self.least_lost(plan)))
+
     def with_seconds(self, plan: Plan) -> Plan:
-        """Return the plan with its seconds if layers lose nothing. Raises TooLarge."""
-        self.keeping_all(plan) if plan.recompute == "auto" else self.fit(plan)
-        return dataclasses.replace(plan, seconds=step_seconds(self.est, plan))
+        """Return the plan with the seconds of such a step. Raises TooLarge."""
+        return dataclasses.replace(
+            plan, seconds=step_seconds(self.est, plan, self.least_lost(plan)))
+
+    def least_lost(self, plan: Plan) -> float:
+        """Return seconds of a micro-batch that are recomputed at least. Raises TooLarge if there is
+        not even room for all but what layers keep."""
+        if plan.recompute != "auto":
+            self.fit(plan)
+            return 0.0
+        everything = self.keeping_all(plan)
+        sizes, _ = self.hardware.measured or layer_sizes(self.est, plan)
+        room = self.hardware.gpu_budget - beside_activations(everything)
+        return least_lost(self.model.layers, sizes, room + self.host_left(everything))
 
     def with_activations(self, plan: Plan) -> Plan:
         """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
@@ -845,7 +944,7 @@ def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
     """Return what `measure` would find, by a profile."""
     layer = layer_seconds(est, plan)
     return (Sizes(*layer_bytes(est.model, plan.tokens, est.dtype), layer.forward, layer.recompute,
-                  layer.attention), est.profile.to_host)
+                  layer.attention, layer.post), est.profile.to_host)
 
 
 def predict(plan: Plan, model: ModelConfig, profile: Profile, per_node: int,
@@ -951,6 +1050,7 @@ def layers_text(plan: Plan) -> str:
         return f"all, chunks of {plan.chunk:,}"
     twice = kept.layers_recomputing_attention
     return (f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
+            + (f", inputs of one in {kept.stride}" if kept.stride > 1 else "")
             + (f", attention twice in {twice}" if twice else ""))
 
 
