@@ -300,9 +300,9 @@ def untried_versions(kernel: str) -> list[str]:
 MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
 
 
-def cut_heads(q: Tensor, k: Tensor):
+def cut_heads(q: Tensor, k: Tensor, groups: int = 1):
     """Yield (sequence, query heads, key/value heads) slices of (B, T, H, D) tensors that have at
-    most MAX_ELEMENTS each. Raises ValueError if one head has more.
+    most MAX_ELEMENTS each, and at most H/groups heads. Raises ValueError if one head has more.
 
     At 1M tokens, 32 heads and D = 128, a tensor has 4.3e9 elements: three cuts. Where the query
     heads of one key/value head are too many, they are cut too.
@@ -312,7 +312,7 @@ def cut_heads(q: Tensor, k: Tensor):
     if most == 0:
         raise ValueError(f"a head of {tokens} tokens x {width} has over {MAX_ELEMENTS} elements")
     ratio = heads // k.shape[2]
-    step = most // ratio * ratio
+    step = min(most, heads // groups) // ratio * ratio
     if step == 0:  # a part of one key/value head's query heads
         step = next(n for n in range(most, 0, -1) if ratio % n == 0)
     for b in range(q.shape[0]):
@@ -339,20 +339,32 @@ def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[
     return o, lse
 
 
-def attention_backward(kernel: Kernel, do, q, k, v, o, lse) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, from the same global o and lse for every cut."""
-    if q.numel() <= MAX_ELEMENTS:
+def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1,
+                       in_place: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, from the same global o and lse for every cut. groups: of
+    heads, one after the other, so that the kernel's sums are of one alone; they divide the
+    key/value heads. in_place: gradients take the places of q, k and v, if no cut shares heads."""
+    if q.numel() <= MAX_ELEMENTS and groups == 1:
         return kernel.backward(do.contiguous(), q, k, v, o, lse)
-    dq = torch.empty_like(q)
-    dk = torch.zeros_like(k)
-    dv = torch.zeros_like(v)
-    for b, h, kv in cut_heads(q, k):
+    cuts = list(cut_heads(q, k, groups))
+    in_place = in_place and sum(kv.stop - kv.start for _, _, kv in cuts) == len(q) * k.shape[2]
+    if in_place:
+        dq, dk, dv = q, k, v
+    else:
+        dq = torch.empty_like(q)
+        dk = torch.zeros_like(k)
+        dv = torch.zeros_like(v)
+    for b, h, kv in cuts:
         of_queries = (b, slice(None), h)
         of_keys = (b, slice(None), kv)
         cut = (do[of_queries], q[of_queries], k[of_keys], v[of_keys], o[of_queries], lse[b, h])
         dq[of_queries], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut))
-        dk[of_keys] += dk_part  # a key/value head may serve several cuts
-        dv[of_keys] += dv_part
+        if in_place:
+            dk[of_keys] = dk_part
+            dv[of_keys] = dv_part
+        else:  # a key/value head may serve several cuts
+            dk[of_keys] += dk_part
+            dv[of_keys] += dv_part
     return dq, dk, dv
 
 
@@ -381,6 +393,8 @@ class Attention:
     A subclass may split the work over ranks; lse has then the shape that its own backward wants.
     """
 
+    head_groups = 1  # whose backwards run one after the other, for less memory
+
     def __init__(self, kernel: str):
         self.kernel = KERNELS[kernel]
 
@@ -398,11 +412,12 @@ class Attention:
         """Launch what backward needs of do, too."""
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                 prefetched=None, while_waiting: Callable[[], None] = do_nothing):
+                 prefetched=None, while_waiting: Callable[[], None] = do_nothing,
+                 in_place: bool = False):
         """Return dq, dk, dv. while_waiting: work for the time in which a subclass brings the last
-        gradients back."""
+        gradients back. in_place: they may take the places of q, k and v."""
         while_waiting()
-        return attention_backward(self.kernel, do, q, k, v, o, lse)
+        return attention_backward(self.kernel, do, q, k, v, o, lse, self.head_groups, in_place)
 
 
 # ---------------------------------------------------------------------------- sequences over ranks
@@ -656,9 +671,10 @@ class Ulysses(Attention):
         if prefetched is not None:
             self.send(prefetched.group, [self.by_group(do)[0]])
 
-    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing):
+    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
+                 in_place=False):
         if self.group is None:
-            return super().backward(do, q, k, v, o, lse, None, while_waiting)
+            return super().backward(do, q, k, v, o, lse, None, while_waiting, in_place)
         if prefetched is None:
             prefetched = self.prefetch_backward(q, k, v, o)
         inputs = prefetched.inputs

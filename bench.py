@@ -511,7 +511,7 @@ def table_step(bench: Bench) -> None:
                       gpus=bench.world, error=error) | {"gpu_gib": None})
     bound = layers_alone(bench, name, seq, repeats)
     bench.add(*ceilings(bench, seq), bound)
-    cfg = Config(model=name, seq=seq, batch=bench.world)
+    cfg = Config(model=name, seq=seq, batch=bench.world, os_place="gpu")
     alone, whole = (
         attempt(bench, label, name, seq, seq, lambda: make_step(bench, cfg, update=update),
                 repeats, 3, bound, kernel=bench.kernel())
@@ -532,7 +532,7 @@ def largest_model(bench: Bench, names: list[str], seq: int) -> tuple[str, tuple 
     refused = None
     for name in names:
         try:
-            plan_run(bench, Config(model=name, seq=seq, batch=bench.world))
+            plan_run(bench, Config(model=name, seq=seq, batch=bench.world, os_place="gpu"))
             return name, refused
         except ConfigError as e:
             refused = name, str(e)
@@ -548,7 +548,7 @@ def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: flo
     lengths = [2**i for i in range(9, 24)]
     seq = max((seq for seq in lengths if seconds(seq) <= limit), default=lengths[0])
     while seq >= last["seq"]:
-        cfg = Config(model=name, seq=seq, batch=1)
+        cfg = Config(model=name, seq=seq, batch=1, os_place="gpu")
         found = attempt(bench, "ours, longest in the time", name, seq, seq // bench.world,
                         lambda: make_step(bench, cfg), 1, 1, bound, kernel=bench.kernel())
         if not found["oom"]:
@@ -768,9 +768,12 @@ def first_and_last_layers(run: Run) -> Run:
     are planned."""
     kept = run.plan.activations
     away = 2 * kept.stride
+    dropped = min(kept.stride, kept.layers_recomputing_attention)
+    in_resident = kept.layers_recomputing_attention - (kept.layers - kept.resident)
+    if in_resident >= 0:
+        dropped = away + min(2, in_resident)
     few = ActivationPlan(away + 2, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
-                         away * kept.most_swapped_chunks(),
-                         min(kept.stride, kept.layers_recomputing_attention), kept.stride)
+                         away * kept.most_swapped_chunks(), dropped, kept.stride)
     model = dataclasses.replace(run.model, layers=few.layers)
     plan = dataclasses.replace(run.plan, activations=few)
     return run.but(model=model, plan=planner.with_memory(plan, model, run.dtype))
@@ -782,7 +785,7 @@ def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:
     training."""
     few = first_and_last_layers(run)
     gpu = int(run.plan.memory.total() - few.plan.memory.total())
-    held = [torch.empty(gpu, dtype=torch.uint8, device=bench.device)]
+    held = [torch.empty(max(0, gpu), dtype=torch.uint8, device=bench.device)]
     if pin:
         host = run.plan.host_bytes - few.plan.host_bytes
         sizes = [2**32] * int(host / 2**32)

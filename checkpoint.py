@@ -335,7 +335,7 @@ class Saver:
         file = self.folder / f"rank-{dist.get_rank():05d}.safetensors"
         pool = ThreadPoolExecutor(1)
         if self.copies is not None:
-            for name, part in parts.items():  # from page-locked memory: at the link's speed
+            for name, part in parts.items():  # page-locked: at the speed of the link, or of memory
                 self.copies[name].copy_(part.values)
             parts = {name: replace(part, values=self.copies[name])
                      for name, part in parts.items()}

@@ -10,8 +10,9 @@ three stages,
 
 and no number is fitted to whole steps: they follow from a Profile (hardware.py).
 
-Left out: ranks that wait for a slower one, the first step's compilation, and of a forker's other
-block whatever its matrices do not say (element-wise parts are counted as model.Block's).
+Left out: ranks that wait for a slower one, the first step's compilation, gathers of weights that
+the host still updates or that inputs which are made again need, and of a forker's other block
+whatever its matrices do not say (element-wise parts are counted as model.Block's).
 
 Legend: N tokens on a rank at once, L layers, M micro-batches a step, C width, H query heads, K
 key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards; mesh (GPUs in a
@@ -160,9 +161,14 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
     if sp > 1:  # of two head groups what is sent and received; the first group, and its buffers
         in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
         first_group = (3 * q + 2 * k_sent) / head_groups
+    elif head_groups > 1:  # a group's copies, and its gradients
+        in_flight = (4 * q + 4 * k) / head_groups
+        first_group = 0
     else:  # copies of a part of too many heads
         in_flight = 2 * q if tokens * cfg.heads * d > MAX_ELEMENTS else 0
         first_group = 0
+    # gradients of head groups take the places of q, k, v
+    in_place = sp == 1 < head_groups and kept is not None and kept.chunks > 1
     saved = block_saves(cfg, tokens, dtype).pre
     pre = sum(math.prod(shape) * of.itemsize for shape, of in saved)
     inputs = q + 2 * k
@@ -177,7 +183,8 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
         pre = 0
     return {
         "attention's backward": {
-            "dy, dx": 2 * x, "q, k, v": inputs, "o": o, "do, dq": 2 * q, "dk, dv": 2 * k_sent,
+            "dy, dx": 2 * x, "q, k, v": inputs, "o": o, "do": q,
+            "dq, dk, dv": 0 if in_place else q + 2 * k_sent,
             "repeated k, v": repeated, "head groups": in_flight,
             "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
         "block.post's backward": {
@@ -481,7 +488,8 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     tokens = plan.tokens
     chunks = 1 if plan.recompute != "auto" else -(-tokens // plan.chunk)
     q = cfg.heads * cfg.head_dim
-    qkv = q + 2 * cfg.kv_heads * cfg.head_dim
+    kv_width = cfg.kv_heads * cfg.head_dim
+    qkv = q + 2 * kv_width
     copied = chunks > 1  # chunks are put together and cut
 
     # in the gradient's own place: in float32 where several contributions add up
@@ -506,6 +514,8 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     backward[-1] += moved(5 * cfg.dim, 2 * qkv, copied * 2 * q, copied * 3 * cfg.dim)
     kernel = est.attention("forward", tokens, plan.seq)
     kernel_back = est.attention("backward", tokens, plan.seq)
+    if plan.sp == 1 < plan.head_groups:
+        kernel_back += moved(8 * (q + kv_width))  # a group's tensors, to it and back
     attention = kernel
     attention_back = kernel_back
     if plan.sp > 1:

@@ -18,6 +18,7 @@ Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 import bisect
 import contextlib
 import dataclasses
+import gc
 import json
 import math
 import re
@@ -473,7 +474,10 @@ def measure_visits(clock: Stopwatch, dtype: torch.dtype, kernel: str, effort: Ef
     to back."""
     model, _, _ = sample_layers(effort.layers, effort.width, 128, clock.device, dtype, kernel)
     states = States(model, clock.device, dtype, place="host")
-    return states.bytes()["optimizer"] / clock(lambda: states.update(0.0, 0.0))
+    rate = states.bytes()["optimizer"] / clock(lambda: states.update(0.0, 0.0))
+    del model, states
+    gc.collect()  # they refer to each other, and a run that has measured wants the memory
+    return rate
 
 
 def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[str, float]:

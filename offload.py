@@ -11,11 +11,11 @@ of three ways:
 
 x, o and the log-sum-exp always come back, from the GPU in the last k layers, from the host in the
 others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even these do not fit,
-no intermediates are kept, and
 
-    drop x    of all but every m-th layer: backward makes those of a group of m layers again, each
-              from the layer before it, x' = post(x, o), which is token-wise work alone
-    drop o    of the first X layers, too, whose attention runs twice: the last resort
+    drop x    of all but every m-th layer, and all intermediates: backward makes the inputs of a
+              group of m layers again, each from the layer before it, x' = post(x, o), which is
+              token-wise work alone
+    drop o    of the first X layers, whose attention runs twice: the last resort
 
 Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
 uses buffer g mod 2, which may be overwritten once compute is done with group g + 2; a host buffer
@@ -68,7 +68,7 @@ class ActivationPlan:
 
     layers: int  # n
     chunks: int  # c of a layer
-    resident: int  # k: the last layers, whose x and o stay on the GPU
+    resident: int  # k: the last layers, which leave nothing on the host
     kept_chunks: int = 0  # that stay, over all resident layers, from the last layer on
     swapped_chunks: int = 0  # over all other layers, evenly
     layers_recomputing_attention: int = 0  # X, the first ones: they drop o
@@ -645,7 +645,9 @@ class ChunkedLayers:
             deferred.pop(0)()
         # ... and one the way back of the last heads' gradients
         while_waiting = deferred.pop() if deferred else do_nothing
-        grads = self.attention.backward(do, *inputs, saved.lse, first_group, while_waiting)
+        in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
+        grads = self.attention.backward(do, *inputs, saved.lse, first_group, while_waiting,
+                                        in_place)
         dq, dk, dv = (self.join(t) for t in grads)
         del do, inputs, q, k, v, first_group, while_waiting, grads
 
@@ -780,7 +782,8 @@ class ChunkedLayers:
 
     @torch.no_grad()
     def remake_inputs(self, micro_batch: MicroBatch, first: int, last: int) -> None:
-        """Make the inputs of layers first + 1 to last again, each from the layer before it."""
+        """Make the inputs of layers first + 1 to last again, each from the layer before it. Their
+        weights are gathered in the open, as no backward has asked for them yet."""
         for i in range(first, last):
             block = self.blocks[i]
             saved = micro_batch.saved[i]

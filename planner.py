@@ -237,9 +237,8 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
     Where x and o of all layers find no room, K = S = 0, and layers drop x or o (`best_dropping`).
     Raises TooLarge, a ValueError, with what is missing.
     """
-    if least_bytes(n, s) > max(0.0, gpu) + host:
-        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha),
-                       least_bytes(n, s) - max(0.0, gpu) - host)
+    if (missing := bytes_missing(n, s, gpu, host)) > 0:
+        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), missing)
     rooms = [chunks] if memo else sorted({round(chunks * eighth / 8) for eighth in range(9)})
     if alpha is not None:
         rooms = [math.ceil(alpha * chunks)]
@@ -264,8 +263,8 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         if others[0] < value:
             value, activations, waits = others
     if value == math.inf:
-        missing = least_bytes(n, s) - max(0, gpu) - host
-        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), max(0.0, missing))
+        missing = n * (s.input + s.attn) - max(0.0, gpu) - host
+        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), max(1.0, missing))
     return activations, waits + recomputed_seconds(activations, s)
 
 
@@ -290,7 +289,7 @@ def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     x = np.arange(dropped + 1)[None, None, :, None]
     away = n - k
     if k.size == 0:
-        return math.inf, ()
+        return math.inf, (0, 0, 0, 0, 0.0)
     whole = (lambda count: count) if memo else (lambda count: np.floor(count + 1e-9))
     buffers = 2 * (io + a * part)
     kept = np.minimum(c * k, whole((gpu - k * io - buffers) / part))
@@ -329,17 +328,18 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     drop x (all but one in m) or o (the first X), the plan, and the seconds of waiting; the value is
     infinite if nothing fits. All m and k, and the X that may be the least, are tried at once.
 
-        min  (n - n/m)*post_s + X*attn_s + w
+        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w
     """
     layer = (s.input, s.attn, s.intermediates)
     m, k = np.meshgrid(np.arange(1, MOST_STRIDE + 1), np.arange(2, n + 1), indexing="ij")
     # X: the least that the host allows, and those from which on the GPU's bytes fall: as o leaves
-    # the rounding buffers, and, in resident layers, as far as has room
+    # the rounding buffers, and, in resident layers, as far as has room (less a group's o, at most,
+    # which is made again)
     away = n - k
     by_host = away - np.floor((host - away // m * s.input) / s.attn)
     without = ActivationPlan(n, c, k, 0, 0, n, m)
     by_gpu = n - np.floor((gpu - resident_bytes(without, layer)) / s.attn)
-    least = [by_host, by_gpu, *(away - i for i in range(MOST_STRIDE))]
+    least = [by_host, *(most - i for most in (by_gpu, away) for i in range(MOST_STRIDE))]
     x = np.clip(np.maximum(by_host, least), 0, n).astype(int)  # (X, m, k)
     m, k, x = np.broadcast_arrays(m, k, x)
     plans = ActivationPlan(n, c, k, 0, 0, x, m)
@@ -362,31 +362,40 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
 
 def least_lost(n: int, s: Sizes, room: float) -> float:
     """Return seconds that a micro-batch's backward recomputes at least, if what layers keep has so
-    many bytes of room on GPU and host together: intermediates, then inputs, then o are dropped."""
-    io = s.input + s.attn
-    spare = room - n * io
-    if spare >= 0:
-        return max(0.0, n - spare / s.intermediates) * s.recompute_s
-    inputs = min(-spare / s.input, (1 - 1 / MOST_STRIDE) * n)
-    outputs = (-spare - inputs * s.input) / s.attn
-    if s.attn_s / s.attn < s.post_s / s.input:
-        inputs, outputs = 0.0, -spare / s.attn
-    return n * s.recompute_s + inputs * s.post_s + outputs * s.attn_s
+    many bytes of room on GPU and host together: what costs least a byte is dropped first, in long
+    sequences intermediates, then inputs, then o."""
+    missing = n * (s.input + s.attn + s.intermediates) - room
+    rates = (s.recompute_s / s.intermediates, s.post_s / s.input, s.attn_s / s.attn)
+    if missing <= 0 or sorted(rates) != list(rates):  # attention of short sequences is cheap
+        return max(0.0, missing) * min(rates)
+    intermediates = min(missing, n * s.intermediates)
+    inputs = min(missing - intermediates, (1 - 1 / MOST_STRIDE) * n * s.input)
+    outputs = missing - intermediates - inputs
+    return sum(size * rate for size, rate in zip((intermediates, inputs, outputs), rates))
 
 
-def least_bytes(n: int, s: Sizes) -> float:
-    """Return what layers keep on GPU and host together if they drop all that they can."""
+def least_bytes(n: int, s: Sizes) -> tuple[float, float]:
+    """Return what layers keep at least if they drop all that they can: on GPU and host together,
+    and on the GPU (two resident layers, or two that leave, and two buffers of inputs)."""
     layer = (s.input, s.attn, s.intermediates)
-    return min(resident_bytes(ActivationPlan(n, 1, n, 0, 0, n, m), layer)
-               for m in range(1, MOST_STRIDE + 1))
+    together = min(resident_bytes(ActivationPlan(n, 1, n, 0, 0, n, m), layer)
+                   for m in range(1, MOST_STRIDE + 1))
+    return together, min(together, 4 * s.input + 2 * s.attn)
+
+
+def bytes_missing(n: int, s: Sizes, gpu: float, host: float) -> float:
+    """Return what is missing of that."""
+    together, on_gpu = least_bytes(n, s)
+    return max(together - max(0.0, gpu) - host, on_gpu - gpu)
 
 
 def what_is_missing(n: int, s: Sizes, gpu: float, host: float, resident: int | None,
                     alpha: float | None) -> str:
     """Return why no plan fits, for people."""
     io = (s.input + s.attn) / GIB
-    need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, "
-            f"{least_bytes(n, s) / GIB:.1f} where layers drop all that they can")
+    together, on_gpu = (size / GIB for size in least_bytes(n, s))
+    need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, {together:.1f} where "
+            f"layers drop all that they can, {on_gpu:.1f} of it on the GPU")
     if resident is not None or alpha is not None:
         k = resident or 2
         buffer = io + (alpha or 0) * s.intermediates / GIB
@@ -405,7 +414,9 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
     again = np.maximum(0.0, activations.layers - saved) * s.recompute_s
     inputs, _, inputs_away, _ = kept_parts(activations)
     again += (activations.layers - inputs - inputs_away) * s.post_s
-    return again + activations.layers_recomputing_attention * s.attn_s
+    dropped = activations.layers_recomputing_attention
+    again += (dropped - dropped // activations.stride) * (s.layer_s - s.attn_s - s.post_s)
+    return again + dropped * s.attn_s
 
 
 def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float, busy: float) -> float:
@@ -493,8 +504,9 @@ def legal_recompute(constraints: Constraints, model: ModelConfig, hardware: Hard
         return [(constraints.recompute,)]
     tokens = chosen["micro_batch"] * constraints.seq // chosen["sp"]
     cut = constraints.chunk is not None and constraints.chunk < tokens
-    if cut or constraints.alpha is not None or constraints.resident_layers:
-        return [("auto",)]
+    by_hand = constraints.alpha is not None or constraints.resident_layers
+    if cut or by_hand or chosen["sp"] == 1 < chosen["head_groups"]:
+        return [("auto",)]  # chunks, which alone let a group's gradients take its tensors' places
     return [(constraints.layers_run,)] if constraints.layers_run else [
         ("none",), ("auto",), ("full",)]
 
@@ -646,14 +658,19 @@ def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, 
 
 def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                       chosen: dict) -> list[tuple]:
-    """Return the parts of a rank's heads, at most 4 if they are open. Raises ValueError with the
-    legal ones."""
+    """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
+    ranks, and 1 or at most 8 of a long one on one rank, where they save memory. Raises ValueError
+    with the legal ones."""
     sp = chosen["sp"]
     heads = model.heads // sp
-    legal = [n for n in range(1, heads + 1) if heads % n == 0 and (sp > 1 or n == 1)]
+    legal = [n for n in range(1, heads + 1)
+             if heads % n == 0 and (sp > 1 or model.kv_heads % n == 0)]
     wanted = constraints.head_groups
-    if wanted is None:
+    if wanted is None and sp > 1:
         return [(n,) for n in legal if n <= 4]
+    if wanted is None:
+        long = chosen["micro_batch"] * constraints.seq > 2**16
+        return [(n,) for n in sorted({1, max(n for n in legal if n <= 8)}) if n == 1 or long]
     if wanted not in legal:
         raise ValueError(f"--head-groups {wanted}: with sp={sp} a rank has {heads} heads; one of "
                          f"{', '.join(map(str, legal))}")
@@ -910,7 +927,7 @@ class Search:
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
         for shape in self.choose(SHAPE, {}):
-            for states in self.choose(STATES[:1], {}):
+            for states in self.choose((STATES[0], STATES[-1]), {}):  # layouts need the same
                 try:
                     self.fit(self.bare(shape | states))
                 except TooLarge:
@@ -990,6 +1007,7 @@ def too_large(constraints: Constraints, chosen: Plan, memory: Memory,
     f = chosen.factors
     beside = " beside activations" if chosen.activations else ""
     instead = "--recompute full, " if constraints.recompute == "none" else ""
+    instead += "--os-place host, " if constraints.os_place == "gpu" else ""
     kept = memory.lasting.get("activations", 0)
     listed = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
     text = (f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "
@@ -1314,8 +1332,8 @@ def describe(constraints: Constraints, model: ModelConfig, hardware: Hardware, p
              "", describe_plans(plans, model, hardware), ""]
     if ties > 0:
         lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest "
-                     "ranks a sequence, then the largest micro-batch, the least host memory, the "
-                     "fewest shards")
+                     "ranks a sequence, then the largest micro-batch, states on the GPU, the least "
+                     "host memory, the fewest shards")
     if est.held:
         lines.append("not in the profile: " + "; ".join(sorted(est.held)))
     return "\n".join(lines + [f"what binds: {held}"])

@@ -879,14 +879,15 @@ class States:
         if self.factors.p > 1:
             for param in unit:
                 param.unsharded_param.holder = None  # what was gathered is old
-        stream = self.streams["host_update"]
+        stream = self.streams["param_broadcast"]
         if self.subgroup_size > 1:
-            stream = self.streams["param_broadcast"]
             with stream.after_compute(), self.one_launch():  # the unit is updated
                 for param in unit:
                     self.broadcast_param(param)
         elif self.host_states is None:
             return
+        if self.host_states is not None and (self.subgroup_size == 1 or stream.stream is None):
+            stream = self.streams["host_update"]  # on which all of it was enqueued
         broadcast_done = stream.last_event()
         for param in unit:
             param.broadcast_done = broadcast_done

@@ -173,8 +173,9 @@ class Config:
                                        " on the GPU; auto: by the program")
     chunk: int | None = flag(None, "most tokens that a layer runs at once, which cuts them into"
                              " equal parts; auto: 16K")
-    head_groups: int | None = flag(None, "parts of a rank's heads; the next one's all-to-all runs"
-                                   " under this one's attention; auto: at most 4")
+    head_groups: int | None = flag(None, "parts of a rank's heads; with --sp the next one's"
+                                   " all-to-all runs under this one's attention, without they save"
+                                   " memory of attention's backward; auto: at most 4, or 8")
     host_memory: int | None = flag(None, "bytes of a node (as 400G) for states and activations;"
                                    " auto: what the control group or the machine allows, less an"
                                    " eighth")
@@ -734,9 +735,12 @@ def describe(run: Run, print0: Callable) -> None:
     plan = run.plan
     f = plan.factors
     secondary = f" secondary={f.secondary}" if f.secondary else ""
+    there = ""
+    if cfg.os_place == "host":
+        there = f", {plan.host['optimizer'] / GIB:.1f} GiB a rank"
     print0(f"states: p={f.p} g={f.g} os={f.os}{secondary} of {run.world} ranks, {cfg.per_node} a "
-           f"node; {cfg.os_layout}-tensor; optimizer states on the {cfg.os_place}; overlapped: "
-           f"{cfg.overlap}; recomputed: {cfg.recompute}")
+           f"node; {cfg.os_layout}-tensor; optimizer states on the {cfg.os_place}{there}; "
+           f"overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
     print0(f"batch: {plan.batch} sequences = {run.world // plan.sp} data-parallel ranks x "
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={plan.sp}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
@@ -799,14 +803,15 @@ def run_step(model: LLaMA, states: States, batch: Batch, positions: Tensor, lr: 
     order, with what runs beside it:
 
         model(...)         embedding, layers, head and loss; a Matrix raises unshard before its use
-                             beside it: param_broadcast of the last update, param_gather, offload,
-                             all-to-alls
+                             beside it: host_update and param_broadcast of the last update,
+                             param_gather, offload, all-to-alls
         backward           the same in reverse; a layer's Matrix raises unshard, then add_grad
                              beside it: param_gather, grad_scatter, prefetch, all-to-alls
                              in the last micro-batch: grad_reduce
         finish_gradients   compute waits for grad_scatter and grad_reduce; vectors' gradients
         update             global norm, clipping, OPTIMIZER on what this rank owns, unit by unit
-                             beside it, and under the next forward: param_broadcast
+                             beside it, and under the next forward: param_broadcast; all of it,
+                             if states lie on the host: host_update
     """
     tokens, labels, scale = batch
     states.begin_step()
@@ -1103,6 +1108,8 @@ def step_of_plan(run: Run, groups: Groups) -> float:
         seconds = time.perf_counter() - start
     slowest = torch.tensor(seconds, device=run.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()  # states on the host may still be on their way
     del model, states, batch  # modules and states refer to each other
     gc.collect()
     if run.device.type == "cuda":

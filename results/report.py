@@ -50,13 +50,13 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         " does not fit the host; *fsdp2* is the same model code and attention kernel under"
         " PyTorch's fully_shard, with Ulysses over NCCL and recomputed layers.",
         "longest": "Shows the longest sequence by plan, and a step of the first and last two layers"
-        " with everything else allocated as planned, with all model states on the GPUs. *8 x H200* is a"
-        " plan that was not run; there host memory binds, and most layers drop even their attention"
-        " output.",
-        "place": "Shows 7B with optimizer states on the host, from which they visit the GPU: updated"
-        " under the next forward, or in the open, where compute waits; and on the GPU, if they fit"
-        " there. Short sequences do not hide 12 bytes a parameter there and 12 back. (The run was"
-        " cut short before its longest sequence, 176K by plan.)",
+        " with everything else allocated as planned, with all model states on the GPUs. *8 x"
+        " H200* is a plan that was not run; there host memory binds, and most layers drop even"
+        " their attention output.",
+        "place": "Shows 7B with optimizer states on the host (75 GiB), from which they visit the"
+        " GPU: updated under the next forward, or in the open, where compute waits; and on the GPU,"
+        " if they fit there. Short sequences do not hide 12 bytes a parameter there and 12 back."
+        " (The run was cut short before its longest sequence, 176K by plan.)",
         "million": "Shows attention where its elements pass 2^31: the last head's result against"
         " the same head computed alone, and rows past the middle against the definition; relative"
         " differences.",
@@ -263,7 +263,7 @@ def figure_table(rows: list[dict]) -> str:
 def results_readme() -> str:
     files: dict[str, list[Path]] = {}
     for path in sorted(HERE.glob("*.json")):
-        if path.stem in (*PREDICTED, "scale"):
+        if path.stem.startswith("predict-") or path.stem == "scale":
             continue
         table = re.search(r"bench\.py (\w+)", read(path.stem)["command"])[1]
         files.setdefault(table, []).append(path)
@@ -295,7 +295,8 @@ held-out settings were predicted 7.6 and 3.3 % too large.) *rank* is that of the
 measured ones of its question, by measured time, and what it loses to the best of them; the
 planner's own pick is *as planned*, or where nothing open was set by hand. 7b and llama3-8b did not
 fit an H100, as the planner said, before optimizer states could lie on the host; questions K are
-those of the table place, which does that.
+those of the table place, which does that, with a rate of their visits that is derived from another
+row of that table.
 
 The one prediction that is far off is of a step whose host has as much to do as its GPU: a layer of
 1b for one sequence of 4,096 tokens computes for 2.5 ms and is launched in 2.2, by a host that
