@@ -717,13 +717,18 @@ def table_place(bench: Bench) -> None:
     name = "7b"
     world = bench.world
     own = machine(bench, Config(model=name, seq=2**14 * world, batch=1, sp=world))
-    most, _ = longest(own.constraints, own.model, own.hardware)
-    seqs = [2**13 * world * i for i in (1, 4, 8)]
+    seqs = bench.seqs
+    if not seqs:
+        found = longest(own.constraints, own.model, own.hardware)
+        if found is None:
+            raise ConfigError(f"7b: not even {world * 2**14:,} tokens")
+        most = found[0].seq
+        seqs = [*(n for n in (2**13 * world * i for i in (1, 4, 8)) if n < most), most]
     in_the_open = ",".join(stream for stream in STREAMS if stream != "host_update")
     kinds = {"ours, states on the host": {"os_place": "host"},
              "ours, updated in the open": {"os_place": "host", "overlap": in_the_open},
              "ours, states on the GPU": {"os_place": "gpu"}}
-    for seq in bench.seqs or [*(n for n in seqs if n < most.seq), most.seq]:
+    for seq in seqs:
         bound = kernel_bound(bench, name, seq)
         bench.add(bound)
         tokens = seq // world

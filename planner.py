@@ -18,8 +18,8 @@ by bounds that get better (Search.best_first):
     ... simulated                                   a step that does
     with what layers keep (plan_activations)        its step; it is found if no bound is less
 
-Ties, within 0.2 %, go to fewer ranks a sequence, larger micro-batches, less host memory, fewer
-shards (`preference`).
+Ties, within 0.2 %, go to fewer ranks a sequence, larger micro-batches, states on the GPU, less host
+memory, fewer shards (`preference`).
 
 train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of
 a layer that `measure` took on this machine.
@@ -27,8 +27,8 @@ a layer that `measure` took on this machine.
 Left out: ring, tensor and pipeline degrees, rows of DEGREES to come.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
-gradients and optimizer states, sp ranks that share a sequence; in plan_activations n layers, c
-chunks of one, k resident layers.
+gradients and optimizer states, sp ranks that share a sequence; of what layers keep n layers, c
+chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
 """
 import contextlib
 import dataclasses
@@ -234,7 +234,8 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
 
-    Where x and o of all layers find no room, K = S = 0, and layers drop x or o (`best_dropping`).
+    Where X > 0, or copies are waited for, what drops x or o and keeps no intermediates may lose
+    less (`best_dropping`).
     Raises TooLarge, a ValueError, with what is missing.
     """
     if (missing := bytes_missing(n, s, gpu, host)) > 0:
@@ -331,7 +332,7 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
         min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w
     """
     layer = (s.input, s.attn, s.intermediates)
-    m, k = np.meshgrid(np.arange(1, MOST_STRIDE + 1), np.arange(2, n + 1), indexing="ij")
+    m, k = np.meshgrid(np.arange(1, MOST_STRIDE + 1), np.arange(min(2, n), n + 1), indexing="ij")
     # X: the least that the host allows, and those from which on the GPU's bytes fall: as o leaves
     # the rounding buffers, and, in resident layers, as far as has room (less a group's o, at most,
     # which is made again)
@@ -736,8 +737,7 @@ def preference(plan: Plan, hardware: Hardware) -> tuple:
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
     return (plan.sp, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
-            plan.os_layout != "intra",
-            plan.recompute != "none", plan.head_groups, -plan.chunk)
+            plan.os_layout != "intra", plan.recompute != "none", plan.head_groups, -plan.chunk)
 
 
 def same_step(plan: Plan) -> tuple:

@@ -824,11 +824,11 @@ class States:
         self.updates += finite
         self.write_scalars(lr, clip, norm, finite)
         self.update_vectors()
-        stream = contextlib.nullcontext()
+        beside = contextlib.nullcontext()
         if self.host_states is not None:
             self.host_states.begin()
-            stream = self.streams["host_update"].after_compute()  # gradients and scalars are final
-        with stream:
+            beside = self.streams["host_update"].after_compute()  # gradients and scalars are final
+        with beside:
             for unit in self.units:
                 for param in unit:
                     if param.size:

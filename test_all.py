@@ -5023,6 +5023,26 @@ def test_longest_sequence_is_the_last_that_fits():
     assert bench.longest(asked, m.MODELS["7b"], alone) is None
 
 
+def test_place_table_has_states_where_it_says(monkeypatch, group):
+    """On the host, updated in the open, and on the GPU; the same model, of another size."""
+    monkeypatch.setitem(m.MODELS, "7b", m.ModelConfig(64, 64, 3, 8, 8, 64, 8))
+    table = bench.Bench(torch.device("cpu"), 0, 1, seqs=[64])
+    bench.table_place(table)
+    bound, *rows = table.rows
+    assert bound["system"] == "kernels alone" and not any(r["oom"] for r in rows)
+    assert [r["os_place"] for r in rows] == ["host", "host", "gpu"]
+    assert rows[0]["host_gib"] == rows[1]["host_gib"] > 0 and rows[2]["host_gib"] is None
+
+
+def test_one_layer_keeps_its_input_alone():
+    s = planner.Sizes(2**20, 2**20, 2**23, 1.0, 0.5, 0.2, 0.3)
+    plan, lost = planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0)
+    assert (plan.resident, plan.layers_recomputing_attention) == (1, 1)
+    assert lost == pytest.approx(s.recompute_s + s.attn_s)
+    with pytest.raises(planner.TooLarge):
+        planner.plan_activations(1, s, 2, 1e9, 0.5 * 2**20, 0.0)
+
+
 def test_longest_sequence_table_on_little_memory(monkeypatch, group):
     """The steps that prove it run, of a small model under the name of the large one."""
     small = m.ModelConfig(64, 64, 6, 8, 8, 64, 8, max_positions=2**40)

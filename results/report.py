@@ -300,7 +300,8 @@ row of that table.
 
 The one prediction that is far off is of a step whose host has as much to do as its GPU: a layer of
 1b for one sequence of 4,096 tokens computes for 2.5 ms and is launched in 2.2, by a host that
-nothing disturbs. The host of that run was disturbed.
+nothing disturbs. In that run Python's garbage collector did, which train.py freezes, and bench.py
+since.
 
 ![predicted and measured](predict.png)
 """
