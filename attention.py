@@ -54,7 +54,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
-from model import copy_heads
+from model import HeadPart, copy_heads
 
 SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 # torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
@@ -387,13 +387,20 @@ def do_nothing() -> None:
     pass
 
 
+Make = Callable[[int], list[Tensor]]  # of a head group: its q, k, v
+Take = Callable[[int, list[Tensor]], None]  # of a head group: its dq, dk, dv
+
+
 class Attention:
     """A kernel of the table: called, with autograd; or forward and backward, as they are.
 
     A subclass may split the work over ranks; lse has then the shape that its own backward wants.
+
+    Where memory is short, q, k and v of all heads need not exist at once: *_by_heads take
+    make(g) -> q, k, v of head group g, (B, T, heads, D) each, and give take(g, [dq, dk, dv]).
     """
 
-    head_groups = 1  # whose backwards run one after the other, for less memory
+    head_groups = 1  # that run one after the other, in backward or by heads
 
     def __init__(self, kernel: str):
         self.kernel = KERNELS[kernel]
@@ -419,8 +426,41 @@ class Attention:
         while_waiting()
         return attention_backward(self.kernel, do, q, k, v, o, lse, self.head_groups, in_place)
 
+    def forward_by_heads(self, make: Make, o: Tensor, kv_heads: int) -> Tensor:
+        """Fill o (B, T, H, D), and return lse, as `forward` does."""
+        lse = []
+        for g in range(self.head_groups):
+            heads, _ = self.heads_of(g, o.shape[2], kv_heads)
+            o[:, :, heads], part = attention_forward(self.kernel, *make(g))
+            lse.append(part)
+        return torch.cat(lse, 1)
+
+    def prefetch_by_heads(self, make: Make, o: Tensor, kv_heads: int):
+        """As prefetch_backward."""
+
+    def backward_by_heads(self, make: Make, take: Take, do: Tensor, o: Tensor, lse: Tensor,
+                          kv_heads: int, prefetched=None,
+                          while_waiting: Callable[[], None] = do_nothing) -> None:
+        """Give `take` the gradients of each group's q, k and v."""
+        while_waiting()
+        for g in range(self.head_groups):
+            heads, _ = self.heads_of(g, o.shape[2], kv_heads)
+            of_queries = (do[:, :, heads], *make(g), o[:, :, heads], lse[:, heads])
+            take(g, attention_backward(self.kernel, *(t.contiguous() for t in of_queries)))
+
+    def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
+        """Return the query heads of group g, and their key/value heads."""
+        return HeadPart(g, self.head_groups).slices(heads, kv_heads)
+
 
 # ---------------------------------------------------------------------------- sequences over ranks
+
+
+def repeat_heads(x: Tensor, copies: list[int]) -> Tensor:
+    """(B, T, heads, D) -> (B, T, sum(copies), D): each head so often."""
+    if max(copies) == 1:
+        return x
+    return torch.cat([x[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in enumerate(copies)], 2)
 
 
 def legal_sp(heads: int, ranks: int) -> list[int]:
@@ -510,6 +550,7 @@ class HeadGroup:
 
     recv_buffers: list[Tensor]  # (sp, B, T/sp, h, D) each: the tokens of every rank
     send_buffers: list[Tensor] = field(default_factory=list)  # read until `arrival`
+    sources: list[Tensor] = field(default_factory=list)  # what was packed into them: likewise
     arrival: object = None  # event: all that was sent so far is in recv_buffers
 
     def on_heads(self) -> list[Tensor]:
@@ -521,7 +562,6 @@ class HeadGroup:
 class Prefetched:
     """A backward's first head group, on its way before the backward begins."""
 
-    inputs: list[Tensor]  # q, k, v, o (B, T/sp, H, D): with repeated heads, the stream reads them
     buffers: tuple  # of Ulysses.allocate
     group: HeadGroup
 
@@ -529,9 +569,9 @@ class Prefetched:
 class Ulysses(Attention):
     """Attention over a sequence that lies on sp neighbouring ranks.
 
-        q (B, T/sp, sp*G*h, D) -> group by group (B, T, h, D) -> kernel -> o (B, T/sp, H, D)
+        q (B, T/sp, G*sp*h, D) -> group by group (B, T, h, D) -> kernel -> o (B, T/sp, H, D)
 
-    Two groups are on heads at a time, in two sets of receive buffers. Key/value heads that sp * G
+    Two groups are on heads at a time, in two sets of receive buffers. Key/value heads that G * sp
     does not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T).
 
     per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
@@ -558,30 +598,44 @@ class Ulysses(Attention):
 
     # -- layouts
 
-    def repeat_heads(self, x: Tensor) -> Tensor:
-        """k or v (B, T/sp, K, D) -> as many copies of a head as give sp * G parts whole ones."""
-        heads = x.shape[2]
-        copies = math.lcm(heads, self.sp * self.head_groups) // heads
-        return x.repeat_interleave(copies, 2) if copies > 1 else x
+    def sent_heads(self, kv_heads: int) -> int:
+        """Return how many key/value heads are sent, so that each of G * sp parts has whole ones."""
+        return math.lcm(kv_heads, self.head_groups * self.sp)
 
-    def by_group(self, x: Tensor) -> Tensor:
-        """(B, T/sp, H, D) -> a view (G, sp, B, T/sp, h, D): what a group sends to each rank."""
-        return x.unflatten(2, (self.sp, self.head_groups, -1)).permute(3, 2, 0, 1, 4, 5)
+    def copies(self, g: int, kv_heads: int) -> list[int]:
+        """Return how often each of group g's key/value heads is sent."""
+        sent = self.sent_heads(kv_heads)
+        count = sent // self.head_groups
+        originals = [i * kv_heads // sent for i in range(g * count, (g + 1) * count)]
+        return [originals.count(head) for head in range(originals[0], originals[-1] + 1)]
 
-    def allocate(self, inputs: list[Tensor], outputs: list[Tensor]):
+    def by_rank(self, x: Tensor) -> Tensor:
+        """A group's heads (B, T/sp, sp*h, D) -> a view (sp, B, T/sp, h, D): each rank's part."""
+        return x.unflatten(2, (self.sp, -1)).permute(2, 0, 1, 3, 4)
+
+    def allocate(self, like: Tensor, inputs: list[int], outputs: list[int]):
         """Return receive buffers (sp, B, T/sp, h, D): two lists for inputs, which groups take in
-        turn, and one for outputs on their way back."""
+        turn, and one for outputs on their way back. like: (B, T/sp, H, D); inputs, outputs: heads
+        that are sent, of all groups."""
         n = len(inputs)
-        shapes = [self.by_group(x).shape[1:] for x in (*inputs, *inputs, *outputs)]
-        buffers = self.exchange.allocate_buffers(shapes, inputs[0])
+        b, t, _, d = like.shape
+        shapes = [(self.sp, b, t, heads // (self.head_groups * self.sp), d)
+                  for heads in (*inputs, *inputs, *outputs)]
+        buffers = self.exchange.allocate_buffers(shapes, like)
         return (buffers[:n], buffers[n : 2 * n]), buffers[2 * n :]
+
+    def allocate_backward(self, o: Tensor, kv_heads: int):
+        """Return receive buffers of q, k, v, o, do; and of dq, dk, dv."""
+        heads, sent = o.shape[2], self.sent_heads(kv_heads)
+        return self.allocate(o, [heads, sent, sent, heads, heads], [heads, sent, sent])
 
     # -- one group's way
 
-    def send(self, group: HeadGroup, parts: list[Tensor]) -> None:
-        """Launch the all-to-all from tokens to heads of a group's next inputs: parts (sp, B, T/sp,
-        h, D), what goes to each rank."""
+    def send(self, group: HeadGroup, inputs: list[Tensor]) -> None:
+        """Launch the all-to-all from tokens to heads of a group's next inputs, (B, T/sp, sp*h, D)
+        each."""
         first = len(group.send_buffers)
+        parts = [self.by_rank(x) for x in inputs]
         send_buffers = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
         recv_buffers = group.recv_buffers[first : first + len(parts)]
         with self.stream.after_compute():
@@ -589,54 +643,60 @@ class Ulysses(Attention):
             for x, buffer in zip(parts, send_buffers):
                 copy_heads(x, buffer)
             self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
+        group.sources += inputs
         group.send_buffers += send_buffers
         group.arrival = self.stream.last_event()
 
     def send_back(self, results: list[Tensor], recv_buffers: list[Tensor],
                   outputs: list[Tensor]) -> list[Tensor]:
-        """Launch the all-to-all from heads (B, T, h, D) to tokens, into outputs (sp, B, T/sp, h,
-        D). Returns what must live until the stream has sent it."""
+        """Launch the all-to-all from heads (B, T, h, D) to tokens, into outputs (B, T/sp, sp*h, D).
+        Returns what must live until the stream has sent it."""
         # (B, T, h, D) -> (sp, B, T/sp, h, D); of one sequence: a view
         send_buffers = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous()
                         for x in results]
         with self.stream.after_compute():
             self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
             for buffer, output in zip(recv_buffers, outputs):
-                copy_heads(buffer, output)
+                copy_heads(buffer, self.by_rank(output))
                 self.poison_if_testing([buffer])
         return send_buffers
 
-    def run(self, run_kernel: Callable, first: HeadGroup, buffers: tuple, inputs: list[Tensor],
-            outputs: list[Tensor], while_waiting: Callable[[], None] = do_nothing) -> None:
+    def run(self, run_kernel: Callable, group: HeadGroup, buffers: tuple, inputs: Callable,
+            outputs: Callable, done: Callable[[int], None],
+            while_waiting: Callable[[], None] = do_nothing) -> None:
         """Run run_kernel(g, inputs on heads) -> outputs on heads for each group, and bring what it
-        returns into `outputs` (B, T/sp, H, D). first: the first group, of which a part may be under
-        way."""
+        returns into outputs(g); then done(g) may read them. group: the first, under way;
+        inputs(g): the others', which are made under the way of the group before. Tensors are (B,
+        T/sp, sp*h, D)."""
         recv_buffers, return_buffers = buffers
-        inputs = [self.by_group(x) for x in inputs]
-        outputs = [self.by_group(x) for x in outputs]
-        if len(first.send_buffers) < len(inputs):
-            self.send(first, [x[0] for x in inputs[len(first.send_buffers) :]])
-        group = first
         returning = []  # send buffers of outputs on their way back
+        came_back = None  # event: the outputs of the group before are there
         for g in range(self.head_groups):
             arriving = None
             if g + 1 < self.head_groups:  # the next group's way, hidden by this group's kernel
                 # its receive buffers are free: the stream is behind kernel g - 1, on every rank
                 arriving = HeadGroup(recv_buffers[(g + 1) % 2])
-                self.send(arriving, [x[g + 1] for x in inputs])
-            # hidden: by the kernel before; of the first group, by what the caller ran since
-            # prefetch_backward, if it did
+                self.send(arriving, inputs(g + 1))
+            # hidden: by the kernel before; of the first group, by what the caller ran since it was
+            # sent
             wait(group.arrival)
-            group.send_buffers.clear()  # they have been read
+            group.sources.clear()  # they have been read
+            group.send_buffers.clear()
             del returning[:-1]  # the stream sent these before it brought this group
             results = run_kernel(g, group.on_heads())
             # return_buffers are free: the stream has copied what came back before
-            returning.append(self.send_back(results, return_buffers, [x[g] for x in outputs]))
+            returning.append(self.send_back(results, return_buffers, outputs(g)))
+            returned = self.stream.last_event()
             self.poison_if_testing(group.recv_buffers)
+            if g > 0:
+                wait(came_back)  # hidden by this group's kernel
+                done(g - 1)
+            came_back = returned
             group = arriving
             del results
         while_waiting()
-        wait(self.stream.last_event())  # outputs are there; hidden: by kernels and while_waiting
+        wait(came_back)  # hidden by while_waiting and what is done with the group before
+        done(self.head_groups - 1)
 
     # -- attention
 
@@ -644,53 +704,131 @@ class Ulysses(Attention):
         if self.group is None:
             return super().forward(q, k, v)
         o = torch.empty_like(q)
+        return o, self.forward_by_heads(self.cut(q, k, v), o, k.shape[2])
+
+    def prefetch_backward(self, q, k, v, o):
+        return self.prefetch_by_heads(self.cut(q, k, v), o, k.shape[2])
+
+    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
+                 in_place=False):
+        if self.group is None:
+            return super().backward(do, q, k, v, o, lse, None, while_waiting, in_place)
+        kv_heads = k.shape[2]
+        shared = kv_heads % self.head_groups != 0  # groups have key/value heads in common
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x) if shared else torch.empty_like(x) for x in (k, v))
+        whole = self.cut(dq, dk, dv)
+
+        def places(g):
+            views = whole(g)
+            return [views[0], *map(torch.empty_like, views[1:])] if shared else views
+
+        def take(g, grads):
+            if shared:
+                for view, part in zip(whole(g)[1:], grads[1:]):
+                    view += part
+
+        make = self.cut(q, k, v)
+        self.backward_by_heads(make, take, do, o, lse, kv_heads, prefetched, while_waiting, places)
+        return dq, dk, dv
+
+    def cut(self, q, k, v) -> Make:
+        """Return the function that gives views of a group's heads."""
+        def heads(g: int) -> list[Tensor]:
+            queries, keys = self.heads_of(g, q.shape[2], k.shape[2])
+            return [q[:, :, queries], k[:, :, keys], v[:, :, keys]]
+
+        return heads
+
+    def sent(self, g: int, qkv: list[Tensor], kv_heads: int) -> list[Tensor]:
+        """Return a group's q, k, v (B, T/sp, heads, D) with as many copies of heads as are sent."""
+        q, *kv = qkv
+        return [q, *(repeat_heads(x, self.copies(g, kv_heads)) for x in kv)]
+
+    def forward_by_heads(self, make, o, kv_heads):
+        if self.group is None:
+            return super().forward_by_heads(make, o, kv_heads)
+        heads, sent = o.shape[2], self.sent_heads(kv_heads)
+        self.allocate_backward(o, kv_heads)  # as much as backward needs, from the start
+        buffers = self.allocate(o, [heads, sent, sent], [heads])
         lse = []
-        inputs = [q, self.repeat_heads(k), self.repeat_heads(v)]
-        q, k, v = inputs
-        self.allocate([q, k, v, q, q], [q, k, v])  # as much as backward needs, from the start
+
+        def inputs(g):
+            return self.sent(g, make(g), kv_heads)
+
+        def outputs(g):
+            queries, _ = self.heads_of(g, heads, kv_heads)
+            return [o[:, :, queries]]
 
         def run_kernel(g, on_heads):
             out, part = attention_forward(self.kernel, *on_heads)
             lse.append(part)
             return [out]
 
-        buffers = self.allocate(inputs, [o])
-        self.run(run_kernel, HeadGroup(buffers[0][0]), buffers, inputs, [o])
-        return o, torch.stack(lse)
+        first = HeadGroup(buffers[0][0])
+        self.send(first, inputs(0))
+        self.run(run_kernel, first, buffers, inputs, outputs, lambda g: None)
+        return torch.stack(lse)
 
-    def prefetch_backward(self, q, k, v, o):
+    def prefetch_by_heads(self, make, o, kv_heads):
         if self.group is None:
             return None
-        inputs = [q, self.repeat_heads(k), self.repeat_heads(v), o]
-        buffers = self.allocate([*inputs, o], inputs[:3])  # do is shaped as o
-        prefetched = Prefetched(inputs, buffers, HeadGroup(buffers[0][0]))
-        self.send(prefetched.group, [self.by_group(x)[0] for x in inputs])
+        buffers = self.allocate_backward(o, kv_heads)
+        prefetched = Prefetched(buffers, HeadGroup(buffers[0][0]))
+        queries, _ = self.heads_of(0, o.shape[2], kv_heads)
+        self.send(prefetched.group, [*self.sent(0, make(0), kv_heads), o[:, :, queries]])
         return prefetched
 
     def prefetch_do(self, prefetched, do):
         if prefetched is not None:
-            self.send(prefetched.group, [self.by_group(do)[0]])
+            queries, _ = self.heads_of(0, do.shape[2], do.shape[2])
+            self.send(prefetched.group, [do[:, :, queries]])
 
-    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
-                 in_place=False):
+    def backward_by_heads(self, make, take, do, o, lse, kv_heads, prefetched=None,
+                          while_waiting=do_nothing, places: Make | None = None):
+        """places(g): where the gradients go that take(g) gets; fresh memory by default."""
         if self.group is None:
-            return super().backward(do, q, k, v, o, lse, None, while_waiting, in_place)
+            super().backward_by_heads(make, take, do, o, lse, kv_heads, None, while_waiting)
+            return
+        do = do.contiguous()
         if prefetched is None:
-            prefetched = self.prefetch_backward(q, k, v, o)
-        inputs = prefetched.inputs
-        heads = k.shape[2]
-        grads = [torch.empty_like(x) for x in inputs[:3]]
+            prefetched = self.prefetch_by_heads(make, o, kv_heads)
+            self.prefetch_do(prefetched, do)
+        heads = o.shape[2]
+        b, t, _, d = o.shape
+        arriving: dict[int, tuple] = {}  # by group: gradients of its heads, and of sent copies
+
+        def fresh(g):
+            queries, keys = self.heads_of(g, heads, kv_heads)
+            counts = [part.stop - part.start for part in (queries, keys, keys)]
+            return [o.new_empty(b, t, count, d) for count in counts]
+
+        def inputs(g):
+            queries, _ = self.heads_of(g, heads, kv_heads)
+            return [*self.sent(g, make(g), kv_heads), o[:, :, queries], do[:, :, queries]]
+
+        def outputs(g):
+            dq, dk, dv = grads = (places or fresh)(g)
+            copies = self.copies(g, kv_heads)
+            of_copies = [x if max(copies) == 1 else o.new_empty(b, t, sum(copies), d)
+                         for x in (dk, dv)]
+            arriving[g] = grads, of_copies
+            return [dq, *of_copies]
+
+        def done(g):
+            grads, of_copies = arriving.pop(g)
+            for x, parts in zip(grads[1:], of_copies):
+                if parts is not x:  # the gradients of a head's copies are its own
+                    sums = [part.sum(2) for part in parts.split(self.copies(g, kv_heads), 2)]
+                    x.copy_(torch.stack(sums, 2))
+            take(g, grads)
 
         def run_kernel(g, on_heads):
             q, k, v, o, do = on_heads
             return attention_backward(self.kernel, do, q, k, v, o, lse[g])
 
-        self.run(run_kernel, prefetched.group, prefetched.buffers, [*inputs, do.contiguous()],
-                 grads, while_waiting)
-        dq, dk, dv = grads
-        if dk.shape[2] > heads:  # the gradients of a head's copies are its own
-            dk, dv = (x.unflatten(2, (heads, -1)).sum(3) for x in (dk, dv))
-        return dq, dk, dv
+        self.run(run_kernel, prefetched.group, prefetched.buffers, inputs, outputs, done,
+                 while_waiting)
 
     # -- for tests
 

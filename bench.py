@@ -778,7 +778,8 @@ def first_and_last_layers(run: Run) -> Run:
     if in_resident >= 0:
         dropped = away + min(2, in_resident)
     few = ActivationPlan(away + 2, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
-                         away * kept.most_swapped_chunks(), dropped, kept.stride)
+                         away * kept.most_swapped_chunks(), dropped, kept.stride,
+                         kept.by_heads)
     model = dataclasses.replace(run.model, layers=few.layers)
     plan = dataclasses.replace(run.plan, activations=few)
     return run.but(model=model, plan=planner.with_memory(plan, model, run.dtype))

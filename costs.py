@@ -146,8 +146,8 @@ def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
 def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
                 head_groups: int, kept: ActivationPlan | None) -> dict[str, dict[str, float]]:
     """Return what the last layer's backward needs beside what was kept, at its two high moments: in
-    attention's backward, and in that of the products before it. kept: None if layers run whole;
-    then, and where all chunks of that layer stay, its q, k, v are among the activations."""
+    attention's backward, and in those of the products before and after it. kept: None if layers run
+    whole; then, and where all chunks of that layer stay, its q, k, v are among the activations."""
     e = dtype.itemsize
     d = cfg.head_dim
     x = tokens * cfg.dim * e
@@ -172,18 +172,38 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
     saved = block_saves(cfg, tokens, dtype).pre
     pre = sum(math.prod(shape) * of.itemsize for shape, of in saved)
     inputs = q + 2 * k
-    o = q
     temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * e
     if kept is None or kept.kept_chunks >= kept.chunks:
         inputs = 0
-    if kept is None or not kept.layers_recomputing_attention:
-        o = 0
     if kept is None:  # gate|up, h and what block.pre saves are among them, too
         temporaries = chunk * (4 * cfg.ffn + 3 * cfg.dim) * e
         pre = 0
+    if kept is not None and kept.by_heads:
+        group = (q + 2 * k) / head_groups
+        repeated /= head_groups
+        pre /= head_groups
+        # what a group sends is made beside another's way; its gradients, while they are taken
+        mine, grads = (group, 2 * group) if sp > 1 else (group, group)
+        if sp == 1:
+            in_flight = 2 * q / head_groups
+        # as layer_runner's caller holds dy, beside the chunks' gradients of x, and x's of all
+        after = {"dy, dx": 3 * x, "do": q, "dq, dk, dv": grads, "repeated k, v": repeated,
+                 "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
+                 "saved by block.pre": pre}
+        return {
+            "attention's backward": {
+                "dy, dx": 2 * x, "q, k, v": mine, "do": q, "dq, dk, dv": grads,
+                "repeated k, v": repeated, "head groups": in_flight,
+                "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": 2 * pre},
+            "block.post's backward": {
+                "dy, dx": 2 * x, "q, k, v": mine * (sp > 1), "do": q,
+                "repeated k, v": repeated, "first head group": first_group,
+                "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
+                "temporaries of a chunk": temporaries, "saved by block.pre": pre},
+            "block.pre's backward": after}
     return {
         "attention's backward": {
-            "dy, dx": 2 * x, "q, k, v": inputs, "o": o, "do": q,
+            "dy, dx": 2 * x, "q, k, v": inputs, "do": q,
             "dq, dk, dv": 0 if in_place else q + 2 * k_sent,
             "repeated k, v": repeated, "head groups": in_flight,
             "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
@@ -237,20 +257,40 @@ def kept_parts(plan: ActivationPlan) -> tuple:
     return inputs, outputs, inputs_away, np.maximum(0, away - dropped)
 
 
-def resident_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
-    """Return the bytes of a rank for what resident layers keep, for two rounding buffers, and for
-    what backward makes again of a group of layers; layer: layer_bytes. Also of many plans."""
+def rounding_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
+    """Return the bytes of two rounding buffers; layer: layer_bytes. Also of many plans."""
     x, attn, intermediates = layer
-    inputs, outputs, groups, outputs_away = kept_parts(plan)
+    _, _, groups, outputs = kept_parts(plan)
     swapped = plan.most_swapped_chunks() if plan.swapped_chunks else 0
     # a group keeps most if it is the last that leaves
-    largest = x + np.minimum(plan.stride, outputs_away) * attn
-    buffers = 2 * (groups > 0) * (largest + swapped * intermediates / plan.chunks)
-    again = (plan.stride - 1) * x
-    # layer_peaks counts one layer's o
-    again += np.maximum(0, np.minimum(plan.stride, plan.layers_recomputing_attention) - 1) * attn
-    return (inputs * x + outputs * attn + plan.kept_chunks * intermediates / plan.chunks + buffers
-            + again)
+    largest = x + np.minimum(plan.stride, outputs) * attn
+    return 2 * (groups > 0) * (largest + swapped * intermediates / plan.chunks)
+
+
+def resident_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
+    """Return the most bytes of a rank that hold what layers keep: in resident layers, in two
+    rounding buffers, and what backward makes again of a group of layers. Also of many plans."""
+    x, attn, intermediates = layer
+    n, m = plan.layers, plan.stride
+    away = n - plan.resident
+    dropped = plan.layers_recomputing_attention
+
+    def entering(g):
+        """Bytes as backward enters group g: what the layers behind it kept is gone."""
+        first = g * m
+        end = np.minimum(n, first + m)
+        inputs = -(-np.maximum(0, end - away) // m)
+        outputs = np.maximum(0, end - np.maximum(away, dropped))
+        again = (end - first - 1) * x + np.clip(dropped - first, 0, end - first) * attn
+        return inputs * x + outputs * attn + again
+
+    # bytes grow from group to group, but for the last, of fewer layers, and from the last that drop
+    # o to those that do not
+    kept = entering((n - 1) // m) + plan.kept_chunks * intermediates / plan.chunks
+    last_dropping = np.maximum(0, dropped - 1) // m
+    for g in (n // m - 1, last_dropping, last_dropping - 1):
+        kept = np.maximum(kept, entering(np.maximum(0, g)))
+    return kept + rounding_bytes(plan, layer)
 
 
 def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
@@ -471,6 +511,7 @@ class LayerSeconds:
     kernels: float  # of both passes, attention alone
     recompute: float  # of the intermediates of all tokens, in backward
     post: float  # of what makes the next layer's input again
+    by_heads: float  # more, of both passes, if q, k, v are made a head group at a time
     whole: float  # of a forward that runs again, if a layer keeps its input alone
 
 
@@ -536,7 +577,25 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     return LayerSeconds(
         chunks, pre + attention + post, attention - kernel, attention, tuple(backward),
         attention_back - kernel_back, kernel + kernel_back, pre + post - last, post,
-        pre + attention + post - last)
+        by_heads_seconds(est, plan, chunks), pre + attention + post - last)
+
+
+def by_heads_seconds(est: Estimator, plan: Plan, chunks: int) -> float:
+    """Return how much longer a layer takes whose q, k, v are made a head group at a time, forward,
+    again in backward, and backward: smaller products, norms and sums of each group, and copies of
+    its rows of the matrix."""
+    groups = plan.head_groups
+    rows, cols = est.matrices[0]
+
+    def longer(kind: str, parts: int) -> float:
+        tokens = plan.tokens / chunks
+        return chunks * (parts * est.product(kind, tokens, rows // parts, cols)
+                         - est.product(kind, tokens, rows, cols))
+
+    products = (2 * longer("forward", groups) + longer("input_grad", groups)
+                + longer("weight_grad_sum", 3 * groups))  # q, k and v each
+    moved = (groups - 1) * plan.tokens * est.model.dim * (2 * 2 + 5 + 3)
+    return max(0.0, products) + est.moved(moved + 3 * chunks * 2 * rows * cols)
 
 
 def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int,

@@ -54,7 +54,8 @@ from torch.autograd.function import once_differentiable
 
 import model as llama
 from attention import CommStream, do_nothing, wait
-from model import LLaMA, ModelConfig, accumulation_dtype, deferred_weight_grads, recomputation
+from model import (ALL_HEADS, HeadPart, LLaMA, ModelConfig, accumulation_dtype,
+                   deferred_weight_grads, recomputation)
 
 GIB = 2**30
 HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
@@ -73,6 +74,7 @@ class ActivationPlan:
     swapped_chunks: int = 0  # over all other layers, evenly
     layers_recomputing_attention: int = 0  # X, the first ones: they drop o
     stride: int = 1  # m: every m-th layer keeps its input x; if not all do, no intermediates stay
+    by_heads: bool = False  # a head group's q, k, v are made at a time; no intermediates stay
 
     def keeps_input(self, i: int) -> bool:
         return i % self.stride == 0
@@ -113,6 +115,8 @@ class ActivationPlan:
             text += f"; one layer in {self.stride} keeps its input, the others' are made again"
         if self.layers_recomputing_attention:
             text += f"; ATTENTION RUNS TWICE in {self.layers_recomputing_attention} layers"
+        if self.by_heads:
+            text += "; q, k, v are made a head group at a time"
         return text
 
 
@@ -452,6 +456,7 @@ class ChunkedLayers:
         assert swapped % plan.stride == 0, f"{swapped} swapped layers are whole groups"
         intermediates = plan.kept_chunks + plan.swapped_chunks
         assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
+        assert not (plan.by_heads and intermediates), "q, k, v of all heads would stay"
         self.device = device
         self.dtype = dtype
         self.poison = poison
@@ -543,11 +548,6 @@ class ChunkedLayers:
         whole[:, chunk] = part
         return whole
 
-    def attend(self, qkv: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """q, k, v (1, N, heads, D) -> o (1, N, H, D), lse."""
-        o, lse = self.attention.forward(*(self.split(t) for t in qkv))
-        return self.join(o), lse
-
     # -- one layer
 
     def forward(self, micro_batch: MicroBatch, i: int, x: Tensor, needs_backward: bool) -> Tensor:
@@ -561,8 +561,7 @@ class ChunkedLayers:
             self.free_offloaded(micro_batch, i - 2)
         held_anyway = [*micro_batch.rope, *block.parameters(), *block.buffers()]
         saved = SavedLayer(x, held_anyway, num_saved)
-        qkv = self.project(block, micro_batch, saved, num_saved)
-        saved.o, saved.lse = self.attend(qkv)
+        qkv = self.attend(block, micro_batch, saved, num_saved)
         y = self.output(block, saved, num_saved)
         if needs_backward:
             saved_tokens = self.chunks[num_saved - 1].stop if num_saved else 0
@@ -579,9 +578,30 @@ class ChunkedLayers:
                 self.offload(micro_batch, i)
         return y.view(shape)
 
-    def project(self, block, micro_batch: MicroBatch, saved: SavedLayer,
-                num_saved: int) -> list[Tensor]:
-        """Return q, k, v (1, N, heads, D) of saved.x, which leave the graphs of saved chunks."""
+    def attend(self, block, micro_batch: MicroBatch, saved: SavedLayer,
+               num_saved: int = 0) -> list[Tensor]:
+        """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), empty ones if
+        they are made by heads; they leave the graphs of saved chunks."""
+        if not self.plan.by_heads:
+            qkv = self.project(block, micro_batch, saved, num_saved)
+            o, saved.lse = self.attention.forward(*(self.split(t) for t in qkv))
+            saved.o = self.join(o)
+            return qkv
+        cfg = self.cfg
+
+        def make(g: int) -> list[Tensor]:
+            part = HeadPart(g, self.attention.head_groups)
+            return [self.split(t) for t in self.project(block, micro_batch, saved, 0, part)]
+
+        o = saved.x.new_empty(1, self.tokens, cfg.heads, cfg.head_dim)
+        saved.lse = self.attention.forward_by_heads(make, self.split(o), cfg.kv_heads)
+        saved.o = o
+        return [o[:, :0], *2 * [o[:, :0, : cfg.kv_heads]]]
+
+    def project(self, block, micro_batch: MicroBatch, saved: SavedLayer, num_saved: int,
+                part: HeadPart = ALL_HEADS) -> list[Tensor]:
+        """Return q, k, v (1, N, heads, D) of saved.x, or a part of their heads; they leave the
+        graphs of saved chunks."""
         qkv = [None, None, None]
         for j, chunk in enumerate(self.chunks):
             if j < num_saved:
@@ -589,10 +609,15 @@ class ChunkedLayers:
                     graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
                 saved.pre_graphs.append(graph)
             else:
-                parts = block.pre(saved.x[:, chunk], micro_batch.rope_of(chunk))
-            qkv = [self.put(whole, chunk, part) for whole, part in zip(qkv, parts)]
+                parts = self.pre(block, micro_batch, part, saved.x[:, chunk], chunk)
+            qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
             del parts  # before the next chunk's are made
         return qkv
+
+    def pre(self, block, micro_batch: MicroBatch, part: HeadPart, x: Tensor, chunk: slice):
+        """Return q, k, v (1, n, heads, D) of a chunk x (1, n, C)."""
+        rope = micro_batch.rope_of(chunk)
+        return block.pre(x, rope) if part is ALL_HEADS else block.pre(x, rope, part)
 
     def output(self, block, saved: SavedLayer, num_saved: int) -> Tensor:
         """Return y (1, N, C) of saved.x and saved.o, which leaves the graphs of saved chunks."""
@@ -609,10 +634,11 @@ class ChunkedLayers:
             del part
         return y
 
-    def run_pre(self, block, micro_batch: MicroBatch, x: Tensor, chunk: slice):
+    def run_pre(self, block, micro_batch: MicroBatch, x: Tensor, chunk: slice,
+                part: HeadPart = ALL_HEADS):
         """Return the graph of a chunk's block.pre, and its q, k, v (1, n, heads, D)."""
-        rope = micro_batch.rope_of(chunk)
-        return ChunkGraph.run(self.root, lambda x: block.pre(x, rope), x[:, chunk])
+        return ChunkGraph.run(self.root, lambda x: self.pre(block, micro_batch, part, x, chunk),
+                              x[:, chunk])
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
@@ -620,13 +646,72 @@ class ChunkedLayers:
         shape = dy.shape
         dy = self.join(dy)
         saved = self.fetch(micro_batch, i)
-        num_saved = self.plan.num_saved_chunks(i)
+        if self.plan.by_heads:
+            dx = self.backward_by_heads(block, micro_batch, saved, dy)
+        else:
+            dx = self.backward_whole(block, micro_batch, saved, dy, self.plan.num_saved_chunks(i))
+        if self.plan.keeps_input(i):  # the last of its group
+            micro_batch.prefetched.discard(i // self.plan.stride)
+        micro_batch.finished = not micro_batch.saved
+        self.poison_if_testing(saved.tensors())
+        return dx.view(shape)
+
+    def backward_whole(self, block, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
+                       num_saved: int) -> Tensor:
+        """dy -> dx (1, N, C), with q, k, v of all heads at once."""
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
-            saved.o, saved.lse = self.attend([q, k, v])
+            o, saved.lse = self.attention.forward(*(self.split(t) for t in (q, k, v)))
+            saved.o = self.join(o)
         inputs = [self.split(t) for t in (q, k, v, saved.o)]
         first_group = self.attention.prefetch_backward(*inputs)  # hidden by block.post's backward
+        do, dx_parts, deferred = self.backward_post(block, saved, dy, num_saved)
+        del dy
+        while_waiting = self.send_do(first_group, do, deferred)
+        in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
+        grads = self.attention.backward(do, *inputs, saved.lse, first_group, while_waiting,
+                                        in_place)
+        grads = [self.join(t) for t in grads]
+        del do, inputs, q, k, v, first_group, while_waiting, deferred
+        dx = torch.empty_like(saved.x)
+        self.backward_pre(saved.pre_graphs, saved, grads, dx_parts, dx)
+        return dx
 
+    def backward_by_heads(self, block, micro_batch: MicroBatch, saved: SavedLayer,
+                          dy: Tensor) -> Tensor:
+        """dy -> dx (1, N, C), with q, k, v of one head group after the other."""
+        if saved.o is None:
+            with recomputation():
+                self.attend(block, micro_batch, saved)
+        graphs: dict[int, list[ChunkGraph]] = {}  # by head group, of chunks
+
+        def make(g: int) -> list[Tensor]:
+            part = HeadPart(g, self.attention.head_groups)
+            graphs[g] = []
+            return [self.split(t) for t in self.project_again(
+                block, micro_batch, saved, graphs[g], self.chunks, [None, None, None], part)]
+
+        def take(g: int, grads: list[Tensor]) -> None:
+            nonlocal dx
+            if g == self.attention.head_groups - 1:
+                dx = torch.empty_like(saved.x)
+            grads = [self.join(t) for t in grads]
+            self.backward_pre(graphs.pop(g), saved, grads, dx_parts, dx)
+
+        dx = None
+        o = self.split(saved.o)
+        kv_heads = self.cfg.kv_heads
+        first_group = self.attention.prefetch_by_heads(make, o, kv_heads)
+        do, dx_parts, deferred = self.backward_post(block, saved, dy, 0)
+        while_waiting = self.send_do(first_group, do, deferred)
+        self.attention.backward_by_heads(make, take, do, o, saved.lse, kv_heads, first_group,
+                                         while_waiting)
+        return dx
+
+    def backward_post(self, block, saved: SavedLayer, dy: Tensor,
+                      num_saved: int) -> tuple[Tensor, list[Tensor], list[Callable]]:
+        """dy (1, N, C) -> do (B, T, H, D), the chunks' gradients of x by way of the residual path,
+        and products for weights that wait for their turn."""
         do = None
         dx_parts = []
         for j, chunk in enumerate(self.chunks):
@@ -638,32 +723,29 @@ class ChunkedLayers:
             dx_parts.append(dx_part)
             do = self.put(do, chunk, do_part)
             del graph, dx_part, do_part  # before the next chunk's are made
-        del dy
-        do = self.split(do)
-        self.attention.prefetch_do(first_group, do)
-        while len(deferred) > 1:  # the last chunk's products for weights hide the way of do ...
-            deferred.pop(0)()
-        # ... and one the way back of the last heads' gradients
-        while_waiting = deferred.pop() if deferred else do_nothing
-        in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = self.attention.backward(do, *inputs, saved.lse, first_group, while_waiting,
-                                        in_place)
-        dq, dk, dv = (self.join(t) for t in grads)
-        del do, inputs, q, k, v, first_group, while_waiting, grads
+        return self.split(do), dx_parts, deferred
 
-        dx = torch.empty_like(saved.x)
+    def send_do(self, first_group, do: Tensor, deferred: list[Callable]) -> Callable[[], None]:
+        """Launch the way of the first heads' do, hidden by the last chunk's products for weights.
+        Returns one of them, which hides the way back of the last heads' gradients."""
+        self.attention.prefetch_do(first_group, do)
+        while len(deferred) > 1:
+            deferred.pop(0)()
+        return deferred.pop() if deferred else do_nothing
+
+    def backward_pre(self, graphs: list[ChunkGraph], saved: SavedLayer, dqkv: list[Tensor],
+                     dx_parts: list[Tensor], dx: Tensor | None) -> None:
+        """Add to the chunks' gradients of x (1, n, C) what comes by way of q, k, v (1, N, heads,
+        D); the last time into dx (1, N, C)."""
         for j, chunk in enumerate(self.chunks):
-            (dx_part,) = saved.pre_graphs[j].backward(
-                (dq[:, chunk], dk[:, chunk], dv[:, chunk]), saved.x[:, chunk])
-            torch.add(dx_parts[j], dx_part, out=dx[:, chunk])
-            saved.pre_graphs[j] = None
-            dx_parts[j] = None
+            (dx_part,) = graphs[j].backward(tuple(t[:, chunk] for t in dqkv), saved.x[:, chunk])
+            if dx is None:
+                dx_parts[j] = dx_parts[j] + dx_part  # not in place: a block may have given dy on
+            else:
+                torch.add(dx_parts[j], dx_part, out=dx[:, chunk])
+                dx_parts[j] = None
+            graphs[j] = None
             del dx_part
-        if self.plan.keeps_input(i):  # the last of its group
-            micro_batch.prefetched.discard(i // self.plan.stride)
-        micro_batch.finished = not micro_batch.saved
-        self.poison_if_testing(saved.tensors())
-        return dx.view(shape)
 
     def recompute_qkv(self, block, micro_batch: MicroBatch, saved: SavedLayer,
                       num_saved: int) -> list[Tensor]:
@@ -675,11 +757,19 @@ class ChunkedLayers:
         if num_saved:
             tokens = slice(0, self.chunks[num_saved - 1].stop)
             qkv = [self.put(None, tokens, part) for part in saved.qkv]
-        for chunk in self.chunks[num_saved:]:
+        return self.project_again(block, micro_batch, saved, saved.pre_graphs,
+                                  self.chunks[num_saved:], qkv)
+
+    def project_again(self, block, micro_batch: MicroBatch, saved: SavedLayer,
+                      graphs: list[ChunkGraph], chunks: list[slice], qkv: list[Tensor | None],
+                      part: HeadPart = ALL_HEADS) -> list[Tensor]:
+        """Return q, k, v (1, N, heads, D) with those of some chunks made again, whose graphs wait
+        for the gradients."""
+        for chunk in chunks:
             with recomputation():
-                graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
-            saved.pre_graphs.append(graph)
-            qkv = [self.put(whole, chunk, part) for whole, part in zip(qkv, parts)]
+                graph, parts = self.run_pre(block, micro_batch, saved.x, chunk, part)
+            graphs.append(graph)
+            qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
             del parts
         return qkv
 
@@ -788,7 +878,7 @@ class ChunkedLayers:
             block = self.blocks[i]
             saved = micro_batch.saved[i]
             if saved.o is None:
-                saved.o, saved.lse = self.attend(self.project(block, micro_batch, saved, 0))
+                self.attend(block, micro_batch, saved)
             micro_batch.saved[i + 1].x = self.output(block, saved, 0)
 
     # -- for tests

@@ -34,6 +34,7 @@ import contextlib
 import dataclasses
 import functools
 import heapq
+import inspect
 import itertools
 import json
 import math
@@ -50,11 +51,12 @@ import model as llama
 from attention import Attention, legal_sp
 from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
                    host_bytes, imbalance, kept_parts, layer_bytes, layer_peaks, layer_seconds,
-                   loss_peak, resident_bytes, state_bytes, step_seconds, unit_seconds,
-                   visit_bytes, weight_buffer_bytes)
+                   loss_peak, resident_bytes, rounding_bytes, state_bytes, step_seconds,
+                   unit_seconds, visit_bytes, weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
                       with_network)
-from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
+from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
+                   rope_tables)
 from offload import GIB, ActivationPlan, block_saves
 from placement import make_rings, parse_leaf, place_nodes
 from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
@@ -74,6 +76,7 @@ class Sizes:
     recompute_s: float  # of it, what recomputing the intermediates takes
     attn_s: float  # of it, attention
     post_s: float  # of it, what follows attention
+    by_heads_s: float = 0.0  # more, of forward and backward, if q, k, v are made by heads
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ class TooLarge(ValueError):
 
 def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
                      resident: int | None = None, alpha: float | None = None, memo: bool = False,
-                     busy: float = 0.0) -> tuple[ActivationPlan, float]:
+                     busy: float = 0.0, by_heads: bool = False) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward.
 
@@ -235,11 +238,17 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
                     (n - 2)*(input + attn + alpha*S_others) <= host
 
     Where X > 0, or copies are waited for, what drops x or o and keeps no intermediates may lose
-    less (`best_dropping`).
-    Raises TooLarge, a ValueError, with what is missing.
+    less (`best_dropping`). by_heads: q, k, v are made a head group at a time; then no intermediates
+    stay. Raises TooLarge, a ValueError, with what is missing.
     """
     if (missing := bytes_missing(n, s, gpu, host)) > 0:
         raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), missing)
+    if by_heads:
+        value, activations, waits = best_dropping(n, s, chunks, bandwidth, gpu, host, resident,
+                                                  busy, True)
+        if value == math.inf:
+            raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), 1.0)
+        return activations, waits + recomputed_seconds(activations, s)
     rooms = [chunks] if memo else sorted({round(chunks * eighth / 8) for eighth in range(9)})
     if alpha is not None:
         rooms = [math.ceil(alpha * chunks)]
@@ -324,32 +333,23 @@ MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU
 
 
 def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
-                  resident: int | None, busy: float) -> tuple[float, ActivationPlan | None, float]:
+                  resident: int | None, busy: float,
+                  by_heads: bool = False) -> tuple[float, ActivationPlan | None, float]:
     """Return the least value of plan_activations' program if no intermediates are kept and layers
     drop x (all but one in m) or o (the first X), the plan, and the seconds of waiting; the value is
-    infinite if nothing fits. All m and k, and the X that may be the least, are tried at once.
+    infinite if nothing fits. All m, k and X are tried at once.
 
-        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w
+        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w          (by_heads: X*pre_s)
     """
     layer = (s.input, s.attn, s.intermediates)
-    m, k = np.meshgrid(np.arange(1, MOST_STRIDE + 1), np.arange(min(2, n), n + 1), indexing="ij")
-    # X: the least that the host allows, and those from which on the GPU's bytes fall: as o leaves
-    # the rounding buffers, and, in resident layers, as far as has room (less a group's o, at most,
-    # which is made again)
-    away = n - k
-    by_host = away - np.floor((host - away // m * s.input) / s.attn)
-    without = ActivationPlan(n, c, k, 0, 0, n, m)
-    by_gpu = n - np.floor((gpu - resident_bytes(without, layer)) / s.attn)
-    least = [by_host, *(most - i for most in (by_gpu, away) for i in range(MOST_STRIDE))]
-    x = np.clip(np.maximum(by_host, least), 0, n).astype(int)  # (X, m, k)
-    m, k, x = np.broadcast_arrays(m, k, x)
-    plans = ActivationPlan(n, c, k, 0, 0, x, m)
-    inputs, outputs, groups, _ = kept_parts(plans)
+    x, m, k = np.meshgrid(np.arange(n + 1), np.arange(1, MOST_STRIDE + 1),
+                          np.arange(min(2, n), n + 1), indexing="ij")
+    plans = ActivationPlan(n, c, k, 0, 0, x, m, by_heads)
     kept = resident_bytes(plans, layer)
     # in forward, beside the buffers that backward will take, two layers that are leaving
-    leaving = kept - inputs * s.input - outputs * s.attn + 2 * (s.input + s.attn)
+    leaving = rounding_bytes(plans, layer) + 2 * (s.input + s.attn)
     copied = host_bytes(plans, layer)
-    feasible = (((n - k) % m == 0) & (np.where(groups, np.maximum(kept, leaving), kept) <= gpu)
+    feasible = (((n - k) % m == 0) & (np.where(k < n, np.maximum(kept, leaving), kept) <= gpu)
                 & (copied <= host))
     if resident is not None:
         feasible &= k == resident
@@ -357,7 +357,7 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     value = recomputed_seconds(plans, s) - n * s.recompute_s + waits + 1e-4 / GIB * copied
     value = np.where(feasible, value, np.inf)
     at = np.unravel_index(np.argmin(value), value.shape)
-    chosen = ActivationPlan(n, c, int(k[at]), 0, 0, int(x[at]), int(m[at]))
+    chosen = ActivationPlan(n, c, int(k[at]), 0, 0, int(x[at]), int(m[at]), by_heads)
     return float(value[at]), chosen, float(waits[at])
 
 
@@ -416,7 +416,10 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
     inputs, _, inputs_away, _ = kept_parts(activations)
     again += (activations.layers - inputs - inputs_away) * s.post_s
     dropped = activations.layers_recomputing_attention
-    again += (dropped - dropped // activations.stride) * (s.layer_s - s.attn_s - s.post_s)
+    with_qkv = dropped if activations.by_heads else dropped - dropped // activations.stride
+    again += with_qkv * (s.layer_s - s.attn_s - s.post_s)
+    if activations.by_heads:
+        again += activations.layers * s.by_heads_s
     return again + dropped * s.attn_s
 
 
@@ -469,8 +472,20 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(cfg)
-    sizes = Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn, post * n / c)
+    longer = 0.0
+    if makes_parts(llama.Block) and attention.head_groups > 1:
+        parts = attention.head_groups
+        with torch.no_grad():
+            part = watch.least(lambda: block.pre(x, rope, HeadPart(0, parts)), 3)
+        longer = 4 * max(0.0, parts * part - pre) * n / c  # backward: again, and twice as much
+    sizes = Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn, post * n / c,
+                  longer)
     return sizes, rate
+
+
+def makes_parts(block_class) -> bool:
+    """Return whether a block makes q, k, v of a part of its heads."""
+    return "part" in inspect.signature(block_class.pre).parameters
 
 
 # ---------------------------------------------------------------------------- degrees
@@ -660,17 +675,17 @@ def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, 
 def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                       chosen: dict) -> list[tuple]:
     """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
-    ranks, and 1 or at most 8 of a long one on one rank, where they save memory. Raises ValueError
-    with the legal ones."""
+    ranks, 16 of a long one, and 1 or at most 8 of a long one on one rank, where they save memory.
+    Raises ValueError with the legal ones."""
     sp = chosen["sp"]
     heads = model.heads // sp
     legal = [n for n in range(1, heads + 1)
              if heads % n == 0 and (sp > 1 or model.kv_heads % n == 0)]
     wanted = constraints.head_groups
+    long = chosen["micro_batch"] * constraints.seq // sp > 2**16
     if wanted is None and sp > 1:
-        return [(n,) for n in legal if n <= 4]
+        return [(n,) for n in legal if n <= (16 if long else 4)]
     if wanted is None:
-        long = chosen["micro_batch"] * constraints.seq > 2**16
         return [(n,) for n in sorted({1, max(n for n in legal if n <= 8)}) if n == 1 or long]
     if wanted not in legal:
         raise ValueError(f"--head-groups {wanted}: with sp={sp} a rank has {heads} heads; one of "
@@ -840,8 +855,18 @@ class Search:
             return 0.0
         everything = self.keeping_all(plan)
         sizes, _ = self.hardware.measured or layer_sizes(self.est, plan)
-        room = self.hardware.gpu_budget - beside_activations(everything)
+        room = self.hardware.gpu_budget - min(map(beside_activations, self.orders(everything)))
         return least_lost(self.model.layers, sizes, room + self.host_left(everything))
+
+    def orders(self, everything: Plan) -> list[Plan]:
+        """Return a plan in chunks with q, k, v of all heads at once, and where it is possible one
+        that makes them by heads, with their bytes."""
+        if everything.head_groups == 1 or self.constraints.alpha or not makes_parts(llama.Block):
+            return [everything]
+        kept = everything.activations
+        by_heads = ActivationPlan(kept.layers, kept.chunks, kept.layers, by_heads=True)
+        plan = dataclasses.replace(everything, activations=by_heads)
+        return [everything, with_memory(plan, self.model, self.constraints.dtype)]
 
     def with_activations(self, plan: Plan) -> Plan:
         """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
@@ -880,7 +905,8 @@ class Search:
         chunks = -(-plan.tokens // plan.chunk)
         kept = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
         plan = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
-        without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
+        least = min(self.orders(plan), key=beside_activations).memory
+        without = Memory(least.lasting | {"activations": 0.0}, least.peaks)
         x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
         try:
             self.host_left(plan)
@@ -893,30 +919,50 @@ class Search:
 
     def fit_chunks(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
         """Return the plan with the solution of plan_activations, and what it loses."""
-        c, model, hardware = self.constraints, self.model, self.hardware
+        c = self.constraints
         everything = self.keeping_all(plan)
         by_hand = c.alpha is not None or c.resident_layers
-        if everything.memory.total() <= hardware.gpu_budget and not by_hand:
+        if everything.memory.total() <= self.hardware.gpu_budget and not by_hand:
             return everything, (0.0, 0.0)
+        found = []
+        error = None
+        for start in self.orders(everything):
+            try:
+                found.append(self.fit_order(start))
+            except TooLarge as e:
+                error = error or e
+                continue
+            kept = found[-1][0].activations
+            if kept.stride == 1 and not kept.layers_recomputing_attention:
+                break  # memory is not so short
+        if not found:
+            raise error
+        return min(found, key=lambda fitted: sum(fitted[1]))
+
+    def fit_order(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
+        """Return the plan with the solution of plan_activations in its order of heads."""
+        c, model, hardware = self.constraints, self.model, self.hardware
         sizes, host_rate = hardware.measured or layer_sizes(self.est, plan)
-        host = self.host_left(everything)
+        host = self.host_left(plan)
         busy = link_seconds(self.est, plan)
-        others = beside_activations(everything)
+        others = beside_activations(plan)
+        start = plan
         for _ in range(3):
             try:
                 activations, _ = plan_activations(
-                    model.layers, sizes, everything.activations.chunks, host_rate,
-                    hardware.gpu_budget - others, host, c.resident_layers, c.alpha, busy=busy)
+                    model.layers, sizes, start.activations.chunks, host_rate,
+                    hardware.gpu_budget - others, host, c.resident_layers, c.alpha, busy=busy,
+                    by_heads=start.activations.by_heads)
             except TooLarge as e:
                 f = plan.factors
                 raise TooLarge(
                     f"--seq {c.seq} with sp={plan.sp} p={f.p} g={f.g} os={f.os}: {e} (of "
                     f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all "
-                    f"else: {in_gib(everything.memory)})", e.over) from e
+                    f"else: {in_gib(start.memory)})", e.over) from e
             plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
             if plan.memory.total() <= hardware.gpu_budget:
                 break
-            # the last layer is not kept whole, so its backward needs q, k, v, and o if that is gone
+            # the last layer is not kept whole, so its backward needs q, k, v
             kept = dataclasses.replace(activations, kept_chunks=0)
             others = beside_activations(
                 with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype))
@@ -961,7 +1007,7 @@ def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
     """Return what `measure` would find, by a profile."""
     layer = layer_seconds(est, plan)
     return (Sizes(*layer_bytes(est.model, plan.tokens, est.dtype), layer.forward, layer.recompute,
-                  layer.attention, layer.post), est.profile.to_host)
+                  layer.attention, layer.post, layer.by_heads), est.profile.to_host)
 
 
 def predict(plan: Plan, model: ModelConfig, profile: Profile, per_node: int,
@@ -1069,7 +1115,8 @@ def layers_text(plan: Plan) -> str:
     twice = kept.layers_recomputing_attention
     return (f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
             + (f", inputs of one in {kept.stride}" if kept.stride > 1 else "")
-            + (f", attention twice in {twice}" if twice else ""))
+            + (f", attention twice in {twice}" if twice else "")
+            + (", by heads" if kept.by_heads else ""))
 
 
 def describe_plans(plans: list[Plan], model: ModelConfig, hardware: Hardware) -> str:

@@ -270,7 +270,7 @@ class ShardedParam:
     owned_grad: Tensor  # (size,) the same part of the gradient
     states: dict[str, Tensor]  # (size,) each, of the optimizer; on the GPU or the host
     num_chunks: int  # contributions to its gradient in one backward pass
-    chunks_done: int = 0  # of them, in this pass
+    parts_done: int = 0  # of them, or of parts of them, in this pass
     # event of param_broadcast, or of host_update alone: new parameters are in param_shard
     broadcast_done: object = None
 
@@ -692,28 +692,30 @@ class States:
         self.micro_batch = 0
         self.bucket: list[ShardedParam] = []
         for param in self.sharded_params.values():
-            param.chunks_done = 0  # also if the last backward was cut short
+            param.parts_done = 0  # also if the last backward was cut short
         self.vector_grad.zero_()
 
     def end_micro_batch(self) -> None:
         self.micro_batch += 1
 
-    def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor]) -> None:
-        """Add a chunk's contribution to a gradient, and launch the reductions after the last one.
+    def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor],
+                 of: int = 1) -> None:
+        """Add a chunk's contribution to a gradient, or one of `of` parts of it, and launch the
+        reductions after the last one.
 
         compute(out, beta) writes beta * out + contribution into out (rows, cols). Returns None:
         nothing is left to autograd.
         """
         param = self.sharded_params[module]
         buffer = param.unsharded_grad
-        if param.chunks_done == 0:
+        if param.parts_done == 0:
             wait(buffer.scattered)  # its place is free; hidden by the backward of layer i + 1
-        adds = param.chunks_done > 0 or (param.grad_stays and self.micro_batch > 0)
+        adds = param.parts_done > 0 or (param.grad_stays and self.micro_batch > 0)
         compute(param.as_matrix(buffer.data), int(adds))
-        param.chunks_done += 1
-        if param.chunks_done < param.num_chunks:
+        param.parts_done += 1
+        if param.parts_done < param.num_chunks * of:
             return
-        param.chunks_done = 0
+        param.parts_done = 0
         last = self.micro_batch == self.micro_batches - 1
         if not param.grad_stays:
             self.scatter_grad(param, last)

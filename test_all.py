@@ -644,7 +644,7 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
     assert plan.chunk == 2**13 and plan.head_groups == 2
     with pytest.raises(ValueError, match="room for .* GiB on the GPU and 0.1 on the host"):
         choose(8, 132, seq=2**22, host_memory=2**30, chunk=2**14)
-    with pytest.raises(ValueError, match=r"258.0 GiB a rank, 56.2 where layers drop all that"):
+    with pytest.raises(ValueError, match=r"258.0 GiB a rank, 60.2 where layers drop all that"):
         choose(8, 132, seq=2**22, host_memory=2**30)
     with pytest.raises(ValueError, match="needs .* GiB a GPU even with p=8 g=8 os=8.*room for 12"):
         choose(8, 12, recompute="none", os_place="gpu", **many)
@@ -758,9 +758,10 @@ def brute_force_activations(n, s, c, bandwidth, gpu, host, keeps=True):
             continue
         size = [s.input * (i % stride == 0) + s.attn * (i >= dropped) for i in range(n)]
         buffers = 2 * max((sum(size[i : i + stride]) for i in range(0, away, stride)), default=0)
-        again = (stride - 1) * s.input + max(0, min(stride, dropped) - 1) * s.attn
-        if (max(sum(size[away:]), 2 * io * (away > 0)) + buffers + again > gpu
-                or sum(size[:away]) > host):
+        # in backward, what a group's layers lack is made again beside what those before it keep
+        entering = [sum(size[away : first + stride]) + sum(io - x for x in size[first:][:stride])
+                    for first in range(0, n, stride)]
+        if max(*entering, 2 * io * (away > 0)) + buffers > gpu or sum(size[:away]) > host:
             continue
         waits = max(0.0, sum(size[:away]) / bandwidth - away * s.layer_s)
         remade = sum(i % stride > 0 for i in range(n))
@@ -1039,10 +1040,11 @@ def test_another_optimizer_is_a_function_and_its_states(tmp_path, group):
 
 # ---------------------------------------------------------------------------- sequences, offload
 
-# eighths of the others swapped, resident layers of 5, chunks kept in them, layers that drop o, and
-# of how many layers one keeps x
-PLANS = [(0, 2, 0, 0, 1), (1, 2, 2, 0, 1), (4, 3, 1, 1, 1), (8, 2, 99, 0, 1), (0, 5, 99, 0, 1),
-         (0, 5, 0, 0, 1), (3, 4, 6, 0, 1), (0, 3, 0, 0, 2), (0, 2, 0, 4, 3), (0, 5, 0, 2, 2)]
+# eighths of the others swapped, resident layers of 5, chunks kept in them, layers that drop o, of
+# how many layers one keeps x, and whether q, k, v are made by heads
+PLANS = [(0, 2, 0, 0, 1, 0), (1, 2, 2, 0, 1, 0), (4, 3, 1, 1, 1, 0), (8, 2, 99, 0, 1, 0),
+         (0, 5, 99, 0, 1, 0), (0, 5, 0, 0, 1, 1), (3, 4, 6, 0, 1, 0), (0, 3, 0, 0, 2, 1),
+         (0, 2, 0, 4, 3, 1), (0, 5, 0, 2, 2, 0)]
 
 
 def sequence_worker():
@@ -1064,7 +1066,7 @@ def sequence_worker():
         for sp in [n for n in degrees if n <= world]:
             every = 1 if world == 2 or os.environ.get("ALL_COMBINATIONS") else 2
             some = list(enumerate(PLANS))[count % every :: every]
-            for i, (eighths, resident, kept, dropped, stride) in some:
+            for i, (eighths, resident, kept, dropped, stride, by_heads) in some:
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
                 head_groups = 1 + i % 2 if sp > 1 else (1, 2, 4)[i % 3]
                 f = legal[(count + i) % len(legal)]
@@ -1073,7 +1075,7 @@ def sequence_worker():
                 chunks = -(-rows * part // chunk)
                 activations = offload.ActivationPlan(
                     5, chunks, resident, min(kept, resident * chunks),
-                    eighths * chunks * (5 - resident) // 8, dropped, stride)
+                    eighths * chunks * (5 - resident) // 8, dropped, stride, bool(by_heads))
                 op = attention.Ulysses("cpu", sp, groups, stream, head_groups)
                 model, states = build(torch.float64, several, f, True, op, groups=groups,
                                       num_chunks=chunks, poison=True,
@@ -4621,7 +4623,7 @@ def test_planner_refuses(flags, message, capsys):
 
 
 @pytest.mark.parametrize("flags", [
-    "--model 7b --ranks 1 --seq 1M --cluster h200x2", "--model 13b --ranks 2 --seq 4K --batch 2 "
+    "--model 7b --ranks 1 --seq 4M --cluster h200x2", "--model 13b --ranks 2 --seq 4K --batch 2 "
     "--cluster h200x2 --host-memory 8G --gpu-memory 60G"])
 def test_planner_says_what_would_fit(flags, capsys):
     """Nothing fits, and each change that is named really does."""
@@ -5034,13 +5036,14 @@ def test_place_table_has_states_where_it_says(monkeypatch, group):
     assert rows[0]["host_gib"] == rows[1]["host_gib"] > 0 and rows[2]["host_gib"] is None
 
 
-def test_one_layer_keeps_its_input_alone():
+def test_one_layer_gains_nothing_by_dropping():
     s = planner.Sizes(2**20, 2**20, 2**23, 1.0, 0.5, 0.2, 0.3)
-    plan, lost = planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0)
-    assert (plan.resident, plan.layers_recomputing_attention) == (1, 1)
-    assert lost == pytest.approx(s.recompute_s + s.attn_s)
-    with pytest.raises(planner.TooLarge):
-        planner.plan_activations(1, s, 2, 1e9, 0.5 * 2**20, 0.0)
+    for by_heads in (False, True):
+        plan, lost = planner.plan_activations(1, s, 2, 1e9, 2.5 * 2**20, 0.0, by_heads=by_heads)
+        assert (plan.resident, plan.layers_recomputing_attention) == (1, 0)
+        assert lost == pytest.approx(s.recompute_s)
+        with pytest.raises(planner.TooLarge):
+            planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0, by_heads=by_heads)
 
 
 def test_longest_sequence_table_on_little_memory(monkeypatch, group):
