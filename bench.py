@@ -73,6 +73,7 @@ class Bench:
     out: Path = HERE  # folder of results files
     seqs: list[int] = field(default_factory=list)  # --seq
     skip: list[str] = field(default_factory=list)  # --skip
+    model: str = "7b"  # --model
     quick: bool = False
     memory: dict[str, int] = field(default_factory=dict)  # --host-memory, --gpu-memory as flags
     rows: list[dict] = field(default_factory=list)
@@ -687,7 +688,7 @@ def table_long(bench: Bench) -> None:
     """7B, one sequence over all ranks, train.py's own choices, beside the kernels alone, beside
     what Memo compares with (full recomputation; all of it swapped, two layers resident), and
     beside FSDP2 with Ulysses and full recomputation of each layer: same model, same kernels."""
-    name = "7b"
+    name = bench.model
     world = bench.world
     kinds = {"ours": ("ours", {}), "full": ("ours, full recompute", {"recompute": "full"}),
              "swap": ("ours, full swap", {"alpha": 1.0, "resident_layers": 2})}
@@ -702,6 +703,8 @@ def table_long(bench: Bench) -> None:
         for kind, (label, by_hand) in kinds.items():
             if kind not in bench.skip:
                 ours = dataclasses.replace(cfg, **by_hand)
+                if not warmup:
+                    compile_kernels(bench, ours)
                 attempt(bench, label, name, seq, tokens, lambda: make_step(bench, ours), repeats,
                         warmup, bound)
         if "fsdp2" not in bench.skip:
@@ -710,25 +713,33 @@ def table_long(bench: Bench) -> None:
                     lambda: fsdp2_step(bench, cfg, flat, True), repeats, warmup, bound)
 
 
+def compile_kernels(bench: Bench, cfg: Config) -> None:
+    """Compile the kernels of a step of many minutes by two of its chunks in two layers."""
+    run = plan_run(bench, cfg)
+    kept = run.plan.activations
+    if kept is None:
+        return
+    dropped = min(2, kept.layers_recomputing_attention)
+    few = ActivationPlan(2, 2, 2, 0, 0, dropped, by_heads=kept.by_heads)
+    seq = 2 * run.plan.chunk * run.plan.sp
+    model = dataclasses.replace(run.model, layers=2)
+    plan = dataclasses.replace(run.plan, seq=seq, activations=few, os_place="gpu")
+    plan = planner.with_memory(plan, model, run.dtype)
+    short = run.but(model=model, plan=plan, cfg=dataclasses.replace(run.cfg, seq=seq))
+    make_step(bench, run=short)()
+    release(bench.device)
+
+
 def table_place(bench: Bench) -> None:
     """7B with optimizer states on the host, whose update runs under the next forward or in the
-    open, and on the GPU; to the longest sequence over all ranks that fits, beside the kernels
-    alone."""
+    open, and on the GPU, beside the kernels alone. (Longer ones: table long.)"""
     name = "7b"
     world = bench.world
-    own = machine(bench, Config(model=name, seq=2**14 * world, batch=1, sp=world))
-    seqs = bench.seqs
-    if not seqs:
-        found = longest(own.constraints, own.model, own.hardware)
-        if found is None:
-            raise ConfigError(f"7b: not even {world * 2**14:,} tokens")
-        most = found[0].seq
-        seqs = [*(n for n in (2**13 * world * i for i in (1, 4, 8)) if n < most), most]
     in_the_open = ",".join(stream for stream in STREAMS if stream != "host_update")
     kinds = {"ours, states on the host": {"os_place": "host"},
              "ours, updated in the open": {"os_place": "host", "overlap": in_the_open},
              "ours, states on the GPU": {"os_place": "gpu"}}
-    for seq in seqs:
+    for seq in bench.seqs or [2**13 * world * i for i in (1, 4, 8)]:
         bound = kernel_bound(bench, name, seq)
         bench.add(bound)
         tokens = seq // world
@@ -1231,6 +1242,8 @@ def parse() -> argparse.Namespace:
                         " that reach each other by sockets alone, as nodes do (table nodes)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
                         help="tokens of the sequences of the tables long and memplan: 64K,128K")
+    parser.add_argument("--model", default="7b", choices=list(MODELS),
+                        help="of the table long; default: 7b")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
                         "(recomputation), swap (all of it) and fsdp2, as full,swap")
     parser.add_argument("--host-memory", type=size, help="bytes of a node that it may swap to, as "
@@ -1265,6 +1278,9 @@ def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, 
     seqs = [f"{seq // 1024}K" for seq in args.seq]
     flags = {"seq": ",".join(seqs), "skip": args.skip}
     file = name
+    if args.model != "7b":
+        flags["model"] = args.model
+        file += f"-{args.model}"
     if args.nodes > 1:
         flags["nodes"] = args.nodes
         file += f"{args.nodes}"
@@ -1344,8 +1360,9 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
     memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
-    bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.quick,
-                  {flag: value for flag, value in memory.items() if value is not None})
+    memory = {flag: value for flag, value in memory.items() if value is not None}
+    bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.model,
+                  args.quick, memory)
     on_all_ranks(lambda: try_folder(out) if rank == 0 else None)
     if gpu:
         torch.cuda.set_device(device)

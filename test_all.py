@@ -3954,10 +3954,14 @@ def gpu_swap_worker():
                              exact_kernel(device))
     kinds = {"plain, NCCL": None, "plain": None, "kept": (8, 8 * c), "recomputed": (8, 0),
              "attention again": (2, 2 * c, 3 * c, 3), "inputs of one in 3": (2, 0, 0, 0, 3),
-             "both": (4, 0, 0, 6, 2)}
+             "both": (4, 0, 0, 6, 2), "by heads": (8, 0, 0, 0, 1, True),
+             "by heads, both": (2, 0, 0, 5, 2, True), "by heads, poisoned": (2, 0, 0, 5, 2, True)}
     kinds |= {f"alpha {alpha}": (2, 2 * c, round(6 * c * alpha)) for alpha in (0, 0.25, 1)}
     kinds |= {f"{name}, {how}": kinds[name] for name in ("alpha 0.25", "alpha 1")
               for how in ("poisoned", "without waits", "NCCL", "NCCL, poisoned")}
+    kinds |= {"by heads, NCCL": kinds["by heads"]}
+    if world == 1:  # nothing travels
+        kinds = {kind: plan for kind, plan in kinds.items() if "NCCL" not in kind}
     found = {}
     for kind, plan in kinds.items():
         hard = "poisoned" in kind or "without" in kind
@@ -3980,9 +3984,10 @@ def gpu_swap_worker():
         found[kind] = torch.stack(curve)
     offload.wait = attention.wait
     for kind, curve in found.items():
-        like = found["plain, NCCL" if kind.startswith("plain") else "kept"]
+        like = found["by heads" if "by heads" in kind else "plain" if "plain" in kind else "kept"]
         assert torch.equal(curve, like) != ("without waits" in kind), kind
-    assert (found["kept"] - found["plain"])[:, 0].abs().max() < 0.05
+    for kind in ("kept", "by heads"):
+        assert (found[kind] - found["plain"])[:, 0].abs().max() < 0.05, kind
     print(f"rank {rank}: {len(kinds) - 2} ways equal, 2 without waits are not", flush=True)
     os._exit(0)
 
@@ -5034,6 +5039,26 @@ def test_place_table_has_states_where_it_says(monkeypatch, group):
     assert bound["system"] == "kernels alone" and not any(r["oom"] for r in rows)
     assert [r["os_place"] for r in rows] == ["host", "host", "gpu"]
     assert rows[0]["host_gib"] == rows[1]["host_gib"] > 0 and rows[2]["host_gib"] is None
+
+
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch, group):
+    """With the shapes of its chunks, whatever its layers keep."""
+    ran, run_step, planned = [], train.run_step, bench.plan_run
+    kept = offload.ActivationPlan(4, 2, 4, 0, 0, 3, 1, by_heads)
+
+    def plan_run(table, cfg):
+        run = planned(table, cfg)
+        return run.but(plan=dataclasses.replace(run.plan, activations=kept))
+
+    monkeypatch.setattr(bench, "plan_run", plan_run)
+    monkeypatch.setattr(train, "run_step", lambda model, states, batch, *others: ran.append(
+        (model.layer_runner.__self__.plan, batch[0].shape)) or run_step(
+            model, states, batch, *others))
+    cfg = train.Config(model="tiny", seq=64, batch=1, chunk=16, head_groups=2, device="cpu")
+    bench.compile_kernels(bench.Bench(torch.device("cpu"), 0, 1), cfg)
+    (plan, shape), = ran
+    assert shape == (1, 1, 32) and plan == offload.ActivationPlan(2, 2, 2, 0, 0, 2, 1, by_heads)
 
 
 def test_one_layer_gains_nothing_by_dropping():
