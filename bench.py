@@ -723,7 +723,7 @@ def compile_kernels(bench: Bench, cfg: Config) -> None:
     few = ActivationPlan(2, 2, 2, 0, 0, dropped, by_heads=kept.by_heads)
     seq = 2 * run.plan.chunk * run.plan.sp
     model = dataclasses.replace(run.model, layers=2)
-    plan = dataclasses.replace(run.plan, seq=seq, activations=few, os_place="gpu")
+    plan = dataclasses.replace(run.plan, seq=seq, activations=few)
     plan = planner.with_memory(plan, model, run.dtype)
     short = run.but(model=model, plan=plan, cfg=dataclasses.replace(run.cfg, seq=seq))
     make_step(bench, run=short)()
