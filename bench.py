@@ -47,7 +47,8 @@ import train
 from attention import Attention, Exchange, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, compare_methods, read_trace, write_plan
-from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, param_count,
+from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, initial_weight,
+                   param_count, rms_norm,
                    rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
@@ -727,6 +728,12 @@ def compile_kernels(bench: Bench, cfg: Config) -> None:
     plan = planner.with_memory(plan, model, run.dtype)
     short = run.but(model=model, plan=plan, cfg=dataclasses.replace(run.cfg, seq=seq))
     make_step(bench, run=short)()
+    # the norm before the head is of all tokens at once
+    tokens = run.plan.tokens
+    x = torch.zeros(1, tokens, model.dim, dtype=run.dtype, device=bench.device, requires_grad=True)
+    norm = torch.ones(model.dim, dtype=accumulation_dtype(run.dtype), device=bench.device)
+    rms_norm(x, norm, model.norm_eps).backward(x.detach())
+    del x
     release(bench.device)
 
 

@@ -22,6 +22,7 @@ import gc
 import json
 import math
 import re
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -488,8 +489,8 @@ def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[
         return {"forward": 0.0, "backward": 0.0}
     model, run_layer, x = sample_layers(8, 256, 128, clock.device, dtype, kernel)
     states = States(model, clock.device, dtype, micro_batches=2)  # a first one's gradients stay
-    seconds = {"forward": math.inf, "backward": math.inf}
-    for _ in range(5):
+    forward, backward = [], []
+    for _ in range(12):
         states.begin_step()
         torch.cuda.synchronize(clock.device)
         start = time.perf_counter()
@@ -499,9 +500,9 @@ def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[
         middle = time.perf_counter()
         y.backward(x.detach())
         end = time.perf_counter()
-        seconds["forward"] = min(seconds["forward"], (middle - start) / model.cfg.layers)
-        seconds["backward"] = min(seconds["backward"], (end - middle) / model.cfg.layers)
-    return seconds
+        forward.append((middle - start) / model.cfg.layers)
+        backward.append((end - middle) / model.cfg.layers)
+    return {"forward": statistics.median(forward[2:]), "backward": statistics.median(backward[2:])}
 
 
 def meshes_of(ranks: int, per_node: int) -> list[tuple[int, int]]:
