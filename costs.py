@@ -184,9 +184,11 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
         pre /= head_groups
         # what a group sends is made beside another's way; its gradients, while they are taken
         mine, grads = (group, 2 * group) if sp > 1 else (group, group)
+        # of one sequence, what arrived is not copied
+        in_flight = (3 * (3 * q + 2 * k_sent) + 3 * (q + 2 * k_sent)) / head_groups
         if sp == 1:
             in_flight = 2 * q / head_groups
-        # as layer_runner's caller holds dy, beside the chunks' gradients of x, and x's of all
+        # dy, which autograd holds, the chunks' gradients of x, and that of all tokens
         after = {"dy, dx": 3 * x, "do": q, "dq, dk, dv": grads, "repeated k, v": repeated,
                  "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
                  "saved by block.pre": pre}

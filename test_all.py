@@ -1758,7 +1758,7 @@ def test_simulated_step_requests_what_a_step_does(several, group):
     ("7b", 4, 2**17, (2, 4, 4), (2, 4, 8), 1), ("7b", 4, 2**16, (1, 1, 2), (1, 4, 2), 1),
     ("7b", 1, 2**14, (), (1, 2), 1), ("7b", 1, 2**15, (), (2, 2), 1),
     ("7b", 4, 2**19, (1, 1, 4), (8, 2, 0, 0, 0, 2), 1), ("7b", 1, 2**17, (), (8, 2, 10), 1),
-    ("7b", 8, 2**20, (8, 8, 8), (8, 2, 0, 0, 3, 2), 1),
+    ("7b", 8, 2**20, (8, 8, 8), (8, 2, 0, 0, 3, 2, True), 1),
     ("llama3-8b", 8, 2**16, (1, 1, 8), (1, 2, 2), 2)])
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, activations, several):
     """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured

@@ -30,7 +30,8 @@ from costs import Plan
 from hardware import COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_profile, profile_text
 from model import MODELS, ModelConfig
 from offload import GIB
-from planner import GPU_SHARE, Constraints, Hardware, figures, layers_text, plan, shards_text
+from planner import (GPU_SHARE, Constraints, Hardware, Search, figures, layers_text, plan,
+                     shards_text)
 
 # ---------------------------------------------------------------------------- networks
 
@@ -341,6 +342,41 @@ def memo() -> list[dict]:
     return rows
 
 
+MEMORY = {"24 GB": 24.0, "80 GB": 79.2, "141 GB": 139.8}  # GiB of a GPU, as CUDA says it
+HOST = {1: 112, 2: 224, 8: 560}  # GPUs: GiB of host memory that they may use
+
+
+def fits() -> list[dict]:
+    """Return the longest sequences that fit GPUs of 24, 80 and 141 GB, in those of h200x8's
+    place."""
+    rows = []
+    for memory, gib in MEMORY.items():
+        for ranks, host in HOST.items():
+            here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
+                            host * GIB / ranks)
+            for name in ("1b", "7b", "llama3-8b"):
+                rows.append({"memory": memory, "gpus": ranks, "host_gib": host, "model": name,
+                             "seq": most_tokens(MODELS[name], here)})
+    return rows
+
+
+def most_tokens(model: ModelConfig, hardware: Hardware) -> int:
+    """Return the most tokens of a sequence over all GPUs that fit, to a sixteenth; 0: not even 8K a
+    GPU."""
+    def fit(steps: int) -> bool:
+        asked = Constraints(seq=steps * hardware.ranks * 2**13, sp=hardware.ranks, batch=1,
+                            dtype=torch.bfloat16, default_batch=1, layers_run="auto")
+        return Search(asked, model, hardware).fits()
+
+    good, bad = 0, 1
+    while fit(bad):
+        good, bad = bad, 2 * bad
+    while bad - good > max(1, bad // 16):
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fit(middle) else (good, middle)
+    return good * hardware.ranks * 2**13
+
+
 EXAMPLE = ("planner.py --model 65b --ranks 10000 --per-node 8 --seq 32K --batch 1250 --cluster "
            "h200x8-400g --top 2")
 
@@ -362,7 +398,7 @@ def rounded(value):
 
 def predictions() -> dict:
     return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
-                    "memo": memo()})
+                    "memo": memo(), "fits": fits()})
 
 
 def main() -> None:
