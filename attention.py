@@ -27,8 +27,10 @@ another's kernel (Ulysses.run):
                                       backward while_waiting, in forward not
 
 (Where layers run whole, autograd calls backward alone: without prefetch and while_waiting, its
-first and last groups' ways are not hidden.) Each kind of communication has a CUDA stream of its
-own (CommStream): launch, compute, wait.
+first and last groups' ways are not hidden.) By heads, a group's q, k, v are made just before they
+are sent, under the way of the group before, and its gradients are taken as they come back, under
+the way of the group behind; the order is the same. Each kind of communication has a CUDA stream of
+its own (CommStream): launch, compute, wait.
 
 Left out: windows, dropout, kernels that are not causal, and rings (ranks that share heads).
 

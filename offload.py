@@ -17,6 +17,10 @@ others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even
               token-wise work alone
     drop o    of the first X layers, whose attention runs twice: the last resort
 
+and where the tensors of attention itself bind, q, k and v are made *by heads*: of one head group
+when its turn comes, forward and backward, whose gradients are used at once, so that no q, k, v of
+all heads exist (arXiv 2602.21196).
+
 Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
 uses buffer g mod 2, which may be overwritten once compute is done with group g + 2; a host buffer
 may be once the backward that read it last has waited for its prefetch_done.
@@ -33,8 +37,9 @@ how much is kept and swapped (ActivationPlan).
 Left out: swapping to disk, and layers of different shapes.
 
 Legend: B sequences, T tokens of one on a rank, N = B*T, n layers, k resident layers, m layers a
-group (`stride`), g a group, c chunks of a layer, C width, H query heads, K key/value heads, D head
-width; i a layer, j a chunk of it, *saved*: kept or swapped.
+group (`stride`), g a group of layers, or of heads in what is by heads, c chunks of a layer, C
+width, H query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved*: kept or
+swapped.
 """
 import contextlib
 import functools

@@ -730,7 +730,7 @@ def test_papers_choices(scale):
     assert (theirs["sp"], theirs["layers"], theirs["shards"]) == (32, "all", "4,4,8 inter")
 
 
-@pytest.mark.parametrize("table", ["choices", "table_5", "figures_11_and_12"])
+@pytest.mark.parametrize("table", ["choices", "table_5", "figures_11_and_12", "fits"])
 def test_scale_predictions_are_the_planners(scale, table):
     """results/scale.json is not older than the planner."""
     saved = json.loads((HERE / "results" / "scale.json").read_text())
@@ -5059,6 +5059,41 @@ def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch
     bench.compile_kernels(bench.Bench(torch.device("cpu"), 0, 1), cfg)
     (plan, shape), = ran
     assert shape == (1, 1, 32) and plan == offload.ActivationPlan(2, 2, 2, 0, 0, 2, 1, by_heads)
+
+
+def test_heads_are_made_by_groups_where_memory_is_short(monkeypatch):
+    """7B at 1.75M tokens on two GPUs fits by heads alone; of a block that cannot make a part of its
+    heads, it does not. Where memory is not short, all are made at once."""
+    flags = dict(seq=112 * 2**14, sp=2, batch=1, host_memory=224 * 2**30)
+    assert choose(2, 132, **flags).activations.by_heads
+    assert not choose(2, 132, **flags | {"seq": 2**18}).activations.by_heads
+
+    class Whole(m.Block):
+        def pre(self, x, rope):
+            return super().pre(x, rope)
+
+    monkeypatch.setattr(m, "Block", Whole)
+    with pytest.raises(ValueError, match="activations do not fit|a step needs"):
+        choose(2, 132, **flags)
+
+
+@pytest.mark.parametrize("heads, kv_heads, of", [
+    (8, 8, 4), (8, 2, 4), (12, 6, 4), (6, 1, 3), (32, 8, 1)])
+def test_parts_of_heads_are_all_heads_once(heads, kv_heads, of):
+    """A part's key/value heads are those that its query heads attend to, and so are its rows."""
+    cfg = m.ModelConfig(64, 64, 1, heads, kv_heads, 64, 2)
+    seen = []
+    for g in range(of):
+        part = m.HeadPart(g, of)
+        q, kv = part.slices(heads, kv_heads)
+        seen += range(heads)[q]
+        assert sorted({h * kv_heads // heads for h in range(heads)[q]}) == [*range(kv_heads)[kv]]
+        rows = torch.cat([torch.arange(2 * (heads + 2 * kv_heads))[r] for r in part.rows(cfg)])
+        want = [*range(heads)[q], *(heads + h for h in range(kv_heads)[kv]),
+                *(heads + kv_heads + h for h in range(kv_heads)[kv])]
+        assert (rows.view(-1, 2)[:, 0] // 2).tolist() == want
+        assert len(want) == sum(part.counts(cfg))
+    assert seen == [*range(heads)]
 
 
 def test_one_layer_gains_nothing_by_dropping():

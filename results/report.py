@@ -297,9 +297,8 @@ planner's own pick is *as planned*, or where nothing open was set by hand. Quest
 tables place and long, with optimizer states on the host and layers that drop o.
 
 The one prediction that is off by more than a tenth is of a step whose host has as much to do as its
-GPU: a layer of 1b for one sequence of 4,096 tokens computes for 2.5 ms, and hosts of H100s took 2.1
-to 3.7 to launch it. Steps of that setting took 0.67 to 0.87 s on five of them; this row was measured
-right after the profile, on the same host.
+GPU: a layer of 1b for one sequence of 4,096 tokens computes for 2.5 ms, and the profile's host
+launches it in 2.7; other hosts take longer.
 
 ![predicted and measured](predict.png)
 """
