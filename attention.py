@@ -447,8 +447,12 @@ class Attention:
         while_waiting()
         for g in range(self.head_groups):
             heads, _ = self.heads_of(g, o.shape[2], kv_heads)
-            of_queries = (do[:, :, heads], *make(g), o[:, :, heads], lse[:, heads])
-            take(g, attention_backward(self.kernel, *(t.contiguous() for t in of_queries)))
+            q, k, v = make(g)
+            grads = attention_backward(self.kernel, do[:, :, heads].contiguous(), q, k, v,
+                                       o[:, :, heads].contiguous(), lse[:, heads].contiguous())
+            del q, k, v
+            take(g, list(grads))
+            del grads
 
     def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
         """Return the query heads of group g, and their key/value heads."""
@@ -463,6 +467,11 @@ def repeat_heads(x: Tensor, copies: list[int]) -> Tensor:
     if max(copies) == 1:
         return x
     return torch.cat([x[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in enumerate(copies)], 2)
+
+
+def sum_copies(x: Tensor, copies: list[int]) -> Tensor:
+    """(B, T, sum(copies), D) -> (B, T, heads, D): the sum of each head's copies."""
+    return torch.stack([part.sum(2) for part in x.split(copies, 2)], 2)
 
 
 def legal_sp(heads: int, ranks: int) -> list[int]:
@@ -698,6 +707,7 @@ class Ulysses(Attention):
             del results
         while_waiting()
         wait(came_back)  # hidden by while_waiting and what is done with the group before
+        returning.clear()
         done(self.head_groups - 1)
 
     # -- attention
@@ -821,8 +831,8 @@ class Ulysses(Attention):
             grads, of_copies = arriving.pop(g)
             for x, parts in zip(grads[1:], of_copies):
                 if parts is not x:  # the gradients of a head's copies are its own
-                    sums = [part.sum(2) for part in parts.split(self.copies(g, kv_heads), 2)]
-                    x.copy_(torch.stack(sums, 2))
+                    x.copy_(sum_copies(parts, self.copies(g, kv_heads)))
+            del of_copies, parts
             take(g, grads)
 
         def run_kernel(g, on_heads):

@@ -686,9 +686,10 @@ def table_trace(bench: Bench) -> None:
 
 
 def table_long(bench: Bench) -> None:
-    """7B, one sequence over all ranks, train.py's own choices, beside the kernels alone, beside
-    what Memo compares with (full recomputation; all of it swapped, two layers resident), and
-    beside FSDP2 with Ulysses and full recomputation of each layer: same model, same kernels."""
+    """A model (--model), one sequence over all ranks, train.py's own choices, beside the kernels
+    alone, beside what Memo compares with (full recomputation; all of it swapped, two layers
+    resident), and beside FSDP2 with Ulysses and full recomputation of each layer: same model, same
+    kernels. Of steps of minutes the first is timed, in which what runs whole is compiled."""
     name = bench.model
     world = bench.world
     kinds = {"ours": ("ours", {}), "full": ("ours, full recompute", {"recompute": "full"}),
@@ -700,13 +701,12 @@ def table_long(bench: Bench) -> None:
         repeats = 1 if tokens > 2**14 else 3
         warmup = 0 if tokens > 2**17 else 2  # of steps of many minutes, the first is timed
         warmup = min(warmup, repeats)
+        make = make_step if warmup else make_long_step
         cfg = Config(model=name, seq=seq, sp=world, batch=1)
         for kind, (label, by_hand) in kinds.items():
             if kind not in bench.skip:
                 ours = dataclasses.replace(cfg, **by_hand)
-                if not warmup:
-                    compile_kernels(bench, ours)
-                attempt(bench, label, name, seq, tokens, lambda: make_step(bench, ours), repeats,
+                attempt(bench, label, name, seq, tokens, lambda: make(bench, ours), repeats,
                         warmup, bound)
         if "fsdp2" not in bench.skip:
             flat = dist.init_device_mesh("cuda", (world,))
@@ -714,12 +714,17 @@ def table_long(bench: Bench) -> None:
                     lambda: fsdp2_step(bench, cfg, flat, True), repeats, warmup, bound)
 
 
-def compile_kernels(bench: Bench, cfg: Config) -> None:
-    """Compile the kernels of a step of many minutes by two of its chunks in two layers."""
+def make_long_step(bench: Bench, cfg: Config) -> Step:
+    """Build a step of minutes, of which the first is timed: kernels of its chunks are compiled."""
     run = plan_run(bench, cfg)
+    if run.plan.activations is not None:
+        compile_kernels(bench, run)
+    return make_step(bench, cfg)
+
+
+def compile_kernels(bench: Bench, run: Run) -> None:
+    """Compile the kernels of a step in chunks by two of them in two layers."""
     kept = run.plan.activations
-    if kept is None:
-        return
     dropped = min(2, kept.layers_recomputing_attention)
     few = ActivationPlan(2, 2, 2, 0, 0, dropped, by_heads=kept.by_heads)
     seq = 2 * run.plan.chunk * run.plan.sp
@@ -732,7 +737,7 @@ def compile_kernels(bench: Bench, cfg: Config) -> None:
     tokens = run.plan.tokens
     x = torch.zeros(1, tokens, model.dim, dtype=run.dtype, device=bench.device, requires_grad=True)
     norm = torch.ones(model.dim, dtype=accumulation_dtype(run.dtype), device=bench.device)
-    rms_norm(x, norm, model.norm_eps).backward(x.detach())
+    rms_norm(x, nn.Parameter(norm), model.norm_eps).backward(x.detach())
     del x
     release(bench.device)
 

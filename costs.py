@@ -145,7 +145,7 @@ def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
 
 def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
                 head_groups: int, kept: ActivationPlan | None) -> dict[str, dict[str, float]]:
-    """Return what the last layer's backward needs beside what was kept, at its two high moments: in
+    """Return what the last layer's backward needs beside what was kept, at its high moments: in
     attention's backward, and in those of the products before and after it. kept: None if layers run
     whole; then, and where all chunks of that layer stay, its q, k, v are among the activations."""
     e = dtype.itemsize
@@ -180,29 +180,38 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
         pre = 0
     if kept is not None and kept.by_heads:
         group = (q + 2 * k) / head_groups
-        repeated /= head_groups
-        pre /= head_groups
-        # what a group sends is made beside another's way; its gradients, while they are taken
-        mine, grads = (group, 2 * group) if sp > 1 else (group, group)
-        # of one sequence, what arrived is not copied
-        in_flight = (3 * (3 * q + 2 * k_sent) + 3 * (q + 2 * k_sent)) / head_groups
-        if sp == 1:
-            in_flight = 2 * q / head_groups
-        # dy, which autograd holds, the chunks' gradients of x, and that of all tokens
-        after = {"dy, dx": 3 * x, "do": q, "dq, dk, dv": grads, "repeated k, v": repeated,
-                 "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
-                 "saved by block.pre": pre}
+        there = (3 * q + 2 * k_sent) / head_groups  # q, k, v, o, do of a group
+        back = (q + 2 * k_sent) / head_groups
+        around = {"dy, dx": 3 * x, "do": q, "repeated k, v": repeated / head_groups}
+        mapped = all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)
+        if sp == 1:  # copies of a group's o and do
+            return {
+                "attention's backward": around | {
+                    "q, k, v": group, "dq, dk, dv": group, "head groups": 2 * q / head_groups,
+                    "sums of the kernel": 2 * sums / head_groups,
+                    "saved by block.pre": pre / head_groups},
+                "block.post's backward": around | {
+                    "dy, dx": 2 * x, "temporaries of a chunk": temporaries},
+                "block.pre's backward": around | {
+                    "dq, dk, dv": group, "temporaries of a chunk": 4 * chunk * cfg.dim * e,
+                    "saved by block.pre": pre / head_groups}}
+        # of one sequence, what has arrived is not copied: two groups' on heads, and on their way
         return {
-            "attention's backward": {
-                "dy, dx": 2 * x, "q, k, v": mine, "do": q, "dq, dk, dv": grads,
-                "repeated k, v": repeated, "head groups": in_flight,
-                "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": 2 * pre},
-            "block.post's backward": {
-                "dy, dx": 2 * x, "q, k, v": mine * (sp > 1), "do": q,
-                "repeated k, v": repeated, "first head group": first_group,
-                "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
-                "temporaries of a chunk": temporaries, "saved by block.pre": pre},
-            "block.pre's backward": after}
+            "attention's backward": around | {
+                "q, k, v": group, "dq, dk, dv": 2 * group, "head groups": 3 * there + 3 * back,
+                "sums of the kernel": 2 * sums / head_groups,
+                "saved by block.pre": 3 * pre / head_groups},
+            "a head group's way": around | {
+                "q, k, v": 2 * group, "dq, dk, dv": group, "head groups": 4 * there + 3 * back,
+                "saved by block.pre": 3 * pre / head_groups},
+            "block.post's backward": around | {
+                "dy, dx": 2 * x, "q, k, v": group, "first head group": there,
+                "all-to-all buffers": mapped,
+                "temporaries of a chunk": temporaries, "saved by block.pre": pre / head_groups},
+            "block.pre's backward": around | {
+                "dq, dk, dv": group, "all-to-all buffers": mapped,
+                "temporaries of a chunk": 4 * chunk * cfg.dim * e,
+                "saved by block.pre": pre / head_groups}}
     return {
         "attention's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q,

@@ -679,7 +679,7 @@ class ChunkedLayers:
         grads = [self.join(t) for t in grads]
         del do, inputs, q, k, v, first_group, while_waiting, deferred
         dx = torch.empty_like(saved.x)
-        self.backward_pre(saved.pre_graphs, saved, grads, dx_parts, dx)
+        self.backward_pre(saved.pre_graphs, saved, grads, dx, False, dx_parts)
         return dx
 
     def backward_by_heads(self, block, micro_batch: MicroBatch, saved: SavedLayer,
@@ -697,18 +697,17 @@ class ChunkedLayers:
                 block, micro_batch, saved, graphs[g], self.chunks, [None, None, None], part)]
 
         def take(g: int, grads: list[Tensor]) -> None:
-            nonlocal dx
-            if g == self.attention.head_groups - 1:
-                dx = torch.empty_like(saved.x)
             grads = [self.join(t) for t in grads]
-            self.backward_pre(graphs.pop(g), saved, grads, dx_parts, dx)
+            # the residual path's gradient is larger than each group's: it comes last
+            last = g == self.attention.head_groups - 1
+            self.backward_pre(graphs.pop(g), saved, grads, dx, g > 0, dx_parts if last else None)
 
-        dx = None
         o = self.split(saved.o)
         kv_heads = self.cfg.kv_heads
         first_group = self.attention.prefetch_by_heads(make, o, kv_heads)
         do, dx_parts, deferred = self.backward_post(block, saved, dy, 0)
         while_waiting = self.send_do(first_group, do, deferred)
+        dx = torch.empty_like(saved.x)
         self.attention.backward_by_heads(make, take, do, o, saved.lse, kv_heads, first_group,
                                          while_waiting)
         return dx
@@ -739,17 +738,19 @@ class ChunkedLayers:
         return deferred.pop() if deferred else do_nothing
 
     def backward_pre(self, graphs: list[ChunkGraph], saved: SavedLayer, dqkv: list[Tensor],
-                     dx_parts: list[Tensor], dx: Tensor | None) -> None:
-        """Add to the chunks' gradients of x (1, n, C) what comes by way of q, k, v (1, N, heads,
-        D); the last time into dx (1, N, C)."""
+                     dx: Tensor, adds: bool, residual: list[Tensor] | None) -> None:
+        """Write to dx (1, N, C) what comes by way of q, k, v (1, N, heads, D), or add it; and add
+        the chunks' gradients by way of the residual path (1, n, C), which are let go."""
         for j, chunk in enumerate(self.chunks):
             (dx_part,) = graphs[j].backward(tuple(t[:, chunk] for t in dqkv), saved.x[:, chunk])
-            if dx is None:
-                dx_parts[j] = dx_parts[j] + dx_part  # not in place: a block may have given dy on
-            else:
-                torch.add(dx_parts[j], dx_part, out=dx[:, chunk])
-                dx_parts[j] = None
             graphs[j] = None
+            if adds:
+                dx_part = dx_part + dx[:, chunk]
+            if residual is None:
+                dx[:, chunk] = dx_part
+            else:
+                torch.add(residual[j], dx_part, out=dx[:, chunk])
+                residual[j] = None
             del dx_part
 
     def recompute_qkv(self, block, micro_batch: MicroBatch, saved: SavedLayer,

@@ -254,14 +254,8 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         rooms = [math.ceil(alpha * chunks)]
     found = []
     if memo or alpha or resident != n:
-        # what a layer without o may save: the host's room for others, and a copy
-        saved = s.attn / s.intermediates * s.recompute_s + s.attn / bandwidth
-        for dropped in (0, n) if memo or s.attn_s > saved else (n,):
-            swaps = best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo,
-                                  dropped, busy)
-            if memo or swaps[0] < math.inf:
-                break
-        found.append(swaps)
+        found.append(best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo,
+                                   busy))
     if not alpha and not memo and resident in (None, n):  # nothing is swapped, no buffers
         kept = min(n * chunks, most(gpu - n * (s.input + s.attn), s.intermediates / chunks))
         if kept >= 0:
@@ -285,19 +279,26 @@ def most(room: float, size: float) -> int:
 
 def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
                   rooms: list[int], resident: int | None, alpha: float | None,
-                  memo: bool, dropped: int, busy: float) -> tuple[float, tuple]:
+                  memo: bool, busy: float) -> tuple[float, tuple]:
     """Return the least value of plan_activations' program if layers swap, and (k, K, S, X, w); the
-    value is infinite if nothing is feasible. All a, k and X <= dropped are tried at once: for them
-    K is the most that has room, and the value is convex in S with one kink, where copies begin to
-    be waited for. (A solver of integer programs takes fifty times as long.)"""
+    value is infinite if nothing is feasible. All a, k and X are tried at once, of X the least that
+    the host allows if more gains nothing: for them K is the most that has room, and the value is
+    convex in S with one kink, where copies begin to be waited for. (A solver of integer programs
+    takes fifty times as long.)"""
     io = s.input + s.attn
     part = s.intermediates / c
     low = 2 if memo else max(2, resident or 2)
     high = 2 if memo else min(n - 1, resident or n - 1)
     a = np.array(rooms)[:, None, None, None]
     k = np.arange(low, high + 1)[None, :, None, None]
-    x = np.arange(dropped + 1)[None, None, :, None]
     away = n - k
+    x = np.arange(n + 1)[None, None, :, None]
+    # what a layer without o saves at most: the host's room for others, and a copy
+    saved = s.attn / s.intermediates * s.recompute_s + s.attn / bandwidth
+    if memo:
+        x = np.zeros_like(k)
+    elif s.attn_s > saved:
+        x = np.maximum(0, np.ceil((away * io - host) / s.attn - 1e-9)).astype(int)
     if k.size == 0:
         return math.inf, (0, 0, 0, 0, 0.0)
     whole = (lambda count: count) if memo else (lambda count: np.floor(count + 1e-9))
@@ -342,15 +343,13 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
         min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w          (by_heads: X*pre_s)
     """
     layer = (s.input, s.attn, s.intermediates)
-    x, m, k = np.meshgrid(np.arange(n + 1), np.arange(1, MOST_STRIDE + 1),
-                          np.arange(min(2, n), n + 1), indexing="ij")
+    x, m, k = ways_to_drop(n)
     plans = ActivationPlan(n, c, k, 0, 0, x, m, by_heads)
     kept = resident_bytes(plans, layer)
     # in forward, beside the buffers that backward will take, two layers that are leaving
     leaving = rounding_bytes(plans, layer) + 2 * (s.input + s.attn)
     copied = host_bytes(plans, layer)
-    feasible = (((n - k) % m == 0) & (np.where(k < n, np.maximum(kept, leaving), kept) <= gpu)
-                & (copied <= host))
+    feasible = (np.where(k < n, np.maximum(kept, leaving), kept) <= gpu) & (copied <= host)
     if resident is not None:
         feasible &= k == resident
     waits = waiting_seconds(plans, s, bandwidth, busy)
@@ -359,6 +358,15 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     at = np.unravel_index(np.argmin(value), value.shape)
     chosen = ActivationPlan(n, c, int(k[at]), 0, 0, int(x[at]), int(m[at]), by_heads)
     return float(value[at]), chosen, float(waits[at])
+
+
+@functools.cache
+def ways_to_drop(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return X, m and k, as arrays (X, pairs of m and k of which whole groups leave)."""
+    m, k = np.array([(m, k) for m in range(1, MOST_STRIDE + 1) for k in range(min(2, n), n + 1)
+                     if (n - k) % m == 0]).T
+    x = np.arange(n + 1)[:, None]
+    return np.broadcast_arrays(x, m, k)
 
 
 def least_lost(n: int, s: Sizes, room: float) -> float:
@@ -375,6 +383,7 @@ def least_lost(n: int, s: Sizes, room: float) -> float:
     return sum(size * rate for size, rate in zip((intermediates, inputs, outputs), rates))
 
 
+@functools.cache
 def least_bytes(n: int, s: Sizes) -> tuple[float, float]:
     """Return what layers keep at least if they drop all that they can: on GPU and host together,
     and on the GPU (two resident layers, or two that leave, and two buffers of inputs)."""
@@ -571,8 +580,9 @@ def no_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, fl
 
 def kept_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
     layer = layer_bytes(model, plan.tokens, dtype)
-    if plan.activations is not None:
-        return {"activations": resident_bytes(plan.activations, layer)}
+    kept = plan.activations
+    if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
+        return {"activations": resident_bytes(kept, layer)}
     if plan.recompute == "full":  # all layers' inputs, and one whole layer
         return {"activations": model.layers * layer[0] + sum(layer)}
     return {"activations": activation_bytes(model, plan.tokens, dtype)}
@@ -675,7 +685,7 @@ def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, 
 def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                       chosen: dict) -> list[tuple]:
     """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
-    ranks, 16 of a long one, and 1 or at most 8 of a long one on one rank, where they save memory.
+    ranks, or 16 of a long one, and 1 or at most 8 of a long one on one rank, for less memory.
     Raises ValueError with the legal ones."""
     sp = chosen["sp"]
     heads = model.heads // sp
@@ -684,7 +694,8 @@ def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Ha
     wanted = constraints.head_groups
     long = chosen["micro_batch"] * constraints.seq // sp > 2**16
     if wanted is None and sp > 1:
-        return [(n,) for n in legal if n <= (16 if long else 4)]
+        most = max(n for n in legal if n <= 16)
+        return [(n,) for n in legal if n <= 4 or (long and n == most)]
     if wanted is None:
         return [(n,) for n in sorted({1, max(n for n in legal if n <= 8)}) if n == 1 or long]
     if wanted not in legal:
@@ -855,18 +866,25 @@ class Search:
             return 0.0
         everything = self.keeping_all(plan)
         sizes, _ = self.hardware.measured or layer_sizes(self.est, plan)
-        room = self.hardware.gpu_budget - min(map(beside_activations, self.orders(everything)))
-        return least_lost(self.model.layers, sizes, room + self.host_left(everything))
+        n = self.model.layers
+        room = self.hardware.gpu_budget + self.host_left(everything)
+        lost = least_lost(n, sizes, room - beside_activations(everything))
+        all_by_heads = n * (sizes.recompute_s + sizes.by_heads_s)
+        if lost > all_by_heads and (by_heads := self.by_heads(everything)):
+            others = least_lost(n, sizes, room - beside_activations(by_heads))
+            lost = min(lost, max(all_by_heads, others + n * sizes.by_heads_s))
+        return lost
 
-    def orders(self, everything: Plan) -> list[Plan]:
-        """Return a plan in chunks with q, k, v of all heads at once, and where it is possible one
-        that makes them by heads, with their bytes."""
-        if everything.head_groups == 1 or self.constraints.alpha or not makes_parts(llama.Block):
-            return [everything]
+    def by_heads(self, everything: Plan) -> Plan | None:
+        """Return a plan in chunks that makes q, k, v by heads, with its bytes; None if it cannot.
+        """
         kept = everything.activations
+        if (everything.head_groups == 1 or kept.chunks == 1 or self.constraints.alpha is not None
+                or not makes_parts(llama.Block)):
+            return None
         by_heads = ActivationPlan(kept.layers, kept.chunks, kept.layers, by_heads=True)
         plan = dataclasses.replace(everything, activations=by_heads)
-        return [everything, with_memory(plan, self.model, self.constraints.dtype)]
+        return with_memory(plan, self.model, self.constraints.dtype)
 
     def with_activations(self, plan: Plan) -> Plan:
         """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
@@ -905,8 +923,9 @@ class Search:
         chunks = -(-plan.tokens // plan.chunk)
         kept = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
         plan = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
-        least = min(self.orders(plan), key=beside_activations).memory
-        without = Memory(least.lasting | {"activations": 0.0}, least.peaks)
+        without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
+        if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
+            without = Memory(without.lasting, by_heads.memory.peaks)
         x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
         try:
             self.host_left(plan)
@@ -926,15 +945,17 @@ class Search:
             return everything, (0.0, 0.0)
         found = []
         error = None
-        for start in self.orders(everything):
-            try:
-                found.append(self.fit_order(start))
-            except TooLarge as e:
-                error = error or e
-                continue
-            kept = found[-1][0].activations
-            if kept.stride == 1 and not kept.layers_recomputing_attention:
-                break  # memory is not so short
+        try:
+            found.append(self.fit_order(everything))
+        except TooLarge as e:
+            error = e
+        short = True
+        if found:
+            kept, (_, waits) = found[0][0].activations, found[0][1]
+            short = kept.stride > 1 or kept.layers_recomputing_attention > 0 or waits > 0
+        if short and (by_heads := self.by_heads(everything)):
+            with contextlib.suppress(TooLarge):
+                found.append(self.fit_order(by_heads))
         if not found:
             raise error
         return min(found, key=lambda fitted: sum(fitted[1]))

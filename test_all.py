@@ -1069,6 +1069,8 @@ def sequence_worker():
             for i, (eighths, resident, kept, dropped, stride, by_heads) in some:
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
                 head_groups = 1 + i % 2 if sp > 1 else (1, 2, 4)[i % 3]
+                if by_heads:
+                    head_groups = 8 // sp
                 f = legal[(count + i) % len(legal)]
                 dp, part = world // sp, 24 // sp
                 rows = 8 // dp // several
@@ -3966,7 +3968,9 @@ def gpu_swap_worker():
     for kind, plan in kinds.items():
         hard = "poisoned" in kind or "without" in kind
         stream = attention.CommStream(device)
-        op = attention.Ulysses(kernel, world, groups, stream, 2, world, hard, 3 * 10**6 * hard)
+        head_groups = 4 if "by heads" in kind else 2
+        op = attention.Ulysses(kernel, world, groups, stream, head_groups, world, hard,
+                               3 * 10**6 * hard)
         if "NCCL" in kind:
             op.exchange.peer_access = False  # as GPUs that do not reach each other's memory
         model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
@@ -5056,7 +5060,7 @@ def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch
         (model.layer_runner.__self__.plan, batch[0].shape)) or run_step(
             model, states, batch, *others))
     cfg = train.Config(model="tiny", seq=64, batch=1, chunk=16, head_groups=2, device="cpu")
-    bench.compile_kernels(bench.Bench(torch.device("cpu"), 0, 1), cfg)
+    bench.make_long_step(bench.Bench(torch.device("cpu"), 0, 1), cfg)
     (plan, shape), = ran
     assert shape == (1, 1, 32) and plan == offload.ActivationPlan(2, 2, 2, 0, 0, 2, 1, by_heads)
 
