@@ -643,9 +643,9 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
     assert plan.activations.alpha == 0.5 and plan.activations.resident == 4
     assert plan.chunk == 2**13 and plan.head_groups == 2
     with pytest.raises(ValueError, match="room for .* GiB on the GPU and 0.1 on the host"):
-        choose(8, 132, seq=2**22, host_memory=2**30, chunk=2**14)
+        choose(8, 110, seq=2**22, host_memory=2**30, chunk=2**14)
     with pytest.raises(ValueError, match=r"258.0 GiB a rank, 60.2 where layers drop all that"):
-        choose(8, 132, seq=2**22, host_memory=2**30)
+        choose(8, 110, seq=2**22, host_memory=2**30)
     with pytest.raises(ValueError, match="needs .* GiB a GPU even with p=8 g=8 os=8.*room for 12"):
         choose(8, 12, recompute="none", os_place="gpu", **many)
     with pytest.raises(ValueError, match="with sp=8 a rank has 4 heads; one of 1, 2, 4"):
@@ -5121,7 +5121,7 @@ def test_longest_sequence_table_on_little_memory(monkeypatch, group):
             there, gpu_budget=min(there.gpu_budget, 2**28),
             host_budget=min(there.host_budget, 2**28))))
     table = bench.Bench(torch.device("cpu"), 0, 1,
-                        memory={"gpu_memory": 160 * 2**20, "host_memory": 2**26})
+                        memory={"gpu_memory": 84 * 2**20, "host_memory": 2**23})
     bench.table_longest(table)
     planned, own, proof = table.rows
     assert planned["seq"] > own["seq"] == proof["seq"] >= 2**14
