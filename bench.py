@@ -48,8 +48,7 @@ from attention import Attention, Exchange, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, compare_methods, read_trace, write_plan
 from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, initial_weight,
-                   param_count, rms_norm,
-                   rope_tables, whole_layers)
+                   param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
 from shard import STREAMS, Factors, States
@@ -766,29 +765,11 @@ def longest(constraints: Constraints, model: ModelConfig,
             hardware: Hardware) -> tuple[Constraints, Plan] | None:
     """Return the most tokens of one sequence over all ranks that there is a plan for, in steps of
     16K a rank, and the plan; None if there is none."""
-    def fits(steps: int) -> tuple[Constraints, Plan] | None:
-        asked = dataclasses.replace(constraints, seq=steps * hardware.ranks * 2**14, batch=1,
-                                    sp=hardware.ranks, layers_run="auto")
-        try:
-            return asked, planner.plan(asked, model, hardware, top=1)[0]
-        except ValueError:
-            return None
-
-    best = None
-    good = 0
-    bad = 1
-    while found := fits(bad):
-        best = found
-        good = bad
-        bad *= 2
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if found := fits(middle):
-            best = found
-            good = middle
-        else:
-            bad = middle
-    return best
+    seq = planner.longest(constraints, model, hardware)
+    if not seq:
+        return None
+    asked = planner.of_one_sequence(constraints, hardware, seq)
+    return asked, planner.plan(asked, model, hardware, top=1)[0]
 
 
 def first_and_last_layers(run: Run) -> Run:
@@ -1272,6 +1253,8 @@ def parse() -> argparse.Namespace:
         reason = why_not(name, world, args.nodes, gpu)
         if reason:  # known to each rank, so all of them say it
             parser.error(reason)
+        if name != "long" and args.model != "7b":
+            parser.error(f"--model {args.model}: of table long alone, not of {name}")
     return args
 
 

@@ -148,16 +148,10 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
     """Return what the last layer's backward needs beside what was kept, at its high moments: in
     attention's backward, and in those of the products before and after it. kept: None if layers run
     whole; then, and where all chunks of that layer stay, its q, k, v are among the activations."""
-    e = dtype.itemsize
-    d = cfg.head_dim
-    x = tokens * cfg.dim * e
-    q = tokens * cfg.heads * d * e  # and o
-    k = tokens * cfg.kv_heads * d * e  # and v
-    k_sent = k // cfg.kv_heads * math.lcm(cfg.kv_heads, sp * head_groups)  # heads are repeated
+    if kept is not None and kept.by_heads:
+        return by_heads_peaks(cfg, tokens, chunk, dtype, sp, head_groups)
+    x, q, k, k_sent, sums = attention_bytes(cfg, tokens, dtype, sp, head_groups)
     repeated = 2 * k_sent if k_sent > k else 0
-    sums = tokens * d * 4 * cfg.heads
-    if cfg.heads != cfg.kv_heads:
-        sums += tokens * d * 4 * 2 * cfg.kv_heads
     if sp > 1:  # of two head groups what is sent and received; the first group, and its buffers
         in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
         first_group = (3 * q + 2 * k_sent) / head_groups
@@ -165,53 +159,18 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
         in_flight = (4 * q + 4 * k) / head_groups
         first_group = 0
     else:  # copies of a part of too many heads
-        in_flight = 2 * q if tokens * cfg.heads * d > MAX_ELEMENTS else 0
+        in_flight = 2 * q if tokens * cfg.heads * cfg.head_dim > MAX_ELEMENTS else 0
         first_group = 0
     # gradients of head groups take the places of q, k, v
     in_place = sp == 1 < head_groups and kept is not None and kept.chunks > 1
-    saved = block_saves(cfg, tokens, dtype).pre
-    pre = sum(math.prod(shape) * of.itemsize for shape, of in saved)
+    pre = saved_by_pre(cfg, tokens, dtype)
     inputs = q + 2 * k
-    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * e
+    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * dtype.itemsize
     if kept is None or kept.kept_chunks >= kept.chunks:
         inputs = 0
     if kept is None:  # gate|up, h and what block.pre saves are among them, too
-        temporaries = chunk * (4 * cfg.ffn + 3 * cfg.dim) * e
+        temporaries = chunk * (4 * cfg.ffn + 3 * cfg.dim) * dtype.itemsize
         pre = 0
-    if kept is not None and kept.by_heads:
-        group = (q + 2 * k) / head_groups
-        there = (3 * q + 2 * k_sent) / head_groups  # q, k, v, o, do of a group
-        back = (q + 2 * k_sent) / head_groups
-        around = {"dy, dx": 3 * x, "do": q, "repeated k, v": repeated / head_groups}
-        mapped = all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)
-        if sp == 1:  # copies of a group's o and do
-            return {
-                "attention's backward": around | {
-                    "q, k, v": group, "dq, dk, dv": group, "head groups": 2 * q / head_groups,
-                    "sums of the kernel": 2 * sums / head_groups,
-                    "saved by block.pre": pre / head_groups},
-                "block.post's backward": around | {
-                    "dy, dx": 2 * x, "temporaries of a chunk": temporaries},
-                "block.pre's backward": around | {
-                    "dq, dk, dv": group, "temporaries of a chunk": 4 * chunk * cfg.dim * e,
-                    "saved by block.pre": pre / head_groups}}
-        # of one sequence, what has arrived is not copied: two groups' on heads, and on their way
-        return {
-            "attention's backward": around | {
-                "q, k, v": group, "dq, dk, dv": 2 * group, "head groups": 3 * there + 3 * back,
-                "sums of the kernel": 2 * sums / head_groups,
-                "saved by block.pre": 3 * pre / head_groups},
-            "a head group's way": around | {
-                "q, k, v": 2 * group, "dq, dk, dv": group, "head groups": 4 * there + 3 * back,
-                "saved by block.pre": 3 * pre / head_groups},
-            "block.post's backward": around | {
-                "dy, dx": 2 * x, "q, k, v": group, "first head group": there,
-                "all-to-all buffers": mapped,
-                "temporaries of a chunk": temporaries, "saved by block.pre": pre / head_groups},
-            "block.pre's backward": around | {
-                "dq, dk, dv": group, "all-to-all buffers": mapped,
-                "temporaries of a chunk": 4 * chunk * cfg.dim * e,
-                "saved by block.pre": pre / head_groups}}
     return {
         "attention's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q,
@@ -224,6 +183,55 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
             "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
             "temporaries of a chunk": temporaries,
             "saved by block.pre": pre}}
+
+
+def by_heads_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
+                   head_groups: int) -> dict[str, dict[str, float]]:
+    """Return layer_peaks of a layer whose q, k, v are made a head group at a time."""
+    x, q, k, k_sent, sums = attention_bytes(cfg, tokens, dtype, sp, head_groups)
+    group = (q + 2 * k) / head_groups  # q, k, v of one, or their gradients
+    pre = saved_by_pre(cfg, tokens, dtype) / head_groups
+    repeated = 2 * k_sent / head_groups if k_sent > k else 0
+    always = {"dy, dx": 3 * x, "do": q, "repeated k, v": repeated}
+    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * dtype.itemsize
+    before = always | {"dy, dx": 2 * x, "temporaries of a chunk": temporaries}
+    temporaries = chunk * 4 * cfg.dim * dtype.itemsize
+    after = always | {"dq, dk, dv": group, "temporaries of a chunk": temporaries,
+                      "saved by block.pre": pre}
+    kernel = always | {"q, k, v": group, "sums of the kernel": 2 * sums / head_groups}
+    if sp == 1:  # copies of a group's o and do
+        kernel |= {"dq, dk, dv": group, "head groups": 2 * q / head_groups,
+                   "saved by block.pre": pre}
+        return {"attention's backward": kernel, "block.post's backward": before,
+                "block.pre's backward": after}
+    there = (3 * q + 2 * k_sent) / head_groups  # q, k, v, o, do of a group
+    back = (q + 2 * k_sent) / head_groups
+    mapped = {"all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)}
+    # of one sequence, what has arrived is not copied
+    kernel |= {"dq, dk, dv": 2 * group, "head groups": 3 * there + 3 * back,
+               "saved by block.pre": 3 * pre}
+    leaving = always | {"q, k, v": 2 * group, "dq, dk, dv": group,
+                        "head groups": 4 * there + 3 * back, "saved by block.pre": 3 * pre}
+    before |= mapped | {"q, k, v": group, "first head group": there, "saved by block.pre": pre}
+    return {"attention's backward": kernel, "a head group's way": leaving,
+            "block.post's backward": before, "block.pre's backward": after | mapped}
+
+
+def attention_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
+                    head_groups: int) -> tuple[int, int, int, int, int]:
+    """Return the bytes of x; of q, o or do; of k or v; of k or v as they are sent, with heads that
+    are repeated; and of the kernel's sums, in float32."""
+    token = tokens * dtype.itemsize
+    q = token * cfg.heads * cfg.head_dim
+    k = token * cfg.kv_heads * cfg.head_dim
+    k_sent = token * math.lcm(cfg.kv_heads, sp * head_groups) * cfg.head_dim
+    summed = cfg.heads if cfg.heads == cfg.kv_heads else cfg.heads + 2 * cfg.kv_heads
+    return token * cfg.dim, q, k, k_sent, tokens * cfg.head_dim * 4 * summed
+
+
+def saved_by_pre(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Return the bytes that block.pre saves beside q, k, v."""
+    return sum(math.prod(shape) * of.itemsize for shape, of in block_saves(cfg, tokens, dtype).pre)
 
 
 def loss_peak(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,

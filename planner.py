@@ -1229,6 +1229,35 @@ def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
             + (f" (then {others})" if others else ""))
 
 
+def of_one_sequence(constraints: Constraints, hardware: Hardware, seq: int) -> Constraints:
+    """Return the constraints of a step of one sequence over all ranks, whose layers run in chunks.
+    """
+    return dataclasses.replace(constraints, seq=seq, batch=1, sp=hardware.ranks, layers_run="auto")
+
+
+def longest(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> int:
+    """Return the most tokens of one sequence over all ranks that fit, in steps of 16K a rank; 0 if
+    not even one step does."""
+    step = hardware.ranks * 2**14
+
+    def fits(count: int) -> bool:
+        asked = of_one_sequence(constraints, hardware, count * step)
+        return Search(asked, model, hardware).fits()
+
+    good = 0
+    bad = 1
+    while fits(bad):
+        good = bad
+        bad *= 2
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good * step
+
+
 def changes_that_fit(constraints: Constraints, model: ModelConfig,
                      hardware: Hardware) -> list[str]:
     """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more

@@ -4933,6 +4933,7 @@ def test_help(program):
     ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step, alpha"),
     ("nodes --nodes 2", 2, "table nodes measures GPUs"),
     ("step --nodes 2", 0, "--nodes 2: splits the ranks of table nodes alone, not of step"),
+    ("step --model 1b", 0, "--model 1b: of table long alone, not of step"),
     ("steps", 0, "no table steps; there are: step, alpha"),
     ("--out {tmp}/file/x", 2, "file/x cannot be written.*name another --out")])
 def test_bench_refuses_before_it_measures(flags, ranks, message, tmp_path):

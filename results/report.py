@@ -298,7 +298,7 @@ tables place and long, with optimizer states on the host and layers that drop o.
 
 The one prediction that is off by more than a tenth is of a step whose host has as much to do as its
 GPU: a layer of 1b for one sequence of 4,096 tokens computes for 2.5 ms, and the profile's host
-launches it in 2.7; other hosts take longer.
+launches it in 2.7.
 
 ![predicted and measured](predict.png)
 """

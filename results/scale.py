@@ -30,7 +30,7 @@ from costs import Plan
 from hardware import COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_profile, profile_text
 from model import MODELS, ModelConfig
 from offload import GIB
-from planner import (GPU_SHARE, Constraints, Hardware, Search, figures, layers_text, plan,
+from planner import (GPU_SHARE, Constraints, Hardware, figures, layers_text, longest, plan,
                      shards_text)
 
 # ---------------------------------------------------------------------------- networks
@@ -354,27 +354,11 @@ def fits() -> list[dict]:
         for ranks, host in HOST.items():
             here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
                             host * GIB / ranks)
+            asked = Constraints(seq=0, dtype=torch.bfloat16, default_batch=1)
             for name in ("1b", "7b", "llama3-8b"):
                 rows.append({"memory": memory, "gpus": ranks, "host_gib": host, "model": name,
-                             "seq": most_tokens(MODELS[name], here)})
+                             "seq": longest(asked, MODELS[name], here)})
     return rows
-
-
-def most_tokens(model: ModelConfig, hardware: Hardware) -> int:
-    """Return the most tokens of a sequence over all GPUs that fit, to a sixteenth; 0: not even 8K a
-    GPU."""
-    def fit(steps: int) -> bool:
-        asked = Constraints(seq=steps * hardware.ranks * 2**13, sp=hardware.ranks, batch=1,
-                            dtype=torch.bfloat16, default_batch=1, layers_run="auto")
-        return Search(asked, model, hardware).fits()
-
-    good, bad = 0, 1
-    while fit(bad):
-        good, bad = bad, 2 * bad
-    while bad - good > max(1, bad // 16):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fit(middle) else (good, middle)
-    return good * hardware.ranks * 2**13
 
 
 EXAMPLE = ("planner.py --model 65b --ranks 10000 --per-node 8 --seq 32K --batch 1250 --cluster "
