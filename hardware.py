@@ -22,7 +22,6 @@ import gc
 import json
 import math
 import re
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -482,27 +481,33 @@ def measure_visits(clock: Stopwatch, dtype: torch.dtype, kernel: str, effort: Ef
 
 
 def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[str, float]:
-    """Return seconds of the host for a layer's forward and backward, with what shard.States does in
-    them: of layers so small that the device waits for the host. On a CPU they are part of the
+    """Return seconds of the host for a layer's forward and backward: of whole micro-batches, with
+    what shard.States does in them, of a model so small that the device waits for the host. The
+    mean, since a step takes what its host takes on average. On a CPU they are part of the
     operators'. A collective."""
     if clock.device.type == "cpu":
         return {"forward": 0.0, "backward": 0.0}
-    model, run_layer, x = sample_layers(8, 256, 128, clock.device, dtype, kernel)
-    states = States(model, clock.device, dtype, micro_batches=2)  # a first one's gradients stay
-    forward, backward = [], []
-    for _ in range(12):
+    layers, tokens, micro_batches = 24, 128, 4
+    model, _, _ = sample_layers(layers, 256, tokens, clock.device, dtype, kernel)
+    states = States(model, clock.device, dtype, micro_batches=micro_batches)
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device=clock.device)
+    positions = torch.arange(tokens, device=clock.device)
+    scale = torch.ones((), device=clock.device)
+    seconds = {"forward": 0.0, "backward": 0.0}
+    steps = 8
+    for step in range(-2, steps):  # the first two warm up
         states.begin_step()
         torch.cuda.synchronize(clock.device)
-        start = time.perf_counter()
-        y = x
-        for i in range(model.cfg.layers):
-            y = run_layer(i, y)
-        middle = time.perf_counter()
-        y.backward(x.detach())
-        end = time.perf_counter()
-        forward.append((middle - start) / model.cfg.layers)
-        backward.append((end - middle) / model.cfg.layers)
-    return {"forward": statistics.median(forward[2:]), "backward": statistics.median(backward[2:])}
+        for _ in range(micro_batches):
+            start = time.perf_counter()
+            loss = model(ids, ids, scale, positions)
+            middle = time.perf_counter()
+            loss.backward()
+            states.end_micro_batch()
+            if step >= 0:
+                seconds["forward"] += middle - start
+                seconds["backward"] += time.perf_counter() - middle
+    return {kind: total / (steps * micro_batches * layers) for kind, total in seconds.items()}
 
 
 def meshes_of(ranks: int, per_node: int) -> list[tuple[int, int]]:
