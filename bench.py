@@ -698,8 +698,8 @@ def table_long(bench: Bench) -> None:
         bench.add(bound)
         tokens = seq // world
         repeats = 1 if tokens > 2**14 else 3
-        warmup = 0 if tokens > 2**17 else 2  # of steps of many minutes, the first is timed
-        warmup = min(warmup, repeats)
+        # of steps of a minute and more, the first is timed
+        warmup = 0 if bound["step_s"] > 50 else 1 if tokens > 2**14 else 2
         make = make_step if warmup else make_long_step
         cfg = Config(model=name, seq=seq, sp=world, batch=1)
         for kind, (label, by_hand) in kinds.items():
@@ -761,11 +761,11 @@ def table_place(bench: Bench) -> None:
                         1 if tokens > 2**14 else 3, 1 if tokens > 2**15 else 2, bound)
 
 
-def longest(constraints: Constraints, model: ModelConfig,
-            hardware: Hardware) -> tuple[Constraints, Plan] | None:
+def longest(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+            seq: int | None = None) -> tuple[Constraints, Plan] | None:
     """Return the most tokens of one sequence over all ranks that there is a plan for, in steps of
-    16K a rank, and the plan; None if there is none."""
-    seq = planner.longest(constraints, model, hardware)
+    16K a rank, or so many, and the plan; None if there is none."""
+    seq = seq or planner.longest(constraints, model, hardware)
     if not seq:
         return None
     asked = planner.of_one_sequence(constraints, hardware, seq)
@@ -773,17 +773,17 @@ def longest(constraints: Constraints, model: ModelConfig,
 
 
 def first_and_last_layers(run: Run) -> Run:
-    """Return the run of a model of the first two groups of layers and the last two layers, as they
-    are planned."""
+    """Return the run of a model of the first two layers (two groups of one, or one of two) and the
+    last two, as they are planned."""
     kept = run.plan.activations
-    away = 2 * kept.stride
-    dropped = min(kept.stride, kept.layers_recomputing_attention)
+    away = 2
+    stride = min(kept.stride, away)
+    dropped = min(stride, kept.layers_recomputing_attention)
     in_resident = kept.layers_recomputing_attention - (kept.layers - kept.resident)
     if in_resident >= 0:
         dropped = away + min(2, in_resident)
     few = ActivationPlan(away + 2, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
-                         away * kept.most_swapped_chunks(), dropped, kept.stride,
-                         kept.by_heads)
+                         away * kept.most_swapped_chunks(), dropped, stride, kept.by_heads)
     model = dataclasses.replace(run.model, layers=few.layers)
     plan = dataclasses.replace(run.plan, activations=few)
     return run.but(model=model, plan=planner.with_memory(plan, model, run.dtype))
@@ -807,15 +807,17 @@ def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:
 
 def table_longest(bench: Bench) -> None:
     """The longest sequence of 7B: of 8 H200s with 560 GiB of host memory by plan, and of this
-    machine by plan and by a step of its first and last layers."""
+    machine by plan and by a step of its first and last layers, at that length or at --seq."""
     name = "7b"
     MODELS["7b/4"] = dataclasses.replace(MODELS[name], layers=4)
     own = machine(bench, Config(model=name, seq=2**14 * bench.world, batch=1, sp=bench.world))
     eight = Hardware(8, 8, own.hardware.profile, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
     found = None
-    for label, hardware in (("8 x H200, 560 GiB host, by plan", eight),
-                            ("this machine, by plan", own.hardware)):
-        found = longest(own.constraints, own.model, hardware)
+    lengths = [("8 x H200, 560 GiB host, by plan", eight, None),
+               ("this machine, by plan", own.hardware, None)]
+    lengths += [("this machine, by plan", own.hardware, seq) for seq in bench.seqs]
+    for label, hardware, seq in lengths:
+        found = longest(own.constraints, own.model, hardware, seq)
         if found is None:
             raise ConfigError(f"{label}: not even {hardware.ranks * 2**14:,} tokens")
         constraints, plan = found
@@ -1234,7 +1236,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
                         " that reach each other by sockets alone, as nodes do (table nodes)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
-                        help="tokens of the sequences of the tables long and memplan: 64K,128K")
+                        help="tokens of the sequences of the tables long, place, memplan and "
+                        "longest: 64K,128K")
     parser.add_argument("--model", default="7b", choices=list(MODELS),
                         help="of the table long; default: 7b")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
