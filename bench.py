@@ -698,8 +698,8 @@ def table_long(bench: Bench) -> None:
         bench.add(bound)
         tokens = seq // world
         repeats = 1 if tokens > 2**14 else 3
-        # of steps of a minute and more, the first is timed
-        warmup = 0 if bound["step_s"] > 50 else 1 if tokens > 2**14 else 2
+        # of steps of minutes, the first is timed
+        warmup = 0 if bound["step_s"] > 100 else 1 if tokens > 2**14 else 2
         make = make_step if warmup else make_long_step
         cfg = Config(model=name, seq=seq, sp=world, batch=1)
         for kind, (label, by_hand) in kinds.items():
