@@ -56,7 +56,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
-from model import HeadPart, copy_heads
+from model import HeadPart, accumulation_dtype, compiled, copy_heads
 
 SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 # torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
@@ -139,9 +139,10 @@ class Groups:
 
 
 # ---------------------------------------------------------------------------- attention kernels
-# A kernel is a pair of functions on (B, T, heads, D) tensors, causal, scaled by 1/sqrt(D):
-#   forward(q, k, v) -> o, lse          lse (B, H, T), natural logarithm, float32 or wider
-#   backward(do, q, k, v, o, lse) -> dq, dk, dv
+# A kernel is a pair of functions on (B, T, heads, D) tensors, scaled by 1/sqrt(D):
+#   forward(q, k, v, causal) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
+#   backward(do, q, k, v, o, lse, causal) -> dq, dk, dv
+# Not causal, a query attends to all keys, of which there may be more or fewer than queries.
 # aten's operators want (B, heads, T, D): transposed views, which cost nothing.
 
 _aten = torch.ops.aten
@@ -152,72 +153,74 @@ def _swap(*tensors):
     return [t.transpose(1, 2) for t in tensors]
 
 
-def _fa4_forward(q, k, v):
+def _fa4_forward(q, k, v, causal):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=True, return_lse=True)
+        q, k, v, causal=causal, return_lse=True)
     return o, lse
 
 
-def _fa4_backward(do, q, k, v, o, lse):
+def _fa4_backward(do, q, k, v, o, lse, causal):
     exact = torch.are_deterministic_algorithms_enabled()
     return _module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, o, do, lse, causal=True, deterministic=exact)[:3]
+        q, k, v, o, do, lse, causal=causal, deterministic=exact)[:3]
 
 
-_FA2 = dict(dropout_p=0.0, causal=True, window_size_left=-1, window_size_right=-1, softcap=0.0,
+_FA2 = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0,
             alibi_slopes=None)
 
 
-def _fa2_forward(q, k, v):
+def _fa2_forward(q, k, v, causal):
     o, lse, *_ = _module("flash_attn.flash_attn_interface")._flash_attn_forward(
-        q, k, v, softmax_scale=q.shape[-1] ** -0.5, return_softmax=False, **_FA2)
+        q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=causal, return_softmax=False, **_FA2)
     return o, lse
 
 
-def _fa2_backward(do, q, k, v, o, lse):
+def _fa2_backward(do, q, k, v, o, lse, causal):
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     _module("flash_attn.flash_attn_interface")._flash_attn_backward(
-        do, q, k, v, o, lse, *grads, softmax_scale=q.shape[-1] ** -0.5,
+        do, q, k, v, o, lse, *grads, softmax_scale=q.shape[-1] ** -0.5, causal=causal,
         deterministic=torch.are_deterministic_algorithms_enabled(), **_FA2)
     return grads
 
 
-def _cudnn_forward(q, k, v):
-    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(*_swap(q, k, v), None, True, 0.0, True)
+def _cudnn_forward(q, k, v, causal):
+    o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        *_swap(q, k, v), None, True, 0.0, causal)
     return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
 
 
-def _cudnn_backward(do, q, k, v, o, lse):
-    t = q.shape[1]
+def _cudnn_backward(do, q, k, v, o, lse, causal):
+    queries, keys = q.shape[1], k.shape[1]
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, t, t, 0.0, True))
+        do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, queries, keys, 0.0,
+        causal))
 
 
-def _flash_forward(q, k, v):
-    o, lse, *_ = _aten._scaled_dot_product_flash_attention(*_swap(q, k, v), 0.0, True)
+def _flash_forward(q, k, v, causal):
+    o, lse, *_ = _aten._scaled_dot_product_flash_attention(*_swap(q, k, v), 0.0, causal)
     return o.transpose(1, 2), lse
 
 
-def _flash_backward(do, q, k, v, o, lse):
-    t = q.shape[1]
+def _flash_backward(do, q, k, v, o, lse, causal):
+    queries, keys = q.shape[1], k.shape[1]
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, lse, None, None, t, t, 0.0, True, no_seed, no_seed))
+        do, q, k, v, o, lse, None, None, queries, keys, 0.0, causal, no_seed, no_seed))
 
 
-def _cpu_forward(q, k, v):
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, True)
+def _cpu_forward(q, k, v, causal):
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, causal)
     return o.transpose(1, 2), lse
 
 
-def _cpu_backward(do, q, k, v, o, lse):
+def _cpu_backward(do, q, k, v, o, lse, causal):
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, True))
+        do, q, k, v, o, lse, 0.0, causal))
 
 
 @dataclass(frozen=True)
@@ -309,7 +312,8 @@ def cut_heads(q: Tensor, k: Tensor, groups: int = 1):
     At 1M tokens, 32 heads and D = 128, a tensor has 4.3e9 elements: three cuts. Where the query
     heads of one key/value head are too many, they are cut too.
     """
-    tokens, heads, width = q.shape[1:]
+    _, _, heads, width = q.shape
+    tokens = max(q.shape[1], k.shape[1])
     most = MAX_ELEMENTS // (tokens * width)  # heads
     if most == 0:
         raise ValueError(f"a head of {tokens} tokens x {width} has over {MAX_ELEMENTS} elements")
@@ -324,30 +328,31 @@ def cut_heads(q: Tensor, k: Tensor, groups: int = 1):
             yield slice(b, b + 1), slice(first, last), kv_heads
 
 
-def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
+                      causal: bool = True) -> tuple[Tensor, Tensor]:
     """Attend: q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T)."""
-    if q.numel() <= MAX_ELEMENTS:
-        return kernel.forward(q, k, v)
+    if max(q.numel(), k.numel()) <= MAX_ELEMENTS:
+        return kernel.forward(q, k, v, causal)
     o = torch.empty_like(q)
     lse = None
     for b, h, kv in cut_heads(q, k):
         of_queries = (b, slice(None), h)
         of_keys = (b, slice(None), kv)
         cut = (q[of_queries], k[of_keys], v[of_keys])
-        o[of_queries], part = kernel.forward(*(t.contiguous() for t in cut))
+        o[of_queries], part = kernel.forward(*(t.contiguous() for t in cut), causal)
         if lse is None:
             lse = part.new_empty(q.shape[0], q.shape[2], q.shape[1])
         lse[b, h] = part
     return o, lse
 
 
-def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1,
+def attention_backward(kernel: Kernel, do, q, k, v, o, lse, causal: bool = True, groups: int = 1,
                        in_place: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the same global o and lse for every cut. groups: of
     heads, one after the other, so that the kernel's sums are of one alone; they divide the
     key/value heads. in_place: gradients take the places of q, k and v, if no cut shares heads."""
-    if q.numel() <= MAX_ELEMENTS and groups == 1:
-        return kernel.backward(do.contiguous(), q, k, v, o, lse)
+    if max(q.numel(), k.numel()) <= MAX_ELEMENTS and groups == 1:
+        return kernel.backward(do.contiguous(), q, k, v, o, lse, causal)
     cuts = list(cut_heads(q, k, groups))
     in_place = in_place and sum(kv.stop - kv.start for _, _, kv in cuts) == len(q) * k.shape[2]
     if in_place:
@@ -360,7 +365,7 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1,
         of_queries = (b, slice(None), h)
         of_keys = (b, slice(None), kv)
         cut = (do[of_queries], q[of_queries], k[of_keys], v[of_keys], o[of_queries], lse[b, h])
-        dq[of_queries], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut))
+        dq[of_queries], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut), causal)
         if in_place:
             dk[of_keys] = dk_part
             dv[of_keys] = dv_part
@@ -410,8 +415,18 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _Attention.apply(q, k, v, self)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return o, lse of some heads' q, k, v, all of whose queries and keys are here (Ring: of
+        the rank's own queries, and keys of all its ranks)."""
         return attention_forward(self.kernel, q, k, v)
+
+    def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                        groups: int = 1, in_place: bool = False, passing=None):
+        """Return their dq, dk, dv: attention_backward. passing: what Ring has under way."""
+        return attention_backward(self.kernel, do, q, k, v, o, lse, True, groups, in_place)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.attend(q, k, v)
 
     def prefetch_backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor):
         """Launch what backward needs of its inputs before do is known. Returns what `prefetch_do`
@@ -426,14 +441,14 @@ class Attention:
         """Return dq, dk, dv. while_waiting: work for the time in which a subclass brings the last
         gradients back. in_place: they may take the places of q, k and v."""
         while_waiting()
-        return attention_backward(self.kernel, do, q, k, v, o, lse, self.head_groups, in_place)
+        return self.attend_backward(do, q, k, v, o, lse, self.head_groups, in_place, prefetched)
 
     def forward_by_heads(self, make: Make, o: Tensor, kv_heads: int) -> Tensor:
         """Fill o (B, T, H, D), and return lse, as `forward` does."""
         lse = []
         for g in range(self.head_groups):
             heads, _ = self.heads_of(g, o.shape[2], kv_heads)
-            o[:, :, heads], part = attention_forward(self.kernel, *make(g))
+            o[:, :, heads], part = self.attend(*make(g))
             lse.append(part)
         return torch.cat(lse, 1)
 
@@ -448,8 +463,8 @@ class Attention:
         for g in range(self.head_groups):
             heads, _ = self.heads_of(g, o.shape[2], kv_heads)
             q, k, v = make(g)
-            grads = attention_backward(self.kernel, do[:, :, heads].contiguous(), q, k, v,
-                                       o[:, :, heads].contiguous(), lse[:, heads].contiguous())
+            grads = self.attend_backward(do[:, :, heads].contiguous(), q, k, v,
+                                         o[:, :, heads].contiguous(), lse[:, heads].contiguous())
             del q, k, v
             take(g, list(grads))
             del grads
@@ -457,6 +472,181 @@ class Attention:
     def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
         """Return the query heads of group g, and their key/value heads."""
         return HeadPart(g, self.head_groups).slices(heads, kv_heads)
+
+
+# ---------------------------------------------------------------------------- rings
+
+
+def sequence_parts(seq: int, sp: int, ring: int, rank: int) -> list[slice]:
+    """Return which tokens of a sequence lie on one of its sp ranks: one stretch, or two.
+
+    ring > 1: the sequence is cut in 2R parts; ring rank r, its sp/R neighbours in a row, has parts
+    r and 2R-1-r one after the other (zigzag), so that each has as much of the causal triangle:
+
+        R = 2    ring rank 0: parts 0, 3    ring rank 1: parts 1, 2
+    """
+    size = seq // sp
+    if ring == 1:
+        return [slice(rank * size, (rank + 1) * size)]
+    r, u = divmod(rank, sp // ring)
+    length = seq // (2 * ring)
+    found = []
+    for part, begin in ((r, 0), (2 * ring - 1 - r, length)):  # where it begins on the ring rank
+        first = max(u * size, begin)
+        last = min((u + 1) * size, begin + length)
+        if first < last:
+            found.append(slice(part * length + first - begin, part * length + last - begin))
+    return found
+
+
+@compiled
+def merge(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o (B, T, H, D) and lse (B, H, T) of the keys of both: softmax over parts of a row."""
+    both = torch.logaddexp(lse, lse_more)
+    share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
+    return o + share * (more - o), both
+
+
+@dataclass
+class Passing:
+    """Tensors on their way to the next ring rank, and those of the previous one to here."""
+
+    sent: list[Tensor]  # read until `arrival`
+    received: list[Tensor]
+    arrival: object  # event
+
+    def wait(self) -> list[Tensor]:
+        """Let compute wait for what was received, and return it."""
+        wait(self.arrival)
+        self.sent = []
+        return self.received
+
+
+class Ring(Attention):
+    """Attention over a sequence whose tokens lie on R ranks (`sequence_parts`), with all heads that
+    they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
+    2310.01889; zigzag).
+
+    After s steps ring rank r has the keys of r - s. Its own ones make a causal square. Of those of
+    an earlier rank both its parts attend to the first part, and of those of a later one its second
+    part attends to both, so each further step is a rectangle without a mask, as large as the
+    square: any kernel serves. Steps are merged in float32.
+
+        forward    compute  | square 0   | rectangle 1 | rectangle 2 |
+                   ring     | k, v to 1  | k, v to 2   |
+
+        backward   compute  | rectangle 1 | rectangle 2              | square 0    |
+                   ring     | k, v to 2   | sum of dk, dv of 1 to 2  | sum to 0    |
+
+    backward computes the square last: under it the sums of what other ranks computed for these
+    keys, which travel one step behind them, come home (R - 1 steps, in float32; of R = 2, one step
+    in reduce_dtype). Its first k, v travel under what comes before (prefetch_backward).
+
+    sp: ranks of a sequence; those of a ring are sp/R apart. poison, delay: as of Ulysses.
+    """
+
+    def __init__(self, kernel: str, sp: int, ring: int, groups: Groups, stream: CommStream,
+                 reduce_dtype: torch.dtype | None = None, poison: bool = False, delay: int = 0):
+        super().__init__(kernel)
+        assert sp % ring == 0, f"{ring} does not divide {sp} ranks of a sequence"
+        self.sp = sp
+        self.ring = ring
+        self.ring_stream = stream
+        self.reduce_dtype = reduce_dtype
+        self.poison = poison
+        self.delay = delay
+        self.ring_group = groups.get("ring", lambda r: (r // sp, r % (sp // ring)))
+        if self.ring_group is not None:
+            self.ring_rank = dist.get_rank(self.ring_group)
+
+    def pass_on(self, tensors: list[Tensor], after=None) -> Passing:
+        """Send tensors to the next ring rank, once the event `after` is reached, and receive those
+        of the previous one."""
+        received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+        next_rank = (self.ring_rank + 1) % self.ring
+        previous = (self.ring_rank - 1) % self.ring
+        with self.ring_stream.after_compute():  # `received` is free
+            wait(after)
+            self.delay_if_testing(self.ring_stream)
+            sent = [t.contiguous() for t in tensors]
+            messages = []
+            for tag, (there, here) in enumerate(zip(sent, received)):
+                messages += [
+                    dist.P2POp(dist.isend, there, None, self.ring_group, tag, next_rank),
+                    dist.P2POp(dist.irecv, here, None, self.ring_group, tag, previous)]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()  # the ring's stream, not the host (on a CPU: the host)
+        return Passing(sent, received, self.ring_stream.last_event())
+
+    def rectangle(self, step: int, half: int) -> tuple[slice, slice]:
+        """Return which of this rank's queries attend to which of the keys that it has."""
+        if step <= self.ring_rank:  # of an earlier rank
+            return slice(None), slice(0, half)
+        return slice(half, None), slice(None)
+
+    def attend(self, q, k, v):
+        if self.ring_group is None:
+            return super().attend(q, k, v)
+        half = q.shape[1] // 2
+        passing = self.pass_on([k, v])  # hidden by the square
+        o, lse = attention_forward(self.kernel, q, k, v)
+        o = o.to(accumulation_dtype(q.dtype))
+        for step in range(1, self.ring):
+            kv = passing.wait()
+            if step + 1 < self.ring:
+                passing = self.pass_on(kv)  # hidden by this step's rectangle
+            queries, keys = self.rectangle(step, half)
+            part = attention_forward(self.kernel, q[:, queries].contiguous(),
+                                     *(t[:, keys].contiguous() for t in kv), causal=False)
+            o[:, queries], lse[:, :, queries] = merge(o[:, queries], lse[:, :, queries], *part)
+            self.poison_if_testing([] if step + 1 < self.ring else kv)
+        return o.to(q.dtype), lse
+
+    def attend_backward(self, do, q, k, v, o, lse, groups=1, in_place=False, passing=None):
+        if self.ring_group is None:
+            return super().attend_backward(do, q, k, v, o, lse, groups, in_place)
+        passing = passing or self.pass_on([k, v])
+        half = q.shape[1] // 2
+        wide = accumulation_dtype(q.dtype)
+        dq = torch.zeros_like(q, dtype=wide)
+        summing = None  # sums of dk, dv on their way, one step behind their k, v
+        for step in range(1, self.ring):
+            kv = passing.wait()
+            if step + 1 < self.ring:
+                passing = self.pass_on(kv)  # hidden by this step's rectangle
+            queries, keys = self.rectangle(step, half)
+            of_queries = (t[:, queries].contiguous() for t in (do, q))
+            dq_part, *parts = attention_backward(
+                self.kernel, *of_queries, *(t[:, keys].contiguous() for t in kv),
+                o[:, queries].contiguous(), lse[:, :, queries].contiguous(), False, groups)
+            dq[:, queries] += dq_part
+            if summing is None:
+                dtype = (self.reduce_dtype or q.dtype) if self.ring == 2 else wide
+                sums = [torch.zeros_like(t, dtype=dtype) for t in kv]
+            else:
+                sums = summing.wait()  # hidden by this step's rectangle
+            for total, part in zip(sums, parts):
+                total[:, keys] += part
+            summing = self.pass_on(sums)  # hidden by the next step's, at last by the square
+        dq_part, *parts = attention_backward(self.kernel, do, q, k, v, o, lse, True, groups)
+        dq += dq_part
+        sums = summing.wait()
+        dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
+        self.poison_if_testing([*kv, *sums])
+        return dq.to(q.dtype), dk, dv
+
+    def prefetch_backward(self, q, k, v, o):
+        return self.pass_on([k, v]) if self.ring_group else None
+
+    # -- for tests
+
+    def poison_if_testing(self, used: list[Tensor]) -> None:
+        for x in used if self.poison else []:
+            x.fill_(torch.nan)
+
+    def delay_if_testing(self, stream: CommStream) -> None:
+        if self.delay and stream.stream:
+            torch.cuda._sleep(self.delay)
 
 
 # ---------------------------------------------------------------------------- sequences over ranks
@@ -559,13 +749,15 @@ class Exchange:
 class HeadGroup:
     """One group of heads on its way from tokens to heads: its inputs, one after the other."""
 
-    recv_buffers: list[Tensor]  # (sp, B, T/sp, h, D) each: the tokens of every rank
+    recv_buffers: list[Tensor]  # (U, B, T/sp, h, D) each: the tokens of every rank
     send_buffers: list[Tensor] = field(default_factory=list)  # read until `arrival`
     sources: list[Tensor] = field(default_factory=list)  # what was packed into them: likewise
     arrival: object = None  # event: all that was sent so far is in recv_buffers
+    backward: bool = False  # its k, v go around the ring as soon as they are there
+    passing: Passing | None = None  # to the next ring rank
 
     def on_heads(self) -> list[Tensor]:
-        """Return the inputs as the kernel takes them: (B, T, h, D)."""
+        """Return the inputs as the kernel takes them: (B, T/R, h, D)."""
         return [x.transpose(0, 1).flatten(1, 2) for x in self.recv_buffers]
 
 
@@ -577,32 +769,34 @@ class Prefetched:
     group: HeadGroup
 
 
-class Ulysses(Attention):
-    """Attention over a sequence that lies on sp neighbouring ranks.
+class Ulysses(Ring):
+    """Attention over a sequence that lies on sp = R * U neighbouring ranks: U of them by heads,
+    whose R rows are ring ranks.
 
-        q (B, T/sp, G*sp*h, D) -> group by group (B, T, h, D) -> kernel -> o (B, T/sp, H, D)
+        q (B, T/sp, G*U*h, D) -> group by group (B, T/R, h, D) -> Ring -> o (B, T/sp, H, D)
 
-    Two groups are on heads at a time, in two sets of receive buffers. Key/value heads that G * sp
-    does not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T).
+    Two groups are on heads at a time, in two sets of receive buffers. Key/value heads that G * U
+    does not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T/R).
 
     per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
-    received becomes NaN after use, and the stream starts so many GPU cycles late.
+    received becomes NaN after use, and the streams start so many GPU cycles late.
 
     Whatever the exchange stream reads or writes is allocated on the compute stream, and held until
     compute has waited for the exchange: so memory is never given to another too early.
     """
 
     def __init__(self, kernel: str, sp: int, groups: Groups, stream: CommStream,
-                 head_groups: int = 1, per_node: int = 0, poison: bool = False, delay: int = 0):
-        super().__init__(kernel)
-        self.sp = sp
+                 head_groups: int = 1, per_node: int = 0, poison: bool = False, delay: int = 0,
+                 ring: int = 1, ring_stream: CommStream | None = None,
+                 reduce_dtype: torch.dtype | None = None):
+        super().__init__(kernel, sp, ring, groups, ring_stream or stream, reduce_dtype, poison,
+                         delay)
+        self.head_ranks = head_ranks = sp // ring  # U
         self.stream = stream
         self.head_groups = head_groups
-        self.poison = poison
-        self.delay = delay
-        self.group = groups.get("sequence", lambda r: r // sp)
+        self.group = groups.get("sequence", lambda r: r // head_ranks)
         if self.group is not None:
-            self.one_node = per_node > 0 and per_node % sp == 0
+            self.one_node = per_node > 0 and per_node % head_ranks == 0
             overlap = stream.stream is not None
             peer_access = overlap and self.one_node and gpus_reach_each_other()
             self.exchange = Exchange(self.group, peer_access, groups.timeout)
@@ -610,8 +804,8 @@ class Ulysses(Attention):
     # -- layouts
 
     def sent_heads(self, kv_heads: int) -> int:
-        """Return how many key/value heads are sent, so that each of G * sp parts has whole ones."""
-        return math.lcm(kv_heads, self.head_groups * self.sp)
+        """Return how many key/value heads are sent, so that each of G * U parts has whole ones."""
+        return math.lcm(kv_heads, self.head_groups * self.head_ranks)
 
     def copies(self, g: int, kv_heads: int) -> list[int]:
         """Return how often each of group g's key/value heads is sent."""
@@ -621,16 +815,16 @@ class Ulysses(Attention):
         return [originals.count(head) for head in range(originals[0], originals[-1] + 1)]
 
     def by_rank(self, x: Tensor) -> Tensor:
-        """A group's heads (B, T/sp, sp*h, D) -> a view (sp, B, T/sp, h, D): each rank's part."""
-        return x.unflatten(2, (self.sp, -1)).permute(2, 0, 1, 3, 4)
+        """A group's heads (B, T/sp, U*h, D) -> a view (U, B, T/sp, h, D): each rank's part."""
+        return x.unflatten(2, (self.head_ranks, -1)).permute(2, 0, 1, 3, 4)
 
     def allocate(self, like: Tensor, inputs: list[int], outputs: list[int]):
-        """Return receive buffers (sp, B, T/sp, h, D): two lists for inputs, which groups take in
+        """Return receive buffers (U, B, T/sp, h, D): two lists for inputs, which groups take in
         turn, and one for outputs on their way back. like: (B, T/sp, H, D); inputs, outputs: heads
         that are sent, of all groups."""
         n = len(inputs)
         b, t, _, d = like.shape
-        shapes = [(self.sp, b, t, heads // (self.head_groups * self.sp), d)
+        shapes = [(self.head_ranks, b, t, heads // (self.head_groups * self.head_ranks), d)
                   for heads in (*inputs, *inputs, *outputs)]
         buffers = self.exchange.allocate_buffers(shapes, like)
         return (buffers[:n], buffers[n : 2 * n]), buffers[2 * n :]
@@ -643,27 +837,31 @@ class Ulysses(Attention):
     # -- one group's way
 
     def send(self, group: HeadGroup, inputs: list[Tensor]) -> None:
-        """Launch the all-to-all from tokens to heads of a group's next inputs, (B, T/sp, sp*h, D)
+        """Launch the all-to-all from tokens to heads of a group's next inputs, (B, T/sp, U*h, D)
         each."""
         first = len(group.send_buffers)
         parts = [self.by_rank(x) for x in inputs]
         send_buffers = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
         recv_buffers = group.recv_buffers[first : first + len(parts)]
         with self.stream.after_compute():
-            self.delay_if_testing()
+            self.delay_if_testing(self.stream)
             for x, buffer in zip(parts, send_buffers):
                 copy_heads(x, buffer)
             self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
         group.sources += inputs
         group.send_buffers += send_buffers
         group.arrival = self.stream.last_event()
+        one_sequence = len(inputs[0]) == 1  # what has arrived is in order, without a copy
+        if group.backward and self.ring_group and one_sequence and group.passing is None:
+            # hidden by the kernel before, too
+            group.passing = self.pass_on(group.on_heads()[1:3], group.arrival)
 
     def send_back(self, results: list[Tensor], recv_buffers: list[Tensor],
                   outputs: list[Tensor]) -> list[Tensor]:
-        """Launch the all-to-all from heads (B, T, h, D) to tokens, into outputs (B, T/sp, sp*h, D).
-        Returns what must live until the stream has sent it."""
-        # (B, T, h, D) -> (sp, B, T/sp, h, D); of one sequence: a view
-        send_buffers = [x.unflatten(1, (self.sp, -1)).transpose(0, 1).contiguous()
+        """Launch the all-to-all from heads (B, T/R, h, D) to tokens, into outputs (B, T/sp, U*h,
+        D). Returns what must live until the stream has sent it."""
+        # (B, T/R, h, D) -> (U, B, T/sp, h, D); of one sequence: a view
+        send_buffers = [x.unflatten(1, (self.head_ranks, -1)).transpose(0, 1).contiguous()
                         for x in results]
         with self.stream.after_compute():
             self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
@@ -675,10 +873,10 @@ class Ulysses(Attention):
     def run(self, run_kernel: Callable, group: HeadGroup, buffers: tuple, inputs: Callable,
             outputs: Callable, done: Callable[[int], None],
             while_waiting: Callable[[], None] = do_nothing) -> None:
-        """Run run_kernel(g, inputs on heads) -> outputs on heads for each group, and bring what it
+        """Run run_kernel(g, group) -> outputs on heads for each group, and bring what it
         returns into outputs(g); then done(g) may read them. group: the first, under way;
         inputs(g): the others', which are made under the way of the group before. Tensors are (B,
-        T/sp, sp*h, D)."""
+        T/sp, U*h, D)."""
         recv_buffers, return_buffers = buffers
         returning = []  # send buffers of outputs on their way back
         came_back = None  # event: the outputs of the group before are there
@@ -686,7 +884,7 @@ class Ulysses(Attention):
             arriving = None
             if g + 1 < self.head_groups:  # the next group's way, hidden by this group's kernel
                 # its receive buffers are free: the stream is behind kernel g - 1, on every rank
-                arriving = HeadGroup(recv_buffers[(g + 1) % 2])
+                arriving = HeadGroup(recv_buffers[(g + 1) % 2], backward=group.backward)
                 self.send(arriving, inputs(g + 1))
             # hidden: by the kernel before; of the first group, by what the caller ran since it was
             # sent
@@ -694,7 +892,7 @@ class Ulysses(Attention):
             group.sources.clear()  # they have been read
             group.send_buffers.clear()
             del returning[:-1]  # the stream sent these before it brought this group
-            results = run_kernel(g, group.on_heads())
+            results = run_kernel(g, group)
             # return_buffers are free: the stream has copied what came back before
             returning.append(self.send_back(results, return_buffers, outputs(g)))
             returned = self.stream.last_event()
@@ -719,12 +917,14 @@ class Ulysses(Attention):
         return o, self.forward_by_heads(self.cut(q, k, v), o, k.shape[2])
 
     def prefetch_backward(self, q, k, v, o):
+        if self.group is None:
+            return super().prefetch_backward(q, k, v, o)
         return self.prefetch_by_heads(self.cut(q, k, v), o, k.shape[2])
 
     def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
                  in_place=False):
         if self.group is None:
-            return super().backward(do, q, k, v, o, lse, None, while_waiting, in_place)
+            return super().backward(do, q, k, v, o, lse, prefetched, while_waiting, in_place)
         kv_heads = k.shape[2]
         shared = kv_heads % self.head_groups != 0  # groups have key/value heads in common
         dq = torch.empty_like(q)
@@ -772,8 +972,8 @@ class Ulysses(Attention):
             queries, _ = self.heads_of(g, heads, kv_heads)
             return [o[:, :, queries]]
 
-        def run_kernel(g, on_heads):
-            out, part = attention_forward(self.kernel, *on_heads)
+        def run_kernel(g, group):
+            out, part = self.attend(*group.on_heads())
             lse.append(part)
             return [out]
 
@@ -786,13 +986,13 @@ class Ulysses(Attention):
         if self.group is None:
             return None
         buffers = self.allocate_backward(o, kv_heads)
-        prefetched = Prefetched(buffers, HeadGroup(buffers[0][0]))
+        prefetched = Prefetched(buffers, HeadGroup(buffers[0][0], backward=True))
         queries, _ = self.heads_of(0, o.shape[2], kv_heads)
         self.send(prefetched.group, [*self.sent(0, make(0), kv_heads), o[:, :, queries]])
         return prefetched
 
     def prefetch_do(self, prefetched, do):
-        if prefetched is not None:
+        if prefetched is not None and self.group is not None:
             queries, _ = self.heads_of(0, do.shape[2], do.shape[2])
             self.send(prefetched.group, [do[:, :, queries]])
 
@@ -835,19 +1035,9 @@ class Ulysses(Attention):
             del of_copies, parts
             take(g, grads)
 
-        def run_kernel(g, on_heads):
-            q, k, v, o, do = on_heads
-            return attention_backward(self.kernel, do, q, k, v, o, lse[g])
+        def run_kernel(g, group):
+            q, k, v, o, do = group.on_heads()
+            return self.attend_backward(do, q, k, v, o, lse[g], passing=group.passing)
 
         self.run(run_kernel, prefetched.group, prefetched.buffers, inputs, outputs, done,
                  while_waiting)
-
-    # -- for tests
-
-    def poison_if_testing(self, used: list[Tensor]) -> None:
-        for x in used if self.poison else []:
-            x.fill_(torch.nan)
-
-    def delay_if_testing(self) -> None:
-        if self.delay and self.stream.stream:
-            torch.cuda._sleep(self.delay)

@@ -828,9 +828,9 @@ def run_step(model: LLaMA, states: States, batch: Batch, positions: Tensor, lr: 
     return loss, *states.update(lr, clip, loss)
 
 
-def simulated_backward(do, q, k, v, o, lse):
+def simulated_backward(do, q, k, v, o, lse, causal):
     """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
-    grads = attention.KERNELS["cpu"].backward(do, q, k, v, o, lse)
+    grads = attention.KERNELS["cpu"].backward(do, q, k, v, o, lse, causal)
     _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
     return grads
 
