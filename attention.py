@@ -509,16 +509,16 @@ def merge(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> tuple[Tenso
 
 @dataclass
 class Passing:
-    """Tensors on their way to the next ring rank, and those of the previous one to here."""
+    """A tensor on its way to the next ring rank, and that of the previous one to here."""
 
-    sent: list[Tensor]  # read until `arrival`
-    received: list[Tensor]
+    sent: Tensor | None  # read until `arrival`
+    received: Tensor
     arrival: object  # event
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> Tensor:
         """Let compute wait for what was received, and return it."""
         wait(self.arrival)
-        self.sent = []
+        self.sent = None
         return self.received
 
 
@@ -559,23 +559,26 @@ class Ring(Attention):
         if self.ring_group is not None:
             self.ring_rank = dist.get_rank(self.ring_group)
 
-    def pass_on(self, tensors: list[Tensor], after=None) -> Passing:
-        """Send tensors to the next ring rank, once the event `after` is reached, and receive those
-        of the previous one."""
-        received = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in tensors]
+    def pass_keys(self, k: Tensor, v: Tensor, after=None) -> Passing:
+        """Send k, v to the next ring rank, once the event `after` is reached, as one tensor (2, B,
+        T/R, heads, D); and receive those of the previous one."""
+        both = k.new_empty(2, *k.shape)
+        with self.ring_stream.after_compute():
+            wait(after)
+            torch.stack([k, v], out=both)
+        return self.pass_on(both)
+
+    def pass_on(self, sent: Tensor) -> Passing:
+        """Send a tensor to the next ring rank, and receive that of the previous one."""
+        received = torch.empty_like(sent)
         next_rank = (self.ring_rank + 1) % self.ring
         previous = (self.ring_rank - 1) % self.ring
-        with self.ring_stream.after_compute():  # `received` is free
-            wait(after)
+        messages = [dist.P2POp(dist.isend, sent, None, self.ring_group, group_peer=next_rank),
+                    dist.P2POp(dist.irecv, received, None, self.ring_group, group_peer=previous)]
+        with self.ring_stream.after_compute():
             self.delay_if_testing(self.ring_stream)
-            sent = [t.contiguous() for t in tensors]
-            messages = []
-            for tag, (there, here) in enumerate(zip(sent, received)):
-                messages += [
-                    dist.P2POp(dist.isend, there, None, self.ring_group, tag, next_rank),
-                    dist.P2POp(dist.irecv, here, None, self.ring_group, tag, previous)]
             for work in dist.batch_isend_irecv(messages):
-                work.wait()  # the ring's stream, not the host (on a CPU: the host)
+                work.wait()  # the ring's stream does; on a CPU the host
         return Passing(sent, received, self.ring_stream.last_event())
 
     def rectangle(self, step: int, half: int) -> tuple[slice, slice]:
@@ -588,41 +591,42 @@ class Ring(Attention):
         if self.ring_group is None:
             return super().attend(q, k, v)
         half = q.shape[1] // 2
-        passing = self.pass_on([k, v])  # hidden by the square
+        passing = self.pass_keys(k, v)  # hidden by the square
         o, lse = attention_forward(self.kernel, q, k, v)
         o = o.to(accumulation_dtype(q.dtype))
         for step in range(1, self.ring):
             kv = passing.wait()
-            if step + 1 < self.ring:
+            last = step + 1 == self.ring
+            if not last:
                 passing = self.pass_on(kv)  # hidden by this step's rectangle
             queries, keys = self.rectangle(step, half)
             part = attention_forward(self.kernel, q[:, queries].contiguous(),
                                      *(t[:, keys].contiguous() for t in kv), causal=False)
             o[:, queries], lse[:, :, queries] = merge(o[:, queries], lse[:, :, queries], *part)
-            self.poison_if_testing([] if step + 1 < self.ring else kv)
+            self.poison_if_testing([kv] if last else [])
         return o.to(q.dtype), lse
 
     def attend_backward(self, do, q, k, v, o, lse, groups=1, in_place=False, passing=None):
         if self.ring_group is None:
             return super().attend_backward(do, q, k, v, o, lse, groups, in_place)
-        passing = passing or self.pass_on([k, v])
+        passing = passing or self.pass_keys(k, v)
         half = q.shape[1] // 2
         wide = accumulation_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        summing = None  # sums of dk, dv on their way, one step behind their k, v
+        summing = None  # sums of dk, dv (2, B, T/R, heads, D), one step behind their k, v
         for step in range(1, self.ring):
             kv = passing.wait()
             if step + 1 < self.ring:
                 passing = self.pass_on(kv)  # hidden by this step's rectangle
             queries, keys = self.rectangle(step, half)
-            of_queries = (t[:, queries].contiguous() for t in (do, q))
             dq_part, *parts = attention_backward(
-                self.kernel, *of_queries, *(t[:, keys].contiguous() for t in kv),
-                o[:, queries].contiguous(), lse[:, :, queries].contiguous(), False, groups)
+                self.kernel, *(t[:, queries].contiguous() for t in (do, q)),
+                *(t[:, keys].contiguous() for t in kv), o[:, queries].contiguous(),
+                lse[:, :, queries].contiguous(), False, groups)
             dq[:, queries] += dq_part
             if summing is None:
                 dtype = (self.reduce_dtype or q.dtype) if self.ring == 2 else wide
-                sums = [torch.zeros_like(t, dtype=dtype) for t in kv]
+                sums = torch.zeros_like(kv, dtype=dtype)
             else:
                 sums = summing.wait()  # hidden by this step's rectangle
             for total, part in zip(sums, parts):
@@ -632,11 +636,11 @@ class Ring(Attention):
         dq += dq_part
         sums = summing.wait()
         dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
-        self.poison_if_testing([*kv, *sums])
+        self.poison_if_testing([kv, sums])
         return dq.to(q.dtype), dk, dv
 
     def prefetch_backward(self, q, k, v, o):
-        return self.pass_on([k, v]) if self.ring_group else None
+        return self.pass_keys(k, v) if self.ring_group else None
 
     # -- for tests
 
@@ -662,11 +666,6 @@ def repeat_heads(x: Tensor, copies: list[int]) -> Tensor:
 def sum_copies(x: Tensor, copies: list[int]) -> Tensor:
     """(B, T, sum(copies), D) -> (B, T, heads, D): the sum of each head's copies."""
     return torch.stack([part.sum(2) for part in x.split(copies, 2)], 2)
-
-
-def legal_sp(heads: int, ranks: int) -> list[int]:
-    """Return the sequence degrees: they divide the ranks and the query heads."""
-    return [n for n in range(1, ranks + 1) if ranks % n == 0 and heads % n == 0]
 
 
 def gpus_reach_each_other() -> bool:
@@ -854,7 +853,8 @@ class Ulysses(Ring):
         one_sequence = len(inputs[0]) == 1  # what has arrived is in order, without a copy
         if group.backward and self.ring_group and one_sequence and group.passing is None:
             # hidden by the kernel before, too
-            group.passing = self.pass_on(group.on_heads()[1:3], group.arrival)
+            _, k, v = group.on_heads()[:3]
+            group.passing = self.pass_keys(k, v, group.arrival)
 
     def send_back(self, results: list[Tensor], recv_buffers: list[Tensor],
                   outputs: list[Tensor]) -> list[Tensor]:

@@ -217,11 +217,10 @@ def random_batch(run: Run) -> train.Batch:
     count = run.plan.batch * sp // run.world
     rng = torch.Generator(run.device).manual_seed(run.rank // sp)
     ids = torch.randint(run.model.vocab, (count, cfg.seq + 1), device=run.device, generator=rng)
-    part = cfg.seq // sp
-    first = run.rank % sp * part
-    shape = (-1, run.plan.micro_batch, part)
-    tokens = ids[:, first : first + part].reshape(shape)
-    labels = ids[:, first + 1 : first + 1 + part].reshape(shape)
+    shape = (-1, run.plan.micro_batch, cfg.seq // sp)
+    positions = local_positions(run)
+    tokens = ids[:, positions].reshape(shape)
+    labels = ids[:, positions + 1].reshape(shape)
     scale = torch.full((), 1 / (run.plan.batch * cfg.seq), device=run.device,
                        dtype=torch.promote_types(run.dtype, torch.float32))
     return tokens, labels, scale
@@ -280,7 +279,7 @@ def chosen(run: Run) -> dict:
     kept = plan.activations
     memory = plan.memory
     working = sum(memory.peaks[memory.highest()].values())
-    return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "chunk": plan.chunk,
+    return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "ring": plan.ring, "chunk": plan.chunk,
             "batch": plan.batch, "micro_batch": plan.micro_batch,
             "os_layout": plan.os_layout, "os_place": plan.os_place, "recompute": plan.recompute,
             "head_groups": plan.head_groups, "predicted": plan.seconds,

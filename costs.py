@@ -45,6 +45,7 @@ class Plan:
     ranks: int
     seq: int  # tokens of a sequence
     sp: int = 1  # ranks that share one
+    ring: int = 1  # of them, by context: each has a part of the tokens; the others share heads
     batch: int = 1  # sequences a step
     micro_batch: int = 1  # sequences that sp ranks run at once
     head_groups: int = 1
@@ -65,6 +66,11 @@ class Plan:
     def tokens(self) -> int:
         """Return N."""
         return self.micro_batch * self.seq // self.sp
+
+    @property
+    def head_ranks(self) -> int:
+        """Return U, the ranks that share the heads of the same tokens."""
+        return self.sp // self.ring
 
     @property
     def micro_batches(self) -> int:
@@ -133,26 +139,30 @@ def activation_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
     return cfg.layers * sum(layer_bytes(cfg, tokens, dtype))
 
 
-def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
+def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ranks: int,
                      head_groups: int) -> int:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
     of one (attention.Ulysses)."""
-    if sp == 1:
+    if head_ranks == 1:
         return 0
-    kv = math.lcm(cfg.kv_heads, sp * head_groups)  # with the heads that are repeated
+    kv = math.lcm(cfg.kv_heads, head_ranks * head_groups)  # with the heads that are repeated
     return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
 
 
-def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
-                head_groups: int, kept: ActivationPlan | None) -> dict[str, dict[str, float]]:
+def layer_peaks(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, dict[str, float]]:
     """Return what the last layer's backward needs beside what was kept, at its high moments: in
-    attention's backward, and in those of the products before and after it. kept: None if layers run
-    whole; then, and where all chunks of that layer stay, its q, k, v are among the activations."""
+    attention's backward, and in those of the products before and after it. Where layers run whole,
+    or all chunks of that layer stay, its q, k, v are among the activations."""
+    kept = plan.activations
     if kept is not None and kept.by_heads:
-        return by_heads_peaks(cfg, tokens, chunk, dtype, sp, head_groups)
-    x, q, k, k_sent, sums = attention_bytes(cfg, tokens, dtype, sp, head_groups)
+        return by_heads_peaks(cfg, plan, dtype)
+    tokens = plan.tokens
+    chunk = min(plan.chunk, tokens)
+    head_groups = plan.head_groups
+    x, q, k, k_sent, sums = attention_bytes(cfg, plan, dtype)
+    ring, ring_prefetch = ring_bytes(cfg, plan, dtype)
     repeated = 2 * k_sent if k_sent > k else 0
-    if sp > 1:  # of two head groups what is sent and received; the first group, and its buffers
+    if plan.head_ranks > 1:  # of two head groups what is sent and received; the first, its buffers
         in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
         first_group = (3 * q + 2 * k_sent) / head_groups
     elif head_groups > 1:  # a group's copies, and its gradients
@@ -162,7 +172,7 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
         in_flight = 2 * q if tokens * cfg.heads * cfg.head_dim > MAX_ELEMENTS else 0
         first_group = 0
     # gradients of head groups take the places of q, k, v
-    in_place = sp == 1 < head_groups and kept is not None and kept.chunks > 1
+    in_place = plan.sp == 1 < head_groups and kept is not None and kept.chunks > 1
     pre = saved_by_pre(cfg, tokens, dtype)
     inputs = q + 2 * k
     temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * dtype.itemsize
@@ -175,20 +185,25 @@ def layer_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, s
         "attention's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q,
             "dq, dk, dv": 0 if in_place else q + 2 * k_sent,
-            "repeated k, v": repeated, "head groups": in_flight,
+            "repeated k, v": repeated, "head groups": in_flight, "ring": ring,
             "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
         "block.post's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q, "repeated k, v": repeated,
-            "first head group": first_group,
-            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups),
+            "first head group": first_group, "ring": ring_prefetch,
+            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, plan.head_ranks,
+                                                   head_groups),
             "temporaries of a chunk": temporaries,
             "saved by block.pre": pre}}
 
 
-def by_heads_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype, sp: int,
-                   head_groups: int) -> dict[str, dict[str, float]]:
+def by_heads_peaks(cfg: ModelConfig, plan: Plan,
+                   dtype: torch.dtype) -> dict[str, dict[str, float]]:
     """Return layer_peaks of a layer whose q, k, v are made a head group at a time."""
-    x, q, k, k_sent, sums = attention_bytes(cfg, tokens, dtype, sp, head_groups)
+    tokens = plan.tokens
+    chunk = min(plan.chunk, tokens)
+    head_groups = plan.head_groups
+    x, q, k, k_sent, sums = attention_bytes(cfg, plan, dtype)
+    ring, ring_prefetch = ring_bytes(cfg, plan, dtype)
     group = (q + 2 * k) / head_groups  # q, k, v of one, or their gradients
     pre = saved_by_pre(cfg, tokens, dtype) / head_groups
     repeated = 2 * k_sent / head_groups if k_sent > k else 0
@@ -198,33 +213,54 @@ def by_heads_peaks(cfg: ModelConfig, tokens: int, chunk: int, dtype: torch.dtype
     temporaries = chunk * 4 * cfg.dim * dtype.itemsize
     after = always | {"dq, dk, dv": group, "temporaries of a chunk": temporaries,
                       "saved by block.pre": pre}
-    kernel = always | {"q, k, v": group, "sums of the kernel": 2 * sums / head_groups}
-    if sp == 1:  # copies of a group's o and do
+    kernel = always | {"q, k, v": group, "sums of the kernel": 2 * sums / head_groups,
+                       "ring": ring}
+    if plan.head_ranks == 1:  # copies of a group's o and do
         kernel |= {"dq, dk, dv": group, "head groups": 2 * q / head_groups,
                    "saved by block.pre": pre}
         return {"attention's backward": kernel, "block.post's backward": before,
                 "block.pre's backward": after}
     there = (3 * q + 2 * k_sent) / head_groups  # q, k, v, o, do of a group
     back = (q + 2 * k_sent) / head_groups
-    mapped = {"all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)}
+    mapped = {"all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, plan.head_ranks,
+                                                     head_groups)}
     # of one sequence, what has arrived is not copied
     kernel |= {"dq, dk, dv": 2 * group, "head groups": 3 * there + 3 * back,
                "saved by block.pre": 3 * pre}
     leaving = always | {"q, k, v": 2 * group, "dq, dk, dv": group,
                         "head groups": 4 * there + 3 * back, "saved by block.pre": 3 * pre}
-    before |= mapped | {"q, k, v": group, "first head group": there, "saved by block.pre": pre}
+    before |= mapped | {"q, k, v": group, "first head group": there, "ring": ring_prefetch,
+                        "saved by block.pre": pre}
     return {"attention's backward": kernel, "a head group's way": leaving,
             "block.post's backward": before, "block.pre's backward": after | mapped}
 
 
-def attention_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
-                    head_groups: int) -> tuple[int, int, int, int, int]:
+def ring_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float, float]:
+    """Return what attention.Ring has beside attention's own in backward, at the highest; and of it
+    what travels before attention's backward."""
+    if plan.ring == 1:
+        return 0.0, 0.0
+    _, q, _, k_sent, _ = attention_bytes(cfg, plan, dtype)
+    kept = plan.activations
+    if plan.head_ranks > 1 or (kept is not None and kept.by_heads):  # a group at a time
+        q, k_sent = q / plan.head_groups, k_sent / plan.head_groups
+    kv = 2 * k_sent
+    wide = accumulation_dtype(dtype).itemsize / dtype.itemsize
+    on_the_way = plan.reduce_bytes / dtype.itemsize if plan.ring == 2 else wide
+    arriving = kv if plan.ring == 2 else 2 * kv
+    # k, v of this step and the next; sums of dk, dv, sent and received; dq; a step's dk, dv
+    return arriving + 2 * on_the_way * kv + wide * q + kv, 2 * kv
+
+
+def attention_bytes(cfg: ModelConfig, plan: Plan,
+                    dtype: torch.dtype) -> tuple[int, int, int, int, int]:
     """Return the bytes of x; of q, o or do; of k or v; of k or v as they are sent, with heads that
     are repeated; and of the kernel's sums, in float32."""
+    tokens = plan.tokens
     token = tokens * dtype.itemsize
     q = token * cfg.heads * cfg.head_dim
     k = token * cfg.kv_heads * cfg.head_dim
-    k_sent = token * math.lcm(cfg.kv_heads, sp * head_groups) * cfg.head_dim
+    k_sent = token * math.lcm(cfg.kv_heads, plan.head_ranks * plan.head_groups) * cfg.head_dim
     summed = cfg.heads if cfg.heads == cfg.kv_heads else cfg.heads + 2 * cfg.kv_heads
     return token * cfg.dim, q, k, k_sent, tokens * cfg.head_dim * 4 * summed
 
@@ -234,14 +270,15 @@ def saved_by_pre(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
     return sum(math.prod(shape) * of.itemsize for shape, of in block_saves(cfg, tokens, dtype).pre)
 
 
-def loss_peak(cfg: ModelConfig, tokens: int, dtype: torch.dtype, sp: int,
-              head_groups: int) -> dict[str, float]:
+def loss_peak(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
     """Return what head and loss need beside what layers keep."""
+    tokens = plan.tokens
     accum_bytes = accumulation_dtype(dtype).itemsize
     return {"logits": 2 * accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
             "gradient of the head": accum_bytes * cfg.vocab * cfg.dim,
             "x, norm, dx": 3 * tokens * cfg.dim * dtype.itemsize,
-            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, sp, head_groups)}
+            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, plan.head_ranks,
+                                                   plan.head_groups)}
 
 
 def weight_buffer_bytes(cfg: ModelConfig, f: Factors, dtype: torch.dtype, in_chunks: bool,
@@ -381,17 +418,25 @@ class Estimator:
         """Return seconds of an element-wise kernel that reads and writes so many elements."""
         return elements * self.dtype.itemsize / self.profile.memory
 
-    def attention(self, kind: str, tokens: int, seq: int) -> float:
-        """Return seconds of the kernel for a rank's share of sequences, all heads of `tokens`."""
+    def attention(self, kind: str, tokens: int, seq: int, ring: int = 1) -> float:
+        """Return seconds of the kernel for a rank's share of sequences, all heads of `tokens`;
+        ring: at the rate of a square of so many parts of the sequence."""
         flops = 2 * self.model.heads * self.model.head_dim * seq * tokens
         if kind == "backward":
             flops *= 2.5
-        return flops / interpolate(self.profile.attention[kind], seq)
+        return flops / interpolate(self.profile.attention[kind], seq / ring)
 
     def exchange(self, plan: Plan, columns: int) -> float:
         """Return seconds of one head group's all-to-all of tensors (N, columns)."""
         size = plan.tokens * columns / plan.head_groups * self.dtype.itemsize
-        return self.collective("all_to_all", size, self.mesh(plan.sp))
+        return self.collective("all_to_all", size, self.mesh(plan.head_ranks))
+
+    def pass_on(self, plan: Plan, columns: float) -> float:
+        """Return seconds of one head group's step around the ring with tensors (N, columns): one
+        of the steps that a ring of all-gathers takes."""
+        size = plan.tokens * columns / plan.head_groups * self.dtype.itemsize
+        mesh = self.mesh(plan.sp, plan.head_ranks)
+        return self.collective("all_gather", size * plan.ring, mesh) / max(1, plan.ring - 1)
 
     def mesh(self, ranks: int, inner: int = 1) -> tuple[int, int]:
         """Return (GPUs in a node, nodes) of a group of `ranks` neighbours; of every inner-th of
@@ -536,7 +581,7 @@ class LayerSeconds:
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
-    key = (plan.tokens, plan.seq, plan.sp, plan.head_groups, plan.recompute, plan.chunk,
+    key = (plan.tokens, plan.seq, plan.sp, plan.ring, plan.head_groups, plan.recompute, plan.chunk,
            plan.accumulates and plan.factors.g == 1)
     if key not in est.cache:
         est.cache[key] = compute_layer_seconds(est, plan)
@@ -572,25 +617,31 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     backward[0] += moved(6 * cfg.ffn)
     backward[1] += moved(5 * cfg.dim)
     backward[-1] += moved(5 * cfg.dim, 2 * qkv, copied * 2 * q, copied * 3 * cfg.dim)
-    kernel = est.attention("forward", tokens, plan.seq)
-    kernel_back = est.attention("backward", tokens, plan.seq)
-    if plan.sp == 1 < plan.head_groups:
+    kernel = est.attention("forward", tokens, plan.seq, plan.ring)
+    kernel_back = est.attention("backward", tokens, plan.seq, plan.ring)
+    if plan.head_ranks == 1 < plan.head_groups:
         kernel_back += moved(8 * (q + kv_width))  # a group's tensors, to it and back
     attention = kernel
     attention_back = kernel_back
     if plan.sp > 1:
-        kv = math.lcm(cfg.kv_heads, plan.sp * plan.head_groups) * cfg.head_dim  # heads are repeated
+        kv = math.lcm(cfg.kv_heads, plan.head_ranks * plan.head_groups) * cfg.head_dim  # repeated
         there, there_back = q + 2 * kv, 3 * q + 2 * kv
         back, back_back = q, q + 2 * kv
+        if plan.ring > 1:  # merged, and summed, in float32
+            steps = 3.75 * (plan.ring - 1)
+            kernel += moved(6 * q, steps * q)
+            kernel_back += moved(10 * q, 8 * kv, steps * (q + 2 * kv))
         before = after = 0.0
         if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
             before = sum(backward[:-1])
             after = est.product(weight_grad, tokens / chunks, *others[0])
-        # copies to and from the order of heads take the multiprocessors from all else
-        kernel += moved(2 * there, 2 * back)
-        kernel_back += moved(2 * there_back, 2 * back_back)
-        attention = exchanged(est, plan, kernel, there, back)
-        attention_back = exchanged(est, plan, kernel_back, there_back, back_back, before, after)
+        if plan.head_ranks > 1:
+            # copies to and from the order of heads take the multiprocessors from all else
+            kernel += moved(2 * there, 2 * back)
+            kernel_back += moved(2 * there_back, 2 * back_back)
+        attention = exchanged(est, plan, kernel, there, back, kv)
+        attention_back = exchanged(est, plan, kernel_back, there_back, back_back, kv, before,
+                                   after, backward=True)
     backward[-2] += attention_back
     last = product("forward", others[-1])  # which a recomputed layer leaves out
     return LayerSeconds(
@@ -617,23 +668,55 @@ def by_heads_seconds(est: Estimator, plan: Plan, chunks: int) -> float:
     return max(0.0, products) + est.moved(moved + 3 * chunks * 2 * rows * cols)
 
 
-def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int,
-              before: float = 0.0, after: float = 0.0) -> float:
-    """Return seconds of attention whose heads travel in groups (attention.Ulysses.run). kernel: its
-    seconds for all groups; there, back: columns that travel to heads and to tokens. before, after:
-    seconds of computation that hides the first group's way there and the last one's way back."""
+def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, kv: int,
+              before: float = 0.0, after: float = 0.0, backward: bool = False) -> float:
+    """Return seconds of attention whose heads travel in groups (attention.Ulysses.run), and k, v
+    around a ring (attention.Ring). kernel: its seconds for all groups; there, back: columns that
+    travel to heads and to tokens; kv: of k or v. before, after: seconds of computation that hides
+    the first group's way there and the last one's way back."""
     groups = plan.head_groups
     line = Timeline(*est.profile.overlap["all_to_all"])
-    first = line.launch("there", est.exchange(plan, there))
+    across = plan.sp > est.per_node
+    step = kernel / groups / plan.ring
+    keys = est.pass_on(plan, 2 * kv)
+    bytes_of_sums = (plan.reduce_bytes if plan.ring == 2
+                     else accumulation_dtype(est.dtype).itemsize)
+    sums = est.pass_on(plan, 2 * kv * bytes_of_sums / est.dtype.itemsize)
+
+    def travel(kind: str, seconds: float) -> list | None:
+        return line.launch(kind, seconds, across) if plan.ring > 1 else None
+
+    def run_kernel(passing: list | None) -> None:
+        """Run the ring's steps: in forward the square first, in backward last."""
+        if not backward:
+            passing = travel("k, v", keys)
+            line.run(step)
+        summing = None
+        for i in range(1, plan.ring):
+            line.wait(passing)
+            if i + 1 < plan.ring:
+                passing = travel("k, v", keys)
+            line.run(step)
+            if backward:
+                line.wait(summing)
+                summing = travel("dk, dv", sums)
+        if backward:
+            line.run(step)
+            line.wait(summing)
+
+    exchange = est.exchange if plan.head_ranks > 1 else lambda plan, columns: 0.0
+    first = line.launch("there", exchange(plan, there))
+    passing = travel("k, v", keys) if backward else None
     line.run(before)
     for g in range(groups):
-        arriving = None
+        arriving = after_next = None
         if g + 1 < groups:  # the next group's way, under this group's kernel
-            arriving = line.launch("there", est.exchange(plan, there))
+            arriving = line.launch("there", exchange(plan, there))
+            after_next = travel("k, v", keys) if backward else None
         line.wait(first)
-        line.run(kernel / groups)
-        last = line.launch("back", est.exchange(plan, back))
-        first = arriving
+        run_kernel(passing)
+        last = line.launch("back", exchange(plan, back))
+        first, passing = arriving, after_next
     line.run(after)
     line.wait(last)
     return line.now - before - after
@@ -764,7 +847,8 @@ class StepTimeline(Timeline):
             "backward": max(backward, layer.chunks * launch["backward"])}
         exchange = layer.exchange + layer.exchange_back
         self.of_layer = {  # of both passes, by what they are for
-            "attention": layer.kernels, "all-to-all": exchange,
+            "attention": layer.kernels,
+            "all-to-all" if plan.ring == 1 else "all-to-all, ring": exchange,
             "rest of layers": layer.forward + sum(layer.backward) - exchange - layer.kernels,
             "recomputation": recomputed,
             "launches": forward - layer.forward + self.seconds["backward"] - backward}

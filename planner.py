@@ -48,7 +48,7 @@ import numpy as np
 import torch
 
 import model as llama
-from attention import Attention, legal_sp
+from attention import Attention
 from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
                    host_bytes, imbalance, kept_parts, layer_bytes, layer_peaks, layer_seconds,
                    loss_peak, resident_bytes, rounding_bytes, state_bytes, step_seconds,
@@ -91,6 +91,7 @@ class Constraints:
     batch: int | None = None
     micro_batch: int | None = None
     sp: int | None = None
+    ring: int | None = None
     head_groups: int | None = None
     p: str | None = None
     g: str | None = None
@@ -131,7 +132,7 @@ class Hardware:
 def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
     """Raise ValueError for constraints that no plan meets, whatever memory there is."""
     wanted_factors(constraints, ranks, per_node)
-    legal_degrees(constraints, model, ranks)
+    legal_degrees(constraints, model, ranks, per_node)
     k = constraints.resident_layers
     alpha = constraints.alpha
     if k and k > model.layers:
@@ -150,9 +151,9 @@ def fix(constraints: Constraints, chosen: Plan) -> Constraints:
     if not constraints.strategy:
         constraints = dataclasses.replace(constraints, p=str(f.p), g=str(f.g), os=str(f.os))
     return dataclasses.replace(
-        constraints, sp=chosen.sp, batch=chosen.batch, micro_batch=chosen.micro_batch,
-        head_groups=chosen.head_groups, chunk=chosen.chunk, os_layout=chosen.os_layout,
-        os_place=chosen.os_place, layers_run=chosen.recompute)
+        constraints, sp=chosen.sp, ring=chosen.ring, batch=chosen.batch,
+        micro_batch=chosen.micro_batch, head_groups=chosen.head_groups, chunk=chosen.chunk,
+        os_layout=chosen.os_layout, os_place=chosen.os_place, layers_run=chosen.recompute)
 
 
 def group_limit() -> int | None:
@@ -513,7 +514,7 @@ class Degree:
 
 def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                     chosen: dict) -> list[tuple]:
-    return [(sp,) for sp in legal_degrees(constraints, model, hardware.ranks)]
+    return legal_degrees(constraints, model, hardware.ranks, hardware.per_node)
 
 
 def legal_batches(constraints: Constraints, model: ModelConfig, hardware: Hardware,
@@ -643,16 +644,37 @@ def wanted_factors(constraints: Constraints, world: int, per_node: int) -> list[
     return factors
 
 
-def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int) -> list[int]:
-    """Return the sequence degrees to try. Raises ValueError with the legal ones."""
-    legal = [n for n in legal_sp(model.heads, ranks) if constraints.seq % n == 0]
-    if constraints.sp is None:
-        return legal
-    if constraints.sp not in legal:
+def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
+                  per_node: int) -> list[tuple[int, int]]:
+    """Return (sp, ring) to try: in a ring, ranks that share heads are of one node. Raises
+    ValueError with the legal ones."""
+    seq = constraints.seq
+    legal = []
+    for sp in (n for n in range(1, ranks + 1) if ranks % n == 0 and seq % n == 0):
+        for ring in (n for n in range(1, sp + 1) if sp % n == 0):
+            head_ranks = sp // ring
+            in_node = per_node % head_ranks == 0
+            if model.heads % head_ranks == 0 and (
+                    ring == 1 or (in_node and seq % (2 * ring) == 0)):
+                legal.append((sp, ring))
+    sp, ring = constraints.sp, constraints.ring
+    asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
+    if asked:
+        return asked
+    of_sp = sorted({pair[1] for pair in legal if pair[0] == sp})
+    if ring is not None and of_sp:
         raise ValueError(
-            f"--sp {constraints.sp}: it must divide {ranks} ranks, {model.heads} heads and --seq "
-            f"{constraints.seq}: one of {', '.join(map(str, legal))}")
-    return [constraints.sp]
+            f"--ring {ring}: with --sp {sp} the other {sp} / ring ranks share {model.heads} heads "
+            f"inside a node of {per_node}, and --seq {seq} is cut in 2 x ring parts: one of "
+            f"{', '.join(map(str, of_sp))}")
+    if sp is not None:
+        raise ValueError(
+            f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
+            f"{model.heads} heads: one of {', '.join(map(str, sorted({n for n, _ in legal})))}")
+    rings = sorted({pair[1] for pair in legal})
+    raise ValueError(f"--ring {ring}: it must divide --sp, which divides {ranks} ranks, and "
+                     f"--seq {seq} must be a multiple of 2 x ring: one of "
+                     f"{', '.join(map(str, rings))}")
 
 
 def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, int]]:
@@ -688,18 +710,19 @@ def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Ha
     ranks, or 16 of a long one, and 1 or at most 8 of a long one on one rank, for less memory.
     Raises ValueError with the legal ones."""
     sp = chosen["sp"]
-    heads = model.heads // sp
+    head_ranks = sp // chosen["ring"]
+    heads = model.heads // head_ranks
     legal = [n for n in range(1, heads + 1)
-             if heads % n == 0 and (sp > 1 or model.kv_heads % n == 0)]
+             if heads % n == 0 and (head_ranks > 1 or model.kv_heads % n == 0)]
     wanted = constraints.head_groups
     long = chosen["micro_batch"] * constraints.seq // sp > 2**16
-    if wanted is None and sp > 1:
+    if wanted is None and head_ranks > 1:
         most = max(n for n in legal if n <= 16)
         return [(n,) for n in legal if n <= 4 or (long and n == most)]
     if wanted is None:
         return [(n,) for n in sorted({1, max(n for n in legal if n <= 8)}) if n == 1 or long]
     if wanted not in legal:
-        raise ValueError(f"--head-groups {wanted}: with sp={sp} a rank has {heads} heads; one of "
+        raise ValueError(f"--head-groups {wanted}: a rank has {heads} heads at a time; one of "
                          f"{', '.join(map(str, legal))}")
     return [(wanted,)]
 
@@ -714,7 +737,7 @@ def chunk_of(constraints: Constraints, tokens: int, most: int) -> int:
 
 
 SHAPE = (  # of the computation
-    Degree(("sp",), legal_sequences, no_bytes, ("all-to-all",)),
+    Degree(("sp", "ring"), legal_sequences, no_bytes, ("all-to-all",)),
     Degree(("batch", "micro_batch"), legal_batches, no_bytes, ("attention", "head and loss")),
     Degree(("head_groups",), legal_head_groups, no_bytes, ("all-to-all",)),
     Degree(("recompute",), legal_recompute, kept_bytes, ("recomputation", "copies")),
@@ -762,7 +785,7 @@ def preference(plan: Plan, hardware: Hardware) -> tuple:
     micro-batches, states on the host, a twentieth of its memory, shards."""
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
-    return (plan.sp, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
+    return (plan.sp, plan.ring, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
             plan.os_layout != "intra", plan.recompute != "none", plan.head_groups, -plan.chunk)
 
 
@@ -771,8 +794,8 @@ def same_step(plan: Plan) -> tuple:
     that keep everything run whole."""
     keep = layers_text(plan).partition(",")[0]
     how = plan.chunk if keep != "all" else ""
-    return (plan.sp, plan.batch, plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout,
-            plan.os_place, keep, how, plan.step_s)
+    return (plan.sp, plan.ring, plan.batch, plan.micro_batch, plan.head_groups, plan.factors,
+            plan.os_layout, plan.os_place, keep, how, plan.step_s)
 
 
 class Search:
@@ -977,7 +1000,7 @@ class Search:
             except TooLarge as e:
                 f = plan.factors
                 raise TooLarge(
-                    f"--seq {c.seq} with sp={plan.sp} p={f.p} g={f.g} os={f.os}: {e} (of "
+                    f"--seq {c.seq} with sp={sp_text(plan)} p={f.p} g={f.g} os={f.os}: {e} (of "
                     f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all "
                     f"else: {in_gib(start.memory)})", e.over) from e
             plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
@@ -1049,10 +1072,8 @@ def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
     lasting: dict[str, float] = {}
     for degree in reversed(DEGREES):
         lasting |= degree.bytes(plan, model, dtype)
-    shape = (plan.sp, plan.head_groups)
-    peaks = {"head and loss": loss_peak(model, plan.tokens, dtype, *shape)}
+    peaks = {"head and loss": loss_peak(model, plan, dtype)} | layer_peaks(model, plan, dtype)
     kept = plan.activations
-    peaks |= layer_peaks(model, plan.tokens, min(plan.chunk, plan.tokens), dtype, *shape, kept)
     host = {}
     if kept:
         host["activations"] = host_bytes(kept, layer_bytes(model, plan.tokens, dtype))
@@ -1098,7 +1119,7 @@ def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
         in_node = min(shards, hardware.per_node)
         return [in_node, shards // in_node]
 
-    return {"dp": plan.ranks // plan.sp, "sp": plan.sp, "ring": 1, "tp": 1, "pp": 1,
+    return {"dp": plan.ranks // plan.sp, "sp": plan.sp, "ring": plan.ring, "tp": 1, "pp": 1,
             "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
             "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,
@@ -1148,7 +1169,7 @@ def describe_plans(plans: list[Plan], model: ModelConfig, hardware: Hardware) ->
         found = figures(plan, model, hardware)
         mfu = ["-" if found[k] is None else f"{found[k]:.1%}" for k in ("mfu_causal", "mfu_full")]
         rows.append([f"{i}", f"{plan.step_s:.4g}", f"{found['tgs']:,.0f}", *mfu,
-                     f"{found['dp']}", f"{plan.sp}", f"{plan.head_groups}",
+                     f"{found['dp']}", sp_text(plan), f"{plan.head_groups}",
                      shards_text(plan, hardware), f"{plan.micro_batches}x{plan.micro_batch}",
                      layers_text(plan), f"{found['gpu_gib']:.1f}", f"{found['host_gib']:.1f}"])
     return "\n\n".join([
@@ -1186,9 +1207,13 @@ def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
     return text
 
 
+def sp_text(plan: Plan) -> str:
+    return f"{plan.sp}" if plan.ring == 1 else f"{plan.sp} ring={plan.ring}"
+
+
 def choices(plan: Plan, hardware: Hardware) -> dict[str, str]:
     """Return what a plan chooses, in words."""
-    return {"sp": f"{plan.sp}", "p,g,os": shards_text(plan, hardware),
+    return {"sp": sp_text(plan), "p,g,os": shards_text(plan, hardware),
             "batch": f"{plan.batch}", "micro-batch": f"{plan.micro_batch}",
             "head groups": f"{plan.head_groups}", "layers keep": layers_text(plan)}
 
@@ -1310,7 +1335,7 @@ def draw(plans: list[Plan], hardware: Hardware, path: str) -> None:
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(1, 2, figsize=(13, 0.45 * len(plans) + 2.2), sharey=True)
-    labels = [f"{i}: sp={plan.sp} {shards_text(plan, hardware)}\n{layers_text(plan)}"
+    labels = [f"{i}: sp={sp_text(plan)} {shards_text(plan, hardware)}\n{layers_text(plan)}"
               for i, plan in enumerate(plans, 1)]
     colors = plt.get_cmap("tab20").colors
     kinds = (("seconds of a step", [plan.seconds for plan in plans]),

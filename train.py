@@ -52,7 +52,8 @@ import hardware
 import model as llama
 import planner
 import shard
-from attention import CommStream, Exchange, Groups, Ulysses, pick_kernel, untried_versions
+from attention import (CommStream, Exchange, Groups, Ulysses, pick_kernel, sequence_parts,
+                       untried_versions)
 from checkpoint import Checkpoint
 from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, find_files, fingerprint,
                   open_corpus, split, text_encoder, tokenise)
@@ -90,6 +91,8 @@ class Config:
                       f" {', '.join(MODELS)}")
     seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
     sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
+    ring: int | None = flag(None, "of them, by context, around which k, v travel (across nodes); "
+                            "the other sp / ring by heads; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
                       " with --eval-every 1: evaluate, save nothing; states and gradients"
                       " are allocated nevertheless")
@@ -213,9 +216,9 @@ LIMITS = {  # what a number may be, if it is not auto
     "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "eval_every": (-1, 2**40),
     "eval_sequences": (1, 2**40), "eval_passkey": (0, 2**20), "decay_steps": (0, 2**40),
     "save_every": (-1, 2**40), "keep": (1, 2**40),
-    "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "chunk": (1, 2**40),
-    "resident_layers": (2, 2**20), "head_groups": (1, 2**20), "host_memory": (0, 2**60),
-    "gpu_memory": (1, 2**60), "ranks": (1, 2**20), "verify": (1, 100),
+    "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "ring": (1, 2**20),
+    "chunk": (1, 2**40), "resident_layers": (2, 2**20), "head_groups": (1, 2**20),
+    "host_memory": (0, 2**60), "gpu_memory": (1, 2**60), "ranks": (1, 2**20), "verify": (1, 100),
 }
 SIZES = ("seq", "steps", "decay_steps", "batch", "batch_tokens", "micro_batch", "chunk",
          "host_memory", "gpu_memory")
@@ -665,7 +668,8 @@ def with_plan(run: Run, print0: Callable) -> Run:
 
 def with_choice(run: Run, plan: Plan) -> Run:
     """Return the run with a plan, and its choices as flags."""
-    cfg = dataclasses.replace(run.cfg, sp=plan.sp, batch=plan.batch, micro_batch=plan.micro_batch,
+    cfg = dataclasses.replace(run.cfg, sp=plan.sp, ring=plan.ring, batch=plan.batch,
+                              micro_batch=plan.micro_batch,
                               head_groups=plan.head_groups, chunk=plan.chunk,
                               os_layout=plan.os_layout, os_place=plan.os_place)
     return run.but(cfg=cfg, plan=plan)
@@ -704,8 +708,9 @@ def cap_gpu(run: Run) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
     if run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-        mapped = costs.all_to_all_bytes(run.model, run.plan.tokens, run.dtype, run.plan.sp,
-                                          run.plan.head_groups)
+        plan = run.plan
+        mapped = costs.all_to_all_bytes(run.model, plan.tokens, run.dtype, plan.head_ranks,
+                                        plan.head_groups)
         share = 1.0
         if run.cfg.gpu_memory:
             share = min(1.0, (run.cfg.gpu_memory - mapped) / total)
@@ -742,7 +747,7 @@ def describe(run: Run, print0: Callable) -> None:
            f"node; {cfg.os_layout}-tensor; optimizer states on the {cfg.os_place}{there}; "
            f"overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
     print0(f"batch: {plan.batch} sequences = {run.world // plan.sp} data-parallel ranks x "
-           f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={plan.sp}, "
+           f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
@@ -758,7 +763,13 @@ def describe(run: Run, print0: Callable) -> None:
 def make_attention(run: Run, groups: Groups) -> Ulysses:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     return Ulysses(run.kernel, run.plan.sp, groups, CommStream(run.device), run.plan.head_groups,
-                   run.cfg.per_node)
+                   run.cfg.per_node, ring=run.plan.ring, ring_stream=CommStream(run.device),
+                   reduce_dtype=reduce_dtype(run))
+
+
+def reduce_dtype(run: Run) -> torch.dtype | None:
+    """Return the dtype of gradients on their way, None if it is theirs."""
+    return torch.float32 if run.cfg.reduce_dtype == "fp32" else None
 
 
 def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
@@ -777,7 +788,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=() if cfg.overlap == "none" else tuple(cfg.overlap.split(",")),
-        reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
+        reduce_dtype=reduce_dtype(run),
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
         decay=cfg.weight_decay, place=plan.os_place)
@@ -871,7 +882,7 @@ def simulation(running: list, gpu: bool):
     def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
         exchange.memory = like.new_empty(elements)
 
-    for module in (llama, shard) if gpu else ():
+    for module in (llama, shard, attention) if gpu else ():
         for name, fn in list(vars(module).items()):
             casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
             if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
@@ -902,7 +913,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
         op = make_attention(run, groups)
         if gpu:
             op.kernel = dataclasses.replace(op.kernel, backward=simulated_backward)
-        if gpu and run.plan.sp > 1:
+        if gpu and run.plan.head_ranks > 1:
             op.exchange.peer_access = op.one_node
         model, states = build(run, op, groups)
         shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
@@ -970,22 +981,31 @@ def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemo
 # ---------------------------------------------------------------------------- the loop
 
 
+def local_parts(run: Run) -> list[slice]:
+    """Return which tokens of its sequence this rank has."""
+    plan = run.plan
+    return sequence_parts(plan.seq, plan.sp, plan.ring, run.rank % plan.sp)
+
+
 def local_positions(run: Run) -> Tensor:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
-    part = run.cfg.seq // run.plan.sp
-    return torch.arange(part, device=run.device) + run.rank % run.plan.sp * part
+    return torch.cat([torch.arange(part.start, part.stop, device=run.device)
+                      for part in local_parts(run)])
 
 
 def to_device(windows: list[np.ndarray], run: Run) -> tuple[Tensor, Tensor]:
     """Return this rank's part of windows (T + 1,) as tokens, labels (M, B, T/sp) on the device."""
-    part = run.cfg.seq // run.plan.sp
-    first = run.rank % run.plan.sp * part
-    parts = np.stack([window[first : first + part + 1] for window in windows])
-    ids = torch.from_numpy(parts).view(-1, run.plan.micro_batch, part + 1)
-    if run.device.type == "cuda":
-        ids = ids.pin_memory().to(run.device, non_blocking=True)
-    labels = ids[..., 1:]
-    return ids[..., :-1].contiguous(), labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    def local(first: int) -> Tensor:  # tokens from the first or second of a window on
+        parts = np.stack([
+            np.concatenate([window[first + part.start : first + part.stop]
+                            for part in local_parts(run)]) for window in windows])
+        ids = torch.from_numpy(parts).view(-1, run.plan.micro_batch, parts.shape[1])
+        if run.device.type == "cuda":
+            ids = ids.pin_memory().to(run.device, non_blocking=True)
+        return ids
+
+    labels = local(1)
+    return local(0), labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
 
 
 def load_batch(run: Run, samples: int) -> Batch:

@@ -309,9 +309,9 @@ right before it.
 def plan_of(r: dict) -> Plan:
     """Return the plan that a row has run."""
     kept = r["activations"] and ActivationPlan(**r["activations"])
-    plan = Plan(r["gpus"], r["seq"], r["sp"], r["batch"], r["micro_batch"], r["head_groups"],
-                r["recompute"], r["chunk"], Factors(r["p"], r["g"], r["os"]), r["os_layout"],
-                r.get("os_place", "gpu"), activations=kept)
+    plan = Plan(r["gpus"], r["seq"], r["sp"], r.get("ring", 1), r["batch"], r["micro_batch"],
+                r["head_groups"], r["recompute"], r["chunk"], Factors(r["p"], r["g"], r["os"]),
+                r["os_layout"], r.get("os_place", "gpu"), activations=kept)
     return dataclasses.replace(plan, accumulates=plan.micro_batches > 1)
 
 
