@@ -2,14 +2,21 @@
 
 Attention is the only operator of a layer that mixes tokens, and so the only one that crosses ranks
 when a sequence is split. A kernel is two functions (their shapes: above KERNELS) and a row of
-KERNELS; `Attention` is a kernel that the model can call; `Ulysses` is one over a sequence that sp
-neighbouring ranks share (InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp
-tokens of all heads. An all-to-all gives it all T tokens of some heads, the kernel runs, an
-all-to-all brings o back:
+KERNELS; `Attention` is a kernel that the model can call. Over a sequence that sp = R * U ranks
+share it has two dimensions (LoongTrain, arXiv 2406.18485): by heads in a node, by context across.
+
+By heads: `Ulysses` (InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp tokens
+of all heads. An all-to-all over U neighbours gives it all their tokens of some heads, the kernel
+runs, an all-to-all brings o back:
 
                     rank 0        rank 1                     rank 0        rank 1
     tokens 0, 1     all heads     .            all-to-all    heads 0, 1    heads 2, 3
     tokens 2, 3     .             all heads    --------->    heads 0, 1    heads 2, 3
+
+By context: `Ring`. Where U ranks lack tokens, k and v go around the R ranks that have the
+same heads of others; the kernel runs on one ring rank's keys after the other:
+
+    o = sum_j exp(lse_j - lse) o_j,    lse = log sum_j exp(lse_j)
 
 A rank's heads go in G groups, so that one group's all-to-all (Ulysses.send, send_back) hides under
 another's kernel (Ulysses.run):
@@ -17,7 +24,7 @@ another's kernel (Ulysses.run):
     exchange   | send 0 | send 1 |        | send 2, return 0 | return 1 | return 2 |
     compute             | kernel 0        | kernel 1         | kernel 2 | while_waiting
 
-    all-to-all           launched in  hidden under                              waited for in
+    communication        launched in  hidden under                              waited for in
     q, k, v forward      send         the kernel before; the first group's: not  run
     q, k, v, o backward  send         the kernel before; the first group's       run
                                       (prefetch_backward): block.post's backward
@@ -25,6 +32,9 @@ another's kernel (Ulysses.run):
                                       the last chunk's products for weights
     o; dq, dk, dv        send_back    the next kernel; the last group's: in      run
                                       backward while_waiting, in forward not
+    ring: k, v           pass_keys,   the ring's step before; in backward, of    attend,
+                         pass_on      the first step what hides q, k, v          attend_backward
+    ring: sums of dk, dv pass_on      the ring's next step                       attend_backward
 
 (Where layers run whole, autograd calls backward alone: without prefetch and while_waiting, its
 first and last groups' ways are not hidden.) By heads, a group's q, k, v are made just before they
@@ -32,10 +42,10 @@ are sent, under the way of the group before, and its gradients are taken as they
 the way of the group behind; the order is the same. Each kind of communication has a CUDA stream of
 its own (CommStream): launch, compute, wait.
 
-Left out: windows, dropout, kernels that are not causal, and rings (ranks that share heads).
+Left out: windows, dropout, documents, and two rings, one inside nodes (Ulysses serves there).
 
 Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
-sequence, G head groups, h heads of a group on a rank.
+sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
 """
 import contextlib
 import importlib

@@ -235,6 +235,11 @@ def by_heads_peaks(cfg: ModelConfig, plan: Plan,
             "block.post's backward": before, "block.pre's backward": after | mapped}
 
 
+def bytes_of_sums(plan: Plan, dtype: torch.dtype) -> int:
+    """Return the bytes of an element of dk, dv on its way around a ring."""
+    return plan.reduce_bytes if plan.ring == 2 else accumulation_dtype(dtype).itemsize
+
+
 def ring_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float, float]:
     """Return what attention.Ring has beside attention's own in backward, at the highest; and of it
     what travels before attention's backward."""
@@ -246,10 +251,17 @@ def ring_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float,
         q, k_sent = q / plan.head_groups, k_sent / plan.head_groups
     kv = 2 * k_sent
     wide = accumulation_dtype(dtype).itemsize / dtype.itemsize
-    on_the_way = plan.reduce_bytes / dtype.itemsize if plan.ring == 2 else wide
+    sums = kv * bytes_of_sums(plan, dtype) / dtype.itemsize
     arriving = kv if plan.ring == 2 else 2 * kv
     # k, v of this step and the next; sums of dk, dv, sent and received; dq; a step's dk, dv
-    return arriving + 2 * on_the_way * kv + wide * q + kv, 2 * kv
+    return arriving + 2 * sums + wide * q + kv, 2 * kv
+
+
+def ring_traffic(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> float:
+    """Return the bytes that a rank sends around its ring in a step."""
+    *_, k_sent, _ = attention_bytes(cfg, plan, dtype)
+    of_layer = 2 * k_sent * (2 + bytes_of_sums(plan, dtype) / dtype.itemsize)
+    return (plan.ring - 1) * of_layer * cfg.layers * plan.micro_batches
 
 
 def attention_bytes(cfg: ModelConfig, plan: Plan,
@@ -675,13 +687,12 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     travel to heads and to tokens; kv: of k or v. before, after: seconds of computation that hides
     the first group's way there and the last one's way back."""
     groups = plan.head_groups
-    line = Timeline(*est.profile.overlap["all_to_all"])
+    # what goes around a ring takes multiprocessors; all-to-alls in a node, copy engines alone
+    line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
     across = plan.sp > est.per_node
     step = kernel / groups / plan.ring
     keys = est.pass_on(plan, 2 * kv)
-    bytes_of_sums = (plan.reduce_bytes if plan.ring == 2
-                     else accumulation_dtype(est.dtype).itemsize)
-    sums = est.pass_on(plan, 2 * kv * bytes_of_sums / est.dtype.itemsize)
+    sums = est.pass_on(plan, 2 * kv * bytes_of_sums(plan, est.dtype) / est.dtype.itemsize)
 
     def travel(kind: str, seconds: float) -> list | None:
         return line.launch(kind, seconds, across) if plan.ring > 1 else None

@@ -52,7 +52,7 @@ class Ring:
     """A communication of all ranks: in every block of `block` neighbours, each rank sends to the
     one that is `stride` further in the block, the last ones to the first."""
 
-    kind: str  # one of shard.STREAMS or "all_to_all"
+    kind: str  # one of shard.STREAMS, "all_to_all", or "ring" of attention
     block: int  # ranks
     stride: int  # ranks
     sent: float  # bytes a step of each rank
@@ -63,7 +63,8 @@ def make_rings(ranks: int, f: Factors, layout: str, micro_batches: int, param_by
     """Return a step's communication, as shard.py launches it.
 
     param_bytes, grad_bytes: of the whole model, in the dtypes that travel. exchanged_bytes: of a
-    rank's tensors that go through all-to-alls of sp ranks in a step.
+    rank's tensors that go through all-to-alls of sp ranks in a step (of attention's ring, of those
+    that share heads).
     """
     gathers = "grad_scatter" if f.g > f.p else "grad_reduce"  # where the subgroup's sum runs
     rows = [  # kind, block, stride, bytes of all shards together, times that they go round

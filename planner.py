@@ -24,7 +24,7 @@ memory, fewer shards (`preference`).
 train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of
 a layer that `measure` took on this machine.
 
-Left out: ring, tensor and pipeline degrees, rows of DEGREES to come.
+Left out: tensor and pipeline degrees, rows of DEGREES to come.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
 gradients and optimizer states, sp ranks that share a sequence; of what layers keep n layers, c
@@ -38,6 +38,7 @@ import inspect
 import itertools
 import json
 import math
+import operator
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,14 +52,14 @@ import model as llama
 from attention import Attention
 from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
                    host_bytes, imbalance, kept_parts, layer_bytes, layer_peaks, layer_seconds,
-                   loss_peak, resident_bytes, rounding_bytes, state_bytes, step_seconds,
-                   unit_seconds, visit_bytes, weight_buffer_bytes)
+                   loss_peak, resident_bytes, ring_traffic, rounding_bytes, state_bytes,
+                   step_seconds, unit_seconds, visit_bytes, weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
                       with_network)
 from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
                    rope_tables)
 from offload import GIB, ActivationPlan, block_saves
-from placement import make_rings, parse_leaf, place_nodes
+from placement import Ring, make_rings, parse_leaf, place_nodes
 from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
                    parse_strategy)
 
@@ -859,10 +860,40 @@ class Search:
         return dataclasses.replace(plan, accumulates=in_float32 or plan.micro_batches > 1)
 
     def shapes(self):
-        """Yield plans without states, with the seconds of their computation alone."""
+        """Yield plans without states, with the seconds of their computation alone; not those that
+        one with another ring beats in time and in memory, since all else is the same."""
+        alike: dict[tuple, list[Plan]] = {}
         for chosen in self.choose(SHAPE, {}):
             shape = self.bare(chosen)
-            yield dataclasses.replace(shape, seconds=computation_seconds(self.est, shape))
+            shape = dataclasses.replace(shape, seconds=computation_seconds(self.est, shape))
+            key = shape.sp, shape.batch, shape.micro_batch, shape.recompute, shape.chunk
+            alike.setdefault(key, []).append(shape)
+        for shapes in alike.values():
+            if len({shape.ring for shape in shapes}) == 1:
+                yield from shapes
+                continue
+            prices = [(shape.step_s, *self.working_bytes(shape)) for shape in shapes]
+            for i, (shape, price) in enumerate(zip(shapes, prices)):
+                if not any(other.ring != shape.ring and all(map(operator.le, others, price))
+                           and (others != price or j < i)
+                           for j, (other, others) in enumerate(zip(shapes, prices))):
+                    yield shape
+
+    def working_bytes(self, shape: Plan) -> tuple[float, float]:
+        """Return what a step needs beside states and what layers keep; and if q, k, v are made by
+        heads."""
+        found = []
+        for by_heads in (False, True):
+            kept = None
+            if shape.recompute == "auto":
+                n = self.model.layers
+                kept = ActivationPlan(n, -(-shape.tokens // shape.chunk), n, by_heads=by_heads)
+            plan = dataclasses.replace(shape, activations=kept)
+            peaks = {"head and loss": loss_peak(self.model, plan, self.constraints.dtype)}
+            peaks |= layer_peaks(self.model, plan, self.constraints.dtype)
+            alone = by_heads and shape.head_groups == 1  # it cannot
+            found.append(math.inf if alone else Memory({}, peaks).total())
+        return found[0], found[1]
 
     def with_states(self, shape: Plan):
         """Yield the plans of a shape, with the seconds that they take at least."""
@@ -1415,8 +1446,10 @@ def place(plan: Plan, model: ModelConfig, hardware: Hardware, dtype: torch.dtype
     exchanged = 3 * width * plan.tokens * dtype.itemsize * model.layers * plan.micro_batches
     rings = make_rings(
         hardware.ranks, plan.factors, plan.os_layout, plan.micro_batches,
-        param_count(model) * dtype.itemsize, param_count(model) * plan.reduce_bytes, plan.sp,
-        exchanged)
+        param_count(model) * dtype.itemsize, param_count(model) * plan.reduce_bytes,
+        plan.head_ranks, exchanged)
+    if plan.ring > 1:
+        rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(model, plan, dtype)))
     return place_nodes(leaves, rings, hardware.per_node).describe(names)
 
 

@@ -644,13 +644,15 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
     assert plan.activations.alpha == 0.5 and plan.activations.resident == 4
     assert plan.chunk == 2**13 and plan.head_groups == 2
     with pytest.raises(ValueError, match="room for .* GiB on the GPU and 0.1 on the host"):
-        choose(8, 110, seq=2**22, host_memory=2**30, chunk=2**14)
+        choose(8, 110, seq=2**22, host_memory=2**30, chunk=2**14, ring=1)
     with pytest.raises(ValueError, match=r"258.0 GiB a rank, 60.2 where layers drop all that"):
-        choose(8, 110, seq=2**22, host_memory=2**30)
+        choose(8, 110, seq=2**22, host_memory=2**30, ring=1)
+    ring = choose(8, 110, seq=2**22, host_memory=2**30)  # fewer ranks by heads: more head groups
+    assert ring.ring > 1 and ring.activations.by_heads and ring.head_groups == 16
     with pytest.raises(ValueError, match="needs .* GiB a GPU even with p=8 g=8 os=8.*room for 12"):
         choose(8, 12, recompute="none", os_place="gpu", **many)
-    with pytest.raises(ValueError, match="with sp=8 a rank has 4 heads; one of 1, 2, 4"):
-        choose(8, 132, seq=2**18, sp=8, head_groups=3)
+    with pytest.raises(ValueError, match="a rank has 4 heads at a time; one of 1, 2, 4"):
+        choose(8, 132, seq=2**18, sp=8, ring=1, head_groups=3)
 
 
 def test_plan_is_made_twice_and_ranked():
@@ -838,9 +840,10 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --g 2 --os 2 --head-groups 3".split()
     text = run([*args, *swap, "--out", tmp_path / "b", "--save-every", "3", "--eval-every", "6"], 2)
     assert "2 of 4 layers resident" in text and "alpha 0.5" in text and "sp=2, 3 head" in text
-    other = "--chunk 7 --alpha 0.25 --micro-batch 2".split()
-    run([*args, *other, "--out", tmp_path / "c", "--resume", tmp_path / "b" / "step-00000003",
-         "--eval-every", "6"], 0)
+    other = "--sp 2 --ring 2 --chunk 7 --alpha 0.25 --micro-batch 2".split()
+    text = run([*args, *other, "--out", tmp_path / "c", "--resume",
+                tmp_path / "b" / "step-00000003", "--eval-every", "6"], 2)
+    assert "sp=2 ring=2" in text
     for name, first in (("b", 0), ("c", 3)):
         rows = zip(log(tmp_path / "a")[first:], log(tmp_path / name), strict=True)
         for a, b in rows:
@@ -854,6 +857,11 @@ def test_positions_follow_the_shards():
     parts = [train.local_positions(run.but(rank=r)) for r in range(16)]
     assert torch.equal(torch.cat(parts[:8]), torch.arange(2**20))
     assert torch.equal(torch.cat(parts[8:]), torch.arange(2**20))
+    run = make_run(m.MODELS["7b"], 2**20, 8, ring=2)
+    quarters = torch.arange(2**20).view(4, -1)
+    for first, wanted in ((0, quarters[[0, 3]]), (4, quarters[[1, 2]])):
+        parts = [train.local_positions(run.but(rank=r)) for r in range(first, first + 4)]
+        assert torch.equal(torch.cat(parts), wanted.flatten())
 
 
 def test_progress_inside_a_step(capsys):
@@ -2874,11 +2882,11 @@ def test_eval_losses_of_tokens(loss_elements, monkeypatch):
 
 
 def test_eval_of_ranks_equals_one_model(tmp_path):
-    """Two halves of each sequence on two pairs of ranks, some of which have none: the loss, that of
-    every position and of pass keys are those of the bare model."""
+    """Quarters 0, 3 and 1, 2 of each sequence on two pairs of ranks, some of which have none: the
+    loss, that of every position and of pass keys are those of the bare model."""
     args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
             "--eval-every", 1, "--eval-sequences", 7, "--eval-passkey", 1, "--ignore-token", 32]
-    run([*args, "--sp", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4)
+    run([*args, "--sp", 2, "--ring", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4)
     row, = log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "position.png").exists()
     model = m.LLaMA(m.MODELS["tiny"]).double()
@@ -3724,7 +3732,7 @@ REFUSED = {
     "negative": ("--steps -3", "--steps -3: from 0"),
     "alpha": ("--alpha 2", "--alpha 2.0: from 0 to 1"),
     "alpha, nothing recomputed": ("--alpha 0.5 --recompute none", "say different things"),
-    "head groups": ("--head-groups 4", "with sp=1 a rank has 6 heads; one of 1, 2, 3, 6$"),
+    "head groups": ("--head-groups 4", "a rank has 6 heads at a time; one of 1, 2, 3, 6$"),
     "resident layers": ("--resident-layers 1", "--resident-layers 1: from 2"),
     "more resident layers": ("--resident-layers 5", "--resident-layers 5: from 2.*the model's 4"),
     "nothing to swap": ("--resident-layers 4 --alpha 0.5", "no layer swaps if all 4 are resident"),
@@ -3921,7 +3929,9 @@ train.checkpoint.write_states = write
 
 @pytest.mark.parametrize("flags, message", [
     ("--batch 5 --sp 1", "--batch 5: not divisible by 2 data-parallel ranks; nearest: 4 or 6"),
-    ("--sp 3", "--sp 3: it must divide 2 ranks, 6 heads and --seq 32: one of 1, 2"),
+    ("--sp 3", "--sp 3: it must divide 2 ranks and --seq 32, and sp / ring the 6 heads: one of 1, "
+     "2"),
+    ("--ring 4", "--ring 4: it must divide --sp, which divides 2 ranks.*: one of 1, 2"),
     ("--chunk 8 --alpha 1 --host-memory 4K", "do not fit.*0.0 on the host"),
     ("--data {tmp}/one", r"no such file or folder \(on ranks \[1\]\)")])
 def test_refused_on_all_ranks(flags, message, tmp_path):
@@ -4473,11 +4483,13 @@ def every_plan(constraints, model, there, filters=True):
     ranks, seq = there.ranks, constraints.seq
     est = costs.Estimator(there.profile, model, constraints.dtype, there.per_node)
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for sp in [n for n in sizes if model.heads % n == 0]:
+    for sp, ring in itertools.product(sizes, sizes):
         each = constraints.batch * sp // ranks
-        if constraints.batch * sp % ranks:
+        if (constraints.batch * sp % ranks or sp % ring or model.heads % (sp // ring)
+                or ring > 1 and (there.per_node % (sp // ring) or seq % (2 * ring))):
             continue
-        heads = [n for n in range(1, model.heads // sp + 1) if model.heads // sp % n == 0]
+        of_rank = model.heads // (sp // ring)
+        heads = [n for n in range(1, of_rank + 1) if of_rank % n == 0]
         states = [shard.Factors(p, g, os) for p, g, os in itertools.product(sizes, repeat=3)
                   if os % p == 0 and (g in (p, os) or not filters and g % p == os % g == 0)]
         for micro_batch, groups, run, size, f, layout, place in itertools.product(
@@ -4487,12 +4499,13 @@ def every_plan(constraints, model, there, filters=True):
             usual = (micro_batch == 1 or tokens <= 2**13) and groups <= 4
             held = costs.state_bytes(m.param_count(model), f, constraints.dtype, False)["optimizer"]
             usual = usual and (place == "gpu" or held > there.gpu_budget / 20)
-            if (filters and not usual or sp == 1 < groups or run != "auto" and size < 2**14
+            if (filters and not usual or sp == ring and groups > 1
+                    or run != "auto" and size < 2**14
                     or f.os == f.p and layout == "inter"):
                 continue
             chunk = -(-tokens // -(-tokens // size)) if run == "auto" else tokens
             yield est, costs.Plan(
-                ranks, seq, sp, constraints.batch, micro_batch, groups, run, chunk, f, layout,
+                ranks, seq, sp, ring, constraints.batch, micro_batch, groups, run, chunk, f, layout,
                 place, accumulates=each > micro_batch)
 
 
@@ -4674,22 +4687,39 @@ def test_planner_prints_plans(capsys, tmp_path):
 
 def test_planner_respects_flags(capsys):
     by_hand = "--p 2 --g 2x2 --os 2x2 --os-layout inter --sp 2 --micro-batch 4 --head-groups 2"
-    by_hand += " --os-place gpu"
+    by_hand += " --ring 2 --os-place gpu"
     _, text = ask(capsys, *ASKED, *by_hand.split(), *"--alpha 0.5 --resident-layers 4".split(),
                   "--chunk", "2K", "--json")
     found, = json.loads(text)["plans"]
     want = {"p": [2, 1], "g": [2, 2], "os": [2, 2], "os_layout": "inter", "os_place": "gpu",
-            "sp": 2, "dp": 2, "micro_batch": 4, "head_groups": 2, "alpha": 0.5,
+            "sp": 2, "ring": 2, "dp": 2, "micro_batch": 4, "head_groups": 2, "alpha": 0.5,
             "resident_layers": 4, "chunk": 2048}
     assert {key: found[key] for key in want} == want
     _, text = ask(capsys, *ASKED, "--recompute", "full", "--json")
     assert {p["recompute"] for p in json.loads(text)["plans"]} == {"full"}
 
 
+def test_planner_places_rings(capsys, tmp_path):
+    """Every second node under one leaf: the two nodes of a ring come together, and what goes
+    around it is counted."""
+    leaves = tmp_path / "leaves"
+    leaves.write_text("".join(f"node{i} {i % 2}\n" for i in range(4)))
+    flags = "--model llama3-8b --ranks 16 --per-node 4 --seq 1M --batch 2 --sp 8 --ring 2".split()
+    status, text = ask(capsys, *flags, "--cluster", "h200x8-400g", "--leaf", leaves)
+    assert status == 0 and "order of nodes: node0, node2, node1, node3" in text
+    assert re.search(r"\bring\b", text.partition("order of nodes")[2]), text
+    plan = costs.Plan(16, 2**20, 8, 2, 2, 1, 4)  # k, v once forward, once backward; sums in bf16
+    sent = 2 * 3 * 2**17 * 8 * 128 * 2 * 32
+    assert costs.ring_traffic(m.MODELS["llama3-8b"], plan, torch.bfloat16) == sent
+
+
 @pytest.mark.parametrize("flags, message", [
     ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
     ("--ranks 6 --per-node 4", "--per-node 4: does not divide 6 ranks; nearest: 3"),
-    ("--ranks 8 --sp 3", "--sp 3: it must divide 8 ranks"), ("--top 0", "--top 0: from 1"),
+    ("--ranks 8 --sp 3", "--sp 3: it must divide 8 ranks"),
+    ("--ranks 8 --sp 8 --ring 3", "--ring 3: with --sp 8 .* 16 heads .* one of 1, 2, 4, 8"),
+    ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .* --seq 40 .* one of 1, 2, 4$"),
+    ("--top 0", "--top 0: from 1"),
     ("--ranks 8 --leaf 0", "--leaf 0: neither a number"), ("--seq x", "a whole number"),
     ("--p 3", "3 shards do not fit"), ("--no-such-flag", "unrecognized arguments")])
 def test_planner_refuses(flags, message, capsys):
