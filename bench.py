@@ -74,6 +74,7 @@ class Bench:
     seqs: list[int] = field(default_factory=list)  # --seq
     skip: list[str] = field(default_factory=list)  # --skip
     model: str = "7b"  # --model
+    nodes: int = 1  # --nodes
     quick: bool = False
     memory: dict[str, int] = field(default_factory=dict)  # --host-memory, --gpu-memory as flags
     rows: list[dict] = field(default_factory=list)
@@ -628,6 +629,22 @@ def table_nodes(bench: Bench) -> None:
                 lambda: fsdp2_step(bench, cfg, mesh, reshard), 3)
 
 
+def table_ring(bench: Bench) -> None:
+    """One sequence over all ranks by heads alone, and by context over the nodes (of one node: over
+    two halves of it), beside the kernels alone. --nodes: as in table nodes."""
+    world = bench.world
+    for name in ("7b", "llama3-8b"):
+        for seq in bench.seqs or [2**14 * world * i for i in (1, 2, 4)]:
+            bound = kernel_bound(bench, name, seq)
+            bench.add(bound)
+            tokens = seq // world
+            for ring in (1, max(2, bench.nodes)):
+                cfg = Config(model=name, seq=seq, sp=world, ring=ring, batch=1,
+                             per_node=world // bench.nodes)
+                attempt(bench, f"ours, ring {ring}, nodes={bench.nodes}", name, seq, tokens,
+                        lambda: make_step(bench, cfg), 1 if tokens > 2**14 else 3, 1, bound)
+
+
 def union_ms(spans: list[tuple[float, float]]) -> float:
     """Return the milliseconds that spans (begin, end) in microseconds cover together."""
     total = 0.0
@@ -1074,6 +1091,7 @@ TABLES = {
     "trace": Table(table_trace, 2),
     "overlap": Table(table_overlap, 2),
     "nodes": Table(table_nodes, 4),
+    "ring": Table(table_ring, 2),
 }
 
 
@@ -1089,8 +1107,8 @@ def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
                 f"--nproc_per_node {table.ranks} bench.py {name}{split}")
     if name == "nodes" and nodes == 1:
         return "table nodes needs --nodes 2 or more"
-    if name != "nodes" and nodes > 1:
-        return f"--nodes {nodes}: splits the ranks of table nodes alone, not of {name}"
+    if name not in ("nodes", "ring") and nodes > 1:
+        return f"--nodes {nodes}: splits the ranks of tables nodes and ring alone, not of {name}"
     if world % nodes:
         return f"--nodes {nodes}: does not divide {world} ranks"
     return None
@@ -1233,10 +1251,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
                         "out/results on a CPU, whose figures README does not show")
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
-                        " that reach each other by sockets alone, as nodes do (table nodes)")
+                        " that reach each other by sockets alone, as nodes do (tables nodes, "
+                        "ring)")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
-                        help="tokens of the sequences of the tables long, place, memplan and "
-                        "longest: 64K,128K")
+                        help="tokens of the sequences of the tables long, place, memplan, ring "
+                        "and longest: 64K,128K")
     parser.add_argument("--model", default="7b", choices=list(MODELS),
                         help="of the table long; default: 7b")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
@@ -1359,7 +1378,7 @@ def main() -> None:
     memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
     memory = {flag: value for flag, value in memory.items() if value is not None}
     bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.model,
-                  args.quick, memory)
+                  args.nodes, args.quick, memory)
     on_all_ranks(lambda: try_folder(out) if rank == 0 else None)
     if gpu:
         torch.cuda.set_device(device)

@@ -5029,7 +5029,8 @@ def test_help(program):
 @pytest.mark.parametrize("flags, ranks, message", [
     ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step, alpha"),
     ("nodes --nodes 2", 2, "table nodes measures GPUs"),
-    ("step --nodes 2", 0, "--nodes 2: splits the ranks of table nodes alone, not of step"),
+    ("step --nodes 2", 0, "--nodes 2: splits the ranks of tables nodes and ring alone, not of "
+     "step"),
     ("step --model 1b", 0, "--model 1b: of table long alone, not of step"),
     ("steps", 0, "no table steps; there are: step, alpha"),
     ("--out {tmp}/file/x", 2, "file/x cannot be written.*name another --out")])
@@ -5228,7 +5229,8 @@ def test_longest_sequence_table_on_little_memory(monkeypatch, group):
 
 
 def fsdp2_worker():
-    """Runs under torchrun: FSDP2 behind the methods that train.run_step calls, on CPUs."""
+    """Runs under torchrun: FSDP2 behind the methods that train.run_step calls, on CPUs; and the
+    table of rings."""
     rank, world, _ = train.start_ranks(100)
     mesh = dist.init_device_mesh("cpu", (world,))
     small = {"gpu_memory": 2**20}  # of our plans: what fits is FSDP2's to say
@@ -5238,6 +5240,11 @@ def fsdp2_worker():
         step = bench.fsdp2_step(table, cfg, mesh, reshard)
         losses = [step()[0].item() for _ in range(4)]
         assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] < 6, losses
+    m.MODELS["7b"] = m.MODELS["llama3-8b"] = m.ModelConfig(64, 64, 3, 8, 4, 64, 8)
+    table = bench.Bench(torch.device("cpu"), rank, world, seqs=[64])
+    bench.table_ring(table)
+    rings = [(r["ring"], r["sp"], r["oom"]) for r in table.rows if r["system"] != "kernels alone"]
+    assert rings == 2 * [(1, 2, False), (2, 2, False)], table.rows
     print(f"rank {rank}: it learns", flush=True)
     os._exit(0)
 
