@@ -13,8 +13,8 @@ runs, an all-to-all brings o back:
     tokens 0, 1     all heads     .            all-to-all    heads 0, 1    heads 2, 3
     tokens 2, 3     .             all heads    --------->    heads 0, 1    heads 2, 3
 
-By context: `Ring`. Where U ranks lack tokens, k and v go around the R ranks that have the
-same heads of others; the kernel runs on one ring rank's keys after the other:
+By context: `Ring`. U ranks have 1/R of the tokens; their k and v go around the R ranks that have
+the same heads of other tokens, and the kernel runs on the keys of one after the other:
 
     o = sum_j exp(lse_j - lse) o_j,    lse = log sum_j exp(lse_j)
 
@@ -32,8 +32,9 @@ another's kernel (Ulysses.run):
                                       the last chunk's products for weights
     o; dq, dk, dv        send_back    the next kernel; the last group's: in      run
                                       backward while_waiting, in forward not
-    ring: k, v           pass_keys,   the ring's step before; in backward, of    attend,
-                         pass_on      the first step what hides q, k, v          attend_backward
+    ring: k, v           pass_keys,   the ring's step before; in backward the    attend,
+                         pass_on      first k, v: as q, k, v above (one          attend_backward
+                                      sequence; q, k, v of all heads, if U = 1)
     ring: sums of dk, dv pass_on      the ring's next step                       attend_backward
 
 (Where layers run whole, autograd calls backward alone: without prefetch and while_waiting, its
@@ -426,8 +427,8 @@ class Attention:
         return _Attention.apply(q, k, v, self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return o, lse of some heads' q, k, v, all of whose queries and keys are here (Ring: of
-        the rank's own queries, and keys of all its ranks)."""
+        """Return o, lse of some heads' q, k, v, (B, T, heads, D) each. (Ring: of a rank's part of
+        the tokens; its queries attend to the keys of all ring ranks.)"""
         return attention_forward(self.kernel, q, k, v)
 
     def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
@@ -522,14 +523,14 @@ class Passing:
     """A tensor on its way to the next ring rank, and that of the previous one to here."""
 
     sent: Tensor | None  # read until `arrival`
-    received: Tensor
+    received: Tensor | None
     arrival: object  # event
 
     def wait(self) -> Tensor:
-        """Let compute wait for what was received, and return it."""
+        """Let compute wait for what was received, and return it, once."""
         wait(self.arrival)
-        self.sent = None
-        return self.received
+        received, self.sent, self.received = self.received, None, None
+        return received
 
 
 class Ring(Attention):
@@ -549,31 +550,34 @@ class Ring(Attention):
                    ring     | k, v to 2   | sum of dk, dv of 1 to 2  | sum to 0    |
 
     backward computes the square last: under it the sums of what other ranks computed for these
-    keys, which travel one step behind them, come home (R - 1 steps, in float32; of R = 2, one step
-    in reduce_dtype). Its first k, v travel under what comes before (prefetch_backward).
+    keys, which travel one step behind them, come home (R - 1 steps, in float32; of R = 2 it is one
+    step, and no sum: in the dtype of dk). Its first k, v travel under what comes before
+    (prefetch_backward).
 
     sp: ranks of a sequence; those of a ring are sp/R apart. poison, delay: as of Ulysses.
     """
 
     def __init__(self, kernel: str, sp: int, ring: int, groups: Groups, stream: CommStream,
-                 reduce_dtype: torch.dtype | None = None, poison: bool = False, delay: int = 0):
+                 poison: bool = False, delay: int = 0):
         super().__init__(kernel)
         assert sp % ring == 0, f"{ring} does not divide {sp} ranks of a sequence"
         self.sp = sp
         self.ring = ring
         self.ring_stream = stream
-        self.reduce_dtype = reduce_dtype
         self.poison = poison
         self.delay = delay
         self.ring_group = groups.get("ring", lambda r: (r // sp, r % (sp // ring)))
         if self.ring_group is not None:
             self.ring_rank = dist.get_rank(self.ring_group)
+            if stream.stream is not None:  # NCCL connects neighbours now, not amid a step
+                self.pass_on(torch.zeros(1, device=stream.stream.device)).wait()
 
     def pass_keys(self, k: Tensor, v: Tensor, after=None) -> Passing:
         """Send k, v to the next ring rank, once the event `after` is reached, as one tensor (2, B,
         T/R, heads, D); and receive those of the previous one."""
         both = k.new_empty(2, *k.shape)
         with self.ring_stream.after_compute():
+            self.delay_if_testing(self.ring_stream)
             wait(after)
             torch.stack([k, v], out=both)
         return self.pass_on(both)
@@ -581,14 +585,12 @@ class Ring(Attention):
     def pass_on(self, sent: Tensor) -> Passing:
         """Send a tensor to the next ring rank, and receive that of the previous one."""
         received = torch.empty_like(sent)
-        next_rank = (self.ring_rank + 1) % self.ring
-        previous = (self.ring_rank - 1) % self.ring
-        messages = [dist.P2POp(dist.isend, sent, None, self.ring_group, group_peer=next_rank),
-                    dist.P2POp(dist.irecv, received, None, self.ring_group, group_peer=previous)]
+        there, here = [0] * self.ring, [0] * self.ring  # rows of the tensor, by rank
+        there[(self.ring_rank + 1) % self.ring] = here[self.ring_rank - 1] = len(sent)
         with self.ring_stream.after_compute():
             self.delay_if_testing(self.ring_stream)
-            for work in dist.batch_isend_irecv(messages):
-                work.wait()  # the ring's stream does; on a CPU the host
+            # on this very stream, which send and receive would leave for one of NCCL's own
+            dist.all_to_all_single(received, sent, here, there, group=self.ring_group)
         return Passing(sent, received, self.ring_stream.last_event())
 
     def rectangle(self, step: int, half: int) -> tuple[slice, slice]:
@@ -635,8 +637,7 @@ class Ring(Attention):
                 lse[:, :, queries].contiguous(), False, groups)
             dq[:, queries] += dq_part
             if summing is None:
-                dtype = (self.reduce_dtype or q.dtype) if self.ring == 2 else wide
-                sums = torch.zeros_like(kv, dtype=dtype)
+                sums = torch.zeros_like(kv, dtype=q.dtype if self.ring == 2 else wide)
             else:
                 sums = summing.wait()  # hidden by this step's rectangle
             for total, part in zip(sums, parts):
@@ -796,10 +797,8 @@ class Ulysses(Ring):
 
     def __init__(self, kernel: str, sp: int, groups: Groups, stream: CommStream,
                  head_groups: int = 1, per_node: int = 0, poison: bool = False, delay: int = 0,
-                 ring: int = 1, ring_stream: CommStream | None = None,
-                 reduce_dtype: torch.dtype | None = None):
-        super().__init__(kernel, sp, ring, groups, ring_stream or stream, reduce_dtype, poison,
-                         delay)
+                 ring: int = 1, ring_stream: CommStream | None = None):
+        super().__init__(kernel, sp, ring, groups, ring_stream or stream, poison, delay)
         self.head_ranks = head_ranks = sp // ring  # U
         self.stream = stream
         self.head_groups = head_groups

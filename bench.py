@@ -353,7 +353,7 @@ class Fsdp2States:
 def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     """Build a step of the same model and kernels under FSDP2. With a sequence over ranks, layers
     are recomputed, and all-to-alls are NCCL's, in one head group."""
-    run = machine(bench, dataclasses.replace(cfg, head_groups=1, recompute="full"))
+    run = machine(bench, dataclasses.replace(cfg, head_groups=1, ring=1, recompute="full"))
     anything = dataclasses.replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
     run = train.with_plan(run.but(hardware=anything), bench.print0)
     op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)), GROUPS)

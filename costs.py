@@ -237,7 +237,7 @@ def by_heads_peaks(cfg: ModelConfig, plan: Plan,
 
 def bytes_of_sums(plan: Plan, dtype: torch.dtype) -> int:
     """Return the bytes of an element of dk, dv on its way around a ring."""
-    return plan.reduce_bytes if plan.ring == 2 else accumulation_dtype(dtype).itemsize
+    return dtype.itemsize if plan.ring == 2 else accumulation_dtype(dtype).itemsize
 
 
 def ring_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float, float]:
@@ -253,8 +253,12 @@ def ring_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float,
     wide = accumulation_dtype(dtype).itemsize / dtype.itemsize
     sums = kv * bytes_of_sums(plan, dtype) / dtype.itemsize
     arriving = kv if plan.ring == 2 else 2 * kv
-    # k, v of this step and the next; sums of dk, dv, sent and received; dq; a step's dk, dv
-    return arriving + 2 * sums + wide * q + kv, 2 * kv
+    if plan.head_ranks > 1 and plan.head_groups > 1:
+        arriving += 2 * kv  # the next group's, under way
+    if plan.micro_batch > 1:  # of several sequences a part is a copy: of do, q and o, and k, v
+        arriving += 1.5 * q + kv / 2
+    # k, v of this step and the next; sums of dk, dv, sent and received; dq; a step's dq, dk, dv
+    return arriving + 2 * sums + (wide + 1) * q + kv, 2 * kv
 
 
 def ring_traffic(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> float:
@@ -446,7 +450,8 @@ class Estimator:
     def pass_on(self, plan: Plan, columns: float) -> float:
         """Return seconds of one head group's step around the ring with tensors (N, columns): one
         of the steps that a ring of all-gathers takes."""
-        size = plan.tokens * columns / plan.head_groups * self.dtype.itemsize
+        groups = plan.head_groups if plan.head_ranks > 1 else 1
+        size = plan.tokens * columns / groups * self.dtype.itemsize
         mesh = self.mesh(plan.sp, plan.head_ranks)
         return self.collective("all_gather", size * plan.ring, mesh) / max(1, plan.ring - 1)
 
@@ -686,7 +691,8 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     around a ring (attention.Ring). kernel: its seconds for all groups; there, back: columns that
     travel to heads and to tokens; kv: of k or v. before, after: seconds of computation that hides
     the first group's way there and the last one's way back."""
-    groups = plan.head_groups
+    # where no heads travel, a ring is one of all heads
+    groups = plan.head_groups if plan.head_ranks > 1 else 1
     # what goes around a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
     across = plan.sp > est.per_node
@@ -858,8 +864,7 @@ class StepTimeline(Timeline):
             "backward": max(backward, layer.chunks * launch["backward"])}
         exchange = layer.exchange + layer.exchange_back
         self.of_layer = {  # of both passes, by what they are for
-            "attention": layer.kernels,
-            "all-to-all" if plan.ring == 1 else "all-to-all, ring": exchange,
+            "attention": layer.kernels, "all-to-all": exchange,  # and around a ring
             "rest of layers": layer.forward + sum(layer.backward) - exchange - layer.kernels,
             "recomputation": recomputed,
             "launches": forward - layer.forward + self.seconds["backward"] - backward}

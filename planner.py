@@ -18,8 +18,8 @@ by bounds that get better (Search.best_first):
     ... simulated                                   a step that does
     with what layers keep (plan_activations)        its step; it is found if no bound is less
 
-Ties, within 0.2 %, go to fewer ranks a sequence, larger micro-batches, states on the GPU, less host
-memory, fewer shards (`preference`).
+Ties, within 0.2 %, go to fewer ranks a sequence and a ring, larger micro-batches, states on the
+GPU, less host memory, fewer shards (`preference`).
 
 train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of
 a layer that `measure` took on this machine.
@@ -782,8 +782,8 @@ def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
 
 
 def preference(plan: Plan, hardware: Hardware) -> tuple:
-    """Return what decides between plans that tie, less is better: ranks a sequence, small
-    micro-batches, states on the host, a twentieth of its memory, shards."""
+    """Return what decides between plans that tie, less is better: ranks a sequence, and
+    a ring, small micro-batches, states on the host, a twentieth of its memory, shards."""
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
     return (plan.sp, plan.ring, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
@@ -861,7 +861,8 @@ class Search:
 
     def shapes(self):
         """Yield plans without states, with the seconds of their computation alone; not those that
-        one with another ring beats in time and in memory, since all else is the same."""
+        one with another ring, and else alike, beats in each pass of a layer and in memory (by more
+        than a tie, or with a smaller ring)."""
         alike: dict[tuple, list[Plan]] = {}
         for chosen in self.choose(SHAPE, {}):
             shape = self.bare(chosen)
@@ -872,12 +873,20 @@ class Search:
             if len({shape.ring for shape in shapes}) == 1:
                 yield from shapes
                 continue
-            prices = [(shape.step_s, *self.working_bytes(shape)) for shape in shapes]
-            for i, (shape, price) in enumerate(zip(shapes, prices)):
-                if not any(other.ring != shape.ring and all(map(operator.le, others, price))
-                           and (others != price or j < i)
-                           for j, (other, others) in enumerate(zip(shapes, prices))):
+            prices = [self.prices(shape) for shape in shapes]
+            for shape, price in zip(shapes, prices):
+                if not any(all(map(operator.le, others, price))
+                           and (other.ring < shape.ring or other.ring > shape.ring
+                                and (1 + TIE) * other.step_s < shape.step_s)
+                           for other, others in zip(shapes, prices)):
                     yield shape
+
+    def prices(self, shape: Plan) -> tuple[float, ...]:
+        """Return what a step with these shapes needs at least: seconds of a layer's passes, and of
+        what may run again, and bytes."""
+        layer = layer_seconds(self.est, shape)
+        return (layer.forward, sum(layer.backward), layer.attention, layer.by_heads,
+                *self.working_bytes(shape))
 
     def working_bytes(self, shape: Plan) -> tuple[float, float]:
         """Return what a step needs beside states and what layers keep; and if q, k, v are made by
@@ -1487,7 +1496,8 @@ def describe(constraints: Constraints, model: ModelConfig, hardware: Hardware, p
              "", describe_plans(plans, model, hardware), ""]
     if ties > 0:
         lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest "
-                     "ranks a sequence, then the largest micro-batch, states on the GPU, the least "
+                     "ranks a sequence and a ring, then the largest micro-batch, states on the "
+                     "GPU, the least "
                      "host memory, the fewest shards")
     if est.held:
         lines.append("not in the profile: " + "; ".join(sorted(est.held)))

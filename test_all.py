@@ -1833,7 +1833,7 @@ def test_simulated_step_requests_what_a_step_does(several, group):
     ("7b", 8, 2**20, (8, 8, 8), (8, 2, 0, 0, 3, 2, True), 1),
     ("llama3-8b", 8, 2**16, (1, 1, 8), (1, 2, 2), 2),
     # in rings of 2 and 4
-    ("7b", 4, 2**19, (1, 1, 4), (8, 2, 10), 1, 2), ("7b", 4, 2**19, (1, 1, 4), (8, 2, 10), 1, 4),
+    ("7b", 4, 2**19, (1, 1, 4), (8, 2, 10), 1, 4),
     ("llama3-8b", 2, 2**17, (1, 1, 2), (4, 2, 0, 4), 1, 2),
     ("7b", 8, 2**20, (8, 8, 8), (8, 2, 0, 0, 3, 2, True), 1, 2)])
 def test_counted_memory_is_what_a_step_needs(case):

@@ -763,13 +763,7 @@ def describe(run: Run, print0: Callable) -> None:
 def make_attention(run: Run, groups: Groups) -> Ulysses:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     return Ulysses(run.kernel, run.plan.sp, groups, CommStream(run.device), run.plan.head_groups,
-                   run.cfg.per_node, ring=run.plan.ring, ring_stream=CommStream(run.device),
-                   reduce_dtype=reduce_dtype(run))
-
-
-def reduce_dtype(run: Run) -> torch.dtype | None:
-    """Return the dtype of gradients on their way, None if it is theirs."""
-    return torch.float32 if run.cfg.reduce_dtype == "fp32" else None
+                   run.cfg.per_node, ring=run.plan.ring, ring_stream=CommStream(run.device))
 
 
 def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
@@ -788,7 +782,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=() if cfg.overlap == "none" else tuple(cfg.overlap.split(",")),
-        reduce_dtype=reduce_dtype(run),
+        reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
         decay=cfg.weight_decay, place=plan.os_place)

@@ -146,9 +146,8 @@ SCALE = {  # key of scale.json -> how to read it
         " instead of GPT's. The level at 1M is no prediction: attention rates above 32K tokens"
         " were assumed such that their mean is what the paper's 1M tokens imply. The course is"
         " one. Where layers keep all without swapping, Memo recomputed all but attention"
-        " (alpha = 0). 8M tokens on 64 GPUs do not fit, and Memo ran them: 32 heads allow 32"
-        " ranks a sequence, each with twice the tokens of Memo's, which has context"
-        " parallelism besides.\n\n"
+        " (alpha = 0). 8M tokens on 64 GPUs fit with rings across nodes, as Memo ran them with context"
+        " parallelism; by heads alone they do not.\n\n"
         "![causal MFU by length and by GPUs](scale-memo.png)",
     "example":
         "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
@@ -241,7 +240,7 @@ def scale_tables() -> str:
 
 def choice_cells(plan: dict) -> list[str]:
     shards = plan["shards"].removesuffix(" inter")
-    if plan["sp"] > 1:
+    if plan["sp"] != "1":
         shards += f", sp={plan['sp']}, {plan['layers'].split(',')[0]}"
     return [shards, f"{plan['step_s']:.4g}", f"{plan['gpu_gib']:.1f}"]
 

@@ -31,7 +31,7 @@ from hardware import COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_prof
 from model import MODELS, ModelConfig
 from offload import GIB
 from planner import (GPU_SHARE, Constraints, Hardware, figures, layers_text, longest, plan,
-                     shards_text)
+                     shards_text, sp_text)
 
 # ---------------------------------------------------------------------------- networks
 
@@ -277,7 +277,7 @@ def choices() -> list[dict]:
             asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, flags,
                           {"p": p, "g": g, "os": os}))
     flags = {"seq": 2**18, "batch": 16, "os_layout": "inter"}
-    theirs = {"p": "4", "g": "4", "os": "8", "sp": 32, "recompute": "none"}
+    theirs = {"p": "4", "g": "4", "os": "8", "sp": 32, "ring": 1, "recompute": "none"}
     for text, recompute in (("InternEvo 7b, layers whole", "none"),
                             ("InternEvo 7b, layers may swap", "auto")):
         asked.append((text, MODELS["7b"], 128, flags | {"recompute": recompute}, theirs))
@@ -287,7 +287,7 @@ def choices() -> list[dict]:
         row = {"setting": text, "gpus": gpus}
         for whose, found in (("theirs", best_plan(model, gpus, **flags | choice)),
                              ("best", best_plan(model, gpus, **flags))):
-            row[whose] = {"shards": shards_text(found, hardware), "sp": found.sp,
+            row[whose] = {"shards": shards_text(found, hardware), "sp": sp_text(found),
                           "layers": layers_text(found), "step_s": found.step_s,
                           "gpu_gib": found.memory.total() / GIB}
         rows.append(row)
@@ -336,7 +336,8 @@ def memo() -> list[dict]:
         row = {"gpus": gpus, "seq": kilo * 1024, "published_mfu": published}
         if found:
             numbers = figures(found, MODELS["7b"], cluster(gpus))
-            row |= {key: numbers[key] for key in ("sp", "mfu_causal", "tgs", "gpu_gib", "host_gib")}
+            row |= {key: numbers[key] for key in ("mfu_causal", "tgs", "gpu_gib", "host_gib")}
+            row["sp"] = sp_text(found)
             row["layers"] = layers_text(found)
         rows.append(row)
     return rows
