@@ -357,8 +357,8 @@ def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
     return o, lse
 
 
-def attention_backward(kernel: Kernel, do, q, k, v, o, lse, causal: bool = True, groups: int = 1,
-                       in_place: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_place: bool = False,
+                       causal: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the same global o and lse for every cut. groups: of
     heads, one after the other, so that the kernel's sums are of one alone; they divide the
     key/value heads. in_place: gradients take the places of q, k and v, if no cut shares heads."""
@@ -434,7 +434,7 @@ class Attention:
     def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                         groups: int = 1, in_place: bool = False, passing=None):
         """Return their dq, dk, dv: attention_backward. passing: what Ring has under way."""
-        return attention_backward(self.kernel, do, q, k, v, o, lse, True, groups, in_place)
+        return attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.attend(q, k, v)
@@ -634,7 +634,7 @@ class Ring(Attention):
             dq_part, *parts = attention_backward(
                 self.kernel, *(t[:, queries].contiguous() for t in (do, q)),
                 *(t[:, keys].contiguous() for t in kv), o[:, queries].contiguous(),
-                lse[:, :, queries].contiguous(), False, groups)
+                lse[:, :, queries].contiguous(), groups, causal=False)
             dq[:, queries] += dq_part
             if summing is None:
                 sums = torch.zeros_like(kv, dtype=q.dtype if self.ring == 2 else wide)
@@ -643,7 +643,7 @@ class Ring(Attention):
             for total, part in zip(sums, parts):
                 total[:, keys] += part
             summing = self.pass_on(sums)  # hidden by the next step's, at last by the square
-        dq_part, *parts = attention_backward(self.kernel, do, q, k, v, o, lse, True, groups)
+        dq_part, *parts = attention_backward(self.kernel, do, q, k, v, o, lse, groups)
         dq += dq_part
         sums = summing.wait()
         dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))

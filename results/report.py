@@ -146,8 +146,8 @@ SCALE = {  # key of scale.json -> how to read it
         " instead of GPT's. The level at 1M is no prediction: attention rates above 32K tokens"
         " were assumed such that their mean is what the paper's 1M tokens imply. The course is"
         " one. Where layers keep all without swapping, Memo recomputed all but attention"
-        " (alpha = 0). 8M tokens on 64 GPUs fit with rings across nodes, as Memo ran them with context"
-        " parallelism; by heads alone they do not.\n\n"
+        " (alpha = 0). 8M tokens on 64 GPUs fit with rings across nodes, as Memo ran them with"
+        " context parallelism; by heads alone they do not.\n\n"
         "![causal MFU by length and by GPUs](scale-memo.png)",
     "example":
         "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
