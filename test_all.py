@@ -4452,7 +4452,7 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
             batch = tokens, tokens, torch.ones(())
             launched.clear()
             train.run_step(model, states, batch, torch.arange(32), 0.1, 1.0)
-            plan = costs.Plan(8, 32, 1, 8 * several, recompute=recompute, chunk=32, factors=f,
+            plan = costs.Plan(8, 32, 1, 1, 8 * several, recompute=recompute, chunk=32, factors=f,
                               os_layout=layout, accumulates=several > 1)
             alone = Recorded(est, plan).whole().alone
             assert {name: alone[name] for name in shard.STREAMS} == pytest.approx(
