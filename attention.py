@@ -488,8 +488,8 @@ class Attention:
 # ---------------------------------------------------------------------------- rings
 
 
-def sequence_parts(seq: int, sp: int, ring: int, rank: int) -> list[slice]:
-    """Return which tokens of a sequence lie on one of its sp ranks: one stretch, or two.
+def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
+    """Return where the tokens (T/sp,) of one of its sp ranks stand in a sequence.
 
     ring > 1: the sequence is cut in 2R parts; ring rank r, its sp/R neighbours in a row, has parts
     r and 2R-1-r one after the other (zigzag), so that each has as much of the causal triangle:
@@ -498,24 +498,22 @@ def sequence_parts(seq: int, sp: int, ring: int, rank: int) -> list[slice]:
     """
     size = seq // sp
     if ring == 1:
-        return [slice(rank * size, (rank + 1) * size)]
+        return torch.arange(rank * size, (rank + 1) * size)
     r, u = divmod(rank, sp // ring)
     length = seq // (2 * ring)
-    found = []
-    for part, begin in ((r, 0), (2 * ring - 1 - r, length)):  # where it begins on the ring rank
-        first = max(u * size, begin)
-        last = min((u + 1) * size, begin + length)
-        if first < last:
-            found.append(slice(part * length + first - begin, part * length + last - begin))
-    return found
+    of_ring_rank = torch.cat([torch.arange(part * length, (part + 1) * length)
+                              for part in (r, 2 * ring - 1 - r)])
+    return of_ring_rank[u * size : (u + 1) * size]
 
 
 @compiled
-def merge(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> tuple[Tensor, Tensor]:
-    """Return o (B, T, H, D) and lse (B, H, T) of the keys of both: softmax over parts of a row."""
+def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
+    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row.
+    """
     both = torch.logaddexp(lse, lse_more)
     share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
-    return o + share * (more - o), both
+    o.copy_(o + share * (more - o))
+    lse.copy_(both)
 
 
 @dataclass
@@ -534,8 +532,8 @@ class Passing:
 
 
 class Ring(Attention):
-    """Attention over a sequence whose tokens lie on R ranks (`sequence_parts`), with all heads that
-    they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
+    """Attention over a sequence whose tokens lie on R ranks (`sequence_positions`), with all heads
+    that they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
     2310.01889; zigzag).
 
     After s steps ring rank r has the keys of r - s. Its own ones make a causal square. Of those of
@@ -608,14 +606,13 @@ class Ring(Attention):
         o = o.to(accumulation_dtype(q.dtype))
         for step in range(1, self.ring):
             kv = passing.wait()
-            last = step + 1 == self.ring
-            if not last:
+            if step + 1 < self.ring:
                 passing = self.pass_on(kv)  # hidden by this step's rectangle
             queries, keys = self.rectangle(step, half)
             part = attention_forward(self.kernel, q[:, queries].contiguous(),
                                      *(t[:, keys].contiguous() for t in kv), causal=False)
-            o[:, queries], lse[:, :, queries] = merge(o[:, queries], lse[:, :, queries], *part)
-            self.poison_if_testing([kv] if last else [])
+            merge_into(o[:, queries], lse[:, :, queries], *part)
+        self.poison_if_testing([kv])
         return o.to(q.dtype), lse
 
     def attend_backward(self, do, q, k, v, o, lse, groups=1, in_place=False, passing=None):

@@ -833,7 +833,7 @@ def table_longest(bench: Bench) -> None:
                ("this machine, by plan", own.hardware, None)]
     lengths += [("this machine, by plan", own.hardware, seq) for seq in bench.seqs]
     for label, hardware, seq in lengths:
-        found = longest(own.constraints, own.model, hardware, seq)
+        found = on_all_ranks(lambda: longest(own.constraints, own.model, hardware, seq))
         if found is None:
             raise ConfigError(f"{label}: not even {hardware.ranks * 2**14:,} tokens")
         constraints, plan = found

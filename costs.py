@@ -448,10 +448,9 @@ class Estimator:
         return self.collective("all_to_all", size, self.mesh(plan.head_ranks))
 
     def pass_on(self, plan: Plan, columns: float) -> float:
-        """Return seconds of one head group's step around the ring with tensors (N, columns): one
-        of the steps that a ring of all-gathers takes."""
-        groups = plan.head_groups if plan.head_ranks > 1 else 1
-        size = plan.tokens * columns / groups * self.dtype.itemsize
+        """Return seconds of a step around the ring with tensors (N, columns): one of the R - 1
+        that an all-gather takes."""
+        size = plan.tokens * columns * self.dtype.itemsize
         mesh = self.mesh(plan.sp, plan.head_ranks)
         return self.collective("all_gather", size * plan.ring, mesh) / max(1, plan.ring - 1)
 
@@ -697,11 +696,11 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
     across = plan.sp > est.per_node
     step = kernel / groups / plan.ring
-    keys = est.pass_on(plan, 2 * kv)
-    sums = est.pass_on(plan, 2 * kv * bytes_of_sums(plan, est.dtype) / est.dtype.itemsize)
+    keys = est.pass_on(plan, 2 * kv / groups)  # 0 without a ring
+    sums = keys * bytes_of_sums(plan, est.dtype) / est.dtype.itemsize
 
     def travel(kind: str, seconds: float) -> list | None:
-        return line.launch(kind, seconds, across) if plan.ring > 1 else None
+        return line.launch(kind, seconds, across)
 
     def run_kernel(passing: list | None) -> None:
         """Run the ring's steps: in forward the square first, in backward last."""
@@ -721,18 +720,17 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
             line.run(step)
             line.wait(summing)
 
-    exchange = est.exchange if plan.head_ranks > 1 else lambda plan, columns: 0.0
-    first = line.launch("there", exchange(plan, there))
+    first = line.launch("there", est.exchange(plan, there))
     passing = travel("k, v", keys) if backward else None
     line.run(before)
     for g in range(groups):
         arriving = after_next = None
         if g + 1 < groups:  # the next group's way, under this group's kernel
-            arriving = line.launch("there", exchange(plan, there))
+            arriving = line.launch("there", est.exchange(plan, there))
             after_next = travel("k, v", keys) if backward else None
         line.wait(first)
         run_kernel(passing)
-        last = line.launch("back", exchange(plan, back))
+        last = line.launch("back", est.exchange(plan, back))
         first, passing = arriving, after_next
     line.run(after)
     line.wait(last)

@@ -782,8 +782,8 @@ def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
 
 
 def preference(plan: Plan, hardware: Hardware) -> tuple:
-    """Return what decides between plans that tie, less is better: ranks a sequence, and
-    a ring, small micro-batches, states on the host, a twentieth of its memory, shards."""
+    """Return what decides between plans that tie, less is better: ranks a sequence and a ring,
+    small micro-batches, states on the host, a twentieth of its memory, shards."""
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
     return (plan.sp, plan.ring, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
@@ -1497,8 +1497,7 @@ def describe(constraints: Constraints, model: ModelConfig, hardware: Hardware, p
     if ties > 0:
         lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest "
                      "ranks a sequence and a ring, then the largest micro-batch, states on the "
-                     "GPU, the least "
-                     "host memory, the fewest shards")
+                     "GPU, the least host memory, the fewest shards")
     if est.held:
         lines.append("not in the profile: " + "; ".join(sorted(est.held)))
     return "\n".join(lines + [f"what binds: {held}"])

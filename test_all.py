@@ -1108,8 +1108,7 @@ def sequence_worker():
                 offload.ChunkedLayers(model, (rows, part), activations, chunk, cpu, torch.float64,
                                       poison=True)
                 mine = slice(rank // sp * 8 // dp, (rank // sp + 1) * 8 // dp)
-                positions = torch.cat([torch.arange(24)[tokens] for tokens in
-                                       attention.sequence_parts(24, sp, ring, rank % sp)])
+                positions = attention.sequence_positions(24, sp, ring, rank % sp)
                 for (tokens, labels), want in zip(batch, wanted):
                     scale = 1 / (labels != m.IGNORE).sum().double()
                     with torch.no_grad():  # an evaluation in between changes nothing
@@ -1146,8 +1145,7 @@ def ring_worker():
         o, lse = plain.forward(q, k, v)
         want = o, *plain.backward(do, q, k, v, o, lse)
         op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True, ring=ring)
-        here = torch.cat([torch.arange(48)[tokens] for tokens in
-                          attention.sequence_parts(48, sp, ring, rank % sp)])
+        here = attention.sequence_positions(48, sp, ring, rank % sp)
         mine = [t[:, here].contiguous() for t in (q, k, v)]
         for prefetches in (False, True):
             o, lse = op.forward(*mine)
@@ -1172,8 +1170,7 @@ def test_rings_equal_one_process(ranks, count, tmp_path):
                                            (48, 8, 8), (48, 6, 2), (45, 3, 1), (72, 12, 4)])
 def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
     """Each token once; and of the causal triangle each ring rank as much as any other."""
-    of_rank = [[i for part in attention.sequence_parts(seq, sp, ring, r) for i in range(seq)[part]]
-               for r in range(sp)]
+    of_rank = [attention.sequence_positions(seq, sp, ring, r).tolist() for r in range(sp)]
     assert sorted(i for tokens in of_rank for i in tokens) == list(range(seq))
     assert all(tokens == sorted(tokens) and len(tokens) == seq // sp for tokens in of_rank)
     if ring > 1:
@@ -5235,6 +5232,10 @@ def test_longest_sequence_table_on_little_memory(monkeypatch, group):
     assert planned["seq"] > most["seq"] >= own["seq"] == proof["seq"] == 2**14
     assert proof["step_s"] > 0 and not proof["oom"], proof
     assert proof["activations"] == own["activations"]  # of all layers, not of those that ran
+    monkeypatch.setattr(planner, "longest", lambda *_: 2**14)
+    table.seqs = [2**24]
+    with pytest.raises(train.ConfigError, match="more ranks"):
+        bench.table_longest(table)
 
 
 def fsdp2_worker():

@@ -52,8 +52,8 @@ import hardware
 import model as llama
 import planner
 import shard
-from attention import (CommStream, Exchange, Groups, Ulysses, pick_kernel, sequence_parts,
-                       untried_versions)
+from attention import (CommStream, Exchange, Groups, Ulysses, pick_kernel,
+                       sequence_positions, untried_versions)
 from checkpoint import Checkpoint
 from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, find_files, fingerprint,
                   open_corpus, split, text_encoder, tokenise)
@@ -975,31 +975,21 @@ def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemo
 # ---------------------------------------------------------------------------- the loop
 
 
-def local_parts(run: Run) -> list[slice]:
-    """Return which tokens of its sequence this rank has."""
-    plan = run.plan
-    return sequence_parts(plan.seq, plan.sp, plan.ring, run.rank % plan.sp)
-
-
 def local_positions(run: Run) -> Tensor:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
-    return torch.cat([torch.arange(part.start, part.stop, device=run.device)
-                      for part in local_parts(run)])
+    plan = run.plan
+    return sequence_positions(plan.seq, plan.sp, plan.ring, run.rank % plan.sp).to(run.device)
 
 
 def to_device(windows: list[np.ndarray], run: Run) -> tuple[Tensor, Tensor]:
     """Return this rank's part of windows (T + 1,) as tokens, labels (M, B, T/sp) on the device."""
-    def local(first: int) -> Tensor:  # tokens from the first or second of a window on
-        parts = np.stack([
-            np.concatenate([window[first + part.start : first + part.stop]
-                            for part in local_parts(run)]) for window in windows])
-        ids = torch.from_numpy(parts).view(-1, run.plan.micro_batch, parts.shape[1])
-        if run.device.type == "cuda":
-            ids = ids.pin_memory().to(run.device, non_blocking=True)
-        return ids
-
-    labels = local(1)
-    return local(0), labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    here = local_positions(run.but(device=torch.device("cpu"))).numpy()
+    both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
+    ids = torch.from_numpy(both).view(2, -1, run.plan.micro_batch, len(here))
+    if run.device.type == "cuda":
+        ids = ids.pin_memory().to(run.device, non_blocking=True)
+    tokens, labels = ids
+    return tokens, labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
 
 
 def load_batch(run: Run, samples: int) -> Batch:
