@@ -4079,6 +4079,72 @@ def gpu_swap_worker():
     os._exit(0)
 
 
+def gpu_ring_worker():
+    """Rings over all ranks, two micro-batches a step: attention near that of the whole sequence, 12
+    steps near those of sp = 1, and all ways to keep a layer equal to the last bit, also with what
+    was received poisoned after use and messages that start late. Without waits this must fail."""
+    rank, world, device = gpu_ranks()
+    cfg, seq, steps, chunk = MEDIUM, 4096, 12, 512
+    groups, kernel = attention.Groups(), exact_kernel(device)
+    here = attention.sequence_positions(seq, world, world, rank).to(device)
+
+    def ring(hard: bool, head_groups: int = 1) -> attention.Ulysses:
+        return attention.Ulysses(kernel, world, groups, attention.CommStream(device), head_groups,
+                                 world, hard, 3 * 10**6 * hard, world, attention.CommStream(device))
+
+    random = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (torch.randn(1, seq, heads, 64, generator=random, device=device).bfloat16()
+                   for heads in (16, 4, 4, 16))
+    whole = attention.Attention(kernel)
+    o, lse = whole.forward(q, k, v)
+    want = o, *whole.backward(do, q, k, v, o, lse)
+    mine = [t[:, here].contiguous() for t in (q, k, v)]
+    op = ring(hard=True)
+    o, lse = op.forward(*mine)
+    found = o, *op.backward(do[:, here].contiguous(), *mine, o, lse)
+    for got, exact in zip(found, want):
+        error = (got - exact[:, here]).float().norm() / exact[:, here].float().norm()
+        assert error < 0.01, f"rank {rank}: {error:.4f} from attention of the whole sequence"
+
+    ids = learnable(cfg, 2 * steps, seq).view(steps, 2, seq + 1).to(device)
+    c = -(-seq // world // chunk)
+    kinds = {"whole": None, "plain": None, "by heads": (2, 0, 0, 5, 2, True), "kept": (8, 8 * c),
+             "attention again": (2, 2 * c, 3 * c, 3), "alpha 0.25": (2, 2 * c, round(1.5 * c))}
+    kinds |= {f"{name}, poisoned": kinds[name] for name in ("plain", "alpha 0.25", "by heads")}
+    kinds |= {f"{name}, without waits": kinds[name] for name in ("plain", "alpha 0.25")}
+    curves = {}
+    for kind, plan in kinds.items():
+        hard = "poisoned" in kind or "without" in kind
+        op = whole if kind == "whole" else ring(hard, 4 if "by heads" in kind else 1)
+        tokens = torch.arange(seq, device=device) if kind == "whole" else here
+        copies = world if kind == "whole" else 1  # of each token
+        scale = torch.tensor(1 / (2 * copies * seq), device=device)
+        model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
+                               gather_layers=plan is not None, num_chunks=c if plan else 1,
+                               micro_batches=2, poison=hard, groups=groups)
+        if plan:
+            offload.ChunkedLayers(model, (1, len(tokens)), offload.ActivationPlan(8, c, *plan),
+                                  chunk, device, torch.bfloat16, poison=hard,
+                                  delay=3 * 10**7 * hard)
+        attention.wait = (lambda _: None) if "without" in kind else offload.wait
+        curve = []
+        for i, rows in enumerate(ids):
+            parts = in_parts(rows[:, :-1][:, tokens], rows[:, 1:][:, tokens], 2, scale)
+            lr = 1e-4 * min(1, (i + 1) / 10)
+            curve.append(torch.stack(train.run_step(model, states, parts, tokens, lr, 1.0)[:2]))
+        curves[kind] = torch.stack(curve)
+    attention.wait = offload.wait
+    for kind, curve in curves.items():
+        way = kind.partition(",")[0]
+        like = curves[way if way in ("whole", "plain", "by heads") else "kept"]
+        assert torch.equal(curve, like) != ("without waits" in kind), kind
+    for kind in ("plain", "kept", "by heads"):
+        loss, norm = (curves[kind] - curves["whole"]).abs().unbind(1)
+        assert loss.max() < 0.05 and norm[0] < 0.01 * curves["whole"][0, 1], (kind, loss, norm)
+    print(f"rank {rank}: {len(kinds) - 2} ways alike, 2 without waits are not", flush=True)
+    os._exit(0)
+
+
 def gpu_host_worker():
     """12 steps with optimizer states on the host equal those with states on the GPU to the last
     bit, under all factors, also with everything poisoned after use and copies that start late.
@@ -4154,6 +4220,7 @@ def gpu_replay_worker():
 @needs_gpus
 @pytest.mark.parametrize("worker, says", [
     (gpu_factors_worker, "curves alike"), (gpu_swap_worker, "2 without waits are not"),
+    (gpu_ring_worker, "2 without waits are not"),
     (gpu_host_worker, "equal with states on the host"),
     (gpu_replay_worker, "equal at planned addresses")])
 def test_gpu(worker, says, tmp_path):
