@@ -53,6 +53,10 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         " with everything else allocated as planned (on one GPU, with optimizer states on it). *8 x"
         " H200* is a plan that was not run; there host memory binds, and most layers drop even"
         " their attention output.",
+        "ring": "Shows one sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over"
+        " two GPUs, each as train.py plans it; *nodes=2*: the two reach each other by sockets over"
+        " loopback alone. There the keys and values of llama3-8b, a quarter of its queries, go"
+        " around hidden by attention, and all-to-alls of everything do not.",
         "place": "Shows 7B with optimizer states on the host (75 GiB), from which they visit the"
         " GPU: updated under the next forward, or in the open, where compute waits; and on the GPU,"
         " if they fit there. Short sequences do not hide 12 bytes a parameter there and 12 back.",
@@ -280,8 +284,9 @@ PREDICTED = {  # file: the profile it is predicted by
     "predict-seen-h100": "h100", "predict-held-h100": "h100", "predict-seen-h200": "h200x2",
     "predict-held-h200": "h200x2", "predict-seen-2xh200": "h200x2",
     "predict-held-2xh200": "h200x2", "place-h100": "h100",
-    "long-256k-h100": "h100", "long-176k-h200": "h200x2", "long-400k-h200": "h200x2",
-    "long-1b-128k-24g-h200": "h200x2"}
+    "long-256k-h100": "h100", "long-1b-256k-h100": "h100", "long-176k-h200": "h200x2",
+    "long-400k-h200": "h200x2", "long-1b-128k-24g-h200": "h200x2",
+    "ring-32k-64k-128k-2xh200": "h200x2"}
 PREDICTIONS = """
 ## Predictions
 
@@ -294,7 +299,7 @@ gradients; bytes, of layers that run whole and of q, k, v, o, which were counted
 held-out settings were predicted 7.6 and 3.3 % too large.) *rank* is that of the setting among the
 measured ones of its question, by measured time, and what it loses to the best of them; the
 planner's own pick is *as planned*, or where nothing open was set by hand. Questions K are of the
-tables place and long, with optimizer states on the host and layers that drop o.
+tables place, long and ring: optimizer states on the host, layers that drop o, rings.
 
 Where one sequence of 4,096 tokens of 1b is a micro-batch, the host has more to do than its GPU (a
 layer computes for 2.5 ms; the profile's host launches it in 4.4), and a step takes what the host of
@@ -326,9 +331,9 @@ def predicted_rows() -> list[dict]:
             plan = predict(plan_of(r), MODELS[r["model"]], load_profile(profile_name), r["gpus"],
                            torch.bfloat16)
             now = {"now_s": plan.step_s, "now_gib": plan.memory.total() / 2**30}
-            asked = {"question": f"K, {r['seq'] // 1024}K", "held_out": False}  # of table place
+            asked = {"question": f"K, {r['model']} {r['seq'] // 1024}K", "held_out": False}
             rows.append(asked | r | now | {"gpu": gpu})
-    return sorted(rows, key=lambda r: (r["question"], r["gpu"], r["step_s"]))
+    return sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"]))
 
 
 def predictions() -> str:
@@ -337,8 +342,8 @@ def predictions() -> str:
     rows = predicted_rows()
     lines = []
     for r in rows:
-        alike = [x["step_s"] for x in rows
-                 if (x["question"], x["gpu"]) == (r["question"], r["gpu"])]
+        alike = [x["step_s"] for x in rows if all(
+            x[key] == r[key] for key in ("question", "gpu", "gpus"))]
         rank = alike.index(r["step_s"])
         behind = f", {r['step_s'] / alike[0] - 1:+.1%}" if rank else ""
         then = f"{r['predicted_s'] / r['step_s'] - 1:+.1%}" if r["held_out"] else "-"
