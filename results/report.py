@@ -153,6 +153,14 @@ SCALE = {  # key of scale.json -> how to read it
         " (alpha = 0). 8M tokens on 64 GPUs fit with rings across nodes, as Memo ran them with"
         " context parallelism; by heads alone they do not.\n\n"
         "![causal MFU by length and by GPUs](scale-memo.png)",
+    "rings":
+        "**Sequences across nodes** of 8 H200s with NICs of so many GB/s a GPU, eight ranks of a"
+        " node by heads. *hidden from*: the shortest sequence whose layers wait at most 1% longer"
+        " than on an endlessly fast network, if a ring crosses it; then the seconds of a step of 1M"
+        " tokens with a ring over the nodes, by heads alone (32 heads: not over 64 ranks), and what"
+        " the planner takes. By heads alone the whole all-to-all crosses the network, hidden by a"
+        " head group's attention. 7B has a key for each head, and its ring moves as much; of"
+        " llama3-8b four heads share one.",
     "example":
         "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
         " 400 Gb/s a GPU.",
@@ -233,6 +241,12 @@ def scale_tables() -> str:
               " / ".join([f"{r['mfu_causal']:.1%}" if "sp" in r else "-",
                           f"{r['published_mfu']:.1%}" if r["published_mfu"] else "over 50%"])]
              for r in found["memo"]]),
+        "rings": markdown(
+            ["model", "nodes", "GB/s", "hidden from", "ring s", "by heads s", "planned: sp"],
+            [[r["model"], str(r["nodes"]), f"{r['rate'] / 1e9:.0f}",
+              f"{r['hidden'] // 1024:,}K" if r["hidden"] else "-",
+              *(f"{r[how]['step_s']:.4g}" if how in r else "-" for how in ("ring", "heads")),
+              r["planned"]["sp"]] for r in found["rings"]]),
         "example": f"    {found['example']['command']}\n\n" + indent(
             found["example"]["text"], "    ")}
     text = ("\n## Scale, by simulation\n\nNothing here was run: `python results/scale.py"

@@ -26,7 +26,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from costs import Plan
+from costs import Estimator, Plan, layer_seconds
 from hardware import COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_profile, profile_text
 from model import MODELS, ModelConfig
 from offload import GIB
@@ -362,6 +362,60 @@ def fits() -> list[dict]:
     return rows
 
 
+RATES = (50e9, 25e9, 5e9)  # bytes/s of a GPU's share of its node's NICs
+
+
+def on_network(rate: float) -> Profile:
+    """Return h200x8 with NICs of so many bytes/s a GPU between nodes."""
+    one = load_profile("h200x8")
+    across = network(8, 345e9, dict.fromkeys((2, 4, 8), 8 * rate))
+    collectives = {op: across[op] | one.collectives[op] for op in COLLECTIVES}
+    return dataclasses.replace(one, collectives=collectives)
+
+
+def shortest_hidden(model: ModelConfig, nodes: int, rate: float) -> int | None:
+    """Return the tokens of the shortest sequence over 8 GPUs of each node, by context across them,
+    whose layers wait at most 1 % longer than on an endlessly fast network."""
+    alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}  # waits, not what slows compute
+    slow, fast = (Estimator(dataclasses.replace(on_network(r), overlap=alone), model,
+                            torch.bfloat16, 8) for r in (rate, 1e15))
+    ranks = 8 * nodes
+
+    def seconds_of_layer(est: Estimator, seq: int) -> float:
+        found = [layer_seconds(est, Plan(ranks, seq, ranks, nodes, 1, 1, groups, "auto", 2**14))
+                 for groups in (1, 2, 4)]
+        return min(layer.forward + sum(layer.backward) for layer in found)
+
+    for seq in range(512 * ranks, 2**16 * ranks, 512 * ranks):
+        if seconds_of_layer(slow, seq) < 1.01 * seconds_of_layer(fast, seq):
+            return seq
+    return None
+
+
+def rings() -> list[dict]:
+    """Return, of nodes of 8 H200s and networks, the shortest sequence whose ring is hidden; and
+    seconds of a step at 1M tokens by rings over nodes, by heads alone, and as planned."""
+    rows = []
+    for name in ("7b", "llama3-8b"):
+        for nodes in (2, 4, 8):
+            for rate in RATES:
+                model, ranks = MODELS[name], 8 * nodes
+                hardware = Hardware(ranks, 8, on_network(rate), GPU_SHARE * 139.8 * GIB,
+                                    490 * GIB / 8)
+                row = {"model": name, "nodes": nodes, "rate": rate,
+                       "hidden": shortest_hidden(model, nodes, rate)}
+                for how, flags in (("ring", {"sp": ranks, "ring": nodes}),
+                                   ("heads", {"sp": ranks, "ring": 1}), ("planned", {})):
+                    asked = Constraints(seq=2**20, batch=1, dtype=torch.bfloat16, **flags)
+                    try:
+                        found = plan(asked, model, hardware, top=1)[0]
+                    except ValueError:
+                        continue  # more ranks than heads
+                    row[how] = {"step_s": found.step_s, "sp": sp_text(found)}
+                rows.append(row)
+    return rows
+
+
 EXAMPLE = ("planner.py --model 65b --ranks 10000 --per-node 8 --seq 32K --batch 1250 --cluster "
            "h200x8-400g --top 2")
 
@@ -383,7 +437,7 @@ def rounded(value):
 
 def predictions() -> dict:
     return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
-                    "memo": memo(), "fits": fits()})
+                    "memo": memo(), "fits": fits(), "rings": rings()})
 
 
 def main() -> None:
