@@ -43,12 +43,19 @@ are sent, under the way of the group before, and its gradients are taken as they
 the way of the group behind; the order is the same. Each kind of communication has a CUDA stream of
 its own (CommStream): launch, compute, wait.
 
-Left out: windows, dropout, documents, and two rings, one inside nodes (Ulysses serves there).
+Where documents are packed into a sequence, tokens attend inside their own alone (Mask, Documents;
+`Attention.within` a micro-batch's), by kernels with variable lengths or once a document.
+
+Left out: windows, dropout, rings of documents, and two rings, one inside nodes (Ulysses serves
+there).
 
 Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
 sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
 """
 import contextlib
+import copy
+import dataclasses
+import functools
 import importlib
 import math
 import warnings
@@ -149,12 +156,45 @@ class Groups:
         return self.made[name, *mine]
 
 
+# ---------------------------------------------------------------------------- who attends to whom
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where documents lie in the N = B*T tokens of a micro-batch, one sequence after the other."""
+
+    bounds: tuple[int, ...]  # where each begins, and N
+    offsets: Tensor  # the same, int32, on the device
+
+    @functools.cached_property
+    def longest(self) -> int:
+        return max(cut.stop - cut.start for cut in self.cuts())
+
+    def cuts(self) -> list[slice]:
+        return [slice(*bounds) for bounds in zip(self.bounds, self.bounds[1:])]
+
+    def squares(self) -> int:
+        """Return the sum of squared lengths: twice the pairs that attend."""
+        return sum((cut.stop - cut.start) ** 2 for cut in self.cuts())
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query attends to."""
+
+    causal: bool = True  # those up to its own; else all, of which there may be more than queries
+    documents: Documents | None = None  # those of its own document; all sequences are one row
+
+
+CAUSAL = Mask()
+EVERYTHING = Mask(causal=False)
+
 # ---------------------------------------------------------------------------- attention kernels
 # A kernel is a pair of functions on (B, T, heads, D) tensors, scaled by 1/sqrt(D):
-#   forward(q, k, v, causal) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
-#   backward(do, q, k, v, o, lse, causal) -> dq, dk, dv
-# Not causal, a query attends to all keys, of which there may be more or fewer than queries.
-# aten's operators want (B, heads, T, D): transposed views, which cost nothing.
+#   forward(q, k, v, mask) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
+#   backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
+# Of documents, B is 1: kernels with variable lengths want (N, heads, D) and lse (H, N).
+# Some of aten's operators want (B, heads, T, D): transposed views, which cost nothing.
 
 _aten = torch.ops.aten
 _module = importlib.import_module  # a dictionary look-up after the first call
@@ -164,74 +204,106 @@ def _swap(*tensors):
     return [t.transpose(1, 2) for t in tensors]
 
 
-def _fa4_forward(q, k, v, causal):
+def _rows(mask: Mask, *tensors):
+    """(1, N, ...) -> (N, ...), of documents."""
+    return tensors if mask.documents is None else [t[0] for t in tensors]
+
+
+def _batch(mask: Mask, *tensors):
+    """(N, ...) -> (1, N, ...), of documents."""
+    return tensors if mask.documents is None else [t[None] for t in tensors]
+
+
+def _lengths(mask: Mask) -> dict:
+    """Return where documents lie, as FlashAttention's functions want it."""
+    if mask.documents is None:
+        return {}
+    offsets, longest = mask.documents.offsets, mask.documents.longest
+    return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest,
+            "max_seqlen_k": longest}
+
+
+def _fa4_forward(q, k, v, mask):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=causal, return_lse=True)
-    return o, lse
+        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask))
+    return _batch(mask, o, lse)
 
 
-def _fa4_backward(do, q, k, v, o, lse, causal):
+def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
-    return _module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, o, do, lse, causal=causal, deterministic=exact)[:3]
+    grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
+        *_rows(mask, q, k, v, o, do, lse), causal=mask.causal, deterministic=exact,
+        **_lengths(mask))
+    return _batch(mask, *grads[:3])
 
 
 _FA2 = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0,
             alibi_slopes=None)
 
 
-def _fa2_forward(q, k, v, causal):
-    o, lse, *_ = _module("flash_attn.flash_attn_interface")._flash_attn_forward(
-        q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=causal, return_softmax=False, **_FA2)
-    return o, lse
+def _fa2_forward(q, k, v, mask):
+    module = _module("flash_attn.flash_attn_interface")
+    run = module._flash_attn_varlen_forward if mask.documents else module._flash_attn_forward
+    o, lse, *_ = run(*_rows(mask, q, k, v), softmax_scale=q.shape[-1] ** -0.5, causal=mask.causal,
+                     return_softmax=False, **_lengths(mask), **_FA2)
+    return _batch(mask, o, lse)
 
 
-def _fa2_backward(do, q, k, v, o, lse, causal):
+def _fa2_backward(do, q, k, v, o, lse, mask):
+    module = _module("flash_attn.flash_attn_interface")
+    run = module._flash_attn_varlen_backward if mask.documents else module._flash_attn_backward
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    _module("flash_attn.flash_attn_interface")._flash_attn_backward(
-        do, q, k, v, o, lse, *grads, softmax_scale=q.shape[-1] ** -0.5, causal=causal,
-        deterministic=torch.are_deterministic_algorithms_enabled(), **_FA2)
+    run(*_rows(mask, do, q, k, v, o, lse, *grads), softmax_scale=q.shape[-1] ** -0.5,
+        causal=mask.causal, deterministic=torch.are_deterministic_algorithms_enabled(),
+        **_lengths(mask), **_FA2)
     return grads
 
 
-def _cudnn_forward(q, k, v, causal):
+def _cudnn_forward(q, k, v, mask):
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_swap(q, k, v), None, True, 0.0, causal)
+        *_swap(q, k, v), None, True, 0.0, mask.causal)
     return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
 
 
-def _cudnn_backward(do, q, k, v, o, lse, causal):
+def _cudnn_backward(do, q, k, v, o, lse, mask):
     queries, keys = q.shape[1], k.shape[1]
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_cudnn_attention_backward(
         do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, queries, keys, 0.0,
-        causal))
+        mask.causal))
 
 
-def _flash_forward(q, k, v, causal):
-    o, lse, *_ = _aten._scaled_dot_product_flash_attention(*_swap(q, k, v), 0.0, causal)
-    return o.transpose(1, 2), lse
+def _flash_lengths(q, k, mask: Mask) -> tuple:
+    """Return offsets and longest lengths of queries and keys, as torch's functions want them."""
+    if mask.documents is None:
+        return None, None, q.shape[1], k.shape[1]
+    return tuple(_lengths(mask).values())
 
 
-def _flash_backward(do, q, k, v, o, lse, causal):
-    queries, keys = q.shape[1], k.shape[1]
+def _flash_forward(q, k, v, mask):
+    o, lse, *_ = _aten._flash_attention_forward(
+        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
+    return _batch(mask, o, lse)
+
+
+def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_flash_attention_backward(
-        do, q, k, v, o, lse, None, None, queries, keys, 0.0, causal, no_seed, no_seed))
+    return _batch(mask, *_aten._flash_attention_backward(
+        *_rows(mask, do, q, k, v, o, lse), *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed,
+        no_seed))
 
 
-def _cpu_forward(q, k, v, causal):
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, causal)
+def _cpu_forward(q, k, v, mask):
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
     return o.transpose(1, 2), lse
 
 
-def _cpu_backward(do, q, k, v, o, lse, causal):
+def _cpu_backward(do, q, k, v, o, lse, mask):
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, causal))
+        do, q, k, v, o, lse, 0.0, mask.causal))
 
 
 @dataclass(frozen=True)
@@ -241,15 +313,16 @@ class Kernel:
     capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
     module: str = ""  # what must be importable
     package: str = ""  # and where it comes from
+    documents: bool = False  # it takes variable lengths; else it is called for each document
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
     "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
-                  "flash-attn-4[cu13]"),
+                  "flash-attn-4[cu13]", documents=True),
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10)),
     "fa2": Kernel(_fa2_forward, _fa2_backward, (8, 9), "flash_attn.flash_attn_interface",
-                  "flash-attn"),
-    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
+                  "flash-attn", documents=True),
+    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12), documents=True),
     "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
 }
 
@@ -339,18 +412,42 @@ def cut_heads(q: Tensor, k: Tensor, groups: int = 1):
             yield slice(b, b + 1), slice(first, last), kv_heads
 
 
+def run_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask):
+    """Run a kernel: o, lse; for each document, if it cannot do otherwise."""
+    if mask.documents is None or kernel.documents:
+        return kernel.forward(q, k, v, mask)
+    parts = [kernel.forward(*(t[:, cut].contiguous() for t in (q, k, v)), CAUSAL)
+             for cut in mask.documents.cuts()]
+    o, lse = zip(*parts)
+    return torch.cat(o, 1), torch.cat(lse, 2)
+
+
+def run_backward(kernel: Kernel, do, q, k, v, o, lse, mask: Mask):
+    """Run a kernel: dq, dk, dv; for each document, if it cannot do otherwise."""
+    if mask.documents is None or kernel.documents:
+        return kernel.backward(do, q, k, v, o, lse, mask)
+    parts = [kernel.backward(*(t[:, cut].contiguous() for t in (do, q, k, v, o)),
+                             lse[:, :, cut].contiguous(), CAUSAL)
+             for cut in mask.documents.cuts()]
+    return [torch.cat(grads, 1) for grads in zip(*parts)]
+
+
 def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
-                      causal: bool = True) -> tuple[Tensor, Tensor]:
-    """Attend: q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T)."""
+                      mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
+    """Attend: q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T); of documents (1, H,
+    B*T)."""
+    if mask.documents is not None and len(q) > 1:
+        o, lse = attention_forward(kernel, *one_row(q, k, v), mask)
+        return o.view_as(q), lse
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS:
-        return kernel.forward(q, k, v, causal)
+        return run_forward(kernel, q, k, v, mask)
     o = torch.empty_like(q)
     lse = None
     for b, h, kv in cut_heads(q, k):
         of_queries = (b, slice(None), h)
         of_keys = (b, slice(None), kv)
         cut = (q[of_queries], k[of_keys], v[of_keys])
-        o[of_queries], part = kernel.forward(*(t.contiguous() for t in cut), causal)
+        o[of_queries], part = run_forward(kernel, *(t.contiguous() for t in cut), mask)
         if lse is None:
             lse = part.new_empty(q.shape[0], q.shape[2], q.shape[1])
         lse[b, h] = part
@@ -358,12 +455,15 @@ def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
 
 
 def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_place: bool = False,
-                       causal: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+                       mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v, from the same global o and lse for every cut. groups: of
     heads, one after the other, so that the kernel's sums are of one alone; they divide the
     key/value heads. in_place: gradients take the places of q, k and v, if no cut shares heads."""
+    if mask.documents is not None and len(q) > 1:
+        grads = attention_backward(kernel, *one_row(do, q, k, v, o), lse, groups, in_place, mask)
+        return tuple(grad.view_as(x) for grad, x in zip(grads, (q, k, v)))
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS and groups == 1:
-        return kernel.backward(do.contiguous(), q, k, v, o, lse, causal)
+        return run_backward(kernel, do.contiguous(), q, k, v, o, lse, mask)
     cuts = list(cut_heads(q, k, groups))
     in_place = in_place and sum(kv.stop - kv.start for _, _, kv in cuts) == len(q) * k.shape[2]
     if in_place:
@@ -376,7 +476,8 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_
         of_queries = (b, slice(None), h)
         of_keys = (b, slice(None), kv)
         cut = (do[of_queries], q[of_queries], k[of_keys], v[of_keys], o[of_queries], lse[b, h])
-        dq[of_queries], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut), causal)
+        dq[of_queries], dk_part, dv_part = run_backward(
+            kernel, *(t.contiguous() for t in cut), mask)
         if in_place:
             dk[of_keys] = dk_part
             dv[of_keys] = dv_part
@@ -384,6 +485,11 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_
             dk[of_keys] += dk_part
             dv[of_keys] += dv_part
     return dq, dk, dv
+
+
+def one_row(*tensors: Tensor) -> list[Tensor]:
+    """(B, T, ...) -> (1, B*T, ...)"""
+    return [t.flatten(0, 1)[None] for t in tensors]
 
 
 class _Attention(Function):
@@ -419,9 +525,16 @@ class Attention:
     """
 
     head_groups = 1  # that run one after the other, in backward or by heads
+    mask = CAUSAL
 
     def __init__(self, kernel: str):
         self.kernel = KERNELS[kernel]
+
+    def within(self, documents: Documents) -> "Attention":
+        """Return this op for a micro-batch whose tokens attend inside their documents alone."""
+        op = copy.copy(self)
+        op.mask = dataclasses.replace(self.mask, documents=documents)
+        return op
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _Attention.apply(q, k, v, self)
@@ -429,12 +542,12 @@ class Attention:
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o, lse of some heads' q, k, v, (B, T, heads, D) each. (Ring: of a rank's part of
         the tokens; its queries attend to the keys of all ring ranks.)"""
-        return attention_forward(self.kernel, q, k, v)
+        return attention_forward(self.kernel, q, k, v, self.mask)
 
     def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                         groups: int = 1, in_place: bool = False, passing=None):
         """Return their dq, dk, dv: attention_backward. passing: what Ring has under way."""
-        return attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place)
+        return attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place, self.mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.attend(q, k, v)
@@ -597,6 +710,10 @@ class Ring(Attention):
             return slice(None), slice(0, half)
         return slice(half, None), slice(None)
 
+    def within(self, documents):
+        assert self.ring == 1, "documents would cut a ring's rectangles"
+        return super().within(documents)
+
     def attend(self, q, k, v):
         if self.ring_group is None:
             return super().attend(q, k, v)
@@ -610,7 +727,7 @@ class Ring(Attention):
                 passing = self.pass_on(kv)  # hidden by this step's rectangle
             queries, keys = self.rectangle(step, half)
             part = attention_forward(self.kernel, q[:, queries].contiguous(),
-                                     *(t[:, keys].contiguous() for t in kv), causal=False)
+                                     *(t[:, keys].contiguous() for t in kv), EVERYTHING)
             merge_into(o[:, queries], lse[:, :, queries], *part)
         self.poison_if_testing([kv])
         return o.to(q.dtype), lse
@@ -631,7 +748,7 @@ class Ring(Attention):
             dq_part, *parts = attention_backward(
                 self.kernel, *(t[:, queries].contiguous() for t in (do, q)),
                 *(t[:, keys].contiguous() for t in kv), o[:, queries].contiguous(),
-                lse[:, :, queries].contiguous(), groups, causal=False)
+                lse[:, :, queries].contiguous(), groups, mask=EVERYTHING)
             dq[:, queries] += dq_part
             if summing is None:
                 sums = torch.zeros_like(kv, dtype=q.dtype if self.ring == 2 else wide)

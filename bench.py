@@ -189,9 +189,8 @@ class Step:
     held: list = field(default_factory=list)  # memory that is taken besides
 
     def __call__(self):
-        positions = local_positions(self.run)
         lr = 1e-4 if self.update else None
-        return train.run_step(self.model, self.states, self.batch, positions, lr, 1.0)
+        return train.run_step(self.model, self.states, self.batch, lr, 1.0)
 
 
 def machine(bench: Bench, cfg: Config) -> Run:
@@ -224,7 +223,7 @@ def random_batch(run: Run) -> train.Batch:
     labels = ids[:, positions + 1].reshape(shape)
     scale = torch.full((), 1 / (run.plan.batch * cfg.seq), device=run.device,
                        dtype=torch.promote_types(run.dtype, torch.float32))
-    return tokens, labels, scale
+    return train.Batch(tokens, labels, positions, scale=scale)
 
 
 def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,

@@ -15,7 +15,7 @@ FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256}, the 
 what all ids lie below. tokenise() writes such a pair from text. Passkeys are sequences that are
 generated, and ask at their end for what they said before.
 
-Left out: mixtures of corpora, borders between documents, shuffling within a sequence.
+Left out: mixtures of corpora, packing of documents into sequences, shuffling within a sequence.
 
 Legend: T tokens of a sequence, i a sample since step 0.
 """
@@ -193,6 +193,12 @@ class Sequences:
             self.epoch = epoch
             self.order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
         return self.window(int(self.order[position]))
+
+
+def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
+    """Return where documents begin in the tokens (T,) of a sequence: at 0, and behind each `end`,
+    a document's last token. The first may have begun before, and the last go on behind."""
+    return np.concatenate([[0], np.flatnonzero(tokens[:-1] == end) + 1])
 
 
 def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:

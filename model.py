@@ -14,7 +14,8 @@ This file knows neither ranks nor streams. The outside acts on a model in three 
                          gives back are views of its own memory
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
-    model.layer_runner   called at the start of a forward pass with the model and the angles,
+                         (its `within` gives that of documents)
+    model.layer_runner   called at the start of a forward pass with the model, angles and attention,
                          returns run_layer(i, x) -> y: offload.py runs layers in chunks of tokens,
                          and says what it wants of operators in backward (recomputation and
                          deferred_weight_grads, below)
@@ -241,12 +242,13 @@ def norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, residual: T
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn pairs of x (B, T, heads, D) by their angles (T, D/2); minus sin turns them back.
+    """Turn pairs of x (B, T, heads, D) by their angles (T, D/2), or (B, T, D/2); minus sin turns
+    them back.
 
     The pairs are (i, i + D/2), as in Hugging Face's checkpoints (Meta's own have (2i, 2i+1)).
     """
-    cos = cos[:, None]  # (T, 1, D/2)
-    sin = sin[:, None]
+    cos = cos.unsqueeze(-2)  # (T, 1, D/2)
+    sin = sin.unsqueeze(-2)
     x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
@@ -683,7 +685,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn x (B, T, heads, D) by the angles of its positions: rope (T, D/2) each."""
+    """Turn x (B, T, heads, D) by the angles of its positions: rope (T, D/2), or (B, T, D/2)."""
     return _Rotate.apply(x, *rope)
 
 
@@ -856,12 +858,12 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
 
 
 def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos, sin (T, D/2) of integer positions (T,).
+    """Return cos, sin (..., D/2) of integer positions, (T,) or (B, T).
 
     The angles are float64: near position 2^20 float32 numbers lie 1/16 apart.
     """
     freq, factor = rope_frequencies(cfg)
-    angle = positions.double()[:, None] * freq.to(positions.device)
+    angle = positions.double().unsqueeze(-1) * freq.to(positions.device)
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
@@ -945,16 +947,18 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
     return o.transpose(1, 2), None
 
 
-def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor]) -> Callable[[int, Tensor], Tensor]:
+def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor],
+                 attention: Callable) -> Callable[[int, Tensor], Tensor]:
     """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
     def run_layer(i: int, x: Tensor) -> Tensor:
-        return model.blocks[i](x, rope, model.attention)
+        return model.blocks[i](x, rope, attention)
 
     return run_layer
 
 
 class LLaMA(nn.Module):
-    """attention: called with (q, k, v), returns (o, lse)."""
+    """attention: called with (q, k, v), returns (o, lse); its within(documents) is that of a
+    micro-batch in which tokens attend inside documents alone."""
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
         super().__init__()
@@ -971,19 +975,21 @@ class LLaMA(nn.Module):
             p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
-                positions: Tensor | None = None, each: bool = False) -> Tensor:
+                positions: Tensor | None = None, documents=None, each: bool = False) -> Tensor:
         """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
         each: token_losses instead, under no_grad.
 
         tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
         default 1 / valid tokens here; whoever splits a batch passes 1 / valid tokens of all parts,
-        and the parts' losses and gradients add up. positions (T,): by default 0 ... T-1.
+        and the parts' losses and gradients add up. positions (T,), or (B, T): by default 0 ... T-1.
+        documents: where they lie, as model.attention wants it (attention.Documents).
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = _Embedding.apply(self.embed.weight, tokens, self.embed)  # (B, T, C)
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
-        run_layer = self.layer_runner(self, rope)
+        attention = self.attention if documents is None else self.attention.within(documents)
+        run_layer = self.layer_runner(self, rope, attention)
         for i in range(len(self.blocks)):
             x = run_layer(i, x)
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)

@@ -58,7 +58,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 import model as llama
-from attention import CommStream, do_nothing, wait
+from attention import Attention, CommStream, do_nothing, wait
 from model import (ALL_HEADS, HeadPart, LLaMA, ModelConfig, accumulation_dtype,
                    deferred_weight_grads, recomputation)
 
@@ -398,10 +398,11 @@ class MicroBatch:
     """One micro-batch's way through the layers, forward and back. Several may be in flight, if
     ChunkedLayers has host buffers for so many."""
 
-    def __init__(self, layers: "ChunkedLayers", rope: tuple[Tensor, Tensor],
+    def __init__(self, layers: "ChunkedLayers", rope: tuple[Tensor, Tensor], attention: Attention,
                  host_buffers: list[Tensor]):
         self.layers = layers
         self.rope = rope  # cos, sin (N, D/2)
+        self.attention = attention
         self.host_buffers = host_buffers  # by layer
         self.saved: dict[int, SavedLayer] = {}  # from a layer's forward to its backward
         self.offload_done: dict[int, object] = {}  # layer: event, its tensors are on the host
@@ -447,7 +448,6 @@ class ChunkedLayers:
                  chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
                  poison: bool = False, delay: int = 0):
         self.blocks = model.blocks
-        self.attention = model.attention
         self.cfg = model.cfg
         self.batch_size = shape[0]
         self.tokens = shape[0] * shape[1]
@@ -508,13 +508,14 @@ class ChunkedLayers:
         self.host_buffers = wait_for_host_buffers(self.pinning, self.buffer_sizes, report)
         self.pinning = []
 
-    def start(self, model: LLaMA, rope: tuple[Tensor, Tensor]) -> Callable[[int, Tensor], Tensor]:
-        """Begin a forward pass: rope (T, D/2) each. Returns run_layer."""
+    def start(self, model: LLaMA, rope: tuple[Tensor, Tensor],
+              attention: Attention) -> Callable[[int, Tensor], Tensor]:
+        """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer."""
         if self.pinning:
             self.wait_for_host_memory()
-        if self.batch_size > 1:
-            rope = tuple(angles.repeat(self.batch_size, 1) for angles in rope)  # (N, D/2)
-        micro_batch = MicroBatch(self, rope, [])
+        # (N, D/2)
+        rope = tuple(angles.expand(self.batch_size, -1, -1).flatten(0, 1) for angles in rope)
+        micro_batch = MicroBatch(self, rope, attention, [])
         if torch.is_grad_enabled() and self.host_buffers:
             place = self.free_place()
             self.owners[place] = weakref.ref(micro_batch)
@@ -589,17 +590,18 @@ class ChunkedLayers:
         they are made by heads; they leave the graphs of saved chunks."""
         if not self.plan.by_heads:
             qkv = self.project(block, micro_batch, saved, num_saved)
-            o, saved.lse = self.attention.forward(*(self.split(t) for t in qkv))
+            o, saved.lse = micro_batch.attention.forward(*(self.split(t) for t in qkv))
             saved.o = self.join(o)
             return qkv
         cfg = self.cfg
+        attention = micro_batch.attention
 
         def make(g: int) -> list[Tensor]:
-            part = HeadPart(g, self.attention.head_groups)
+            part = HeadPart(g, attention.head_groups)
             return [self.split(t) for t in self.project(block, micro_batch, saved, 0, part)]
 
         o = saved.x.new_empty(1, self.tokens, cfg.heads, cfg.head_dim)
-        saved.lse = self.attention.forward_by_heads(make, self.split(o), cfg.kv_heads)
+        saved.lse = attention.forward_by_heads(make, self.split(o), cfg.kv_heads)
         saved.o = o
         return [o[:, :0], *2 * [o[:, :0, : cfg.kv_heads]]]
 
@@ -664,18 +666,18 @@ class ChunkedLayers:
     def backward_whole(self, block, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
                        num_saved: int) -> Tensor:
         """dy -> dx (1, N, C), with q, k, v of all heads at once."""
+        attention = micro_batch.attention
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
-            o, saved.lse = self.attention.forward(*(self.split(t) for t in (q, k, v)))
+            o, saved.lse = attention.forward(*(self.split(t) for t in (q, k, v)))
             saved.o = self.join(o)
         inputs = [self.split(t) for t in (q, k, v, saved.o)]
-        first_group = self.attention.prefetch_backward(*inputs)  # hidden by block.post's backward
+        first_group = attention.prefetch_backward(*inputs)  # hidden by block.post's backward
         do, dx_parts, deferred = self.backward_post(block, saved, dy, num_saved)
         del dy
-        while_waiting = self.send_do(first_group, do, deferred)
+        while_waiting = self.send_do(attention, first_group, do, deferred)
         in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = self.attention.backward(do, *inputs, saved.lse, first_group, while_waiting,
-                                        in_place)
+        grads = attention.backward(do, *inputs, saved.lse, first_group, while_waiting, in_place)
         grads = [self.join(t) for t in grads]
         del do, inputs, q, k, v, first_group, while_waiting, deferred
         dx = torch.empty_like(saved.x)
@@ -688,10 +690,11 @@ class ChunkedLayers:
         if saved.o is None:
             with recomputation():
                 self.attend(block, micro_batch, saved)
+        attention = micro_batch.attention
         graphs: dict[int, list[ChunkGraph]] = {}  # by head group, of chunks
 
         def make(g: int) -> list[Tensor]:
-            part = HeadPart(g, self.attention.head_groups)
+            part = HeadPart(g, attention.head_groups)
             graphs[g] = []
             return [self.split(t) for t in self.project_again(
                 block, micro_batch, saved, graphs[g], self.chunks, [None, None, None], part)]
@@ -699,17 +702,17 @@ class ChunkedLayers:
         def take(g: int, grads: list[Tensor]) -> None:
             grads = [self.join(t) for t in grads]
             # the residual path's gradient is larger than each group's: it comes last
-            last = g == self.attention.head_groups - 1
+            last = g == attention.head_groups - 1
             self.backward_pre(graphs.pop(g), saved, grads, dx, g > 0, dx_parts if last else None)
 
         o = self.split(saved.o)
         kv_heads = self.cfg.kv_heads
-        first_group = self.attention.prefetch_by_heads(make, o, kv_heads)
+        first_group = attention.prefetch_by_heads(make, o, kv_heads)
         do, dx_parts, deferred = self.backward_post(block, saved, dy, 0)
-        while_waiting = self.send_do(first_group, do, deferred)
+        while_waiting = self.send_do(attention, first_group, do, deferred)
         dx = torch.empty_like(saved.x)
-        self.attention.backward_by_heads(make, take, do, o, saved.lse, kv_heads, first_group,
-                                         while_waiting)
+        attention.backward_by_heads(make, take, do, o, saved.lse, kv_heads, first_group,
+                                    while_waiting)
         return dx
 
     def backward_post(self, block, saved: SavedLayer, dy: Tensor,
@@ -729,10 +732,12 @@ class ChunkedLayers:
             del graph, dx_part, do_part  # before the next chunk's are made
         return self.split(do), dx_parts, deferred
 
-    def send_do(self, first_group, do: Tensor, deferred: list[Callable]) -> Callable[[], None]:
+    @staticmethod
+    def send_do(attention: Attention, first_group, do: Tensor,
+                deferred: list[Callable]) -> Callable[[], None]:
         """Launch the way of the first heads' do, hidden by the last chunk's products for weights.
         Returns one of them, which hides the way back of the last heads' gradients."""
-        self.attention.prefetch_do(first_group, do)
+        attention.prefetch_do(first_group, do)
         while len(deferred) > 1:
             deferred.pop(0)()
         return deferred.pop() if deferred else do_nothing
@@ -920,10 +925,10 @@ class _RecomputedLayer(Function):
         return None, x.grad, None, None
 
 
-def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor]) -> Callable:
+def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor], attention: Callable) -> Callable:
     """A layer_runner that keeps a layer's input alone and runs all of it again in backward,
     attention included, as others do."""
-    run_whole_layer = llama.whole_layers(model, rope)
+    run_whole_layer = llama.whole_layers(model, rope, attention)
 
     def run_layer(i: int, x: Tensor) -> Tensor:
         run = functools.partial(run_whole_layer, i)

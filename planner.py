@@ -107,6 +107,14 @@ class Constraints:
     chunk: int | None = None
     alpha: float | None = None
     resident_layers: int | None = None
+    document_token: int | None = None
+    tokenizer: str = ""
+
+    @property
+    def in_documents(self) -> bool:
+        """Whether tokens attend inside documents alone."""
+        end = self.document_token
+        return bool(self.tokenizer) if end is None else end >= 0
 
 
 def constraints_of(flags, dtype: torch.dtype, default_batch: int,
@@ -659,6 +667,11 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
                     ring == 1 or (in_node and seq % (2 * ring) == 0)):
                 legal.append((sp, ring))
     sp, ring = constraints.sp, constraints.ring
+    if constraints.in_documents:
+        if ring not in (None, 1):
+            raise ValueError(f"--ring {ring}: attention inside documents (--document-token) goes by"
+                             " heads alone: --ring 1, or --document-token -1")
+        legal = [pair for pair in legal if pair[1] == 1]
     asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
     if asked:
         return asked

@@ -441,8 +441,8 @@ def test_attention_head_groups(heads, kv_heads, limit, monkeypatch):
         for most in (2**31, limit):  # a ring's rectangles, whole and cut
             monkeypatch.setattr(attention, "MAX_ELEMENTS", most)
             cut = do[:, queries], q[:, queries], k[:, keys], v[:, keys]
-            o, lse = attention.attention_forward(kernel, *cut[1:], causal=False)
-            grads = attention.attention_backward(kernel, *cut, o, lse, causal=False)
+            o, lse = attention.attention_forward(kernel, *cut[1:], mask=attention.EVERYTHING)
+            grads = attention.attention_backward(kernel, *cut, o, lse, mask=attention.EVERYTHING)
             found.append((o, lse, *grads))
         assert all(relative(a, b) < 1e-15 for a, b in zip(*found)), queries
     monkeypatch.setattr(attention, "MAX_ELEMENTS", 799)
@@ -497,17 +497,20 @@ def cover(**choices) -> list[tuple]:
     return rows
 
 
-def in_parts(tokens, labels, micro_batches=1, scale=None):
+def in_parts(tokens, labels, micro_batches=1, scale=None, positions=None):
     """A batch (N, T) as train.run_step takes it: (M, B, T), and 1 / valid labels."""
     if scale is None:
         scale = 1 / (labels != m.IGNORE).sum().double()
-    return tokens.unflatten(0, (micro_batches, -1)), labels.unflatten(0, (micro_batches, -1)), scale
+    return train.Batch(tokens.unflatten(0, (micro_batches, -1)),
+                       labels.unflatten(0, (micro_batches, -1)), positions, scale=scale)
 
 
 def make_run(model, seq, ranks=1, factors=shard.Factors(), activations=None, several=1,
-             chunk=2**14, head_groups=1, dtype=torch.bfloat16, ring=1, **flags) -> train.Run:
+             chunk=2**14, head_groups=1, dtype=torch.bfloat16, ring=1, document_token=-1,
+             **flags) -> train.Run:
     """A run over one sequence of all ranks, planned by hand."""
-    cfg = train.Config(seq=seq, per_node=ranks, ranks=ranks, **flags)
+    cfg = train.Config(seq=seq, per_node=ranks, ranks=ranks, document_token=document_token,
+                       **flags)
     plan = costs.Plan(ranks, seq, ranks, ring, several, 1, head_groups,
                       "auto" if activations else "none", chunk, factors,
                       accumulates=several > 1, activations=activations)
@@ -527,7 +530,7 @@ def test_optimizer_equals_torch(clip, group):
                               betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
     for step in range(5):
         tokens, labels = example(seed=step)
-        _, norm, finite = train.run_step(model, states, in_parts(tokens, labels), None, 1e-2, clip)
+        _, norm, finite = train.run_step(model, states, in_parts(tokens, labels), 1e-2, clip)
         adamw.zero_grad()
         plain_llama(plain, tokens, labels)[1].backward()
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or 1e9)
@@ -574,7 +577,7 @@ def test_gradient_pieces(dtype, noise, pieces, group):
     for _ in range(2):
         for s in states.sharded_params.values():
             s.grad_shard.fill_(torch.nan)
-        train.run_step(model, states, in_parts(tokens, labels, pieces, scale), None, None, 0.0)
+        train.run_step(model, states, in_parts(tokens, labels, pieces, scale), None, 0.0)
     plain_llama(plain, tokens, labels)[1].backward()
     for name, p in plain.named_parameters():
         grad = weights[name].grad if "norm" in name else (
@@ -861,6 +864,69 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-11)
 
 
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("plan", [
+    None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2), (2, 0, 0, 3, 2, True)], ids=str)
+def test_documents_equal_each_alone(kv_heads, plan, monkeypatch, group):
+    """Logits and gradients of two micro-batches of three sequences, whose layers run whole, again,
+    or in chunks that cross borders, of a kernel in parts, in head groups and by heads."""
+    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True)
+    monkeypatch.setattr(attention, "MAX_ELEMENTS", 3 * 24 * cfg.head_dim * 4)
+    op = attention.Attention("cpu")
+    op.head_groups = 2
+    model = m.LLaMA(cfg, op).double()
+    model.init_weights(3)
+    windows = with_documents(6, 24, cfg.vocab, seed=1)
+    logits, loss = each_document_alone(model, windows)
+    loss.backward()
+    want = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    run = make_run(cfg, 24, document_token=END)
+    run = run.but(plan=dataclasses.replace(run.plan, batch=6, micro_batch=3),
+                  train=SimpleNamespace(sample=lambda i: windows[i]))
+    batch = train.load_batch(run, 0)
+    assert batch.length.item() == pytest.approx(np.mean(
+        [n * n for of in batch.documents for n in np.diff(of.bounds)]) / np.mean(
+        [n for of in batch.documents for n in np.diff(of.bounds)]))
+    if plan == "full":
+        model.layer_runner = offload.recomputed_layers
+    elif plan:
+        offload.ChunkedLayers(model, (3, 24), offload.ActivationPlan(4, 3, *plan), 29,
+                              torch.device("cpu"), torch.float64, poison=True)
+    found = 0
+    for i, (tokens, labels, scale, *where) in enumerate(batch.micro_batches()):
+        with torch.no_grad():
+            here = logits[3 * i : 3 * i + 3]
+            assert relative(model(tokens, None, None, *where), here) < 1e-12
+        part = model(tokens, labels, scale.double(), *where)
+        part.backward()
+        found += part.item()
+    assert found == pytest.approx(loss.item(), rel=1e-12)
+    for name, p in model.named_parameters():
+        assert relative(p.grad, want[name]) < 1e-11, name
+
+
+def test_documents_run(tmp_path):
+    """train.py itself, whose documents are lines of text: on one rank, and swapping on two."""
+    args = [*QUICK, "--dtype", "fp64", "--steps", 2, "--eval-every", 2, "--eval-sequences", 5,
+            "--document-token", 10]
+    text = run([*args, "--out", tmp_path / "a"], 0)
+    assert "documents end with token 10" in text and "cpu, called for each document" in text
+    swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --micro-batch 2"
+    run([*args, *swap.split(), "--os", 2, "--out", tmp_path / "b"], 2)
+    for a, b in zip(log(tmp_path / "a"), log(tmp_path / "b"), strict=True):
+        for name in ("loss", "grad_norm", "val_loss"):
+            assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-10), name
+    ours, theirs = (row["val_loss_by_position"] for row in (a, b))
+    assert np.array(ours) == pytest.approx(np.array(theirs), rel=1e-10)
+    model = m.LLaMA(m.MODELS["tiny"]).double()
+    model.init_weights(0)
+    sequences, _ = data.split(data.open_corpus("stdlib", 256)[0], None, 32, 0)
+    windows = np.stack([sequences.sample(i) for i in range(6)])
+    loss = each_document_alone(model, windows, last=10)[1].item()
+    assert log(tmp_path / "a")[0]["loss"] == pytest.approx(loss, rel=1e-10)
+
+
 def test_positions_follow_the_shards():
     run = make_run(m.MODELS["7b"], 2**20, 8)
     parts = [train.local_positions(run.but(rank=r)) for r in range(16)]
@@ -887,7 +953,39 @@ def test_progress_inside_a_step(capsys):
     assert "step 7: backward layer 3/4, 0 s, GPU" in capsys.readouterr().out
 
 
-def train_plainly(batches) -> tuple[m.LLaMA, list]:
+END = 5  # the token that ends a document
+
+
+def with_documents(count: int, seq: int, vocab: int, seed: int) -> np.ndarray:
+    """Windows (count, seq + 1) in which documents end: some with the first or the last token, some
+    two in a row, some sequences with none."""
+    rng = np.random.default_rng(seed)
+    windows = rng.integers(END + 1, vocab, (count, seq + 1))
+    windows[rng.random(windows.shape) < 0.15] = END
+    windows[0] = np.maximum(windows[0], END + 1)
+    windows[1, [0, 7, 8, seq - 1]] = END
+    return windows
+
+
+def each_document_alone(model, windows: np.ndarray, last: int = END):
+    """Logits (count, T, V) and loss of documents, each by itself in plain PyTorch."""
+    logits, losses, labels = [], [], torch.from_numpy(windows[:, 1:].copy())
+    tokens = torch.from_numpy(windows[:, :-1].copy())
+    labels[tokens == last] = m.IGNORE
+    for row, wanted in zip(tokens, labels):
+        ends = [*(i + 1 for i, token in enumerate(row.tolist()) if token == last), len(row)]
+        begin = 0
+        for end in sorted(set(ends)):
+            alone, _ = plain_llama(model, row[None, begin:end], wanted[None, begin:end].clamp(0))
+            logits.append(alone[0])
+            losses.append(torch.nn.functional.cross_entropy(
+                alone[0], wanted[begin:end], reduction="sum", ignore_index=m.IGNORE))
+            begin = end
+    loss = sum(losses) / (labels != m.IGNORE).sum()
+    return torch.cat(logits).view(*labels.shape, -1), loss
+
+
+def train_plainly(batches, loss_of=lambda model, batch: plain_llama(model, *batch)[1]):
     """One process, torch's AdamW, float64: the trained model, and loss and norm of each step."""
     plain, wanted = m.LLaMA(SMALL).double(), []
     for name, p in plain.named_parameters():
@@ -895,9 +993,9 @@ def train_plainly(batches) -> tuple[m.LLaMA, list]:
     kinds = [[p for p in plain.parameters() if (p.dim() == 1) == vector] for vector in (0, 1)]
     adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
                               lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-    for tokens, labels in batches:
+    for batch in batches:
         adamw.zero_grad()
-        loss = plain_llama(plain, tokens, labels)[1]
+        loss = loss_of(plain, batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         adamw.step()
@@ -937,7 +1035,7 @@ def sharding_worker(cases: str):
             tokens, labels = batch(step)
             scale = 1 / (labels != m.IGNORE).sum().double()
             parts = in_parts(tokens[mine], labels[mine], several, scale)
-            loss, norm, _ = train.run_step(model, states, parts, None, 1e-2, 0.5)
+            loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
             got = loss.item(), norm.item()
             assert got == pytest.approx(want, rel=1e-11), (f, layout, several, recompute, place)
         for name, p in plain.named_parameters():
@@ -949,7 +1047,7 @@ def sharding_worker(cases: str):
     # ZeRO-2 in bf16: micro-batches add up in float32, and nothing rounds the sum
     model, states = build(torch.bfloat16, 3, shard.Factors(1, world, world), groups=groups)
     parts = in_parts(*(x[mine] for x in batch(0)), 3, torch.tensor(0.01))
-    train.run_step(model, states, parts, None, None, 0.0)
+    train.run_step(model, states, parts, None, 0.0)
     sums = [s.grad_shard for s in states.sharded_params.values()]
     assert any((x != x.bfloat16()).any() for x in sums if x.dtype == torch.float32)
     print(f"rank {rank}: {len(rows)} cases equal", flush=True)
@@ -1034,7 +1132,7 @@ def muon_worker(file: str):
         tokens, labels = example(batch=8, seed=step)
         scale = 1 / (labels != m.IGNORE).sum().double()
         parts = in_parts(tokens[rank::world], labels[rank::world], 1, scale)
-        train.run_step(model, states, parts, None, 1e-2, 0.5)
+        train.run_step(model, states, parts, 1e-2, 0.5)
     weights = {name: states.full(name).clone() for name, _ in model.named_parameters()}
     if rank == 0:
         torch.save(weights, file)
@@ -1079,7 +1177,9 @@ def sequence_worker():
                                     layers=5, head_dim=4, qkv_bias=kv_heads < 4,
                                     qk_norm=kv_heads == 2)
         batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
-        plain, wanted = train_plainly(batch)
+        windows = [with_documents(8, 24, 67, seed=i) for i in range(STEPS)]
+        whole = train_plainly(batch)
+        alone = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
             every = 1 if world == 2 or os.environ.get("ALL_COMBINATIONS") else 2
@@ -1109,15 +1209,25 @@ def sequence_worker():
                                       poison=True)
                 mine = slice(rank // sp * 8 // dp, (rank // sp + 1) * 8 // dp)
                 positions = attention.sequence_positions(24, sp, ring, rank % sp)
-                for (tokens, labels), want in zip(batch, wanted):
-                    scale = 1 / (labels != m.IGNORE).sum().double()
+                in_documents = ring == 1 and count % 4 < 2
+                plain, wanted = alone if in_documents else whole
+                run = make_run(SMALL, 24, document_token=END)
+                run = run.but(rank=rank, plan=dataclasses.replace(run.plan, sp=sp,
+                                                                  micro_batch=rows))
+                for (tokens, labels), rows_of_step, want in zip(batch, windows, wanted):
+                    if in_documents:
+                        parts = train.local_batch(list(rows_of_step[mine]), run)
+                        valid = (rows_of_step[:, :-1] != END).sum()
+                        parts = dataclasses.replace(parts, scale=torch.tensor(1 / valid))
+                    else:
+                        scale = 1 / (labels != m.IGNORE).sum().double()
+                        parts = in_parts(tokens[mine, positions], labels[mine, positions], several,
+                                         scale, positions)
                     with torch.no_grad():  # an evaluation in between changes nothing
-                        model(tokens[mine, positions][:rows], labels[mine, positions][:rows], scale,
-                              positions)
-                    parts = in_parts(tokens[mine, positions], labels[mine, positions], several,
-                                     scale)
-                    loss, norm, _ = train.run_step(model, states, parts, positions, 1e-2, 0.5)
-                    case = kv_heads, sp, ring, head_groups, activations, chunk, f, several
+                        model(*next(parts.micro_batches()))
+                    loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
+                    case = (kv_heads, sp, ring, head_groups, activations, chunk, f, several,
+                            in_documents)
                     assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
                 for name, p in plain.named_parameters():
                     assert relative(states.full(name), p) < 1e-11, (case, name)
@@ -1282,8 +1392,8 @@ def changed_block(block: type, cfg: m.ModelConfig, rank: int, world: int) -> int
             offload.ChunkedLayers(model, (2, part), kept, part // 2, cpu, torch.float64,
                                   poison=True)
         for step in range(2):
-            parts = in_parts(tokens[:, cut], labels[:, cut], 1, scale)
-            train.run_step(model, states, parts, torch.arange(24)[cut], None, 0.0)
+            parts = in_parts(tokens[:, cut], labels[:, cut], 1, scale, torch.arange(24)[cut])
+            train.run_step(model, states, parts, None, 0.0)
             grads = {s.name: s.owned_grad.clone() for s in states.sharded_params.values()}
             grads["vectors"] = states.vector_grad.clone()
             states.update(1e-2, 0.0)
@@ -1421,18 +1531,18 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
             p.grad = None
         return grads
 
-    want, seen = gradients(plain, m.whole_layers(plain, rope), dy_plain := []), []
+    want, seen = gradients(plain, m.whole_layers(plain, rope, plain.attention), dy_plain := []), []
     plans = {10: [(2, 4, 8), (2, 4, 0), (2, 2, 4, 4), (2, 2, 1, 1, 1), (2, 2, 0, 0, 0, 2)],
              20: [(1, 4, 4), (1, 2, 2, 2), (1, 4, 0, 0, 3, 4)]}
     for chunk, plan in [(c, p) for c in plans for p in plans[c]]:
         layers = offload.ChunkedLayers(model, (1, 20), offload.ActivationPlan(4, *plan), chunk, cpu,
                                        torch.float64)  # the skip reads what poison would spoil
-        got = gradients(model, layers.start(model, rope), seen)
+        got = gradients(model, layers.start(model, rope, model.attention), seen)
         assert got.keys() == want.keys()
         for name, grad in got.items():
             assert relative(grad, want[name]) < 1e-12, (chunk, plan, name)
         assert relative(seen[-1], dy_plain[0]) < 1e-12
-    got = gradients(model, offload.recomputed_layers(model, rope), seen)
+    got = gradients(model, offload.recomputed_layers(model, rope, model.attention), seen)
     assert all(relative(grad, want[name]) < 1e-12 for name, grad in got.items())
     if block is Nested:  # no two matrices of a layer share a buffer
         with torch.device("meta"), monkeypatch.context() as patch:
@@ -1788,7 +1898,7 @@ def test_pieces_add_up_in_float32(group):
         offload.ChunkedLayers(model, (1, 64), plan, 16, torch.device("cpu"), torch.bfloat16)
         for _ in range(2):
             parts = in_parts(tokens, tokens, 1, torch.ones(()))
-            train.run_step(model, states, parts, torch.arange(64), None, 0.0)
+            train.run_step(model, states, parts, None, 0.0)
         kept.append({s.name: s.grad_shard for s in states.sharded_params.values()})
         count = m.param_count(SMALL) - states.vector_grad.numel()
         formula = costs.state_bytes(count, states.factors, torch.bfloat16,
@@ -1812,8 +1922,8 @@ def test_simulated_step_requests_what_a_step_does(several, group):
         plan = offload.ActivationPlan(3, 2, 2, 3, 1)
         offload.ChunkedLayers(model, (1, 64), plan, 32, torch.device("cpu"), torch.float32)
         tokens = torch.arange(64 * several).remainder(SMALL.vocab).view(several, 1, 64)
-        batch = tokens, tokens, torch.ones(())
-        return lambda: train.run_step(model, states, batch, torch.arange(64), 1e-3, 1.0)
+        batch = train.Batch(tokens, tokens, torch.arange(64), scale=torch.ones(()))
+        return lambda: train.run_step(model, states, batch, 1e-3, 1.0)
 
     step, memory = make(), memplan.StepMemory()
     for _ in range(2):
@@ -2049,7 +2159,7 @@ def test_memory_replay_is_bit_equal(group):
     def step(model, states, seed, seq=40):
         tokens, labels = example(seed=seed, seq=seq)
         parts = in_parts(tokens, labels, 1, torch.tensor(0.01))
-        loss[model] = train.run_step(model, states, parts, None, 1e-2, 1.0)[0].item()
+        loss[model] = train.run_step(model, states, parts, 1e-2, 1.0)[0].item()
 
     for seed in range(2):  # the second step is recorded: what the first one makes stays
         step(plain, plain_states, seed)
@@ -2922,7 +3032,7 @@ def test_eval_passkeys_are_found_within_reach(blunders, right, whole, group):
     it may be wrong at the last digit."""
     keys = data.Passkeys(data.text_encoder(""), 3, 256, 400, 0)
 
-    def oracle(tokens, labels, positions, each):
+    def oracle(tokens, labels, scale, positions, each):
         guess = torch.zeros_like(tokens)
         for row, t in itertools.product(range(len(tokens)), range(6, 400 - blunders)):
             seen = bytes(tokens[row, max(0, t - 249) : t + 1].tolist())
@@ -4016,7 +4126,7 @@ def gpu_factors_worker():
         curve = []
         for batch in mine:
             parts = in_parts(batch[:, :-1], batch[:, 1:], several, scale)
-            curve.append(torch.stack(train.run_step(model, states, parts, None, 3e-3, 1.0)[:2]))
+            curve.append(torch.stack(train.run_step(model, states, parts, 3e-3, 1.0)[:2]))
         curve = torch.stack(curve)
         first = curve if first is None else first
         assert curve[-1, 0] < 0.8 * curve[0, 0], "it learns"
@@ -4065,9 +4175,9 @@ def gpu_swap_worker():
         offload.wait = (lambda _: None) if "without" in kind else attention.wait
         curve = []
         for i, row in enumerate(ids[:, None]):
-            parts = in_parts(row[:, :-1][:, cut], row[:, 1:][:, cut], 1, scale)
+            parts = in_parts(row[:, :-1][:, cut], row[:, 1:][:, cut], 1, scale, positions)
             lr = 1e-4 * min(1, (i + 1) / 20)
-            curve.append(torch.stack(train.run_step(model, states, parts, positions, lr, 1.0)[:2]))
+            curve.append(torch.stack(train.run_step(model, states, parts, lr, 1.0)[:2]))
         found[kind] = torch.stack(curve)
     offload.wait = attention.wait
     for kind, curve in found.items():
@@ -4129,9 +4239,9 @@ def gpu_ring_worker():
         attention.wait = (lambda _: None) if "without" in kind else offload.wait
         curve = []
         for i, rows in enumerate(ids):
-            parts = in_parts(rows[:, :-1][:, tokens], rows[:, 1:][:, tokens], 2, scale)
+            parts = in_parts(rows[:, :-1][:, tokens], rows[:, 1:][:, tokens], 2, scale, tokens)
             lr = 1e-4 * min(1, (i + 1) / 10)
-            curve.append(torch.stack(train.run_step(model, states, parts, tokens, lr, 1.0)[:2]))
+            curve.append(torch.stack(train.run_step(model, states, parts, lr, 1.0)[:2]))
         curves[kind] = torch.stack(curve)
     attention.wait = offload.wait
     for kind, curve in curves.items():
@@ -4172,7 +4282,7 @@ def gpu_host_worker():
             curve = []
             for row in ids[:, None]:
                 parts = in_parts(row[:, :-1], row[:, 1:], 1, scale)
-                curve.append(torch.stack(train.run_step(model, states, parts, None, 1e-4, 1.0)[:2]))
+                curve.append(torch.stack(train.run_step(model, states, parts, 1e-4, 1.0)[:2]))
             found[kind] = torch.stack(curve), [part.values.cpu()
                                                for part in states.state_parts().values()]
         shard.wait = attention.wait
@@ -4203,9 +4313,9 @@ def gpu_replay_worker():
             for i in range(9):
                 n = part // 2 if i in (4, 6) and not plan else part
                 ids = learnable(cfg, 1, n * world).to(device)[:, rank * n : (rank + 1) * n + 1]
-                parts = in_parts(ids[:, :-1], ids[:, 1:], 1, torch.tensor(1 / seq, device=device))
-                positions = torch.arange(n, device=device) + rank * n
-                step = functools.partial(train.run_step, model, states, parts, positions, 1e-4, 1.0)
+                parts = in_parts(ids[:, :-1], ids[:, 1:], 1, torch.tensor(1 / seq, device=device),
+                                 torch.arange(n, device=device) + rank * n)
+                step = functools.partial(train.run_step, model, states, parts, 1e-4, 1.0)
                 curve.append(torch.stack([x.float() for x in (
                     memory.run(step) if memory else step())]))
             curves.append(torch.stack(curve))
@@ -4252,6 +4362,39 @@ def test_gpu_attention_past_two_to_the_31():
     ds = p * (do[at] @ v.t() - (do[at] * o).sum(-1, keepdim=True))
     assert relative(whole[0][0, at, -1], o) < 0.02
     assert relative(whole[1][0, at, -1], ds @ k / 128**0.5) < 0.02
+
+
+@needs_gpu
+@pytest.mark.parametrize("kernel", attention.KERNELS)
+def test_gpu_documents(kernel):
+    """Of two sequences, with documents of one token and of thousands, against each document alone
+    and against the definition in float64."""
+    device = torch.device("cuda")
+    if why := attention.why_not(kernel, device, torch.bfloat16):
+        pytest.skip(why)
+    torch.manual_seed(0)
+    q, k, v, do = (torch.randn(2, 6000, heads, 128, device=device).bfloat16()
+                   for heads in (8, 2, 2, 8))
+    bounds = (0, 1, 2, 130, 131, 5000, 6000, 6064, 6065, 6600, 11999, 12000)
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    op = attention.Attention(kernel)
+    ours = op.within(attention.Documents(bounds, offsets))
+    o, lse = ours.forward(q, k, v)
+    found = [o, *ours.backward(do, q, k, v, o, lse)]
+    rows = [t.flatten(0, 1)[None] for t in (q, k, v, do)]
+    for cut in ours.mask.documents.cuts():
+        alone = [t[:, cut].contiguous() for t in rows]
+        o, lse = op.forward(*alone[:3])
+        same = [o, *op.backward(alone[3], *alone[:3], o, lse)]
+        q1, k1, v1 = (t[0].transpose(0, 1).double().requires_grad_() for t in alone[:3])
+        exact = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)
+        exact.backward(alone[3][0].transpose(0, 1).double())
+        for name, x, y, z in zip("o dq dk dv".split(), found, same, (exact, q1.grad, k1.grad,
+                                                                    v1.grad)):
+            x = x.flatten(0, 1)[cut].float()
+            size = z.norm().item() + 1e-3 * x.numel() ** 0.5  # a lone token's dq, dk are 0
+            assert (x - y[0].float()).norm() < 0.01 * size, (cut, name)
+            assert (x - z.transpose(0, 1).float()).norm() < 0.01 * size, (cut, name)
 
 
 # ---------------------------------------------------------------------------- the planner
@@ -4513,9 +4656,9 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
             states = shard.States(model, torch.device("cpu"), torch.bfloat16, several, f, layout,
                                   groups, gather_layers=recompute == "full")
             tokens = torch.zeros(several, 1, 32, dtype=torch.int64)
-            batch = tokens, tokens, torch.ones(())
+            batch = train.Batch(tokens, tokens, scale=torch.ones(()))
             launched.clear()
-            train.run_step(model, states, batch, torch.arange(32), 0.1, 1.0)
+            train.run_step(model, states, batch, 0.1, 1.0)
             plan = costs.Plan(8, 32, 1, 1, 8 * several, recompute=recompute, chunk=32, factors=f,
                               os_layout=layout, accumulates=several > 1)
             alone = Recorded(est, plan).whole().alone
@@ -4792,6 +4935,8 @@ def test_planner_places_rings(capsys, tmp_path):
     ("--ranks 8 --sp 3", "--sp 3: it must divide 8 ranks"),
     ("--ranks 8 --sp 8 --ring 3", "--ring 3: with --sp 8 .* 16 heads .* one of 1, 2, 4, 8"),
     ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .* --seq 40 .* one of 1, 2, 4$"),
+    ("--ranks 8 --ring 2 --document-token 0", "--ring 2: .*documents.*: --ring 1, or "
+     "--document-token -1"),
     ("--top 0", "--top 0: from 1"),
     ("--ranks 8 --leaf 0", "--leaf 0: neither a number"), ("--seq x", "a whole number"),
     ("--p 3", "3 shards do not fit"), ("--no-such-flag", "unrecognized arguments")])
@@ -4882,7 +5027,8 @@ def test_rings_are_what_shard_launches(f, layout, micro_batches, monkeypatch):
                               groups, reduce_dtype=torch.float32)
         tokens = torch.arange(32 * micro_batches).remainder(cfg.vocab).view(micro_batches, 1, 32)
         launched.clear()  # what making groups has sent
-        train.run_step(model, states, (tokens, tokens, torch.ones(())), torch.arange(32), 0.1, 1.0)
+        batch = train.Batch(tokens, tokens, scale=torch.ones(()))
+        train.run_step(model, states, batch, 0.1, 1.0)
     finally:
         dist.destroy_process_group()
     elements = [param.param_shard.numel() * f.p for unit in states.units for param in unit]
@@ -5229,7 +5375,7 @@ def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch
 
     monkeypatch.setattr(bench, "plan_run", plan_run)
     monkeypatch.setattr(train, "run_step", lambda model, states, batch, *others: ran.append(
-        (model.layer_runner.__self__.plan, batch[0].shape)) or run_step(
+        (model.layer_runner.__self__.plan, batch.tokens.shape)) or run_step(
             model, states, batch, *others))
     cfg = train.Config(model="tiny", seq=64, batch=1, chunk=16, head_groups=2, device="cpu")
     bench.make_long_step(bench.Bench(torch.device("cpu"), 0, 1), cfg)

@@ -34,7 +34,7 @@ import threading
 import time
 import typing
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import get_context
@@ -52,11 +52,12 @@ import hardware
 import model as llama
 import planner
 import shard
-from attention import (CommStream, Exchange, Groups, Ulysses, pick_kernel,
+from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel,
                        sequence_positions, untried_versions)
 from checkpoint import Checkpoint
-from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, find_files, fingerprint,
-                  open_corpus, split, text_encoder, tokenise)
+from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_starts, end_of_text,
+                  find_files, fingerprint, load_tokenizer, open_corpus, split, text_encoder,
+                  tokenise)
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
@@ -126,6 +127,10 @@ class Config:
                                    ' as FILE.bin.json beside it says, {"token_bytes": 4, "vocab":'
                                    " 128256}, else 4 for a model of more than 65536 ids")
     ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
+    document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
+                                      " documents, positions restart with each, and the label"
+                                      " behind one's end does not count; auto: the end of text of"
+                                      " --tokenizer, if there is one; -1: none")
     eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
     eval_sequences: int = flag(64, "most sequences of a validation")
     eval_passkey: int = flag(0, "sequences a depth in which a number must be found again, at 0, 25,"
@@ -213,7 +218,8 @@ LIMITS = {  # what a number may be, if it is not auto
     "batch_tokens": (1, 2**60), "alpha": (0, 1), "rope_theta": (1, 1e30),
     "lr": (0, 1e30), "min_lr": (0, 1), "warmup": (0, 2**40), "weight_decay": (0, 1e6),
     "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "clip": (0, 1e30), "max_skips": (1, 2**40),
-    "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "eval_every": (-1, 2**40),
+    "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "document_token": (-1, 2**32),
+    "eval_every": (-1, 2**40),
     "eval_sequences": (1, 2**40), "eval_passkey": (0, 2**20), "decay_steps": (0, 2**40),
     "save_every": (-1, 2**40), "keep": (1, 2**40),
     "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "ring": (1, 2**20),
@@ -594,6 +600,10 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
         usual |= kept
     cfg = dataclasses.replace(cfg, **{name: value for name, value in usual.items()
                                       if getattr(cfg, name) in (None, "auto")})
+    if cfg.document_token is None:
+        folder = cfg.tokenizer
+        token = end_of_text(folder, load_tokenizer(folder)) if folder else -1
+        cfg = dataclasses.replace(cfg, document_token=token)
     if asked is not None and asked < cfg.warmup:
         raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
     return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=resumed,
@@ -798,14 +808,31 @@ def wait_for_host_memory(model: LLaMA, print0: Callable) -> None:
         on_all_ranks(lambda: layers.wait_for_host_memory(print0))
 
 
-Batch = tuple[Tensor, Tensor, Tensor]  # tokens and labels (M, B, T/sp), 1 / valid labels of all
+@dataclass(frozen=True)
+class Batch:
+    """A rank's share of a step."""
+
+    tokens: Tensor  # (M, B, T/sp)
+    labels: Tensor  # likewise
+    positions: Tensor | None = None  # (T/sp,); (M, B, T/sp) of documents; None: 0, 1, ...
+    documents: list[Documents] | None = None  # of each micro-batch
+    scale: Tensor | None = None  # 1 / valid labels of all ranks
+    length: Tensor | None = None  # of the document that a token is in, its mean over all ranks
+
+    def micro_batches(self) -> Iterator[tuple]:
+        """Yield tokens, labels, scale, positions and documents of each, as a model takes them."""
+        for i, (tokens, labels) in enumerate(zip(self.tokens, self.labels)):
+            if self.documents is None:
+                yield tokens, labels, self.scale, self.positions
+            else:
+                yield tokens, labels, self.scale, self.positions[i], self.documents[i]
 
 
-def run_step(model: LLaMA, states: States, batch: Batch, positions: Tensor, lr: float | None,
+def run_step(model: LLaMA, states: States, batch: Batch, lr: float | None,
              clip: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Run forward, backward and update: the only step there is. positions (T/sp,); lr None: no
-    update. Returns the loss, the gradient's norm, and whether they are finite, on the device. In
-    order, with what runs beside it:
+    """Run forward, backward and update: the only step there is. lr None: no update. Returns the
+    loss, the gradient's norm, and whether they are finite, on the device. In order, with what runs
+    beside it:
 
         model(...)         embedding, layers, head and loss; a Matrix raises unshard before its use
                              beside it: host_update and param_broadcast of the last update,
@@ -818,11 +845,10 @@ def run_step(model: LLaMA, states: States, batch: Batch, positions: Tensor, lr: 
                              beside it, and under the next forward: param_broadcast; all of it,
                              if states lie on the host: host_update
     """
-    tokens, labels, scale = batch
     states.begin_step()
-    loss = torch.zeros_like(scale)
-    for micro_batch in zip(tokens, labels):
-        part = model(*micro_batch, scale, positions)
+    loss = torch.zeros_like(batch.scale)
+    for micro_batch in batch.micro_batches():
+        part = model(*micro_batch)
         part.backward()
         states.end_micro_batch()
         loss += part.detach()
@@ -833,9 +859,9 @@ def run_step(model: LLaMA, states: States, batch: Batch, positions: Tensor, lr: 
     return loss, *states.update(lr, clip, loss)
 
 
-def simulated_backward(do, q, k, v, o, lse, causal):
+def simulated_backward(do, q, k, v, o, lse, mask):
     """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
-    grads = attention.KERNELS["cpu"].backward(do, q, k, v, o, lse, causal)
+    grads = KERNELS["cpu"].backward(do, q, k, v, o, lse, mask)
     _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
     return grads
 
@@ -912,9 +938,9 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
         model, states = build(run, op, groups)
         shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        batch = tokens, tokens, torch.ones((), dtype=states.accum_dtype)
-        positions = local_positions(run)
-        return lambda: run_step(model, states, batch, positions, 1e-4, run.cfg.clip)
+        batch = Batch(tokens, tokens, local_positions(run),
+                      scale=torch.ones((), dtype=states.accum_dtype))
+        return lambda: run_step(model, states, batch, 1e-4, run.cfg.clip)
 
     torch.compiler.set_stance("force_eager")
     with simulation(running, gpu):
@@ -981,15 +1007,33 @@ def local_positions(run: Run) -> Tensor:
     return sequence_positions(plan.seq, plan.sp, plan.ring, run.rank % plan.sp).to(run.device)
 
 
-def to_device(windows: list[np.ndarray], run: Run) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of windows (T + 1,) as tokens, labels (M, B, T/sp) on the device."""
+def to_device(array: np.ndarray, run: Run) -> Tensor:
+    """Return an array on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(array)
+    if run.device.type == "cuda":
+        tensor = tensor.pin_memory().to(run.device, non_blocking=True)
+    return tensor
+
+
+def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
+    """Return this rank's part of windows (T + 1,), and of documents in them where they lie."""
+    size = run.plan.micro_batch
     here = local_positions(run.but(device=torch.device("cpu"))).numpy()
     both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
-    ids = torch.from_numpy(both).view(2, -1, run.plan.micro_batch, len(here))
-    if run.device.type == "cuda":
-        ids = ids.pin_memory().to(run.device, non_blocking=True)
-    tokens, labels = ids
-    return tokens, labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    tokens, labels = to_device(both, run).view(2, -1, size, len(here))
+    labels = labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    end = run.cfg.document_token
+    if end < 0:
+        return Batch(tokens, labels, local_positions(run))
+    bounds = [np.append(document_starts(window[:-1], end), run.cfg.seq) for window in windows]
+    positions = np.stack([np.arange(run.cfg.seq) - np.repeat(b[:-1], np.diff(b)) for b in bounds])
+    documents = []
+    for first in range(0, len(windows), size):  # one row of a micro-batch's sequences
+        row = [b[:-1] + i * run.cfg.seq for i, b in enumerate(bounds[first : first + size])]
+        row = np.append(np.concatenate(row), size * run.cfg.seq)
+        documents.append(Documents(tuple(row.tolist()), to_device(row.astype(np.int32), run)))
+    return Batch(tokens, labels.masked_fill(tokens == end, IGNORE),
+                 to_device(positions[:, here], run).view_as(tokens), documents)
 
 
 def load_batch(run: Run, samples: int) -> Batch:
@@ -997,39 +1041,46 @@ def load_batch(run: Run, samples: int) -> Batch:
     alone decides what comes next. A collective of all ranks."""
     each = run.plan.batch * run.plan.sp // run.world
     first = samples + run.rank // run.plan.sp * each
-    tokens, labels = to_device([run.train.sample(first + i) for i in range(each)], run)
-    valid = (labels != IGNORE).sum()
-    dist.all_reduce(valid)
-    return tokens, labels, 1 / valid.clamp(min=1).to(accumulation_dtype(run.dtype))
+    batch = local_batch([run.train.sample(first + i) for i in range(each)], run)
+    squares = each * run.cfg.seq**2
+    if batch.documents is not None:
+        squares = sum(documents.squares() for documents in batch.documents)
+    sums = torch.stack([(batch.labels != IGNORE).sum().double(),
+                        torch.tensor(squares / run.plan.sp, device=run.device).double()])
+    dist.all_reduce(sums)
+    scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
+    return dataclasses.replace(batch, scale=scale,
+                               length=sums[1] / (run.plan.batch * run.cfg.seq))
 
 
 def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
     """Run the first `count` windows, whatever R. Yields of this rank's micro-batches which windows
-    they are (B,), labels, losses, and whether each label is the likeliest (B, T/sp). Ranks without
-    one run a blank, whose labels are IGNORE. A collective of all ranks."""
+    they are (B,), their positions, (T/sp,) or (B, T/sp), labels, losses, and whether each label is
+    the likeliest (B, T/sp). Ranks without one run a blank, whose labels are IGNORE. A collective of
+    all ranks."""
     size = run.plan.micro_batch
-    positions = local_positions(run)
     for first in range(0, count, run.world // run.plan.sp * size):
         mine = first + run.rank // run.plan.sp * size
         ids = [min(mine + i, count - 1) for i in range(size)]
-        (tokens,), (labels,) = to_device([sequences.window(i) for i in ids], run)
+        batch = local_batch([sequences.window(i) for i in ids], run)
+        (tokens, labels, _, *where), = batch.micro_batches()
         labels[[row for row in range(size) if mine + row >= count]] = IGNORE
-        losses, hits = model(tokens, labels, positions=positions, each=True)
-        yield torch.tensor(ids, device=run.device), labels, losses, hits
+        losses, hits = model(tokens, labels, None, *where, each=True)
+        yield torch.tensor(ids, device=run.device), where[0], labels, losses, hits
 
 
 @torch.no_grad()
 def evaluate(run: Run, model: LLaMA) -> dict:
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
-    None if all their labels are ignored; that of positions from 0, 1, 2, 4, 8 ... on, as [first
-    position, loss]; and pass keys. A collective of all ranks."""
+    None if all their labels are ignored; that of positions from 0, 1, 2, 4, 8 ... on, in their
+    document, as [first position, loss]; and pass keys. A collective of all ranks."""
     count = min(run.val.count, run.cfg.eval_sequences)
     firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
-    part = torch.bucketize(local_positions(run), firsts, right=True)  # (T/sp,), 0 for position 0
     total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
-    for _, labels, losses, _ in score(run, model, run.val, count):
+    for _, positions, labels, losses, _ in score(run, model, run.val, count):
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, T/sp, 2)
-        total.index_add_(0, part, both.sum(0))
+        part = torch.bucketize(positions, firsts, right=True)  # 0 for position 0
+        total.index_add_(0, part.expand_as(labels).flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
     loss, valid = total.sum(0).tolist()
     by_position = [[first, loss / n]
@@ -1046,7 +1097,7 @@ def evaluate_passkeys(run: Run, model: LLaMA) -> dict:
     begins = run.cfg.seq - torch.tensor(keys.key_tokens, device=run.device)  # whose label is first
     positions = local_positions(run)
     total = torch.zeros(keys.count, 3, dtype=torch.float64, device=run.device)
-    for ids, labels, losses, hits in score(run, model, keys, keys.count):
+    for ids, _, labels, losses, hits in score(run, model, keys, keys.count):
         of_key = (positions >= begins[ids][:, None]) & (labels != IGNORE)  # (B, T/sp)
         sums = [(x * of_key).double().sum(1) for x in (hits, losses, of_key)]
         total.index_add_(0, ids, torch.stack(sums, 1))
@@ -1103,11 +1154,10 @@ def step_of_plan(run: Run, groups: Groups) -> float:
     load_random_weights(run, model, states)
     wait_for_host_memory(model, lambda *a, **k: None)
     batch = load_batch(run, 0)
-    positions = local_positions(run)
     for _ in range(2):
         dist.barrier()
         start = time.perf_counter()
-        loss, *_ = run_step(model, states, batch, positions, 0.0, run.cfg.clip)
+        loss, *_ = run_step(model, states, batch, 0.0, run.cfg.clip)
         loss.item()  # the device is done
         seconds = time.perf_counter() - start
     slowest = torch.tensor(seconds, device=run.device)
@@ -1245,6 +1295,7 @@ class Facts:
     loss: float
     norm: float
     finite: float  # 0 or 1
+    length: float  # of the document that a token is in, the mean
     signal: float  # that a rank has got, else 0
     writing: float  # whether a rank still writes a checkpoint
     gpu_gib: float  # of the rank that has most
@@ -1252,8 +1303,8 @@ class Facts:
 
 
 def agree(run: Run, result: tuple[Tensor, ...], stop: Stop, writing: bool) -> Facts:
-    """Return what the host must know of a step: its only wait for the device, in one copy. A
-    collective of all ranks."""
+    """Return what the host must know of a step: its only wait for the device, in one copy. result:
+    the first facts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     gpu_gib = Exchange.mapped_bytes() / GIB
     if run.device.type == "cuda":
@@ -1286,7 +1337,7 @@ class Log:
         tgs = cfg.batch * cfg.seq / seconds / self.run.world
         peak = self.run.hardware.profile.peak_flops
         mfu = [flops * tgs / peak if peak else None
-               for flops in flops_per_token(self.run.model, cfg.seq)]
+               for flops in flops_per_token(self.run.model, facts.length)]
         parts = [f"step {step}/{cfg.steps} loss {facts.loss:.4f} grad {facts.norm:.3f}",
                  f"lr {lr:.2e} TGS {tgs:,.0f}"]
         if peak:
@@ -1414,6 +1465,9 @@ def introduce(run: Run, print0: Callable) -> None:
         factor = float(cfg.rope_scaling.partition(":")[2] or 1)
         print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
                f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
+    if cfg.document_token >= 0:
+        print0(f"documents end with token {cfg.document_token}: attention stays inside them, which "
+               "MFU counts; times are predicted as if each sequence were one")
     as_tokens = f" as {run.tokens}" if run.tokens else ""
     print0(f"data {cfg.data}{as_tokens}: {len(run.train.corpus):,} tokens, {run.train.count:,} "
            f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
@@ -1440,7 +1494,6 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     log = Log(run, print0, open(Path(cfg.out) / "log.jsonl", "a") if run.rank == 0 else None)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
-    positions = local_positions(run)
     samples = run.samples
     if start < cfg.steps:
         batch = load_batch(run, samples)
@@ -1460,9 +1513,9 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         step += 1
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
-        work = functools.partial(run_step, model, states, batch, positions, lr, cfg.clip)
+        work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
         plans = memory.plans if memory else 0
-        result = memory.run(work) if memory else work()
+        result = *(memory.run(work) if memory else work()), batch.length
         del work
         if memory and memory.plans > plans:
             memory = keep_if_it_saves(run, memory, print0)
@@ -1534,7 +1587,9 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     cfg = run.cfg
     fused = cfg.compile and run.device.type == "cuda"
     torch.compiler.set_stance("default" if fused else "force_eager")
-    print0(f"attention kernel: {run.kernel}; element-wise parts: "
+    each = cfg.document_token >= 0 and not KERNELS[run.kernel].documents
+    print0(f"attention kernel: {run.kernel}{', called for each document' if each else ''}; "
+           "element-wise parts: "
            f"{'compiled' if fused else 'eager'}")
     disk = on_all_ranks(lambda: disk_bytes(run))
     on_all_ranks(lambda: checkpoint.check_disk(disk))
