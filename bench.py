@@ -407,7 +407,7 @@ def layers_alone(bench: Bench, name: str, seq: int, repeats: int) -> dict:
         model = LLaMA(few, Attention(bench.kernel())).to(bench.dtype)
     model.init_weights(0)
     rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
-    run_layer = whole_layers(model, rope)
+    run_layer = whole_layers(model, rope, model.attention)
     x = torch.randn(1, seq, few.dim, device=device).to(bench.dtype).requires_grad_()
 
     def layers() -> None:
