@@ -43,10 +43,11 @@ are sent, under the way of the group before, and its gradients are taken as they
 the way of the group behind; the order is the same. Each kind of communication has a CUDA stream of
 its own (CommStream): launch, compute, wait.
 
-Where documents are packed into a sequence, tokens attend inside their own alone (Mask, Documents;
-`Attention.within` a micro-batch's), by kernels with variable lengths or once a document.
+Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
+of its own (`Attention.within` the documents of a micro-batch); in a layer with a sliding window,
+the last ones (`Attention.seeing`).
 
-Left out: windows, dropout, rings of documents, and two rings, one inside nodes (Ulysses serves
+Left out: dropout, rings of documents or windows, and two rings, one inside nodes (Ulysses serves
 there).
 
 Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
@@ -74,7 +75,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
-from model import HeadPart, accumulation_dtype, compiled, copy_heads
+from model import HeadPart, accumulation_dtype, compiled, copy_heads, in_window
 
 SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 # torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
@@ -166,16 +167,15 @@ class Documents:
     bounds: tuple[int, ...]  # where each begins, and N
     offsets: Tensor  # the same, int32, on the device
 
+    def lengths(self) -> list[int]:
+        return [end - begin for begin, end in zip(self.bounds, self.bounds[1:])]
+
     @functools.cached_property
     def longest(self) -> int:
-        return max(cut.stop - cut.start for cut in self.cuts())
+        return max(self.lengths())
 
     def cuts(self) -> list[slice]:
         return [slice(*bounds) for bounds in zip(self.bounds, self.bounds[1:])]
-
-    def squares(self) -> int:
-        """Return the sum of squared lengths: twice the pairs that attend."""
-        return sum((cut.stop - cut.start) ** 2 for cut in self.cuts())
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,17 @@ class Mask:
     """Which keys a query attends to."""
 
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
+    window: int = 0  # of those up to its own the last so many; 0: all
     documents: Documents | None = None  # those of its own document; all sequences are one row
+
+
+    def for_keys(self, count: int) -> "Mask":
+        """Return the mask of so many keys: a window that has them all is none."""
+        return self if 0 < self.window < count else dataclasses.replace(self, window=0)
+
+    def of_one(self, cut: slice) -> "Mask":
+        """Return the mask of one document alone."""
+        return dataclasses.replace(self, documents=None).for_keys(cut.stop - cut.start)
 
 
 CAUSAL = Mask()
@@ -193,7 +203,7 @@ EVERYTHING = Mask(causal=False)
 # A kernel is a pair of functions on (B, T, heads, D) tensors, scaled by 1/sqrt(D):
 #   forward(q, k, v, mask) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
 #   backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
-# Of documents, B is 1: kernels with variable lengths want (N, heads, D) and lse (H, N).
+# Of documents, B is 1; FlashAttention's functions want (N, heads, D) then, and lse (H, N).
 # Some of aten's operators want (B, heads, T, D): transposed views, which cost nothing.
 
 _aten = torch.ops.aten
@@ -214,6 +224,13 @@ def _batch(mask: Mask, *tensors):
     return tensors if mask.documents is None else [t[None] for t in tensors]
 
 
+def _window(mask: Mask, none: int | None) -> dict:
+    """Return how far a query sees to the left and right, as FlashAttention's functions want it."""
+    if not mask.window:
+        return {"window_size_left": none, "window_size_right": none}
+    return {"window_size_left": mask.window - 1, "window_size_right": 0}
+
+
 def _lengths(mask: Mask) -> dict:
     """Return where documents lie, as FlashAttention's functions want it."""
     if mask.documents is None:
@@ -226,7 +243,8 @@ def _lengths(mask: Mask) -> dict:
 def _fa4_forward(q, k, v, mask):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask))
+        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask),
+        **_window(mask, None))
     return _batch(mask, o, lse)
 
 
@@ -234,19 +252,18 @@ def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
     grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
         *_rows(mask, q, k, v, o, do, lse), causal=mask.causal, deterministic=exact,
-        **_lengths(mask))
+        **_lengths(mask), **_window(mask, None))
     return _batch(mask, *grads[:3])
 
 
-_FA2 = dict(dropout_p=0.0, window_size_left=-1, window_size_right=-1, softcap=0.0,
-            alibi_slopes=None)
+_FA2 = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None)
 
 
 def _fa2_forward(q, k, v, mask):
     module = _module("flash_attn.flash_attn_interface")
     run = module._flash_attn_varlen_forward if mask.documents else module._flash_attn_forward
     o, lse, *_ = run(*_rows(mask, q, k, v), softmax_scale=q.shape[-1] ** -0.5, causal=mask.causal,
-                     return_softmax=False, **_lengths(mask), **_FA2)
+                     return_softmax=False, **_lengths(mask), **_window(mask, -1), **_FA2)
     return _batch(mask, o, lse)
 
 
@@ -256,7 +273,7 @@ def _fa2_backward(do, q, k, v, o, lse, mask):
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     run(*_rows(mask, do, q, k, v, o, lse, *grads), softmax_scale=q.shape[-1] ** -0.5,
         causal=mask.causal, deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_lengths(mask), **_FA2)
+        **_lengths(mask), **_window(mask, -1), **_FA2)
     return grads
 
 
@@ -284,7 +301,8 @@ def _flash_lengths(q, k, mask: Mask) -> tuple:
 
 def _flash_forward(q, k, v, mask):
     o, lse, *_ = _aten._flash_attention_forward(
-        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
+        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False,
+        **_window(mask, None))
     return _batch(mask, o, lse)
 
 
@@ -292,18 +310,37 @@ def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _batch(mask, *_aten._flash_attention_backward(
         *_rows(mask, do, q, k, v, o, lse), *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed,
-        no_seed))
+        no_seed, **_window(mask, None)))
+
+
+def _cpu_mask(q, mask: Mask) -> dict:
+    """Return the window as a bias (T, T) of the scores: for tests, which are short."""
+    if not mask.window:
+        return {"is_causal": mask.causal}
+    seen = in_window(q.shape[1], mask.window, q.device)
+    return {"attn_mask": torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)}
 
 
 def _cpu_forward(q, k, v, mask):
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
+    if mask.documents is not None:
+        parts = [_cpu_forward(*(t[:, cut] for t in (q, k, v)), mask.of_one(cut))
+                 for cut in mask.documents.cuts()]
+        o, lse = zip(*parts)
+        return torch.cat(o, 1), torch.cat(lse, 2)
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *_swap(q, k, v), 0.0, **_cpu_mask(q, mask))
     return o.transpose(1, 2), lse
 
 
 def _cpu_backward(do, q, k, v, o, lse, mask):
+    if mask.documents is not None:
+        parts = [_cpu_backward(*(t[:, cut] for t in (do, q, k, v, o)), lse[:, :, cut],
+                               mask.of_one(cut)) for cut in mask.documents.cuts()]
+        return [torch.cat(grads, 1) for grads in zip(*parts)]
+    options = {"is_causal": False} | _cpu_mask(q, mask)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, mask.causal))
+        do, q, k, v, o, lse, 0.0, **options))
 
 
 @dataclass(frozen=True)
@@ -313,23 +350,27 @@ class Kernel:
     capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
     module: str = ""  # what must be importable
     package: str = ""  # and where it comes from
-    documents: bool = False  # it takes variable lengths; else it is called for each document
+    masks: bool = True  # it takes documents and windows; else it would leave them out
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
     "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
-                  "flash-attn-4[cu13]", documents=True),
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10)),
+                  "flash-attn-4[cu13]"),
+    # for each document a graph for its length is built, and none for one of a single token
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), masks=False),
     "fa2": Kernel(_fa2_forward, _fa2_backward, (8, 9), "flash_attn.flash_attn_interface",
-                  "flash-attn", documents=True),
-    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12), documents=True),
+                  "flash-attn"),
+    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
     "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
 }
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why a kernel cannot run here, None if it can."""
+def why_not(name: str, device: torch.device, dtype: torch.dtype, masks: str = "") -> str | None:
+    """Return the reason why a kernel cannot run here, None if it can. masks: what of Mask is
+    wanted, in words."""
     kernel = KERNELS[name]
+    if masks and not kernel.masks:
+        return f"it has no {masks}"
     if device.type != "cuda":
         return f"it needs a GPU, this is {device.type}" if kernel.capability else None
     if (major := torch.cuda.get_device_capability(device)[0]) not in kernel.capability:
@@ -344,9 +385,9 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def pick_kernel(name: str, device: torch.device, dtype: torch.dtype) -> str:
+def pick_kernel(name: str, device: torch.device, dtype: torch.dtype, masks: str = "") -> str:
     """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
-    reasons = {k: why_not(k, device, dtype) for k in KERNELS}
+    reasons = {k: why_not(k, device, dtype, masks) for k in KERNELS}
     usable = [k for k in KERNELS if reasons[k] is None]
     if name == "auto" and usable:
         return usable[0]
@@ -412,26 +453,6 @@ def cut_heads(q: Tensor, k: Tensor, groups: int = 1):
             yield slice(b, b + 1), slice(first, last), kv_heads
 
 
-def run_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask):
-    """Run a kernel: o, lse; for each document, if it cannot do otherwise."""
-    if mask.documents is None or kernel.documents:
-        return kernel.forward(q, k, v, mask)
-    parts = [kernel.forward(*(t[:, cut].contiguous() for t in (q, k, v)), CAUSAL)
-             for cut in mask.documents.cuts()]
-    o, lse = zip(*parts)
-    return torch.cat(o, 1), torch.cat(lse, 2)
-
-
-def run_backward(kernel: Kernel, do, q, k, v, o, lse, mask: Mask):
-    """Run a kernel: dq, dk, dv; for each document, if it cannot do otherwise."""
-    if mask.documents is None or kernel.documents:
-        return kernel.backward(do, q, k, v, o, lse, mask)
-    parts = [kernel.backward(*(t[:, cut].contiguous() for t in (do, q, k, v, o)),
-                             lse[:, :, cut].contiguous(), CAUSAL)
-             for cut in mask.documents.cuts()]
-    return [torch.cat(grads, 1) for grads in zip(*parts)]
-
-
 def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
                       mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
     """Attend: q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T); of documents (1, H,
@@ -439,15 +460,16 @@ def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
     if mask.documents is not None and len(q) > 1:
         o, lse = attention_forward(kernel, *one_row(q, k, v), mask)
         return o.view_as(q), lse
+    mask = mask.for_keys(k.shape[1])
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS:
-        return run_forward(kernel, q, k, v, mask)
+        return kernel.forward(q, k, v, mask)
     o = torch.empty_like(q)
     lse = None
     for b, h, kv in cut_heads(q, k):
         of_queries = (b, slice(None), h)
         of_keys = (b, slice(None), kv)
         cut = (q[of_queries], k[of_keys], v[of_keys])
-        o[of_queries], part = run_forward(kernel, *(t.contiguous() for t in cut), mask)
+        o[of_queries], part = kernel.forward(*(t.contiguous() for t in cut), mask)
         if lse is None:
             lse = part.new_empty(q.shape[0], q.shape[2], q.shape[1])
         lse[b, h] = part
@@ -462,8 +484,9 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_
     if mask.documents is not None and len(q) > 1:
         grads = attention_backward(kernel, *one_row(do, q, k, v, o), lse, groups, in_place, mask)
         return tuple(grad.view_as(x) for grad, x in zip(grads, (q, k, v)))
+    mask = mask.for_keys(k.shape[1])
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS and groups == 1:
-        return run_backward(kernel, do.contiguous(), q, k, v, o, lse, mask)
+        return kernel.backward(do.contiguous(), q, k, v, o, lse, mask)
     cuts = list(cut_heads(q, k, groups))
     in_place = in_place and sum(kv.stop - kv.start for _, _, kv in cuts) == len(q) * k.shape[2]
     if in_place:
@@ -476,8 +499,7 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_
         of_queries = (b, slice(None), h)
         of_keys = (b, slice(None), kv)
         cut = (do[of_queries], q[of_queries], k[of_keys], v[of_keys], o[of_queries], lse[b, h])
-        dq[of_queries], dk_part, dv_part = run_backward(
-            kernel, *(t.contiguous() for t in cut), mask)
+        dq[of_queries], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut), mask)
         if in_place:
             dk[of_keys] = dk_part
             dv[of_keys] = dv_part
@@ -525,6 +547,7 @@ class Attention:
     """
 
     head_groups = 1  # that run one after the other, in backward or by heads
+    ring = 1  # ranks that share a sequence by context
     mask = CAUSAL
 
     def __init__(self, kernel: str):
@@ -532,12 +555,21 @@ class Attention:
 
     def within(self, documents: Documents) -> "Attention":
         """Return this op for a micro-batch whose tokens attend inside their documents alone."""
+        return self.masked(documents=documents)
+
+    def masked(self, **changes) -> "Attention":
+        assert self.ring == 1, "documents and windows would cut a ring's rectangles"
         op = copy.copy(self)
-        op.mask = dataclasses.replace(self.mask, documents=documents)
+        op.mask = dataclasses.replace(self.mask, **changes)
         return op
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _Attention.apply(q, k, v, self)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor,
+                 window: int = 0) -> tuple[Tensor, Tensor]:
+        return _Attention.apply(q, k, v, self.seeing(window))
+
+    def seeing(self, window: int) -> "Attention":
+        """Return this op for a layer with a sliding window of so many tokens; 0: without."""
+        return self.masked(window=window) if window else self
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o, lse of some heads' q, k, v, (B, T, heads, D) each. (Ring: of a rank's part of
@@ -709,10 +741,6 @@ class Ring(Attention):
         if step <= self.ring_rank:  # of an earlier rank
             return slice(None), slice(0, half)
         return slice(half, None), slice(None)
-
-    def within(self, documents):
-        assert self.ring == 1, "documents would cut a ring's rectangles"
-        return super().within(documents)
 
     def attend(self, q, k, v):
         if self.ring_group is None:
@@ -900,7 +928,8 @@ class Ulysses(Ring):
         q (B, T/sp, G*U*h, D) -> group by group (B, T/R, h, D) -> Ring -> o (B, T/sp, H, D)
 
     Two groups are on heads at a time, in two sets of receive buffers. Key/value heads that G * U
-    does not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T/R).
+    does not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T/R), of
+    documents (G, 1, h, B*T).
 
     per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
     received becomes NaN after use, and the streams start so many GPU cycles late.

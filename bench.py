@@ -218,7 +218,7 @@ def random_batch(run: Run) -> train.Batch:
     rng = torch.Generator(run.device).manual_seed(run.rank // sp)
     ids = torch.randint(run.model.vocab, (count, cfg.seq + 1), device=run.device, generator=rng)
     shape = (-1, run.plan.micro_batch, cfg.seq // sp)
-    positions = local_positions(run)
+    positions = train.to_device(local_positions(run), run)
     tokens = ids[:, positions].reshape(shape)
     labels = ids[:, positions + 1].reshape(shape)
     scale = torch.full((), 1 / (run.plan.batch * cfg.seq), device=run.device,

@@ -31,7 +31,7 @@ import torch
 import model as llama
 from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
-from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
+from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, keys_seen, param_count
 from offload import GIB, ActivationPlan, block_saves
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
@@ -437,10 +437,11 @@ class Estimator:
     def attention(self, kind: str, tokens: int, seq: int, ring: int = 1) -> float:
         """Return seconds of the kernel for a rank's share of sequences, all heads of `tokens`;
         ring: at the rate of a square of so many parts of the sequence."""
-        flops = 2 * self.model.heads * self.model.head_dim * seq * tokens
+        seen = keys_seen(self.model, seq)
+        flops = 2 * self.model.heads * self.model.head_dim * seen * tokens
         if kind == "backward":
             flops *= 2.5
-        return flops / interpolate(self.profile.attention[kind], seq / ring)
+        return flops / interpolate(self.profile.attention[kind], seen / ring)
 
     def exchange(self, plan: Plan, columns: int) -> float:
         """Return seconds of one head group's all-to-all of tensors (N, columns)."""

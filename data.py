@@ -15,7 +15,7 @@ FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256}, the 
 what all ids lie below. tokenise() writes such a pair from text. Passkeys are sequences that are
 generated, and ask at their end for what they said before.
 
-Left out: mixtures of corpora, packing of documents into sequences, shuffling within a sequence.
+Left out: mixtures of corpora, packing that cuts no document, shuffling within a sequence.
 
 Legend: T tokens of a sequence, i a sample since step 0.
 """

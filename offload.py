@@ -588,13 +588,13 @@ class ChunkedLayers:
                num_saved: int = 0) -> list[Tensor]:
         """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), empty ones if
         they are made by heads; they leave the graphs of saved chunks."""
+        attention = micro_batch.attention.seeing(block.window)
         if not self.plan.by_heads:
             qkv = self.project(block, micro_batch, saved, num_saved)
-            o, saved.lse = micro_batch.attention.forward(*(self.split(t) for t in qkv))
+            o, saved.lse = attention.forward(*(self.split(t) for t in qkv))
             saved.o = self.join(o)
             return qkv
         cfg = self.cfg
-        attention = micro_batch.attention
 
         def make(g: int) -> list[Tensor]:
             part = HeadPart(g, attention.head_groups)
@@ -666,7 +666,7 @@ class ChunkedLayers:
     def backward_whole(self, block, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
                        num_saved: int) -> Tensor:
         """dy -> dx (1, N, C), with q, k, v of all heads at once."""
-        attention = micro_batch.attention
+        attention = micro_batch.attention.seeing(block.window)
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
             o, saved.lse = attention.forward(*(self.split(t) for t in (q, k, v)))
@@ -690,7 +690,7 @@ class ChunkedLayers:
         if saved.o is None:
             with recomputation():
                 self.attend(block, micro_batch, saved)
-        attention = micro_batch.attention
+        attention = micro_batch.attention.seeing(block.window)
         graphs: dict[int, list[ChunkGraph]] = {}  # by head group, of chunks
 
         def make(g: int) -> list[Tensor]:

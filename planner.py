@@ -487,7 +487,12 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     with torch.no_grad():
         pre = watch.least(lambda: block.pre(x, rope), 3)
         post = watch.least(lambda: block.post(x, o), 3)
-        attn = watch.least(lambda: attention.forward(q, kv, kv), 1)
+        attn = 0.0
+        for window, layers in ((0, cfg.full_layers if cfg.window else cfg.layers),
+                               (cfg.window, cfg.layers - cfg.full_layers if cfg.window else 0)):
+            if layers:  # the mean of layers with a window and without
+                op = attention.seeing(window)
+                attn += layers / cfg.layers * watch.least(lambda: op.forward(q, kv, kv), 1)
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(cfg)
@@ -667,10 +672,14 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
                     ring == 1 or (in_node and seq % (2 * ring) == 0)):
                 legal.append((sp, ring))
     sp, ring = constraints.sp, constraints.ring
-    if constraints.in_documents:
+    slides = 0 < model.window < seq
+    masked = slides or constraints.in_documents
+    if masked:
         if ring not in (None, 1):
-            raise ValueError(f"--ring {ring}: attention inside documents (--document-token) goes by"
-                             " heads alone: --ring 1, or --document-token -1")
+            within = (f"sliding windows of {model.window} tokens" if slides else
+                      "documents (--document-token; -1: none)")
+            raise ValueError(f"--ring {ring}: attention inside {within} goes by heads alone: "
+                             "--ring 1")
         legal = [pair for pair in legal if pair[1] == 1]
     asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
     if asked:
@@ -682,9 +691,11 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
             f"inside a node of {per_node}, and --seq {seq} is cut in 2 x ring parts: one of "
             f"{', '.join(map(str, of_sp))}")
     if sp is not None:
+        alone = ", and ring is 1 with documents or windows" if masked else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
-            f"{model.heads} heads: one of {', '.join(map(str, sorted({n for n, _ in legal})))}")
+            f"{model.heads} heads{alone}: one of "
+            f"{', '.join(map(str, sorted({n for n, _ in legal})))}")
     rings = sorted({pair[1] for pair in legal})
     raise ValueError(f"--ring {ring}: it must divide --sp, which divides {ranks} ranks, and "
                      f"--seq {seq} must be a multiple of 2 x ring: one of "

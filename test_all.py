@@ -20,6 +20,7 @@ test_profiles_*, test_known_*         a rate of no machine, or of another one
 test_step_seconds_*, test_streams_*   a prediction that forgets or doubles what shard.py launches
 test_more_*, test_twice_*             a search that misses the best, or shuns a better machine
 test_planner_*                        advice that does not help, a flag that is not heard
+test_documents_*                      attention, a position or a label across a border
 test_swapping_run_*                   the same through train.py, saved and resumed
 test_wire_and_recomputation_flags     a flag that does nothing, or more than it says
 test_sharded_checkpoints_*            states read back into the wrong place
@@ -323,14 +324,17 @@ def plain_llama(model: m.LLaMA, tokens, labels):
         return torch.cat((z.real, z.imag), -1).to(x.dtype)
 
     x = F.embedding(tokens, model.embed.weight)
-    for b in model.blocks:
+    for i, b in enumerate(model.blocks):
         bias = b.qkv_bias.weight if cfg.qkv_bias else None
         heads = F.linear(norm(x, b.norm1), b.qkv.weight, bias).unflatten(-1, (-1, cfg.head_dim))
         q, k, v = heads.transpose(1, 2).split([cfg.heads, cfg.kv_heads, cfg.kv_heads], dim=1)
         if cfg.qk_norm:
             q, k = norm(q, b.q_norm), norm(k, b.k_norm)
         k, v = (s.repeat_interleave(cfg.heads // cfg.kv_heads, dim=1) for s in (rotate(k), v))
-        o = F.scaled_dot_product_attention(rotate(q), k, v, is_causal=True)
+        seen = torch.ones(t, t, dtype=torch.bool).tril()
+        if cfg.window and i >= cfg.full_layers:
+            seen = seen.triu(1 - cfg.window)
+        o = F.scaled_dot_product_attention(rotate(q), k, v, seen)
         h = x + F.linear(o.transpose(1, 2).flatten(2), b.out.weight)
         gate, up = F.linear(norm(h, b.norm2), b.gate_up.weight).chunk(2, -1)
         x = h + F.linear(F.silu(gate) * up, b.down.weight)
@@ -453,6 +457,7 @@ def test_attention_head_groups(heads, kv_heads, limit, monkeypatch):
 def test_attention_choice():
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32) == "cpu"
+    assert attention.pick_kernel("auto", cpu, torch.float32, "documents") == "cpu"
     for name in ("fa4", "fa2", "cudnn", "flash"):
         with pytest.raises(ValueError, match=f"{name}.*needs a GPU.*usable: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
@@ -864,13 +869,15 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-11)
 
 
-@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("kv_heads, window", [(6, 0), (2, 6)])
 @pytest.mark.parametrize("plan", [
     None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2), (2, 0, 0, 3, 2, True)], ids=str)
-def test_documents_equal_each_alone(kv_heads, plan, monkeypatch, group):
+def test_documents_equal_each_alone(kv_heads, window, plan, monkeypatch, group):
     """Logits and gradients of two micro-batches of three sequences, whose layers run whole, again,
-    or in chunks that cross borders, of a kernel in parts, in head groups and by heads."""
-    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True)
+    or in chunks that cross borders, of a kernel in parts, in head groups and by heads; with a
+    window in three of four layers."""
+    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True,
+                              window=window, full_layers=1 if window else 0)
     monkeypatch.setattr(attention, "MAX_ELEMENTS", 3 * 24 * cfg.head_dim * 4)
     op = attention.Attention("cpu")
     op.head_groups = 2
@@ -885,9 +892,11 @@ def test_documents_equal_each_alone(kv_heads, plan, monkeypatch, group):
     run = run.but(plan=dataclasses.replace(run.plan, batch=6, micro_batch=3),
                   train=SimpleNamespace(sample=lambda i: windows[i]))
     batch = train.load_batch(run, 0)
-    assert batch.length.item() == pytest.approx(np.mean(
-        [n * n for of in batch.documents for n in np.diff(of.bounds)]) / np.mean(
-        [n for of in batch.documents for n in np.diff(of.bounds)]))
+    ends = windows[:, :-1] == END
+    before = [len(row) for tokens in ends for row in np.split(tokens, np.flatnonzero(tokens) + 1)]
+    pairs = [min(i, most) for n in before for i in range(1, n + 1)
+             for most in (99, *3 * [window or 99])]  # of four layers
+    assert batch.seen.item() == pytest.approx(sum(2 * n - 1 for n in pairs) / 4 / ends.size)
     if plan == "full":
         model.layer_runner = offload.recomputed_layers
     elif plan:
@@ -911,7 +920,7 @@ def test_documents_run(tmp_path):
     args = [*QUICK, "--dtype", "fp64", "--steps", 2, "--eval-every", 2, "--eval-sequences", 5,
             "--document-token", 10]
     text = run([*args, "--out", tmp_path / "a"], 0)
-    assert "documents end with token 10" in text and "cpu, called for each document" in text
+    assert "documents end with token 10" in text
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --micro-batch 2"
     run([*args, *swap.split(), "--os", 2, "--out", tmp_path / "b"], 2)
     for a, b in zip(log(tmp_path / "a"), log(tmp_path / "b"), strict=True):
@@ -925,18 +934,21 @@ def test_documents_run(tmp_path):
     windows = np.stack([sequences.sample(i) for i in range(6)])
     loss = each_document_alone(model, windows, last=10)[1].item()
     assert log(tmp_path / "a")[0]["loss"] == pytest.approx(loss, rel=1e-10)
+    assert 1 < log(tmp_path / "a")[0]["keys_seen"] < 32
+    text = run([*args[:-2], "--steps", 3, "--resume", "--out", tmp_path / "a"], 0)
+    assert "documents end with token 10" in text and "changed: steps 2 -> 3\n" in text
 
 
 def test_positions_follow_the_shards():
     run = make_run(m.MODELS["7b"], 2**20, 8)
     parts = [train.local_positions(run.but(rank=r)) for r in range(16)]
-    assert torch.equal(torch.cat(parts[:8]), torch.arange(2**20))
-    assert torch.equal(torch.cat(parts[8:]), torch.arange(2**20))
+    assert np.array_equal(np.concatenate(parts[:8]), np.arange(2**20))
+    assert np.array_equal(np.concatenate(parts[8:]), np.arange(2**20))
     run = make_run(m.MODELS["7b"], 2**20, 8, ring=2)
-    quarters = torch.arange(2**20).view(4, -1)
+    quarters = np.arange(2**20).reshape(4, -1)
     for first, wanted in ((0, quarters[[0, 3]]), (4, quarters[[1, 2]])):
         parts = [train.local_positions(run.but(rank=r)) for r in range(first, first + 4)]
-        assert torch.equal(torch.cat(parts), wanted.flatten())
+        assert np.array_equal(np.concatenate(parts), wanted.flatten())
 
 
 def test_progress_inside_a_step(capsys):
@@ -1165,8 +1177,8 @@ PLANS = [(0, 2, 0, 0, 1, 0), (1, 2, 2, 0, 1, 0), (4, 3, 1, 1, 1, 0), (8, 2, 99, 
 
 def sequence_worker():
     """Runs under torchrun: sequence degrees x rings x plans x chunk sizes x kv heads, of which some
-    have biases and norms on q and k, x factors, five steps each, against one plain process. What
-    was used is poisoned."""
+    have biases and norms on q and k, x documents in windows x factors, five steps each, against one
+    plain process. What was used is poisoned."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     groups, count, cpu = attention.Groups(), 0, torch.device("cpu")
@@ -1175,10 +1187,12 @@ def sequence_worker():
         global SMALL
         SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
                                     layers=5, head_dim=4, qkv_bias=kv_heads < 4,
-                                    qk_norm=kv_heads == 2)
+                                    qk_norm=kv_heads == 2, window=0, full_layers=0)
         batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
         windows = [with_documents(8, 24, 67, seed=i) for i in range(STEPS)]
         whole = train_plainly(batch)
+        without = SMALL
+        SMALL = slides = dataclasses.replace(SMALL, window=6, full_layers=2)
         alone = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
@@ -1187,6 +1201,9 @@ def sequence_worker():
             for i, (eighths, resident, kept, dropped, stride, by_heads) in some:
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
                 ring = 2 ** (count % sp.bit_length())  # 1 to sp
+                in_documents = ring == 1 and count % 4 < 2
+                SMALL = slides if in_documents else without  # with windows, too
+                plain, wanted = alone if in_documents else whole
                 head_ranks = sp // ring
                 head_groups = 1 + i % 2 if head_ranks > 1 else (1, 2, 4)[i % 3]
                 if head_ranks == 1:
@@ -1209,8 +1226,6 @@ def sequence_worker():
                                       poison=True)
                 mine = slice(rank // sp * 8 // dp, (rank // sp + 1) * 8 // dp)
                 positions = attention.sequence_positions(24, sp, ring, rank % sp)
-                in_documents = ring == 1 and count % 4 < 2
-                plain, wanted = alone if in_documents else whole
                 run = make_run(SMALL, 24, document_token=END)
                 run = run.but(rank=rank, plan=dataclasses.replace(run.plan, sp=sp,
                                                                   micro_batch=rows))
@@ -1299,13 +1314,13 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
     """A model that a fork has given another field: neither an export nor a resume forgets it."""
     @dataclasses.dataclass(frozen=True)
     class Config(m.ModelConfig):
-        window: int = 0
+        span: int = 0
 
     monkeypatch.setattr(checkpoint, "ModelConfig", Config)
     small = {f.name: getattr(SMALL, f.name) for f in dataclasses.fields(SMALL)}
     assert checkpoint.hf_architecture(Config(**small), {}) == "llama"
-    with pytest.raises(ValueError, match="config.json has no key for window=64"):
-        checkpoint.hf_architecture(Config(**small, window=64), {})
+    with pytest.raises(ValueError, match="config.json has no key for span=64"):
+        checkpoint.hf_architecture(Config(**small, span=64), {})
     old = tmp_path / "step-00000001"
     old.mkdir()
     meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1, "launch": "",
@@ -1315,8 +1330,8 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
     found = checkpoint.find_checkpoint(tmp_path, str(old), "")
     assert found.folder == old
     checkpoint.check_same_model(found, Config(**small), set())
-    with pytest.raises(ValueError, match=r"another model: window 0 \(here 64\)"):
-        checkpoint.check_same_model(found, Config(**small, window=64), set())
+    with pytest.raises(ValueError, match=r"another model: span 0 \(here 64\)"):
+        checkpoint.check_same_model(found, Config(**small, span=64), set())
     meta["model"]["experts"] = 8
     checkpoint.write_meta(old, meta)
     with pytest.raises(ValueError, match=r"another model: experts 8 \(here unknown\)"):
@@ -2515,16 +2530,32 @@ def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
     ("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 1})])
 def test_hf_windows(kind, keys, tmp_path):
-    """A window is no window for a sequence that is not longer; one token more is."""
-    hf = hf_model(tmp_path, kind, sliding_window=40, **keys)
-    assert checkpoint.hf_window(checkpoint.hf_source(tmp_path)) == 40
-    model = checkpoint.hf_model(tmp_path)
-    hf_equal(model, hf, False, seq=40)
-    tokens, _ = example(seq=41, vocab=300)
-    assert relative(model(tokens)[:, 40:], hf(tokens).logits[:, 40:]) > 1e-4
-    full = {"layer_types": ["full_attention"] * 2}
-    assert checkpoint.hf_window(json.loads(hf_edit(tmp_path, **full).read_text())) == (
-        40 if kind == "mistral" else None)  # whose code reads no layer_types
+    """Sequences as long as the window, and of several; there and back."""
+    hf = hf_model(tmp_path / "in", kind, sliding_window=40, **keys)
+    source = checkpoint.hf_source(tmp_path / "in")
+    window = 40, keys.get("max_window_layers", 0)
+    assert checkpoint.hf_window(source) == window
+    model = checkpoint.hf_model(tmp_path / "in")
+    for seq in (40, 41, 130):
+        hf_equal(model, hf, False, seq=seq)
+    weights = dict(model.named_parameters())
+    checkpoint.hf_export(tmp_path / "out", model.cfg, lambda n: weights[n].data, torch.float32,
+                         source=source)
+    hf_equal(model, type(hf).from_pretrained(tmp_path / "out", attn_implementation="eager"), False,
+             seq=130)
+    with pytest.raises(ValueError, match="no key for window=40"):
+        checkpoint.hf_architecture(dataclasses.replace(model.cfg), source | {"sliding_window": None,
+                                                                             "layer_types": None})
+    mixed = ["sliding_attention", "full_attention"]
+    for types, found in ((["full_attention"] * 2, (0, 0)), (mixed[::-1], (40, 1)), (mixed, None)):
+        edited = json.loads(hf_edit(tmp_path / "in", layer_types=types).read_text())
+        if kind == "mistral":  # whose code reads no layer_types
+            assert checkpoint.hf_window(edited) == (40, 0)
+        elif found is None:
+            with pytest.raises(ValueError, match="only full_attention before sliding_attention"):
+                checkpoint.hf_window(edited)
+        else:
+            assert checkpoint.hf_window(edited) == found
 
 
 def test_hf_from_scratch_is_what_computes_it():
@@ -3842,6 +3873,8 @@ REFUSED = {
     "seq": ("--seq 64M", r"67108864.*longest that fits is --seq \d{7}"),
     "model": ("--model llama-8b", "llama-8b.*65b.*nearest: llama3-8b"),
     "attention": ("--attention fa4", "fa4.*needs a GPU.*usable: cpu"),
+    "document token": ("--document-token 256", "--document-token 256: .*vocabulary ends at 255"),
+    "planned documents": ("--document-token 10 --memplan on", "--memplan on: requests differ with"),
     "dtype": ("--dtype int8", "int8.*bf16, fp32"),
     "no host memory": ("--chunk 8 --alpha 1 --host-memory 0", "room for.*0.0 on the host"),
     "micro": ("--micro-batch 4", "4.*6 sequences.*nearest --batch: 4 or 8"),
@@ -3940,7 +3973,7 @@ def test_refused(case, tmp_path, monkeypatch):
     ("config", "config.json cannot be read"),
     ("pickle", r"pytorch_model.bin is a pickle.*save_pretrained\('.*/hf'\)"),
     ("pth", "consolidated.00.pth is a pickle.*convert_llama_weights_to_hf --input_dir .*/hf "),
-    ("window", "--seq 32: .* sliding windows of 16 tokens.*nearest: --seq 16"),
+    ("window", r"--attention cudnn: it has no sliding windows \(of 16 tokens\); usable: cpu"),
     ("layer types", "layer_types has sliding_attention, and use_sliding_window"),
     ("yarn over llama3", "yarn:2: its rotary.* llama3 scaling already; extend it with llama3:F"),
     ("quantized", "quantization_config is .*gptq.* only null is built"),
@@ -3950,8 +3983,8 @@ def test_refused(case, tmp_path, monkeypatch):
     ("fp8", "model.*weight is stored as F8_E4M3; F64, F32, F16 and BF16 are read")])
 def test_refused_hf(what, message, tmp_path):
     args = QUICK[2:]  # without --model
-    if what == "yarn over llama3":
-        args = [*args, "--rope-scaling", "yarn:2"]
+    flags = {"yarn over llama3": ["--rope-scaling", "yarn:2"], "window": ["--attention", "cudnn"]}
+    args += flags.get(what, [])
     with pytest.raises(ValueError, match=message):
         train.main([*args, "--init", hf_broken(tmp_path, what), "--out", f"{tmp_path}/o"])
 
@@ -4365,19 +4398,20 @@ def test_gpu_attention_past_two_to_the_31():
 
 
 @needs_gpu
+@pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
-def test_gpu_documents(kernel):
+def test_gpu_masks(kernel, window):
     """Of two sequences, with documents of one token and of thousands, against each document alone
-    and against the definition in float64."""
+    and against the definition in float64; and with a sliding window."""
     device = torch.device("cuda")
-    if why := attention.why_not(kernel, device, torch.bfloat16):
+    if why := attention.why_not(kernel, device, torch.bfloat16, "masks"):
         pytest.skip(why)
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(2, 6000, heads, 128, device=device).bfloat16()
                    for heads in (8, 2, 2, 8))
     bounds = (0, 1, 2, 130, 131, 5000, 6000, 6064, 6065, 6600, 11999, 12000)
     offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-    op = attention.Attention(kernel)
+    op = attention.Attention(kernel).seeing(window)
     ours = op.within(attention.Documents(bounds, offsets))
     o, lse = ours.forward(q, k, v)
     found = [o, *ours.backward(do, q, k, v, o, lse)]
@@ -4387,7 +4421,8 @@ def test_gpu_documents(kernel):
         o, lse = op.forward(*alone[:3])
         same = [o, *op.backward(alone[3], *alone[:3], o, lse)]
         q1, k1, v1 = (t[0].transpose(0, 1).double().requires_grad_() for t in alone[:3])
-        exact = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)
+        mask = m.in_window(q1.shape[1], window or 2**20, device)
+        exact = F.scaled_dot_product_attention(q1, k1, v1, mask, enable_gqa=True)
         exact.backward(alone[3][0].transpose(0, 1).double())
         for name, x, y, z in zip("o dq dk dv".split(), found, same, (exact, q1.grad, k1.grad,
                                                                     v1.grad)):
@@ -4935,8 +4970,8 @@ def test_planner_places_rings(capsys, tmp_path):
     ("--ranks 8 --sp 3", "--sp 3: it must divide 8 ranks"),
     ("--ranks 8 --sp 8 --ring 3", "--ring 3: with --sp 8 .* 16 heads .* one of 1, 2, 4, 8"),
     ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .* --seq 40 .* one of 1, 2, 4$"),
-    ("--ranks 8 --ring 2 --document-token 0", "--ring 2: .*documents.*: --ring 1, or "
-     "--document-token -1"),
+    ("--ranks 8 --ring 2 --document-token 0", "--ring 2: attention inside documents .*: --ring 1"),
+    ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* and ring is 1 with documents or windows: one"),
     ("--top 0", "--top 0: from 1"),
     ("--ranks 8 --leaf 0", "--leaf 0: neither a number"), ("--seq x", "a whole number"),
     ("--p 3", "3 shards do not fit"), ("--no-such-flag", "unrecognized arguments")])

@@ -61,7 +61,7 @@ from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_s
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
-                   initial_weight, param_count)
+                   initial_weight, keys_seen, param_count)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from planner import Constraints, Hardware, Plan, nearest
 from ranks import (ConfigError, Heartbeat, check_same, launch_name, on_all_ranks, patient_group,
@@ -129,8 +129,8 @@ class Config:
     ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
     document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
                                       " documents, positions restart with each, and the label"
-                                      " behind one's end does not count; auto: the end of text of"
-                                      " --tokenizer, if there is one; -1: none")
+                                      " behind one's end does not count; auto: a resumed run's,"
+                                      " else what --tokenizer ends each text with; -1: none")
     eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
     eval_sequences: int = flag(64, "most sequences of a validation")
     eval_passkey: int = flag(0, "sequences a depth in which a number must be found again, at 0, 25,"
@@ -461,7 +461,10 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     repeated or left out. Raises ValueError."""
     old = recorded_flags(resumed)
     try:
-        model = ModelConfig(**resumed.meta["model"])
+        window, full_layers = checkpoint.hf_window(resumed.meta["source"] or
+                                                   {"model_type": "llama"})
+        before = {"window": window, "full_layers": full_layers}  # where meta.json lacks them
+        model = ModelConfig(**before | resumed.meta["model"])
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = dataclasses.replace(cfg, model=old.model, init=old.init,
@@ -501,18 +504,16 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     device = choose_device(cfg, local_rank)
     cfg, model, pretrained, source = choose_model(cfg, device, resumed)
     cfg = default_flags(cfg, world, device)
-    window = checkpoint.hf_window(source) if source else None
-    if window and cfg.seq > window:
-        raise ValueError(f"--seq {cfg.seq}: {cfg.init} attends in sliding windows of {window} "
-                         f"tokens, which are not built; nearest: --seq {window}, where all tokens "
-                         "are in the window")
     # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
     by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
         model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
     cfg = with_batch(cfg)
     dtype = DTYPES[cfg.dtype]
-    kernel = pick_kernel(cfg.attention, device, dtype)
+    cfg = with_documents(cfg, model, resumed)
+    masks = [f"sliding windows (of {model.window} tokens)"] if 0 < model.window < cfg.seq else []
+    masks += ["documents (--document-token)"] if cfg.document_token != -1 else []
+    kernel = pick_kernel(cfg.attention, device, dtype, " and ".join(masks))
     untried_versions(kernel)  # refuses a torch that is too old
     cfg = dataclasses.replace(cfg, attention=kernel)
     run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
@@ -523,21 +524,45 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
         planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
 
 
+def with_documents(cfg: Config, model: ModelConfig, resumed: Checkpoint | None) -> Config:
+    """Return the flags with --document-token, as far as they and the checkpoint say it: None is the
+    id that --tokenizer will end each text with. Raises ValueError."""
+    end = cfg.document_token
+    if end is None and resumed:
+        end = recorded_flags(resumed).document_token
+        end = -1 if end is None else end  # older ones had none
+    if end is None and (not cfg.tokenizer or are_ids(find_files(cfg.data)[0])):
+        end = -1
+    if end is not None and end >= model.vocab:
+        raise ValueError(f"--document-token {end}: the model's vocabulary ends at "
+                         f"{model.vocab - 1}")
+    if end != -1 and cfg.memplan != "off":
+        raise ValueError(f"--memplan {cfg.memplan}: requests differ with each batch's documents: "
+                         "--memplan off, or --document-token -1")
+    return dataclasses.replace(cfg, document_token=end)
+
+
 def with_tokens(run: Run) -> Run:
-    """Return the run with the file of what --tokenizer makes of text: the first rank writes it if
-    it is not there, and the others wait, which may take hours. Raises ConfigError. A collective of
-    all ranks."""
+    """Return the run with the file of what --tokenizer makes of text, and the id that ends each:
+    the first rank writes it if it is not there, and the others wait, which may take hours. Raises
+    ConfigError. A collective of all ranks."""
     cfg = run.cfg
     if not cfg.tokenizer:
         return run
+
+    def tokens_and_end() -> tuple[Path | None, int]:
+        path = tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
+        return path, end_of_text(cfg.tokenizer, load_tokenizer(cfg.tokenizer)) if path else -1
+
     # not within --timeout; a first rank that dies closes its connections, which ends the others
     patient = patient_group()
-    tokens = [on_all_ranks(
-        lambda: tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
-        if run.rank == 0 else None, patient)]
-    dist.broadcast_object_list(tokens)
+    found = [on_all_ranks(lambda: None if run.rank else tokens_and_end(), patient)]
+    dist.broadcast_object_list(found)
     dist.destroy_process_group(patient)
-    return run.but(tokens=tokens[0])
+    tokens, end = found[0]
+    if cfg.document_token is None:
+        cfg = dataclasses.replace(cfg, document_token=end)
+    return run.but(cfg=cfg, tokens=tokens)
 
 
 def tokenizer_folder(cfg: Config) -> str:
@@ -590,7 +615,8 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     samples = 0
     if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
+        new = {"window", "full_layers"} - set(resumed.meta["model"])
+        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand | new)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
@@ -600,10 +626,6 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
         usual |= kept
     cfg = dataclasses.replace(cfg, **{name: value for name, value in usual.items()
                                       if getattr(cfg, name) in (None, "auto")})
-    if cfg.document_token is None:
-        folder = cfg.tokenizer
-        token = end_of_text(folder, load_tokenizer(folder)) if folder else -1
-        cfg = dataclasses.replace(cfg, document_token=token)
     if asked is not None and asked < cfg.warmup:
         raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
     return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=resumed,
@@ -817,7 +839,7 @@ class Batch:
     positions: Tensor | None = None  # (T/sp,); (M, B, T/sp) of documents; None: 0, 1, ...
     documents: list[Documents] | None = None  # of each micro-batch
     scale: Tensor | None = None  # 1 / valid labels of all ranks
-    length: Tensor | None = None  # of the document that a token is in, its mean over all ranks
+    seen: Tensor | None = None  # model.keys_seen, the mean of all ranks' tokens
 
     def micro_batches(self) -> Iterator[tuple]:
         """Yield tokens, labels, scale, positions and documents of each, as a model takes them."""
@@ -925,7 +947,8 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
     gpu = run.device.type == "cuda" or run.cfg.ranks is not None
     kind = "cuda" if gpu else "cpu"
-    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0)
+    no_window = dataclasses.replace(run.model, window=0)  # the CPU's has memory of its own
+    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0, model=no_window)
     running: list = [None]
 
     def make():
@@ -938,7 +961,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
         model, states = build(run, op, groups)
         shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        batch = Batch(tokens, tokens, local_positions(run),
+        batch = Batch(tokens, tokens, torch.from_numpy(local_positions(run)),
                       scale=torch.ones((), dtype=states.accum_dtype))
         return lambda: run_step(model, states, batch, 1e-4, run.cfg.clip)
 
@@ -1001,10 +1024,10 @@ def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemo
 # ---------------------------------------------------------------------------- the loop
 
 
-def local_positions(run: Run) -> Tensor:
+def local_positions(run: Run) -> np.ndarray:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
     plan = run.plan
-    return sequence_positions(plan.seq, plan.sp, plan.ring, run.rank % plan.sp).to(run.device)
+    return sequence_positions(plan.seq, plan.sp, plan.ring, run.rank % plan.sp).numpy()
 
 
 def to_device(array: np.ndarray, run: Run) -> Tensor:
@@ -1018,13 +1041,13 @@ def to_device(array: np.ndarray, run: Run) -> Tensor:
 def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
     """Return this rank's part of windows (T + 1,), and of documents in them where they lie."""
     size = run.plan.micro_batch
-    here = local_positions(run.but(device=torch.device("cpu"))).numpy()
+    here = local_positions(run)
     both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
     tokens, labels = to_device(both, run).view(2, -1, size, len(here))
     labels = labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
     end = run.cfg.document_token
     if end < 0:
-        return Batch(tokens, labels, local_positions(run))
+        return Batch(tokens, labels, to_device(here, run))
     bounds = [np.append(document_starts(window[:-1], end), run.cfg.seq) for window in windows]
     positions = np.stack([np.arange(run.cfg.seq) - np.repeat(b[:-1], np.diff(b)) for b in bounds])
     documents = []
@@ -1042,15 +1065,16 @@ def load_batch(run: Run, samples: int) -> Batch:
     each = run.plan.batch * run.plan.sp // run.world
     first = samples + run.rank // run.plan.sp * each
     batch = local_batch([run.train.sample(first + i) for i in range(each)], run)
-    squares = each * run.cfg.seq**2
+    lengths = each * [run.cfg.seq]
     if batch.documents is not None:
-        squares = sum(documents.squares() for documents in batch.documents)
-    sums = torch.stack([(batch.labels != IGNORE).sum().double(),
-                        torch.tensor(squares / run.plan.sp, device=run.device).double()])
+        lengths = [n for documents in batch.documents for n in documents.lengths()]
+    seen = sum(n * keys_seen(run.model, n) for n in lengths)
+    sums = torch.stack([(batch.labels != IGNORE).sum().double(), torch.full(
+        (), seen / run.plan.sp, device=run.device, dtype=torch.float64)])
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
     return dataclasses.replace(batch, scale=scale,
-                               length=sums[1] / (run.plan.batch * run.cfg.seq))
+                               seen=sums[1] / (run.plan.batch * run.cfg.seq))
 
 
 def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
@@ -1095,7 +1119,7 @@ def evaluate_passkeys(run: Run, model: LLaMA) -> dict:
     ranks."""
     keys = run.passkeys
     begins = run.cfg.seq - torch.tensor(keys.key_tokens, device=run.device)  # whose label is first
-    positions = local_positions(run)
+    positions = to_device(local_positions(run), run)
     total = torch.zeros(keys.count, 3, dtype=torch.float64, device=run.device)
     for ids, _, labels, losses, hits in score(run, model, keys, keys.count):
         of_key = (positions >= begins[ids][:, None]) & (labels != IGNORE)  # (B, T/sp)
@@ -1189,9 +1213,10 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
     if meta["data"] != run.data:
         print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
                "what was drawn may come again")
-    changed = [f"{name} {meta['config'].get(name)} -> {value}"
+    then = {"document_token": -1} | meta["config"]  # which older checkpoints do not know
+    changed = [f"{name} {then.get(name)} -> {value}"
                for name, value in dataclasses.asdict(cfg).items()
-               if meta["config"].get(name) != value and name not in ("resume", "out", "device")]
+               if then.get(name) != value and name not in ("resume", "out", "device")]
     text = f"; changed: {', '.join(changed)}" if changed else ""
     print0(f"resumed {run.resume.folder} at step {meta['step']}{text}")
     return meta["step"]
@@ -1295,7 +1320,7 @@ class Facts:
     loss: float
     norm: float
     finite: float  # 0 or 1
-    length: float  # of the document that a token is in, the mean
+    seen: float  # model.keys_seen, the mean
     signal: float  # that a rank has got, else 0
     writing: float  # whether a rank still writes a checkpoint
     gpu_gib: float  # of the rank that has most
@@ -1337,7 +1362,7 @@ class Log:
         tgs = cfg.batch * cfg.seq / seconds / self.run.world
         peak = self.run.hardware.profile.peak_flops
         mfu = [flops * tgs / peak if peak else None
-               for flops in flops_per_token(self.run.model, facts.length)]
+               for flops in flops_per_token(self.run.model, cfg.seq, facts.seen)]
         parts = [f"step {step}/{cfg.steps} loss {facts.loss:.4f} grad {facts.norm:.3f}",
                  f"lr {lr:.2e} TGS {tgs:,.0f}"]
         if peak:
@@ -1354,7 +1379,8 @@ class Log:
         if self.file is None:
             return
         row = {"step": step, "loss": facts.loss, "grad_norm": facts.norm, "lr": lr, "tgs": tgs,
-               "mfu_causal": mfu[0], "mfu_full": mfu[1], "gpu_gib": facts.gpu_gib or None,
+               "mfu_causal": mfu[0], "mfu_full": mfu[1], "keys_seen": facts.seen,
+               "gpu_gib": facts.gpu_gib or None,
                "host_gib": facts.host_gib, "seconds": seconds}
         row |= found or {}
         if not facts.finite:
@@ -1467,7 +1493,7 @@ def introduce(run: Run, print0: Callable) -> None:
                f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
     if cfg.document_token >= 0:
         print0(f"documents end with token {cfg.document_token}: attention stays inside them, which "
-               "MFU counts; times are predicted as if each sequence were one")
+               "MFU counts; predicted are times of sequences that are one each")
     as_tokens = f" as {run.tokens}" if run.tokens else ""
     print0(f"data {cfg.data}{as_tokens}: {len(run.train.corpus):,} tokens, {run.train.count:,} "
            f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
@@ -1515,7 +1541,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         lr = learning_rate(cfg, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
         plans = memory.plans if memory else 0
-        result = *(memory.run(work) if memory else work()), batch.length
+        result = *(memory.run(work) if memory else work()), batch.seen
         del work
         if memory and memory.plans > plans:
             memory = keep_if_it_saves(run, memory, print0)
@@ -1587,9 +1613,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     cfg = run.cfg
     fused = cfg.compile and run.device.type == "cuda"
     torch.compiler.set_stance("default" if fused else "force_eager")
-    each = cfg.document_token >= 0 and not KERNELS[run.kernel].documents
-    print0(f"attention kernel: {run.kernel}{', called for each document' if each else ''}; "
-           "element-wise parts: "
+    print0(f"attention kernel: {run.kernel}; element-wise parts: "
            f"{'compiled' if fused else 'eager'}")
     disk = on_all_ranks(lambda: disk_bytes(run))
     on_all_ranks(lambda: checkpoint.check_disk(disk))
