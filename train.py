@@ -961,8 +961,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
         model, states = build(run, op, groups)
         shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        batch = Batch(tokens, tokens, torch.from_numpy(local_positions(run)),
-                      scale=torch.ones((), dtype=states.accum_dtype))
+        batch = Batch(tokens, tokens, scale=torch.ones((), dtype=states.accum_dtype))
         return lambda: run_step(model, states, batch, 1e-4, run.cfg.clip)
 
     torch.compiler.set_stance("force_eager")
