@@ -186,7 +186,6 @@ class Mask:
     window: int = 0  # of those up to its own the last so many; 0: all
     documents: Documents | None = None  # those of its own document; all sequences are one row
 
-
     def for_keys(self, count: int) -> "Mask":
         """Return the mask of so many keys: a window that has them all is none."""
         return self if 0 < self.window < count else dataclasses.replace(self, window=0)
