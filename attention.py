@@ -188,7 +188,7 @@ class Mask:
 
     def for_keys(self, count: int) -> "Mask":
         """Return the mask of so many keys: a window that has them all is none."""
-        return self if 0 < self.window < count else dataclasses.replace(self, window=0)
+        return dataclasses.replace(self, window=0) if self.window >= count else self
 
     def of_one(self, cut: slice) -> "Mask":
         """Return the mask of one document alone."""

@@ -114,6 +114,10 @@ class ModelConfig:
             raise ValueError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
                              f"even; nearest: {self.head_dim + 1}")
 
+    def window_of(self, layer: int) -> int:
+        """Return how many tokens one attends to in a layer; 0: all."""
+        return self.window if layer >= self.full_layers else 0
+
 
 def check_number(name: str, value, low: float, high: float) -> None:
     """Raise ValueError unless value is a number between low and high. A NaN is not."""
@@ -994,8 +998,8 @@ class LLaMA(nn.Module):
         self.layer_runner = whole_layers
         self.embed = Matrix(cfg.vocab, cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
-        for block in self.blocks[cfg.full_layers :]:
-            block.window = cfg.window
+        for i, block in enumerate(self.blocks):
+            block.window = cfg.window_of(i)
         self.norm = Vector(cfg.dim)
         self.head = Matrix(cfg.vocab, cfg.dim)
 

@@ -40,6 +40,7 @@ import json
 import math
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -487,12 +488,10 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     with torch.no_grad():
         pre = watch.least(lambda: block.pre(x, rope), 3)
         post = watch.least(lambda: block.post(x, o), 3)
-        attn = 0.0
-        for window, layers in ((0, cfg.full_layers if cfg.window else cfg.layers),
-                               (cfg.window, cfg.layers - cfg.full_layers if cfg.window else 0)):
-            if layers:  # the mean of layers with a window and without
-                op = attention.seeing(window)
-                attn += layers / cfg.layers * watch.least(lambda: op.forward(q, kv, kv), 1)
+        attn = 0.0  # the mean of layers with a window and without
+        for window, layers in Counter(map(cfg.window_of, range(cfg.layers))).items():
+            op = attention.seeing(window)
+            attn += layers / cfg.layers * watch.least(lambda: op.forward(q, kv, kv), 1)
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(cfg)

@@ -615,7 +615,7 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     samples = 0
     if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        new = {"window", "full_layers"} - set(resumed.meta["model"])
+        new = {"window", "full_layers"} - set(resumed.meta["model"])  # older ones lack them
         checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand | new)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
