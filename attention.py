@@ -128,20 +128,51 @@ class Groups:
     """Process groups by name and ranks, made once. Groups of another name have communicators of
     their own, so that what two streams launch does not wait for each other.
 
+    Ranks stand stage by stage (pp of a pipeline), and in a stage tp neighbours have a column of
+    each layer's matrices. What shards states or sequences does so among the ranks of one stage and
+    one column: `rank` of `ranks` is this one's number there, 0 of R without pp and tp.
+
+        pp = 2, tp = 2     global rank   0  1  2  3     4  5  6  7
+                           stage         0  0  0  0     1  1  1  1
+                           column        0  1  0  1     0  1  0  1
+                           rank          0  0  1  1     0  0  1  1
+
     timeout: of their collectives; PyTorch's if none is given.
     """
 
-    def __init__(self, timeout: timedelta | None = None):
+    def __init__(self, timeout: timedelta | None = None, tp: int = 1, pp: int = 1):
         self.made: dict[tuple, dist.ProcessGroup] = {}
         self.timeout = timeout
+        self.tp = tp
+        self.pp = pp
+
+    @property
+    def ranks(self) -> int:
+        """Return R."""
+        return dist.get_world_size() // (self.tp * self.pp)
+
+    @property
+    def rank(self) -> int:
+        return self.place(dist.get_rank())[1]
+
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """Return a global rank's stage, its number among those of its stage and column, its column.
+        """
+        stage, in_stage = divmod(rank, dist.get_world_size() // self.pp)
+        return stage, *divmod(in_stage, self.tp)
 
     def get(self, name: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
-        """Return the group of the ranks r that have this rank's key(r), None if it is alone there.
-        A collective of all ranks."""
+        """Return the group of the ranks r of this stage and column that have this rank's key(r),
+        None if it is alone there. A collective of all ranks."""
+        return self.of_places(name, lambda stage, r, column: (stage, column, key(r)))
+
+    def of_places(self, name: str, key: Callable[..., object]) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that have this rank's key(stage, r, column), None if it is
+        alone there. A collective of all ranks."""
         members: dict = {}
-        for r in range(dist.get_world_size()):
-            members.setdefault(key(r), []).append(r)
-        mine = members[key(dist.get_rank())]
+        for rank in range(dist.get_world_size()):
+            members.setdefault(key(*self.place(rank)), []).append(rank)
+        mine = members[key(*self.place(dist.get_rank()))]
         if len(mine) == 1:
             return None
         for ranks in members.values():

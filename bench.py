@@ -317,25 +317,21 @@ class Fsdp2States:
         self.model = model
         self.reshard = reshard
         self.micro_batches = micro_batches
+        model.register_forward_pre_hook(lambda *_: self.begin_micro_batch())
         self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95),
                                            weight_decay=0.1, fused=True)
 
     def begin_step(self) -> None:
         self.micro_batch = 0
-        self.prepare()
 
-    def prepare(self) -> None:
-        """Say whether the next backward is the step's last."""
-        last = self.micro_batch == self.micro_batches - 1
+    def begin_micro_batch(self) -> None:
+        """Say whether its backward is the step's last."""
+        self.micro_batch += 1
+        last = self.micro_batch == self.micro_batches
         self.model.set_is_last_backward(last)
         if not self.reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
-
-    def end_micro_batch(self) -> None:
-        self.micro_batch += 1
-        if self.micro_batch < self.micro_batches:
-            self.prepare()
 
     def finish_gradients(self) -> None:
         pass
@@ -407,7 +403,7 @@ def layers_alone(bench: Bench, name: str, seq: int, repeats: int) -> dict:
         model = LLaMA(few, Attention(bench.kernel())).to(bench.dtype)
     model.init_weights(0)
     rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
-    run_layer = whole_layers(model, rope, model.attention)
+    run_layer = whole_layers(model, rope, lambda i: model.attention)
     x = torch.randn(1, seq, few.dim, device=device).to(bench.dtype).requires_grad_()
 
     def layers() -> None:

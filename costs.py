@@ -61,11 +61,26 @@ class Plan:
     memory: "Memory | None" = None
     host: dict[str, float] = field(default_factory=dict)  # bytes of a rank there, by what they are
     seconds: dict[str, float] | None = None  # of a step, by what takes them
+    tp: int = 1  # ranks that share a layer's matrices
+    tp_mode: str = "msp"
+    pp: int = 1  # stages of a pipeline
+    pp_chunks: int = 1  # V: parts of the model on a stage
+    pp_segments: int = 1  # K: parts of a sequence, one after the other
 
     @property
     def tokens(self) -> int:
         """Return N."""
-        return self.micro_batch * self.seq // self.sp
+        return self.micro_batch * self.seq // self.sp // self.pp_segments
+
+    @property
+    def state_ranks(self) -> int:
+        """Return R, the ranks over which states of a stage and a column are sharded."""
+        return self.ranks // (self.tp * self.pp)
+
+    @property
+    def dp(self) -> int:
+        """Return how many sequences, or parts of so many, are under way on all ranks."""
+        return self.state_ranks // self.sp
 
     @property
     def head_ranks(self) -> int:
@@ -75,7 +90,7 @@ class Plan:
     @property
     def micro_batches(self) -> int:
         """Return M."""
-        return self.batch * self.sp // self.ranks // self.micro_batch
+        return self.batch // self.dp // self.micro_batch
 
     @property
     def host_bytes(self) -> float:

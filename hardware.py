@@ -404,7 +404,7 @@ def sample_layers(layers: int, width: int, tokens: int, device: torch.device, dt
     model.init_weights(0)
     rope = rope_tables(cfg, torch.arange(tokens, device=device), torch.float32)
     x = random_tensor(1, tokens, width, device=device, dtype=dtype).requires_grad_()
-    return model, llama.whole_layers(model, rope, model.attention), x
+    return model, llama.whole_layers(model, rope, lambda i: model.attention), x
 
 
 class Layer:
@@ -503,7 +503,6 @@ def measure_launches(clock: Stopwatch, dtype: torch.dtype, kernel: str) -> dict[
             loss = model(ids, ids, scale, positions)
             middle = time.perf_counter()
             loss.backward()
-            states.end_micro_batch()
             if step >= 0:
                 seconds["forward"] += middle - start
                 seconds["backward"] += time.perf_counter() - middle

@@ -15,10 +15,10 @@ This file knows neither ranks nor streams. The outside acts on a model in three 
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
                          (its `within` gives that of documents)
-    model.layer_runner   called at the start of a forward pass with the model, angles and attention,
-                         returns run_layer(i, x) -> y: offload.py runs layers in chunks of tokens,
-                         and says what it wants of operators in backward (recomputation and
-                         deferred_weight_grads, below)
+    model.layer_runner   called at the start of a forward pass with the model, angles and each
+                         layer's attention, returns run_layer(i, x) -> y: offload.py runs layers in
+                         chunks of tokens, and says what it wants of operators in backward
+                         (recomputation and deferred_weight_grads, below)
 
 Another block changes class Block alone (and param_count, if FLOPs are to count it). Its operators
 may be any of PyTorch's that draw no random numbers, since they may run again; those of this file
@@ -41,7 +41,7 @@ import functools
 import math
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -979,10 +979,10 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> tuple[T
 
 
 def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor],
-                 attention: Callable) -> Callable[[int, Tensor], Tensor]:
+                 attention_of: Callable[[int], Callable]) -> Callable[[int, Tensor], Tensor]:
     """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
     def run_layer(i: int, x: Tensor) -> Tensor:
-        return model.blocks[i](x, rope, attention)
+        return model.blocks[i](x, rope, attention_of(i))
 
     return run_layer
 
@@ -1002,6 +1002,8 @@ class LLaMA(nn.Module):
             block.window = cfg.window_of(i)
         self.norm = Vector(cfg.dim)
         self.head = Matrix(cfg.vocab, cfg.dim)
+        # of the whole model, whatever other ranks have of it
+        self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
@@ -1019,12 +1021,20 @@ class LLaMA(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = _Embedding.apply(self.embed.weight, tokens, self.embed)  # (B, T, C)
+        x = self.embedded(tokens)
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
         attention = self.attention if documents is None else self.attention.within(documents)
-        run_layer = self.layer_runner(self, rope, attention)
+        run_layer = self.layer_runner(self, rope, lambda i: attention)
         for i in range(len(self.blocks)):
             x = run_layer(i, x)
+        return self.result(x, labels, scale, each)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what the first layer takes, (B, T, C)."""
+        return _Embedding.apply(self.embed.weight, tokens, self.embed)
+
+    def result(self, x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool) -> Tensor:
+        """Return what `forward` does, of the last layer's result (B, T, C)."""
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)
@@ -1033,6 +1043,16 @@ class LLaMA(nn.Module):
         if scale is None:
             scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(accumulation_dtype(x.dtype))
         return head_loss(x, self.head, labels, scale)
+
+    def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
+        """Run a step's micro-batches, each the arguments of `forward`, one after the other; the
+        gradients add up. Returns the sum of their losses."""
+        loss = torch.zeros((), device=self.norm.weight.device, dtype=self.norm.weight.dtype)
+        for micro_batch in micro_batches:
+            part = self(*micro_batch)
+            part.backward()
+            loss += part.detach()
+        return loss
 
 
 def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device) -> Tensor:

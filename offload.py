@@ -398,11 +398,11 @@ class MicroBatch:
     """One micro-batch's way through the layers, forward and back. Several may be in flight, if
     ChunkedLayers has host buffers for so many."""
 
-    def __init__(self, layers: "ChunkedLayers", rope: tuple[Tensor, Tensor], attention: Attention,
-                 host_buffers: list[Tensor]):
+    def __init__(self, layers: "ChunkedLayers", rope: tuple[Tensor, Tensor],
+                 attention_of: Callable[[int], Attention], host_buffers: list[Tensor]):
         self.layers = layers
         self.rope = rope  # cos, sin (N, D/2)
-        self.attention = attention
+        self.attention_of = attention_of  # a layer of the model
         self.host_buffers = host_buffers  # by layer
         self.saved: dict[int, SavedLayer] = {}  # from a layer's forward to its backward
         self.offload_done: dict[int, object] = {}  # layer: event, its tensors are on the host
@@ -411,8 +411,14 @@ class MicroBatch:
         self.entered: int | None = None  # the group in which backward is
         self.finished = False  # its last backward is done: its host buffers are free
 
+    def attention(self, i: int) -> Attention:
+        """Return what layer i attends by."""
+        layers = self.layers
+        return self.attention_of(layers.first + i).seeing(layers.blocks[i].window)
+
     def run_layer(self, i: int, x: Tensor) -> Tensor:
-        """Layer i: x (B, T, C) -> y (B, T, C)."""
+        """Layer i of the model: x (B, T, C) -> y (B, T, C)."""
+        i -= self.layers.first
         if torch.is_grad_enabled():
             return _ChunkedLayer.apply(self.layers.root, x, self, i)
         return self.layers.forward(self, i, x, needs_backward=False)
@@ -439,15 +445,16 @@ class ChunkedLayers:
     """Runs a model's layers in chunks of tokens, as `plan` says: its layer_runner.
 
     shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
-    backward is due at the same time; each has host buffers of its own. poison, delay: for tests;
-    what was used becomes NaN, and copies start so many GPU cycles late. model.attention: an
-    attention.Attention.
+    backward is due at the same time; each has host buffers of its own. first: of the plan's layers
+    in the model. poison, delay: for tests; what was used becomes NaN, and copies start so many GPU
+    cycles late. model.attention: an attention.Attention.
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
                  chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
-                 poison: bool = False, delay: int = 0):
-        self.blocks = model.blocks
+                 first: int = 0, poison: bool = False, delay: int = 0):
+        self.first = first
+        self.blocks = model.blocks[first : first + plan.layers]
         self.cfg = model.cfg
         self.batch_size = shape[0]
         self.tokens = shape[0] * shape[1]
@@ -455,7 +462,7 @@ class ChunkedLayers:
         self.chunks = [slice(first, min(first + chunk_tokens, self.tokens))
                        for first in range(0, self.tokens, chunk_tokens)]
         assert len(self.chunks) == plan.chunks, f"{len(self.chunks)} chunks, planned {plan.chunks}"
-        assert len(self.blocks) == plan.layers, f"{len(self.blocks)} layers, planned {plan.layers}"
+        assert first or len(model.blocks) == plan.layers, f"{len(model.blocks)}, not {plan.layers}"
         assert plan.resident >= min(2, plan.layers), "the last two layers start their backward"
         swapped = plan.layers - plan.resident
         assert swapped % plan.stride == 0, f"{swapped} swapped layers are whole groups"
@@ -509,13 +516,13 @@ class ChunkedLayers:
         self.pinning = []
 
     def start(self, model: LLaMA, rope: tuple[Tensor, Tensor],
-              attention: Attention) -> Callable[[int, Tensor], Tensor]:
+              attention_of: Callable[[int], Attention]) -> Callable[[int, Tensor], Tensor]:
         """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer."""
         if self.pinning:
             self.wait_for_host_memory()
         # (N, D/2)
         rope = tuple(angles.expand(self.batch_size, -1, -1).flatten(0, 1) for angles in rope)
-        micro_batch = MicroBatch(self, rope, attention, [])
+        micro_batch = MicroBatch(self, rope, attention_of, [])
         if torch.is_grad_enabled() and self.host_buffers:
             place = self.free_place()
             self.owners[place] = weakref.ref(micro_batch)
@@ -567,7 +574,7 @@ class ChunkedLayers:
             self.free_offloaded(micro_batch, i - 2)
         held_anyway = [*micro_batch.rope, *block.parameters(), *block.buffers()]
         saved = SavedLayer(x, held_anyway, num_saved)
-        qkv = self.attend(block, micro_batch, saved, num_saved)
+        qkv = self.attend(i, micro_batch, saved, num_saved)
         y = self.output(block, saved, num_saved)
         if needs_backward:
             saved_tokens = self.chunks[num_saved - 1].stop if num_saved else 0
@@ -584,11 +591,12 @@ class ChunkedLayers:
                 self.offload(micro_batch, i)
         return y.view(shape)
 
-    def attend(self, block, micro_batch: MicroBatch, saved: SavedLayer,
+    def attend(self, i: int, micro_batch: MicroBatch, saved: SavedLayer,
                num_saved: int = 0) -> list[Tensor]:
         """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), empty ones if
         they are made by heads; they leave the graphs of saved chunks."""
-        attention = micro_batch.attention.seeing(block.window)
+        block = self.blocks[i]
+        attention = micro_batch.attention(i)
         if not self.plan.by_heads:
             qkv = self.project(block, micro_batch, saved, num_saved)
             o, saved.lse = attention.forward(*(self.split(t) for t in qkv))
@@ -649,24 +657,24 @@ class ChunkedLayers:
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
-        block = self.blocks[i]
         shape = dy.shape
         dy = self.join(dy)
         saved = self.fetch(micro_batch, i)
         if self.plan.by_heads:
-            dx = self.backward_by_heads(block, micro_batch, saved, dy)
+            dx = self.backward_by_heads(i, micro_batch, saved, dy)
         else:
-            dx = self.backward_whole(block, micro_batch, saved, dy, self.plan.num_saved_chunks(i))
+            dx = self.backward_whole(i, micro_batch, saved, dy, self.plan.num_saved_chunks(i))
         if self.plan.keeps_input(i):  # the last of its group
             micro_batch.prefetched.discard(i // self.plan.stride)
         micro_batch.finished = not micro_batch.saved
         self.poison_if_testing(saved.tensors())
         return dx.view(shape)
 
-    def backward_whole(self, block, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
+    def backward_whole(self, i: int, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
                        num_saved: int) -> Tensor:
         """dy -> dx (1, N, C), with q, k, v of all heads at once."""
-        attention = micro_batch.attention.seeing(block.window)
+        block = self.blocks[i]
+        attention = micro_batch.attention(i)
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
             o, saved.lse = attention.forward(*(self.split(t) for t in (q, k, v)))
@@ -684,13 +692,14 @@ class ChunkedLayers:
         self.backward_pre(saved.pre_graphs, saved, grads, dx, False, dx_parts)
         return dx
 
-    def backward_by_heads(self, block, micro_batch: MicroBatch, saved: SavedLayer,
+    def backward_by_heads(self, i: int, micro_batch: MicroBatch, saved: SavedLayer,
                           dy: Tensor) -> Tensor:
         """dy -> dx (1, N, C), with q, k, v of one head group after the other."""
         if saved.o is None:
             with recomputation():
-                self.attend(block, micro_batch, saved)
-        attention = micro_batch.attention.seeing(block.window)
+                self.attend(i, micro_batch, saved)
+        block = self.blocks[i]
+        attention = micro_batch.attention(i)
         graphs: dict[int, list[ChunkGraph]] = {}  # by head group, of chunks
 
         def make(g: int) -> list[Tensor]:
@@ -886,11 +895,10 @@ class ChunkedLayers:
         """Make the inputs of layers first + 1 to last again, each from the layer before it. Their
         weights are gathered in the open, as no backward has asked for them yet."""
         for i in range(first, last):
-            block = self.blocks[i]
             saved = micro_batch.saved[i]
             if saved.o is None:
-                self.attend(block, micro_batch, saved)
-            micro_batch.saved[i + 1].x = self.output(block, saved, 0)
+                self.attend(i, micro_batch, saved)
+            micro_batch.saved[i + 1].x = self.output(self.blocks[i], saved, 0)
 
     # -- for tests
 
@@ -925,10 +933,11 @@ class _RecomputedLayer(Function):
         return None, x.grad, None, None
 
 
-def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor], attention: Callable) -> Callable:
+def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor],
+                      attention_of: Callable[[int], Callable]) -> Callable:
     """A layer_runner that keeps a layer's input alone and runs all of it again in backward,
     attention included, as others do."""
-    run_whole_layer = llama.whole_layers(model, rope, attention)
+    run_whole_layer = llama.whole_layers(model, rope, attention_of)
 
     def run_layer(i: int, x: Tensor) -> Tensor:
         run = functools.partial(run_whole_layer, i)

@@ -94,6 +94,11 @@ class Constraints:
     micro_batch: int | None = None
     sp: int | None = None
     ring: int | None = None
+    tp: int | None = 1
+    tp_mode: str = "msp"
+    pp: int | None = 1
+    pp_chunks: int | None = None
+    pp_segments: int | None = None
     head_groups: int | None = None
     p: str | None = None
     g: str | None = None

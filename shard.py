@@ -251,6 +251,14 @@ class GradBuffer:
     scattered: object = None  # event of grad_scatter: it has read the gradient, the place is free
 
 
+@dataclass(frozen=True)
+class Replicas:
+    """Over whom a matrix's gradient is summed in the end; None: this rank is alone."""
+
+    cross_os: dist.ProcessGroup | None  # that update the same elements
+    all: dist.ProcessGroup | None  # that have the same p-shard
+
+
 @dataclass(eq=False)
 class ShardedParam:
     """What this rank holds of one matrix; tensors are flat, and stay where they are for good."""
@@ -270,7 +278,9 @@ class ShardedParam:
     owned_grad: Tensor  # (size,) the same part of the gradient
     states: dict[str, Tensor]  # (size,) each, of the optimizer; on the GPU or the host
     num_chunks: int  # contributions to its gradient in one backward pass
+    replicas: Replicas
     parts_done: int = 0  # of them, or of parts of them, in this pass
+    passes_done: int = 0  # backward passes of this step
     # event of param_broadcast, or of host_update alone: new parameters are in param_shard
     broadcast_done: object = None
 
@@ -436,6 +446,8 @@ class States:
         self.grad_dtype = self.accum_dtype if self.accumulates else dtype
         self.streams = {name: CommStream(device, name in overlap) for name in STREAMS}
         self.prefetch = "param_gather" in overlap
+        self.shapes = model.shapes
+        self.num_layers = len(model.blocks)
         self.make_groups(groups or Groups())
         self.make_params(model)
         self.host_states = None
@@ -459,7 +471,9 @@ class States:
         of one name and the same ranks share a communicator: gradients' two streams may, since
         grad_reduce begins when grad_scatter is done. A collective of all ranks."""
         f = self.factors
-        rank = dist.get_rank()
+        rank = groups.rank
+        self.groups = groups
+        self.column = groups.place(dist.get_rank())[2]
         self.subgroup_size = f.os // f.p
         self.subgroup_index = rank % f.os // f.p
         self.param_index = rank % f.p
@@ -478,12 +492,23 @@ class States:
         self.grad_scatter_group = groups.get("grad_reduce", by_param_group)
         self.grad_subgroup = groups.get("grad_reduce", by_subgroup)
         self.param_subgroup = groups.get("param_broadcast", by_subgroup)
-        self.cross_os_group = groups.get("grad_reduce", lambda r: r % f.os)
-        self.replicate_group = groups.get("grad_reduce", lambda r: r % f.p)
+        self.replicas_of_layers = Replicas(groups.get("grad_reduce", lambda r: r % f.os),
+                                           groups.get("grad_reduce", lambda r: r % f.p))
+        # embedding and head are on the ranks of all columns
+        self.replicas_of_ends = self.replicas_of_layers
+        if groups.tp > 1:
+            self.replicas_of_ends = Replicas(
+                groups.of_places("grad_reduce", lambda stage, r, column: (stage, r % f.os)),
+                groups.of_places("grad_reduce", lambda stage, r, column: (stage, r % f.p)))
         self.os_group = groups.get("grad_reduce", lambda r: r // f.os)
-        # global rank of each member of this rank's subgroup: the roots of its broadcasts
-        first = rank // f.os * f.os + self.param_index
-        self.subgroup_ranks = [first + i * f.p for i in range(self.subgroup_size)]
+        self.stage_group = dist.group.WORLD
+        if groups.pp > 1:
+            self.stage_group = groups.of_places("grad_reduce", lambda stage, r, column: stage)
+        # who owns every element of the whole model once, but ends in every column
+        self.norm_group = groups.of_places("grad_reduce", lambda stage, r, column: r // f.os)
+        # who has the same of other stages
+        self.pipeline_group = groups.of_places("grad_reduce",
+                                               lambda stage, r, column: (r, column))
 
     def make_params(self, model: nn.Module) -> None:
         """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
@@ -495,23 +520,26 @@ class States:
         owners = self.assign_owners(padded)
         # a layer's matrices are a unit: "blocks.0.qkv.weight" is of "blocks.0"
         unit_of = {name: ".".join(name.split(".")[:-1][:2]) for name in matrices}
-        unit_names = list(dict.fromkeys(unit_of.values()))
+        self.unit_names = unit_names = list(dict.fromkeys(unit_of.values()))
         self.units: list[list[ShardedParam]] = [[] for _ in unit_names]
         self.sharded_params: dict[Matrix, ShardedParam] = {}
         self.param_buffers: dict[tuple, ParamBuffer] = {}
         self.grad_buffers: dict[tuple, GradBuffer] = {}
         for name, module in matrices.items():
             unit = unit_names.index(unit_of[name])
-            is_layer = 0 < unit < len(unit_names) - 1
-            num_chunks = self.num_chunks if is_layer else 1
+            num_chunks = self.num_chunks if self.is_layer(unit) else 1
             param = self.shard(name, module, unit, padded[name], owners[name], num_chunks)
             module.weight = nn.Parameter(param.as_matrix(param.unsharded_param.data))
             module.events = self
             self.sharded_params[module] = param
             self.units[unit].append(param)
         self.by_name = {param.name: param for param in self.sharded_params.values()}
-        order = [param for unit in self.units[-2:0:-1] for param in reversed(unit)]
+        order = [param for unit, params in reversed(list(enumerate(self.units)))
+                 if self.is_layer(unit) for param in reversed(params)]
         self.next_in_backward = {param: [then] for param, then in zip(order, order[1:])}
+
+    def is_layer(self, unit: int) -> bool:
+        return 0 <= unit < len(self.units) and self.unit_names[unit].startswith("blocks.")
 
     def assign_owners(self, padded: dict[str, int]) -> dict[str, int]:
         """Return who updates each matrix in layout inter, an index in the subgroup: greedy, largest
@@ -523,7 +551,7 @@ class States:
             loads[owners[name]] += padded[name]
         self.imbalance = 0.0
         if self.layout == "inter":
-            self.imbalance = max(loads) * len(loads) / sum(loads) - 1
+            self.imbalance = max(loads) * len(loads) / max(1, sum(loads)) - 1
         return owners
 
     def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
@@ -566,7 +594,9 @@ class States:
         start = self.param_index * part + offset
         return ShardedParam(name, module, unit, owner, start, size, param_shard, secondary_shard,
                             unsharded_param, grad_shard, unsharded_grad, param_shard[owned],
-                            owned_grad, {}, num_chunks)
+                            owned_grad, {}, num_chunks,
+                            self.replicas_of_layers if self.is_layer(unit)
+                            else self.replicas_of_ends)
 
     def make_states(self) -> None:
         """Allocate the optimizer's states on the device."""
@@ -616,7 +646,7 @@ class States:
     def params_ahead(self, param: ShardedParam, backward: bool) -> list[ShardedParam]:
         """Return what to gather while `param` is used (AMSP, section V-C)."""
         if backward and self.gather_layers:  # the layer before, once for both of its passes
-            return self.units[param.unit - 1] if param.unit > 1 else []
+            return self.units[param.unit - 1] if self.is_layer(param.unit - 1) else []
         if backward:  # the next matrix alone
             return self.next_in_backward.get(param, [])
         is_first = param is self.units[param.unit][0]
@@ -661,10 +691,11 @@ class States:
 
     def pass_name(self, backward: bool, unit: int) -> str:
         """Return a pass of a unit in words."""
-        last = len(self.units) - 1
-        direction = "backward" if backward else "forward"
-        part = {0: "embedding", last: "head"}.get(unit, f"layer {unit}/{last - 1}")
-        return f"{direction}, {part}"
+        name, _, number = self.unit_names[unit].partition(".")
+        part = {"embed": "embedding"}.get(name, name)
+        if number:
+            part = f"layer {int(number) + 1}/{self.num_layers}"
+        return f"{'backward' if backward else 'forward'}, {part}"
 
     def enter_phase(self, phase: str) -> None:
         """Record an event of the compute stream that `progress` can ask for, and tell on_phase."""
@@ -689,14 +720,10 @@ class States:
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of the last one counts."""
-        self.micro_batch = 0
         self.bucket: list[ShardedParam] = []
         for param in self.sharded_params.values():
-            param.parts_done = 0  # also if the last backward was cut short
+            param.passes_done = param.parts_done = 0
         self.vector_grad.zero_()
-
-    def end_micro_batch(self) -> None:
-        self.micro_batch += 1
 
     def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor],
                  of: int = 1) -> None:
@@ -710,15 +737,16 @@ class States:
         buffer = param.unsharded_grad
         if param.parts_done == 0:
             wait(buffer.scattered)  # its place is free; hidden by the backward of layer i + 1
-        adds = param.parts_done > 0 or (param.grad_stays and self.micro_batch > 0)
+        adds = param.parts_done > 0 or (param.grad_stays and param.passes_done > 0)
         compute(param.as_matrix(buffer.data), int(adds))
         param.parts_done += 1
         if param.parts_done < param.num_chunks * of:
             return
         param.parts_done = 0
-        last = self.micro_batch == self.micro_batches - 1
+        last = param.passes_done == self.micro_batches - 1
         if not param.grad_stays:
             self.scatter_grad(param, last)
+        param.passes_done += 1
         if last:
             self.bucket_all_reduce(param)
 
@@ -743,14 +771,14 @@ class States:
 
     def keep_grad(self, param: ShardedParam, x: Tensor, last: bool) -> None:
         """Enqueue the rest of the way of a gradient x (S/p,) into grad_shard (S/g,)."""
-        replaces = self.micro_batch == 0
+        replaces = param.passes_done == 0
         cut = self.factors.g > self.factors.p  # the subgroup keeps one gradient
         if cut and self.layout == "intra":  # (S/p,) -> (S/os,)
             x = sum_and_scatter(x, param.size, self.grad_subgroup)
         elif cut:  # (S/p,) -> (S/p,) all-reduce, then select & drop (AMSP, section IV)
             if last and not replaces:
                 x[: param.size] += param.grad_shard  # joins before the final sum, once
-            dist.all_reduce(x, group=self.replicate_group if last else self.grad_subgroup)
+            dist.all_reduce(x, group=param.replicas.all if last else self.grad_subgroup)
             x = x[: param.size]
             replaces = replaces or last
         if replaces:
@@ -760,11 +788,13 @@ class States:
 
     def bucket_all_reduce(self, param: ShardedParam) -> None:
         """Sum a step's gradient over the replicas, in buckets: small matrices travel together."""
-        if self.replicate_group is None:
+        if param.replicas.all is None:
             return
         if self.factors.g > self.factors.p:  # keep_grad has summed over the subgroup, ...
-            if self.layout == "inter" or self.cross_os_group is None:
+            if self.layout == "inter" or param.replicas.cross_os is None:
                 return  # ... and these are all replicas
+        if self.bucket and self.bucket[0].replicas is not param.replicas:
+            self.launch_bucket()
         self.bucket.append(param)
         if sum(each.grad_shard.nbytes for each in self.bucket) >= self.bucket_bytes:
             self.launch_bucket()
@@ -785,7 +815,8 @@ class States:
         if intra and self.factors.g == self.factors.p and self.subgroup_size > 1:
             parts = [sum_and_scatter(x, param.size, self.grad_subgroup)  # (S/p,) -> (S/os,)
                      for param, x in zip(self.bucket, parts)]
-        self.all_reduce_together(parts, self.cross_os_group if intra else self.replicate_group)
+        replicas = self.bucket[0].replicas
+        self.all_reduce_together(parts, replicas.cross_os if intra else replicas.all)
         for param, x in zip(self.bucket, parts):
             if x is not param.grad_shard:
                 kept = param.owned_grad if intra else param.grad_shard
@@ -804,7 +835,8 @@ class States:
         self.enter_phase("update")
         if self.bucket:
             self.launch_bucket()
-        dist.all_reduce(self.vector_grad)
+        if self.stage_group is not None:
+            dist.all_reduce(self.vector_grad, group=self.stage_group)
         # every grad_shard is final; hidden by the backward, but for its last layers' reductions
         wait(self.streams["grad_scatter"].last_event())
         wait(self.streams["grad_reduce"].last_event())
@@ -841,11 +873,14 @@ class States:
     def grad_norm(self) -> Tensor:
         """Return the global norm of the step's gradient, in accum_dtype. A collective."""
         norms = [torch.linalg.vector_norm(param.owned_grad, dtype=self.accum_dtype)
-                 for param in self.sharded_params.values() if param.size]
+                 for param in self.sharded_params.values()
+                 if param.size and (self.column == 0 or self.is_layer(param.unit))]
         squares = torch.stack(norms).square().sum() if norms else self.scalars.new_zeros(())
-        if self.os_group is not None:  # its ranks own every element once
-            dist.all_reduce(squares, group=self.os_group)
-        return (squares + self.vector_grad.square().sum()).sqrt()
+        if self.groups.rank % self.factors.os == 0 and self.column == 0:  # all have the vectors
+            squares = squares + self.vector_grad.square().sum()
+        if self.norm_group is not None:
+            dist.all_reduce(squares, group=self.norm_group)
+        return squares.sqrt()
 
     def write_scalars(self, lr: float, clip: float, norm: Tensor, finite: Tensor) -> None:
         """Set the scalars that an optimizer's update reads (`Optimizer`)."""
@@ -898,8 +933,7 @@ class States:
         """Enqueue the travel of one matrix's new parameters: inter, the owner's (S/p,); intra, an
         all-gather (S/os,) -> (S/p,)."""
         if self.layout == "inter":
-            owner = self.subgroup_ranks[param.owner]
-            dist.broadcast(param.param_shard, owner, group=self.param_subgroup)
+            dist.broadcast(param.param_shard, group=self.param_subgroup, group_src=param.owner)
             return
         own = param.owned_param
         if self.device.type != "cuda":
@@ -925,6 +959,9 @@ class States:
         if name in self.vector_slices:
             self.vector_states["master"][self.vector_slices[name]].copy_(tensor)
             return
+        if name not in self.by_name:
+            assert name in self.shapes, f"no parameter {name}"
+            return  # another stage has it
         param = self.by_name[name]
         flat = tensor.reshape(-1)
         shard_start = self.param_index * param.param_shard.numel()
@@ -936,29 +973,34 @@ class States:
     def full(self, name: str) -> Tensor:
         """Return a whole parameter in accum_dtype; a collective of all ranks."""
         self.settle()
+        shape = self.shapes[name]
+        whole = self.zeros(math.prod(shape), self.accum_dtype)
         if name in self.vector_slices:
-            return self.vector_states["master"][self.vector_slices[name]]
-        param = self.by_name[name]
-        padded = param.param_shard.numel() * self.factors.p
-        whole = self.zeros(padded, self.accum_dtype)
-        whole[param.start : param.start + param.size] = param.states["master"]
-        if self.os_group is not None:
-            dist.all_reduce(whole, group=self.os_group)  # an element's one owner, and zeros
-        return param.as_matrix(whole)
+            whole.copy_(self.vector_states["master"][self.vector_slices[name]])
+        elif name in self.by_name:
+            param = self.by_name[name]
+            last = min(param.start + param.size, param.count)  # without the padding
+            if last > param.start:
+                whole[param.start : last] = param.states["master"][: last - param.start]
+            if self.os_group is not None:
+                dist.all_reduce(whole, group=self.os_group)  # an element's one owner, and zeros
+        if self.pipeline_group is not None:
+            dist.all_reduce(whole, group=self.pipeline_group)  # one stage has it
+        return whole.view(shape)
 
     def state_parts(self) -> dict[str, StatePart]:
         """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
         number of updates. Replicas share the saving, matrix by matrix. Of states on the host it is
         what they are until the next update."""
         self.settle()
-        rank = dist.get_rank()
-        replica = rank // self.factors.os
-        replicas = dist.get_world_size() // self.factors.os
-        parts = {"updates": StatePart(self.updates.view(1), 0, (), rank == 0)}
+        replica = self.groups.rank // self.factors.os
+        replicas = self.groups.ranks // self.factors.os
+        first = self.groups.rank == self.column == 0  # of its stage
+        parts = {"updates": StatePart(self.updates.view(1), 0, (), dist.get_rank() == 0)}
         for state, vector in self.vector_states.items():
             for name, part in self.vector_slices.items():
                 values = vector[part]
-                parts[f"{state}.{name}"] = StatePart(values, 0, tuple(values.shape), rank == 0)
+                parts[f"{state}.{name}"] = StatePart(values, 0, tuple(values.shape), first)
         for i, param in enumerate(self.sharded_params.values()):
             length = min(param.size, param.count - param.start)
             if length <= 0:

@@ -1569,18 +1569,19 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
             p.grad = None
         return grads
 
-    want, seen = gradients(plain, m.whole_layers(plain, rope, plain.attention), dy_plain := []), []
+    dy_plain, seen = [], []
+    want = gradients(plain, m.whole_layers(plain, rope, lambda i: plain.attention), dy_plain)
     plans = {10: [(2, 4, 8), (2, 4, 0), (2, 2, 4, 4), (2, 2, 1, 1, 1), (2, 2, 0, 0, 0, 2)],
              20: [(1, 4, 4), (1, 2, 2, 2), (1, 4, 0, 0, 3, 4)]}
     for chunk, plan in [(c, p) for c in plans for p in plans[c]]:
         layers = offload.ChunkedLayers(model, (1, 20), offload.ActivationPlan(4, *plan), chunk, cpu,
                                        torch.float64)  # the skip reads what poison would spoil
-        got = gradients(model, layers.start(model, rope, model.attention), seen)
+        got = gradients(model, layers.start(model, rope, lambda i: model.attention), seen)
         assert got.keys() == want.keys()
         for name, grad in got.items():
             assert relative(grad, want[name]) < 1e-12, (chunk, plan, name)
         assert relative(seen[-1], dy_plain[0]) < 1e-12
-    got = gradients(model, offload.recomputed_layers(model, rope, model.attention), seen)
+    got = gradients(model, offload.recomputed_layers(model, rope, lambda i: model.attention), seen)
     assert all(relative(grad, want[name]) < 1e-12 for name, grad in got.items())
     if block is Nested:  # no two matrices of a layer share a buffer
         with torch.device("meta"), monkeypatch.context() as patch:

@@ -94,6 +94,15 @@ class Config:
     sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
     ring: int | None = flag(None, "of them, by context, around which k, v travel (across nodes); "
                             "the other sp / ring by heads; auto: by predicted time")
+    tp: int | None = flag(1, "neighbours that share each layer's matrices, by columns and rows;"
+                          " auto: by predicted time")
+    tp_mode: str = flag("msp", "of them: mtp (all have all tokens), msp (tokens are split between"
+                        " products), fsp (and gathered again in backward)")
+    pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
+    pp_chunks: int | None = flag(None, "parts of the model on a stage, interleaved; auto: by"
+                                 " predicted time")
+    pp_segments: int | None = flag(None, "parts of a sequence that follow each other through the"
+                                   " pipeline; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
                       " with --eval-every 1: evaluate, save nothing; states and gradients"
                       " are allocated nevertheless")
@@ -210,7 +219,7 @@ class Config:
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
            "reduce_dtype": ("auto", "fp32"), "recompute": ("auto", "none", "full"),
-           "dtype": ("auto", *DTYPES),
+           "dtype": ("auto", *DTYPES), "tp_mode": ("mtp", "msp", "fsp"),
            "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
 LIMITS = {  # what a number may be, if it is not auto
@@ -223,6 +232,7 @@ LIMITS = {  # what a number may be, if it is not auto
     "eval_sequences": (1, 2**40), "eval_passkey": (0, 2**20), "decay_steps": (0, 2**40),
     "save_every": (-1, 2**40), "keep": (1, 2**40),
     "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "ring": (1, 2**20),
+    "tp": (1, 2**20), "pp": (1, 2**20), "pp_chunks": (1, 2**20), "pp_segments": (1, 2**20),
     "chunk": (1, 2**40), "resident_layers": (2, 2**20), "head_groups": (1, 2**20),
     "host_memory": (0, 2**60), "gpu_memory": (1, 2**60), "ranks": (1, 2**20), "verify": (1, 100),
 }
@@ -856,10 +866,11 @@ def run_step(model: LLaMA, states: States, batch: Batch, lr: float | None,
     loss, the gradient's norm, and whether they are finite, on the device. In order, with what runs
     beside it:
 
-        model(...)         embedding, layers, head and loss; a Matrix raises unshard before its use
+        forward_backward   of each micro-batch first embedding, layers, head and loss; a Matrix
+                           raises unshard before its use
                              beside it: host_update and param_broadcast of the last update,
                              param_gather, offload, all-to-alls
-        backward           the same in reverse; a layer's Matrix raises unshard, then add_grad
+                           then the same in reverse; a layer's Matrix raises unshard, then add_grad
                              beside it: param_gather, grad_scatter, prefetch, all-to-alls
                              in the last micro-batch: grad_reduce
         finish_gradients   compute waits for grad_scatter and grad_reduce; vectors' gradients
@@ -868,12 +879,7 @@ def run_step(model: LLaMA, states: States, batch: Batch, lr: float | None,
                              if states lie on the host: host_update
     """
     states.begin_step()
-    loss = torch.zeros_like(batch.scale)
-    for micro_batch in batch.micro_batches():
-        part = model(*micro_batch)
-        part.backward()
-        states.end_micro_batch()
-        loss += part.detach()
+    loss = model.forward_backward(batch.micro_batches())
     states.finish_gradients()
     dist.all_reduce(loss)
     if lr is None:
@@ -1201,7 +1207,7 @@ def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> in
     cfg = run.cfg
     if run.resume is None:
         if run.pretrained:
-            for name, _ in model.named_parameters():  # one tensor at a time
+            for name in model.shapes:  # one tensor at a time
                 states.load(name, on_all_ranks(lambda: run.pretrained(name)))
         else:
             load_random_weights(run, model, states)
