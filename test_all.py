@@ -4702,7 +4702,7 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
     monkeypatch.setattr(attention.CommStream, "after_compute", after_compute)
     monkeypatch.setattr(shard, "all_gather", lambda out, x, group: add(out))
     monkeypatch.setattr(shard, "reduce_scatter", lambda out, x, group: add(x))
-    monkeypatch.setattr(dist, "broadcast", lambda x, owner, group: add(x))
+    monkeypatch.setattr(dist, "broadcast", lambda x, group, group_src: add(x))
     monkeypatch.setattr(dist, "all_reduce", lambda x, *_, **__: add(x))
     flat = {op: {"2x1": [[1.0, 1.0]]} for op in hardware.COLLECTIVES}
     est = costs.Estimator(dataclasses.replace(H200, collectives=flat), cfg, torch.bfloat16, 4)
@@ -5077,7 +5077,8 @@ def test_rings_are_what_shard_launches(f, layout, micro_batches, monkeypatch):
 
     monkeypatch.setattr(shard, "all_gather", lambda out, x, group: add(group, out.nbytes, 1))
     monkeypatch.setattr(shard, "reduce_scatter", lambda out, x, group: add(group, x.nbytes, 1))
-    monkeypatch.setattr(dist, "broadcast", lambda x, owner, group: add(group, x.nbytes, 1))
+    monkeypatch.setattr(dist, "broadcast",
+                        lambda x, group, group_src: add(group, x.nbytes, 1))
     monkeypatch.setattr(dist, "all_reduce",  # the norm is small
                         lambda x, *_, group=None, **__: x.ndim and add(group, x.nbytes, 2))
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
