@@ -42,6 +42,7 @@ width, H query heads, K key/value heads, D head width; i a layer, j a chunk of i
 swapped.
 """
 import contextlib
+import copy
 import functools
 import math
 import mmap
@@ -445,16 +446,17 @@ class ChunkedLayers:
     """Runs a model's layers in chunks of tokens, as `plan` says: its layer_runner.
 
     shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
-    backward is due at the same time; each has host buffers of its own. first: of the plan's layers
-    in the model. poison, delay: for tests; what was used becomes NaN, and copies start so many GPU
+    backward is due at the same time; each has host buffers of its own. layers: of the model, all by
+    default. poison, delay: for tests; what was used becomes NaN, and copies start so many GPU
     cycles late. model.attention: an attention.Attention.
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
                  chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
-                 first: int = 0, poison: bool = False, delay: int = 0):
-        self.first = first
-        self.blocks = model.blocks[first : first + plan.layers]
+                 layers: range | None = None, poison: bool = False, delay: int = 0):
+        layers = layers or range(len(model.blocks))
+        self.first = layers.start
+        self.blocks = model.blocks[layers.start : layers.stop]
         self.cfg = model.cfg
         self.batch_size = shape[0]
         self.tokens = shape[0] * shape[1]
@@ -462,7 +464,7 @@ class ChunkedLayers:
         self.chunks = [slice(first, min(first + chunk_tokens, self.tokens))
                        for first in range(0, self.tokens, chunk_tokens)]
         assert len(self.chunks) == plan.chunks, f"{len(self.chunks)} chunks, planned {plan.chunks}"
-        assert first or len(model.blocks) == plan.layers, f"{len(model.blocks)}, not {plan.layers}"
+        assert len(self.blocks) == plan.layers, f"{len(self.blocks)} layers, planned {plan.layers}"
         assert plan.resident >= min(2, plan.layers), "the last two layers start their backward"
         swapped = plan.layers - plan.resident
         assert swapped % plan.stride == 0, f"{swapped} swapped layers are whole groups"
@@ -522,13 +524,26 @@ class ChunkedLayers:
             self.wait_for_host_memory()
         # (N, D/2)
         rope = tuple(angles.expand(self.batch_size, -1, -1).flatten(0, 1) for angles in rope)
-        micro_batch = MicroBatch(self, rope, attention_of, [])
+        micro_batch = MicroBatch(self.of_length(len(rope[0])), rope, attention_of, [])
         if torch.is_grad_enabled() and self.host_buffers:
             place = self.free_place()
             self.owners[place] = weakref.ref(micro_batch)
             count = len(self.host_buffers) // self.in_flight
             micro_batch.host_buffers = self.host_buffers[place * count : (place + 1) * count]
         return micro_batch.run_layer
+
+    def of_length(self, tokens: int) -> "ChunkedLayers":
+        """Return these layers for at most as many tokens, in as many chunks: of a segment of a
+        sequence. All have the same buffers."""
+        if tokens == self.tokens:
+            return self
+        assert tokens < self.tokens, f"{tokens} tokens, buffers are for {self.tokens}"
+        shorter = copy.copy(self)
+        shorter.tokens = tokens
+        count = len(self.chunks)
+        shorter.chunks = [slice(j * tokens // count, (j + 1) * tokens // count)
+                          for j in range(count)]
+        return shorter
 
     def free_place(self) -> int:
         """Return whose host buffers no micro-batch needs: its backward is done, or it is gone.

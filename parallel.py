@@ -69,20 +69,25 @@ class Pass:
     chunk: int  # 0 ... V-1: which of the stage's parts
 
 
-def warm_up(stage: int, stages: int, chunks: int, segments: int) -> int:
-    """Return the forward passes of a stage before its first backward: until the first micro-batch's
-    last segment is through the last part, and what the stages behind are late by."""
-    behind = stages - 1 - stage
-    rounds, rest = divmod(segments - 1, stages)
-    through = (rounds * chunks + chunks - 1) * stages + rest
-    return through + (behind if chunks == 1 else 2 * behind)
+def no_order(stages: int, chunks: int, micro_batches: int, segments: int) -> str | None:
+    """Return why there is no order of passes, None if there is one: several parts on a stage take
+    turns by `stages` segments, which are of whole micro-batches, or several turns are of one."""
+    if chunks == 1:
+        return None
+    if micro_batches * segments % stages:
+        return (f"{micro_batches} micro-batches of {segments} segments are no multiple of {stages} "
+                "stages, by which parts of a stage take turns")
+    if segments % stages and stages % segments:
+        return f"{segments} segments and {stages} stages, of which neither divides the other"
+    return None
 
 
 def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int,
                    segments: int) -> list[Pass]:
     """Return a stage's passes of a step. Segments go forward in order, and back in reverse; with
     several parts on a stage `stages` segments go through one before they go through the next
-    (Megatron's order; micro_batches * segments is a multiple of stages then)."""
+    (Megatron's order)."""
+    assert no_order(stages, chunks, micro_batches, segments) is None
     total = micro_batches * segments * chunks
 
     def place(i: int) -> tuple[int, int, int]:
@@ -95,7 +100,13 @@ def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int,
     for micro_batch, segment, chunk in map(place, range(total)):
         forward.append(Pass(True, micro_batch, segment, chunk))
         backward.append(Pass(False, micro_batch, segments - 1 - segment, chunks - 1 - chunk))
-    first = min(warm_up(stage, stages, chunks, segments), total)
+    # a micro-batch's backward begins when its last segment is through the last part, on the last
+    # stage at once; those before it have what is under way behind them, there and back
+    ends = [(Pass(forward, m, segments - 1, chunks - 1) for forward in (True, False))
+            for m in range(micro_batches)]
+    through = max(forward.index(there) - backward.index(back) for there, back in ends)
+    behind = stages - 1 - stage
+    first = min(through + (behind if chunks == 1 else 2 * behind), total)
     in_turn = [one for pair in zip(forward[first:], backward) for one in pair]
     return forward[:first] + in_turn + backward[total - first :]
 

@@ -89,6 +89,7 @@ import hardware
 import memplan
 import model as m
 import offload
+import parallel
 import placement
 import planner
 import ranks
@@ -1311,6 +1312,160 @@ def ring_worker():
 def test_rings_equal_one_process(ranks, count, tmp_path):
     text = run([], ranks, "import test_all; test_all.ring_worker()", tmp=tmp_path)
     assert text.count(f"{count} rings equal") == ranks
+
+
+PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, dropped, stride, by heads)
+    "all", "input", (2, 3, 4, 0, 1, 0), (2, 2, 0, 1, 1, 0), (2, 1, 0, 1, 2, 0), (2, 0, 0, 0, 1, 1))
+
+
+def pipelined(case, groups, cpu, cfg, seq):
+    """Return a stage of a model that is cut as a case says, its states, and its op."""
+    pp, chunks, segments, several, sp, head_groups, f, layout, keep, rows = case
+    stage, rank, _ = groups.place(dist.get_rank())
+    op = attention.Ulysses("cpu", sp, groups, attention.CommStream(cpu), head_groups, poison=True)
+    with torch.device("meta"):
+        model = m.LLaMA(cfg, op)
+    parts = parallel.keep_stage(model, stage, pp, chunks)
+    bounds = [b // sp for b in parallel.segment_bounds(cfg, seq, segments, sp)]
+    longest = max(end - start for start, end in zip(bounds, bounds[1:]))
+    runners = [{"all": m.whole_layers, "input": offload.recomputed_layers}.get(keep)] * chunks
+    pieces = 1
+    if not isinstance(keep, str):
+        resident, eighths, kept, dropped, stride, by_heads = keep
+        pieces = 3
+        order = parallel.pipeline_order(stage, pp, chunks, several, segments)
+        for v, part in enumerate(parts):
+            n = len(part)
+            k = max(min(resident, n), n % stride)
+            plan = offload.ActivationPlan(
+                n, pieces, k, 0 if by_heads or stride > 1 else min(kept, k * pieces),
+                0 if by_heads or stride > 1 else eighths * pieces * (n - k) // 8,
+                min(dropped, n), stride if (n - k) % stride == 0 else 1, bool(by_heads))
+            offload.ChunkedLayers(model, (rows, longest), plan, -(-rows * longest // pieces), cpu,
+                                  torch.float64, parallel.in_flight(order, v), part, poison=True)
+            runners[v] = model.layer_runner
+    states = shard.States(model, cpu, torch.float64, several * segments, f, layout, groups,
+                          gather_layers=keep != "all", num_chunks=pieces, poison=True)
+    for name, shape in model.shapes.items():
+        states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
+    pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, cpu,
+                                 torch.float64, poison=True)
+    return pipeline, states, bounds
+
+
+def pipeline_worker():
+    """Runs under torchrun: stages x parts x segments x micro-batches x ranks of a sequence x factors
+    x what layers keep, three steps each, against one plain process. Messages are poisoned when they
+    were read, and late."""
+    torch.set_num_threads(1)
+    rank, world, _ = train.start_ranks(100)
+    cpu, seq = torch.device("cpu"), 24
+    global SMALL
+    SMALL = dataclasses.replace(SMALL, dim=24, heads=4, kv_heads=2, ffn=40, vocab=67, layers=9,
+                                head_dim=4, qkv_bias=True)
+    batch = [example(batch=8, seq=seq, vocab=67, seed=i) for i in range(STEPS)]
+    plain, wanted = train_plainly(batch)
+    late = random.Random(rank)
+    launch = parallel.Link.launch
+
+    def launch_late(link, tensor):
+        if link.here and late.random() < 0.2:
+            time.sleep(0.003)
+        return launch(link, tensor)
+
+    parallel.Link.launch = launch_late
+    made = {pp: attention.Groups(pp=pp) for pp in (2, 4, 8) if pp <= world}
+    rows = cover(pp=tuple(made), chunks=(1, 2), segments=(1, 2, 3), several=(1, 2, 4),
+                 sp=tuple(n for n in (1, 2, 4) if n <= world // 2),
+                 keep=PIPELINE_PLANS, layout=("intra", "inter"))
+    count = 0
+    for i, (pp, chunks, segments, several, sp, keep, layout) in enumerate(rows):
+        groups = made[pp]
+        fits = groups.ranks % sp == 0 and 8 % (groups.ranks // sp * several) == 0
+        if not fits or pp * chunks > 9 or parallel.no_order(pp, chunks, several, segments):
+            continue
+        legal = shard.legal_factors(groups.ranks, groups.ranks)
+        f = legal[i % len(legal)]
+        dp = groups.ranks // sp
+        head_groups = 2 if sp < 4 and (not isinstance(keep, str) or i % 2) else 1
+        case = (pp, chunks, segments, several, sp, head_groups, f, layout, keep, 8 // dp // several)
+        pipeline, states, bounds = pipelined(case, groups, cpu, SMALL, seq)
+        _, r, _ = groups.place(rank)
+        mine = slice(r // sp * 8 // dp, (r // sp + 1) * 8 // dp)
+        positions = torch.cat([torch.arange(start * sp, end * sp).chunk(sp)[r % sp]
+                               for start, end in zip(bounds, bounds[1:])])
+        for (tokens, labels), want in zip(batch, wanted):
+            scale = 1 / (labels != m.IGNORE).sum().double()
+            parts = in_parts(tokens[mine, positions], labels[mine, positions], several, scale,
+                             positions)
+            losses, hits = pipeline(*next(parts.micro_batches()))  # changes nothing
+            assert losses.isfinite().all() and losses.any() == (groups.place(rank)[0] == pp - 1)
+            loss, norm, _ = train.run_step(pipeline, states, parts, 1e-2, 0.5)
+            assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
+        for name, p in plain.named_parameters():
+            assert relative(states.full(name), p) < 1e-11, (case, name)
+        count += 1
+    print(f"rank {rank}: {count} cases equal", flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_pipelines_equal_one_process(ranks, tmp_path):
+    text = run([], ranks, "import test_all; test_all.pipeline_worker()", tmp=tmp_path)
+    assert len(re.findall(r"rank \d: [1-9]\d* cases equal", text)) == ranks
+
+
+@pytest.mark.parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
+def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
+    from torch.distributed.pipelining import schedules
+    for stage in range(stages):
+        theirs = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
+        vars(theirs).update(n_local_stages=chunks, microbatches_per_round=stages,
+                            pp_group_size=stages, _n_microbatches=micro_batches)
+        found = [(one.computation_type == schedules.FORWARD, one.microbatch_index,
+                  one.stage_index // stages)
+                 for one in theirs._calculate_single_rank_operations(stage) if one]
+        ours = parallel.pipeline_order(stage, stages, chunks, micro_batches, 1)
+        assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
+
+
+def test_pipeline_bubbles_are_the_formulas():
+    """No order waits for ever, each pass comes once, keys are there before they are attended to,
+    and of equal passes a stage is idle as long as the formula says."""
+    for stages, chunks, several, segments in itertools.product(
+            range(2, 6), (1, 2, 3), (1, 2, 4, 5, 6, 8), (1, 2, 3, 4, 5, 8)):
+        if parallel.no_order(stages, chunks, several, segments):
+            continue
+        orders = [parallel.pipeline_order(s, stages, chunks, several, segments)
+                  for s in range(stages)]
+        case = stages, chunks, several, segments
+        for order in orders:
+            assert len(set(order)) == len(order) == 2 * chunks * several * segments
+            for chunk, micro_batch, forward in itertools.product(
+                    range(chunks), range(several), (True, False)):
+                of_one = [one.segment for one in order
+                          if (one.chunk, one.micro_batch, one.forward)
+                          == (chunk, micro_batch, forward)]
+                assert of_one == sorted(of_one, reverse=not forward)
+        whole = max(end for done in parallel.finished(orders, chunks) for _, end in done)
+        busy = 3 * chunks * several * segments
+        assert 1 - busy / whole == pytest.approx(parallel.bubble(*case)), case
+    assert parallel.draw_order(2, 1, 2, 1).splitlines() == [
+        "  stage 0  01..aa.bb", "  stage 1  .0aa1bb.."]
+    with pytest.raises(ValueError, match="wait for each other"):
+        parallel.finished([order[::-1] for order in orders], 3)
+
+
+def test_segments_take_equal_flops():
+    cfg = m.MODELS["7b"]
+    bounds = parallel.segment_bounds(cfg, 2**20, 4, 8)
+    assert bounds[0] == 0 and bounds[-1] == 2**20 and not any(b % 1024 for b in bounds)
+    done = [b * m.flops_per_token(cfg, b)[0] for b in bounds]  # of the first so many tokens
+    parts = [after - before for before, after in zip(done, done[1:])]
+    assert max(parts) / min(parts) < 1.01
+    assert parallel.segment_bounds(cfg, 10, 5, 2) == [0, 2, 4, 6, 8, 10]
+    with pytest.raises(ValueError, match="at most 5"):
+        parallel.segment_bounds(cfg, 10, 6, 2)
 
 
 @pytest.mark.parametrize("seq, sp, ring", [(24, 1, 1), (24, 4, 1), (24, 4, 2), (24, 6, 2),
