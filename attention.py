@@ -152,8 +152,16 @@ class Groups:
         return dist.get_world_size() // (self.tp * self.pp)
 
     @property
+    def stage(self) -> int:
+        return self.place(dist.get_rank())[0]
+
+    @property
     def rank(self) -> int:
         return self.place(dist.get_rank())[1]
+
+    @property
+    def column(self) -> int:
+        return self.place(dist.get_rank())[2]
 
     def place(self, rank: int) -> tuple[int, int, int]:
         """Return a global rank's stage, its number among those of its stage and column, its column.

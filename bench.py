@@ -47,17 +47,24 @@ import train
 from attention import Attention, Exchange, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, compare_methods, read_trace, write_plan
-from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, initial_weight,
-                   param_count, rms_norm, rope_tables, whole_layers)
+from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, param_count,
+                   rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
+from parallel import Pipeline, bubble
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
 from shard import STREAMS, Factors, States
 from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
-# of all tables: the memory of NCCL's communicators does not come back
-GROUPS = Groups()
+
+
+@functools.cache
+def groups_of(tp: int, pp: int) -> Groups:
+    """Return the groups of all runs whose models are cut alike, of all tables: the memory of NCCL's
+    communicators does not come back."""
+    return Groups(tp=tp, pp=pp)
+
 
 # ---------------------------------------------------------------------------- rows
 
@@ -233,13 +240,13 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     as_planned = run is not None
     run = run or plan_run(bench, cfg)
     train.cap_gpu(run)
-    op = train.make_attention(run, GROUPS)
+    groups = groups_of(run.plan.tp, run.plan.pp)
+    op = train.make_attention(run, groups)
     if not as_planned:
         run = train.with_measured_plan(run, op, bench.print0)
     train.describe(run, bench.print0)
-    model, states = train.build(run, op, GROUPS)
-    for name, p in model.named_parameters():
-        states.load(name, initial_weight(run.model, name, p.shape, 0, run.device))
+    model, states = train.build(run, op, groups)
+    train.load_random_weights(run, states)
     train.wait_for_host_memory(model, bench.print0)
     return Step(run, model, states, random_batch(run), update)
 
@@ -258,6 +265,8 @@ def attempt(bench: Bench, label: str, name: str, seq: int, tokens: int, build: C
         more["error"] = str(e)[:600]
     run = getattr(step, "run", None)
     states = getattr(step, "states", None)
+    if bench.gpu and math.isfinite(seconds) and isinstance(step.model, Pipeline):
+        more |= idle_share(step)
     if isinstance(states, States):  # not FSDP2's
         more |= chosen(run)
         more["state_bytes"] = states.bytes()
@@ -272,6 +281,22 @@ def attempt(bench: Bench, label: str, name: str, seq: int, tokens: int, build: C
     return found
 
 
+def idle_share(step: Step) -> dict:
+    """Return the share of a step in which a stage waits for messages, the mean of all, beside what
+    passes that all take as long would leave. A collective."""
+    pipeline, plan = step.model, step.run.plan
+    pipeline.idle = []
+    sync(step.run.device)
+    start = time.perf_counter()
+    step()
+    idle = pipeline.idle_seconds()
+    share = torch.tensor(idle / (time.perf_counter() - start), device=step.run.device)
+    pipeline.idle = None
+    dist.all_reduce(share)
+    return {"idle_share": share.item() / step.run.world,
+            "bubble": bubble(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)}
+
+
 def chosen(run: Run) -> dict:
     """Return what a row says of a plan."""
     plan = run.plan
@@ -280,6 +305,8 @@ def chosen(run: Run) -> dict:
     memory = plan.memory
     working = sum(memory.peaks[memory.highest()].values())
     return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "ring": plan.ring, "chunk": plan.chunk,
+            "tp": plan.tp, "pp": plan.pp, "pp_chunks": plan.pp_chunks,
+            "pp_segments": plan.pp_segments,
             "batch": plan.batch, "micro_batch": plan.micro_batch,
             "os_layout": plan.os_layout, "os_place": plan.os_place, "recompute": plan.recompute,
             "head_groups": plan.head_groups, "predicted": plan.seconds,
@@ -351,7 +378,8 @@ def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     run = machine(bench, dataclasses.replace(cfg, head_groups=1, ring=1, recompute="full"))
     anything = dataclasses.replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
     run = train.with_plan(run.but(hardware=anything), bench.print0)
-    op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)), GROUPS)
+    op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)),
+                              groups_of(1, 1))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     if run.plan.sp > 1:
@@ -638,6 +666,49 @@ def table_ring(bench: Bench) -> None:
                              per_node=world // bench.nodes)
                 attempt(bench, f"ours, ring {ring}, nodes={bench.nodes}", name, seq, tokens,
                         lambda: make_step(bench, cfg), 1 if tokens > 2**14 else 3, 1, bound)
+
+
+def table_pipeline(bench: Bench) -> None:
+    """All ranks as stages, with parts and segments, beside one sequence over them and, of short
+    sequences, data parallelism. --nodes: as in table nodes; beside a ring, and states in a node."""
+    world = bench.world
+    per_node = world // bench.nodes
+    for seq in bench.seqs or (2**12, 2**16):
+        batch = 4 * world if seq < 2**14 else 1
+        fixed = {"model": "7b", "seq": seq, "batch": batch, "micro_batch": 1, "per_node": per_node}
+        bound = kernel_bound(bench, "7b", seq)
+        bench.add(bound)
+        kinds = {f"pipeline of {world}": {"pp": world, "pp_chunks": 1, "pp_segments": 1},
+                 f"... in {2 * world} parts": {"pp": world, "pp_chunks": 2, "pp_segments": 1},
+                 "... of 4 segments": {"pp": world, "pp_chunks": 1, "pp_segments": 4},
+                 "one sequence over all": {"sp": world}}
+        if batch % (2 * world):
+            kinds.pop(f"... in {2 * world} parts")  # parts take turns by as many segments as stages
+        if batch % world == 0:
+            kinds["data parallel"] = {"sp": 1}
+        if bench.nodes > 1:
+            kinds |= {"a ring over nodes": {"sp": world, "ring": bench.nodes},
+                      "states in a node": {"sp": 1, "p": "1", "g": "1", "os": str(per_node)}}
+        for kind, flags in kinds.items():
+            if seq >= 2**14 and flags.get("sp") == 1:
+                continue
+            attempt(bench, f"ours, {kind}, nodes={bench.nodes}", "7b", seq, batch * seq // world,
+                    lambda: make_step(bench, Config(**fixed | flags)), 3, 1, bound)
+
+
+def table_tensor(bench: Bench) -> None:
+    """A layer's matrices over all ranks in three modes, beside one sequence over them whose weights
+    are whole or gathered (isp)."""
+    world = bench.world
+    for seq in bench.seqs or [2**n for n in range(12, 17)]:
+        bound = kernel_bound(bench, "7b", seq)
+        bench.add(bound)
+        fixed = {"model": "7b", "seq": seq, "batch": 1, "recompute": "none"}
+        kinds = {mode: {"tp": world, "tp_mode": mode} for mode in ("mtp", "msp", "fsp")}
+        kinds["isp"] = {"sp": world}
+        for mode, flags in kinds.items():
+            attempt(bench, f"ours, {mode}", "7b", seq, seq // world,
+                    lambda: make_step(bench, Config(**fixed | flags)), 3, 1, bound)
 
 
 def union_ms(spans: list[tuple[float, float]]) -> float:
@@ -1087,7 +1158,10 @@ TABLES = {
     "overlap": Table(table_overlap, 2),
     "nodes": Table(table_nodes, 4),
     "ring": Table(table_ring, 2),
+    "pipeline": Table(table_pipeline, 2),
+    "tensor": Table(table_tensor, 2),
 }
+SPLIT = ("nodes", "ring", "pipeline")  # tables that --nodes splits
 
 
 def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
@@ -1102,8 +1176,8 @@ def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
                 f"--nproc_per_node {table.ranks} bench.py {name}{split}")
     if name == "nodes" and nodes == 1:
         return "table nodes needs --nodes 2 or more"
-    if name not in ("nodes", "ring") and nodes > 1:
-        return f"--nodes {nodes}: splits the ranks of tables nodes and ring alone, not of {name}"
+    if name not in SPLIT and nodes > 1:
+        return f"--nodes {nodes}: splits the ranks of tables {', '.join(SPLIT)}, not of {name}"
     if world % nodes:
         return f"--nodes {nodes}: does not divide {world} ranks"
     return None
@@ -1124,6 +1198,8 @@ def system_of(r: dict) -> str:
         return name + f", {r['flops'] / 1e12:.3g} TFLOP/s"
     if not r.get("sp") or name.startswith("fsdp2"):  # whose row may name factors of ours
         return name
+    if r.get("idle_share") is not None:
+        name += f", idle {r['idle_share']:.1%} (formula {r['bubble']:.1%}),"
     name += f" {r['p']},{r['g']},{r['os']}"
     kept = r.get("activations") or r.get("fates")  # as older files call them
     if kept:
@@ -1246,11 +1322,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
                         "out/results on a CPU, whose figures README does not show")
     parser.add_argument("--nodes", type=int, default=1, help="split a node's ranks into this many"
-                        " that reach each other by sockets alone, as nodes do (tables nodes, "
-                        "ring)")
+                        " that reach each other by sockets alone, as nodes do (tables "
+                        f"{', '.join(SPLIT)})")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
-                        help="tokens of the sequences of the tables long, place, memplan, ring "
-                        "and longest: 64K,128K")
+                        help="tokens of the sequences of the tables long, place, memplan, ring, "
+                        "pipeline, tensor and longest: 64K,128K")
     parser.add_argument("--model", default="7b", choices=list(MODELS),
                         help="of the table long; default: 7b")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "

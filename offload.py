@@ -51,7 +51,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -106,6 +106,17 @@ class ActivationPlan:
         swapped_layers = self.layers - self.resident
         before = i * self.swapped_chunks // swapped_layers
         return (i + 1) * self.swapped_chunks // swapped_layers - before
+
+    def of_part(self, layers: int) -> "ActivationPlan":
+        """Return the same for a part of a model with fewer layers: fewer of them leave."""
+        resident = min(self.resident, layers)
+        resident += (layers - resident) % self.stride
+        away = layers - resident
+        return replace(
+            self, layers=layers, resident=resident,
+            kept_chunks=min(self.kept_chunks, resident * self.chunks),
+            swapped_chunks=self.swapped_chunks * away // max(1, self.layers - self.resident),
+            layers_recomputing_attention=min(self.layers_recomputing_attention, layers))
 
     def most_swapped_chunks(self) -> int:
         """Return how many chunks a rounding buffer must hold."""

@@ -278,7 +278,6 @@ def make_links(groups: Groups, chunks: int, device: torch.device,
     communicator of its own: none waits for another's messages. A collective of all ranks."""
     stages = groups.pp
     found = {}
-    stage, _, _ = groups.place(dist.get_rank())
     for source in range(stages if chunks > 1 else stages - 1):
         pair = (source, (source + 1) % stages)
 
@@ -288,7 +287,7 @@ def make_links(groups: Groups, chunks: int, device: torch.device,
         for forward in (True, False):
             group = groups.of_places(f"pipeline {forward} {source}", key)
             for end, s in enumerate(pair):
-                if s == stage:  # of backward messages the source is where they come to
+                if s == groups.stage:  # of backward messages the source is where they come to
                     leaves = forward == (end == 0)
                     found[forward, leaves] = Link(group, leaves, device, delay)
     return found
@@ -324,7 +323,7 @@ class Pipeline:
         self.parts = parts
         self.layer_runners = layer_runners
         self.stages = groups.pp
-        self.stage, _, _ = groups.place(dist.get_rank())
+        self.stage = groups.stage
         self.bounds = bounds
         self.segments = len(bounds) - 1
         self.device = device
@@ -381,6 +380,12 @@ class Pipeline:
         after.record()
         self.idle.append((before, after))
         return message.tensor
+
+    def idle_seconds(self) -> float:
+        """Return the seconds in which compute has waited for messages since `idle` became a list.
+        Waits for the device."""
+        torch.cuda.synchronize(self.device)
+        return sum(before.elapsed_time(after) for before, after in self.idle) / 1e3
 
     # -- a step
 

@@ -473,7 +473,7 @@ class States:
         f = self.factors
         rank = groups.rank
         self.groups = groups
-        self.column = groups.place(dist.get_rank())[2]
+        self.column = groups.column
         self.subgroup_size = f.os // f.p
         self.subgroup_index = rank % f.os // f.p
         self.param_index = rank % f.p
@@ -969,6 +969,10 @@ class States:
         for part, start in places:
             values = flat[start : start + part.numel()]
             part[: values.numel()].copy_(values)
+
+    def holds(self, name: str) -> bool:
+        """Return whether this rank's stage has a parameter."""
+        return name in self.by_name or name in self.vector_slices
 
     def full(self, name: str) -> Tensor:
         """Return a whole parameter in accum_dtype; a collective of all ranks."""

@@ -1354,9 +1354,9 @@ def pipelined(case, groups, cpu, cfg, seq):
 
 
 def pipeline_worker():
-    """Runs under torchrun: stages x parts x segments x micro-batches x ranks of a sequence x factors
-    x what layers keep, three steps each, against one plain process. Messages are poisoned when they
-    were read, and late."""
+    """Runs under torchrun: stages x parts x segments x micro-batches x ranks of a sequence x
+    factors x what layers keep, three steps each, against one plain process. Messages are poisoned
+    when they were read, and late."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     cpu, seq = torch.device("cpu"), 24
@@ -4469,6 +4469,66 @@ def gpu_ring_worker():
     os._exit(0)
 
 
+def gpu_pipeline_worker():
+    """Pipelines over all ranks, with parts, segments and layers that swap: 12 steps near those of
+    one GPU, and equal to the last bit where messages are poisoned after use and late. Without waits
+    this must fail."""
+    rank, world, device = gpu_ranks()
+    cfg, seq, steps, several = dataclasses.replace(MEDIUM, layers=8), 2048, 12, 2 * world
+    groups, kernel = attention.Groups(pp=world), exact_kernel(device)
+    ids = learnable(cfg, several * steps, seq).view(steps, several, seq + 1).to(device)
+    positions = torch.arange(seq, device=device)
+
+    def curve_of(chunks: int, segments: int, swaps: bool, hard: bool) -> torch.Tensor:
+        with torch.device("meta"):
+            model = m.LLaMA(cfg, attention.Attention(kernel))
+        parts = parallel.keep_stage(model, rank, world, chunks)
+        bounds = parallel.segment_bounds(cfg, seq, segments, 1)
+        order = parallel.pipeline_order(rank, world, chunks, several, segments)
+        runners = [m.whole_layers] * chunks
+        pieces = 4 if swaps else 1
+        for v, part in enumerate(parts if swaps else ()):
+            n, longest = len(part), max(np.diff(bounds).tolist())
+            plan = offload.ActivationPlan(n, pieces, 2, 2 * pieces, (n - 2) * 2)
+            runners[v] = offload.ChunkedLayers(
+                model, (1, longest), plan, -(-longest // pieces), device, torch.bfloat16,
+                parallel.in_flight(order, v), part, hard, 10**6 * hard).start
+        states = shard.States(model, device, torch.bfloat16, several * segments, groups=groups,
+                              gather_layers=swaps, num_chunks=pieces, poison=hard)
+        for name, shape in model.shapes.items():
+            if states.holds(name):
+                states.load(name, m.initial_weight(cfg, name, shape, 0, device))
+        pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, device,
+                                     torch.bfloat16, True, hard, 3 * 10**6 * hard)
+        return learn(pipeline, states, 1 / (several * seq))
+
+    def learn(model, states, scale: float) -> torch.Tensor:
+        curve = []
+        for i, rows in enumerate(ids):
+            batch = in_parts(rows[:, :-1], rows[:, 1:], several,
+                             torch.tensor(scale, device=device), positions)
+            lr = 1e-4 * min(1, (i + 1) / 10)
+            curve.append(torch.stack(train.run_step(model, states, batch, lr, 1.0)[:2]))
+        return torch.stack(curve)
+
+    whole = learn(*on_gpu(cfg, device, attention.Attention(kernel), micro_batches=several,
+                          groups=attention.Groups()), 1 / (world * several * seq))
+    kinds = {"stages": (1, 1, False), "parts": (2, 1, False), "segments": (1, 4, False),
+             "both": (2, world, False), "segments that swap": (1, 2, True)}
+    unlike = 0
+    for kind, (chunks, segments, swaps) in kinds.items():
+        curve = curve_of(chunks, segments, swaps, False)
+        loss, norm = (curve - whole).abs().unbind(1)
+        assert loss.max() < 0.05 and norm[0] < 0.01 * whole[0, 1], (kind, loss, norm)
+        assert torch.equal(curve_of(chunks, segments, swaps, True), curve), kind
+        parallel.wait = lambda _: None
+        unlike += not torch.equal(curve_of(chunks, segments, swaps, True), curve)
+        parallel.wait = attention.wait
+    assert unlike == len(kinds)
+    print(f"rank {rank}: {len(kinds)} pipelines alike, without waits they are not", flush=True)
+    os._exit(0)
+
+
 def gpu_host_worker():
     """12 steps with optimizer states on the host equal those with states on the GPU to the last
     bit, under all factors, also with everything poisoned after use and copies that start late.
@@ -4545,6 +4605,7 @@ def gpu_replay_worker():
 @pytest.mark.parametrize("worker, says", [
     (gpu_factors_worker, "curves alike"), (gpu_swap_worker, "2 without waits are not"),
     (gpu_ring_worker, "2 without waits are not"),
+    (gpu_pipeline_worker, "without waits they are not"),
     (gpu_host_worker, "equal with states on the host"),
     (gpu_replay_worker, "equal at planned addresses")])
 def test_gpu(worker, says, tmp_path):
@@ -5465,7 +5526,7 @@ def test_help(program):
 @pytest.mark.parametrize("flags, ranks, message", [
     ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step, alpha"),
     ("nodes --nodes 2", 2, "table nodes measures GPUs"),
-    ("step --nodes 2", 0, "--nodes 2: splits the ranks of tables nodes and ring alone, not of "
+    ("step --nodes 2", 0, "--nodes 2: splits the ranks of tables nodes, ring, pipeline, not of "
      "step"),
     ("step --model 1b", 0, "--model 1b: of table long alone, not of step"),
     ("steps", 0, "no table steps; there are: step, alpha"),

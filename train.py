@@ -61,8 +61,10 @@ from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_s
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
-                   initial_weight, keys_seen, param_count)
+                   initial_weight, keys_seen, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
+from parallel import (Pipeline, bubble, draw_order, in_flight, keep_stage, pipeline_order,
+                      segment_bounds)
 from planner import Constraints, Hardware, Plan, nearest
 from ranks import (ConfigError, Heartbeat, check_same, launch_name, on_all_ranks, patient_group,
                    start_ranks)
@@ -78,6 +80,9 @@ def size(text: str) -> int:
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
     return int(value)
+
+
+OVERLAPS = (*STREAMS, "pipeline")
 
 
 def flag(default, text: str):
@@ -175,11 +180,11 @@ class Config:
     os_place: str = flag("auto", "where optimizer states lie: gpu; host, in page-locked memory,"
                          " from which they visit the GPU under the next forward; or auto: by"
                          " predicted time")
-    overlap: str = flag(",".join(STREAMS), "communication that runs under computation, a list, or"
+    overlap: str = flag(",".join(OVERLAPS), "communication that runs under computation, a list, or"
                         " none: param_gather (weights before they are used), grad_scatter (a"
                         " matrix's gradient to its shards), grad_reduce (shards over replicas),"
                         " param_broadcast (updated weights to those who hold them), host_update (of"
-                        " states on the host)")
+                        " states on the host), pipeline (messages between stages)")
     reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
     recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
                           " program of planner.py says; none: they keep everything; full: their"
@@ -303,8 +308,8 @@ def check_flags(cfg: Config) -> None:
     words = set(cfg.overlap.split(",")) if cfg.overlap != "none" else set()
     if renamed := [f"{word} is now {old[word]}" for word in old if word in words]:
         raise ValueError(f"--overlap {cfg.overlap}: {', '.join(renamed)}")
-    if not words <= set(STREAMS):
-        raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(STREAMS)}, or none")
+    if not words <= set(OVERLAPS):
+        raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
     by_hand = [f"--{k.replace('_', '-')}" for k in ("alpha", "resident_layers", "chunk")
                if getattr(cfg, k) is not None]
     if by_hand and cfg.recompute != "auto":
@@ -710,7 +715,9 @@ def with_plan(run: Run, print0: Callable) -> Run:
 
 def with_choice(run: Run, plan: Plan) -> Run:
     """Return the run with a plan, and its choices as flags."""
-    cfg = dataclasses.replace(run.cfg, sp=plan.sp, ring=plan.ring, batch=plan.batch,
+    cfg = dataclasses.replace(run.cfg, sp=plan.sp, ring=plan.ring, tp=plan.tp, pp=plan.pp,
+                              pp_chunks=plan.pp_chunks, pp_segments=plan.pp_segments,
+                              batch=plan.batch,
                               micro_batch=plan.micro_batch,
                               head_groups=plan.head_groups, chunk=plan.chunk,
                               os_layout=plan.os_layout, os_place=plan.os_place)
@@ -723,7 +730,7 @@ def with_measured_plan(run: Run, op: Ulysses, print0: Callable) -> Run:
     if run.plan.activations is None:
         return run
     print0(f"measuring a layer, in chunks of {run.plan.chunk:,} tokens", flush=True)
-    shape = (run.plan.micro_batch, run.cfg.seq // run.plan.sp)
+    shape = (run.plan.micro_batch, run.plan.tokens // run.plan.micro_batch)
     measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype)
     constraints = planner.fix(run.constraints, run.plan)
     there = dataclasses.replace(run.hardware, measured=measured)
@@ -791,6 +798,11 @@ def describe(run: Run, print0: Callable) -> None:
     print0(f"batch: {plan.batch} sequences = {run.world // plan.sp} data-parallel ranks x "
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
+    if plan.pp > 1:
+        idle = bubble(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)
+        print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts of {run.model.layers} layers, "
+               f"{plan.micro_batches} micro-batches x {plan.pp_segments} segments: idle {idle:.1%} "
+               "if all passes take as long")
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
@@ -808,36 +820,61 @@ def make_attention(run: Run, groups: Groups) -> Ulysses:
                    run.cfg.per_node, ring=run.plan.ring, ring_stream=CommStream(run.device))
 
 
-def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
-    """Make the model, with layers in chunks if that is planned, and its states. A collective of all
-    ranks."""
+def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
+    """Make what this rank has of the model, with layers in chunks if that is planned, and its
+    states. A collective of all ranks."""
     cfg = run.cfg
     plan = run.plan
     kept = plan.activations
+    overlap = () if cfg.overlap == "none" else tuple(cfg.overlap.split(","))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
-    if plan.recompute == "full":
-        model.layer_runner = recomputed_layers
-    elif kept:
-        shape = (plan.micro_batch, cfg.seq // plan.sp)
-        on_all_ranks(lambda: ChunkedLayers(model, shape, kept, plan.chunk, run.device, run.dtype))
+    parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
+    runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage))
+    model.layer_runner = runners[0]
     states = States(
-        model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
-        overlap=() if cfg.overlap == "none" else tuple(cfg.overlap.split(",")),
+        model, run.device, run.dtype, plan.micro_batches * plan.pp_segments, plan.factors,
+        plan.os_layout, groups, overlap=overlap,
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
         decay=cfg.weight_decay, place=plan.os_place)
     states.on_phase = mark  # a layer's pass, for plans of two levels
+    if plan.pp > 1:
+        model = Pipeline(model, parts, runners, groups, plan.micro_batches, local_bounds(run),
+                         run.device, run.dtype, "pipeline" in overlap)
     return model, states
 
 
-def wait_for_host_memory(model: LLaMA, print0: Callable) -> None:
+def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int) -> list[Callable]:
+    """Return what runs the layers of each part of the model on this stage. Raises MemoryError."""
+    plan = run.plan
+    kept = plan.activations
+    if kept is None:
+        return len(parts) * [recomputed_layers if plan.recompute == "full" else whole_layers]
+    longest = max(np.diff(local_bounds(run)).tolist())  # tokens of a segment
+    chunk = plan.chunk if plan.pp_segments == 1 else -(-plan.micro_batch * longest // kept.chunks)
+    order = pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)
+    return [ChunkedLayers(model, (plan.micro_batch, longest), kept.of_part(len(part)), chunk,
+                          run.device, run.dtype, in_flight(order, v), part).start
+            for v, part in enumerate(parts)]
+
+
+def local_bounds(run: Run) -> list[int]:
+    """Return where segments begin among this rank's tokens of a sequence, and its tokens."""
+    plan = run.plan
+    bounds = segment_bounds(run.model, plan.seq, plan.pp_segments, plan.sp)
+    return [bound // plan.sp for bound in bounds]
+
+
+def wait_for_host_memory(model: LLaMA | Pipeline, print0: Callable) -> None:
     """Wait for the host memory that layers swap to, on all ranks: it is pinned while states are
     made and weights are read."""
-    layers = getattr(model.layer_runner, "__self__", None)
-    if isinstance(layers, ChunkedLayers):
-        on_all_ranks(lambda: layers.wait_for_host_memory(print0))
+    runners = model.layer_runners if isinstance(model, Pipeline) else [model.layer_runner]
+    for runner in runners:
+        layers = getattr(runner, "__self__", None)
+        if isinstance(layers, ChunkedLayers):
+            on_all_ranks(layers.wait_for_host_memory)
 
 
 @dataclass(frozen=True)
@@ -860,7 +897,7 @@ class Batch:
                 yield tokens, labels, self.scale, self.positions[i], self.documents[i]
 
 
-def run_step(model: LLaMA, states: States, batch: Batch, lr: float | None,
+def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | None,
              clip: float) -> tuple[Tensor, Tensor, Tensor]:
     """Run forward, backward and update: the only step there is. lr None: no update. Returns the
     loss, the gradient's norm, and whether they are finite, on the device. In order, with what runs
@@ -958,7 +995,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     running: list = [None]
 
     def make():
-        groups = Groups()
+        groups = Groups(tp=run.plan.tp, pp=run.plan.pp)
         op = make_attention(run, groups)
         if gpu:
             op.kernel = dataclasses.replace(op.kernel, backward=simulated_backward)
@@ -1032,7 +1069,12 @@ def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemo
 def local_positions(run: Run) -> np.ndarray:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
     plan = run.plan
-    return sequence_positions(plan.seq, plan.sp, plan.ring, run.rank % plan.sp).numpy()
+    number = run.rank % plan.sp
+    if plan.pp_segments == 1:
+        return sequence_positions(plan.seq, plan.sp, plan.ring, number).numpy()
+    bounds = segment_bounds(run.model, plan.seq, plan.pp_segments, plan.sp)
+    return np.concatenate([np.arange(start, end).reshape(plan.sp, -1)[number]
+                           for start, end in zip(bounds, bounds[1:])])
 
 
 def to_device(array: np.ndarray, run: Run) -> Tensor:
@@ -1151,9 +1193,10 @@ def describe_evaluation(found: dict) -> str:
     return text
 
 
-def load_random_weights(run: Run, model: LLaMA, states: States) -> None:
-    for name, p in model.named_parameters():
-        states.load(name, initial_weight(run.model, name, p.shape, run.cfg.seed, run.device))
+def load_random_weights(run: Run, states: States) -> None:
+    for name, shape in states.shapes.items():
+        if states.holds(name):
+            states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
 
 
 def verified(run: Run, groups: Groups, print0: Callable) -> Run:
@@ -1180,7 +1223,7 @@ def step_of_plan(run: Run, groups: Groups) -> float:
     """Return the seconds of a second step as planned, on the slowest rank; all that it has
     allocated is given back. A collective of all ranks."""
     model, states = build(run, make_attention(run, groups), groups)
-    load_random_weights(run, model, states)
+    load_random_weights(run, states)
     wait_for_host_memory(model, lambda *a, **k: None)
     batch = load_batch(run, 0)
     for _ in range(2):
@@ -1201,16 +1244,16 @@ def step_of_plan(run: Run, groups: Groups) -> float:
     return slowest.item()
 
 
-def load_weights(run: Run, model: LLaMA, states: States, print0: Callable) -> int:
+def load_weights(run: Run, states: States, print0: Callable) -> int:
     """Load the checkpoint to resume, else the first weights. Returns the step that they are of. A
     collective of all ranks."""
     cfg = run.cfg
     if run.resume is None:
         if run.pretrained:
-            for name in model.shapes:  # one tensor at a time
+            for name in states.shapes:  # one tensor at a time
                 states.load(name, on_all_ranks(lambda: run.pretrained(name)))
         else:
-            load_random_weights(run, model, states)
+            load_random_weights(run, states)
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
         return 0
     checkpoint.load_checkpoint(states, run.resume)
@@ -1471,6 +1514,9 @@ def dry_run(run: Run, print0: Callable) -> None:
     disk = costs.checkpoint_bytes(run.model, run.dtype)
     print0(f"a checkpoint: {disk / GIB:.2f} GiB")
     describe(run, print0)
+    plan = run.plan
+    if plan.pp > 1:
+        print0(draw_order(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments))
     dist.destroy_process_group()
     if run.cfg.ranks and run.plan.activations is None:
         print0("not simulated: what autograd saves is known for layers in chunks alone")
@@ -1624,7 +1670,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     on_all_ranks(lambda: checkpoint.check_disk(disk))
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
-    groups = Groups(timedelta(seconds=cfg.timeout))
+    groups = Groups(timedelta(seconds=cfg.timeout), cfg.tp, cfg.pp)
     if cfg.verify > 1:
         run = verified(run, groups, print0)
     op = make_attention(run, groups)
@@ -1633,7 +1679,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     model, states = build(run, op, groups)
     if states.imbalance:
         print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
-    start = load_weights(run, model, states, print0)
+    start = load_weights(run, states, print0)
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
     on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps)
