@@ -56,8 +56,13 @@ from train import Config, ConfigError, Run, device_name, local_positions, on_all
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
-# of all tables: the memory of NCCL's communicators does not come back
-GROUPS = Groups()
+
+
+@functools.cache
+def groups_of(tp: int, pp: int) -> Groups:
+    """Return the groups of all tables: the memory of NCCL's communicators does not come back."""
+    return Groups(tp=tp, pp=pp)
+
 
 # ---------------------------------------------------------------------------- rows
 
@@ -213,14 +218,14 @@ def random_batch(run: Run) -> train.Batch:
     """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of data,
     and the scale of the loss."""
     cfg = run.cfg
-    sp = run.plan.sp
-    count = run.plan.batch * sp // run.world
-    rng = torch.Generator(run.device).manual_seed(run.rank // sp)
+    _, data_rank, _, _ = run.place
+    count = run.plan.batch // run.plan.dp
+    rng = torch.Generator(run.device).manual_seed(data_rank)
     ids = torch.randint(run.model.vocab, (count, cfg.seq + 1), device=run.device, generator=rng)
-    shape = (-1, run.plan.micro_batch, cfg.seq // sp)
+    shape = (-1, run.plan.micro_batch, cfg.seq // run.plan.sp)
     positions = train.to_device(local_positions(run), run)
     tokens = ids[:, positions].reshape(shape)
-    labels = ids[:, positions + 1].reshape(shape)
+    labels = train.own_labels(ids[:, positions + 1].reshape(shape), run)
     scale = torch.full((), 1 / (run.plan.batch * cfg.seq), device=run.device,
                        dtype=torch.promote_types(run.dtype, torch.float32))
     return train.Batch(tokens, labels, positions, scale=scale)
@@ -233,13 +238,14 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     as_planned = run is not None
     run = run or plan_run(bench, cfg)
     train.cap_gpu(run)
-    op = train.make_attention(run, GROUPS)
+    groups = groups_of(run.plan.tp, run.plan.pp)
+    op = train.make_attention(run, groups)
     if not as_planned:
         run = train.with_measured_plan(run, op, bench.print0)
     train.describe(run, bench.print0)
-    model, states = train.build(run, op, GROUPS)
-    for name, p in model.named_parameters():
-        states.load(name, initial_weight(run.model, name, p.shape, 0, run.device))
+    model, states = train.build(run, op, groups)
+    for name, shape in model.shapes.items():
+        states.load(name, initial_weight(run.model, name, shape, 0, run.device))
     train.wait_for_host_memory(model, bench.print0)
     return Step(run, model, states, random_batch(run), update)
 
@@ -351,7 +357,8 @@ def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     run = machine(bench, dataclasses.replace(cfg, head_groups=1, ring=1, recompute="full"))
     anything = dataclasses.replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
     run = train.with_plan(run.but(hardware=anything), bench.print0)
-    op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)), GROUPS)
+    op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)),
+                              groups_of(1, 1))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     if run.plan.sp > 1:

@@ -50,6 +50,7 @@ import checkpoint
 import costs
 import hardware
 import model as llama
+import parallel
 import planner
 import shard
 from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel,
@@ -368,6 +369,15 @@ class Run:
 
     def but(self, **changes) -> "Run":
         return dataclasses.replace(self, **changes)
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Return this rank's stage, its number among data-parallel ranks, among those of a
+        sequence, and its column: attention.Groups' arithmetic."""
+        plan = self.plan
+        stage, in_stage = divmod(self.rank, self.world // plan.pp)
+        rank, column = divmod(in_stage, plan.tp)
+        return stage, *divmod(rank, plan.sp), column
 
     @property
     def constraints(self) -> Constraints:
@@ -702,7 +712,7 @@ def with_plan(run: Run, print0: Callable) -> Run:
     best = plans[0]
     if run.cfg.batch is None and best.batch != constraints.default_batch:
         print0(f"--batch: {constraints.default_batch} by default, {best.batch} so that "
-               f"{run.world // best.sp} data-parallel ranks divide it")
+               f"{best.dp} data-parallel ranks divide it")
     if run.cfg.dry_run:
         print0(planner.describe_plans(plans, run.model, run.hardware))
     return with_choice(run.but(others=tuple(plans[1:])), best)
@@ -710,8 +720,8 @@ def with_plan(run: Run, print0: Callable) -> Run:
 
 def with_choice(run: Run, plan: Plan) -> Run:
     """Return the run with a plan, and its choices as flags."""
-    cfg = dataclasses.replace(run.cfg, sp=plan.sp, ring=plan.ring, batch=plan.batch,
-                              micro_batch=plan.micro_batch,
+    cfg = dataclasses.replace(run.cfg, sp=plan.sp, ring=plan.ring, tp=plan.tp,
+                              batch=plan.batch, micro_batch=plan.micro_batch,
                               head_groups=plan.head_groups, chunk=plan.chunk,
                               os_layout=plan.os_layout, os_place=plan.os_place)
     return run.but(cfg=cfg, plan=plan)
@@ -788,7 +798,9 @@ def describe(run: Run, print0: Callable) -> None:
     print0(f"states: p={f.p} g={f.g} os={f.os}{secondary} of {run.world} ranks, {cfg.per_node} a "
            f"node; {cfg.os_layout}-tensor; optimizer states on the {cfg.os_place}{there}; "
            f"overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
-    print0(f"batch: {plan.batch} sequences = {run.world // plan.sp} data-parallel ranks x "
+    if plan.tp > 1:
+        print0(f"layers: {plan.tp_mode}, on {plan.tp} columns of ranks")
+    print0(f"batch: {plan.batch} sequences = {plan.dp} data-parallel ranks x "
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.activations:
@@ -802,10 +814,16 @@ def describe(run: Run, print0: Callable) -> None:
 # ---------------------------------------------------------------------------- build, step, simulate
 
 
+def make_groups(run: Run) -> Groups:
+    """Return the groups of the plan's stages and columns."""
+    return Groups(timedelta(seconds=run.cfg.timeout), run.plan.tp, run.plan.pp)
+
+
 def make_attention(run: Run, groups: Groups) -> Ulysses:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     return Ulysses(run.kernel, run.plan.sp, groups, CommStream(run.device), run.plan.head_groups,
-                   run.cfg.per_node, ring=run.plan.ring, ring_stream=CommStream(run.device))
+                   run.cfg.per_node // run.plan.tp, ring=run.plan.ring,
+                   ring_stream=CommStream(run.device))
 
 
 def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
@@ -816,6 +834,8 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA, States]:
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(run.model, op)
+    columns = parallel.Columns(plan.tp_mode, groups, CommStream(run.device))
+    on_all_ranks(lambda: parallel.split_columns(model, columns))
     if plan.recompute == "full":
         model.layer_runner = recomputed_layers
     elif kept:
@@ -958,7 +978,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     running: list = [None]
 
     def make():
-        groups = Groups()
+        groups = make_groups(run)
         op = make_attention(run, groups)
         if gpu:
             op.kernel = dataclasses.replace(op.kernel, backward=simulated_backward)
@@ -1032,7 +1052,18 @@ def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemo
 def local_positions(run: Run) -> np.ndarray:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
     plan = run.plan
-    return sequence_positions(plan.seq, plan.sp, plan.ring, run.rank % plan.sp).numpy()
+    _, _, rank, _ = run.place
+    return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
+
+
+def own_labels(labels: Tensor, run: Run) -> Tensor:
+    """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of its part of
+    the tokens, which its column has at the model's ends, on the last stage."""
+    stage, _, _, column = run.place
+    mine = torch.zeros(labels.shape[-1], dtype=torch.bool, device=labels.device)
+    size = len(mine) // run.plan.tp
+    mine[column * size : (column + 1) * size] = stage == run.plan.pp - 1
+    return labels.masked_fill(~mine, IGNORE)
 
 
 def to_device(array: np.ndarray, run: Run) -> Tensor:
@@ -1044,12 +1075,15 @@ def to_device(array: np.ndarray, run: Run) -> Tensor:
 
 
 def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
-    """Return this rank's part of windows (T + 1,), and of documents in them where they lie."""
+    """Return this rank's part of windows (T + 1,), and of documents in them where they lie. Labels
+    count on one of the ranks that have the tokens (own_labels)."""
     size = run.plan.micro_batch
     here = local_positions(run)
     both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
     tokens, labels = to_device(both, run).view(2, -1, size, len(here))
     labels = labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    if run.plan.tp * run.plan.pp > 1:
+        labels = own_labels(labels, run)
     end = run.cfg.document_token
     if end < 0:
         return Batch(tokens, labels, to_device(here, run))
@@ -1067,15 +1101,16 @@ def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
 def load_batch(run: Run, samples: int) -> Batch:
     """Return this rank's share of the next batch. samples: sequences that the run has seen, which
     alone decides what comes next. A collective of all ranks."""
-    each = run.plan.batch * run.plan.sp // run.world
-    first = samples + run.rank // run.plan.sp * each
+    each = run.plan.batch // run.plan.dp
+    _, data_rank, _, _ = run.place
+    first = samples + data_rank * each
     batch = local_batch([run.train.sample(first + i) for i in range(each)], run)
     lengths = each * [run.cfg.seq]
     if batch.documents is not None:
         lengths = [n for documents in batch.documents for n in documents.lengths()]
     seen = sum(n * keys_seen(run.model, n) for n in lengths)
     sums = torch.stack([(batch.labels != IGNORE).sum().double(), torch.full(
-        (), seen / run.plan.sp, device=run.device, dtype=torch.float64)])
+        (), seen * run.plan.dp / run.world, device=run.device, dtype=torch.float64)])
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
     return dataclasses.replace(batch, scale=scale,
@@ -1088,8 +1123,9 @@ def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
     the likeliest (B, T/sp). Ranks without one run a blank, whose labels are IGNORE. A collective of
     all ranks."""
     size = run.plan.micro_batch
-    for first in range(0, count, run.world // run.plan.sp * size):
-        mine = first + run.rank // run.plan.sp * size
+    _, data_rank, _, _ = run.place
+    for first in range(0, count, run.plan.dp * size):
+        mine = first + data_rank * size
         ids = [min(mine + i, count - 1) for i in range(size)]
         batch = local_batch([sequences.window(i) for i in ids], run)
         (tokens, labels, _, *where), = batch.micro_batches()
@@ -1152,8 +1188,8 @@ def describe_evaluation(found: dict) -> str:
 
 
 def load_random_weights(run: Run, model: LLaMA, states: States) -> None:
-    for name, p in model.named_parameters():
-        states.load(name, initial_weight(run.model, name, p.shape, run.cfg.seed, run.device))
+    for name, shape in model.shapes.items():
+        states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
 
 
 def verified(run: Run, groups: Groups, print0: Callable) -> Run:
@@ -1624,7 +1660,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     on_all_ranks(lambda: checkpoint.check_disk(disk))
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
-    groups = Groups(timedelta(seconds=cfg.timeout))
+    groups = make_groups(run)
     if cfg.verify > 1:
         run = verified(run, groups, print0)
     op = make_attention(run, groups)
