@@ -220,14 +220,14 @@ def random_batch(run: Run) -> train.Batch:
     """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of data,
     and the scale of the loss."""
     cfg = run.cfg
-    sp = run.plan.sp
-    count = run.plan.batch * sp // run.world
-    rng = torch.Generator(run.device).manual_seed(run.rank // sp)
+    _, data_rank, _, _ = run.place
+    count = run.plan.batch // run.plan.dp
+    rng = torch.Generator(run.device).manual_seed(data_rank)
     ids = torch.randint(run.model.vocab, (count, cfg.seq + 1), device=run.device, generator=rng)
-    shape = (-1, run.plan.micro_batch, cfg.seq // sp)
+    shape = (-1, run.plan.micro_batch, cfg.seq // run.plan.sp)
     positions = train.to_device(local_positions(run), run)
     tokens = ids[:, positions].reshape(shape)
-    labels = ids[:, positions + 1].reshape(shape)
+    labels = train.own_labels(ids[:, positions + 1].reshape(shape), run)
     scale = torch.full((), 1 / (run.plan.batch * cfg.seq), device=run.device,
                        dtype=torch.promote_types(run.dtype, torch.float32))
     return train.Batch(tokens, labels, positions, scale=scale)

@@ -14,6 +14,10 @@ reads the extents of parts that overlap with its own (an extent is what has one 
     saved, os = 2       |------- rank 0 -------|------- rank 1 -------|
     loaded, os = 3      |---- 0 -----|------ 1 ------|------ 2 -------|
 
+Of a matrix that columns of ranks share (parallel.py's tensor modes) the flat tensor is what one of
+them has, and a part says which rows and columns of the whole that is (its cut). Who has the same
+cut reads as above; who has another one puts the whole matrix together first, one at a time.
+
 A checkpoint is written under another name, synced, and renamed; then the link is replaced. Both are
 atomic, so what `latest` names is whole at any moment, whoever is killed. Nothing that is read can
 run code. Hugging Face's files are read and written one tensor at a time; ours are fused: qkv holds
@@ -46,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
+from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig, rope_kind
 from offload import GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
 from ranks import ConfigError, error_of_any, on_all_ranks
 from shard import StatePart, States
@@ -63,13 +67,14 @@ META = {"version": int, "number": int, "step": int, "samples": int, "launch": st
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Where elements of a flat tensor lie in a checkpoint."""
+    """Where elements of a flat tensor, or of a cut of it, lie in a checkpoint."""
 
     file: str
     offset: int  # bytes, of the first element in the file
     start: int  # of the first element in the tensor
     count: int  # elements
     crc32: list[int]  # of every SUM_BYTES
+    cut: Cut | None = None  # in a file its rows and columns, or no key: then the tensor is not cut
 
     def extents(self, dtype: torch.dtype) -> list["StoredPart"]:
         """Return the part cut by its checksums."""
@@ -122,9 +127,11 @@ def write_states(path: Path, parts: dict[str, StatePart]) -> tuple[dict, dict[st
         stored = {}
         for name, part in parts.items():
             crc32 = [crc.result() for crc in sums[name]]
-            where = StoredPart(path.name, begins[name], part.start, part.values.numel(), crc32)
-            stored[name] = {"dtype": header[name]["dtype"], "shape": part.shape,
-                            "parts": [asdict(where)]}
+            where = {"file": path.name, "offset": begins[name], "start": part.start,
+                     "count": part.values.numel(), "crc32": crc32}
+            if part.cut is not None:
+                where["cut"] = [part.cut.rows, part.cut.cols]
+            stored[name] = {"dtype": header[name]["dtype"], "shape": part.shape, "parts": [where]}
         os.fsync(file.fileno())
     return {"bytes": len(head) + end, "header": [len(head), zlib.crc32(head)]}, stored
 
@@ -190,20 +197,58 @@ def read_tensor(files: dict, entry: dict) -> tuple[torch.dtype, tuple, list[Stor
     leave their files, KeyError or TypeError for what is not there or something else."""
     dtype = DTYPES[entry["dtype"]]
     shape = tuple(entry["shape"])
-    parts = sorted((StoredPart(**part) for part in entry["parts"]), key=lambda part: part.start)
-    end = 0
-    for part in parts:
-        check_counts(part.offset, part.start, part.count, *part.crc32, *shape)
-        bytes = part.count * dtype.itemsize
-        inside = part.offset + bytes <= files[part.file]["bytes"]
-        summed = len(part.crc32) == -(-bytes // SUM_BYTES)
-        plain = re.fullmatch(r"rank-\d+\.safetensors", part.file)  # not a path
-        if part.start != end or not (inside and summed and plain):
-            raise ValueError(f"{part} after element {end}")
-        end += part.count
-    if end != math.prod(shape):
-        raise ValueError(f"{end} elements of {shape}")
+    check_counts(*shape)
+    parts = [StoredPart(**part | {"cut": read_cut(shape, part.get("cut"))})
+             for part in entry["parts"]]
+    cuts = {part.cut for part in parts} or {None}
+    if cuts != {None}:
+        check_cuts(shape, cuts)
+    for cut in cuts:
+        end = 0
+        for part in sorted(parts_of(parts, cut), key=lambda part: part.start):
+            check_counts(part.offset, part.start, part.count, *part.crc32)
+            bytes = part.count * dtype.itemsize
+            inside = part.offset + bytes <= files[part.file]["bytes"]
+            summed = len(part.crc32) == -(-bytes // SUM_BYTES)
+            plain = re.fullmatch(r"rank-\d+\.safetensors", part.file)  # not a path
+            if part.start != end or not (inside and summed and plain):
+                raise ValueError(f"{part} after element {end}")
+            end += part.count
+        if end != math.prod(cut.shape if cut else shape):
+            raise ValueError(f"{end} elements of {cut or shape}")
     return dtype, shape, parts
+
+
+def parts_of(parts: list[StoredPart], cut: Cut | None) -> list[StoredPart]:
+    return [part for part in parts if part.cut == cut]
+
+
+def read_cut(shape: tuple, stored: list | None) -> Cut | None:
+    """Return the cut of a stored part. Raises TypeError or ValueError if it is none."""
+    if stored is None:
+        return None
+    rows, cols = stored
+    cut = Cut(shape, tuple((first, end) for first, end in rows), tuple(cols))
+    for first, end in (*cut.rows, cut.cols):
+        check_counts(first, end)
+    return cut
+
+
+def check_cuts(shape: tuple, cuts: set[Cut | None]) -> None:
+    """Raise ValueError unless cuts are all of a matrix, each element once."""
+    if None in cuts or len(shape) != 2:
+        raise ValueError(f"cut parts of {shape}, and others")
+    boxes = [(*rows, *cut.cols) for cut in cuts for rows in cut.rows]
+    for i, (top, bottom, left, right) in enumerate(boxes):
+        if not (top < bottom <= shape[0] and left < right <= shape[1]):
+            raise ValueError(f"rows {top} to {bottom}, columns {left} to {right} of {shape}")
+        for top2, bottom2, left2, right2 in boxes[:i]:
+            if top < bottom2 and top2 < bottom and left < right2 and left2 < right:
+                raise ValueError(f"rows {top} to {bottom}, columns {left} to {right} of {shape} "
+                                 "are there twice")
+    held = sum((bottom - top) * (right - left) for top, bottom, left, right in boxes)
+    if held != math.prod(shape):
+        raise ValueError(f"cuts have {held} elements of {shape}")
 
 
 @dataclass(frozen=True)
@@ -249,29 +294,54 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         raise ValueError(f"--resume: {folder} does not hold {', '.join(wrong[:3])}: it is of "
                          "another model or optimizer")
 
-    def read(part: StatePart, dtype: torch.dtype, extent: StoredPart) -> None:
+    def read(values: Tensor, start: int, dtype: torch.dtype, extent: StoredPart) -> None:
         """Copy what the two have in common."""
         size = extent.count * dtype.itemsize
         data = read_at(folder / extent.file, size, extent.offset, *extent.crc32)
-        values = torch.from_numpy(data).view(dtype)
-        first = max(part.start, extent.start)
-        last = min(part.start + part.values.numel(), extent.start + extent.count)
-        part.values[first - part.start : last - part.start].copy_(
-            values[first - extent.start : last - extent.start])
+        there = torch.from_numpy(data).view(dtype)
+        first = max(start, extent.start)
+        last = min(start + values.numel(), extent.start + extent.count)
+        values[first - start : last - start].copy_(there[first - extent.start :
+                                                         last - extent.start])
 
-    jobs = []
-    for name, part in parts.items():
-        dtype, _, stored_parts = stored[name]
-        end = part.start + part.values.numel()
-        jobs += [(part, dtype, extent) for stored_part in stored_parts
-                 for extent in stored_part.extents(dtype)
-                 if extent.start < end and part.start < extent.start + extent.count]
-    for file in {extent.file for _, _, extent in jobs}:
-        size, crc32 = saved.meta["files"][file]["header"]
-        read_at(folder / file, size, 0, crc32)
-    with ThreadPoolExecutor(THREADS) as pool:
+    def jobs_of(values: Tensor, start: int, dtype: torch.dtype,
+                stored_parts: list[StoredPart]) -> list[tuple]:
+        """Return the arguments of `read` that fill values, from element `start` of stored_parts."""
+        end = start + values.numel()
+        return [(values, start, dtype, extent) for stored_part in stored_parts
+                for extent in stored_part.extents(dtype)
+                if extent.start < end and start < extent.start + extent.count]
+
+    def run(jobs: list[tuple]) -> None:
+        for file in {extent.file for *_, extent in jobs} - believed:
+            size, crc32 = saved.meta["files"][file]["header"]
+            read_at(folder / file, size, 0, crc32)
+            believed.add(file)
         for done in [pool.submit(read, *job) for job in jobs]:
             done.result()
+
+    def read_whole(dtype: torch.dtype, shape: tuple, stored_parts: list[StoredPart]) -> Tensor:
+        """Return a whole tensor."""
+        whole = torch.empty(shape, dtype=dtype)
+        for cut in {part.cut for part in stored_parts}:
+            flat = whole.view(-1) if cut is None else torch.empty(math.prod(cut.shape), dtype=dtype)
+            run(jobs_of(flat, 0, dtype, parts_of(stored_parts, cut)))
+            if cut is not None:
+                cut.put(flat.view(cut.shape), whole)
+        return whole
+
+    jobs = []
+    believed: set[str] = set()  # files whose header is what was written
+    with ThreadPoolExecutor(THREADS) as pool:
+        for name, part in parts.items():
+            dtype, shape, stored_parts = stored[name]
+            if same := parts_of(stored_parts, part.cut):
+                jobs += jobs_of(part.values, part.start, dtype, same)
+                continue
+            whole = read_whole(dtype, shape, stored_parts)
+            flat = (whole if part.cut is None else part.cut.of(whole)).reshape(-1)
+            part.values.copy_(flat[part.start : part.start + part.values.numel()])
+        run(jobs)
 
 
 def load_checkpoint(states: States, saved: Checkpoint) -> None:

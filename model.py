@@ -6,12 +6,15 @@ A layer is token-wise but for one operator, and the code is cut along that line:
     o, lse  = attention(q, k, v)        # the only operator that mixes tokens
     y       = block.post(x, o)          # output projection, norm, SwiGLU        token-wise
 
-This file knows neither ranks nor streams. The outside acts on a model in three ways, and no other
+This file knows neither ranks nor streams. The outside acts on a model in four ways, and no other
 (where a step is simulated, train.simulation also wraps the operators that are one fused kernel):
 
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
                          shard.py gathers weights and reduces gradients there; the weights that it
                          gives back are views of its own memory
+    matrix.split         called at the four points where a product of a part of a matrix meets those
+                         of other ranks (PlainSplit says which): parallel.py's tensor modes, which
+                         give each rank some rows or columns (`cut`)
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
                          (its `within` gives that of documents)
@@ -385,6 +388,31 @@ class PlainEvents:
         return compute(None, 0)
 
 
+class PlainSplit:
+    """Where the products of parts of a matrix meet, and what happens if there is one part: nothing.
+
+    Each point may launch what brings a tensor there, and returns a function that waits for it, to
+    be called when the tensor is needed:
+
+    input(x)         what the product takes       x W^T, of some rows of W: all tokens
+    output(y)        what it gives                of some columns of W: a summand of y
+    output_grad(dy)  the gradient of its output   all tokens
+    input_grad(dx)   that of its input            a summand of dx
+    used(x, dy)      they have been read for the last time; in a forward pass, x alone
+    """
+
+    alone = True  # nothing happens
+    keeps_input = False  # backward takes what `input` gave in forward, else its own
+
+    def input(self, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+    output = output_grad = input_grad = input
+
+    def used(self, x: Tensor, dy: Tensor | None = None) -> None:
+        pass
+
+
 class _Mode(threading.local):
     """What a backward pass that runs operators by hand wants of them (offload.py)."""
 
@@ -471,7 +499,8 @@ def project(module: nn.Module, x: Tensor, bias: Tensor | None = None,
     weight = module.events.unshard(module, backward=_mode.recomputing)
     y = F.linear(x, rows_of(weight, rows), bias)
     module.events.reshard(module)
-    return y
+    module.split.used(x)
+    return module.split.output(y)()  # nothing hides it: what follows needs it
 
 
 def input_grad(module: nn.Module, dy: Tensor, rows: tuple[slice, ...] | None = None) -> Tensor:
@@ -481,14 +510,21 @@ def input_grad(module: nn.Module, dy: Tensor, rows: tuple[slice, ...] | None = N
     return dx
 
 
-def weight_grad(module: nn.Module, dy: Tensor, x: Tensor, rows: tuple[slice, ...] | None = None,
-                of: int = 1) -> Tensor | None:
-    """Raise add_grad with dW = dy^T x of a projection, or defer it: dy (..., rows), x (..., cols).
-    rows: of W, one of `of` parts. Returns what autograd gets."""
+def weight_grad(module: nn.Module, dy: Tensor, x: Tensor | Callable[[], Tensor],
+                rows: tuple[slice, ...] | None = None, of: int = 1) -> Tensor | None:
+    """Raise add_grad with dW = dy^T x of a projection, or defer it: dy (..., rows), x (..., cols),
+    or a function that waits for it. rows: of W, one of `of` parts. Returns what autograd gets."""
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
-    x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
+    if not callable(x):  # (N, cols), without the graph that it was saved from
+        x = x.detach().reshape(-1, x.shape[-1])
 
     def compute(out: Tensor | None, beta: int) -> Tensor:
+        arrived = x().flatten(0, -2) if callable(x) else x
+        out = product(arrived, out, beta)
+        module.split.used(arrived, dy)
+        return out
+
+    def product(x: Tensor, out: Tensor | None, beta: int) -> Tensor:
         if of == 1:
             return weight_grad_into(dy, x, out, beta)
         if out is None:
@@ -587,32 +623,52 @@ class _Linear(Function):
     @once_differentiable
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
+        dy = ctx.module.split.output_grad(dy)()  # nothing hides it
         dx = input_grad(ctx.module, dy)
         return dx, weight_grad(ctx.module, dy, x), None
 
 
+def norm_linear_backward(module: nn.Module, norm: nn.Module, eps: float, x: Tensor,
+                         n: Tensor | None, dy: Tensor, residual: Tensor | None = None,
+                         rows: tuple[slice, ...] | None = None, of: int = 1):
+    """Return the gradients of x, with that of a residual path added, of the norm's weight and of W,
+    of norm(x) W^T; n: what the product took, if it was kept. What travels between parts of a matrix
+    is hidden: that of n by the product for dn, that of dn by the product for W."""
+    split = module.split
+    if split.alone:
+        dn = input_grad(module, dy, rows)
+        again, dx, dnorm = norm_backward(x, norm.weight, eps, dn, residual)  # both in one pass
+        return dx, dnorm, weight_grad(module, dy, again if n is None else n, rows, of)
+    if n is None:
+        n = split.input(norm_forward(x, norm.weight, eps))
+    dn = split.input_grad(input_grad(module, dy, rows))
+    dweight = weight_grad(module, dy, n, rows, of)
+    _, dx, dnorm = norm_backward(x, norm.weight, eps, dn(), residual)
+    return dx, dnorm, dweight
+
+
 class _NormLinear(Function):
-    """y = norm(x) W^T + bias. Autograd keeps x: the norm is computed again."""
+    """y = norm(x) W^T + bias. Autograd keeps x: the norm is computed again, unless module.split
+    keeps it."""
 
     @staticmethod
     def forward(ctx, x, norm_weight, weight, bias, norm, module, eps, rows, of):
-        ctx.save_for_backward(x)
+        n = module.split.input(norm_forward(x, norm_weight, eps))()  # nothing hides it
+        ctx.save_for_backward(x, n if module.split.keeps_input else None)
         ctx.norm = norm
         ctx.module = module
         ctx.eps = eps
         ctx.rows = rows
         ctx.of = of
         ctx.has_bias = bias is not None
-        return project(module, norm_forward(x, norm_weight, eps), bias, rows)
+        return project(module, n, bias, rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        dn = input_grad(ctx.module, dy, ctx.rows)
-        n, dx, dnorm = norm_backward(x, ctx.norm.weight, ctx.eps, dn, None)
+        dx, dnorm, dweight = norm_linear_backward(
+            ctx.module, ctx.norm, ctx.eps, *ctx.saved_tensors, dy, rows=ctx.rows, of=ctx.of)
         dbias = bias_grad(dy) if ctx.has_bias else None
-        dweight = weight_grad(ctx.module, dy, n, ctx.rows, ctx.of)
         return dx, dnorm, dweight, dbias, None, None, None, None, None
 
 
@@ -622,11 +678,13 @@ class _NormLinearHeads(Function):
 
     @staticmethod
     def forward(ctx, x, norm_weight, weight, bias, q_weight, k_weight, cos, sin, block, part):
-        ctx.save_for_backward(x, cos, sin)
         ctx.block = block
         ctx.part = part
         cfg = block.cfg
-        qkv = project(block.qkv, norm_forward(x, norm_weight, cfg.norm_eps), bias, part.rows(cfg))
+        split = block.qkv.split
+        n = split.input(norm_forward(x, norm_weight, cfg.norm_eps))()  # nothing hides it
+        ctx.save_for_backward(x, n if split.keeps_input else None, cos, sin)
+        qkv = project(block.qkv, n, bias, part.rows(cfg))
         q, k, v = qkv.unflatten(-1, (-1, cfg.head_dim)).split(part.counts(cfg), 2)
         q = rotate_forward(norm_forward(q, q_weight, cfg.norm_eps), cos, sin)
         k = rotate_forward(norm_forward(k, k_weight, cfg.norm_eps), cos, sin)
@@ -635,15 +693,16 @@ class _NormLinearHeads(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        x, cos, sin = ctx.saved_tensors
+        x, n, cos, sin = ctx.saved_tensors
         block = ctx.block
         module = block.qkv
         eps = block.cfg.norm_eps
         rows_qk = ctx.part.rows(block.cfg, 2)
-        n = norm_forward(x, block.norm1.weight, eps)
+        if n is None:
+            n = module.split.input(norm_forward(x, block.norm1.weight, eps))()  # needed at once
         bias = None
         if block.qkv_bias is not None:
-            bias = rows_of(block.qkv_bias.weight, rows_qk).to(x.dtype)
+            bias = rows_of(block.qkv_bias.here(), rows_qk).to(x.dtype)
         qk = F.linear(n, rows_of(module.events.unshard(module, backward=True), rows_qk), bias)
         module.events.reshard(module)
         q, k = qk.unflatten(-1, (-1, dq.shape[3])).split((dq.shape[2], dk.shape[2]), 2)
@@ -652,21 +711,21 @@ class _NormLinearHeads(Function):
         _, dk_before, dk_norm = norm_backward(k, block.k_norm.weight, eps, dk_part, None)
         dq_part.copy_(dq_before)
         dk_part.copy_(dk_before)
-        rows = ctx.part.rows(block.cfg)
-        dn = input_grad(module, dqkv, rows)
-        _, dx, dnorm = norm_backward(x, block.norm1.weight, eps, dn, None)
+        dx, dnorm, dweight = norm_linear_backward(module, block.norm1, eps, x, n, dqkv,
+                                                  rows=ctx.part.rows(block.cfg), of=ctx.part.of)
         dbias = None if bias is None else bias_grad(dqkv)
-        dweight = weight_grad(module, dqkv, n, rows, ctx.part.of)
         return dx, dnorm, dweight, dbias, dq_norm, dk_norm, None, None, None, None
 
 
 class _AddNormLinear(Function):
-    """h = x + branch, and norm(h) W^T. Autograd keeps h: the norm is computed again."""
+    """h = x + branch, and norm(h) W^T. Autograd keeps h: the norm is computed again, unless
+    module.split keeps it."""
 
     @staticmethod
     def forward(ctx, x, branch, norm_weight, weight, norm, module, eps):
         h, n = add_norm_forward(x, branch, norm_weight, eps)
-        ctx.save_for_backward(h)
+        n = module.split.input(n)()  # nothing hides it
+        ctx.save_for_backward(h, n if module.split.keeps_input else None)
         ctx.norm = norm
         ctx.module = module
         ctx.eps = eps
@@ -675,10 +734,9 @@ class _AddNormLinear(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dh, dy):
-        (h,) = ctx.saved_tensors
-        dn = input_grad(ctx.module, dy)
-        n, dx, dnorm = norm_backward(h, ctx.norm.weight, ctx.eps, dn, dh)
-        return dx, dx, dnorm, weight_grad(ctx.module, dy, n), None, None, None
+        dx, dnorm, dweight = norm_linear_backward(ctx.module, ctx.norm, ctx.eps,
+                                                  *ctx.saved_tensors, dy, dh)
+        return dx, dx, dnorm, dweight, None, None, None
 
 
 class _AddSwigluLinear(Function):
@@ -696,8 +754,9 @@ class _AddSwigluLinear(Function):
     @once_differentiable
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
-        a, dgate_up = swiglu_backward(gate_up, input_grad(ctx.module, dy))
-        return dy, dgate_up, weight_grad(ctx.module, dy, a), None
+        all_dy = ctx.module.split.output_grad(dy)()  # nothing hides it
+        a, dgate_up = swiglu_backward(gate_up, input_grad(ctx.module, all_dy))
+        return dy, dgate_up, weight_grad(ctx.module, all_dy, a), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -719,7 +778,7 @@ def norm_linear(x: Tensor, norm: nn.Module, matrix: nn.Module, eps: float,
                 bias: nn.Module | None = None, rows: tuple[slice, ...] | None = None,
                 of: int = 1) -> Tensor:
     """Return norm(x) W^T, + bias if there is one. rows: of W and bias, one of `of` parts."""
-    bias = None if bias is None else rows_of(bias.weight, rows)
+    bias = None if bias is None else rows_of(bias.here(), rows)
     return _NormLinear.apply(x, norm.weight, matrix.weight, bias, norm, matrix, eps, rows, of)
 
 
@@ -727,7 +786,7 @@ def norm_linear_heads(x: Tensor, block: nn.Module, rope: tuple[Tensor, Tensor], 
     """Return q, k, v of a part of the heads of a block with norms on q and k, turned."""
     bias = None
     if block.qkv_bias is not None:
-        bias = rows_of(block.qkv_bias.weight, part.rows(block.cfg))
+        bias = rows_of(block.qkv_bias.here(), part.rows(block.cfg))
     return _NormLinearHeads.apply(x, block.norm1.weight, block.qkv.weight, bias,
                                   block.q_norm.weight, block.k_norm.weight, *rope, block, part)
 
@@ -888,10 +947,40 @@ def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tupl
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Which rows and columns of a whole matrix are here, one after the other."""
+
+    whole: tuple[int, int]  # its shape
+    rows: tuple[tuple[int, int], ...]  # first and end of each run of rows
+    cols: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(end - first for first, end in self.rows), self.cols[1] - self.cols[0]
+
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Return what of the whole matrix (rows, cols) is here, run by run."""
+        return [whole[first:end, slice(*self.cols)] for first, end in self.rows]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return a copy of it as one matrix."""
+        return torch.cat(self.views(whole))
+
+    def put(self, part: Tensor, whole: Tensor) -> None:
+        """Write it, as one matrix, to its places in the whole one."""
+        views = self.views(whole)
+        for view, rows in zip(views, part.split([len(view) for view in views])):
+            view.copy_(rows)
+
+
 class Matrix(nn.Module):
-    """A weight (rows, cols), used as a projection; `events` tells the outside when."""
+    """A weight (rows, cols), used as a projection; `events` tells the outside when, and `split`
+    where its products meet those of other parts, if it is one."""
 
     events = PlainEvents()
+    split = PlainSplit()
+    cut: Cut | None = None  # what of the whole matrix it is; None: all
 
     def __init__(self, rows: int, cols: int):
         super().__init__()
@@ -905,9 +994,16 @@ class Matrix(nn.Module):
 class Vector(nn.Module):
     """A weight that is too small to shard, of a norm or a bias: float32 or wider, on every rank."""
 
+    rows: tuple[slice, ...] | None = None  # that a part of a matrix takes; None: all
+    repeated = False  # another rank computes the same gradient, which counts
+
     def __init__(self, dim: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
+
+    def here(self) -> Tensor:
+        """Return the rows that are used here."""
+        return rows_of(self.weight, self.rows)
 
 
 class Block(nn.Module):

@@ -1,11 +1,13 @@
-"""How is the model cut in depth? Stages of a pipeline, and what they do when.
+"""How is the model cut in width and in depth? Tensor modes, and pipelines.
 
-P stages have V parts of the model each: part c of P*V, layers [c*L/(P*V), (c+1)*L/(P*V)), lies on
-stage c mod P, so with V > 1 a sequence goes round the stages V times (InternEvo's num_chunks). The
-embedding is on the first stage, the head on the last. A step is M micro-batches of K segments each;
-a segment is a part of all sequences of a micro-batch, and attends to those before it, whose keys
-and values stay (attention.Past; Seq1F1B, arXiv 2406.03488). A *pass* takes one segment through one
-part, forward or back. Stages have different ranks, which shard states and sequences among
+In width, tp neighbouring ranks have a part of each matrix of a layer (`split_columns`, below).
+
+In depth, P stages have V parts of the model each: part c of P*V, layers [c*L/(P*V), (c+1)*L/(P*V)),
+lies on stage c mod P, so with V > 1 a sequence goes round the stages V times (InternEvo's
+num_chunks). The embedding is on the first stage, the head on the last. A step is M micro-batches of
+K segments each; a segment is a part of all sequences of a micro-batch, and attends to those before
+it, whose keys and values stay (attention.Past; Seq1F1B, arXiv 2406.03488). A *pass* takes one
+segment through one part, forward or back. The ranks of a stage shard states and sequences among
 themselves as if they were alone.
 
 `pipeline_order` says a stage's passes: some forward, then one forward and one backward in turn
@@ -34,27 +36,274 @@ under backward passes, and back; the host waits for none.
 `--overlap` without `pipeline` receives a message when its pass is due.
 
 Left out: passes for weights' gradients alone (zero bubble), which keep what long sequences have no
-room for; rings, documents and windows in segments.
+room for; rings, documents and windows in segments; embedding and head by columns of the vocabulary.
 
-Legend: P stages, s one of them, V parts of the model on a stage, c one of all P*V, L layers, M
-micro-batches, m one of them, K segments, k one of them, B sequences of a micro-batch, T tokens of
-one on a rank, n of a segment, C width.
+Legend: tp columns of ranks, t = T/sp/tp tokens at the ends; P stages, s one of them, V parts of the
+model on a stage, c one of all P*V (or a column), L layers, M micro-batches, m one of them, K
+segments, k one of them, B sequences of a micro-batch, T tokens of one, sp ranks that share it, n
+tokens of a segment on a rank, C width.
 """
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from attention import CommStream, Groups, Past, wait
-from model import LLaMA, ModelConfig, accumulation_dtype, flops_per_token, rope_tables
+from attention import CommStream, Groups, Passing, Past, all_gather, reduce_scatter, wait
+from model import (Cut, HeadPart, LLaMA, Matrix, ModelConfig, accumulation_dtype, flops_per_token,
+                   rope_tables)
 from offload import ChunkGraph
 
 SEGMENT_ALIGN_TOKENS = 128  # of a rank: where kernels like a segment to begin
+
+# ---------------------------------------------------------------------------- tensor modes
+# tp neighbouring ranks, columns, share each layer's matrices. Of q|k|v and gate|up each makes some
+# columns of x W^T, of its heads and its part of F: a column product, which takes all tokens. out
+# and down take these, and give a summand of the result: a row product. What the ranks do there is
+# InternEvo's table; its modes are Megatron's tensor parallelism (mtp), that with its sequence
+# parallelism (msp), and msp that keeps less (fsp):
+#
+#                                    mtp          msp              fsp
+#     input of a column product      -            gather tokens    gather tokens
+#     output of a row product        sum          sum, scatter     sum, scatter
+#     gradient of a row's output     -            gather tokens    gather tokens
+#     gradient of a column's input   sum          sum, scatter     sum, scatter
+#     backward's input of a column   made again   kept             gathered again
+#     x between layers               (B, T/sp, C) (B, t, C)        (B, t, C)
+#
+# Attention sees all tokens of a column's heads, (B, T/sp, H/tp, D), in all modes. In backward the
+# sum for dx runs under the product for the weight, and fsp's second gather under the product for
+# dx (model.norm_linear_backward); nothing hides the other three, since what follows needs them.
+#
+#     fsp   compute   | norm | dx = dy W     | dW = dy^T n         | norm's backward
+#           stream           | gather n      | sum, scatter dx     |
+#
+# Embedding, last norm, head and loss are whole on every column, which computes them for its own
+# part of the tokens in all modes: column c has tokens [c t, (c+1) t) of the rank's T/sp.
+
+POINTS = {  # of a product: what happens there, by mode
+    #                          mtp     msp        fsp
+    ("column", "input"):       ("keep", "gather", "gather"),
+    ("row", "output"):         ("sum", "scatter", "scatter"),
+    ("row", "output_grad"):    ("keep", "gather", "gather"),
+    ("column", "input_grad"):  ("sum", "scatter", "scatter"),
+}
+MODES = ("mtp", "msp", "fsp")
+
+
+class Columns:
+    """The ranks that share a layer's matrices, and what travels between them. Whatever the stream
+    reads or writes is allocated on the compute stream, and held until compute has waited for it.
+
+    poison, delay: for tests; what was sent or received becomes NaN after use, and the stream starts
+    so many GPU cycles late.
+    """
+
+    def __init__(self, mode: str, groups: Groups, stream: CommStream, poison: bool = False,
+                 delay: int = 0):
+        """A collective of all ranks."""
+        self.mode = mode
+        self.ranks = groups.tp
+        self.index = groups.place(dist.get_rank())[2]
+        self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
+        self.stream = stream
+        self.poison = poison
+        self.delay = delay
+
+    @property
+    def between_layers(self) -> int:
+        """Return how many ranks share the tokens of x between layers."""
+        return 1 if self.mode == "mtp" else self.ranks
+
+    def own(self, tokens: int) -> slice:
+        """Return which of a rank's tokens this column has at the model's ends."""
+        size = tokens // self.ranks
+        return slice(self.index * size, (self.index + 1) * size)
+
+    # -- what travels; each returns a function that lets compute wait for it, and returns it
+
+    def keep(self, x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+        """(B, t, C) of each column -> (B, T/sp, C)."""
+        sent = x.contiguous()
+        parts = x.new_empty(self.ranks, *x.shape)  # (tp, B, t, C)
+        passing = self.launch(sent, parts, lambda: all_gather(
+            parts.flatten(0, 1), sent, group=self.group))
+        return lambda: passing.wait().transpose(0, 1).flatten(1, 2)  # of one sequence: a view
+
+    def sum(self, x: Tensor) -> Callable[[], Tensor]:
+        """Summands (B, T/sp, C) -> their sum, in their place."""
+        return self.launch(None, x, lambda: dist.all_reduce(x, group=self.group)).wait
+
+    def scatter(self, x: Tensor) -> Callable[[], Tensor]:
+        """Summands (B, T/sp, C) -> their sum's part of each column (B, t, C)."""
+        parts = x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (tp, B, t, C)
+        part = torch.empty_like(parts[0])
+        passing = self.launch(parts, part, lambda: reduce_scatter(
+            part, parts.flatten(0, 1), group=self.group))
+
+        def wait() -> Tensor:
+            part = passing.wait()
+            self.poison_if_testing(parts)
+            return part
+
+        return wait
+
+    def launch(self, sent: Tensor | None, received: Tensor, collective: Callable) -> Passing:
+        with self.stream.after_compute():
+            if self.delay and self.stream.stream:
+                torch.cuda._sleep(self.delay)
+            collective()
+        return Passing(sent, received, self.stream.last_event())
+
+    def poison_if_testing(self, used: Tensor) -> None:
+        if self.poison:
+            used.fill_(torch.nan)
+
+
+class Split:
+    """A Matrix.split: what happens at the points of one kind of product, "column" or "row"."""
+
+    alone = False
+
+    def __init__(self, kind: str, columns: Columns):
+        ways = {point: actions[MODES.index(columns.mode)]
+                for (of, point), actions in POINTS.items() if of == kind}
+        self.input, self.output, self.output_grad, self.input_grad = (
+            getattr(columns, ways.get(point, "keep"))
+            for point in ("input", "output", "output_grad", "input_grad"))
+        self.gathers_x = ways.get("input") == "gather"
+        self.gathers_dy = ways.get("output_grad") == "gather"
+        self.keeps_input = self.gathers_x and columns.mode == "msp"
+        self.poison_if_testing = columns.poison_if_testing
+
+    def used(self, x: Tensor, dy: Tensor | None = None) -> None:
+        """Poison what was gathered, for tests, unless backward needs it."""
+        if self.gathers_x and (dy is not None or not self.keeps_input):
+            self.poison_if_testing(x)
+        if self.gathers_dy and dy is not None:
+            self.poison_if_testing(dy)
+
+
+def kinds_and_cuts(cfg: ModelConfig, c: int, tp: int) -> dict[str, tuple[str, Cut]]:
+    """Return of each matrix of a layer which product it is of, and what column c of tp has of it.
+    cfg: of the whole model."""
+    dim, heads, ffn = cfg.dim, cfg.heads * cfg.head_dim, cfg.ffn
+    qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    part = HeadPart(c, tp)
+    of_heads = c * heads // tp, (c + 1) * heads // tp
+    gate = c * ffn // tp, (c + 1) * ffn // tp
+    up = ffn + gate[0], ffn + gate[1]
+    return {
+        "qkv": ("column", Cut((qkv, dim), tuple((rows.start, rows.stop)
+                                                for rows in part.rows(cfg)), (0, dim))),
+        "out": ("row", Cut((dim, heads), ((0, dim),), of_heads)),
+        "gate_up": ("column", Cut((2 * ffn, dim), (gate, up), (0, dim))),
+        "down": ("row", Cut((dim, ffn), ((0, dim),), gate)),
+    }
+
+
+def split_columns(model: LLaMA, columns: Columns) -> None:
+    """Leave of a model what this rank's column has. On meta, before shard.States. Raises ValueError
+    for a block with other matrices: which part of it a column has is not known."""
+    if columns.ranks == 1:
+        return
+    c, tp = columns.index, columns.ranks
+    parts = kinds_and_cuts(model.cfg, c, tp)
+    splits = {kind: Split(kind, columns) for kind in ("column", "row")}
+    for block in model.blocks:
+        matrices = {name: module for name, module in block.named_modules()
+                    if isinstance(module, Matrix)}
+        if matrices.keys() != parts.keys():
+            raise ValueError(f"--tp {tp}: a layer has the matrices {', '.join(matrices)}, columns "
+                             f"share {', '.join(parts)}: --tp 1, or another row of kinds_and_cuts")
+        for name, (kind, cut) in parts.items():
+            take_part(matrices[name], cut, splits[kind])
+        block.cfg = dataclasses.replace(model.cfg, heads=model.cfg.heads // tp,
+                                        kv_heads=model.cfg.kv_heads // tp, ffn=model.cfg.ffn // tp)
+        if block.qkv_bias is not None:
+            block.qkv_bias.rows = HeadPart(c, tp).rows(model.cfg)
+        # all columns have all tokens there, so the sum over ranks takes column 0's gradient alone;
+        # split tokens add up, as do heads, of which q_norm, k_norm and the bias see a column's
+        block.norm1.repeated = block.norm2.repeated = columns.mode == "mtp" and c > 0
+    ends = Ends(model, columns)
+    model.embedded, model.result = ends.embedded, ends.result
+
+
+def take_part(matrix: Matrix, cut: Cut, split: Split) -> None:
+    """Leave a part of a matrix."""
+    matrix.cut = cut
+    matrix.shape = cut.shape
+    matrix.weight = nn.Parameter(matrix.weight.new_empty(cut.shape))
+    matrix.split = split
+
+
+class Ends:
+    """Embedding, last norm, head and loss of a column's own tokens, and the ways to the layers and
+    from there: in mtp these have all tokens."""
+
+    def __init__(self, model: LLaMA, columns: Columns):
+        self.columns = columns
+        self.whole_embedded = model.embedded
+        self.whole_result = model.result
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what the first layer takes of tokens (B, T/sp): (B, T/sp, C), or (B, t, C)."""
+        x = self.whole_embedded(tokens[:, self.columns.own(tokens.shape[1])])
+        return _Enter.apply(x, self.columns) if self.columns.mode == "mtp" else x
+
+    def result(self, x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool):
+        """Return what model.result does; labels (B, T/sp) are IGNORE but for the own tokens, as are
+        those of `each` 0 and False. Logits are of the own tokens alone."""
+        if self.columns.mode == "mtp":
+            x = _Leave.apply(x, self.columns)
+        if labels is None:
+            return self.whole_result(x, None, scale, each)
+        own = self.columns.own(labels.shape[1])
+        found = self.whole_result(x, labels[:, own], scale, each)
+        if not each:
+            return found
+        padded = [part.new_zeros(labels.shape) for part in found]
+        for part, whole in zip(found, padded):
+            whole[:, own] = part
+        return tuple(padded)
+
+
+class _Enter(Function):
+    """(B, t, C) of each column -> (B, T/sp, C) of all, whose gradient all of them have."""
+
+    @staticmethod
+    def forward(ctx, x, columns):
+        ctx.columns = columns
+        return columns.gather(x)()  # nothing hides it, once a micro-batch
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        return dx[:, ctx.columns.own(dx.shape[1])].contiguous(), None
+
+
+class _Leave(Function):
+    """The mirror image: (B, T/sp, C) -> the own tokens (B, t, C)."""
+
+    @staticmethod
+    def forward(ctx, x, columns):
+        ctx.columns = columns
+        return x[:, columns.own(x.shape[1])].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        return ctx.columns.gather(dx)(), None  # nothing hides it, either
+
 
 # ---------------------------------------------------------------------------- the order of passes
 
@@ -310,21 +559,23 @@ class Pipeline:
     evaluates.
 
     model: of which `keep_stage` has left `parts`; layer_runners: of each part (model.whole_layers,
-    offload.ChunkedLayers.start ...). bounds: of segments, in a rank's tokens; width ranks share a
-    segment. dtype: of activations. overlap: messages are received ahead. poison, delay: for tests;
-    what was received becomes NaN after use, and messages leave so many GPU cycles late. idle: a
-    list that gets, while it is one, pairs of events around each wait for a message.
+    offload.ChunkedLayers.start ...). bounds: of segments, in a rank's tokens, of which it has one
+    in `sharing` between layers (Columns). dtype: of activations. overlap: messages are received
+    ahead. poison, delay: for tests; what was received becomes NaN after use, and messages leave so
+    many GPU cycles late. idle: a list that gets, while it is one, pairs of events around each wait
+    for a message.
     """
 
     def __init__(self, model: LLaMA, parts: list[range], layer_runners: list, groups: Groups,
-                 micro_batches: int, bounds: list[int], device: torch.device, dtype: torch.dtype,
-                 overlap: bool = True, poison: bool = False, delay: int = 0):
+                 micro_batches: int, bounds: list[int], sharing: int, device: torch.device,
+                 dtype: torch.dtype, overlap: bool = True, poison: bool = False, delay: int = 0):
         self.model = model
         self.parts = parts
         self.layer_runners = layer_runners
         self.stages = groups.pp
         self.stage = groups.stage
         self.bounds = bounds
+        self.sharing = sharing
         self.segments = len(bounds) - 1
         self.device = device
         self.dtype = dtype
@@ -352,11 +603,12 @@ class Pipeline:
     # -- messages
 
     def receive(self, one: Pass, micro_batches: list[tuple]) -> Message | None:
-        """Launch the way here of what a pass needs (B, n, C); None: nothing."""
+        """Launch the way here of what a pass needs (B, n / sharing, C); None: nothing."""
         if self.is_first(one) if one.forward else self.is_last(one):
             return None
-        tokens = self.segment(micro_batches[one.micro_batch][0], one.segment)
-        x = torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
+        rows, tokens = self.segment(micro_batches[one.micro_batch][0], one.segment).shape
+        x = torch.empty(rows, tokens // self.sharing, self.model.cfg.dim, dtype=self.dtype,
+                        device=self.device)
         return self.links[one.forward, False].launch(x)
 
     def send(self, forward: bool, tensor: Tensor) -> None:

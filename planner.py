@@ -146,8 +146,10 @@ class Hardware:
 
 def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
     """Raise ValueError for constraints that no plan meets, whatever memory there is."""
+    legal_tensor(constraints, model, ranks, per_node)
+    column, ranks, per_node = of_column(constraints, model, ranks, per_node)
     wanted_factors(constraints, ranks, per_node)
-    legal_degrees(constraints, model, ranks, per_node)
+    legal_degrees(constraints, column, ranks, per_node)
     k = constraints.resident_layers
     alpha = constraints.alpha
     if k and k > model.layers:
@@ -532,20 +534,25 @@ class Degree:
 
 def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                     chosen: dict) -> list[tuple]:
-    return legal_degrees(constraints, model, hardware.ranks, hardware.per_node)
+    return legal_degrees(constraints, *of_column(constraints, model, hardware.ranks,
+                                                 hardware.per_node))
 
 
 def legal_batches(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                   chosen: dict) -> list[tuple]:
     sp = chosen["sp"]
-    return batch_shapes(constraints, hardware.ranks // sp, sp)
+    _, ranks, _ = of_column(constraints, model, hardware.ranks, hardware.per_node)
+    return batch_shapes(constraints, ranks // sp, sp)
 
 
 def legal_recompute(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                     chosen: dict) -> list[tuple]:
-    """Return how layers may run. What is said of chunks by hand asks for them."""
+    """Return how layers may run. What is said of chunks by hand asks for them; columns of ranks
+    run whole layers."""
     if constraints.recompute != "auto":
         return [(constraints.recompute,)]
+    if (constraints.tp or 1) > 1:
+        return [("none",), ("full",)]
     tokens = chosen["micro_batch"] * constraints.seq // chosen["sp"]
     cut = constraints.chunk is not None and constraints.chunk < tokens
     by_hand = constraints.alpha is not None or constraints.resident_layers
@@ -568,7 +575,8 @@ def legal_chunks(constraints: Constraints, model: ModelConfig, hardware: Hardwar
 
 def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                  chosen: dict) -> list[tuple]:
-    return [(f,) for f in wanted_factors(constraints, hardware.ranks, hardware.per_node)]
+    _, ranks, per_node = of_column(constraints, model, hardware.ranks, hardware.per_node)
+    return [(f,) for f in wanted_factors(constraints, ranks, per_node)]
 
 
 def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardware,
@@ -633,6 +641,41 @@ def nearest(value: int, step: int) -> str:
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
+def legal_tensor(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
+    """Raise ValueError unless --tp columns can share the model's layers."""
+    tp = constraints.tp or 1
+    if tp == 1:
+        return
+    parts = {"heads": model.heads, "key/value heads": model.kv_heads, "columns of the MLP":
+             model.ffn, "tokens (--seq)": constraints.seq, "ranks of a node": per_node}
+    parts["ranks"] = ranks
+    if constraints.sp is not None:
+        parts["tokens of a rank (--seq / --sp)"] = constraints.seq // constraints.sp
+    legal = [n for n in range(1, per_node + 1) if not any(size % n for size in parts.values())]
+    if tp not in legal:
+        size, what = next((size, what) for what, size in parts.items() if size % tp)
+        nearest = min(legal, key=lambda n: abs(n - tp))
+        raise ValueError(f"--tp {tp}: does not divide {size} {what}; nearest: --tp {nearest}")
+    by_hand = [f"--{name.replace('_', '-')} {getattr(constraints, name)}"
+               for name in ("chunk", "alpha", "resident_layers")
+               if getattr(constraints, name) is not None]
+    if by_hand:
+        raise ValueError(f"--tp {tp}: columns of ranks run whole layers, not chunks of tokens: "
+                         f"without {' '.join(by_hand)}, or --tp 1")
+
+
+def of_column(constraints: Constraints, model: ModelConfig, ranks: int,
+              per_node: int) -> tuple[ModelConfig, int, int]:
+    """Return the model, ranks, and ranks of a node, of one column of one stage."""
+    tp, pp = constraints.tp or 1, constraints.pp or 1
+    ranks //= tp * pp
+    per_node //= tp
+    if pp > 1:  # a stage may be a part of a node
+        per_node = min(per_node, ranks)
+    heads, kv_heads = model.heads // tp, model.kv_heads // tp
+    return dataclasses.replace(model, heads=heads, kv_heads=kv_heads), ranks, per_node
+
+
 def wanted_factors(constraints: Constraints, world: int, per_node: int) -> list[Factors]:
     """Return the legal factors that the flags allow, fewest shards first. Raises ValueError."""
     if world % per_node:
@@ -667,8 +710,9 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
     """Return (sp, ring) to try: in a ring, ranks that share heads are of one node. Raises
     ValueError with the legal ones."""
     seq = constraints.seq
+    tp = constraints.tp or 1  # which divides a rank's tokens, too
     legal = []
-    for sp in (n for n in range(1, ranks + 1) if ranks % n == 0 and seq % n == 0):
+    for sp in (n for n in range(1, ranks + 1) if ranks % n == 0 and seq % (n * tp) == 0):
         for ring in (n for n in range(1, sp + 1) if sp % n == 0):
             head_ranks = sp // ring
             in_node = per_node % head_ranks == 0
@@ -696,9 +740,10 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
             f"{', '.join(map(str, of_sp))}")
     if sp is not None:
         alone = ", and ring is 1 with documents or windows" if masked else ""
+        columns = f" (of each of {tp} columns)" if tp > 1 else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
-            f"{model.heads} heads{alone}: one of "
+            f"{model.heads} heads{alone}{columns}: one of "
             f"{', '.join(map(str, sorted({n for n, _ in legal})))}")
     rings = sorted({pair[1] for pair in legal})
     raise ValueError(f"--ring {ring}: it must divide --sp, which divides {ranks} ranks, and "
@@ -740,6 +785,7 @@ def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Ha
     Raises ValueError with the legal ones."""
     sp = chosen["sp"]
     head_ranks = sp // chosen["ring"]
+    model, _, _ = of_column(constraints, model, hardware.ranks, hardware.per_node)
     heads = model.heads // head_ranks
     legal = [n for n in range(1, heads + 1)
              if heads % n == 0 and (head_ranks > 1 or model.kv_heads % n == 0)]
@@ -884,7 +930,8 @@ class Search:
         wire = accumulation_dtype(c.dtype) if in_float32 else c.dtype
         overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
         plan = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize,
-                    **chosen)
+                    tp=c.tp or 1, tp_mode=c.tp_mode, pp=c.pp or 1, pp_chunks=c.pp_chunks or 1,
+                    pp_segments=c.pp_segments or 1, **chosen)
         return dataclasses.replace(plan, accumulates=in_float32 or plan.micro_batches > 1)
 
     def shapes(self):
@@ -1187,7 +1234,7 @@ def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
         in_node = min(shards, hardware.per_node)
         return [in_node, shards // in_node]
 
-    return {"dp": plan.ranks // plan.sp, "sp": plan.sp, "ring": plan.ring, "tp": 1, "pp": 1,
+    return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp, "pp": plan.pp,
             "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
             "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,

@@ -70,7 +70,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attention import CommStream, Groups, all_gather, reduce_scatter, wait
-from model import Matrix, Vector, accumulation_dtype, compiled
+from model import Cut, Matrix, Vector, accumulation_dtype, compiled
 from offload import pin_host_buffers, wait_for_host_buffers
 from ranks import on_all_ranks
 
@@ -302,12 +302,14 @@ class ShardedParam:
 @dataclass(frozen=True)
 class StatePart:
     """A part of a state on this rank, as checkpoint.py saves and loads it. It lies anywhere in the
-    flat tensor, so what some factors and layout have saved any others can load."""
+    flat tensor, or in what a column of ranks has of it, so what some factors, layout and tensor
+    mode have saved any others can load."""
 
     values: Tensor  # (count,), a view: what is loaded is written here
     start: int  # of its first element in the flat tensor
     shape: tuple[int, ...]  # of the whole tensor, without padding
     saves: bool  # this rank saves it: one of those that hold the same
+    cut: Cut | None = None  # the flat tensor is this of the whole one; None: all
 
 
 def sum_and_scatter(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
@@ -506,6 +508,8 @@ class States:
             self.stage_group = groups.of_places("grad_reduce", lambda stage, r, column: stage)
         # who owns every element of the whole model once, but ends in every column
         self.norm_group = groups.of_places("grad_reduce", lambda stage, r, column: r // f.os)
+        # who has the same shards of a layer's other columns
+        self.column_group = groups.of_places("grad_reduce", lambda stage, r, column: (stage, r))
         # who has the same of other stages
         self.pipeline_group = groups.of_places("grad_reduce",
                                                lambda stage, r, column: (r, column))
@@ -613,12 +617,15 @@ class States:
         self.vector_states = {state: self.zeros(total, self.accum_dtype) for state in ADAMW.states}
         self.vector_grad = self.zeros(total, self.accum_dtype)
         self.vector_slices: dict[str, slice] = {}
+        self.repeated: list[Tensor] = []  # gradients that another rank has, too
         start = 0
         for name, module in vectors.items():
             part = slice(start, start + module.weight.numel())
             self.vector_slices[name] = part
             module.weight = nn.Parameter(self.vector_states["master"][part])
             module.weight.grad = self.vector_grad[part]
+            if module.repeated:
+                self.repeated.append(module.weight.grad)
             start = part.stop
 
     # -- parameters: gathered ahead of their use
@@ -836,6 +843,8 @@ class States:
         if self.bucket:
             self.launch_bucket()
         if self.stage_group is not None:
+            for grad in self.repeated:  # the sum is that of one column, to the last bit
+                grad.zero_()
             dist.all_reduce(self.vector_grad, group=self.stage_group)
         # every grad_shard is final; hidden by the backward, but for its last layers' reductions
         wait(self.streams["grad_scatter"].last_event())
@@ -963,7 +972,8 @@ class States:
             assert name in self.shapes, f"no parameter {name}"
             return  # another stage has it
         param = self.by_name[name]
-        flat = tensor.reshape(-1)
+        cut = param.module.cut
+        flat = (tensor if cut is None else cut.of(tensor)).reshape(-1)
         shard_start = self.param_index * param.param_shard.numel()
         places = ((param.param_shard, shard_start), (param.states["master"], param.start))
         for part, start in places:
@@ -977,20 +987,24 @@ class States:
     def full(self, name: str) -> Tensor:
         """Return a whole parameter in accum_dtype; a collective of all ranks."""
         self.settle()
-        shape = self.shapes[name]
-        whole = self.zeros(math.prod(shape), self.accum_dtype)
+        whole = torch.zeros(self.shapes[name], dtype=self.accum_dtype, device=self.device)
         if name in self.vector_slices:
             whole.copy_(self.vector_states["master"][self.vector_slices[name]])
         elif name in self.by_name:
             param = self.by_name[name]
+            cut = param.module.cut
+            flat = whole.view(-1) if cut is None else self.zeros(param.count, self.accum_dtype)
             last = min(param.start + param.size, param.count)  # without the padding
             if last > param.start:
-                whole[param.start : last] = param.states["master"][: last - param.start]
+                flat[param.start : last] = param.states["master"][: last - param.start]
             if self.os_group is not None:
-                dist.all_reduce(whole, group=self.os_group)  # an element's one owner, and zeros
+                dist.all_reduce(flat, group=self.os_group)  # an element's one owner, and zeros
+            if cut is not None:
+                cut.put(flat.view(cut.shape), whole)
+                dist.all_reduce(whole, group=self.column_group)  # likewise: one column has it
         if self.pipeline_group is not None:
             dist.all_reduce(whole, group=self.pipeline_group)  # one stage has it
-        return whole.view(shape)
+        return whole
 
     def state_parts(self) -> dict[str, StatePart]:
         """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
@@ -1009,9 +1023,12 @@ class States:
             length = min(param.size, param.count - param.start)
             if length <= 0:
                 continue  # padding alone, or in layout inter another rank's
+            cut = param.module.cut
+            saves = i % replicas == replica and (cut is not None or self.column == 0)
             for state, values in param.states.items():
                 parts[f"{state}.{param.name}"] = StatePart(
-                    values[:length], param.start, param.module.shape, i % replicas == replica)
+                    values[:length], param.start, cut.whole if cut else param.module.shape, saves,
+                    cut)
         return parts
 
     def loaded(self) -> None:

@@ -486,15 +486,17 @@ def test_attention_choice():
 
 
 def build(dtype, micro_batches=1, factors=shard.Factors(), recompute=False,
-          op=m.plain_attention, **options):
+          op=m.plain_attention, columns=None, **options):
     with torch.device("meta"):
         model = m.LLaMA(SMALL, op)
+    if columns:
+        parallel.split_columns(model, columns)
     if recompute:
         model.layer_runner = offload.recomputed_layers
     states = shard.States(model, torch.device("cpu"), dtype, micro_batches, factors,
                           gather_layers=recompute, **options)
-    for name, p in model.named_parameters():
-        states.load(name, m.initial_weight(SMALL, name, p.shape, 0, torch.device("cpu")))
+    for name, shape in model.shapes.items():
+        states.load(name, m.initial_weight(SMALL, name, shape, 0, torch.device("cpu")))
     return model, states
 
 
@@ -1249,7 +1251,7 @@ def sequence_worker():
                                       poison=True)
                 mine = slice(rank // sp * 8 // dp, (rank // sp + 1) * 8 // dp)
                 positions = attention.sequence_positions(24, sp, ring, rank % sp)
-                run = make_run(SMALL, 24, document_token=END)
+                run = make_run(SMALL, 24, world, document_token=END)
                 run = run.but(rank=rank, plan=dataclasses.replace(run.plan, sp=sp,
                                                                   micro_batch=rows))
                 for (tokens, labels), rows_of_step, want in zip(batch, windows, wanted):
@@ -1348,7 +1350,7 @@ def pipelined(case, groups, cpu, cfg, seq):
                           gather_layers=keep != "all", num_chunks=pieces, poison=True)
     for name, shape in model.shapes.items():
         states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
-    pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, cpu,
+    pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, 1, cpu,
                                  torch.float64, poison=True)
     return pipeline, states, bounds
 
@@ -1534,6 +1536,85 @@ class QKNormBlock(m.Block):
 
     def post(self, x, o):
         return torch.tanh(m.rms_norm(super().post(x, o), self.last_norm.weight, 1e-5)) + x
+
+
+def tensor_worker():
+    """Runs under torchrun: modes x factors x layouts x micro-batches x recomputation x degrees and
+    rings of a sequence, of models with and without biases and norms on q and k, and of documents in
+    windows, against one plain process. What was sent, gathered or used is poisoned."""
+    torch.set_num_threads(1)
+    rank, world, _ = train.start_ranks(100)
+    global SMALL
+    cpu, count = torch.device("cpu"), 0
+    batch = [example(batch=4, seq=24, vocab=67, seed=i) for i in range(STEPS)]
+    windows = [with_documents(4, 24, 67, seed=i) for i in range(STEPS)]
+    for tp in (n for n in (2, 4) if n <= world):
+        groups = attention.Groups(tp=tp)
+        ranks = world // tp
+        column = groups.place(rank)[2]
+        small = dataclasses.replace(SMALL, dim=24, heads=3 * tp, kv_heads=tp, ffn=20 * tp, vocab=67,
+                                    head_dim=4, layers=3, window=0, full_layers=0)
+        models = {"plain": small, "biases": dataclasses.replace(small, qkv_bias=True),
+                  "norms": dataclasses.replace(small, qkv_bias=True, qk_norm=True),
+                  "documents": dataclasses.replace(small, window=6, full_layers=1)}
+        wanted = {}
+        for kind, SMALL in models.items():
+            loss_of = {"loss_of": lambda *args: each_document_alone(*args)[1]}
+            wanted[kind] = train_plainly(*((windows,) if kind == "documents" else (batch,)),
+                                         **loss_of if kind == "documents" else {})
+        degrees = [(sp, ring) for sp in (1, 2, 4) for ring in (1, 2, 4)
+                   if ranks % sp == 0 and sp % ring == 0 and 3 % (sp // ring) == 0]
+        rows = cover(mode=parallel.MODES, factors=shard.legal_factors(ranks, ranks),
+                     layout=("inter", "intra"), size=(1, 4), recompute=(False, True),
+                     degrees=degrees, kind=models)
+        rows = [row for row in rows if row[-1] != "documents" or row[-2][1] == 1]
+        for mode, f, layout, size, recompute, (sp, ring), kind in rows:
+            each = 4 * sp // ranks  # sequences of a rank
+            size = min(size, each)
+            several = each // size
+            SMALL = models[kind]
+            stream = attention.CommStream(cpu)
+            op = attention.Ulysses("cpu", sp, groups, stream, poison=True, ring=ring)
+            columns = parallel.Columns(mode, groups, stream, poison=True)
+            model, states = build(torch.float64, several, f, recompute, op, columns, groups=groups,
+                                  layout=layout, poison=True, bucket_bytes=8000)
+            run = make_run(SMALL, 24, world, document_token=END)
+            run = run.but(rank=rank, plan=dataclasses.replace(
+                run.plan, sp=sp, ring=ring, tp=tp, tp_mode=mode, micro_batch=size))
+            stage, data_rank, sp_rank, found = run.place
+            assert (stage, found) == (0, column)
+            mine = slice(data_rank * each, (data_rank + 1) * each)
+            here = attention.sequence_positions(24, sp, ring, sp_rank)
+            plain, want_of_steps = wanted[kind]
+            case = tp, mode, f, layout, several, recompute, sp, ring, kind
+            for (tokens, labels), rows_of_step, want in zip(batch, windows, want_of_steps):
+                if kind == "documents":
+                    parts = train.local_batch(list(rows_of_step[mine]), run)
+                    valid = (rows_of_step[:, :-1] != END).sum()
+                    parts = dataclasses.replace(parts, scale=torch.tensor(1 / valid))
+                else:
+                    scale = 1 / (labels != m.IGNORE).sum().double()
+                    own = train.own_labels(labels[mine, here], run)
+                    parts = in_parts(tokens[mine, here], own, several, scale, here)
+                with torch.no_grad():  # an evaluation in between changes nothing
+                    first = next(parts.micro_batches())
+                    losses, hits = model(*first, each=True)
+                    assert losses.shape == hits.shape == first[1].shape
+                    assert abs(losses.sum() * first[2] - model(*first)) < 1e-12, case
+                loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
+                assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
+            for name, p in plain.named_parameters():
+                assert relative(states.full(name), p) < 1e-11, (case, name)
+            count += 1
+    print(f"rank {rank}: {count} cases equal", flush=True)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4] + [8] * bool(os.environ.get("ALL_COMBINATIONS")))
+def test_tensor_modes_equal_one_process(ranks, tmp_path):
+    text = run([], ranks, "import test_all; test_all.tensor_worker()", tmp=tmp_path)
+    counts = re.findall("rank [0-9]+: ([0-9]+) cases equal", text)
+    assert len(counts) == ranks and min(map(int, counts)) > 10, text[-3000:]
 
 
 def random_vectors(name, shape):
@@ -4498,7 +4579,7 @@ def gpu_pipeline_worker():
         for name, shape in model.shapes.items():
             if states.holds(name):
                 states.load(name, m.initial_weight(cfg, name, shape, 0, device))
-        pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, device,
+        pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, 1, device,
                                      torch.bfloat16, True, hard, 3 * 10**6 * hard)
         return learn(pipeline, states, 1 / (several * seq))
 

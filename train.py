@@ -50,6 +50,7 @@ import checkpoint
 import costs
 import hardware
 import model as llama
+import parallel
 import planner
 import shard
 from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel,
@@ -63,8 +64,7 @@ from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemor
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, keys_seen, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
-from parallel import (Pipeline, bubble, draw_order, in_flight, keep_stage, pipeline_order,
-                      segment_bounds)
+from parallel import Pipeline
 from planner import Constraints, Hardware, Plan, nearest
 from ranks import (ConfigError, Heartbeat, check_same, launch_name, on_all_ranks, patient_group,
                    start_ranks)
@@ -373,6 +373,15 @@ class Run:
 
     def but(self, **changes) -> "Run":
         return dataclasses.replace(self, **changes)
+
+    @property
+    def place(self) -> tuple[int, int, int, int]:
+        """Return this rank's stage, its number among data-parallel ranks, among those of a
+        sequence, and its column: attention.Groups' arithmetic."""
+        plan = self.plan
+        stage, in_stage = divmod(self.rank, self.world // plan.pp)
+        rank, column = divmod(in_stage, plan.tp)
+        return stage, *divmod(rank, plan.sp), column
 
     @property
     def constraints(self) -> Constraints:
@@ -707,7 +716,7 @@ def with_plan(run: Run, print0: Callable) -> Run:
     best = plans[0]
     if run.cfg.batch is None and best.batch != constraints.default_batch:
         print0(f"--batch: {constraints.default_batch} by default, {best.batch} so that "
-               f"{run.world // best.sp} data-parallel ranks divide it")
+               f"{best.dp} data-parallel ranks divide it")
     if run.cfg.dry_run:
         print0(planner.describe_plans(plans, run.model, run.hardware))
     return with_choice(run.but(others=tuple(plans[1:])), best)
@@ -795,11 +804,13 @@ def describe(run: Run, print0: Callable) -> None:
     print0(f"states: p={f.p} g={f.g} os={f.os}{secondary} of {run.world} ranks, {cfg.per_node} a "
            f"node; {cfg.os_layout}-tensor; optimizer states on the {cfg.os_place}{there}; "
            f"overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
-    print0(f"batch: {plan.batch} sequences = {run.world // plan.sp} data-parallel ranks x "
+    if plan.tp > 1:
+        print0(f"layers: {plan.tp_mode}, on {plan.tp} columns of ranks")
+    print0(f"batch: {plan.batch} sequences = {plan.dp} data-parallel ranks x "
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.pp > 1:
-        idle = bubble(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)
+        idle = parallel.bubble(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)
         print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts of {run.model.layers} layers, "
                f"{plan.micro_batches} micro-batches x {plan.pp_segments} segments: idle {idle:.1%} "
                "if all passes take as long")
@@ -814,10 +825,16 @@ def describe(run: Run, print0: Callable) -> None:
 # ---------------------------------------------------------------------------- build, step, simulate
 
 
+def make_groups(run: Run) -> Groups:
+    """Return the groups of the plan's stages and columns."""
+    return Groups(timedelta(seconds=run.cfg.timeout), run.plan.tp, run.plan.pp)
+
+
 def make_attention(run: Run, groups: Groups) -> Ulysses:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     return Ulysses(run.kernel, run.plan.sp, groups, CommStream(run.device), run.plan.head_groups,
-                   run.cfg.per_node, ring=run.plan.ring, ring_stream=CommStream(run.device))
+                   run.cfg.per_node // run.plan.tp, ring=run.plan.ring,
+                   ring_stream=CommStream(run.device))
 
 
 def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
@@ -829,7 +846,9 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     overlap = () if cfg.overlap == "none" else tuple(cfg.overlap.split(","))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
-    parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
+    columns = parallel.Columns(plan.tp_mode, groups, CommStream(run.device))
+    on_all_ranks(lambda: parallel.split_columns(model, columns))
+    parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage))
     model.layer_runner = runners[0]
     states = States(
@@ -842,7 +861,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, plan.micro_batches, local_bounds(run),
-                         run.device, run.dtype, "pipeline" in overlap)
+                         columns.between_layers, run.device, run.dtype, "pipeline" in overlap)
     return model, states
 
 
@@ -854,16 +873,17 @@ def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int) -> lis
         return len(parts) * [recomputed_layers if plan.recompute == "full" else whole_layers]
     longest = max(np.diff(local_bounds(run)).tolist())  # tokens of a segment
     chunk = plan.chunk if plan.pp_segments == 1 else -(-plan.micro_batch * longest // kept.chunks)
-    order = pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)
+    order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches,
+                                    plan.pp_segments)
     return [ChunkedLayers(model, (plan.micro_batch, longest), kept.of_part(len(part)), chunk,
-                          run.device, run.dtype, in_flight(order, v), part).start
+                          run.device, run.dtype, parallel.in_flight(order, v), part).start
             for v, part in enumerate(parts)]
 
 
 def local_bounds(run: Run) -> list[int]:
     """Return where segments begin among this rank's tokens of a sequence, and its tokens."""
     plan = run.plan
-    bounds = segment_bounds(run.model, plan.seq, plan.pp_segments, plan.sp)
+    bounds = parallel.segment_bounds(run.model, plan.seq, plan.pp_segments, plan.sp * plan.tp)
     return [bound // plan.sp for bound in bounds]
 
 
@@ -995,7 +1015,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     running: list = [None]
 
     def make():
-        groups = Groups(tp=run.plan.tp, pp=run.plan.pp)
+        groups = make_groups(run)
         op = make_attention(run, groups)
         if gpu:
             op.kernel = dataclasses.replace(op.kernel, backward=simulated_backward)
@@ -1069,12 +1089,25 @@ def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemo
 def local_positions(run: Run) -> np.ndarray:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
     plan = run.plan
-    number = run.rank % plan.sp
+    _, _, rank, _ = run.place
     if plan.pp_segments == 1:
-        return sequence_positions(plan.seq, plan.sp, plan.ring, number).numpy()
-    bounds = segment_bounds(run.model, plan.seq, plan.pp_segments, plan.sp)
-    return np.concatenate([np.arange(start, end).reshape(plan.sp, -1)[number]
+        return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
+    bounds = plan.sp * np.array(local_bounds(run))
+    return np.concatenate([np.arange(start, end).reshape(plan.sp, -1)[rank]
                            for start, end in zip(bounds, bounds[1:])])
+
+
+def own_labels(labels: Tensor, run: Run) -> Tensor:
+    """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of its part of
+    each segment's tokens, which its column has at the model's ends, on the last stage."""
+    stage, _, _, column = run.place
+    mine = torch.zeros(labels.shape[-1], dtype=torch.bool, device=labels.device)
+    bounds = local_bounds(run)
+    for start, end in zip(bounds, bounds[1:]):
+        size = (end - start) // run.plan.tp
+        first = start + column * size
+        mine[first : first + size] = stage == run.plan.pp - 1
+    return labels.masked_fill(~mine, IGNORE)
 
 
 def to_device(array: np.ndarray, run: Run) -> Tensor:
@@ -1086,12 +1119,15 @@ def to_device(array: np.ndarray, run: Run) -> Tensor:
 
 
 def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
-    """Return this rank's part of windows (T + 1,), and of documents in them where they lie."""
+    """Return this rank's part of windows (T + 1,), and of documents in them where they lie. Labels
+    count on one of the ranks that have the tokens (own_labels)."""
     size = run.plan.micro_batch
     here = local_positions(run)
     both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
     tokens, labels = to_device(both, run).view(2, -1, size, len(here))
     labels = labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    if run.plan.tp * run.plan.pp > 1:
+        labels = own_labels(labels, run)
     end = run.cfg.document_token
     if end < 0:
         return Batch(tokens, labels, to_device(here, run))
@@ -1109,15 +1145,16 @@ def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
 def load_batch(run: Run, samples: int) -> Batch:
     """Return this rank's share of the next batch. samples: sequences that the run has seen, which
     alone decides what comes next. A collective of all ranks."""
-    each = run.plan.batch * run.plan.sp // run.world
-    first = samples + run.rank // run.plan.sp * each
+    each = run.plan.batch // run.plan.dp
+    _, data_rank, _, _ = run.place
+    first = samples + data_rank * each
     batch = local_batch([run.train.sample(first + i) for i in range(each)], run)
     lengths = each * [run.cfg.seq]
     if batch.documents is not None:
         lengths = [n for documents in batch.documents for n in documents.lengths()]
     seen = sum(n * keys_seen(run.model, n) for n in lengths)
     sums = torch.stack([(batch.labels != IGNORE).sum().double(), torch.full(
-        (), seen / run.plan.sp, device=run.device, dtype=torch.float64)])
+        (), seen * run.plan.dp / run.world, device=run.device, dtype=torch.float64)])
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
     return dataclasses.replace(batch, scale=scale,
@@ -1130,8 +1167,9 @@ def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
     the likeliest (B, T/sp). Ranks without one run a blank, whose labels are IGNORE. A collective of
     all ranks."""
     size = run.plan.micro_batch
-    for first in range(0, count, run.world // run.plan.sp * size):
-        mine = first + run.rank // run.plan.sp * size
+    _, data_rank, _, _ = run.place
+    for first in range(0, count, run.plan.dp * size):
+        mine = first + data_rank * size
         ids = [min(mine + i, count - 1) for i in range(size)]
         batch = local_batch([sequences.window(i) for i in ids], run)
         (tokens, labels, _, *where), = batch.micro_batches()
@@ -1516,7 +1554,7 @@ def dry_run(run: Run, print0: Callable) -> None:
     describe(run, print0)
     plan = run.plan
     if plan.pp > 1:
-        print0(draw_order(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments))
+        print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments))
     dist.destroy_process_group()
     if run.cfg.ranks and run.plan.activations is None:
         print0("not simulated: what autograd saves is known for layers in chunks alone")
@@ -1670,7 +1708,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     on_all_ranks(lambda: checkpoint.check_disk(disk))
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
-    groups = Groups(timedelta(seconds=cfg.timeout), cfg.tp, cfg.pp)
+    groups = make_groups(run)
     if cfg.verify > 1:
         run = verified(run, groups, print0)
     op = make_attention(run, groups)
