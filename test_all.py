@@ -1322,13 +1322,15 @@ PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, droppe
 
 def pipelined(case, groups, cpu, cfg, seq):
     """Return a stage of a model that is cut as a case says, its states, and its op."""
-    pp, chunks, segments, several, sp, head_groups, f, layout, keep, rows = case
-    stage, rank, _ = groups.place(dist.get_rank())
-    op = attention.Ulysses("cpu", sp, groups, attention.CommStream(cpu), head_groups, poison=True)
+    pp, chunks, segments, several, sp, mode, head_groups, f, layout, keep, rows = case
+    stage, stream = groups.stage, attention.CommStream(cpu)
+    op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True)
     with torch.device("meta"):
         model = m.LLaMA(cfg, op)
+    columns = parallel.Columns(mode, groups, stream, poison=True)
+    parallel.split_columns(model, columns)
     parts = parallel.keep_stage(model, stage, pp, chunks)
-    bounds = [b // sp for b in parallel.segment_bounds(cfg, seq, segments, sp)]
+    bounds = [b // sp for b in parallel.segment_bounds(cfg, seq, segments, sp * groups.tp)]
     longest = max(end - start for start, end in zip(bounds, bounds[1:]))
     runners = [{"all": m.whole_layers, "input": offload.recomputed_layers}.get(keep)] * chunks
     pieces = 1
@@ -1350,15 +1352,15 @@ def pipelined(case, groups, cpu, cfg, seq):
                           gather_layers=keep != "all", num_chunks=pieces, poison=True)
     for name, shape in model.shapes.items():
         states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
-    pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, 1, cpu,
-                                 torch.float64, poison=True)
+    pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds,
+                                 columns.between_layers, cpu, torch.float64, poison=True)
     return pipeline, states, bounds
 
 
 def pipeline_worker():
-    """Runs under torchrun: stages x parts x segments x micro-batches x ranks of a sequence x
-    factors x what layers keep, three steps each, against one plain process. Messages are poisoned
-    when they were read, and late."""
+    """Runs under torchrun: stages x parts x segments x micro-batches x ranks of a sequence x tensor
+    modes x factors x what layers keep, three steps each, against one plain process. Messages are
+    poisoned when they were read, and late."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     cpu, seq = torch.device("cpu"), 24
@@ -1376,23 +1378,30 @@ def pipeline_worker():
         return launch(link, tensor)
 
     parallel.Link.launch = launch_late
-    made = {pp: attention.Groups(pp=pp) for pp in (2, 4, 8) if pp <= world}
-    rows = cover(pp=tuple(made), chunks=(1, 2), segments=(1, 2, 3), several=(1, 2, 4),
-                 sp=tuple(n for n in (1, 2, 4) if n <= world // 2),
-                 keep=PIPELINE_PLANS, layout=("intra", "inter"))
+    made = {(pp, tp): attention.Groups(pp=pp, tp=tp) for pp in (2, 4, 8) for tp in (1, 2)
+            if pp * tp <= world}
+    always = dict(pp=tuple(pp for pp in (2, 4, 8) if pp <= world), chunks=(1, 2),
+                  several=(1, 2, 4), layout=("intra", "inter"))
+    rows = cover(**always, sp=tuple(n for n in (1, 2, 4) if n <= world // 2), segments=(1, 2, 3),
+                 mode=("",), keep=PIPELINE_PLANS)
+    rows += cover(**always, sp=(1,), segments=(1, 2, 4), mode=("mtp", "msp", "fsp"),
+                  keep=("all", "input"))
+    every = 1 if os.environ.get("ALL_COMBINATIONS") else {2: 1, 4: 2, 8: 3}[world]
     count = 0
-    for i, (pp, chunks, segments, several, sp, keep, layout) in enumerate(rows):
-        groups = made[pp]
+    for i, (pp, chunks, several, layout, sp, segments, mode, keep) in enumerate(rows[::every]):
+        if (groups := made.get((pp, 2 if mode else 1))) is None:
+            continue
         fits = groups.ranks % sp == 0 and 8 % (groups.ranks // sp * several) == 0
         if not fits or pp * chunks > 9 or parallel.no_order(pp, chunks, several, segments):
             continue
         legal = shard.legal_factors(groups.ranks, groups.ranks)
         f = legal[i % len(legal)]
         dp = groups.ranks // sp
-        head_groups = 2 if sp < 4 and (not isinstance(keep, str) or i % 2) else 1
-        case = (pp, chunks, segments, several, sp, head_groups, f, layout, keep, 8 // dp // several)
+        head_groups = 2 if sp < 4 and not mode and (not isinstance(keep, str) or i % 2) else 1
+        case = (pp, chunks, segments, several, sp, mode, head_groups, f, layout, keep,
+                8 // dp // several)
         pipeline, states, bounds = pipelined(case, groups, cpu, SMALL, seq)
-        _, r, _ = groups.place(rank)
+        r = groups.rank
         mine = slice(r // sp * 8 // dp, (r // sp + 1) * 8 // dp)
         positions = torch.cat([torch.arange(start * sp, end * sp).chunk(sp)[r % sp]
                                for start, end in zip(bounds, bounds[1:])])
@@ -1401,7 +1410,7 @@ def pipeline_worker():
             parts = in_parts(tokens[mine, positions], labels[mine, positions], several, scale,
                              positions)
             losses, hits = pipeline(*next(parts.micro_batches()))  # changes nothing
-            assert losses.isfinite().all() and losses.any() == (groups.place(rank)[0] == pp - 1)
+            assert losses.isfinite().all() and losses.any() == (groups.stage == pp - 1)
             loss, norm, _ = train.run_step(pipeline, states, parts, 1e-2, 0.5)
             assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
         for name, p in plain.named_parameters():
@@ -4046,6 +4055,8 @@ train.States.update = fatal
 FAILED = {  # how it fails, in which function and call, which rank; what the other one says
     "in a step": ("raise", "train.States.update", 4, 1, r"{} ended by LookupError: no such"),
     "in a check": ("raise", "train.machine", 1, 1, r"{} ended by LookupError: no such"),
+    "a stage": ("raise", "train.parallel.Pipeline.run_backward", 9, 1,
+                r"{} ended by LookupError: no such"),
     "unreachable": ("stop", "train.States.update", 4, 1, r"{} gave no sign for 3 s: it is dead"),
     "killed as it starts": ("kill", "train.load_weights", 1, 1, r"{} gave no sign for 3 s: it is"),
     "with the store": ("stop", "train.States.update", 4, 0,
@@ -4076,6 +4087,7 @@ setattr(owner, name, fail)
     file = tmp_path / "said"
     file.touch()
     args = [*QUICK, "--save-every", "-1", "--out", tmp_path]
+    args += ["--pp", "2", "--micro-batch", "2"] if case == "a stage" else []
     both = fork_ranks(args, 2, code, file, {})
     name = rf"rank {victim} on host \S+ \(process {both[victim].pid}\)"
     both[1 - victim].join(120)
