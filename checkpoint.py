@@ -200,8 +200,8 @@ def read_tensor(files: dict, entry: dict) -> tuple[torch.dtype, tuple, list[Stor
     check_counts(*shape)
     parts = [StoredPart(**part | {"cut": read_cut(shape, part.get("cut"))})
              for part in entry["parts"]]
-    cuts = {part.cut for part in parts} or {None}
-    if cuts != {None}:
+    cuts = list(dict.fromkeys(part.cut for part in parts)) or [None]
+    if cuts != [None]:
         check_cuts(shape, cuts)
     for cut in cuts:
         end = 0
@@ -234,7 +234,7 @@ def read_cut(shape: tuple, stored: list | None) -> Cut | None:
     return cut
 
 
-def check_cuts(shape: tuple, cuts: set[Cut | None]) -> None:
+def check_cuts(shape: tuple, cuts: list[Cut | None]) -> None:
     """Raise ValueError unless cuts are all of a matrix, each element once."""
     if None in cuts or len(shape) != 2:
         raise ValueError(f"cut parts of {shape}, and others")

@@ -649,7 +649,7 @@ def legal_tensor(constraints: Constraints, model: ModelConfig, ranks: int, per_n
     parts = {"heads": model.heads, "key/value heads": model.kv_heads, "columns of the MLP":
              model.ffn, "tokens (--seq)": constraints.seq, "ranks of a node": per_node}
     parts["ranks"] = ranks
-    if constraints.sp is not None:
+    if constraints.sp is not None and constraints.seq % constraints.sp == 0:
         parts["tokens of a rank (--seq / --sp)"] = constraints.seq // constraints.sp
     legal = [n for n in range(1, per_node + 1) if not any(size % n for size in parts.values())]
     if tp not in legal:

@@ -21,6 +21,8 @@ test_step_seconds_*, test_streams_*   a prediction that forgets or doubles what 
 test_more_*, test_twice_*             a search that misses the best, or shuns a better machine
 test_planner_*                        advice that does not help, a flag that is not heard
 test_documents_*                      attention, a position or a label across a border
+test_tensor_modes_*                   a sum or a gather that is missing, twice or stale
+test_tensor_checkpoints_*, test_cuts_*  a column's part of a matrix in another one's place
 test_swapping_run_*                   the same through train.py, saved and resumed
 test_wire_and_recomputation_flags     a flag that does nothing, or more than it says
 test_sharded_checkpoints_*            states read back into the wrong place
@@ -1555,30 +1557,32 @@ def tensor_worker():
     rank, world, _ = train.start_ranks(100)
     global SMALL
     cpu, count = torch.device("cpu"), 0
-    batch = [example(batch=4, seq=24, vocab=67, seed=i) for i in range(STEPS)]
-    windows = [with_documents(4, 24, 67, seed=i) for i in range(STEPS)]
     for tp in (n for n in (2, 4) if n <= world):
         groups = attention.Groups(tp=tp)
         ranks = world // tp
         column = groups.place(rank)[2]
-        small = dataclasses.replace(SMALL, dim=24, heads=3 * tp, kv_heads=tp, ffn=20 * tp, vocab=67,
-                                    head_dim=4, layers=3, window=0, full_layers=0)
-        models = {"plain": small, "biases": dataclasses.replace(small, qkv_bias=True),
-                  "norms": dataclasses.replace(small, qkv_bias=True, qk_norm=True),
-                  "documents": dataclasses.replace(small, window=6, full_layers=1)}
+        count_of_step = max(2, ranks)
+        batch = [example(batch=count_of_step, seq=24, vocab=67, seed=i) for i in range(STEPS)]
+        windows = [with_documents(count_of_step, 24, 67, seed=i) for i in range(STEPS)]
+        heads = 3 if ranks == 1 else 4  # of a column
+        small = dataclasses.replace(SMALL, dim=24, heads=heads * tp, kv_heads=tp, ffn=20 * tp,
+                                    vocab=67, head_dim=4, window=0, full_layers=0)
+        models = {"plain": small, "norms": dataclasses.replace(small, qkv_bias=True, qk_norm=True),
+                  "documents": dataclasses.replace(small, qkv_bias=True, window=6, full_layers=1)}
         wanted = {}
         for kind, SMALL in models.items():
-            loss_of = {"loss_of": lambda *args: each_document_alone(*args)[1]}
-            wanted[kind] = train_plainly(*((windows,) if kind == "documents" else (batch,)),
-                                         **loss_of if kind == "documents" else {})
+            if kind == "documents":
+                wanted[kind] = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
+            else:
+                wanted[kind] = train_plainly(batch)
         degrees = [(sp, ring) for sp in (1, 2, 4) for ring in (1, 2, 4)
-                   if ranks % sp == 0 and sp % ring == 0 and 3 % (sp // ring) == 0]
+                   if ranks % sp == 0 and sp % ring == 0]
         rows = cover(mode=parallel.MODES, factors=shard.legal_factors(ranks, ranks),
-                     layout=("inter", "intra"), size=(1, 4), recompute=(False, True),
+                     layout=("inter", "intra")[:ranks], size=(1, 2), recompute=(False, True),
                      degrees=degrees, kind=models)
         rows = [row for row in rows if row[-1] != "documents" or row[-2][1] == 1]
         for mode, f, layout, size, recompute, (sp, ring), kind in rows:
-            each = 4 * sp // ranks  # sequences of a rank
+            each = count_of_step * sp // ranks  # sequences of a rank
             size = min(size, each)
             several = each // size
             SMALL = models[kind]
@@ -1596,6 +1600,7 @@ def tensor_worker():
             here = attention.sequence_positions(24, sp, ring, sp_rank)
             plain, want_of_steps = wanted[kind]
             case = tp, mode, f, layout, several, recompute, sp, ring, kind
+            first = None
             for (tokens, labels), rows_of_step, want in zip(batch, windows, want_of_steps):
                 if kind == "documents":
                     parts = train.local_batch(list(rows_of_step[mine]), run)
@@ -1605,13 +1610,14 @@ def tensor_worker():
                     scale = 1 / (labels != m.IGNORE).sum().double()
                     own = train.own_labels(labels[mine, here], run)
                     parts = in_parts(tokens[mine, here], own, several, scale, here)
-                with torch.no_grad():  # an evaluation in between changes nothing
-                    first = next(parts.micro_batches())
-                    losses, hits = model(*first, each=True)
-                    assert losses.shape == hits.shape == first[1].shape
-                    assert abs(losses.sum() * first[2] - model(*first)) < 1e-12, case
                 loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
                 assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
+                if first is None:  # an evaluation in between changes nothing
+                    first = next(parts.micro_batches())
+                    with torch.no_grad():
+                        losses, hits = model(*first, each=True)
+                        assert losses.shape == hits.shape == first[1].shape
+                        assert abs(losses.sum() * first[2] - model(*first)) < 1e-12, case
             for name, p in plain.named_parameters():
                 assert relative(states.full(name), p) < 1e-11, (case, name)
             count += 1
@@ -1624,6 +1630,68 @@ def test_tensor_modes_equal_one_process(ranks, tmp_path):
     text = run([], ranks, "import test_all; test_all.tensor_worker()", tmp=tmp_path)
     counts = re.findall("rank [0-9]+: ([0-9]+) cases equal", text)
     assert len(counts) == ranks and min(map(int, counts)) > 10, text[-3000:]
+
+
+def test_tensor_checkpoints_fit_each_other(tmp_path):
+    """Saved by columns; resumed, evaluated and exported by others, and by none."""
+    code = "from model import MODELS, ModelConfig\n"
+    code += "MODELS['tiny'] = ModelConfig(256, 48, 2, 8, 4, 80, 8, qkv_bias=True)"
+    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--steps", "5",
+            "--eval-every", "5", "--eval-sequences", "5", "--save-every", "1"]
+    run([*args, "--out", tmp_path / "a", "--export", tmp_path / "x"], 0, code)
+    want, rows = losses(tmp_path / "a"), log(tmp_path / "a")
+    last = tmp_path / "a" / "step-00000001"
+    others = [(2, "--tp 2 --tp-mode mtp"),
+              (4, "--tp 2 --sp 2 --p 2 --os-layout inter --recompute full --save-async"),
+              (4, "--tp 4 --tp-mode fsp --os-place host"), (0, "")]
+    for step, (ranks, flags) in enumerate(others, 1):
+        out, export = tmp_path / f"o{step}", tmp_path / f"x{step}"
+        text = run([*args, *flags.split(), "--out", out, "--resume", last, "--export", export],
+                   ranks, code)
+        assert ("layers: " in text) == bool(ranks)
+        for a, b in zip(want[step:], losses(out), strict=True):
+            assert a == pytest.approx(b, rel=1e-11), flags
+        for a, b in zip([r for r in rows if "val_loss" in r and r["step"] > step], [
+                         r for r in log(out) if "val_loss" in r], strict=True):
+            assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-11), flags
+            assert a["val_loss_by_position"] == [
+                [first, pytest.approx(loss, rel=1e-11)] for first, loss in b["val_loss_by_position"]]
+        last = out / f"step-{step + 1:08d}"
+        a, b = (checkpoint.hf_open(x, checkpoint.hf_config(x)) for x in (tmp_path / "x", export))
+        for name in m.LLaMA(checkpoint.hf_config(export)).shapes:
+            assert relative(a(name), b(name)) < 1e-11, (flags, name)
+
+
+@pytest.mark.parametrize("cuts, message", [
+    ([[[[0, 2], [4, 6]], [0, 4]], [[[2, 4]], [0, 4]]], ""),
+    ([[[[0, 6]], [0, 2]], [[[0, 6]], [2, 4]]], ""),
+    ([[[[0, 6]], [0, 2]], [[[0, 6]], [1, 3]]], "columns 1 to 3 of .6, 4. are there twice"),
+    ([[[[0, 2]], [0, 4]], [[[4, 6]], [0, 4]]], "cuts have 16 elements of .6, 4."),
+    ([[[[0, 6]], [0, 2]], [[[0, 6]], [2, 5]]], "columns 2 to 5 of .6, 4."),
+    ([[[[0, 6]], [0, 4]], None], "cut parts of .6, 4., and others"),
+    ([[[[0, 6]], [0, 2]], [[[0, 6], [6, 6]], [2, 4]]], "rows 6 to 6"),
+    ([[[[0, -6]], [0, 4]]], "no counts"), ([[[[0, 6]]]], "not enough values"), ([3], "int")])
+def test_cuts_of_a_checkpoint_are_a_matrix(cuts, message):
+    """Each element once; each cut by parts that follow each other."""
+    file, parts = "rank-00000.safetensors", []
+    for cut in cuts:
+        count = 8
+        with contextlib.suppress(TypeError, ValueError, IndexError):
+            count = sum(b - a for a, b in cut[0]) * (cut[1][1] - cut[1][0]) // 2
+        parts += [{"file": file, "offset": 0, "start": start, "count": count, "crc32": [0]}
+                  | ({"cut": cut} if cut else {}) for start in (0, count)]
+    files, entry = {file: {"bytes": 999}}, {"dtype": "F32", "shape": [6, 4], "parts": parts}
+    if message:
+        with pytest.raises((ValueError, TypeError), match=message):  # read_meta makes them one
+            checkpoint.read_tensor(files, entry)
+        return
+    checkpoint.read_tensor(files, entry)
+    parts[-1]["start"] -= 1
+    with pytest.raises(ValueError, match="after element"):
+        checkpoint.read_tensor(files, entry)
+    del parts[-1]
+    with pytest.raises(ValueError, match="elements of Cut"):
+        checkpoint.read_tensor(files, entry)
 
 
 def random_vectors(name, shape):
@@ -4203,6 +4271,8 @@ REFUSED = {
     "place": ("--os-place disk", "--os-place disk: one of auto, gpu, host"),
     "place without memory": ("--os-place host --host-memory 1M", "optimizer states on the host with"
                              " p=1 g=1 os=1 are 0.0 GiB a rank, there is room for 0.0; more ranks"),
+    "columns": ("--tp 2", "--tp 2: does not divide 1 ranks of a node; nearest: --tp 1"),
+    "tensor mode": ("--tp-mode isp", "--tp-mode isp: one of mtp, msp, fsp"),
     "streams": ("--overlap grad_reduce,all", "all: a list of param_gather"),
     "old streams": ("--overlap gather,spread", "gather is now param_gather, spread is now param_b"),
     "per node": ("--per-node 2", "--per-node 2: does not divide 1 ranks"),
@@ -4356,6 +4426,9 @@ train.checkpoint.write_states = write
      "2"),
     ("--ring 4", "--ring 4: it must divide --sp, which divides 2 ranks.*: one of 1, 2"),
     ("--chunk 8 --alpha 1 --host-memory 4K", "do not fit.*0.0 on the host"),
+    ("--tp 2 --chunk 8", "--tp 2: columns of ranks run whole layers, not chunks of tokens: without "
+     "--chunk 8, or --tp 1"),
+    ("--tp 2 --seq 33", "--tp 2: does not divide 33 tokens .--seq.; nearest: --tp 1"),
     ("--data {tmp}/one", r"no such file or folder \(on ranks \[1\]\)")])
 def test_refused_on_all_ranks(flags, message, tmp_path):
     """Also what one rank alone finds: all end, none waits for the others."""
@@ -4395,12 +4468,14 @@ def learnable(cfg, count: int, seq: int) -> torch.Tensor:
     return ids
 
 
-def on_gpu(cfg, device, op, **options) -> tuple[m.LLaMA, shard.States]:
+def on_gpu(cfg, device, op, columns=None, **options) -> tuple[m.LLaMA, shard.States]:
     with torch.device("meta"):
         model = m.LLaMA(cfg, op)
+    if columns:
+        parallel.split_columns(model, columns)
     states = shard.States(model, device, torch.bfloat16, **options)
-    for name, p in model.named_parameters():
-        states.load(name, m.initial_weight(cfg, name, p.shape, 0, device))
+    for name, shape in model.shapes.items():
+        states.load(name, m.initial_weight(cfg, name, shape, 0, device))
     return model, states
 
 
@@ -4622,6 +4697,43 @@ def gpu_pipeline_worker():
     os._exit(0)
 
 
+def gpu_tensor_worker():
+    """Layers in columns, in every mode, two micro-batches a step: 12 steps near those of one
+    column, and equal to the last bit where what was sent or gathered is poisoned after use and the
+    stream starts late. Without waits this must fail."""
+    rank, world, device = gpu_ranks()
+    cfg, seq, steps, tp = dataclasses.replace(MEDIUM, layers=4), 2048, 12, math.gcd(world, 4)
+    op, curves = attention.Attention(exact_kernel(device)), {}
+    groups = {n: attention.Groups(tp=n) for n in (1, tp)}
+    ids = learnable(cfg, 2 * steps, seq).view(steps, 2, seq + 1).to(device)
+    kinds = [mode + how for mode in parallel.MODES for how in ("", ", poisoned", ", without waits")]
+    for kind in ("whole", *kinds):
+        mode, _, how = kind.partition(", ")
+        there = groups[1 if kind == "whole" else tp]
+        columns = parallel.Columns(mode, there, attention.CommStream(device), bool(how),
+                                   3 * 10**6 * bool(how))
+        model, states = on_gpu(cfg, device, op, columns, micro_batches=2, groups=there)
+        scale = torch.tensor(there.tp / (2 * world * seq), device=device)  # copies of each token
+        attention.wait = (lambda _: None) if how == "without waits" else offload.wait
+        curve = []
+        for i, rows in enumerate(ids):
+            labels = torch.full_like(rows[:, 1:], m.IGNORE)
+            labels[:, columns.own(seq)] = rows[:, 1:][:, columns.own(seq)]
+            parts = in_parts(rows[:, :-1], labels, 2, scale)
+            lr = 1e-4 * min(1, (i + 1) / 10)
+            curve.append(torch.stack(train.run_step(model, states, parts, lr, 1.0)[:2]))
+        curves[kind] = torch.stack(curve)
+    attention.wait = offload.wait
+    for kind in kinds:
+        mode, _, how = kind.partition(", ")
+        assert torch.equal(curves[kind], curves[mode]) != (how == "without waits"), kind
+    for mode in parallel.MODES:
+        loss, norm = (curves[mode] - curves["whole"]).abs().unbind(1)
+        assert loss.max() < 0.05 and norm[0] < 0.01 * curves["whole"][0, 1], (mode, loss, norm)
+    print(f"rank {rank}: 3 modes alike, 3 without waits are not", flush=True)
+    os._exit(0)
+
+
 def gpu_host_worker():
     """12 steps with optimizer states on the host equal those with states on the GPU to the last
     bit, under all factors, also with everything poisoned after use and copies that start late.
@@ -4699,6 +4811,7 @@ def gpu_replay_worker():
     (gpu_factors_worker, "curves alike"), (gpu_swap_worker, "2 without waits are not"),
     (gpu_ring_worker, "2 without waits are not"),
     (gpu_pipeline_worker, "without waits they are not"),
+    (gpu_tensor_worker, "3 without waits are not"),
     (gpu_host_worker, "equal with states on the host"),
     (gpu_replay_worker, "equal at planned addresses")])
 def test_gpu(worker, says, tmp_path):
@@ -5307,6 +5420,13 @@ def test_planner_places_rings(capsys, tmp_path):
     ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .* --seq 40 .* one of 1, 2, 4$"),
     ("--ranks 8 --ring 2 --document-token 0", "--ring 2: attention inside documents .*: --ring 1"),
     ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* and ring is 1 with documents or windows: one"),
+    ("--ranks 8 --tp 3", "--tp 3: does not divide 16 heads; nearest: --tp 2$"),
+    ("--ranks 8 --tp 16", "--tp 16: does not divide 8 ranks of a node; nearest: --tp 8$"),
+    ("--ranks 8 --tp 2 --sp 3", "--sp 3: it must divide 4 ranks .*the 8 heads .of each of 2 col"),
+    ("--ranks 4 --tp 4 --sp 4", "--sp 4: it must divide 1 ranks"),
+    ("--ranks 4 --tp 4 --seq 18", "--tp 4: does not divide 18 tokens .*; nearest: --tp 2$"),
+    ("--ranks 8 --tp 4 --sp 2 --seq 4100", "--tp 4: does not divide 2050 tokens of a rank .* 2$"),
+    ("--ranks 4 --tp 4 --alpha 0.5", "--tp 4: .* whole layers, .* without --alpha 0.5, or --tp 1"),
     ("--top 0", "--top 0: from 1"),
     ("--ranks 8 --leaf 0", "--leaf 0: neither a number"), ("--seq x", "a whole number"),
     ("--p 3", "3 shards do not fit"), ("--no-such-flag", "unrecognized arguments")])
