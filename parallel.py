@@ -46,7 +46,7 @@ tokens of a segment on a rank, C width.
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -375,32 +375,34 @@ def bubble(stages: int, chunks: int, micro_batches: int, segments: int) -> float
     return (stages - 1) / (chunks * micro_batches * segments + stages - 1)
 
 
-def finished(orders: list[list[Pass]], chunks: int, forward: float = 1.0,
-             backward: float = 2.0) -> list[list[tuple[float, float]]]:
-    """Return when each pass of each stage begins and ends, if parts take so long and messages no
-    time. Raises ValueError if stages wait for each other for ever."""
+def run_times(orders: list[list[Pass]], forward: Sequence[float], backward: Sequence[float],
+              message: float = 0) -> list[list[tuple[float, float]]]:
+    """Return when each pass of each stage begins and ends: when the stage is free, and what comes
+    from another is there. forward, backward: seconds of each part; message: seconds of one. Raises
+    ValueError if stages wait for each other for ever."""
     stages = len(orders)
-    last = stages * chunks - 1
-    ends: dict[tuple, float] = {}  # (forward, micro_batch, segment, part)
+    last = len(forward) - 1
+    ends: dict[tuple, float] = {}  # by pass and part
     times: list[list[tuple[float, float]]] = [[] for _ in orders]
     moved = True
     while moved:
         moved = False
-        for stage, order in enumerate(orders):
-            while len(times[stage]) < len(order):
-                one = order[len(times[stage])]
+        for stage, (order, done) in enumerate(zip(orders, times)):
+            while len(done) < len(order):
+                one = order[len(done)]
                 part = one.chunk * stages + stage
-                item = one.micro_batch, one.segment
-                if one.forward:
-                    before = (True, *item, part - 1) if part else None
-                else:
-                    before = (False, *item, part + 1) if part < last else (True, *item, part)
-                if before is not None and before not in ends:
+                item = one.forward, one.micro_batch, one.segment
+                start = done[-1][1] if done else 0
+                if part != (0 if one.forward else last):
+                    before = *item, part - 1 if one.forward else part + 1
+                    if before not in ends:
+                        break
+                    start = max(start, ends[before] + message)
+                elif not one.forward and (True, *item[1:], part) not in ends:
                     break
-                start = max(ends.get(before, 0.0), times[stage][-1][1] if times[stage] else 0.0)
-                end = start + (forward if one.forward else backward)
-                ends[one.forward, *item, part] = end
-                times[stage].append((start, end))
+                end = start + (forward if one.forward else backward)[part]
+                ends[*item, part] = end
+                done.append((start, end))
                 moved = True
     if any(len(done) < len(order) for done, order in zip(times, orders)):
         raise ValueError("stages wait for each other")
@@ -412,15 +414,16 @@ def draw_order(stages: int, chunks: int, micro_batches: int, segments: int) -> s
     1 ..., a backward aa, bb ..., since it takes twice as long; a point is idle."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     orders = [pipeline_order(s, stages, chunks, micro_batches, segments) for s in range(stages)]
-    times = finished(orders, chunks)
-    width = round(max(end for done in times for _, end in done))
+    parts = stages * chunks
+    times = run_times(orders, [1] * parts, [2] * parts)
+    width = max(end for done in times for _, end in done)
     lines = []
     for s, (order, done) in enumerate(zip(orders, times)):
         line = ["."] * width
         for one, (start, end) in zip(order, done):
             number = one.micro_batch * segments + one.segment
             mark = str(number % 10) if one.forward else letters[number % len(letters)]
-            line[round(start) : round(end)] = [mark] * round(end - start)
+            line[start:end] = [mark] * (end - start)
         lines.append(f"  stage {s}  {''.join(line)}")
     return "\n".join(lines)
 

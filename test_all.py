@@ -1460,13 +1460,14 @@ def test_pipeline_bubbles_are_the_formulas():
                           if (one.chunk, one.micro_batch, one.forward)
                           == (chunk, micro_batch, forward)]
                 assert of_one == sorted(of_one, reverse=not forward)
-        whole = max(end for done in parallel.finished(orders, chunks) for _, end in done)
+        times = parallel.run_times(orders, [1] * stages * chunks, [2] * stages * chunks)
+        whole = max(end for done in times for _, end in done)
         busy = 3 * chunks * several * segments
         assert 1 - busy / whole == pytest.approx(parallel.bubble(*case)), case
     assert parallel.draw_order(2, 1, 2, 1).splitlines() == [
         "  stage 0  01..aa.bb", "  stage 1  .0aa1bb.."]
     with pytest.raises(ValueError, match="wait for each other"):
-        parallel.finished([order[::-1] for order in orders], 3)
+        parallel.run_times([order[::-1] for order in orders], [1] * 15, [2] * 15)
 
 
 def test_segments_take_equal_flops():
