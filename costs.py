@@ -1304,7 +1304,7 @@ class StepTimeline(Timeline):
         layer before under a layer. Gradients leave as they are complete."""
         self.reduce_grads(self.layers + 1, last)
         for unit in range(self.layers, 0, -1):
-            self.wait(self.scattered.get(unit + 2))  # its buffers are free
+            self.wait(self.scattered.get(self.had_buffers(unit)))  # they are free
             if self.sharded and self.plan.recompute == "none":
                 self.backward_by_matrix(unit)
             else:
@@ -1318,6 +1318,13 @@ class StepTimeline(Timeline):
                 self.run(self.seconds["backward"])
             self.reduce_grads(unit, last)
         self.reduce_grads(0, last)
+
+    def had_buffers(self, unit: int) -> int:
+        """Return the unit that had a layer's buffers last: the layer but one behind; of a stage's
+        last layers one of its first, in the item before."""
+        if unit + 2 <= self.layers or self.plan.pp == 1:
+            return unit + 2
+        return 2 - unit % 2
 
     def backward_by_matrix(self, unit: int) -> None:
         """While a matrix's gradients are computed, the next one's weight arrives."""
@@ -1356,14 +1363,15 @@ class StepTimeline(Timeline):
                 self.wait(job)
 
     def micro_batches(self) -> None:
-        """Run all of a step's, or their segments; those between the second and the last are alike.
-        """
+        """Run all of a step's, or their segments; those between the second and the last are alike,
+        or, of a few layers, once so many have passed as fill the wires."""
         count = self.plan.items
-        for m in sorted({0, min(1, count - 1), count - 1}):
+        second = 1 if self.plan.pp == 1 else 1 + 8 // self.layers
+        for m in sorted({*range(min(second + 1, count)), count - 1}):
             before = self.now, self.slowed, dict(self.exposed)
             self.micro_batch(m == count - 1)
-            if m == 1 and count > 3:
-                self.repeat(*before, count - 3)
+            if m == second and count > second + 2:
+                self.repeat(*before, count - second - 2)
         self.computed["head and loss"] = count * self.head
         self.computed["gradient sums"] = sum(
             count * unit.keep + unit.cast for unit in self.units)

@@ -4614,8 +4614,8 @@ class Recorded(costs.StepTimeline):
         """Run each micro-batch, none counted for others."""
         self.update()
         self.alone["host_update"] = sum(unit.visit for unit in self.units)
-        for i in range(self.plan.micro_batches):
-            self.micro_batch(i == self.plan.micro_batches - 1)
+        for i in range(self.plan.items):
+            self.micro_batch(i == self.plan.items - 1)
         return self
 
 
@@ -4918,7 +4918,7 @@ def test_plan_is_the_best_of_all(name, layers, ranks, per_node, seq, batch, gpu,
 
 
 @pytest.mark.parametrize("name, layers, ranks, per_node, seq, batch, gpu, host", [
-    ("tiny", 5, 4, 2, 2**10, 4, 1, 1), ("1b", 4, 4, 4, 2**15, 1, 2.2, 1)])
+    ("tiny", 5, 4, 2, 2**10, 4, 1, 1), ("1b", 4, 4, 4, 2**15, 1, 3.5, 4)])
 def test_columns_and_stages_are_the_best_of_all(name, layers, ranks, per_node, seq, batch, gpu,
                                                 host):
     """As above with tensor modes and pipelines: the bounds of plans are bounds of these, too."""
