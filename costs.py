@@ -10,13 +10,34 @@ three stages,
 
 and no number is fitted to whole steps: they follow from a Profile (hardware.py).
 
+Of a pipeline the bytes are those of the stage that needs most, and the seconds those of the stage
+with most layers, which runs its M*K items one after the other and waits for the other stages:
+
+    step = a stage's timeline + idle + messages      idle     = makespan - the stage's passes
+                                                     messages = makespan with messages - without
+
+where the makespan is that of all stages' passes in parallel.pipeline_order. Of T columns of a layer
+(tensor modes) one has H/T, K/T heads and F/T: `column_model`, which counts and times it as any
+other model; what the columns exchange is added. With e bytes an element and N tokens of all columns
+
+    mode   a layer's forward            its backward                   x, h of a rank   kept more
+    mtp    2 all-reduces (N, C)         2 all-reduces (N, C)           N tokens         -
+    msp    2 all-gathers of N, 2        the same; a reduce-scatter     N/T              2 N C e
+           reduce-scatters              hides under weights' products
+    fsp    as msp                       and 2 all-gathers more, under  N/T              -
+                                        products for inputs
+
 Left out: ranks that wait for a slower one, the first step's compilation, gathers of weights that
 the host still updates or that inputs which are made again need, and of a forker's other block
-whatever its matrices do not say (element-wise parts are counted as model.Block's).
+whatever its matrices do not say (element-wise parts are counted as model.Block's); of pipelines
+that segments differ in more than their length, that parts alternate (a stage's layers are gathered
+as if an item ran through all of them), and that the rounding buffers of what is swapped are not
+needed once an item in flight, as they are counted.
 
-Legend: N tokens on a rank at once, L layers, M micro-batches a step, C width, H query heads, K
-key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards; mesh (GPUs in a
-node, nodes) of a group of ranks.
+Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width, H
+query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
+mesh (GPUs in a node, nodes) of a group of ranks; P stages of a pipeline, V parts of the model on
+one, K segments of a sequence, of which M*K items go through each part.
 """
 import dataclasses
 import functools
@@ -33,6 +54,7 @@ from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, keys_seen, param_count
 from offload import GIB, ActivationPlan, block_saves
+from parallel import Pass, part_layers, pipeline_order, run_times, segment_bounds
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -93,6 +115,16 @@ class Plan:
         return self.batch // self.dp // self.micro_batch
 
     @property
+    def items(self) -> int:
+        """Return M*K: what goes through each part of the model in a step."""
+        return self.micro_batches * self.pp_segments
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether a rank has its part of tokens alone between products."""
+        return self.tp > 1 and self.tp_mode != "mtp"
+
+    @property
     def host_bytes(self) -> float:
         return sum(self.host.values())
 
@@ -104,6 +136,122 @@ class Plan:
     def token_s(self) -> float:
         """Return seconds a token of a rank: plans of other batches compare by it."""
         return self.step_s * self.ranks / (self.batch * self.seq)
+
+
+# ---------------------------------------------------------------------------- stages and columns
+
+
+@functools.cache
+def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
+    """Return the model whose layers are one of tp columns of the model's."""
+    if tp == 1:
+        return cfg
+    return dataclasses.replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
+                               ffn=cfg.ffn // tp)
+
+
+@functools.cache
+def all_parts(layers: int, stages: int, chunks: int) -> tuple[int, ...]:
+    """Return the layers of each part of the model."""
+    return tuple(len(part_layers(layers, stages, chunks, part))
+                 for part in range(stages * chunks))
+
+
+def stage_parts(cfg: ModelConfig, plan: Plan, stage: int) -> tuple[int, ...]:
+    """Return the layers of each part on a stage."""
+    return all_parts(cfg.layers, plan.pp, plan.pp_chunks)[stage :: plan.pp]
+
+
+def largest_part(cfg: ModelConfig, plan: Plan) -> int:
+    """Return the layers of the largest part, which an ActivationPlan is about."""
+    return max(all_parts(cfg.layers, plan.pp, plan.pp_chunks))
+
+
+def stage_ends(plan: Plan, stage: int) -> int:
+    """Return how many of embedding and head are on a stage."""
+    return (stage == 0) + (stage == plan.pp - 1)
+
+
+def slowest_stage(cfg: ModelConfig, plan: Plan) -> int:
+    """Return the stage of most layers; the last, with the head, if it is one of them."""
+    return max(range(plan.pp), key=lambda s: (sum(stage_parts(cfg, plan, s)), s))
+
+
+def fullest_stages(cfg: ModelConfig, plan: Plan) -> set[int]:
+    """Return the stages of which one needs the most memory: the first has most in flight, the last
+    the head, another may have a layer more."""
+    return {0, plan.pp - 1, slowest_stage(cfg, plan)}
+
+
+def stage_params(cfg: ModelConfig, plan: Plan, stage: int) -> float:
+    """Return the parameters of a rank of a stage, before they are sharded."""
+    ends = cfg.vocab * cfg.dim
+    layers = param_count(column_model(cfg, plan.tp)) - 2 * ends
+    share = sum(stage_parts(cfg, plan, stage)) / cfg.layers
+    return layers * share + stage_ends(plan, stage) * ends
+
+
+def longest_segment(cfg: ModelConfig, plan: Plan) -> Plan:
+    """Return the plan of a sequence that is as long as the longest segment: the first, since later
+    tokens attend to more. (plan.tokens are those of one in the mean.)"""
+    if plan.pp_segments == 1:
+        return plan
+    bounds = segments_of(cfg, plan)
+    return dataclasses.replace(plan, seq=bounds[1], pp_segments=1)
+
+
+def segments_of(cfg: ModelConfig, plan: Plan) -> tuple[int, ...]:
+    return _segments_of(cfg, plan.seq, plan.pp_segments, plan.sp * plan.tp)
+
+
+@functools.cache
+def _segments_of(cfg: ModelConfig, seq: int, segments: int, ranks: int) -> tuple[int, ...]:
+    return tuple(segment_bounds(cfg, seq, segments, ranks))
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What waits on a stage for its backward, at the most."""
+
+    layers: float  # that have kept what an item needs, times its tokens over a mean item's
+    keys: float  # of how many sequences they hold all keys and values, since they have segments
+    sums: float  # of how many the gradients of those
+
+
+def in_flight(cfg: ModelConfig, plan: Plan, stage: int) -> InFlight:
+    """Return what is in flight on a stage: all its layers, if there is one."""
+    if plan.pp == 1:
+        return InFlight(cfg.layers, 0, 0)
+    bounds = segments_of(cfg, plan)
+    lengths = tuple((end - start) * plan.pp_segments / plan.seq
+                    for start, end in zip(bounds, bounds[1:]))
+    count = min(plan.micro_batches, 3 * plan.pp)  # more than are ever in flight
+    return _in_flight(stage_parts(cfg, plan, stage), lengths, stage, plan.pp, count)
+
+
+@functools.cache
+def _in_flight(parts: tuple[int, ...], lengths: tuple[float, ...], stage: int, stages: int,
+               micro_batches: int) -> InFlight:
+    now = {"layers": 0.0, "keys": 0.0, "sums": 0.0}
+    most = dict(now)
+    last = len(lengths) - 1
+    for one in stage_order(stage, stages, len(parts), micro_batches, last + 1):
+        layers = parts[one.chunk]
+        if one.forward and one.segment == 0 < last:
+            now["keys"] += layers
+        if not one.forward and one.segment == last > 0:
+            now["sums"] += layers
+        now["layers"] += (1 if one.forward else -1) * layers * lengths[one.segment]
+        most = {name: max(value, now[name]) for name, value in most.items()}
+        if not one.forward and one.segment == 0 < last:
+            now["keys"] -= layers
+            now["sums"] -= layers
+    return InFlight(**most)
+
+
+@functools.lru_cache(1024)
+def stage_order(*shape: int) -> list[Pass]:
+    return pipeline_order(*shape)
 
 
 # ---------------------------------------------------------------------------- bytes
@@ -122,6 +270,10 @@ class Memory:
 
     def total(self) -> float:
         return sum(self.lasting.values()) + sum(self.peaks[self.highest()].values())
+
+    def beside_activations(self) -> float:
+        """Return the bytes of all but what layers keep."""
+        return self.total() - self.lasting["activations"]
 
     def describe(self) -> str:
         """Return lines for people: the terms of each moment in GiB."""
@@ -154,6 +306,16 @@ def activation_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
     return cfg.layers * sum(layer_bytes(cfg, tokens, dtype))
 
 
+def column_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Return layer_bytes of a plan's item on one rank."""
+    x, attn, intermediates = layer_bytes(column_model(cfg, plan.tp), plan.tokens, dtype)
+    if not plan.splits_tokens:
+        return x, attn, intermediates
+    elsewhere = x - x / plan.tp  # of x, and of h
+    gathered = 2 * x if plan.tp_mode == "msp" else 0  # what qkv and gate|up take
+    return x - elsewhere, attn, intermediates - elsewhere + gathered
+
+
 def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ranks: int,
                      head_groups: int) -> int:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
@@ -169,6 +331,7 @@ def layer_peaks(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, d
     attention's backward, and in those of the products before and after it. Where layers run whole,
     or all chunks of that layer stay, its q, k, v are among the activations."""
     kept = plan.activations
+    cfg = column_model(cfg, plan.tp)
     if kept is not None and kept.by_heads:
         return by_heads_peaks(cfg, plan, dtype)
     tokens = plan.tokens
@@ -196,6 +359,10 @@ def layer_peaks(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, d
     if kept is None:  # gate|up, h and what block.pre saves are among them, too
         temporaries = chunk * (4 * cfg.ffn + 3 * cfg.dim) * dtype.itemsize
         pre = 0
+    gathered = 0
+    if plan.splits_tokens:  # dy and dx of all tokens; in fsp what the product took, too
+        gathered = (3 if plan.tp_mode == "fsp" else 2) * x
+        x /= plan.tp
     return {
         "attention's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q,
@@ -207,7 +374,7 @@ def layer_peaks(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, d
             "first head group": first_group, "ring": ring_prefetch,
             "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, plan.head_ranks,
                                                    head_groups),
-            "temporaries of a chunk": temporaries,
+            "temporaries of a chunk": temporaries, "tokens of all columns": gathered,
             "saved by block.pre": pre}}
 
 
@@ -302,24 +469,48 @@ def saved_by_pre(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
 
 
 def loss_peak(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
-    """Return what head and loss need beside what layers keep."""
-    tokens = plan.tokens
+    """Return what head and loss need beside what layers keep; columns share the tokens."""
+    tokens = plan.tokens // plan.tp
+    column = column_model(cfg, plan.tp)
+    gathered = plan.tokens if plan.tp > 1 and not plan.splits_tokens else 0
     accum_bytes = accumulation_dtype(dtype).itemsize
     return {"logits": 2 * accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
             "gradient of the head": accum_bytes * cfg.vocab * cfg.dim,
-            "x, norm, dx": 3 * tokens * cfg.dim * dtype.itemsize,
-            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, plan.head_ranks,
+            "x, norm, dx": (3 * tokens + gathered) * cfg.dim * dtype.itemsize,
+            "all-to-all buffers": all_to_all_bytes(column, plan.tokens, dtype, plan.head_ranks,
                                                    plan.head_groups)}
 
 
+def segment_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype,
+                  stage: int = 0) -> dict[str, float]:
+    """Return what a stage of a pipeline needs beside its layers' activations: messages that are sent
+    and received, forward and back; and, with segments, keys and values of sequences in flight, the
+    sums of their gradients, and what one layer adds to them."""
+    if plan.pp == 1:
+        return {}
+    longest = longest_segment(cfg, plan)
+    messages = 4 * longest.tokens * cfg.dim * dtype.itemsize
+    if plan.splits_tokens:
+        messages /= plan.tp
+    if plan.pp_segments == 1:
+        return {"messages": messages}
+    waiting = in_flight(cfg, plan, stage)
+    whole = dataclasses.replace(plan, pp_segments=1)
+    *_, k_sent, _ = attention_bytes(column_model(cfg, plan.tp), whole, dtype)
+    wide = accumulation_dtype(dtype).itemsize / dtype.itemsize
+    return {"messages": messages,
+            "keys of segments": 2 * k_sent * (waiting.keys + wide * waiting.sums + 1)}
+
+
 def weight_buffer_bytes(cfg: ModelConfig, f: Factors, dtype: torch.dtype, in_chunks: bool,
-                        accumulates: bool) -> dict[str, float]:
+                        accumulates: bool, num_ends: int = 2) -> dict[str, float]:
     """Return the bytes of the buffers for gathered weights and whole gradients: one each for the
-    embedding and the head, two for each matrix of a layer (shard.States)."""
+    embedding and the head, num_ends of them, two for each matrix of a layer (shard.States)."""
     e = dtype.itemsize
     accum_bytes = accumulation_dtype(dtype).itemsize
-    ends = 2 * cfg.vocab * cfg.dim
-    layers = 2 * (param_count(cfg) - ends) / cfg.layers
+    end = cfg.vocab * cfg.dim
+    ends = num_ends * end
+    layers = 2 * (param_count(cfg) - 2 * end) / cfg.layers
     adds_up = in_chunks and not accumulates and e < accum_bytes  # chunks' gradients, in float32
     gradients = ends * e if f.g > 1 else 0
     if f.g > 1 or adds_up:
@@ -389,11 +580,11 @@ def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
 
 
 @functools.cache
-def imbalance(cfg: ModelConfig, owners: int) -> float:
+def imbalance(cfg: ModelConfig, owners: int, layers: int, num_ends: int = 2) -> float:
     """Return the largest share of whole matrices among so many owners over the mean, as
-    shard.States.assign_owners gives them out (layout inter)."""
-    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, cfg)] * cfg.layers
-    sizes += [cfg.vocab * cfg.dim] * 2
+    shard.States.assign_owners gives them out (layout inter). layers, num_ends: of a stage."""
+    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, cfg)] * layers
+    sizes += [cfg.vocab * cfg.dim] * num_ends
     loads = [0] * owners
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(loads, loads[0] + size)
@@ -402,7 +593,8 @@ def imbalance(cfg: ModelConfig, owners: int) -> float:
 
 def visit_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> float:
     """Return the bytes of the buffers in which optimizer states visit the GPU."""
-    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, cfg)]
+    column = column_model(cfg, plan.tp)
+    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, column)]
     largest = max(*sizes, cfg.vocab * cfg.dim)
     largest /= plan.factors.p if plan.os_layout == "inter" else plan.factors.os
     if not OPTIMIZER.whole:
@@ -436,6 +628,23 @@ class Estimator:
         self.matrices = block_matrices(llama.Block, model)
         self.held: set[str] = set()  # what lies outside the profile's points, in words
         self.cache: dict[tuple, object] = {}  # what has been computed, by what it depends on
+        self.whole = self  # of all columns and stages
+        self.columns: dict[tuple, Estimator] = {}
+
+    def column(self, plan: Plan) -> "Estimator":
+        """Return the estimator of what one column of one stage does: of its part of each layer, and
+        among its ranks of a node."""
+        if plan.tp == plan.pp == 1:
+            return self.whole
+        whole = self.whole
+        per_node = min(whole.per_node, plan.ranks // plan.pp) // plan.tp
+        key = plan.tp, per_node
+        if key not in whole.columns:
+            made = Estimator(self.profile, column_model(whole.model, plan.tp), self.dtype, per_node)
+            made.whole = whole
+            made.held = whole.held
+            whole.columns[key] = made
+        return whole.columns[key]
 
     def product(self, kind: str, tokens: float, rows: int, cols: int) -> float:
         """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
@@ -609,12 +818,14 @@ class LayerSeconds:
     post: float  # of what makes the next layer's input again
     by_heads: float  # more, of both passes, if q, k, v are made a head group at a time
     whole: float  # of a forward that runs again, if a layer keeps its input alone
+    columns: float  # of both passes, what columns exchange that no computation hides
 
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
+    est = est.column(plan)
     key = (plan.tokens, plan.seq, plan.sp, plan.ring, plan.head_groups, plan.recompute, plan.chunk,
-           plan.accumulates and plan.factors.g == 1)
+           plan.accumulates and plan.factors.g == 1, plan.tp_mode)
     if key not in est.cache:
         est.cache[key] = compute_layer_seconds(est, plan)
     return est.cache[key]
@@ -641,14 +852,15 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
 
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU
     first, *others = est.matrices
-    pre = product("forward", first) + moved(2 * cfg.dim, 2 * qkv, copied * 2 * qkv)
+    dim = cfg.dim / plan.tp if plan.splits_tokens else cfg.dim  # of all tokens, or of a part
+    pre = product("forward", first) + moved(2 * dim, 2 * qkv, copied * 2 * qkv)
     post = sum(product("forward", matrix) for matrix in others)
-    post += moved(7 * cfg.dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
+    post += moved(7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
     backward = [product("input_grad", matrix) + product(weight_grad, matrix)
                 for matrix in reversed(est.matrices)]
     backward[0] += moved(6 * cfg.ffn)
-    backward[1] += moved(5 * cfg.dim)
-    backward[-1] += moved(5 * cfg.dim, 2 * qkv, copied * 2 * q, copied * 3 * cfg.dim)
+    backward[1] += moved(5 * dim)
+    backward[-1] += moved(5 * dim, 2 * qkv, copied * 2 * q, copied * 3 * cfg.dim)
     kernel = est.attention("forward", tokens, plan.seq, plan.ring)
     kernel_back = est.attention("backward", tokens, plan.seq, plan.ring)
     if plan.head_ranks == 1 < plan.head_groups:
@@ -676,10 +888,54 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
                                    after, backward=True)
     backward[-2] += attention_back
     last = product("forward", others[-1])  # which a recomputed layer leaves out
+    columns = there_again = 0.0
+    if plan.tp > 1:
+        columns, there_again, more = column_exchanges(est, plan, weight_grad)
+        backward = [seconds + extra for seconds, extra in zip(backward, more)]
+    layer = pre + attention + post + columns
     return LayerSeconds(
-        chunks, pre + attention + post, attention - kernel, attention, tuple(backward),
+        chunks, layer, attention - kernel, attention, tuple(backward),
         attention_back - kernel_back, kernel + kernel_back, pre + post - last, post,
-        by_heads_seconds(est, plan, chunks), pre + attention + post - last)
+        by_heads_seconds(est, plan, chunks), layer - last - there_again,
+        columns + sum(more) if columns else 0.0)
+
+
+def column_exchanges(est: Estimator, plan: Plan,
+                     weight_grad: str) -> tuple[float, float, tuple[float, ...]]:
+    """Return the seconds of what columns exchange in a layer that no product hides: in forward, of
+    it the last, which a recomputed layer leaves out; in backward by matrix, the last one first."""
+    size = plan.tokens * est.model.dim * est.dtype.itemsize
+    mesh = (plan.tp, 1)
+    gather = est.collective("all_gather", size, mesh)
+    scatter = est.collective("reduce_scatter", size, mesh)
+    both = est.collective("all_reduce", size, mesh)
+    if plan.tp_mode == "mtp":  # by rows in forward, by columns in backward
+        return 2 * both, both, (0.0, both, 0.0, both)
+
+    def beside(kind: str, matrix: tuple[int, int], seconds: float) -> float:
+        """Return how much longer a product takes with a collective under it."""
+        line = Timeline(*est.profile.overlap["collectives"])
+        product = est.product(kind, plan.tokens, *matrix)
+        job = line.launch(kind, seconds)
+        line.run(product)
+        line.wait(job)
+        return line.now - product
+
+    more = [gather] * len(est.matrices)  # of dy, for a matrix that is split by columns of x
+    for j in (0, 2):  # qkv, gate|up: split by rows
+        again = gather if plan.tp_mode == "fsp" else 0.0
+        more[j] = (beside("input_grad", est.matrices[j], again)
+                   + beside(weight_grad, est.matrices[j], scatter))
+    return 2 * gather + 2 * scatter, scatter, tuple(reversed(more))
+
+
+def end_exchanges(est: Estimator, plan: Plan) -> float:
+    """Return the seconds of the all-gathers of x and of dx, (N, C), with which layers begin and
+    end in mode mtp: embedding, last norm and head have a part of the tokens."""
+    if plan.tp == 1 or plan.splits_tokens:
+        return 0.0
+    size = plan.tokens * est.model.dim * est.dtype.itemsize
+    return est.collective("all_gather", size, (plan.tp, 1))
 
 
 def by_heads_seconds(est: Estimator, plan: Plan, chunks: int) -> float:
@@ -766,6 +1022,53 @@ def head_seconds(est: Estimator, tokens: int) -> float:
     return products + (logits + ends) / est.profile.memory + est.moved(6 * tokens * cfg.dim)
 
 
+# ---------------------------------------------------------------------------- pipelines
+
+
+def part_seconds(line: "StepTimeline", layer: float, end: float) -> tuple[float, ...]:
+    """Return the seconds of a pass through each part; layer: of one; end: of the last part beside
+    its layers."""
+    plan = line.plan
+    parts = [layers * layer for layers in all_parts(line.est.model.layers, plan.pp, plan.pp_chunks)]
+    parts[-1] += end
+    return tuple(parts)
+
+
+def message_seconds(est: Estimator, plan: Plan) -> float:
+    """Return the seconds of an item's way from one stage to the next, across nodes if any are."""
+    whole = est.whole
+    size = plan.tokens * whole.model.dim * whole.dtype.itemsize
+    if plan.splits_tokens:
+        size /= plan.tp
+    mesh = (1, 2) if plan.ranks > whole.per_node else (2, 1)
+    return whole.collective("all_gather", 2 * size, mesh)
+
+
+def makespan(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...],
+             message: float) -> float:
+    """Return the seconds from the first pass to the last, whose parts take so long; message: from a
+    stage to the next. What many micro-batches add is that of some of them, once stages run as they
+    do from then on."""
+    round_of = plan.pp // math.gcd(plan.pp, plan.pp_segments)  # micro-batches that go through a part
+    few = round_of * -(-4 * plan.pp // (plan.pp_segments * round_of))
+    count = plan.micro_batches
+    shape = plan.pp, plan.pp_chunks, plan.pp_segments, forward, backward, message
+    if count <= few + round_of:
+        return simulated_makespan(count, *shape)
+    start = simulated_makespan(few, *shape)
+    return start + (simulated_makespan(few + round_of, *shape) - start) / round_of * (count - few)
+
+
+@functools.lru_cache(4096)
+def simulated_makespan(micro_batches: int, stages: int, chunks: int, segments: int,
+                       forward: tuple[float, ...], backward: tuple[float, ...],
+                       message: float) -> float:
+    """Return the makespan of parallel.pipeline_order."""
+    orders = [stage_order(s, stages, chunks, micro_batches, segments) for s in range(stages)]
+    times = run_times(orders, forward, backward, message)
+    return max(end for done in times for _, end in done[-1:])
+
+
 # ---------------------------------------------------------------------------- seconds of a step
 
 
@@ -785,10 +1088,19 @@ class UnitSeconds:
     visit: float  # of its states, if they lie on the host: there and back, the update between
 
 
+NOTHING = UnitSeconds((), (), 0, 0, 0, 0, 0, 0, 0, 0)  # of an end that another stage has
+
+
+def end_seconds(est: Estimator, plan: Plan) -> UnitSeconds:
+    """Return the seconds of the embedding, or of the head."""
+    return unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
+
+
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
-    """Return the table in shard.py's docstring in seconds."""
+    """Return the table in shard.py's docstring in seconds. est: of a column."""
     key = (plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
-           plan.recompute == "auto" and plan.chunk < plan.tokens, matrices)
+           plan.recompute == "auto" and plan.chunk < plan.tokens, matrices, plan.tp, plan.pp,
+           plan.pp_chunks)
     if key not in est.cache:
         est.cache[key] = compute_unit_seconds(est, plan, matrices)
     return est.cache[key]
@@ -802,8 +1114,10 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     held = accumulation_dtype(est.dtype).itemsize if plan.accumulates else e
     by_param = est.mesh(f.p)
     subgroup = est.mesh(f.os, f.p)
-    replicas = est.mesh(plan.ranks, f.p)
-    cross_os = est.mesh(plan.ranks, f.os)
+    replicas = est.mesh(plan.state_ranks, f.p)
+    cross_os = est.mesh(plan.state_ranks, f.os)
+    if matrices != est.matrices:  # all columns have the embedding and the head
+        replicas, cross_os = ((plan.tp * in_node, nodes) for in_node, nodes in (replicas, cross_os))
     intra = plan.os_layout == "intra"
 
     def scatter(s: int, last: bool) -> float:
@@ -845,7 +1159,9 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     cast = moved * 2 * (held + wire) if sums and held != wire else 0.0
     owned = sum(counts) / f.os
     if not intra:
-        owned *= imbalance(est.model, f.os // f.p)
+        stage = slowest_stage(est.model, plan)
+        owned *= imbalance(est.model, f.os // f.p, sum(stage_parts(est.model, plan, stage)),
+                           stage_ends(plan, stage))
     visit = 0.0
     if plan.os_place == "host":
         states = owned * len(OPTIMIZER.states) * accumulation_dtype(est.dtype).itemsize
@@ -859,14 +1175,17 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
 class StepTimeline(Timeline):
     """A step as train.run_step enqueues it: the update, whose parameters travel under what follows,
     then forward and backward of each micro-batch. (A step begins with its last part, so that it
-    ends where nothing is on its way.)"""
+    ends where nothing is on its way.) Of a pipeline the stage with most layers, which never waits
+    for the others."""
 
     def __init__(self, est: Estimator, plan: Plan, recomputed: float):
         """recomputed: seconds of a layer's backward in which its forward runs again."""
         super().__init__(*est.profile.overlap["collectives"])
+        est = est.column(plan)
         self.est = est
         self.plan = plan
-        self.layers = est.model.layers
+        self.stage = slowest_stage(est.model, plan)
+        self.layers = sum(stage_parts(est.model, plan, self.stage))
         self.sharded = plan.factors.p > 1
         self.across = crosses_nodes(est, plan)
         layer = layer_seconds(est, plan)
@@ -879,16 +1198,20 @@ class StepTimeline(Timeline):
         exchange = layer.exchange + layer.exchange_back
         self.of_layer = {  # of both passes, by what they are for
             "attention": layer.kernels, "all-to-all": exchange,  # and around a ring
-            "rest of layers": layer.forward + sum(layer.backward) - exchange - layer.kernels,
+            "tensor exchanges": layer.columns,
+            "rest of layers": (layer.forward + sum(layer.backward) - exchange - layer.kernels
+                               - layer.columns),
             "recomputation": recomputed,
             "launches": forward - layer.forward + self.seconds["backward"] - backward}
         launched = self.seconds["backward"] / backward  # the host's part is spread likewise
         self.by_matrix = tuple(launched * compute for compute in layer.backward)
-        head = (est.model.vocab, est.model.dim)
-        ends = unit_seconds(est, plan, (head,))
+        ends = end_seconds(est, plan)
         of_layer = unit_seconds(est, plan, est.matrices)
-        self.units = [ends, *[of_layer] * self.layers, ends]  # embedding, layers, head
-        self.head = head_seconds(est, plan.tokens)
+        first = ends if self.stage == 0 else NOTHING
+        last = ends if self.stage == plan.pp - 1 else NOTHING
+        self.units = [first, *[of_layer] * self.layers, last]  # embedding, layers, head
+        self.head = 0.0 if last is NOTHING else head_seconds(est, plan.tokens // plan.tp)
+        self.gathers = end_exchanges(est, plan) * stage_ends(plan, self.stage)
         self.computed: dict[str, float] = {}  # seconds of computation, by what it is for
         self.fresh: list = []  # travels of new parameters, of the first units
         self.updated: list[float] = []  # by unit: when it is updated, if under the next forward
@@ -906,7 +1229,8 @@ class StepTimeline(Timeline):
     def update(self) -> None:
         """States.update: the norm, then unit by unit, each one's new parameters leave."""
         est = self.est
-        norm = param_count(est.model) / self.plan.factors.os * grad_bytes(self.plan, est.dtype)
+        params = stage_params(est.whole.model, self.plan, self.stage)
+        norm = params / self.plan.factors.os * grad_bytes(self.plan, est.dtype)
         self.run(norm / est.profile.memory)
         later = self.plan.os_place == "host" and "host_update" in self.plan.overlap
         when = self.now
@@ -952,14 +1276,14 @@ class StepTimeline(Timeline):
                     self.gathered.pop(unit - 2, None)
             if 0 < unit < last:
                 self.run(self.seconds["forward"])
-        self.run(self.head)
+        self.run(self.head + self.gathers)
 
     def backward(self, last: bool) -> None:
         """Where layers run whole and once, the next matrix is gathered under one; else all of the
         layer before under a layer. Gradients leave as they are complete."""
         self.reduce_grads(self.layers + 1, last)
         for unit in range(self.layers, 0, -1):
-            self.wait(self.scattered.get(unit + 2))  # its buffers are free
+            self.wait(self.scattered.get(self.had_buffers(unit)))  # they are free
             if self.sharded and self.plan.recompute == "none":
                 self.backward_by_matrix(unit)
             else:
@@ -973,6 +1297,13 @@ class StepTimeline(Timeline):
                 self.run(self.seconds["backward"])
             self.reduce_grads(unit, last)
         self.reduce_grads(0, last)
+
+    def had_buffers(self, unit: int) -> int:
+        """Return the unit that had a layer's buffers last: the layer but one behind; of a stage's
+        last layers one of its first, in the item before."""
+        if unit + 2 <= self.layers or self.plan.pp == 1:
+            return unit + 2
+        return 2 - unit % 2
 
     def backward_by_matrix(self, unit: int) -> None:
         """While a matrix's gradients are computed, the next one's weight arrives."""
@@ -1011,18 +1342,21 @@ class StepTimeline(Timeline):
                 self.wait(job)
 
     def micro_batches(self) -> None:
-        """Run all of a step's; those between the second and the last are alike."""
-        count = self.plan.micro_batches
-        for m in sorted({0, min(1, count - 1), count - 1}):
+        """Run all of a step's, or their segments; those between the second and the last are alike,
+        or, of a few layers, once so many have passed as fill the wires."""
+        count = self.plan.items
+        second = 1 if self.plan.pp == 1 else 1 + 8 // self.layers
+        for m in sorted({*range(min(second + 1, count)), count - 1}):
             before = self.now, self.slowed, dict(self.exposed)
             self.micro_batch(m == count - 1)
-            if m == 1 and count > 3:
-                self.repeat(*before, count - 3)
+            if m == second and count > second + 2:
+                self.repeat(*before, count - second - 2)
         self.computed["head and loss"] = count * self.head
         self.computed["gradient sums"] = sum(
             count * unit.keep + unit.cast for unit in self.units)
         for name, seconds in self.of_layer.items():
             self.computed[name] = count * self.layers * seconds
+        self.computed["tensor exchanges"] += count * self.gathers
 
     def repeat(self, now: float, slowed: float, exposed: dict[str, float], times: int) -> None:
         """Count so many times more what has happened since then."""
@@ -1034,45 +1368,69 @@ class StepTimeline(Timeline):
 
 def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
                  waits: float = 0.0) -> dict[str, float]:
-    """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of a
-    micro-batch's layers, what plan_activations loses to recomputation and to copies."""
+    """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of an
+    item's way through the largest part of the model, what plan_activations loses to recomputation
+    and to copies."""
+    layers = largest_part(est.model, plan)
     if plan.recompute == "full":
-        recomputed = est.model.layers * layer_seconds(est, plan).whole
-    line = StepTimeline(est, plan, recomputed / est.model.layers)
+        recomputed = layers * layer_seconds(est, plan).whole
+    line = StepTimeline(est, plan, recomputed / layers)
     line.update()
     line.micro_batches()
-    small = est.collective("all_reduce", 2.0**20, est.mesh(plan.ranks))  # less takes as long
+    whole = est.whole
+    small = whole.collective("all_reduce", 2.0**20, whole.mesh(plan.ranks))  # less takes as long
     parts = line.computed | line.exposed
     parts["small sums"] = 5 * small  # loss, norm, vectors, labels, facts
     parts["slowed by communication"] = line.slowed
-    parts["copies"] = float(waits) * plan.micro_batches
+    parts["copies"] = float(waits) * plan.items * line.layers / layers
+    if plan.pp > 1:
+        forward = part_seconds(line, line.seconds["forward"], line.head + line.gathers)
+        backward = part_seconds(line, line.seconds["backward"], 0.0)
+        passes = plan.items * sum(forward[line.stage :: plan.pp] + backward[line.stage :: plan.pp])
+        alone = makespan(plan, forward, backward, 0.0)
+        parts["pipeline idle"] = alone - passes
+        with_messages = makespan(plan, forward, backward, message_seconds(est, plan))
+        parts["stage messages"] = with_messages - alone
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
-def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
-    """Return the seconds of a step's layers and head alone: a bound for all factors, of which some
-    add gradients up in their own place and others do not."""
+def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[str, float]:
+    """Return the seconds of a step's layers and head alone, and of a pipeline's idle time: a bound
+    for all factors, of which some add gradients up in their own place and others do not. lost:
+    seconds of an item's way through the largest part that are recomputed.
+
+    Before its first pass a stage waits for those in front, and after its last they wait for it, so
+    with t_c seconds of part c, there and back, on stage c mod P
+
+        makespan >= max over s:  M K (sum of t_c on s) + sum_(c < s) t_c
+    """
     def layer(plan: Plan) -> float:
         found = layer_seconds(est, plan)
         return found.forward + sum(found.backward)
 
     least = min(layer(plan), layer(dataclasses.replace(plan, accumulates=False)))
-    once = est.model.layers * least + head_seconds(est, plan.tokens)
-    return {"computation": plan.micro_batches * once}
+    least += lost / largest_part(est.model, plan)
+    est = est.column(plan)
+    parts = [layers * least for layers in all_parts(est.model.layers, plan.pp, plan.pp_chunks)]
+    parts[-1] += head_seconds(est, plan.tokens // plan.tp)
+    return {"computation": max(plan.items * sum(parts[s :: plan.pp]) + sum(parts[:s])
+                               for s in range(plan.pp))}
 
 
 def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[str, float]:
     """Return seconds that a step takes at least: its computation with the update, and communication
     that is all hidden, which slows computation down; or the communication of one wire alone, or the
-    visits of states that lie on the host. lost: seconds of a micro-batch that are recomputed."""
-    m = plan.micro_batches
-    ends = unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
+    visits of states that lie on the host. lost: as computation_seconds has it."""
+    m = plan.items
+    computed = sum(computation_seconds(est, plan, lost).values())
+    est = est.column(plan)
+    stage = slowest_stage(est.model, plan)
     layer = unit_seconds(est, plan, est.matrices)
     across = crosses_nodes(est, plan)
     wires = [0.0, 0.0]
     visits = 0.0
-    computed = sum(computation_seconds(est, plan).values()) + m * lost
-    for unit, count in ((ends, 2), (layer, est.model.layers)):
+    for unit, count in ((end_seconds(est, plan), stage_ends(plan, stage)),
+                        (layer, sum(stage_parts(est.model, plan, stage)))):
         computed += count * (unit.update + m * unit.keep + unit.cast)
         visits += count * unit.visit
         wires[across["param_broadcast"]] += count * unit.broadcast
@@ -1087,9 +1445,9 @@ def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[str, fl
 
 
 def crosses_nodes(est: Estimator, plan: Plan) -> dict[str, bool]:
-    """Return which kinds of communication cross nodes."""
+    """Return which kinds of communication cross nodes. est: of a column."""
     f = plan.factors
-    nodes = plan.ranks > est.per_node
+    nodes = plan.state_ranks > est.per_node
     return {"param_gather": f.p > est.per_node, "param_broadcast": f.os > est.per_node,
             "grad_scatter": f.os > est.per_node or (nodes and plan.os_layout == "inter"),
             "grad_reduce": nodes}

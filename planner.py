@@ -12,7 +12,8 @@ for each row of DEGREES; costs.py says what it takes,
 (AMSP, section IV, with InternEvo's degrees and Memo's activations.) The search is exact, best first
 by bounds that get better (Search.best_first):
 
-    a shape: sp, micro-batch, head groups, chunk    its computation alone
+    a shape: columns, stages, sp, micro-batch,      its computation alone, and the least that
+      head groups, chunk                              a pipeline is idle
     with shards, layout, place                      all communication hidden, or one wire's alone
     ... that fit                                    the same, recomputing what has no room at all
     ... simulated                                   a step that does
@@ -24,11 +25,17 @@ GPU, less host memory, fewer shards (`preference`).
 train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of
 a layer that `measure` took on this machine.
 
-Left out: tensor and pipeline degrees, rows of DEGREES to come.
+With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
+ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node (`column_ranks`).
+What a stage's layers keep is planned for one item through its largest part, with the memory of the
+stage that has the least for it, over what is in flight there.
+
+Left out: other plans of what layers keep for other stages.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
-gradients and optimizer states, sp ranks that share a sequence; of what layers keep n layers, c
-chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
+gradients and optimizer states, sp ranks that share a sequence, T columns, P stages, V parts of the
+model on one, K segments; of what layers keep n layers, c chunks of one, k resident layers, m layers
+of which one keeps x, X layers without o.
 """
 import contextlib
 import dataclasses
@@ -51,15 +58,18 @@ import torch
 
 import model as llama
 from attention import Attention
-from costs import (Estimator, Memory, Plan, activation_bytes, bound_seconds, computation_seconds,
-                   host_bytes, imbalance, kept_parts, layer_bytes, layer_peaks, layer_seconds,
-                   loss_peak, resident_bytes, ring_traffic, rounding_bytes, state_bytes,
-                   step_seconds, unit_seconds, visit_bytes, weight_buffer_bytes)
+from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes, column_model,
+                   computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
+                   in_flight, kept_parts, largest_part, layer_bytes, layer_peaks, layer_seconds,
+                   longest_segment, loss_peak, resident_bytes, ring_traffic, rounding_bytes,
+                   segment_bytes, slowest_stage, stage_ends, stage_params, stage_parts,
+                   state_bytes, step_seconds, unit_seconds, visit_bytes, weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
                       with_network)
 from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
                    rope_tables)
 from offload import GIB, ActivationPlan, block_saves
+from parallel import no_order
 from placement import Ring, make_rings, parse_leaf, place_nodes
 from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
                    parse_strategy)
@@ -146,10 +156,7 @@ class Hardware:
 
 def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
     """Raise ValueError for constraints that no plan meets, whatever memory there is."""
-    legal_tensor(constraints, model, ranks, per_node)
-    column, ranks, per_node = of_column(constraints, model, ranks, per_node)
-    wanted_factors(constraints, ranks, per_node)
-    legal_degrees(constraints, column, ranks, per_node)
+    check_shape(constraints, model, ranks, per_node)
     k = constraints.resident_layers
     alpha = constraints.alpha
     if k and k > model.layers:
@@ -162,13 +169,34 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
         raise ValueError(f"--alpha {alpha}: no layer swaps if all {model.layers} are resident")
 
 
+def check_shape(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
+    """Raise ValueError if no columns and stages leave legal factors and ways to share a sequence."""
+    there = Hardware(ranks, per_node, None)
+    refused = None
+    for tensor in legal_tensor(constraints, model, there, {}):
+        chosen = dict(zip(("tp", "tp_mode"), tensor))
+        try:
+            for pipeline in legal_pipeline(constraints, model, there, chosen):
+                given = chosen | dict(zip(("pp", "pp_chunks", "pp_segments"), pipeline))
+                try:
+                    wanted_factors(constraints, *column_ranks(there, given))
+                    legal_sequences(constraints, model, there, given)
+                    return
+                except ValueError as e:
+                    refused = refused or e
+        except ValueError as e:
+            refused = refused or e
+    raise refused
+
+
 def fix(constraints: Constraints, chosen: Plan) -> Constraints:
     """Return constraints that leave open what layers keep, alone."""
     f = chosen.factors
     if not constraints.strategy:
         constraints = dataclasses.replace(constraints, p=str(f.p), g=str(f.g), os=str(f.os))
     return dataclasses.replace(
-        constraints, sp=chosen.sp, ring=chosen.ring, batch=chosen.batch,
+        constraints, tp=chosen.tp, pp=chosen.pp, pp_chunks=chosen.pp_chunks,
+        pp_segments=chosen.pp_segments, sp=chosen.sp, ring=chosen.ring, batch=chosen.batch,
         micro_batch=chosen.micro_batch, head_groups=chosen.head_groups, chunk=chosen.chunk,
         os_layout=chosen.os_layout, os_place=chosen.os_place, layers_run=chosen.recompute)
 
@@ -528,45 +556,179 @@ class Degree:
     names: tuple[str, ...]  # of Plan's fields
     legal: Callable[..., list[tuple]]  # (constraints, model, hardware, chosen) -> values of them,
     # given what the degrees above have chosen; raises ValueError with what would be legal
-    bytes: Callable[..., dict[str, float]]  # (plan, model, dtype) -> what lasts through a step
+    bytes: Callable[..., dict[str, float]]  # (plan, model, dtype, stage) -> what lasts through a
+    # step on a stage
     seconds: tuple[str, ...]  # parts of step_seconds that come from it
+
+
+def legal_tensor(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                 chosen: dict) -> list[tuple]:
+    """Return (columns of a layer's matrices, mode): neighbours in a node, each with as many heads
+    and features; if they are open, powers of two. Raises ValueError with the legal ones."""
+    shared = {"GPUs of a node": hardware.per_node, "heads": model.heads,
+              "key/value heads": model.kv_heads, "features": model.ffn}
+    legal = [n for n in range(1, hardware.per_node + 1)
+             if all(count % n == 0 for count in shared.values())]
+    if constraints.tp is None:
+        return [(n, constraints.tp_mode) for n in legal if n & (n - 1) == 0]
+    if constraints.tp not in legal and constraints.tp > 1:
+        counts = ", ".join(f"{count} {name}" for name, count in shared.items())
+        raise ValueError(f"--tp {constraints.tp}: it must divide {counts}: one of "
+                         f"{', '.join(map(str, legal))}")
+    return [(constraints.tp, constraints.tp_mode)]
+
+
+def legal_pipeline(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                   chosen: dict) -> list[tuple]:
+    """Return (stages, parts of the model on one, segments of a sequence). Raises ValueError with
+    the nearest legal ones."""
+    ranks, per_node, tp = hardware.ranks, hardware.per_node, chosen["tp"]
+    pp, chunks, segments = constraints.pp, constraints.pp_chunks, constraints.pp_segments
+    if pp == 1 and (chunks or 1, segments or 1) != (1, 1):
+        name = "chunks" if (chunks or 1) > 1 else "segments"
+        raise ValueError(f"--pp-{name} {chunks if name == 'chunks' else segments}: of a pipeline; "
+                         "--pp from 2, or auto")
+    stages = [n for n in range(1, min(ranks, model.layers) + 1)
+              if ranks % n == 0 and in_nodes(ranks // n, per_node) and ranks // n % tp == 0]
+    if pp not in (None, 1) and pp not in stages:
+        raise ValueError(f"--pp {pp}: each of at most {model.layers} stages, one a layer, has "
+                         f"whole nodes of {per_node}, or parts that divide one, of {ranks} ranks "
+                         f"in columns of {tp}; nearest: {nearest_of(pp, stages)}")
+    split = [1]
+    if segments or (segments is None and pp != 1):
+        split = segment_counts(constraints, model, tp)
+    found = []
+    for n in [pp] if pp else stages:
+        if n == 1 and (chunks or 1, segments or 1) == (1, 1):
+            found.append((1, 1, 1))
+        if n == 1:
+            continue
+        most = model.layers // n
+        if chunks and chunks > most and pp:
+            raise ValueError(f"--pp-chunks {chunks}: {n} stages x {chunks} parts are more than the "
+                             f"{model.layers} layers; at most {most}")
+        parts = [v for v in ([chunks] if chunks else (1, 2, 4)) if v <= most]
+        found += [(n, v, k) for v in parts for k in split]
+    if not found:
+        raise ValueError(f"--pp-chunks {chunks} --pp-segments {segments}: no --pp that divides "
+                         f"{ranks} ranks has so many parts of {model.layers} layers")
+    return found
+
+
+def segment_counts(constraints: Constraints, model: ModelConfig, tp: int) -> list[int]:
+    """Return into how many segments a sequence may be cut. Raises ValueError."""
+    wanted, seq = constraints.pp_segments, constraints.seq
+    alone = ""  # why there may be one segment only
+    if constraints.in_documents:
+        alone = "with documents (--document-token; -1: none)"
+    elif 0 < model.window < seq:
+        alone = f"with sliding windows of {model.window} tokens"
+    elif (constraints.ring or 1) > 1:
+        alone = f"with --ring {constraints.ring}"
+    ranks = (constraints.sp or 1) * tp
+    if wanted is None:
+        return [k for k in (1, 2, 4, 8) if k == 1 or (not alone and seq % (ranks * k) == 0)]
+    if wanted > 1 and alone:
+        raise ValueError(f"--pp-segments {wanted}: a later segment attends to all earlier ones; "
+                         f"{alone} --pp-segments 1")
+    if seq % (ranks * wanted):
+        legal = [k for k in range(1, seq // ranks + 1) if seq % (ranks * k) == 0]
+        raise ValueError(f"--pp-segments {wanted}: --seq {seq} is no multiple of sp x tp x "
+                         f"segments = {ranks * wanted}; nearest: "
+                         f"{nearest_of(wanted, legal or [1])}")
+    return [wanted]
+
+
+def in_nodes(ranks: int, per_node: int) -> bool:
+    """Return whether so many neighbours are whole nodes, or divide one."""
+    return ranks % per_node == 0 or per_node % ranks == 0
+
+
+def nearest_of(value: int, legal: list[int]) -> str:
+    """Return those of the legal ones that are next to value, for messages."""
+    low = [n for n in legal if n < value][-1:]
+    high = [n for n in legal if n > value][:1]
+    return " or ".join(map(str, low + high))
+
+
+def column_ranks(hardware: Hardware, chosen: dict) -> tuple[int, int]:
+    """Return R, the ranks of one column of one stage, and how many of them a node has."""
+    stage = hardware.ranks // chosen["pp"]
+    in_node = hardware.per_node if chosen["pp"] == 1 else min(hardware.per_node, stage)
+    return stage // chosen["tp"], in_node // chosen["tp"]
 
 
 def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                     chosen: dict) -> list[tuple]:
-    return legal_degrees(constraints, *of_column(constraints, model, hardware.ranks,
-                                                 hardware.per_node))
+    """Return (sp, ring): segments and columns share a sequence, too."""
+    cut = chosen["tp"] * chosen["pp_segments"]
+    found = legal_degrees(constraints, column_model(model, chosen["tp"]),
+                          *column_ranks(hardware, chosen))
+    if cut == 1:
+        return found
+    legal = [(sp, ring) for sp, ring in found
+             if constraints.seq % (sp * cut) == 0 and (ring == 1 or chosen["pp_segments"] == 1)]
+    if not legal:
+        sp, ring = found[-1]
+        raise ValueError(f"--tp {chosen['tp']} --pp-segments {chosen['pp_segments']}: --seq "
+                         f"{constraints.seq} must be a multiple of sp x tp x segments (sp {sp}: "
+                         f"{sp * cut}), and segments have --ring 1 (here {ring})")
+    return legal
 
 
 def legal_batches(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                   chosen: dict) -> list[tuple]:
+    """Return (batch, micro-batch): parts that alternate on a stage want as many items as fill all
+    stages. Raises ValueError."""
     sp = chosen["sp"]
-    _, ranks, _ = of_column(constraints, model, hardware.ranks, hardware.per_node)
-    return batch_shapes(constraints, ranks // sp, sp)
+    dp = column_ranks(hardware, chosen)[0] // sp
+    found = batch_shapes(constraints, dp, sp * chosen["pp_segments"])
+    if chosen["pp_chunks"] == 1:
+        return found
+    pp, chunks, segments = chosen["pp"], chosen["pp_chunks"], chosen["pp_segments"]
+    why = {(batch, size): no_order(pp, chunks, batch // dp // size, segments)
+           for batch, size in found}
+    legal = [shape for shape, reason in why.items() if reason is None]
+    if not legal:
+        batch, size = found[-1]
+        step = dp * size * (pp // math.gcd(pp, segments))
+        raise ValueError(f"--pp-chunks {chunks}: {why[batch, size]}; --pp-chunks 1, or the nearest "
+                         f"--batch: {nearest(batch, step)}")
+    return legal
 
 
 def legal_recompute(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                     chosen: dict) -> list[tuple]:
-    """Return how layers may run. What is said of chunks by hand asks for them; columns of ranks
-    run whole layers."""
+    """Return how layers may run. What is said of chunks by hand asks for them. Raises ValueError
+    where columns, whose layers run whole, are to have some."""
     if constraints.recompute != "auto":
         return [(constraints.recompute,)]
-    if (constraints.tp or 1) > 1:
-        return [("none",), ("full",)]
-    tokens = chosen["micro_batch"] * constraints.seq // chosen["sp"]
+    tokens = tokens_of(constraints, chosen)
     cut = constraints.chunk is not None and constraints.chunk < tokens
     by_hand = constraints.alpha is not None or constraints.resident_layers
-    if cut or by_hand or chosen["sp"] == 1 < chosen["head_groups"]:
+    in_chunks = cut or by_hand or chosen["sp"] == 1 < chosen["head_groups"]
+    if chosen["tp"] > 1:
+        if in_chunks:
+            raise ValueError(f"--tp {chosen['tp']}: its layers run whole, without --chunk, --alpha,"
+                             " --resident-layers and, of sp 1, --head-groups")
+        asked = constraints.layers_run
+        return [(how,) for how in ("none", "full") if asked in ("", how)]
+    if in_chunks:
         return [("auto",)]  # chunks, which alone let a group's gradients take its tensors' places
     return [(constraints.layers_run,)] if constraints.layers_run else [
         ("none",), ("auto",), ("full",)]
+
+
+def tokens_of(constraints: Constraints, chosen: dict) -> int:
+    """Return N."""
+    return chosen["micro_batch"] * constraints.seq // chosen["sp"] // chosen["pp_segments"]
 
 
 def legal_chunks(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                  chosen: dict) -> list[tuple]:
     """Return the most tokens that a layer runs at once: equal parts of at most --chunk, of 16K, 8K
     or 4K if that is open."""
-    tokens = chosen["micro_batch"] * constraints.seq // chosen["sp"]
+    tokens = tokens_of(constraints, chosen)
     if chosen["recompute"] != "auto":
         return [(tokens,)]
     sizes = [constraints.chunk] if constraints.chunk else [2**14, 2**13, 2**12]
@@ -575,8 +737,7 @@ def legal_chunks(constraints: Constraints, model: ModelConfig, hardware: Hardwar
 
 def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardware,
                  chosen: dict) -> list[tuple]:
-    _, ranks, per_node = of_column(constraints, model, hardware.ranks, hardware.per_node)
-    return [(f,) for f in wanted_factors(constraints, ranks, per_node)]
+    return [(f,) for f in wanted_factors(constraints, *column_ranks(hardware, chosen))]
 
 
 def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardware,
@@ -585,7 +746,8 @@ def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardwar
     has, or more."""
     if constraints.os_place != "auto":
         return [(constraints.os_place,)]
-    held = state_bytes(param_count(model), chosen["factors"], constraints.dtype, False)
+    params = param_count(model) / (chosen["tp"] * chosen["pp"])
+    held = state_bytes(params, chosen["factors"], constraints.dtype, False)
     large = held["optimizer"] > hardware.gpu_budget / 20
     return [("gpu",), ("host",)] if large else [("gpu",)]
 
@@ -601,34 +763,50 @@ def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardwa
     return [("intra",), ("inter",)] if f.os > f.p else [("intra",)]
 
 
-def no_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
+def no_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
+             stage: int = 0) -> dict[str, float]:
     return {}
 
 
-def kept_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
-    layer = layer_bytes(model, plan.tokens, dtype)
+def pipeline_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
+                   stage: int = 0) -> dict[str, float]:
+    return segment_bytes(model, plan, dtype, stage)
+
+
+def kept_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
+               stage: int = 0) -> dict[str, float]:
+    """Return what a stage's layers keep, of all that is in flight there."""
+    layer = column_bytes(model, plan, dtype)
+    layers = in_flight(model, plan, stage).layers
     kept = plan.activations
     if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
-        return {"activations": resident_bytes(kept, layer)}
+        return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
     if plan.recompute == "full":  # all layers' inputs, and one whole layer
-        return {"activations": model.layers * layer[0] + sum(layer)}
-    return {"activations": activation_bytes(model, plan.tokens, dtype)}
+        whole = column_bytes(model, longest_segment(model, plan), dtype)
+        return {"activations": layers * layer[0] + sum(whole)}
+    return {"activations": layers * sum(layer)}
 
 
-def factor_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
+def factor_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
+                 stage: int = 0) -> dict[str, float]:
     in_chunks = plan.activations is not None and plan.activations.chunks > 1
-    states = state_bytes(param_count(model), plan.factors, dtype, plan.accumulates)
+    column = column_model(model, plan.tp)
+    ends = stage_ends(plan, stage)
+    params = stage_params(model, plan, stage)
+    states = state_bytes(params, plan.factors, dtype, plan.accumulates)
     states["optimizer"] *= plan.os_place == "gpu"
     if plan.os_layout == "inter":  # of the rank that owns most
-        most = imbalance(model, plan.factors.os // plan.factors.p)
+        most = imbalance(column, plan.factors.os // plan.factors.p,
+                         sum(stage_parts(model, plan, stage)), ends)
         states["optimizer"] *= most
         if plan.factors.g > plan.factors.p:
             states["gradients"] *= most
-    return (states
-            | weight_buffer_bytes(model, plan.factors, dtype, in_chunks, plan.accumulates))
+    return (states | weight_buffer_bytes(column, plan.factors, dtype, in_chunks, plan.accumulates,
+                                         ends))
 
 
-def place_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[str, float]:
+def place_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
+                stage: int = 0) -> dict[str, float]:
     """Return what is on the GPU of states that lie on the host."""
     if plan.os_place == "gpu":
         return {}
@@ -639,41 +817,6 @@ def nearest(value: int, step: int) -> str:
     """Return the multiples of step around value, for messages."""
     low = value // step * step
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
-
-
-def legal_tensor(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
-    """Raise ValueError unless --tp columns can share the model's layers."""
-    tp = constraints.tp or 1
-    if tp == 1:
-        return
-    parts = {"heads": model.heads, "key/value heads": model.kv_heads, "columns of the MLP":
-             model.ffn, "tokens (--seq)": constraints.seq, "ranks of a node": per_node}
-    parts["ranks"] = ranks
-    if constraints.sp is not None and constraints.seq % constraints.sp == 0:
-        parts["tokens of a rank (--seq / --sp)"] = constraints.seq // constraints.sp
-    legal = [n for n in range(1, per_node + 1) if not any(size % n for size in parts.values())]
-    if tp not in legal:
-        size, what = next((size, what) for what, size in parts.items() if size % tp)
-        nearest = min(legal, key=lambda n: abs(n - tp))
-        raise ValueError(f"--tp {tp}: does not divide {size} {what}; nearest: --tp {nearest}")
-    by_hand = [f"--{name.replace('_', '-')} {getattr(constraints, name)}"
-               for name in ("chunk", "alpha", "resident_layers")
-               if getattr(constraints, name) is not None]
-    if by_hand:
-        raise ValueError(f"--tp {tp}: columns of ranks run whole layers, not chunks of tokens: "
-                         f"without {' '.join(by_hand)}, or --tp 1")
-
-
-def of_column(constraints: Constraints, model: ModelConfig, ranks: int,
-              per_node: int) -> tuple[ModelConfig, int, int]:
-    """Return the model, ranks, and ranks of a node, of one column of one stage."""
-    tp, pp = constraints.tp or 1, constraints.pp or 1
-    ranks //= tp * pp
-    per_node //= tp
-    if pp > 1:  # a stage may be a part of a node
-        per_node = min(per_node, ranks)
-    heads, kv_heads = model.heads // tp, model.kv_heads // tp
-    return dataclasses.replace(model, heads=heads, kv_heads=kv_heads), ranks, per_node
 
 
 def wanted_factors(constraints: Constraints, world: int, per_node: int) -> list[Factors]:
@@ -710,9 +853,8 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
     """Return (sp, ring) to try: in a ring, ranks that share heads are of one node. Raises
     ValueError with the legal ones."""
     seq = constraints.seq
-    tp = constraints.tp or 1  # which divides a rank's tokens, too
     legal = []
-    for sp in (n for n in range(1, ranks + 1) if ranks % n == 0 and seq % (n * tp) == 0):
+    for sp in (n for n in range(1, ranks + 1) if ranks % n == 0 and seq % n == 0):
         for ring in (n for n in range(1, sp + 1) if sp % n == 0):
             head_ranks = sp // ring
             in_node = per_node % head_ranks == 0
@@ -740,10 +882,9 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
             f"{', '.join(map(str, of_sp))}")
     if sp is not None:
         alone = ", and ring is 1 with documents or windows" if masked else ""
-        columns = f" (of each of {tp} columns)" if tp > 1 else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
-            f"{model.heads} heads{alone}{columns}: one of "
+            f"{model.heads} heads{alone}: one of "
             f"{', '.join(map(str, sorted({n for n, _ in legal})))}")
     rings = sorted({pair[1] for pair in legal})
     raise ValueError(f"--ring {ring}: it must divide --sp, which divides {ranks} ranks, and "
@@ -785,15 +926,17 @@ def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Ha
     Raises ValueError with the legal ones."""
     sp = chosen["sp"]
     head_ranks = sp // chosen["ring"]
-    model, _, _ = of_column(constraints, model, hardware.ranks, hardware.per_node)
+    model = column_model(model, chosen["tp"])
     heads = model.heads // head_ranks
     legal = [n for n in range(1, heads + 1)
              if heads % n == 0 and (head_ranks > 1 or model.kv_heads % n == 0)]
     wanted = constraints.head_groups
-    long = chosen["micro_batch"] * constraints.seq // sp > 2**16
+    long = tokens_of(constraints, chosen) > 2**16
     if wanted is None and head_ranks > 1:
         most = max(n for n in legal if n <= 16)
         return [(n,) for n in legal if n <= 4 or (long and n == most)]
+    if wanted is None and chosen["tp"] > 1:
+        return [(1,)]  # the layers of columns run whole
     if wanted is None:
         return [(n,) for n in sorted({1, max(n for n in legal if n <= 8)}) if n == 1 or long]
     if wanted not in legal:
@@ -812,6 +955,9 @@ def chunk_of(constraints: Constraints, tokens: int, most: int) -> int:
 
 
 SHAPE = (  # of the computation
+    Degree(("tp", "tp_mode"), legal_tensor, no_bytes, ("tensor exchanges",)),
+    Degree(("pp", "pp_chunks", "pp_segments"), legal_pipeline, pipeline_bytes,
+           ("pipeline idle", "stage messages")),
     Degree(("sp", "ring"), legal_sequences, no_bytes, ("all-to-all",)),
     Degree(("batch", "micro_batch"), legal_batches, no_bytes, ("attention", "head and loss")),
     Degree(("head_groups",), legal_head_groups, no_bytes, ("all-to-all",)),
@@ -860,7 +1006,8 @@ def preference(plan: Plan, hardware: Hardware) -> tuple:
     small micro-batches, states on the host, a twentieth of its memory, shards."""
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
-    return (plan.sp, plan.ring, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
+    return (plan.pp, plan.tp, plan.pp_segments, plan.pp_chunks,
+            plan.sp, plan.ring, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
             plan.os_layout != "intra", plan.recompute != "none", plan.head_groups, -plan.chunk)
 
 
@@ -869,8 +1016,8 @@ def same_step(plan: Plan) -> tuple:
     that keep everything run whole."""
     keep = layers_text(plan).partition(",")[0]
     how = plan.chunk if keep != "all" else ""
-    return (plan.sp, plan.ring, plan.batch, plan.micro_batch, plan.head_groups, plan.factors,
-            plan.os_layout, plan.os_place, keep, how, plan.step_s)
+    return (plan.tp, plan.pp, plan.pp_chunks, plan.pp_segments, plan.sp, plan.ring, plan.batch,
+            plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout, plan.os_place, keep, how, plan.step_s)
 
 
 class Search:
@@ -930,9 +1077,8 @@ class Search:
         wire = accumulation_dtype(c.dtype) if in_float32 else c.dtype
         overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
         plan = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize,
-                    tp=c.tp or 1, tp_mode=c.tp_mode, pp=c.pp or 1, pp_chunks=c.pp_chunks or 1,
-                    pp_segments=c.pp_segments or 1, **chosen)
-        return dataclasses.replace(plan, accumulates=in_float32 or plan.micro_batches > 1)
+                    **chosen)
+        return dataclasses.replace(plan, accumulates=in_float32 or plan.items > 1)
 
     def shapes(self):
         """Yield plans without states, with the seconds of their computation alone; not those that
@@ -942,7 +1088,8 @@ class Search:
         for chosen in self.choose(SHAPE, {}):
             shape = self.bare(chosen)
             shape = dataclasses.replace(shape, seconds=computation_seconds(self.est, shape))
-            key = shape.sp, shape.batch, shape.micro_batch, shape.recompute, shape.chunk
+            key = (shape.tp, shape.pp, shape.pp_chunks, shape.pp_segments, shape.sp, shape.batch,
+                   shape.micro_batch, shape.recompute, shape.chunk)
             alike.setdefault(key, []).append(shape)
         for shapes in alike.values():
             if len({shape.ring for shape in shapes}) == 1:
@@ -970,18 +1117,20 @@ class Search:
         for by_heads in (False, True):
             kept = None
             if shape.recompute == "auto":
-                n = self.model.layers
+                n = largest_part(self.model, shape)
                 kept = ActivationPlan(n, -(-shape.tokens // shape.chunk), n, by_heads=by_heads)
             plan = dataclasses.replace(shape, activations=kept)
-            peaks = {"head and loss": loss_peak(self.model, plan, self.constraints.dtype)}
-            peaks |= layer_peaks(self.model, plan, self.constraints.dtype)
+            longest = longest_segment(self.model, plan)
+            peaks = {"head and loss": loss_peak(self.model, longest, self.constraints.dtype)}
+            peaks |= layer_peaks(self.model, longest, self.constraints.dtype)
             alone = by_heads and shape.head_groups == 1  # it cannot
             found.append(math.inf if alone else Memory({}, peaks).total())
         return found[0], found[1]
 
     def with_states(self, shape: Plan):
         """Yield the plans of a shape, with the seconds that they take at least."""
-        for chosen in self.choose(STATES, {}):
+        given = {name: getattr(shape, name) for degree in SHAPE for name in degree.names}
+        for chosen in self.choose(STATES, given):
             plan = dataclasses.replace(shape, **chosen)
             yield dataclasses.replace(plan, seconds=bound_seconds(self.est, plan))
 
@@ -1004,14 +1153,26 @@ class Search:
             return 0.0
         everything = self.keeping_all(plan)
         sizes, _ = self.hardware.measured or layer_sizes(self.est, plan)
-        n = self.model.layers
-        room = self.hardware.gpu_budget + self.host_left(everything)
-        lost = least_lost(n, sizes, room - beside_activations(everything))
+        n = everything.activations.layers
+        lost = least_lost(n, sizes, sum(self.rooms(everything)))
         all_by_heads = n * (sizes.recompute_s + sizes.by_heads_s)
         if lost > all_by_heads and (by_heads := self.by_heads(everything)):
-            others = least_lost(n, sizes, room - beside_activations(by_heads))
+            others = least_lost(n, sizes, sum(self.rooms(by_heads)))
             lost = min(lost, max(all_by_heads, others + n * sizes.by_heads_s))
         return lost
+
+    def rooms(self, plan: Plan) -> tuple[float, float]:
+        """Return the bytes of a GPU and of its host that there are for what one item's way through
+        a part keeps, on the stage that has least. Raises TooLarge."""
+        host = self.host_left(plan)
+        if plan.pp == 1:
+            return self.hardware.gpu_budget - beside_activations(plan), host
+        model, dtype = self.model, self.constraints.dtype
+        times = {stage: in_flight(model, plan, stage).layers / plan.activations.layers
+                 for stage in fullest_stages(model, plan)}
+        gpu = min((self.hardware.gpu_budget - memory.beside_activations()) / times[stage]
+                  for stage, memory in memory_of_stages(plan, model, dtype).items())
+        return gpu, host / max(times.values())
 
     def by_heads(self, everything: Plan) -> Plan | None:
         """Return a plan in chunks that makes q, k, v by heads, with its bytes; None if it cannot.
@@ -1059,7 +1220,8 @@ class Search:
         not even fit without what layers keep."""
         c, model, hardware = self.constraints, self.model, self.hardware
         chunks = -(-plan.tokens // plan.chunk)
-        kept = ActivationPlan(model.layers, chunks, model.layers, model.layers * chunks)
+        n = largest_part(model, plan)
+        kept = ActivationPlan(n, chunks, n, n * chunks)
         plan = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
         without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
         if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
@@ -1070,7 +1232,7 @@ class Search:
             if without.total() > hardware.gpu_budget:
                 raise too_large(c, plan, without, hardware)
         except TooLarge as e:  # layers find no room, either
-            e.over += max(0.0, model.layers * (x + attn) - hardware.host_budget)
+            e.over += max(0.0, n * (x + attn) - hardware.host_budget)
             raise
         return plan
 
@@ -1102,16 +1264,15 @@ class Search:
         """Return the plan with the solution of plan_activations in its order of heads."""
         c, model, hardware = self.constraints, self.model, self.hardware
         sizes, host_rate = hardware.measured or layer_sizes(self.est, plan)
-        host = self.host_left(plan)
         busy = link_seconds(self.est, plan)
+        gpu, host = self.rooms(plan)
         others = beside_activations(plan)
         start = plan
         for _ in range(3):
             try:
                 activations, _ = plan_activations(
-                    model.layers, sizes, start.activations.chunks, host_rate,
-                    hardware.gpu_budget - others, host, c.resident_layers, c.alpha, busy=busy,
-                    by_heads=start.activations.by_heads)
+                    start.activations.layers, sizes, start.activations.chunks, host_rate, gpu, host,
+                    c.resident_layers, c.alpha, busy=busy, by_heads=start.activations.by_heads)
             except TooLarge as e:
                 f = plan.factors
                 raise TooLarge(
@@ -1123,8 +1284,9 @@ class Search:
                 break
             # the last layer is not kept whole, so its backward needs q, k, v
             kept = dataclasses.replace(activations, kept_chunks=0)
-            others = beside_activations(
-                with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype))
+            again = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
+            others = beside_activations(again)
+            gpu, _ = self.rooms(again)
         assert plan.memory.total() <= hardware.gpu_budget + 1, plan
         return plan, (recomputed_seconds(activations, sizes),
                       waiting_seconds(activations, sizes, host_rate, busy))
@@ -1132,9 +1294,9 @@ class Search:
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
         for shape in self.choose(SHAPE, {}):
-            for states in self.choose((STATES[0], STATES[-1]), {}):  # layouts need the same
+            for chosen in self.choose((STATES[0], STATES[-1]), shape):  # layouts need the same
                 try:
-                    self.fit(self.bare(shape | states))
+                    self.fit(self.bare(chosen))
                 except TooLarge:
                     continue
                 return True
@@ -1148,7 +1310,7 @@ class Search:
 
 def beside_activations(plan: Plan) -> float:
     """Return the bytes of all but what layers keep."""
-    return plan.memory.total() - plan.memory.lasting["activations"]
+    return plan.memory.beside_activations()
 
 
 def link_seconds(est: Estimator, plan: Plan) -> float:
@@ -1156,16 +1318,18 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
     the host."""
     if plan.os_place == "gpu":
         return 0.0
-    ends = unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
+    est = est.column(plan)
+    stage = slowest_stage(est.model, plan)
+    layers = sum(stage_parts(est.model, plan, stage))
     layer = unit_seconds(est, plan, est.matrices)
-    visits = 2 * ends.visit + est.model.layers * layer.visit
-    return visits / est.model.layers / plan.micro_batches
+    visits = stage_ends(plan, stage) * end_seconds(est, plan).visit + layers * layer.visit
+    return visits / layers / plan.items
 
 
 def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
     """Return what `measure` would find, by a profile."""
     layer = layer_seconds(est, plan)
-    return (Sizes(*layer_bytes(est.model, plan.tokens, est.dtype), layer.forward, layer.recompute,
+    return (Sizes(*column_bytes(est.whole.model, plan, est.dtype), layer.forward, layer.recompute,
                   layer.attention, layer.post, layer.by_heads), est.profile.to_host)
 
 
@@ -1183,19 +1347,33 @@ def predict(plan: Plan, model: ModelConfig, profile: Profile, per_node: int,
 
 
 def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
-    """Return the plan with its bytes counted."""
-    lasting: dict[str, float] = {}
-    for degree in reversed(DEGREES):
-        lasting |= degree.bytes(plan, model, dtype)
-    peaks = {"head and loss": loss_peak(model, plan, dtype)} | layer_peaks(model, plan, dtype)
+    """Return the plan with its bytes counted: on the GPU those of the stage that needs most."""
+    stages = memory_of_stages(plan, model, dtype)
     kept = plan.activations
     host = {}
     if kept:
-        host["activations"] = host_bytes(kept, layer_bytes(model, plan.tokens, dtype))
+        times = max(in_flight(model, plan, stage).layers for stage in stages) / kept.layers
+        host["activations"] = times * host_bytes(kept, column_bytes(model, plan, dtype))
     if plan.os_place == "host":
         on_gpu = dataclasses.replace(plan, os_place="gpu")
-        host["optimizer"] = factor_bytes(on_gpu, model, dtype)["optimizer"]
-    return dataclasses.replace(plan, memory=Memory(lasting, peaks), host=host)
+        host["optimizer"] = max(factor_bytes(on_gpu, model, dtype, stage)["optimizer"]
+                                for stage in stages)
+    return dataclasses.replace(plan, memory=max(stages.values(), key=Memory.total), host=host)
+
+
+def memory_of_stages(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[int, Memory]:
+    """Return the bytes of the stages of which one needs the most."""
+    longest = longest_segment(model, plan)
+    found = {}
+    for stage in fullest_stages(model, plan):
+        lasting: dict[str, float] = {}
+        for degree in reversed(DEGREES):
+            lasting |= degree.bytes(plan, model, dtype, stage)
+        peaks = {}
+        if stage == plan.pp - 1:
+            peaks["head and loss"] = loss_peak(model, longest, dtype)
+        found[stage] = Memory(lasting, peaks | layer_peaks(model, longest, dtype))
+    return found
 
 
 def in_gib(memory: Memory) -> str:
@@ -1225,16 +1403,19 @@ def too_large(constraints: Constraints, chosen: Plan, memory: Memory,
 def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
     """Return a plan as --json prints it."""
     f = plan.factors
+    _, per_node = column_ranks(hardware, vars(plan))
     kept = plan.activations
     tgs = plan.batch * plan.seq / plan.step_s / plan.ranks
     peak = hardware.profile.peak_flops
     causal, full = (peak and flops * tgs / peak for flops in flops_per_token(model, plan.seq))
 
     def mesh(shards: int) -> list[int]:
-        in_node = min(shards, hardware.per_node)
+        in_node = min(shards, per_node)
         return [in_node, shards // in_node]
 
-    return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp, "pp": plan.pp,
+    return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp,
+            "tp_mode": plan.tp_mode if plan.tp > 1 else None, "pp": plan.pp,
+            "pp_chunks": plan.pp_chunks, "pp_segments": plan.pp_segments,
             "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
             "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,
@@ -1252,8 +1433,9 @@ def aligned(rows: list[list[str]]) -> str:
 
 def shards_text(plan: Plan, hardware: Hardware) -> str:
     """Return p, g, os as flags take them: GPUs of a node x nodes where they cross one."""
+    _, per_node = column_ranks(hardware, vars(plan))
+
     def text(shards: int) -> str:
-        per_node = hardware.per_node
         return f"{per_node}x{shards // per_node}" if shards > per_node else f"{shards}"
 
     f = plan.factors
@@ -1278,12 +1460,15 @@ def layers_text(plan: Plan) -> str:
 
 def describe_plans(plans: list[Plan], model: ModelConfig, hardware: Hardware) -> str:
     """Return tables for people: the choices and what they reach, the seconds, the bytes."""
-    rows = [["", "step s", "TGS", "MFU causal", "full", "dp", "sp", "groups", "p,g,os", "batch",
-             "layers keep", "GPU GiB", "host GiB a node"]]
+    cut = {"tp": [tp_text(plan) for plan in plans], "pp": [pp_text(plan) for plan in plans]}
+    cut = {name: texts for name, texts in cut.items() if {*texts} != {"1"}}
+    rows = [["", "step s", "TGS", "MFU causal", "full", *cut, "dp", "sp", "groups", "p,g,os",
+             "batch", "layers keep", "GPU GiB", "host GiB a node"]]
     for i, plan in enumerate(plans, 1):
         found = figures(plan, model, hardware)
         mfu = ["-" if found[k] is None else f"{found[k]:.1%}" for k in ("mfu_causal", "mfu_full")]
         rows.append([f"{i}", f"{plan.step_s:.4g}", f"{found['tgs']:,.0f}", *mfu,
+                     *(texts[i - 1] for texts in cut.values()),
                      f"{found['dp']}", sp_text(plan), f"{plan.head_groups}",
                      shards_text(plan, hardware), f"{plan.micro_batches}x{plan.micro_batch}",
                      layers_text(plan), f"{found['gpu_gib']:.1f}", f"{found['host_gib']:.1f}"])
@@ -1326,9 +1511,21 @@ def sp_text(plan: Plan) -> str:
     return f"{plan.sp}" if plan.ring == 1 else f"{plan.sp} ring={plan.ring}"
 
 
+def tp_text(plan: Plan) -> str:
+    return "1" if plan.tp == 1 else f"{plan.tp} {plan.tp_mode}"
+
+
+def pp_text(plan: Plan) -> str:
+    """Return stages x parts of each, and segments."""
+    chunks = f"x{plan.pp_chunks}" if plan.pp_chunks > 1 else ""
+    return f"{plan.pp}{chunks}" + (f" K={plan.pp_segments}" if plan.pp_segments > 1 else "")
+
+
 def choices(plan: Plan, hardware: Hardware) -> dict[str, str]:
-    """Return what a plan chooses, in words."""
-    return {"sp": sp_text(plan), "p,g,os": shards_text(plan, hardware),
+    """Return what a plan chooses, in words; columns and stages where there are several."""
+    cut = {"tp": tp_text(plan), "pp": pp_text(plan)}
+    return {name: text for name, text in cut.items() if text != "1"} | {
+            "sp": sp_text(plan), "p,g,os": shards_text(plan, hardware),
             "batch": f"{plan.batch}", "micro-batch": f"{plan.micro_batch}",
             "head groups": f"{plan.head_groups}", "layers keep": layers_text(plan)}
 
@@ -1339,9 +1536,9 @@ def describe_short(plan: Plan, hardware: Hardware) -> str:
 
 def difference(plan: Plan, other: Plan, hardware: Hardware) -> str:
     """Return the choices of another plan that differ."""
-    mine = choices(plan, hardware)
-    return ", ".join(f"{name} {text}" for name, text in choices(other, hardware).items()
-                     if text != mine[name])
+    mine, others = choices(plan, hardware), choices(other, hardware)
+    return ", ".join(f"{name} {others.get(name, 1)}" for name in mine | others
+                     if others.get(name) != mine.get(name))
 
 
 def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
@@ -1372,7 +1569,8 @@ def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
 def of_one_sequence(constraints: Constraints, hardware: Hardware, seq: int) -> Constraints:
     """Return the constraints of a step of one sequence over all ranks, whose layers run in chunks.
     """
-    return dataclasses.replace(constraints, seq=seq, batch=1, sp=hardware.ranks, layers_run="auto")
+    return dataclasses.replace(constraints, seq=seq, batch=1, tp=1, pp=1, sp=hardware.ranks,
+                               layers_run="auto")
 
 
 def longest(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> int:

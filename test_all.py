@@ -5037,8 +5037,8 @@ class Recorded(costs.StepTimeline):
         """Run each micro-batch, none counted for others."""
         self.update()
         self.alone["host_update"] = sum(unit.visit for unit in self.units)
-        for i in range(self.plan.micro_batches):
-            self.micro_batch(i == self.plan.micro_batches - 1)
+        for i in range(self.plan.items):
+            self.micro_batch(i == self.plan.items - 1)
         return self
 
 
@@ -5177,43 +5177,74 @@ def test_bytes_are_those_of_the_degrees():
 # -- the choice
 
 
+def every_cut(constraints, model, there):
+    """All tp, pp, pp_chunks, pp_segments that constraints leave open, of powers of two."""
+    if constraints.tp == constraints.pp == 1:
+        return [(1, 1, 1, 1)]
+    sizes = [n for n in (1, 2, 4, 8) if there.ranks % n == 0]
+    return [(tp, pp, v, k) for tp, pp, v, k in itertools.product(sizes, sizes, (1, 2, 4),
+                                                                 (1, 2, 4, 8))
+            if model.kv_heads % tp == there.per_node % tp == 0 and tp * pp <= there.ranks
+            and pp * v <= model.layers and (pp > 1 or v == k == 1)]
+
+
 def every_plan(constraints, model, there, filters=True):
     """Plans with their bytes and seconds, of all choices; `filters`: those that planner.py and AMSP
     leave out are left out, too."""
-    ranks, seq = there.ranks, constraints.seq
     est = costs.Estimator(there.profile, model, constraints.dtype, there.per_node)
+    for cut in every_cut(constraints, model, there):
+        for plan in every_plan_of(cut, constraints, model, there, filters):
+            yield est, plan
+
+
+def every_plan_of(cut, constraints, model, there, filters):
+    tp, pp, v, k = cut
+    ranks, seq = there.ranks // (tp * pp), constraints.seq
+    per_node = min(there.per_node, there.ranks // pp) // tp
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
     for sp, ring in itertools.product(sizes, sizes):
         each = constraints.batch * sp // ranks
-        if (constraints.batch * sp % ranks or sp % ring or model.heads % (sp // ring)
-                or ring > 1 and (there.per_node % (sp // ring) or seq % (2 * ring))):
+        heads = model.heads // tp
+        if (constraints.batch * sp % ranks or sp % ring or heads % (sp // ring)
+                or ring > 1 and (per_node % (sp // ring) or seq % (2 * ring) or k > 1)):
             continue
-        of_rank = model.heads // (sp // ring)
+        of_rank = heads // (sp // ring)
         heads = [n for n in range(1, of_rank + 1) if of_rank % n == 0]
         states = [shard.Factors(p, g, os) for p, g, os in itertools.product(sizes, repeat=3)
                   if os % p == 0 and (g in (p, os) or not filters and g % p == os % g == 0)]
         for micro_batch, groups, run, size, f, layout, place in itertools.product(
                 [n for n in range(1, each + 1) if each % n == 0], heads, ("none", "auto", "full"),
                 (2**14, 2**13, 2**12), states, ("intra", "inter"), ("gpu", "host")):
-            tokens = micro_batch * seq // sp
+            tokens = micro_batch * seq // sp // k
             usual = (micro_batch == 1 or tokens <= 2**13) and groups <= 4
-            held = costs.state_bytes(m.param_count(model), f, constraints.dtype, False)["optimizer"]
+            params = m.param_count(model) / (tp * pp)
+            held = costs.state_bytes(params, f, constraints.dtype, False)["optimizer"]
+            if v > 1 and each // micro_batch * k % pp or tp > 1 and run == "auto":
+                continue
             usual = usual and (place == "gpu" or held > there.gpu_budget / 20)
             if (filters and not usual or sp == ring and groups > 1
                     or run != "auto" and size < 2**14
                     or f.os == f.p and layout == "inter"):
                 continue
             chunk = -(-tokens // -(-tokens // size)) if run == "auto" else tokens
-            yield est, costs.Plan(
-                ranks, seq, sp, ring, constraints.batch, micro_batch, groups, run, chunk, f, layout,
-                place, accumulates=each > micro_batch)
+            yield costs.Plan(
+                there.ranks, seq, sp, ring, constraints.batch, micro_batch, groups, run, chunk, f,
+                layout, place, accumulates=each * k > micro_batch, tp=tp,
+                tp_mode=constraints.tp_mode, pp=pp, pp_chunks=v, pp_segments=k)
 
 
 def best_of_all(constraints, model, there, filters=True) -> costs.Plan | None:
     """The fastest plan that fits, by trying everything; None if none does."""
     best = None
+    search = planner.Search(constraints, model, there)
     for est, plan in every_plan(constraints, model, there, filters):
         lost = 0.0, 0.0
+        if plan.pp > 1:  # each stage has its own room
+            with contextlib.suppress(planner.TooLarge):
+                plan, lost = search.fit(plan)
+                plan = dataclasses.replace(plan, seconds=costs.step_seconds(est, plan, *lost))
+                best = plan if best is None or plan.token_s < best.token_s else best
+            continue
         chunks = -(-plan.tokens // plan.chunk)
         if plan.recompute == "auto":
             keeps = offload.ActivationPlan(model.layers, chunks, model.layers,
@@ -5309,6 +5340,25 @@ def test_plan_is_the_best_of_all(name, layers, ranks, per_node, seq, batch, gpu,
         assert 0 <= regret + 1e-9 < 0.1
 
 
+@pytest.mark.parametrize("name, layers, ranks, per_node, seq, batch, gpu, host", [
+    ("tiny", 5, 4, 2, 2**10, 4, 1, 1), ("1b", 4, 4, 4, 2**15, 1, 3.5, 4)])
+def test_columns_and_stages_are_the_best_of_all(name, layers, ranks, per_node, seq, batch, gpu,
+                                                host):
+    """As above with tensor modes and pipelines: the bounds of plans are bounds of these, too."""
+    model = dataclasses.replace(m.MODELS[name], layers=layers)
+    some = random.Random(7)
+    usual = cluster(per_node, ranks // per_node)
+    for profile, mode in ((varied(some, usual), "fsp"), (usual, "mtp")):
+        constraints = planner.Constraints(seq, torch.bfloat16, batch=batch, tp=None, pp=None,
+                                          tp_mode=mode)
+        there = planner.Hardware(ranks, per_node, profile, gpu * 2**30, host * 2**30)
+        best = best_of_all(constraints, model, there)
+        found = planner.plan(constraints, model, there)
+        print(planner.describe_short(best, there), best.seconds)
+        assert min(plan.token_s for plan in found) == pytest.approx(best.token_s, rel=1e-9), best
+        assert found[0].token_s <= (1 + planner.TIE) * best.token_s
+
+
 def test_more_of_a_machine_never_takes_longer():
     """Memory of GPU and host, network, copies, memory bandwidth: each may tie, and none costs."""
     some = random.Random(1)
@@ -5357,9 +5407,9 @@ def test_twice_as_many_gpus_never_take_longer(name, seq, gpu):
 # -- the program
 
 
-JSON_KEYS = ("dp sp ring tp pp p g os os_layout os_place micro_batch recompute alpha "
-             "resident_layers chunk head_groups step_s tgs mfu_causal mfu_full gpu_gib "
-             "host_gib").split()
+JSON_KEYS = ("dp sp ring tp tp_mode pp pp_chunks pp_segments p g os os_layout os_place micro_batch "
+             "recompute alpha resident_layers chunk head_groups step_s tgs mfu_causal mfu_full "
+             "gpu_gib host_gib").split()
 ASKED = "--model 1b --ranks 4 --per-node 2 --seq 8K --batch 16 --cluster h200x2".split()
 
 
