@@ -170,7 +170,8 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
 
 
 def check_shape(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
-    """Raise ValueError if no columns and stages leave legal factors and ways to share a sequence."""
+    """Raise ValueError if no columns and stages leave legal factors, and ways to share a sequence.
+    """
     there = Hardware(ranks, per_node, None)
     refused = None
     for tensor in legal_tensor(constraints, model, there, {}):
@@ -1017,7 +1018,8 @@ def same_step(plan: Plan) -> tuple:
     keep = layers_text(plan).partition(",")[0]
     how = plan.chunk if keep != "all" else ""
     return (plan.tp, plan.pp, plan.pp_chunks, plan.pp_segments, plan.sp, plan.ring, plan.batch,
-            plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout, plan.os_place, keep, how, plan.step_s)
+            plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout, plan.os_place, keep,
+            how, plan.step_s)
 
 
 class Search:
