@@ -11,12 +11,13 @@ segment through one part, forward or back. The ranks of a stage shard states and
 themselves as if they were alone.
 
 `pipeline_order` says a stage's passes: some forward, then one forward and one backward in turn
-(1F1B), then the backwards that are left. With P = 4, M = 4, backward as long as two forwards:
+(1F1B), then the backwards that are left. Here 0 is the first segment's forward, aa its backward:
 
-    stage 0   0 1 2 3 . . . . . . a a . b b . c c . d d
-    stage 1   . 0 1 2 . . . . a a 3 b b . c c . d d . .           0: forward of micro-batch 0
-    stage 2   . . 0 1 . . a a 2 b b 3 c c . d d . . . .           a a: its backward
-    stage 3   . . . 0 a a 1 b b 2 c c 3 d d . . . . . .
+              P = 4, M = 4, K = 1     P = 4, M = 1, K = 4     P = 4, M = 4, K = 1, V = 2
+    stage 0   0123......aa.bb.cc.dd   0123.........ddccbbaa   01230123......aa.bb.cc.ddaabbccdd
+    stage 1   .012....aa3bb.cc.dd..   .0123......ddccbbaa..   .01230123...aa.bb.cc.ddaabbccdd..
+    stage 2   ..01..aa2bb3cc.dd....   ..0123...ddccbbaa....   ..0123012.aa3bb.cc.ddaabbccdd....
+    stage 3   ...0aa1bb2cc3dd......   ...0123ddccbbaa......   ...01230aa1bb2cc3ddaabbccdd......
 
     idle / total = (P - 1) / (V*M*K + P - 1),    of passes that all take as long
 
@@ -537,7 +538,8 @@ def make_links(groups: Groups, chunks: int, device: torch.device,
             return (r, column) if s in pair else (s, r, column)
 
         for forward in (True, False):
-            group = groups.of_places(f"pipeline {forward} {source}", key)
+            direction = "forward" if forward else "backward"
+            group = groups.of_places(f"{direction} {source}", key)
             for end, s in enumerate(pair):
                 if s == groups.stage:  # of backward messages the source is where they come to
                     leaves = forward == (end == 0)

@@ -12,6 +12,8 @@ test_gradient_pieces                  micro-batches summed in bf16, stale gradie
 test_factors*                         an illegal factor accepted, more shards than needed
 test_sharding_equals_one_process      a stale or early-read buffer, a sum over the wrong ranks
 test_sequences_and_chunks_*            a stale chunk, a position or gradient of another rank's
+test_pipeline*, test_segments_*       a message read early or late, keys of another sequence, stages
+                                      that wait for each other
 test_activation_plans_*, test_plan_*  memory that is promised twice, time lost for nothing
 test_rings_*, test_spine_*            a sum over other ranks or of other bytes than shard.py runs
 test_placement_*, test_leaf_flag      blocks that straddle leaves where they need not, a lost node
