@@ -13,8 +13,8 @@ OUT/latest with `--resume` as if nothing had happened.
 
     Config (every flag)  ->  Run (what flags, files, devices, planner settle)  ->  model, states
 
-Legend: R = pp * dp * sp * tp ranks, M micro-batches a step and rank, B sequences a micro-batch, T tokens a
-sequence, T/sp on a rank.
+Legend: R = pp * dp * sp * tp ranks, M micro-batches a step and rank, B sequences a micro-batch, T
+tokens a sequence, T/sp on a rank.
 """
 import argparse
 import contextlib
@@ -798,8 +798,8 @@ def describe(run: Run, print0: Callable) -> None:
     if plan.tp > 1:
         print0(f"layers: {plan.tp_mode}, shared by {plan.tp} neighbouring ranks, columns")
     print0(f"states: p={f.p} g={f.g} os={f.os}{secondary} of {plan.state_ranks} ranks, "
-           f"{cfg.per_node // plan.tp} a node; {cfg.os_layout}-tensor; optimizer states on the {cfg.os_place}{there}; "
-           f"overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
+           f"{cfg.per_node // plan.tp} a node; {cfg.os_layout}-tensor; optimizer states on the "
+           f"{cfg.os_place}{there}; overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
     print0(f"batch: {plan.batch} sequences = {plan.dp} data-parallel ranks x "
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
