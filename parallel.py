@@ -66,36 +66,32 @@ SEGMENT_ALIGN_TOKENS = 128  # of a rank: where kernels like a segment to begin
 # ---------------------------------------------------------------------------- tensor modes
 # tp neighbouring ranks, columns, share each layer's matrices. Of q|k|v and gate|up each makes some
 # columns of x W^T, of its heads and its part of F: a column product, which takes all tokens. out
-# and down take these, and give a summand of the result: a row product. What the ranks do there is
-# InternEvo's table; its modes are Megatron's tensor parallelism (mtp), that with its sequence
-# parallelism (msp), and msp that keeps less (fsp):
+# and down take these, and give a summand of the result: a row product. What the ranks do about it
+# is InternEvo's table, POINTS: Megatron's tensor parallelism (mtp); that with its sequence
+# parallelism (msp), where a column has its part of the tokens between the products; and msp that
+# keeps less (fsp). Attention sees all tokens of a column's heads in all of them.
 #
-#                                    mtp          msp              fsp
-#     input of a column product      -            gather tokens    gather tokens
-#     output of a row product        sum          sum, scatter     sum, scatter
-#     gradient of a row's output     -            gather tokens    gather tokens
-#     gradient of a column's input   sum          sum, scatter     sum, scatter
-#     backward's input of a column   made again   kept             gathered again
-#     x between layers               (B, T/sp, C) (B, t, C)        (B, t, C)
+#                               mtp            msp          fsp
+#     x and h of a layer        (B, T/sp, C)   (B, t, C)    (B, t, C)
+#     q, o of a column          (B, T/sp, H/tp, D) in all of them
+#     norm(x) for dW            made again     kept         gathered again
 #
-# Attention sees all tokens of a column's heads, (B, T/sp, H/tp, D), in all modes. In backward the
-# sum for dx runs under the product for the weight, and fsp's second gather under the product for
-# dx (model.norm_linear_backward); nothing hides the other three, since what follows needs them.
+# Hidden are in backward the sum for dx, under the product for the weight, and fsp's second gather,
+# under the product for dx (model.norm_linear_backward):
 #
-#     fsp   compute   | norm | dx = dy W     | dW = dy^T n         | norm's backward
-#           stream           | gather n      | sum, scatter dx     |
+#     compute  | norm | dx = dy W | dW = dy^T n       | norm's backward
+#     stream          | gather n  | sum, scatter dx   |
 #
-# Embedding, last norm, head and loss are whole on every column, which computes them for its own
-# part of the tokens in all modes: column c has tokens [c t, (c+1) t) of the rank's T/sp.
+# and nothing else, since what follows needs it. Embedding, last norm, head and loss are whole on
+# every column, which computes them for its own tokens in all modes: [c t, (c + 1) t) of T/sp.
 
-POINTS = {  # of a product: what happens there, by mode
-    #                          mtp     msp        fsp
-    ("column", "input"):       ("keep", "gather", "gather"),
-    ("row", "output"):         ("sum", "scatter", "scatter"),
-    ("row", "output_grad"):    ("keep", "gather", "gather"),
-    ("column", "input_grad"):  ("sum", "scatter", "scatter"),
-}
 MODES = ("mtp", "msp", "fsp")
+POINTS = {  # of a product: what happens there (Columns), by mode
+    ("column", "input"):       ("keep", "gather",  "gather"),
+    ("row", "output"):         ("sum",  "scatter", "scatter"),
+    ("row", "output_grad"):    ("keep", "gather",  "gather"),
+    ("column", "input_grad"):  ("sum",  "scatter", "scatter"),
+}
 
 
 class Columns:
@@ -171,7 +167,7 @@ class Columns:
 
 
 class Split:
-    """A Matrix.split: what happens at the points of one kind of product, "column" or "row"."""
+    """What happens at the points of one kind of product, "column" or "row" (model.PlainSplit)."""
 
     alone = False
 

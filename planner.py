@@ -670,10 +670,10 @@ def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hard
     legal = [(sp, ring) for sp, ring in found
              if constraints.seq % (sp * cut) == 0 and (ring == 1 or chosen["pp_segments"] == 1)]
     if not legal:
-        sp, ring = found[-1]
-        raise ValueError(f"--tp {chosen['tp']} --pp-segments {chosen['pp_segments']}: --seq "
-                         f"{constraints.seq} must be a multiple of sp x tp x segments (sp {sp}: "
-                         f"{sp * cut}), and segments have --ring 1 (here {ring})")
+        sp = min(sp for sp, _ in found)
+        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {chosen['tp']} x "
+                         f"segments {chosen['pp_segments']}; nearest: "
+                         f"{nearest(constraints.seq, sp * cut)}")
     return legal
 
 
