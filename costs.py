@@ -174,6 +174,8 @@ def stage_ends(plan: Plan, stage: int) -> int:
 
 def slowest_stage(cfg: ModelConfig, plan: Plan) -> int:
     """Return the stage of most layers; the last, with the head, if it is one of them."""
+    if plan.pp == 1:
+        return 0
     return max(range(plan.pp), key=lambda s: (sum(stage_parts(cfg, plan, s)), s))
 
 
@@ -1438,12 +1440,15 @@ def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[s
                                for s in range(plan.pp))}
 
 
-def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[str, float]:
+def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
+                  computed: float | None = None) -> dict[str, float]:
     """Return seconds that a step takes at least: its computation with the update, and communication
     that is all hidden, which slows computation down; or the communication of one wire alone, or the
-    visits of states that lie on the host. lost: as computation_seconds has it."""
+    visits of states that lie on the host. lost: as computation_seconds has it; computed: its
+    seconds, where they are known."""
     m = plan.items
-    computed = sum(computation_seconds(est, plan, lost).values())
+    if computed is None:
+        computed = sum(computation_seconds(est, plan, lost).values())
     est = est.column(plan)
     stage = slowest_stage(est.model, plan)
     layer = unit_seconds(est, plan, est.matrices)

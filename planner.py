@@ -1129,7 +1129,8 @@ class Search:
         given = {name: getattr(shape, name) for degree in SHAPE for name in degree.names}
         for chosen in self.choose(STATES, given):
             plan = dataclasses.replace(shape, **chosen)
-            yield dataclasses.replace(plan, seconds=bound_seconds(self.est, plan))
+            bound = bound_seconds(self.est, plan, computed=shape.step_s)
+            yield dataclasses.replace(plan, seconds=bound)
 
     def with_room(self, plan: Plan) -> Plan:
         """Return the plan with the same bound of one whose layers lose the least that memory
