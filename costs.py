@@ -34,10 +34,10 @@ that segments differ in more than their length, that parts alternate (a stage's 
 as if an item ran through all of them), and that the rounding buffers of what is swapped are not
 needed once an item in flight, as they are counted.
 
-Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width, H query heads, K
-key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards; mesh (GPUs in a
-node, nodes) of a group of ranks; P stages of a pipeline, V parts of the model on one, K segments of a
-sequence, of which M*K items go through each part.
+Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width,
+H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
+mesh (GPUs in a node, nodes) of a group of ranks; of pipelines P stages, V parts of the model on
+one, K segments of a sequence: M*K items go through each part.
 """
 import dataclasses
 import functools
@@ -485,8 +485,8 @@ def loss_peak(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, flo
 
 def segment_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype,
                   stage: int = 0) -> dict[str, float]:
-    """Return what a stage of a pipeline needs beside its layers' activations: messages that are sent
-    and received, forward and back; and, with segments, keys and values of sequences in flight, the
+    """Return what a stage of a pipeline needs beside its layers' activations: messages, sent and
+    received, forward and back; and, with segments, keys and values of sequences in flight, the
     sums of their gradients, and what one layer adds to them."""
     if plan.pp == 1:
         return {}
@@ -1051,7 +1051,7 @@ def makespan(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...]
     """Return the seconds from the first pass to the last, whose parts take so long; message: from a
     stage to the next. What many micro-batches add is that of some of them, once stages run as they
     do from then on."""
-    round_of = plan.pp // math.gcd(plan.pp, plan.pp_segments)  # micro-batches that go through a part
+    round_of = plan.pp // math.gcd(plan.pp, plan.pp_segments)  # micro-batches
     few = round_of * -(-4 * plan.pp // (plan.pp_segments * round_of))
     count = plan.micro_batches
     shape = plan.pp, plan.pp_chunks, plan.pp_segments, forward, backward, message

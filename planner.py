@@ -33,8 +33,9 @@ stage that has the least for it, over what is in flight there.
 Left out: other plans of what layers keep for other stages.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
-gradients and optimizer states, sp ranks that share a sequence, T columns, P stages, V parts of the model on one, K segments; of what layers keep n layers, c
-chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
+gradients and optimizer states, sp ranks that share a sequence; tp columns of layers, pp stages of a
+pipeline, pp_chunks parts of the model on one, pp_segments parts of a sequence; of what layers keep
+n layers, c chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
 """
 import contextlib
 import dataclasses
@@ -168,7 +169,7 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
 
 
 def check_shape(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
-    """Raise ValueError if no columns and stages leave legal factors and ways to share a sequence."""
+    """Raise ValueError if no columns and stages leave factors and ways to share a sequence."""
     there = Hardware(ranks, per_node, None)
     refused = None
     for tensor in legal_tensor(constraints, model, there, {}):
@@ -1014,7 +1015,8 @@ def same_step(plan: Plan) -> tuple:
     keep = layers_text(plan).partition(",")[0]
     how = plan.chunk if keep != "all" else ""
     return (plan.tp, plan.pp, plan.pp_chunks, plan.pp_segments, plan.sp, plan.ring, plan.batch,
-            plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout, plan.os_place, keep, how, plan.step_s)
+            plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout, plan.os_place, keep,
+            how, plan.step_s)
 
 
 class Search:
@@ -1413,7 +1415,8 @@ def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
 
     return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp,
             "tp_mode": plan.tp_mode if plan.tp > 1 else None, "pp": plan.pp,
-            "pp_chunks": plan.pp_chunks, "pp_segments": plan.pp_segments, "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
+            "pp_chunks": plan.pp_chunks, "pp_segments": plan.pp_segments,
+            "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
             "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,
             "resident_layers": kept.resident if kept else None, "chunk": plan.chunk,
@@ -1692,6 +1695,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.leaf:
             parse_leaf(args.leaf, hardware.ranks // hardware.per_node)  # refused before it is used
         plans = plan(constraints, model, hardware, args.top)
+        if args.leaf and plans[0].tp * plans[0].pp > 1:
+            raise ValueError(f"--leaf {args.leaf}: places nodes of --tp 1 --pp 1, and the best "
+                             f"plan has --tp {plans[0].tp} --pp {plans[0].pp}")
     except TooLarge as e:
         changes = changes_that_fit(constraints, model, hardware)
         if args.json:

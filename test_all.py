@@ -4759,8 +4759,8 @@ def test_bytes_are_those_of_the_degrees():
             counted.memory.total() / 2**30)
 
 
-@pytest.mark.parametrize("pp, v, k", [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 2), (2, 2, 4), (4, 1, 8),
-                                      (8, 1, 2)])
+@pytest.mark.parametrize("pp, v, k", [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 2), (2, 2, 4),
+                                      (4, 1, 8), (8, 1, 2)])
 def test_pipelines_are_idle_as_long_as_their_passes(pp, v, k):
     """Of equal passes idle / total = (P - 1) / (V*M*K + P - 1), and the bound of the search is it;
     of others it is what parallel.py's order takes, also of so many micro-batches that some are
