@@ -36,8 +36,8 @@ needed once an item in flight, as they are counted.
 
 Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width,
 H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
-mesh (GPUs in a node, nodes) of a group of ranks; P stages of a pipeline, V parts of the model on
-one, K segments of a sequence, of which M*K items go through each part.
+mesh (GPUs in a node, nodes) of a group of ranks; of pipelines P stages, V parts of the model on
+one, K segments of a sequence: M*K items go through each part.
 """
 import dataclasses
 import functools
@@ -174,6 +174,8 @@ def stage_ends(plan: Plan, stage: int) -> int:
 
 def slowest_stage(cfg: ModelConfig, plan: Plan) -> int:
     """Return the stage of most layers; the last, with the head, if it is one of them."""
+    if plan.pp == 1:
+        return 0
     return max(range(plan.pp), key=lambda s: (sum(stage_parts(cfg, plan, s)), s))
 
 
@@ -483,9 +485,9 @@ def loss_peak(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, flo
 
 def segment_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype,
                   stage: int = 0) -> dict[str, float]:
-    """Return what a stage of a pipeline needs beside its layers' activations: messages that are
-    sent and received, forward and back; and, with segments, keys and values of sequences in flight,
-    the sums of their gradients, and what one layer adds to them."""
+    """Return what a stage of a pipeline needs beside its layers' activations: messages, sent and
+    received, forward and back; and, with segments, keys and values of sequences in flight, the
+    sums of their gradients, and what one layer adds to them."""
     if plan.pp == 1:
         return {}
     longest = longest_segment(cfg, plan)
@@ -1418,12 +1420,15 @@ def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[s
                                for s in range(plan.pp))}
 
 
-def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[str, float]:
+def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
+                  computed: float | None = None) -> dict[str, float]:
     """Return seconds that a step takes at least: its computation with the update, and communication
     that is all hidden, which slows computation down; or the communication of one wire alone, or the
-    visits of states that lie on the host. lost: as computation_seconds has it."""
+    visits of states that lie on the host. lost: as computation_seconds has it; computed: its
+    seconds, where they are known."""
     m = plan.items
-    computed = sum(computation_seconds(est, plan, lost).values())
+    if computed is None:
+        computed = sum(computation_seconds(est, plan, lost).values())
     est = est.column(plan)
     stage = slowest_stage(est.model, plan)
     layer = unit_seconds(est, plan, est.matrices)

@@ -33,9 +33,9 @@ stage that has the least for it, over what is in flight there.
 Left out: other plans of what layers keep for other stages.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
-gradients and optimizer states, sp ranks that share a sequence, T columns, P stages, V parts of the
-model on one, K segments; of what layers keep n layers, c chunks of one, k resident layers, m layers
-of which one keeps x, X layers without o.
+gradients and optimizer states, sp ranks that share a sequence; tp columns of layers, pp stages of a
+pipeline, pp_chunks parts of the model on one, pp_segments parts of a sequence; of what layers keep
+n layers, c chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
 """
 import contextlib
 import dataclasses
@@ -170,8 +170,7 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
 
 
 def check_shape(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
-    """Raise ValueError if no columns and stages leave legal factors, and ways to share a sequence.
-    """
+    """Raise ValueError if no columns and stages leave factors and ways to share a sequence."""
     there = Hardware(ranks, per_node, None)
     refused = None
     for tensor in legal_tensor(constraints, model, there, {}):
@@ -1134,7 +1133,8 @@ class Search:
         given = {name: getattr(shape, name) for degree in SHAPE for name in degree.names}
         for chosen in self.choose(STATES, given):
             plan = dataclasses.replace(shape, **chosen)
-            yield dataclasses.replace(plan, seconds=bound_seconds(self.est, plan))
+            bound = bound_seconds(self.est, plan, computed=shape.step_s)
+            yield dataclasses.replace(plan, seconds=bound)
 
     def with_room(self, plan: Plan) -> Plan:
         """Return the plan with the same bound of one whose layers lose the least that memory
@@ -1697,6 +1697,9 @@ def main(argv: list[str] | None = None) -> int:
         if args.leaf:
             parse_leaf(args.leaf, hardware.ranks // hardware.per_node)  # refused before it is used
         plans = plan(constraints, model, hardware, args.top)
+        if args.leaf and plans[0].tp * plans[0].pp > 1:
+            raise ValueError(f"--leaf {args.leaf}: places nodes of --tp 1 --pp 1, and the best "
+                             f"plan has --tp {plans[0].tp} --pp {plans[0].pp}")
     except TooLarge as e:
         changes = changes_that_fit(constraints, model, hardware)
         if args.json:

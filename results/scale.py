@@ -31,7 +31,7 @@ from hardware import COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_prof
 from model import MODELS, ModelConfig
 from offload import GIB
 from planner import (GPU_SHARE, Constraints, Hardware, figures, layers_text, longest, plan,
-                     shards_text, sp_text)
+                     pp_text, shards_text, sp_text, tp_text)
 
 # ---------------------------------------------------------------------------- networks
 
@@ -416,6 +416,40 @@ def rings() -> list[dict]:
     return rows
 
 
+HYBRIDS = (  # setting, model, GPUs, bytes/s of a GPU's NICs (0: A800s), flags
+    ("InternEvo 7b", "7b", 128, 0, {"seq": 2**18, "batch": 16, "os_place": "gpu"}),
+    ("65b, 1M tokens", "65b", 64, 50e9, {"seq": 2**20, "default_batch": 1}),
+    ("65b, 1M tokens", "65b", 64, 5e9, {"seq": 2**20, "default_batch": 1}),
+    ("65b, 4K tokens", "65b", 64, 5e9, {"seq": 2**12, "batch": 128}))
+CUTS = {  # what is fixed; the rest is open
+    "all degrees": {"tp": None, "pp": None}, "without": {}, "8 stages": {"pp": 8, "tp": 1},
+    "8 columns": {"pp": None, "tp": 8}}
+
+
+def hybrids() -> list[dict]:
+    """Return the best plans with tensor modes and pipelines, and without them."""
+    rows = []
+    for setting, name, gpus, rate, flags in HYBRIDS:
+        hardware = cluster(gpus)
+        if rate:
+            hardware = Hardware(gpus, 8, on_network(rate), GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
+        row = {"setting": setting, "gpus": gpus, "rate": rate}
+        for cut, fixed in CUTS.items():
+            asked = Constraints(dtype=torch.bfloat16, **flags, **fixed)
+            try:
+                found = plan(asked, MODELS[name], hardware, top=1)[0]
+            except ValueError:
+                continue
+            row[cut] = {"tp": tp_text(found), "pp": pp_text(found), "sp": sp_text(found),
+                        "shards": shards_text(found, hardware), "layers": layers_text(found),
+                        "batch": found.batch, "step_s": found.step_s,
+                        "mfu_causal": figures(found, MODELS[name], hardware)["mfu_causal"],
+                        "idle_s": found.seconds.get("pipeline idle", 0.0),
+                        "gpu_gib": found.memory.total() / GIB}
+        rows.append(row)
+    return rows
+
+
 EXAMPLE = ("planner.py --model 65b --ranks 10000 --per-node 8 --seq 32K --batch 1250 --cluster "
            "h200x8-400g --top 2")
 
@@ -437,7 +471,8 @@ def rounded(value):
 
 def predictions() -> dict:
     return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
-                    "memo": memo(), "fits": fits(), "rings": rings()})
+                    "memo": memo(), "fits": fits(), "rings": rings(),
+                    "hybrids": hybrids()})
 
 
 def main() -> None:
