@@ -21,9 +21,10 @@ where the makespan is that of all stages' passes in parallel.pipeline_order. Of 
 other model; what the columns exchange is added. With e bytes an element and N tokens of all columns
 
     mode   a layer's forward            its backward                   x, h of a rank   kept more
-    mtp    2 all-reduces (N, C)         2 all-reduces (N, C)           N tokens         -
-    msp    2 all-gathers of N, 2        the same; a reduce-scatter     N/T              2 N C e
-           reduce-scatters              hides under weights' products
+    mtp    2 all-reduces (N, C)         the same, hidden under         N tokens         -
+                                        weights' products
+    msp    2 all-gathers of N, 2        the same; reduce-scatters      N/T              2 N C e
+           reduce-scatters              hide under weights' products
     fsp    as msp                       and 2 all-gathers more, under  N/T              -
                                         products for inputs
 
@@ -908,11 +909,12 @@ def column_exchanges(est: Estimator, plan: Plan,
     it the last, which a recomputed layer leaves out; in backward by matrix, the last one first."""
     size = plan.tokens * est.model.dim * est.dtype.itemsize
     mesh = (plan.tp, 1)
-    gather = est.collective("all_gather", size, mesh)
-    scatter = est.collective("reduce_scatter", size, mesh)
-    both = est.collective("all_reduce", size, mesh)
-    if plan.tp_mode == "mtp":  # by rows in forward, by columns in backward
-        return 2 * both, both, (0.0, both, 0.0, both)
+    gather = scatter = 0.0  # of x and dy, of y and dx
+    if plan.tp_mode == "mtp":
+        scatter = est.collective("all_reduce", size, mesh)
+    else:
+        gather = est.collective("all_gather", size, mesh)
+        scatter = est.collective("reduce_scatter", size, mesh)
 
     def beside(kind: str, matrix: tuple[int, int], seconds: float) -> float:
         """Return how much longer a product takes with a collective under it."""

@@ -161,6 +161,14 @@ SCALE = {  # key of scale.json -> how to read it
         " the planner takes. By heads alone the whole all-to-all crosses the network, hidden by a"
         " head group's attention. 7B has a key for each head, and its ring moves as much; of"
         " llama3-8b four heads share one.",
+    "hybrids":
+        "**Matrices and layers cut, too**: the planner's choice among all degrees (tp, its mode;"
+        " stages x parts, K segments; sp), without tensor modes and pipelines, and where 8 stages or"
+        " 8 columns are asked for: seconds of a step, causal MFU, and of a pipeline the seconds in"
+        " which a stage is idle. Batches are open but for InternEvo's and that of 4K tokens, so at"
+        " 1M tokens MFU compares. A pipeline wins where sequences are short, the network is slow and"
+        " many micro-batches fill it; columns never do here: their exchanges are not hidden, and"
+        " those of heads and weights are.",
     "example":
         "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
         " 400 Gb/s a GPU.",
@@ -247,6 +255,15 @@ def scale_tables() -> str:
               f"{r['hidden'] // 1024:,}K" if r["hidden"] else "-",
               *(f"{r[how]['step_s']:.4g}" if how in r else "-" for how in ("ring", "heads")),
               r["planned"]["sp"]] for r in found["rings"]]),
+        "hybrids": markdown(
+            ["setting", "GPUs", "GB/s", "degrees", "tp", "pp", "sp", "p,g,os", "step s",
+             "causal MFU", "idle s", "GPU GiB"],
+            [[r["setting"], str(r["gpus"]), f"{r['rate'] / 1e9:.0f}" if r["rate"] else "A800s", cut,
+              r[cut]["tp"], r[cut]["pp"], r[cut]["sp"], r[cut]["shards"],
+              f"{r[cut]['step_s']:.4g}", f"{r[cut]['mfu_causal']:.1%}",
+              f"{r[cut]['idle_s']:.3g}", f"{r[cut]['gpu_gib']:.1f}"]
+             for r in found["hybrids"]
+             for cut in ("all degrees", "without", "8 stages", "8 columns") if cut in r]),
         "example": f"    {found['example']['command']}\n\n" + indent(
             found["example"]["text"], "    ")}
     text = ("\n## Scale, by simulation\n\nNothing here was run: `python results/scale.py"
