@@ -638,7 +638,7 @@ class Attention:
         return self.masked(documents=documents)
 
     def masked(self, **changes) -> "Attention":
-        assert self.ring == 1, "documents and windows would cut a ring's rectangles"
+        assert self.ring == 1 and self.past is None, "documents and windows would cut rectangles"
         op = copy.copy(self)
         op.mask = dataclasses.replace(self.mask, **changes)
         return op

@@ -50,7 +50,7 @@ from memplan import StepMemory, compare_methods, read_trace, write_plan
 from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, param_count,
                    rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
-from parallel import Pipeline, bubble
+from parallel import Pipeline, bubble, use_more_queues
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
 from shard import STREAMS, Factors, States
 from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
@@ -220,7 +220,7 @@ def random_batch(run: Run) -> train.Batch:
     """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of data,
     and the scale of the loss."""
     cfg = run.cfg
-    _, data_rank, _, _ = run.place
+    _, data_rank, _, _ = run.coordinates
     count = run.plan.batch // run.plan.dp
     rng = torch.Generator(run.device).manual_seed(data_rank)
     ids = torch.randint(run.model.vocab, (count, cfg.seq + 1), device=run.device, generator=rng)
@@ -248,7 +248,9 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     model, states = train.build(run, op, groups)
     train.load_random_weights(run, states)
     train.wait_for_host_memory(model, bench.print0)
-    return Step(run, model, states, random_batch(run), update)
+    batch = random_batch(run)
+    train.warm_up(model, batch)
+    return Step(run, model, states, batch, update)
 
 
 def attempt(bench: Bench, label: str, name: str, seq: int, tokens: int, build: Callable[[], Step],
@@ -1443,6 +1445,8 @@ def main() -> None:
         node = int(os.environ.get("LOCAL_RANK", 0)) * args.nodes // int(os.environ["WORLD_SIZE"])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ["NCCL_HOSTID"] = f"node{node}"
+    if "pipeline" in args.tables:
+        use_more_queues()
     rank, world, local_rank = train.start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))

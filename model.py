@@ -207,7 +207,8 @@ def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
     for any shape from the second one on. `torch.compiler.set_stance("force_eager")` turns the
     compilation off.
     """
-    torch._dynamo.config.recompile_limit = 64  # with or without gradients, whole or in chunks, ...
+    # with or without gradients, whole or in chunks, of segments ...
+    torch._dynamo.config.recompile_limit = 256
     kernel = torch.compile(fn, dynamic=dynamic)
 
     @functools.wraps(fn)
@@ -903,8 +904,9 @@ def token_losses(x: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Te
 # ---------------------------------------------------------------------------- the model
 
 
-def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
-    """Return angles a position (D/2,), float64, and the factor on cos and sin (YaRN's temperature).
+def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
+    """Return angles a position (D/2,), float64, made on the device, so that nothing waits for a
+    copy; and the factor on cos and sin (YaRN's temperature).
 
     Scaling for lengths past the trained one: "linear" (positions shrink), "llama3" (only the slow
     frequencies shrink), "yarn" (a ramp between the two, arXiv 2309.00071).
@@ -912,7 +914,7 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
     half = cfg.head_dim // 2
     theta = float(cfg.rope_theta)
     opt = cfg.rope_scaling
-    freq = theta ** -(torch.arange(half, dtype=torch.float64) / half)
+    freq = theta ** -(torch.arange(half, dtype=torch.float64, device=device) / half)
     if not opt:
         return freq, 1.0
     kind = rope_kind(opt)
@@ -931,7 +933,7 @@ def rope_frequencies(cfg: ModelConfig) -> tuple[Tensor, float]:
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
     low = max(math.floor(index(opt.get("beta_fast") or 32)), 0)
     high = min(math.ceil(index(opt.get("beta_slow") or 1)), 2 * half - 1)
-    steps = torch.arange(half, dtype=torch.float64)
+    steps = torch.arange(half, dtype=torch.float64, device=device)
     ramp = ((steps - low) / ((high - low) or 1e-3)).clamp(0, 1)
     factor = opt.get("attention_factor") or 0.1 * math.log(max(s, 1.0)) + 1.0
     return freq * (1 - ramp) + freq / s * ramp, factor
@@ -942,8 +944,8 @@ def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tupl
 
     The angles are float64: near position 2^20 float32 numbers lie 1/16 apart.
     """
-    freq, factor = rope_frequencies(cfg)
-    angle = positions.double().unsqueeze(-1) * freq.to(positions.device)
+    freq, factor = rope_frequencies(cfg, positions.device)
+    angle = positions.double().unsqueeze(-1) * freq
     return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
 
 

@@ -158,8 +158,9 @@ class _ChunkInput(Function):
 
 
 class ChunkGraph:
-    """The autograd graph of one chunk's pass through block.pre or block.post. It holds what
-    autograd saves, and neither inputs nor outputs."""
+    """The autograd graph of one chunk's pass through block.pre or block.post (or of a segment's
+    through a part of the model: parallel.py). It holds what autograd saves, and neither inputs nor
+    outputs."""
 
     def __init__(self, input_grads: list[Tensor | None], outputs: tuple[Tensor, ...]):
         self.input_grads = input_grads
@@ -407,8 +408,8 @@ def carve(memory: Tensor, fields: list[Field]) -> dict[str, Tensor]:
 
 
 class MicroBatch:
-    """One micro-batch's way through the layers, forward and back. Several may be in flight, if
-    ChunkedLayers has host buffers for so many."""
+    """One micro-batch's way through the layers, or that of a segment of it, forward and back.
+    Several may be in flight, if ChunkedLayers has host buffers for so many."""
 
     def __init__(self, layers: "ChunkedLayers", rope: tuple[Tensor, Tensor],
                  attention_of: Callable[[int], Attention], host_buffers: list[Tensor]):
@@ -465,7 +466,7 @@ class ChunkedLayers:
     def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
                  chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
                  layers: range | None = None, poison: bool = False, delay: int = 0):
-        layers = layers or range(len(model.blocks))
+        layers = range(len(model.blocks)) if layers is None else layers
         self.first = layers.start
         self.blocks = model.blocks[layers.start : layers.stop]
         self.cfg = model.cfg

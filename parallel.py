@@ -45,7 +45,9 @@ segments, k one of them, B sequences of a micro-batch, T tokens of one, sp ranks
 tokens of a segment on a rank, C width.
 """
 import dataclasses
+import itertools
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -57,8 +59,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from attention import CommStream, Groups, Passing, Past, all_gather, reduce_scatter, wait
-from model import (Cut, HeadPart, LLaMA, Matrix, ModelConfig, accumulation_dtype, flops_per_token,
-                   rope_tables)
+from model import (Cut, HeadPart, LLaMA, Matrix, ModelConfig, Vector, accumulation_dtype,
+                   flops_per_token, rope_tables)
 from offload import ChunkGraph
 
 SEGMENT_ALIGN_TOKENS = 128  # of a rank: where kernels like a segment to begin
@@ -147,12 +149,12 @@ class Columns:
         passing = self.launch(parts, part, lambda: reduce_scatter(
             part, parts.flatten(0, 1), group=self.group))
 
-        def wait() -> Tensor:
+        def arrived() -> Tensor:
             part = passing.wait()
             self.poison_if_testing(parts)
             return part
 
-        return wait
+        return arrived
 
     def launch(self, sent: Tensor | None, received: Tensor, collective: Callable) -> Passing:
         with self.stream.after_compute():
@@ -230,7 +232,10 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
             block.qkv_bias.rows = HeadPart(c, tp).rows(model.cfg)
         # all columns have all tokens there, so the sum over ranks takes column 0's gradient alone;
         # split tokens add up, as do heads, of which q_norm, k_norm and the bias see a column's
-        block.norm1.repeated = block.norm2.repeated = columns.mode == "mtp" and c > 0
+        of_heads = (block.qkv_bias, block.q_norm, block.k_norm)
+        for vector in block.modules():
+            if isinstance(vector, Vector) and vector not in of_heads:
+                vector.repeated = columns.mode == "mtp" and c > 0
     ends = Ends(model, columns)
     model.embedded, model.result = ends.embedded, ends.result
 
@@ -440,7 +445,7 @@ def keep_stage(model: LLaMA, stage: int, stages: int, chunks: int) -> list[range
              for chunk in range(chunks)]
     for i in range(model.cfg.layers):
         if not any(i in part for part in parts):
-            model.blocks[i] = nn.Module()  # elsewhere
+            model.blocks[i] = nn.Module()  # elsewhere; those here keep their numbers and names
     if stage > 0:
         model.embed = None
     if stage < stages - 1:
@@ -469,7 +474,10 @@ def segment_bounds(cfg: ModelConfig, seq: int, segments: int, ranks: int) -> lis
         t = (math.sqrt(linear**2 + 4 * square * share) - linear) / (2 * square)
         unit = min(max(round(t / multiple), bounds[-1] // multiple + 1), units - segments + k)
         bounds.append(unit * multiple)
-    return [*bounds, seq]
+    bounds.append(seq)
+    # rounded, a later one may be longer: memory is there from the first on, which is the longest
+    lengths = sorted((end - start for start, end in zip(bounds, bounds[1:])), reverse=True)
+    return [0, *itertools.accumulate(lengths)]
 
 
 # ---------------------------------------------------------------------------- messages
@@ -480,67 +488,81 @@ class Message:
     """A tensor on its way between two stages."""
 
     tensor: Tensor  # which lives until it is there
-    work: dist.Work
-    event: object  # of its stream; None on a CPU, where the host waits
+    work: dist.Work | None  # on a CPU, where the host waits
+    event: object  # on a GPU, of the link's stream
 
     def wait(self) -> Tensor:
         """Let compute wait until it is sent, or received."""
-        if self.event is None:
+        if self.work is not None:
             self.work.wait()
         wait(self.event)
         return self.tensor
-
-    def is_done(self) -> bool:
-        return self.work.is_completed() if self.event is None else self.event.query()
 
 
 class Link:
     """Messages from one stage to another, in order, on a stream of their own."""
 
-    def __init__(self, group: dist.ProcessGroup, here: bool, device: torch.device, delay: int):
-        """here: they leave from this stage, else they come to it."""
+    def __init__(self, group: dist.ProcessGroup, leaves: bool, device: torch.device, delay: int):
+        """leaves: messages leave from this stage, else they come to it."""
         self.group = group
+        self.leaves = leaves
         self.other = 1 - dist.get_rank(group)
         self.stream = CommStream(device)
         self.delay = delay
-        self.here = here
-        if device.type == "cuda":  # NCCL connects the two now, not amid a step
-            self.launch(torch.zeros(1, device=device)).wait()
 
     def launch(self, tensor: Tensor) -> Message:
         """Launch the way of a tensor that leaves, or into one that comes."""
+        nothing = tensor.new_empty(0, *tensor.shape[1:])
+        rows = [0, 0]
+        rows[self.other] = len(tensor)
         with self.stream.after_compute():  # it is computed; what comes has a place
             if self.delay and self.stream.stream:
                 torch.cuda._sleep(self.delay)
-            if self.here:
-                work = dist.isend(tensor, group=self.group, group_dst=self.other)
+            # on this very stream, which send and receive would leave for one of NCCL's own; gloo's
+            # threads wait for the other stage instead of the host
+            alone = self.stream.stream is None
+            if self.leaves:
+                work = dist.all_to_all_single(nothing, tensor, [0, 0], rows, self.group, alone)
             else:
-                work = dist.irecv(tensor, group=self.group, group_src=self.other)
-            if self.stream.stream:
-                work.wait()  # this stream alone
+                work = dist.all_to_all_single(tensor, nothing, rows, [0, 0], self.group, alone)
         return Message(tensor, work, self.stream.last_event())
 
 
-def make_links(groups: Groups, chunks: int, device: torch.device,
-               delay: int) -> dict[tuple[bool, bool], Link]:
-    """Return this stage's links by (forward, leaves). Each pair of stages and direction has a
-    communicator of its own: none waits for another's messages. A collective of all ranks."""
-    stages = groups.pp
-    found = {}
-    for source in range(stages if chunks > 1 else stages - 1):
-        pair = (source, (source + 1) % stages)
+@dataclass
+class Links:
+    """A stage's links; None: nothing comes from there, or goes there."""
 
-        def key(s, r, column):
-            return (r, column) if s in pair else (s, r, column)
+    forward_in: Link | None = None
+    forward_out: Link | None = None
+    backward_in: Link | None = None
+    backward_out: Link | None = None
 
-        for forward in (True, False):
-            direction = "forward" if forward else "backward"
-            group = groups.of_places(f"{direction} {source}", key)
-            for end, s in enumerate(pair):
-                if s == groups.stage:  # of backward messages the source is where they come to
-                    leaves = forward == (end == 0)
-                    found[forward, leaves] = Link(group, leaves, device, delay)
-    return found
+
+def use_more_queues() -> None:
+    """Let each stream have a hardware queue of its own, of which a GPU has 8 by default: a message
+    that waits must not hold up the one that it waits for. Before CUDA starts."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def make_links(groups: Groups, chunks: int, device: torch.device, delay: int) -> Links:
+    """Return this stage's links. Each pair of stages and direction has a communicator of its own:
+    none waits for another's messages. A collective of all ranks."""
+    links = Links()
+    for source in range(groups.pp if chunks > 1 else groups.pp - 1):
+        target = (source + 1) % groups.pp  # of forward messages; backward ones go the other way
+
+        def key(stage, r, column):
+            return (r, column) if stage in (source, target) else (stage, r, column)
+
+        forward = groups.of_places(f"forward {source}", key)
+        backward = groups.of_places(f"backward {source}", key)
+        if groups.stage == source:
+            links.forward_out = Link(forward, True, device, delay)
+            links.backward_in = Link(backward, False, device, delay)
+        if groups.stage == target:
+            links.forward_in = Link(forward, False, device, delay)
+            links.backward_out = Link(backward, True, device, delay)
+    return links
 
 
 # ---------------------------------------------------------------------------- the pipeline
@@ -550,9 +572,11 @@ def make_links(groups: Groups, chunks: int, device: torch.device,
 class Live:
     """A pass that went forward and has not come back."""
 
-    graph: ChunkGraph  # what autograd saved
-    shape: Tensor | None  # of the part's input (B, n, C), for its gradient: a tensor of no memory
+    graph: ChunkGraph  # what autograd saved of the layers
+    like: Tensor | None  # the part's input (B, n, C) without its memory; None: tokens
     received: Tensor | None  # the input, if it is to be poisoned
+    sent: Message | None  # the output, read until it is there
+    dy: Tensor | None  # of the last part the gradient of its layers' result: the loss's is known
 
 
 class Pipeline:
@@ -578,6 +602,8 @@ class Pipeline:
         self.bounds = bounds
         self.sharing = sharing
         self.segments = len(bounds) - 1
+        # of a segment: attention has the tokens of all of them
+        self.segment_ranks = getattr(model.attention, "head_ranks", 1)
         self.device = device
         self.dtype = dtype
         self.overlap = overlap
@@ -586,16 +612,16 @@ class Pipeline:
                                     self.segments)
         self.links = make_links(groups, len(parts), device, delay)
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all passes' graphs
-        self.sending: deque[Message] = deque()
+        self.returning: deque[Message] = deque()  # gradients on their way
         self.idle: list | None = None
 
     # -- where a pass begins and ends
 
-    def is_first(self, one: Pass) -> bool:
-        return self.stage == one.chunk == 0
+    def is_first(self, this: Pass) -> bool:
+        return self.stage == this.chunk == 0
 
-    def is_last(self, one: Pass) -> bool:
-        return self.stage == self.stages - 1 and one.chunk == len(self.parts) - 1
+    def is_last(self, this: Pass) -> bool:
+        return self.stage == self.stages - 1 and this.chunk == len(self.parts) - 1
 
     def segment(self, t: Tensor, k: int, dim: int = 1) -> Tensor:
         """Return segment k's tokens of a tensor (B, T, ...)."""
@@ -603,22 +629,24 @@ class Pipeline:
 
     # -- messages
 
-    def receive(self, one: Pass, micro_batches: list[tuple]) -> Message | None:
-        """Launch the way here of what a pass needs (B, n / sharing, C); None: nothing."""
-        if self.is_first(one) if one.forward else self.is_last(one):
+    def receive(self, this: Pass, micro_batches: list[tuple]) -> Message | None:
+        """Launch the way here of what a pass needs; None: nothing."""
+        if self.is_first(this) if this.forward else self.is_last(this):
             return None
-        rows, tokens = self.segment(micro_batches[one.micro_batch][0], one.segment).shape
-        x = torch.empty(rows, tokens // self.sharing, self.model.cfg.dim, dtype=self.dtype,
-                        device=self.device)
-        return self.links[one.forward, False].launch(x)
+        link = self.links.forward_in if this.forward else self.links.backward_in
+        return link.launch(self.empty(this.segment, micro_batches[this.micro_batch]))
 
-    def send(self, forward: bool, tensor: Tensor) -> None:
-        """Launch the way of a pass's result to the next stage."""
-        self.sending.append(self.links[forward, True].launch(tensor.contiguous()))
-        while self.sending[0].is_done():  # by now: what is not keeps its memory
-            self.sending.popleft()
-            if not self.sending:
-                break
+    def empty(self, k: int, micro_batch: tuple) -> Tensor:
+        """Return a place for what is between layers of a segment, (B, n / sharing, C)."""
+        rows, tokens = self.segment(micro_batch[0], k).shape
+        return torch.empty(rows, tokens // self.sharing, self.model.cfg.dim, dtype=self.dtype,
+                           device=self.device)
+
+    def give_back(self, dx: Tensor) -> None:
+        """Launch the way of a gradient to the stage before."""
+        self.returning.append(self.links.backward_out.launch(dx.contiguous()))
+        if len(self.returning) > 2:
+            self.returning.popleft().wait()  # hidden by the two backward passes since
 
     def arrived(self, message: Message | None) -> Tensor | None:
         """Let compute wait for a message."""
@@ -647,88 +675,109 @@ class Pipeline:
         losses that are computed here: 0 but on the last stage."""
         micro_batches = list(micro_batches)
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
-        live: dict[tuple, Live] = {}
+        live: dict[Pass, Live] = {}  # by forward pass
         pasts: dict[tuple, Past] = {}
         arriving = None
-        for i, one in enumerate(self.order):
+        for i, this in enumerate(self.order):
             if i == 0 or not self.overlap:
-                arriving = self.receive(one, micro_batches)
+                arriving = self.receive(this, micro_batches)
             message, arriving = arriving, None
             if self.overlap and i + 1 < len(self.order):  # hidden by this pass
                 arriving = self.receive(self.order[i + 1], micro_batches)
             received = self.arrived(message)  # hidden by the pass before
-            key = one.micro_batch, one.segment, one.chunk
-            if one.forward:
-                live[key], result = self.run_forward(one, received, micro_batches, pasts)
-                if self.is_last(one):
-                    loss += result
-                else:
-                    self.send(True, result)
-                del result
-            else:
-                dx = self.run_backward(live.pop(key), received)
-                self.poison_if_testing(received)
-                if one.segment == 0:
-                    for layer in self.parts[one.chunk]:
-                        pasts.pop((one.micro_batch, layer), None)
-                if dx is not None:
-                    self.send(False, dx)
-                del dx
-        while self.sending:
-            self.sending.popleft().wait()  # hidden: they were received before the step could end
+            micro_batch = micro_batches[this.micro_batch]
+            if this.forward:
+                live[this] = self.run_forward(this, received, micro_batch, pasts, loss)
+                continue
+            there = live.pop(dataclasses.replace(this, forward=True))
+            dx = self.run_backward(this, there, received, pasts)
+            self.poison_if_testing(received)
+            if not self.is_first(this):
+                self.give_back(dx)
+        while self.returning:
+            self.returning.popleft().wait()  # in the open: of the first stages the last passes
         return loss
 
-    def run_forward(self, one: Pass, x: Tensor | None, micro_batches: list[tuple],
-                    pasts: dict[tuple, Past]) -> tuple[Live, Tensor]:
-        """Run a part on x (B, n, C), None: on tokens. Returns what backward needs, and y (B, n, C)
-        or the loss."""
-        def part(*inputs: Tensor) -> Tensor:
-            return self.run_part(one, inputs, micro_batches[one.micro_batch], pasts)
+    def run_forward(self, this: Pass, x: Tensor | None, micro_batch: tuple,
+                    pasts: dict[tuple, Past], loss: Tensor, sends: bool = True) -> Live:
+        """Run a part on x (B, n, C), None: on tokens, and launch the result's way, or add to the
+        loss. Returns what backward needs."""
+        def layers(*inputs: Tensor) -> Tensor:
+            return self.run_layers(this, inputs, micro_batch, pasts)
 
-        inputs = () if x is None else (x,)
-        graph, (y,) = ChunkGraph.run(self.root, part, *inputs)
-        shape = None if x is None else x.to("meta")
-        return Live(graph, shape, x if self.poison else None), y
+        graph, (y,) = ChunkGraph.run(self.root, layers, *([] if x is None else [x]))
+        like = None if x is None else x.to("meta")
+        kept = x if self.poison else None
+        if not self.is_last(this):
+            sent = self.links.forward_out.launch(y.contiguous()) if sends else None
+            return Live(graph, like, kept, sent, None)
 
-    def run_part(self, one: Pass, inputs: tuple[Tensor, ...], micro_batch: tuple,
-                 pasts: dict[tuple, Past], each: bool = False):
-        """Return y (B, n, C) of a part, or what LLaMA.result does."""
-        tokens, labels, scale, positions, *documents = micro_batch
+        def result(y: Tensor) -> Tensor:
+            _, labels, scale, *_ = micro_batch
+            return self.model.result(y, self.segment(labels, this.segment), scale, False)
+
+        # the head's gradient is known with the loss; it is as large as the head: none may wait
+        of_loss, (part,) = ChunkGraph.run(self.root, result, y)
+        loss += part
+        dy, = of_loss.backward((torch.ones_like(part),), y)
+        return Live(graph, like, kept, None, dy)
+
+    def run_layers(self, this: Pass, inputs: Sequence[Tensor], micro_batch: tuple,
+                   pasts: dict[tuple, Past]) -> Tensor:
+        """Return the result of a part's layers, (B, n / sharing, C). inputs: theirs, or none: the
+        embedding's of the tokens."""
+        tokens, _, _, positions, *documents = micro_batch
         model = self.model
-        k = one.segment
-        x, = inputs or (model.embedded(self.segment(tokens, k)),)
-        where = self.segment(positions, k, positions.dim() - 1)
-        rope = rope_tables(model.cfg, where, accumulation_dtype(self.dtype))
+        k = this.segment
+        x = inputs[0] if inputs else model.embedded(self.segment(tokens, k))
+        here = self.segment(positions, k, positions.dim() - 1)
+        rope = rope_tables(model.cfg, here, accumulation_dtype(self.dtype))
         attention = model.attention.within(*documents) if documents else model.attention
-        start = self.bounds[k] * self.bounds_ranks()
+        whole = self.bounds[-1] * self.segment_ranks  # tokens of a sequence
+        start = self.bounds[k] * self.segment_ranks
 
         def attention_of(layer: int):
             if self.segments == 1:
                 return attention
-            past = pasts.setdefault((one.micro_batch, layer),
-                                    Past(self.bounds[-1] * self.bounds_ranks()))
+            past = pasts.setdefault((this.micro_batch, layer), Past(whole))
             return attention.after(past, start)
 
-        run_layer = self.layer_runners[one.chunk](model, rope, attention_of)
-        for i in self.parts[one.chunk]:
+        run_layer = self.layer_runners[this.chunk](model, rope, attention_of)
+        for i in self.parts[this.chunk]:
             x = run_layer(i, x)
-        if not self.is_last(one):
-            return x
-        return model.result(x, self.segment(labels, k), scale, each)
+        return x
 
-    def bounds_ranks(self) -> int:
-        """Return how many ranks share a segment: attention has all their tokens."""
-        return getattr(self.model.attention, "head_ranks", 1)
-
-    def run_backward(self, live: Live, dy: Tensor | None) -> Tensor | None:
-        """Run a part's backward from dy (B, n, C), None: from the loss. Returns dx (B, n, C), None
-        where tokens went in."""
-        if dy is None:
-            dy = torch.ones((), device=self.device, dtype=accumulation_dtype(self.dtype))
-        inputs = () if live.shape is None else (live.shape,)
-        grads = live.graph.backward((dy,), *inputs)
-        self.poison_if_testing(live.received)
+    def run_backward(self, this: Pass, there: Live, dy: Tensor | None,
+                     pasts: dict[tuple, Past]) -> Tensor | None:
+        """Run a part's backward from dy (B, n / sharing, C), None: from the loss's. Returns dx,
+        None where tokens went in."""
+        inputs = [] if there.like is None else [there.like]
+        grads = there.graph.backward((there.dy if dy is None else dy,), *inputs)
+        if there.sent is not None:
+            there.sent.wait()  # long ago: its gradient has come back
+        self.poison_if_testing(there.received)
+        if this.segment == 0:
+            for layer in self.parts[this.chunk]:
+                pasts.pop((this.micro_batch, layer), None)
         return grads[0] if grads else None
+
+    def warm_up(self, micro_batch: tuple) -> None:
+        """Run all parts once there and back, on zeros and without messages: whatever waits for the
+        whole device the first time (compilers, loaders, memory that ranks map from each other)
+        would wait for a message of a stage that waits itself. Gradients are spoiled: before a
+        step."""
+        loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
+        back = []
+        for chunk in range(len(self.parts)):
+            pasts: dict[tuple, Past] = {}
+            for k in range(self.segments):
+                this = Pass(True, 0, k, chunk)
+                x = None if self.is_first(this) else self.empty(k, micro_batch).zero_()
+                back.append((this, self.run_forward(this, x, micro_batch, pasts, loss, False)))
+            while back:
+                this, live = back.pop()
+                dy = None if self.is_last(this) else self.empty(this.segment, micro_batch).zero_()
+                self.run_backward(this, live, dy, pasts)
 
     # -- evaluation
 
@@ -743,18 +792,20 @@ class Pipeline:
                              dtype=accumulation_dtype(self.dtype))
         hits = torch.zeros_like(labels, dtype=torch.bool)
         pasts: dict[tuple, Past] = {}
+        sent = []
         for k in range(self.segments):
             for chunk in range(len(self.parts)):
-                one = Pass(True, 0, k, chunk)
-                x = self.arrived(self.receive(one, [micro_batch]))
-                y = self.run_part(one, () if x is None else (x,), micro_batch, pasts, each=True)
-                if not self.is_last(one):
-                    self.send(True, y)
+                this = Pass(True, 0, k, chunk)
+                x = self.arrived(self.receive(this, [micro_batch]))
+                y = self.run_layers(this, [] if x is None else [x], micro_batch, pasts)
+                if not self.is_last(this):
+                    sent.append(self.links.forward_out.launch(y.contiguous()))
                     continue
-                for whole, found in zip((losses, hits), y):
-                    self.segment(whole, k).copy_(found)
-        while self.sending:
-            self.sending.popleft().wait()  # in the open
+                found = self.model.result(y, self.segment(labels, k), scale, True)
+                for whole, part in zip((losses, hits), found):
+                    self.segment(whole, k).copy_(part)
+        for message in sent:
+            message.wait()  # in the open
         return losses, hits
 
     # -- for tests

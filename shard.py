@@ -505,7 +505,7 @@ class States:
         self.os_group = groups.get("grad_reduce", lambda r: r // f.os)
         self.stage_group = dist.group.WORLD
         if groups.pp > 1:
-            self.stage_group = groups.of_places("grad_reduce", lambda stage, r, column: stage)
+            self.stage_group = groups.of_places("vectors", lambda stage, r, column: stage)
         # who owns every element of the whole model once, but ends in every column
         self.norm_group = groups.of_places("grad_reduce", lambda stage, r, column: r // f.os)
         # who has the same shards of a layer's other columns

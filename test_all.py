@@ -1383,7 +1383,7 @@ def pipeline_worker():
     launch = parallel.Link.launch
 
     def launch_late(link, tensor):
-        if link.here and late.random() < 0.2:
+        if link.leaves and late.random() < 0.2:
             time.sleep(0.003)
         return launch(link, tensor)
 
@@ -1419,7 +1419,8 @@ def pipeline_worker():
             scale = 1 / (labels != m.IGNORE).sum().double()
             parts = in_parts(tokens[mine, positions], labels[mine, positions], several, scale,
                              positions)
-            losses, hits = pipeline(*next(parts.micro_batches()))  # changes nothing
+            losses, hits = pipeline(*next(parts.micro_batches()))  # this changes nothing, ...
+            pipeline.warm_up(next(parts.micro_batches()))  # ... nor does this
             assert losses.isfinite().all() and losses.any() == (groups.stage == pp - 1)
             loss, norm, _ = train.run_step(pipeline, states, parts, 1e-2, 0.5)
             assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
@@ -1603,7 +1604,7 @@ def tensor_worker():
             run = make_run(SMALL, 24, world, document_token=END)
             run = run.but(rank=rank, plan=dataclasses.replace(
                 run.plan, sp=sp, ring=ring, tp=tp, tp_mode=mode, micro_batch=size))
-            stage, data_rank, sp_rank, found = run.place
+            stage, data_rank, sp_rank, found = run.coordinates
             assert (stage, found) == (0, column)
             mine = slice(data_rank * each, (data_rank + 1) * each)
             here = attention.sequence_positions(24, sp, ring, sp_rank)
@@ -4652,6 +4653,7 @@ def gpu_pipeline_worker():
     """Pipelines over all ranks, with parts, segments and layers that swap: 12 steps near those of
     one GPU, and equal to the last bit where messages are poisoned after use and late. Without waits
     this must fail."""
+    parallel.use_more_queues()
     rank, world, device = gpu_ranks()
     cfg, seq, steps, several = dataclasses.replace(MEDIUM, layers=8), 2048, 12, 2 * world
     groups, kernel = attention.Groups(pp=world), exact_kernel(device)
@@ -4679,6 +4681,8 @@ def gpu_pipeline_worker():
                 states.load(name, m.initial_weight(cfg, name, shape, 0, device))
         pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, 1, device,
                                      torch.bfloat16, True, hard, 3 * 10**6 * hard)
+        tokens = ids[0, :1, :-1]
+        pipeline.warm_up((tokens, tokens, torch.ones((), device=device), positions))
         return learn(pipeline, states, 1 / (several * seq))
 
     def learn(model, states, scale: float) -> torch.Tensor:

@@ -375,7 +375,7 @@ class Run:
         return dataclasses.replace(self, **changes)
 
     @property
-    def place(self) -> tuple[int, int, int, int]:
+    def coordinates(self) -> tuple[int, int, int, int]:
         """Return this rank's stage, its number among data-parallel ranks, among those of a
         sequence, and its column: attention.Groups' arithmetic."""
         plan = self.plan
@@ -830,6 +830,14 @@ def make_groups(run: Run) -> Groups:
     return Groups(timedelta(seconds=run.cfg.timeout), run.plan.tp, run.plan.pp)
 
 
+def groups_of(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
+    """Return make_groups(run): once for all plans whose model is cut alike."""
+    key = run.plan.tp, run.plan.pp
+    if key not in made:
+        made[key] = make_groups(run)
+    return made[key]
+
+
 def make_attention(run: Run, groups: Groups) -> Ulysses:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     return Ulysses(run.kernel, run.plan.sp, groups, CommStream(run.device), run.plan.head_groups,
@@ -871,8 +879,12 @@ def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int) -> lis
     kept = plan.activations
     if kept is None:
         return len(parts) * [recomputed_layers if plan.recompute == "full" else whole_layers]
-    longest = max(np.diff(local_bounds(run)).tolist())  # tokens of a segment
-    chunk = plan.chunk if plan.pp_segments == 1 else -(-plan.micro_batch * longest // kept.chunks)
+    longest = local_bounds(run)[1]  # tokens of the first segment
+    tokens = plan.micro_batch * longest
+    chunk = plan.chunk if plan.pp_segments == 1 else -(-tokens // kept.chunks)
+    if -(-tokens // chunk) != kept.chunks:
+        raise ValueError(f"--chunk {plan.chunk}: {kept.chunks} parts of the {tokens} tokens of a "
+                         "segment are not equal; a larger one")
     order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches,
                                     plan.pp_segments)
     return [ChunkedLayers(model, (plan.micro_batch, longest), kept.of_part(len(part)), chunk,
@@ -894,7 +906,13 @@ def wait_for_host_memory(model: LLaMA | Pipeline, print0: Callable) -> None:
     for runner in runners:
         layers = getattr(runner, "__self__", None)
         if isinstance(layers, ChunkedLayers):
-            on_all_ranks(layers.wait_for_host_memory)
+            on_all_ranks(lambda: layers.wait_for_host_memory(print0))
+
+
+def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
+    """Prepare what must be ready before stages wait for each other. Before a step."""
+    if isinstance(model, Pipeline):
+        model.warm_up(next(batch.micro_batches()))
 
 
 @dataclass(frozen=True)
@@ -1024,7 +1042,8 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
         model, states = build(run, op, groups)
         shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
         tokens = torch.zeros(shape, dtype=torch.int64)
-        batch = Batch(tokens, tokens, scale=torch.ones((), dtype=states.accum_dtype))
+        batch = Batch(tokens, tokens, torch.arange(shape[2]),
+                      scale=torch.ones((), dtype=states.accum_dtype))
         return lambda: run_step(model, states, batch, 1e-4, run.cfg.clip)
 
     torch.compiler.set_stance("force_eager")
@@ -1089,7 +1108,7 @@ def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemo
 def local_positions(run: Run) -> np.ndarray:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
     plan = run.plan
-    _, _, rank, _ = run.place
+    _, _, rank, _ = run.coordinates
     if plan.pp_segments == 1:
         return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
     bounds = plan.sp * np.array(local_bounds(run))
@@ -1100,7 +1119,7 @@ def local_positions(run: Run) -> np.ndarray:
 def own_labels(labels: Tensor, run: Run) -> Tensor:
     """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of its part of
     each segment's tokens, which its column has at the model's ends, on the last stage."""
-    stage, _, _, column = run.place
+    stage, _, _, column = run.coordinates
     mine = torch.zeros(labels.shape[-1], dtype=torch.bool, device=labels.device)
     bounds = local_bounds(run)
     for start, end in zip(bounds, bounds[1:]):
@@ -1146,7 +1165,7 @@ def load_batch(run: Run, samples: int) -> Batch:
     """Return this rank's share of the next batch. samples: sequences that the run has seen, which
     alone decides what comes next. A collective of all ranks."""
     each = run.plan.batch // run.plan.dp
-    _, data_rank, _, _ = run.place
+    _, data_rank, _, _ = run.coordinates
     first = samples + data_rank * each
     batch = local_batch([run.train.sample(first + i) for i in range(each)], run)
     lengths = each * [run.cfg.seq]
@@ -1167,7 +1186,7 @@ def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
     the likeliest (B, T/sp). Ranks without one run a blank, whose labels are IGNORE. A collective of
     all ranks."""
     size = run.plan.micro_batch
-    _, data_rank, _, _ = run.place
+    _, data_rank, _, _ = run.coordinates
     for first in range(0, count, run.plan.dp * size):
         mine = first + data_rank * size
         ids = [min(mine + i, count - 1) for i in range(size)]
@@ -1237,7 +1256,7 @@ def load_random_weights(run: Run, states: States) -> None:
             states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
 
 
-def verified(run: Run, groups: Groups, print0: Callable) -> Run:
+def verified(run: Run, made: dict[tuple[int, int], Groups], print0: Callable) -> Run:
     """Return the run with the fastest of the --verify best plans: each runs two steps on random
     weights, and the second is timed (InternEvo's way). Prints predicted beside measured. A
     collective of all ranks."""
@@ -1245,7 +1264,7 @@ def verified(run: Run, groups: Groups, print0: Callable) -> Run:
     measured = []
     for plan in plans:
         candidate = with_choice(run, plan)
-        seconds = step_of_plan(candidate, groups)
+        seconds = step_of_plan(candidate, groups_of(candidate, made))
         measured.append(seconds)
         print0(f"verified: {planner.describe_short(plan, run.hardware)}: predicted "
                f"{plan.step_s:.4g} s, measured {seconds:.4g} "
@@ -1264,6 +1283,7 @@ def step_of_plan(run: Run, groups: Groups) -> float:
     load_random_weights(run, states)
     wait_for_host_memory(model, lambda *a, **k: None)
     batch = load_batch(run, 0)
+    warm_up(model, batch)
     for _ in range(2):
         dist.barrier()
         start = time.perf_counter()
@@ -1289,7 +1309,10 @@ def load_weights(run: Run, states: States, print0: Callable) -> int:
     if run.resume is None:
         if run.pretrained:
             for name in states.shapes:  # one tensor at a time
-                states.load(name, on_all_ranks(lambda: run.pretrained(name)))
+                tensor = on_all_ranks(
+                    lambda: run.pretrained(name) if states.holds(name) else None)
+                if tensor is not None:
+                    states.load(name, tensor)
         else:
             load_random_weights(run, states)
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
@@ -1620,6 +1643,8 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     guess = simulated_buffers(run, print0) if simulates else []
     memory = on_all_ranks(lambda: planned_memory(run, guess, print0))
     wait_for_host_memory(model, print0)
+    if start < cfg.steps:
+        warm_up(model, batch)
     saved = step = start
     if start >= cfg.steps and cfg.eval_every > 0:
         log.write_evaluation(step, evaluate(run, model))
@@ -1708,9 +1733,10 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
     on_all_ranks(lambda: checkpoint.check_disk(disk))
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
-    groups = make_groups(run)
+    made: dict[tuple[int, int], Groups] = {}
     if cfg.verify > 1:
-        run = verified(run, groups, print0)
+        run = verified(run, made, print0)
+    groups = groups_of(run, made)
     op = make_attention(run, groups)
     run = with_measured_plan(run, op, print0)
     describe(run, print0)
@@ -1770,6 +1796,8 @@ def main(argv: list[str] | None = None) -> None:
     cfg = parse(argv)
     least, most = LIMITS["timeout"]  # any other is refused, as all flags are, once ranks have met
     timeout = cfg.timeout if least <= cfg.timeout <= most else Config.timeout
+    if cfg.pp != 1:
+        parallel.use_more_queues()
     rank, world, local_rank = start_ranks(timeout)
     with Heartbeat(rank, world) as heartbeat:
         trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
