@@ -700,7 +700,7 @@ def table_pipeline(bench: Bench) -> None:
 
 def table_tensor(bench: Bench) -> None:
     """A layer's matrices over all ranks in three modes, beside one sequence over them whose weights
-    are whole or gathered (isp)."""
+    are whole or gathered (isp): with what a rank sends of activations, and what layers keep."""
     world = bench.world
     for seq in bench.seqs or [2**n for n in range(12, 17)]:
         bound = kernel_bound(bench, "7b", seq)
@@ -708,9 +708,13 @@ def table_tensor(bench: Bench) -> None:
         fixed = {"model": "7b", "seq": seq, "batch": 1, "recompute": "none"}
         kinds = {mode: {"tp": world, "tp_mode": mode} for mode in ("mtp", "msp", "fsp")}
         kinds["isp"] = {"sp": world}
+        layer = MODELS["7b"].layers * seq * MODELS["7b"].dim * (1 - 1 / world)
         for mode, flags in kinds.items():
+            # elements a rank sends: 4 ways of (N, C) in both passes (fsp: 5), isp: 12 of (N/sp, C)
+            sent = {"fsp": 10, "isp": 12 / world}.get(mode, 8) * layer * bench.dtype.itemsize
             attempt(bench, f"ours, {mode}", "7b", seq, seq // world,
-                    lambda: make_step(bench, Config(**fixed | flags)), 3, 1, bound)
+                    lambda: make_step(bench, Config(**fixed | flags)), 3, 1, bound,
+                    sent_gib=sent / GIB)
 
 
 def union_ms(spans: list[tuple[float, float]]) -> float:
@@ -1200,6 +1204,9 @@ def system_of(r: dict) -> str:
         return name + f", {r['flops'] / 1e12:.3g} TFLOP/s"
     if not r.get("sp") or name.startswith("fsdp2"):  # whose row may name factors of ours
         return name
+    if r.get("sent_gib") is not None:
+        kept = r["planned_gib"]["activations"]
+        name += f", {r['sent_gib']:.1f} GiB sent, {kept:.1f} kept,"
     if r.get("idle_share") is not None:
         name += f", idle {r['idle_share']:.1%} (formula {r['bubble']:.1%}),"
     name += f" {r['p']},{r['g']},{r['os']}"
