@@ -28,11 +28,11 @@ sequences takes as long as its FLOPs: segments are of equal FLOPs, so the first 
 What a pass hands to the next stage is a message on a stream of its kind: forward messages travel
 under backward passes, and back; the host waits for none.
 
-    message              launched                      hidden under            waited for
-    x, forward           send: behind its pass         the next pass           by the next stage
-                         receive: before the pass      that pass               before its own pass
-                         before its own
-    dx, backward         likewise                      likewise                likewise
+    message         launched                            hidden under     waited for
+    x, forward      to send: behind its pass            the next passes  behind the next but one
+                    to receive: before the pass that    that pass        before its own pass
+                    comes before its own
+    dx, backward    likewise                            likewise         likewise
 
 `--overlap` without `pipeline` receives a message when its pass is due.
 
@@ -509,6 +509,18 @@ class Link:
         self.other = 1 - dist.get_rank(group)
         self.stream = CommStream(device)
         self.delay = delay
+        self.leaving: deque[Message] = deque()
+
+    def send(self, tensor: Tensor) -> None:
+        """Launch the way of a tensor that leaves. Two may be under way: more would take memory."""
+        self.leaving.append(self.launch(tensor.contiguous()))
+        if len(self.leaving) > 2:
+            self.leaving.popleft().wait()  # hidden by the passes since: it was received under them
+
+    def finish(self) -> None:
+        """Let compute wait for all that leaves."""
+        while self.leaving:
+            self.leaving.popleft().wait()
 
     def launch(self, tensor: Tensor) -> Message:
         """Launch the way of a tensor that leaves, or into one that comes."""
@@ -536,6 +548,12 @@ class Links:
     forward_out: Link | None = None
     backward_in: Link | None = None
     backward_out: Link | None = None
+
+    def finish(self) -> None:
+        """Let compute wait for all that leaves: in the open, it is the last of a step."""
+        for link in (self.forward_out, self.backward_out):
+            if link is not None:
+                link.finish()
 
 
 def use_more_queues() -> None:
@@ -575,7 +593,6 @@ class Live:
     graph: ChunkGraph  # what autograd saved of the layers
     like: Tensor | None  # the part's input (B, n, C) without its memory; None: tokens
     received: Tensor | None  # the input, if it is to be poisoned
-    sent: Message | None  # the output, read until it is there
     dy: Tensor | None  # of the last part the gradient of its layers' result: the loss's is known
 
 
@@ -612,7 +629,6 @@ class Pipeline:
                                     self.segments)
         self.links = make_links(groups, len(parts), device, delay)
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all passes' graphs
-        self.returning: deque[Message] = deque()  # gradients on their way
         self.idle: list | None = None
 
     # -- where a pass begins and ends
@@ -641,12 +657,6 @@ class Pipeline:
         rows, tokens = self.segment(micro_batch[0], k).shape
         return torch.empty(rows, tokens // self.sharing, self.model.cfg.dim, dtype=self.dtype,
                            device=self.device)
-
-    def give_back(self, dx: Tensor) -> None:
-        """Launch the way of a gradient to the stage before."""
-        self.returning.append(self.links.backward_out.launch(dx.contiguous()))
-        if len(self.returning) > 2:
-            self.returning.popleft().wait()  # hidden by the two backward passes since
 
     def arrived(self, message: Message | None) -> Tensor | None:
         """Let compute wait for a message."""
@@ -693,9 +703,8 @@ class Pipeline:
             dx = self.run_backward(this, there, received, pasts)
             self.poison_if_testing(received)
             if not self.is_first(this):
-                self.give_back(dx)
-        while self.returning:
-            self.returning.popleft().wait()  # in the open: of the first stages the last passes
+                self.links.backward_out.send(dx)
+        self.links.finish()
         return loss
 
     def run_forward(self, this: Pass, x: Tensor | None, micro_batch: tuple,
@@ -709,8 +718,9 @@ class Pipeline:
         like = None if x is None else x.to("meta")
         kept = x if self.poison else None
         if not self.is_last(this):
-            sent = self.links.forward_out.launch(y.contiguous()) if sends else None
-            return Live(graph, like, kept, sent, None)
+            if sends:
+                self.links.forward_out.send(y)
+            return Live(graph, like, kept, None)
 
         def result(y: Tensor) -> Tensor:
             _, labels, scale, *_ = micro_batch
@@ -720,7 +730,7 @@ class Pipeline:
         of_loss, (part,) = ChunkGraph.run(self.root, result, y)
         loss += part
         dy, = of_loss.backward((torch.ones_like(part),), y)
-        return Live(graph, like, kept, None, dy)
+        return Live(graph, like, kept, dy)
 
     def run_layers(self, this: Pass, inputs: Sequence[Tensor], micro_batch: tuple,
                    pasts: dict[tuple, Past]) -> Tensor:
@@ -753,8 +763,6 @@ class Pipeline:
         None where tokens went in."""
         inputs = [] if there.like is None else [there.like]
         grads = there.graph.backward((there.dy if dy is None else dy,), *inputs)
-        if there.sent is not None:
-            there.sent.wait()  # long ago: its gradient has come back
         self.poison_if_testing(there.received)
         if this.segment == 0:
             for layer in self.parts[this.chunk]:
@@ -792,20 +800,18 @@ class Pipeline:
                              dtype=accumulation_dtype(self.dtype))
         hits = torch.zeros_like(labels, dtype=torch.bool)
         pasts: dict[tuple, Past] = {}
-        sent = []
         for k in range(self.segments):
             for chunk in range(len(self.parts)):
                 this = Pass(True, 0, k, chunk)
                 x = self.arrived(self.receive(this, [micro_batch]))
                 y = self.run_layers(this, [] if x is None else [x], micro_batch, pasts)
                 if not self.is_last(this):
-                    sent.append(self.links.forward_out.launch(y.contiguous()))
+                    self.links.forward_out.send(y)
                     continue
                 found = self.model.result(y, self.segment(labels, k), scale, True)
                 for whole, part in zip((losses, hits), found):
                     self.segment(whole, k).copy_(part)
-        for message in sent:
-            message.wait()  # in the open
+        self.links.finish()
         return losses, hits
 
     # -- for tests

@@ -503,10 +503,10 @@ def _recomputed_share(block_class, cfg: ModelConfig) -> float:
 
 
 def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chunk: int,
-            device: torch.device, dtype: torch.dtype) -> tuple[Sizes, float]:
+            device: torch.device, dtype: torch.dtype, segments: int = 1) -> tuple[Sizes, float]:
     """Time a layer's forward on this machine, part by part, and the bytes/s to the host with all
-    ranks copying at once. shape: (B, T) of this rank. A collective of all ranks; needs the memory
-    of a layer."""
+    ranks copying at once. shape: (B, T) of this rank, or of one of `segments` of its sequences. A
+    collective of all ranks; needs the memory of a layer."""
     watch = Stopwatch(device, 0.02)
     n = shape[0] * shape[1]
     with torch.device(device):
@@ -527,6 +527,7 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
         for window, layers in Counter(map(cfg.window_of, range(cfg.layers))).items():
             op = attention.seeing(window)
             attn += layers / cfg.layers * watch.least(lambda: op.forward(q, kv, kv), 1)
+    attn *= segments  # a segment attends to those before it, too: as much more, in the mean
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(cfg)

@@ -740,7 +740,8 @@ def with_measured_plan(run: Run, op: Ulysses, print0: Callable) -> Run:
         return run
     print0(f"measuring a layer, in chunks of {run.plan.chunk:,} tokens", flush=True)
     shape = (run.plan.micro_batch, run.plan.tokens // run.plan.micro_batch)
-    measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype)
+    measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype,
+                               run.plan.pp_segments)
     constraints = planner.fix(run.constraints, run.plan)
     there = dataclasses.replace(run.hardware, measured=measured)
     plan = on_all_ranks(lambda: planner.plan(constraints, run.model, there, top=1)[0])
@@ -948,6 +949,7 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
                            then the same in reverse; a layer's Matrix raises unshard, then add_grad
                              beside it: param_gather, grad_scatter, prefetch, all-to-alls
                              in the last micro-batch: grad_reduce
+                           a stage of a pipeline alternates, in parallel.pipeline_order
         finish_gradients   compute waits for grad_scatter and grad_reduce; vectors' gradients
         update             global norm, clipping, OPTIMIZER on what this rank owns, unit by unit
                              beside it, and under the next forward: param_broadcast; all of it,
