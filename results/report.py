@@ -162,13 +162,13 @@ SCALE = {  # key of scale.json -> how to read it
         " head group's attention. 7B has a key for each head, and its ring moves as much; of"
         " llama3-8b four heads share one.",
     "hybrids":
-        "**Matrices and layers cut, too**: the planner's choice among all degrees (tp, its mode;"
-        " stages x parts, K segments; sp), without tensor modes and pipelines, and where 8 stages or"
-        " 8 columns are asked for: seconds of a step, causal MFU, and of a pipeline the seconds in"
-        " which a stage is idle. Batches are open but for InternEvo's and that of 4K tokens, so at"
-        " 1M tokens MFU compares. A pipeline wins where sequences are short, the network is slow and"
-        " many micro-batches fill it; columns never do here: their exchanges are not hidden, and"
-        " those of heads and weights are.",
+        "**Matrices and layers cut, too**: the planner's choice among all degrees (tp, its"
+        " mode; stages x parts, K segments; sp), without tensor modes and pipelines, and where 8"
+        " stages or 8 columns are asked for: seconds of a step, causal MFU, and of a pipeline"
+        " the seconds in which a stage is idle. Batches are open but for InternEvo's and that of"
+        " 4K tokens, so at 1M tokens MFU compares. A pipeline wins where sequences are short,"
+        " the network is slow and many micro-batches fill it; columns never do here: their"
+        " exchanges are not hidden, and those of heads and weights are.",
     "example":
         "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
         " 400 Gb/s a GPU.",
