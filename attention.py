@@ -124,6 +124,12 @@ def wait(event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
+def place_of(rank: int, world: int, tp: int, pp: int) -> tuple[int, int, int]:
+    """Return a rank's stage, its number among those of its stage and column, and its column."""
+    stage, in_stage = divmod(rank, world // pp)
+    return stage, *divmod(in_stage, tp)
+
+
 class Groups:
     """Process groups by name and ranks, made once. Groups of another name have communicators of
     their own, so that what two streams launch does not wait for each other.
@@ -164,10 +170,7 @@ class Groups:
         return self.place(dist.get_rank())[2]
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """Return a global rank's stage, its number among those of its stage and column, its column.
-        """
-        stage, in_stage = divmod(rank, dist.get_world_size() // self.pp)
-        return stage, *divmod(in_stage, self.tp)
+        return place_of(rank, dist.get_world_size(), self.tp, self.pp)
 
     def get(self, name: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
         """Return the group of the ranks r of this stage and column that have this rank's key(r),

@@ -50,21 +50,15 @@ from memplan import StepMemory, compare_methods, read_trace, write_plan
 from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, param_count,
                    rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
-from parallel import Pipeline, bubble, use_more_queues
+from parallel import Pipeline, bubble, no_order, use_more_queues
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
 from shard import STREAMS, Factors, States
 from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
-
-
-@functools.cache
-def groups_of(tp: int, pp: int) -> Groups:
-    """Return the groups of all runs whose models are cut alike, of all tables: the memory of NCCL's
-    communicators does not come back."""
-    return Groups(tp=tp, pp=pp)
-
+# of all tables: the memory of NCCL's communicators does not come back
+GROUPS: dict[tuple[int, int], Groups] = {}
 
 # ---------------------------------------------------------------------------- rows
 
@@ -240,7 +234,7 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     as_planned = run is not None
     run = run or plan_run(bench, cfg)
     train.cap_gpu(run)
-    groups = groups_of(run.plan.tp, run.plan.pp)
+    groups = train.groups_of(run, GROUPS)
     op = train.make_attention(run, groups)
     if not as_planned:
         run = train.with_measured_plan(run, op, bench.print0)
@@ -267,14 +261,14 @@ def attempt(bench: Bench, label: str, name: str, seq: int, tokens: int, build: C
         more["error"] = str(e)[:600]
     run = getattr(step, "run", None)
     states = getattr(step, "states", None)
-    if bench.gpu and math.isfinite(seconds) and isinstance(step.model, Pipeline):
-        more |= idle_share(step)
     if isinstance(states, States):  # not FSDP2's
         more |= chosen(run)
         more["state_bytes"] = states.bytes()
         more["state_bytes_formula"] = state_bytes(
             param_count(run.model), states.factors, states.dtype, states.accumulates)
-    seconds = slowest(seconds, bench.device)
+    seconds = slowest(seconds, bench.device)  # infinite on all ranks, if on one
+    if bench.gpu and math.isfinite(seconds) and isinstance(step.model, Pipeline):
+        more |= idle_share(step)
     found = row(bench, label, MODELS[name], name, seq, tokens,
                 seconds if math.isfinite(seconds) else None, bound, bench.world, **more)
     bench.add(found)
@@ -381,7 +375,7 @@ def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     anything = dataclasses.replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
     run = train.with_plan(run.but(hardware=anything), bench.print0)
     op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)),
-                              groups_of(1, 1))
+                              train.groups_of(run, GROUPS))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     if run.plan.sp > 1:
@@ -684,16 +678,16 @@ def table_pipeline(bench: Bench) -> None:
                  f"... in {2 * world} parts": {"pp": world, "pp_chunks": 2, "pp_segments": 1},
                  "... of 4 segments": {"pp": world, "pp_chunks": 1, "pp_segments": 4},
                  "one sequence over all": {"sp": world}}
-        if batch % (2 * world):
-            kinds.pop(f"... in {2 * world} parts")  # parts take turns by as many segments as stages
+        if no_order(world, 2, batch, 1):
+            kinds.pop(f"... in {2 * world} parts")
+        if bench.nodes > 1:
+            kinds["a ring over nodes"] = {"sp": world, "ring": bench.nodes}
         if batch % world == 0:
             kinds["data parallel"] = {"sp": 1}
-        if bench.nodes > 1:
-            kinds |= {"a ring over nodes": {"sp": world, "ring": bench.nodes},
-                      "states in a node": {"sp": 1, "p": "1", "g": "1", "os": str(per_node)}}
+        if batch % world == 0 and bench.nodes > 1:
+            states = {"p": "1", "g": "1", "os": str(per_node)}
+            kinds["data parallel, states in a node"] = {"sp": 1} | states
         for kind, flags in kinds.items():
-            if seq >= 2**14 and flags.get("sp") == 1:
-                continue
             attempt(bench, f"ours, {kind}, nodes={bench.nodes}", "7b", seq, batch * seq // world,
                     lambda: make_step(bench, Config(**fixed | flags)), 3, 1, bound)
 

@@ -109,7 +109,7 @@ class Columns:
         """A collective of all ranks."""
         self.mode = mode
         self.ranks = groups.tp
-        self.index = groups.place(dist.get_rank())[2]
+        self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
         self.stream = stream
         self.poison = poison

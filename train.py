@@ -54,7 +54,7 @@ import parallel
 import planner
 import shard
 from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel,
-                       sequence_positions, untried_versions)
+                       place_of, sequence_positions, untried_versions)
 from checkpoint import Checkpoint
 from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_starts, end_of_text,
                   find_files, fingerprint, load_tokenizer, open_corpus, split, text_encoder,
@@ -377,10 +377,9 @@ class Run:
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
         """Return this rank's stage, its number among data-parallel ranks, among those of a
-        sequence, and its column: attention.Groups' arithmetic."""
+        sequence, and its column."""
         plan = self.plan
-        stage, in_stage = divmod(self.rank, self.world // plan.pp)
-        rank, column = divmod(in_stage, plan.tp)
+        stage, rank, column = place_of(self.rank, self.world, plan.tp, plan.pp)
         return stage, *divmod(rank, plan.sp), column
 
     @property
@@ -859,7 +858,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     on_all_ranks(lambda: parallel.split_columns(model, columns))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage))
-    model.layer_runner = runners[0]
+    model.layer_runner = runners[0]  # of one stage, the only one
     states = States(
         model, run.device, run.dtype, plan.micro_batches * plan.pp_segments, plan.factors,
         plan.os_layout, groups, overlap=overlap,
