@@ -101,6 +101,9 @@ import shard
 import train
 
 HERE = Path(__file__).parent
+ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: the whole grids
+STEPS = 5 if ALL_COMBINATIONS else 3  # of each combination
+RUN_SECONDS = 10800 if ALL_COMBINATIONS else 300  # of train.py, or of a worker of many cases
 README = (HERE / "README.md").read_text()
 SMALL = dataclasses.replace(m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8,
                             ffn=80, vocab=101)
@@ -182,13 +185,13 @@ def run(args, ranks: int = 0, code: str = "", expect: int = 0, **env) -> str:
     is run before it starts. `expect`: the exit status."""
     if "torchrun" in env or "test_all.gpu" in code:
         process = launch(args, ranks, code, **env)
-        text = process.communicate(timeout=300)[0]
+        text = process.communicate(timeout=RUN_SECONDS)[0]
         assert process.returncode == expect, text[-3000:]
         return text
     env.pop("tmp", None)
     with tempfile.NamedTemporaryFile() as file:
         processes = fork_ranks(args, ranks, code, Path(file.name), env)
-        deadline = time.time() + 300
+        deadline = time.time() + RUN_SECONDS
         for process in processes:
             process.join(max(0, deadline - time.time()))
             process.kill()
@@ -504,14 +507,11 @@ def build(dtype, micro_batches=1, factors=shard.Factors(), recompute=False,
     return model, states
 
 
-STEPS = 5 if os.environ.get("ALL_COMBINATIONS") else 3  # of each combination
-
-
 def cover(legal=lambda *row: True, **choices) -> list[tuple]:
     """Legal combinations of the choices in which every pair of values of two of them occurs that
-    any has; with ALL_COMBINATIONS in the environment (make test-all), every combination."""
+    any has; with ALL_COMBINATIONS every combination."""
     every = [row for row in itertools.product(*choices.values()) if legal(*row)]
-    if os.environ.get("ALL_COMBINATIONS"):
+    if ALL_COMBINATIONS:
         return every
 
     def pairs(row: tuple) -> set:
@@ -779,13 +779,13 @@ def test_scale_predictions_are_the_planners(scale, table, monkeypatch):
     """results/scale.json is not older than the planner (of what fits and of rings, a third is asked
     again, of tensor modes and pipelines one search)."""
     saved = json.loads((HERE / "results" / "scale.json").read_text())[table.partition("_11")[0]]
-    if table == "fits" and not os.environ.get("ALL_COMBINATIONS"):
+    if table == "fits" and not ALL_COMBINATIONS:
         monkeypatch.setattr(scale, "MEMORY", {"80 GB": scale.MEMORY["80 GB"]})
         saved = [row for row in saved if row["memory"] == "80 GB"]
-    if table == "rings" and not os.environ.get("ALL_COMBINATIONS"):
+    if table == "rings" and not ALL_COMBINATIONS:
         monkeypatch.setattr(scale, "RATES", (25e9,))
         saved = [row for row in saved if row["rate"] == 25e9]
-    if table == "hybrids" and not os.environ.get("ALL_COMBINATIONS"):
+    if table == "hybrids" and not ALL_COMBINATIONS:
         monkeypatch.setattr(scale, "HYBRIDS", scale.HYBRIDS[1:2])
         monkeypatch.setattr(scale, "CUTS", {"all degrees": scale.CUTS["all degrees"]})
         saved = [{key: value for key, value in saved[1].items()
@@ -1102,7 +1102,7 @@ def sharding_worker(cases: str):
 
 
 @pytest.mark.parametrize("ranks, per_node, cases, count", [
-    (4, 2, "cover", 160 if os.environ.get("ALL_COMBINATIONS") else 24), (8, 8, "once", 16)])
+    (4, 2, "cover", 160 if ALL_COMBINATIONS else 24), (8, 8, "once", 16)])
 def test_sharding_equals_one_process(ranks, per_node, cases, count, tmp_path):
     """4 ranks as 2 nodes of 2: a cover of factors x layouts x micro-batches x recomputation x the
     place of optimizer states; 8 ranks: each of the 16 factors. What was released or used is
@@ -1231,7 +1231,7 @@ def sequence_worker():
         alone = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
-            every = 1 if os.environ.get("ALL_COMBINATIONS") else {2: 2, 4: 3}[world]
+            every = 1 if ALL_COMBINATIONS else {2: 2, 4: 3}[world]
             some = list(enumerate(PLANS))[count % every :: every]
             for i, (eighths, resident, kept, dropped, stride, by_heads) in some:
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
@@ -1402,7 +1402,7 @@ def pipeline_worker():
     rows = cover(fits, **always, sp=(1, 2, 4), segments=(1, 2, 3), mode=("",), keep=PIPELINE_PLANS)
     rows += cover(fits, **always, sp=(1,), segments=(1, 2, 4), mode=("mtp", "msp", "fsp"),
                   keep=("all", "input"))
-    every = 1 if os.environ.get("ALL_COMBINATIONS") else {2: 1, 4: 4, 8: 6}[world]
+    every = 1 if ALL_COMBINATIONS else {2: 1, 4: 4, 8: 6}[world]
     count = 0
     for i, (pp, chunks, several, layout, sp, segments, mode, keep) in enumerate(rows[::every]):
         groups = made[pp, 2 if mode else 1]
@@ -1507,8 +1507,8 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
 
 
 @pytest.mark.parametrize("ranks, count", [
-    (2, 20 if os.environ.get("ALL_COMBINATIONS") else 10),
-    (4, 40 if os.environ.get("ALL_COMBINATIONS") else 13)])
+    (2, 20 if ALL_COMBINATIONS else 10),
+    (4, 40 if ALL_COMBINATIONS else 13)])
 def test_sequences_and_chunks_equal_one_process(ranks, count, tmp_path):
     text = run([], ranks, "import test_all; test_all.sequence_worker()", tmp=tmp_path)
     assert text.count(f"{count} cases equal") == ranks
@@ -1638,7 +1638,7 @@ def tensor_worker():
     os._exit(0)
 
 
-@pytest.mark.parametrize("ranks", [2, 4] + [8] * bool(os.environ.get("ALL_COMBINATIONS")))
+@pytest.mark.parametrize("ranks", [2, 4] + [8] * ALL_COMBINATIONS)
 def test_tensor_modes_equal_one_process(ranks, tmp_path):
     text = run([], ranks, "import test_all; test_all.tensor_worker()", tmp=tmp_path)
     counts = re.findall("rank [0-9]+: ([0-9]+) cases equal", text)
@@ -2342,7 +2342,7 @@ def recorded_steps():
         for r in json.loads(path.read_text())["rows"]:
             trace = path.with_name(f"memplan-{r['seq'] // 1024}k-{r['gpus']}x.csv")
             whole = r["system"] == "planned" and r["model"] == "7b" and not r["oom"]
-            whole = whole and (r["seq"] <= 2**14 or os.environ.get("ALL_COMBINATIONS"))
+            whole = whole and (r["seq"] <= 2**14 or ALL_COMBINATIONS)
             if whole and r.get("activations") and trace.exists():
                 yield pytest.param(r, trace, id=trace.stem)
 
@@ -5810,7 +5810,7 @@ def test_placement_is_the_best(num_nodes):
     """No other order sends fewer bytes across the spine, whatever the leaves of up to 8 nodes (of
     the largest numbers some cases)."""
     some = random.Random(num_nodes)
-    share = 1 if num_nodes < 6 or os.environ.get("ALL_COMBINATIONS") else 0.3
+    share = 1 if num_nodes < 6 or ALL_COMBINATIONS else 0.3
     assert len(orders_of_leaves((2, 2, 1))) == 15 and len(orders_of_leaves((4, 4))) == 35
     for counts in leaf_sizes(num_nodes, num_nodes):
         orders = orders_of_leaves(counts)
