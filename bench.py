@@ -51,7 +51,7 @@ from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_tok
                    rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
 from parallel import Pipeline, bubble, no_order, use_more_queues
-from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
+from planner import Constraints, Hardware, Plan, state_bytes
 from shard import STREAMS, Factors, States
 from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
 
@@ -1114,13 +1114,12 @@ def table_alpha(bench: Bench) -> None:
         layer_s = seconds / 3 / cfg.layers  # of a forward
         io = 2 * n * cfg.dim * 2  # bytes of x and o, bf16
         others = 14 * n * cfg.dim * 2  # Memo's 16 bsh elements
-        sizes = Sizes(io // 2, io // 2, others, layer_s, layer_s, layer_s, layer_s)
-        memo, _ = plan_activations(cfg.layers, sizes, 8, 32e9, math.inf, 2e12 / 8, memo=True)
         swapped = cfg.layers - 2
+        by_bandwidth = (32e9 * layer_s - io) / others
+        by_host = (2e12 / 8 / swapped - io) / others
         bench.add({
-            "system": f"7b, {k}K tokens", "rule_alpha": memo.alpha,
-            "by_bandwidth": (32e9 * layer_s - io) / others,
-            "by_host": (2e12 / 8 / swapped - io) / others,
+            "system": f"7b, {k}K tokens", "rule_alpha": min(1.0, by_bandwidth, by_host),
+            "by_bandwidth": by_bandwidth, "by_host": by_host,
             "published_alpha": MEMO_ALPHA.get(k),
             "host_gib": swapped * (io + MEMO_ALPHA.get(k, 0) * others) / GIB,
             "buffers_gib": 2 * (io + others) / GIB, "buffers_alpha0_gib": (2 * io + others) / GIB})

@@ -40,12 +40,11 @@ H query heads, K key/value heads, D head width, F feed-forward width, V vocabula
 mesh (GPUs in a node, nodes) of a group of ranks; of pipelines P stages, V parts of the model on
 one, K segments of a sequence: M*K items go through each part.
 """
-import dataclasses
 import functools
 import heapq
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -147,8 +146,14 @@ def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
     """Return the model whose layers are one of tp columns of the model's."""
     if tp == 1:
         return cfg
-    return dataclasses.replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
+    return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
                                ffn=cfg.ffn // tp)
+
+
+def column_per_node(plan: Plan, per_node: int) -> int:
+    """Return how many of the R ranks of one column of one stage a node has."""
+    of_stage = per_node if plan.pp == 1 else min(per_node, plan.ranks // plan.pp)
+    return of_stage // plan.tp
 
 
 @functools.cache
@@ -200,7 +205,7 @@ def longest_segment(cfg: ModelConfig, plan: Plan) -> Plan:
     if plan.pp_segments == 1:
         return plan
     bounds = segments_of(cfg, plan)
-    return dataclasses.replace(plan, seq=bounds[1], pp_segments=1)
+    return replace(plan, seq=bounds[1], pp_segments=1)
 
 
 def segments_of(cfg: ModelConfig, plan: Plan) -> tuple[int, ...]:
@@ -498,7 +503,7 @@ def segment_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype,
     if plan.pp_segments == 1:
         return {"messages": messages}
     waiting = in_flight(cfg, plan, stage)
-    whole = dataclasses.replace(plan, pp_segments=1)
+    whole = replace(plan, pp_segments=1)
     *_, k_sent, _ = attention_bytes(column_model(cfg, plan.tp), whole, dtype)
     wide = accumulation_dtype(dtype).itemsize / dtype.itemsize
     return {"messages": messages,
@@ -632,15 +637,13 @@ class Estimator:
         self.held: set[str] = set()  # what lies outside the profile's points, in words
         self.cache: dict[tuple, object] = {}  # what has been computed, by what it depends on
         self.whole = self  # of all columns and stages
-        self.columns: dict[tuple, Estimator] = {}
+        self.columns: dict[tuple, Estimator] = {(1, per_node): self}
 
     def column(self, plan: Plan) -> "Estimator":
         """Return the estimator of what one column of one stage does: of its part of each layer, and
         among its ranks of a node."""
-        if plan.tp == plan.pp == 1:
-            return self.whole
         whole = self.whole
-        per_node = min(whole.per_node, plan.ranks // plan.pp) // plan.tp
+        per_node = column_per_node(plan, whole.per_node)
         key = plan.tp, per_node
         if key not in whole.columns:
             made = Estimator(self.profile, column_model(whole.model, plan.tp), self.dtype, per_node)
@@ -1413,7 +1416,7 @@ def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[s
         found = layer_seconds(est, plan)
         return found.forward + sum(found.backward)
 
-    least = min(layer(plan), layer(dataclasses.replace(plan, accumulates=False)))
+    least = min(layer(plan), layer(replace(plan, accumulates=False)))
     least += lost / largest_part(est.model, plan)
     est = est.column(plan)
     parts = [layers * least for layers in all_parts(est.model.layers, plan.pp, plan.pp_chunks)]

@@ -26,7 +26,7 @@ train.py asks twice: with the profile of its GPUs, and, for the degrees that won
 a layer that `measure` took on this machine.
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
-ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node (`column_ranks`).
+ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node.
 What a stage's layers keep is planned for one item through its largest part, with the memory of the
 stage that has the least for it, over what is in flight there.
 
@@ -37,6 +37,7 @@ gradients and optimizer states, sp ranks that share a sequence; tp columns of la
 pipeline, pp_chunks parts of the model on one, pp_segments parts of a sequence; of what layers keep
 n layers, c chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
 """
+import bisect
 import contextlib
 import dataclasses
 import functools
@@ -48,8 +49,8 @@ import math
 import operator
 import sys
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -59,7 +60,7 @@ import torch
 import model as llama
 from attention import Attention
 from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes, column_model,
-                   computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
+                   column_per_node, computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
                    in_flight, kept_parts, largest_part, layer_bytes, layer_peaks, layer_seconds,
                    longest_segment, loss_peak, resident_bytes, ring_traffic, rounding_bytes,
                    segment_bytes, slowest_stage, stage_ends, stage_params, stage_parts,
@@ -89,6 +90,11 @@ class Sizes:
     attn_s: float  # of it, attention
     post_s: float  # of it, what follows attention
     by_heads_s: float = 0.0  # more, of forward and backward, if q, k, v are made by heads
+
+    @property
+    def layer(self) -> tuple[int, int, int]:
+        """Return the bytes, as costs.layer_bytes does."""
+        return self.input, self.attn, self.intermediates
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,10 @@ class Constraints:
 def constraints_of(flags, dtype: torch.dtype, default_batch: int,
                    most_sequences: int | None = None, resumes: bool = False) -> Constraints:
     """Return the constraints of flags, an object whose attributes have the names of fields."""
-    known = {f.name for f in dataclasses.fields(Constraints)} & set(vars(flags)) - {"dtype"}
-    given = {name: getattr(flags, name) for name in known}
-    return Constraints(**given, dtype=dtype, default_batch=default_batch,
-                       most_sequences=most_sequences, resumes=resumes)
+    known = {f.name for f in dataclasses.fields(Constraints)}
+    given = {name: value for name, value in vars(flags).items() if name in known}
+    return Constraints(**given | {"dtype": dtype, "default_batch": default_batch,
+                                  "most_sequences": most_sequences, "resumes": resumes})
 
 
 @dataclass(frozen=True)
@@ -171,34 +177,23 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
 
 def check_shape(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
     """Raise ValueError if no columns and stages leave factors and ways to share a sequence."""
-    there = Hardware(ranks, per_node, None)
-    refused = None
-    for tensor in legal_tensor(constraints, model, there, {}):
-        chosen = dict(zip(("tp", "tp_mode"), tensor))
-        try:
-            for pipeline in legal_pipeline(constraints, model, there, chosen):
-                given = chosen | dict(zip(("pp", "pp_chunks", "pp_segments"), pipeline))
-                try:
-                    wanted_factors(constraints, *column_ranks(there, given))
-                    legal_sequences(constraints, model, there, given)
-                    return
-                except ValueError as e:
-                    refused = refused or e
-        except ValueError as e:
-            refused = refused or e
-    raise refused
+    tensor, pipeline, sequences, *_ = SHAPE
+    states, *_ = STATES
+    search = Search(constraints, model, Hardware(ranks, per_node, None))
+    for cut in search.choose((tensor, pipeline), Plan(ranks, constraints.seq)):
+        if all(any(search.choose((degree,), cut)) for degree in (states, sequences)):
+            return
+    raise search.errors[0]
 
 
 def fix(constraints: Constraints, chosen: Plan) -> Constraints:
     """Return constraints that leave open what layers keep, alone."""
-    f = chosen.factors
+    fixed = values(chosen, DEGREES)
+    f = fixed.pop("factors")
     if not constraints.strategy:
-        constraints = dataclasses.replace(constraints, p=str(f.p), g=str(f.g), os=str(f.os))
-    return dataclasses.replace(
-        constraints, tp=chosen.tp, pp=chosen.pp, pp_chunks=chosen.pp_chunks,
-        pp_segments=chosen.pp_segments, sp=chosen.sp, ring=chosen.ring, batch=chosen.batch,
-        micro_batch=chosen.micro_batch, head_groups=chosen.head_groups, chunk=chosen.chunk,
-        os_layout=chosen.os_layout, os_place=chosen.os_place, layers_run=chosen.recompute)
+        fixed |= {"p": str(f.p), "g": str(f.g), "os": str(f.os)}
+    layers_run = fixed.pop("recompute")
+    return replace(constraints, **fixed, layers_run=layers_run)
 
 
 def group_limit() -> int | None:
@@ -215,34 +210,29 @@ def group_limit() -> int | None:
     return min((x for x in limits if x < 2**50), default=None)  # version 1: none is a huge number
 
 
-def host_limit(asked: int | None = None) -> int:
-    """Return the bytes of a node for what is swapped: as asked, or what control groups or the
-    machine allow, less an eighth for all else. Raises ValueError if control groups allow less."""
-    allowed = group_limit()
-    if asked is not None and allowed and asked > allowed:
-        raise ValueError(f"--host-memory {asked / GIB:.0f}G: the control group allows "
-                         f"{allowed / GIB:.0f}G, and other things need some of it")
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    return (allowed or total) * 7 // 8 if asked is None else asked
-
-
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
 
 
 def gpu_budget(device: torch.device, asked: int | None) -> float:
     """Return the bytes of a device to plan with. asked: --gpu-memory."""
-    if device.type == "cpu":
-        return GPU_SHARE * (asked or 2**60)
-    total = torch.cuda.get_device_properties(device).total_memory
+    total = 2**60
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
     return GPU_SHARE * min(total, asked or total)
 
 
 def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float:
-    """Return the bytes of host memory of a rank to swap to. ranks: that share a node; asked:
-    --host-memory; elsewhere: the plan is for another machine. Raises ValueError."""
-    if elsewhere and asked is not None:
+    """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
+    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory;
+    elsewhere: the plan is for another machine. Raises ValueError if control groups allow less."""
+    if asked is not None and elsewhere:
         return asked / ranks
-    return host_limit(asked) / ranks
+    allowed = group_limit()
+    if asked is not None and allowed and asked > allowed:
+        raise ValueError(f"--host-memory {asked / GIB:.0f}G: the control group allows "
+                         f"{allowed / GIB:.0f}G, and other things need some of it")
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    return ((allowed or total) * 7 // 8 if asked is None else asked) / ranks
 
 
 # ---------------------------------------------------------------------------- what layers keep
@@ -257,8 +247,8 @@ class TooLarge(ValueError):
 
 
 def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
-                     resident: int | None = None, alpha: float | None = None, memo: bool = False,
-                     busy: float = 0.0, by_heads: bool = False) -> tuple[ActivationPlan, float]:
+                     resident: int | None = None, alpha: float | None = None, busy: float = 0.0,
+                     by_heads: bool = False) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward.
 
@@ -276,9 +266,10 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
                K <= c*k,  S <= a*(n - k),  X <= n - k
 
     where a, the chunks that a rounding buffer has room for, takes some values in turn (eighths of a
-    layer). Memo's alpha, the fraction that is swapped, is S/(c*(n - k)). The backward takes twice
-    the forward's time and copies as much, so it never binds. resident, alpha: set by hand. memo: k
-    = 2, K = 2c, X = w = 0, any fraction of a chunk: exactly Memo's rule,
+    layer); with k = n there are no buffers. Memo's alpha, the fraction that is swapped, is S/(c*(n
+    - k)). The backward takes twice the forward's time and copies as much, so it never binds.
+    resident, alpha: set by hand. With k = 2, where waiting for a copy costs more than it saves, S
+    is Memo's rule, to a chunk:
 
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
@@ -289,91 +280,67 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
     """
     if (missing := bytes_missing(n, s, gpu, host)) > 0:
         raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), missing)
-    if by_heads:
-        value, activations, waits = best_dropping(n, s, chunks, bandwidth, gpu, host, resident,
-                                                  busy, True)
-        if value == math.inf:
-            raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), 1.0)
-        return activations, waits + recomputed_seconds(activations, s)
-    rooms = [chunks] if memo else sorted({round(chunks * eighth / 8) for eighth in range(9)})
-    if alpha is not None:
-        rooms = [math.ceil(alpha * chunks)]
-    found = []
-    if memo or alpha or resident != n:
-        found.append(best_swapping(n, s, chunks, bandwidth, gpu, host, rooms, resident, alpha, memo,
-                                   busy))
-    if not alpha and not memo and resident in (None, n):  # nothing is swapped, no buffers
-        kept = min(n * chunks, most(gpu - n * (s.input + s.attn), s.intermediates / chunks))
-        if kept >= 0:
-            found.append((-kept * s.recompute_s / chunks, (n, kept, 0, 0, 0.0)))
-    value, (k, kept, swapped, dropped, waits) = min(found, default=(math.inf, (0, 0, 0, 0, 0.0)))
-    activations = ActivationPlan(n, chunks, k, kept, swapped, dropped)
-    if alpha is None and not memo and (dropped or waits or value == math.inf):
-        others = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy)
-        if others[0] < value:
-            value, activations, waits = others
+    best = math.inf, None, 0.0
+    if not by_heads:
+        best = best_swapping(n, s, chunks, bandwidth, gpu, host, resident, alpha, busy)
+    value, activations, waits = best
+    if by_heads or alpha is None and (
+            value == math.inf or waits or activations.layers_recomputing_attention):
+        dropping = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy, by_heads)
+        value, activations, waits = min(best, dropping, key=operator.itemgetter(0))
     if value == math.inf:
         missing = n * (s.input + s.attn) - max(0.0, gpu) - host
         raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), max(1.0, missing))
     return activations, waits + recomputed_seconds(activations, s)
 
 
-def most(room: float, size: float) -> int:
-    """Return how many of a size have room, -1 if even none has."""
-    return math.floor(room / size + 1e-9) if room >= 0 else -1
-
-
 def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
-                  rooms: list[int], resident: int | None, alpha: float | None,
-                  memo: bool, busy: float) -> tuple[float, tuple]:
-    """Return the least value of plan_activations' program if layers swap, and (k, K, S, X, w); the
-    value is infinite if nothing is feasible. All a, k and X are tried at once, of X the least that
-    the host allows if more gains nothing: for them K is the most that has room, and the value is
-    convex in S with one kink, where copies begin to be waited for. (A solver of integer programs
-    takes fifty times as long.)"""
+                  resident: int | None, alpha: float | None,
+                  busy: float) -> tuple[float, ActivationPlan | None, float]:
+    """Return the least value of plan_activations' program if all layers keep x, the plan, and the
+    seconds of waiting; the value is infinite if nothing is feasible. All a, k and X are tried at
+    once, of X the least that the host allows if more gains nothing: for them K is the most that has
+    room, and the value is convex in S with one kink, where copies begin to be waited for. (A solver
+    of integer programs takes fifty times as long.)"""
     io = s.input + s.attn
     part = s.intermediates / c
-    low = 2 if memo else max(2, resident or 2)
-    high = 2 if memo else min(n - 1, resident or n - 1)
+    low = max(min(2, n), resident or 0)
+    high = min(n - 1 if alpha else n, resident or n)
+    if low > high:
+        return math.inf, None, 0.0
+    rooms = sorted({round(c * eighth / 8) for eighth in range(9)})
+    if alpha is not None:
+        rooms = [math.ceil(alpha * c)]
     a = np.array(rooms)[:, None, None, None]
     k = np.arange(low, high + 1)[None, :, None, None]
     away = n - k
     x = np.arange(n + 1)[None, None, :, None]
     # what a layer without o saves at most: the host's room for others, and a copy
     saved = s.attn / s.intermediates * s.recompute_s + s.attn / bandwidth
-    if memo:
-        x = np.zeros_like(k)
-    elif s.attn_s > saved:
+    if s.attn_s > saved:
         x = np.maximum(0, np.ceil((away * io - host) / s.attn - 1e-9)).astype(int)
-    if k.size == 0:
-        return math.inf, (0, 0, 0, 0, 0.0)
-    whole = (lambda count: count) if memo else (lambda count: np.floor(count + 1e-9))
-    buffers = 2 * (io + a * part)
-    kept = np.minimum(c * k, whole((gpu - k * io - buffers) / part))
+    buffers = 2 * (away > 0) * (io + a * part)
+    kept = np.minimum(c * k, np.floor((gpu - k * io - buffers) / part + 1e-9))
     by_host = (host - away * io + x * s.attn) / part
     covered = away * max(0.0, s.layer_s - busy)  # seconds that hide copies
     hidden = (bandwidth * covered - away * io + x * s.attn) / part  # copies, to the kink
-    limit = np.minimum(a * away, whole(by_host))
+    limit = np.minimum(a * away, np.floor(by_host + 1e-9))
     shape = np.broadcast_shapes(kept.shape, limit.shape, hidden.shape)
     kink = np.clip(hidden, 0, limit)
     swapped = np.concatenate([np.broadcast_to(count, shape) for count in (
-        limit, whole(kink), np.minimum(limit, np.ceil(kink - 1e-9)), 0 * limit)], -1)
+        limit, np.floor(kink + 1e-9), np.minimum(limit, np.ceil(kink - 1e-9)), 0 * limit)], -1)
     if alpha is not None:  # the nearest number of chunks
         swapped = np.broadcast_to(np.rint(alpha * c * away), shape)
-    if memo:
-        kept = np.where(kept >= 2 * c, 2 * c, -1)
-        swapped = np.broadcast_to(np.minimum(limit, hidden), shape)
     waits = np.maximum(0, (away * io - x * s.attn + swapped * part) / bandwidth - covered)
     feasible = ((kept >= 0) & (x <= away) & (2 * buffers <= gpu) & (swapped >= 0)
                 & (swapped <= np.minimum(a * away, by_host + 1e-9)))
-    tie = 0 if memo else 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
+    tie = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
     value = (waits + x * s.attn_s - (kept + swapped) * s.recompute_s / c
              + tie * (away * io + swapped * part))
     value = np.where(feasible, value, np.inf)
     at = np.unravel_index(np.argmin(value), value.shape)
-    count = float if memo else int
-    every = [np.broadcast_to(y, value.shape)[at] for y in (k, kept, swapped, x)]
-    return float(value[at]), (*(count(y) for y in every), float(waits[at]))
+    chosen = [int(np.broadcast_to(y, value.shape)[at]) for y in (k, kept, swapped, x)]
+    return float(value[at]), ActivationPlan(n, c, *chosen), float(waits[at])
 
 
 MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
@@ -388,13 +355,12 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
 
         min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w          (by_heads: X*pre_s)
     """
-    layer = (s.input, s.attn, s.intermediates)
     x, m, k = ways_to_drop(n)
     plans = ActivationPlan(n, c, k, 0, 0, x, m, by_heads)
-    kept = resident_bytes(plans, layer)
+    kept = resident_bytes(plans, s.layer)
     # in forward, beside the buffers that backward will take, two layers that are leaving
-    leaving = rounding_bytes(plans, layer) + 2 * (s.input + s.attn)
-    copied = host_bytes(plans, layer)
+    leaving = rounding_bytes(plans, s.layer) + 2 * (s.input + s.attn)
+    copied = host_bytes(plans, s.layer)
     feasible = (np.where(k < n, np.maximum(kept, leaving), kept) <= gpu) & (copied <= host)
     if resident is not None:
         feasible &= k == resident
@@ -402,7 +368,8 @@ def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: 
     value = recomputed_seconds(plans, s) - n * s.recompute_s + waits + 1e-4 / GIB * copied
     value = np.where(feasible, value, np.inf)
     at = np.unravel_index(np.argmin(value), value.shape)
-    chosen = ActivationPlan(n, c, int(k[at]), 0, 0, int(x[at]), int(m[at]), by_heads)
+    chosen = replace(plans, resident=int(k[at]), layers_recomputing_attention=int(x[at]),
+                     stride=int(m[at]))
     return float(value[at]), chosen, float(waits[at])
 
 
@@ -419,7 +386,7 @@ def least_lost(n: int, s: Sizes, room: float) -> float:
     """Return seconds that a micro-batch's backward recomputes at least, if what layers keep has so
     many bytes of room on GPU and host together: what costs least a byte is dropped first, in long
     sequences intermediates, then inputs, then o."""
-    missing = n * (s.input + s.attn + s.intermediates) - room
+    missing = n * sum(s.layer) - room
     rates = (s.recompute_s / s.intermediates, s.post_s / s.input, s.attn_s / s.attn)
     if missing <= 0 or sorted(rates) != list(rates):  # attention of short sequences is cheap
         return max(0.0, missing) * min(rates)
@@ -433,8 +400,7 @@ def least_lost(n: int, s: Sizes, room: float) -> float:
 def least_bytes(n: int, s: Sizes) -> tuple[float, float]:
     """Return what layers keep at least if they drop all that they can: on GPU and host together,
     and on the GPU (two resident layers, or two that leave, and two buffers of inputs)."""
-    layer = (s.input, s.attn, s.intermediates)
-    together = min(resident_bytes(ActivationPlan(n, 1, n, 0, 0, n, m), layer)
+    together = min(resident_bytes(ActivationPlan(n, 1, n, 0, 0, n, m), s.layer)
                    for m in range(1, MOST_STRIDE + 1))
     return together, min(together, 4 * s.input + 2 * s.attn)
 
@@ -481,24 +447,17 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
 def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float, busy: float) -> float:
     """Return the seconds of a micro-batch's forward in which compute waits for copies. Also of many
     plans."""
-    copied = host_bytes(activations, (s.input, s.attn, s.intermediates))
     away = activations.layers - activations.resident
-    return np.maximum(0.0, copied / bandwidth - away * max(0.0, s.layer_s - busy))
+    copies = host_bytes(activations, s.layer) / bandwidth
+    return np.maximum(0.0, copies - away * max(0.0, s.layer_s - busy))
 
 
-def recomputed_share(cfg: ModelConfig) -> float:
+def recomputed_share(block: llama.Block) -> float:
     """Return the share of a layer's matrix products that recomputing its intermediates takes: all
     but the last, if that ends the block."""
-    return _recomputed_share(llama.Block, cfg)
-
-
-@functools.cache
-def _recomputed_share(block_class, cfg: ModelConfig) -> float:
-    with torch.device("meta"):
-        block = block_class(cfg)
     sizes = {name: m.weight.numel() for name, m in block.named_modules()
              if isinstance(m, llama.Matrix)}
-    final = block_saves(cfg, 1, torch.float32).final_matrix
+    final = block_saves(block.cfg, 1, torch.float32).final_matrix
     return 1 - sizes.get(final, 0) / sum(sizes.values())
 
 
@@ -530,7 +489,7 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     attn *= segments  # a segment attends to those before it, too: as much more, in the mean
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
-    recompute = tokenwise * recomputed_share(cfg)
+    recompute = tokenwise * recomputed_share(block)
     longer = 0.0
     if makes_parts(llama.Block) and attention.head_groups > 1:
         parts = attention.head_groups
@@ -550,66 +509,74 @@ def makes_parts(block_class) -> bool:
 # ---------------------------------------------------------------------------- degrees
 
 
+def no_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
+             stage: int = 0) -> dict[str, float]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Degree:
     """One choice of a plan, of one field or several that go together."""
 
     names: tuple[str, ...]  # of Plan's fields
-    legal: Callable[..., list[tuple]]  # (constraints, model, hardware, chosen) -> values of them,
+    legal: Callable[..., list[tuple]]  # (constraints, model, hardware, plan) -> values of them,
     # given what the degrees above have chosen; raises ValueError with what would be legal
-    bytes: Callable[..., dict[str, float]]  # (plan, model, dtype, stage) -> what lasts through a
-    # step on a stage
     seconds: tuple[str, ...]  # parts of step_seconds that come from it
+    bytes: Callable[..., dict[str, float]] = no_bytes  # (model, plan, dtype, stage) -> what lasts
+    # through a step on a stage
+
+
+def values(plan: Plan, degrees: tuple[Degree, ...], *left_out: str) -> dict:
+    """Return a plan's values for degrees, by name."""
+    return {name: getattr(plan, name) for degree in degrees for name in degree.names
+            if name not in left_out}
 
 
 def legal_tensor(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 chosen: dict) -> list[tuple]:
+                 plan: Plan) -> list[tuple]:
     """Return (columns of a layer's matrices, mode): neighbours in a node, each with as many heads
     and features; if they are open, powers of two. Raises ValueError with the legal ones."""
     shared = {"GPUs of a node": hardware.per_node, "heads": model.heads,
               "key/value heads": model.kv_heads, "features": model.ffn}
-    legal = [n for n in range(1, hardware.per_node + 1)
-             if all(count % n == 0 for count in shared.values())]
+    legal = divisors(math.gcd(*shared.values()))
     if constraints.tp is None:
         return [(n, constraints.tp_mode) for n in legal if n & (n - 1) == 0]
-    if constraints.tp not in legal and constraints.tp > 1:
+    if constraints.tp not in legal:
         counts = ", ".join(f"{count} {name}" for name, count in shared.items())
-        raise ValueError(f"--tp {constraints.tp}: it must divide {counts}: one of "
-                         f"{', '.join(map(str, legal))}")
+        raise ValueError(f"--tp {constraints.tp}: it must divide {counts}: one of {listed(legal)}")
     return [(constraints.tp, constraints.tp_mode)]
 
 
 def legal_pipeline(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                   chosen: dict) -> list[tuple]:
+                   plan: Plan) -> list[tuple]:
     """Return (stages, parts of the model on one, segments of a sequence). Raises ValueError with
     the nearest legal ones."""
-    ranks, per_node, tp = hardware.ranks, hardware.per_node, chosen["tp"]
+    ranks, per_node = hardware.ranks, hardware.per_node
     pp, chunks, segments = constraints.pp, constraints.pp_chunks, constraints.pp_segments
-    if pp == 1 and (chunks or 1, segments or 1) != (1, 1):
-        name = "chunks" if (chunks or 1) > 1 else "segments"
-        raise ValueError(f"--pp-{name} {chunks if name == 'chunks' else segments}: of a pipeline; "
-                         "--pp from 2, or auto")
-    stages = [n for n in range(1, min(ranks, model.layers) + 1)
-              if ranks % n == 0 and in_nodes(ranks // n, per_node) and ranks // n % tp == 0]
-    if pp not in (None, 1) and pp not in stages:
+    for name, parts in (("chunks", chunks), ("segments", segments)):
+        if pp == 1 and (parts or 1) > 1:
+            raise ValueError(f"--pp-{name} {parts}: of a pipeline; --pp from 2, or auto")
+    stages = [n for n in divisors(ranks) if n <= model.layers
+              and in_nodes(ranks // n, per_node) and ranks // n % plan.tp == 0]
+    if pp not in (None, 1, *stages):
         raise ValueError(f"--pp {pp}: each of at most {model.layers} stages, one a layer, has "
                          f"whole nodes of {per_node}, or parts that divide one, of {ranks} ranks "
-                         f"in columns of {tp}; nearest: {nearest_of(pp, stages)}")
+                         f"in columns of {plan.tp}; nearest: {nearest_of(pp, stages)}")
     split = [1]
-    if segments or (segments is None and pp != 1):
-        split = segment_counts(constraints, model, tp)
+    if segments or pp != 1:
+        split = segment_counts(constraints, model, plan.tp)
     found = []
-    for n in [pp] if pp else stages:
-        if n == 1 and (chunks or 1, segments or 1) == (1, 1):
-            found.append((1, 1, 1))
-        if n == 1:
+    if pp in (None, 1) and (chunks or 1) == (segments or 1) == 1:
+        found.append((1, 1, 1))
+    for n in stages:
+        if n == 1 or pp not in (None, n):
             continue
         most = model.layers // n
         if chunks and chunks > most and pp:
             raise ValueError(f"--pp-chunks {chunks}: {n} stages x {chunks} parts are more than the "
                              f"{model.layers} layers; at most {most}")
-        parts = [v for v in ([chunks] if chunks else (1, 2, 4)) if v <= most]
-        found += [(n, v, k) for v in parts for k in split]
+        found += [(n, v, k) for v in ([chunks] if chunks else (1, 2, 4)) if v <= most
+                  for k in split]
     if not found:
         raise ValueError(f"--pp-chunks {chunks} --pp-segments {segments}: no --pp that divides "
                          f"{ranks} ranks has so many parts of {model.layers} layers")
@@ -645,6 +612,14 @@ def in_nodes(ranks: int, per_node: int) -> bool:
     return ranks % per_node == 0 or per_node % ranks == 0
 
 
+def divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
+
+
+def listed(legal: Iterable[int]) -> str:
+    return ", ".join(map(str, legal))
+
+
 def nearest_of(value: int, legal: list[int]) -> str:
     """Return those of the legal ones that are next to value, for messages."""
     low = [n for n in legal if n < value][-1:]
@@ -652,180 +627,107 @@ def nearest_of(value: int, legal: list[int]) -> str:
     return " or ".join(map(str, low + high))
 
 
-def column_ranks(hardware: Hardware, chosen: dict) -> tuple[int, int]:
-    """Return R, the ranks of one column of one stage, and how many of them a node has."""
-    stage = hardware.ranks // chosen["pp"]
-    in_node = hardware.per_node if chosen["pp"] == 1 else min(hardware.per_node, stage)
-    return stage // chosen["tp"], in_node // chosen["tp"]
-
-
 def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                    chosen: dict) -> list[tuple]:
-    """Return (sp, ring): segments and columns share a sequence, too."""
-    cut = chosen["tp"] * chosen["pp_segments"]
-    found = legal_degrees(constraints, column_model(model, chosen["tp"]),
-                          *column_ranks(hardware, chosen))
+                    plan: Plan) -> list[tuple]:
+    """Return (sp, ring): segments and columns share a sequence, too. Raises ValueError."""
+    found = legal_degrees(constraints, column_model(model, plan.tp), plan.state_ranks,
+                          column_per_node(plan, hardware.per_node))
+    cut = plan.tp * plan.pp_segments
     if cut == 1:
         return found
     legal = [(sp, ring) for sp, ring in found
-             if constraints.seq % (sp * cut) == 0 and (ring == 1 or chosen["pp_segments"] == 1)]
+             if constraints.seq % (sp * cut) == 0 and (ring == 1 or plan.pp_segments == 1)]
     if not legal:
         sp = min(sp for sp, _ in found)
-        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {chosen['tp']} x "
-                         f"segments {chosen['pp_segments']}; nearest: "
+        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {plan.tp} x "
+                         f"segments {plan.pp_segments}; nearest: "
                          f"{nearest(constraints.seq, sp * cut)}")
     return legal
 
 
 def legal_batches(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                  chosen: dict) -> list[tuple]:
-    """Return (batch, micro-batch): parts that alternate on a stage want as many items as fill all
-    stages. Raises ValueError."""
-    sp = chosen["sp"]
-    dp = column_ranks(hardware, chosen)[0] // sp
-    found = batch_shapes(constraints, dp, sp * chosen["pp_segments"])
-    if chosen["pp_chunks"] == 1:
-        return found
-    pp, chunks, segments = chosen["pp"], chosen["pp_chunks"], chosen["pp_segments"]
-    why = {(batch, size): no_order(pp, chunks, batch // dp // size, segments)
-           for batch, size in found}
-    legal = [shape for shape, reason in why.items() if reason is None]
+                  plan: Plan) -> list[tuple]:
+    """Return (batch, micro-batch), largest micro-batch first: parts that alternate on a stage want
+    as many items as fill all stages. Raises ValueError with the nearest --batch."""
+    dp = plan.dp
+    most = constraints.most_sequences
+    batch = constraints.batch or -(-constraints.default_batch // dp) * dp
+    if constraints.batch is None and most is not None and most >= dp:
+        batch = min(batch, most // dp * dp)
+    if most is not None and batch > most:
+        raise ValueError(f"--batch {batch}: the data has {most} training sequences of "
+                         f"{constraints.seq} tokens; --batch counts sequences, --batch-tokens "
+                         "tokens")
+    if batch % dp:
+        kept = ", which a resumed run keeps" if constraints.resumes else ""
+        raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
+                         f"nearest: {nearest(batch, dp)}")
+    each = batch // dp
+    size = constraints.micro_batch
+    if size is not None and each % size:
+        raise ValueError(
+            f"--micro-batch {size}: does not divide the {each} sequences of a rank (--batch "
+            f"{batch} over {dp}); nearest --batch: {nearest(batch, size * dp)}")
+    largest = min(each, max(1, 2**13 * plan.sp * plan.pp_segments // constraints.seq))
+    sizes = [n for n in reversed(divisors(each)) if n <= largest] if size is None else [size]
+    if plan.pp_chunks == 1:
+        return [(batch, size) for size in sizes]
+    why = {size: no_order(plan.pp, plan.pp_chunks, each // size, plan.pp_segments)
+           for size in sizes}
+    legal = [(batch, size) for size, reason in why.items() if reason is None]
     if not legal:
-        batch, size = found[-1]
-        step = dp * size * (pp // math.gcd(pp, segments))
-        raise ValueError(f"--pp-chunks {chunks}: {why[batch, size]}; --pp-chunks 1, or the nearest "
-                         f"--batch: {nearest(batch, step)}")
+        size = sizes[-1]
+        step = dp * size * (plan.pp // math.gcd(plan.pp, plan.pp_segments))
+        raise ValueError(f"--pp-chunks {plan.pp_chunks}: {why[size]}; --pp-chunks 1, or the "
+                         f"nearest --batch: {nearest(batch, step)}")
     return legal
 
 
 def legal_recompute(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                    chosen: dict) -> list[tuple]:
+                    plan: Plan) -> list[tuple]:
     """Return how layers may run. What is said of chunks by hand asks for them. Raises ValueError
     where columns, whose layers run whole, are to have some."""
     if constraints.recompute != "auto":
         return [(constraints.recompute,)]
-    tokens = tokens_of(constraints, chosen)
-    cut = constraints.chunk is not None and constraints.chunk < tokens
+    cut = constraints.chunk is not None and constraints.chunk < plan.tokens
     by_hand = constraints.alpha is not None or constraints.resident_layers
-    in_chunks = cut or by_hand or chosen["sp"] == 1 < chosen["head_groups"]
-    if chosen["tp"] > 1:
-        if in_chunks:
-            raise ValueError(f"--tp {chosen['tp']}: its layers run whole, without --chunk, --alpha,"
-                             " --resident-layers and, of sp 1, --head-groups")
-        asked = constraints.layers_run
-        return [(how,) for how in ("none", "full") if asked in ("", how)]
+    # chunks alone let a group's gradients take its tensors' places
+    in_chunks = cut or by_hand or plan.sp == 1 < plan.head_groups
+    if in_chunks and plan.tp > 1:
+        raise ValueError(f"--tp {plan.tp}: its layers run whole, without --chunk, --alpha,"
+                         " --resident-layers and, of sp 1, --head-groups")
     if in_chunks:
-        return [("auto",)]  # chunks, which alone let a group's gradients take its tensors' places
-    return [(constraints.layers_run,)] if constraints.layers_run else [
-        ("none",), ("auto",), ("full",)]
-
-
-def tokens_of(constraints: Constraints, chosen: dict) -> int:
-    """Return N."""
-    return chosen["micro_batch"] * constraints.seq // chosen["sp"] // chosen["pp_segments"]
+        return [("auto",)]
+    ways = ("none", "full") if plan.tp > 1 else ("none", "auto", "full")
+    return [(how,) for how in ways if constraints.layers_run in ("", how)]
 
 
 def legal_chunks(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 chosen: dict) -> list[tuple]:
+                 plan: Plan) -> list[tuple]:
     """Return the most tokens that a layer runs at once: equal parts of at most --chunk, of 16K, 8K
     or 4K if that is open."""
-    tokens = tokens_of(constraints, chosen)
-    if chosen["recompute"] != "auto":
+    tokens = plan.tokens
+    if plan.recompute != "auto":
         return [(tokens,)]
-    sizes = [constraints.chunk] if constraints.chunk else [2**14, 2**13, 2**12]
-    return [(n,) for n in dict.fromkeys(chunk_of(constraints, tokens, size) for size in sizes)]
+    found = []
+    for most in [constraints.chunk] if constraints.chunk else (2**14, 2**13, 2**12):
+        parts = -(-tokens // most)
+        if not constraints.chunk:  # --alpha is a number of them
+            least = Fraction(constraints.alpha or 0).limit_denominator(8).denominator
+            parts = -(-parts // least) * least
+        found.append((-(-tokens // min(tokens, parts)),))
+    return list(dict.fromkeys(found))
 
 
 def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 chosen: dict) -> list[tuple]:
-    return [(f,) for f in wanted_factors(constraints, *column_ranks(hardware, chosen))]
-
-
-def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 chosen: dict) -> list[tuple]:
-    """Return places of optimizer states; the host is tried where they are a twentieth of what a GPU
-    has, or more."""
-    if constraints.os_place != "auto":
-        return [(constraints.os_place,)]
-    params = param_count(model) / (chosen["tp"] * chosen["pp"])
-    held = state_bytes(params, chosen["factors"], constraints.dtype, False)
-    large = held["optimizer"] > hardware.gpu_budget / 20
-    return [("gpu",), ("host",)] if large else [("gpu",)]
-
-
-def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                  chosen: dict) -> list[tuple]:
-    """Return layouts of optimizer states; where a subgroup has one rank, they are the same."""
-    f = chosen["factors"]
-    if constraints.os_layout != "auto":
-        return [(constraints.os_layout,)]
-    if OPTIMIZER.whole:
-        return [("inter",)]
-    return [("intra",), ("inter",)] if f.os > f.p else [("intra",)]
-
-
-def no_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
-             stage: int = 0) -> dict[str, float]:
-    return {}
-
-
-def pipeline_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
-                   stage: int = 0) -> dict[str, float]:
-    return segment_bytes(model, plan, dtype, stage)
-
-
-def kept_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
-               stage: int = 0) -> dict[str, float]:
-    """Return what a stage's layers keep, of all that is in flight there."""
-    layer = column_bytes(model, plan, dtype)
-    layers = in_flight(model, plan, stage).layers
-    kept = plan.activations
-    if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
-        return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
-    if plan.recompute == "full":  # all layers' inputs, and one whole layer
-        whole = column_bytes(model, longest_segment(model, plan), dtype)
-        return {"activations": layers * layer[0] + sum(whole)}
-    return {"activations": layers * sum(layer)}
-
-
-def factor_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
-                 stage: int = 0) -> dict[str, float]:
-    in_chunks = plan.activations is not None and plan.activations.chunks > 1
-    column = column_model(model, plan.tp)
-    ends = stage_ends(plan, stage)
-    params = stage_params(model, plan, stage)
-    states = state_bytes(params, plan.factors, dtype, plan.accumulates)
-    states["optimizer"] *= plan.os_place == "gpu"
-    if plan.os_layout == "inter":  # of the rank that owns most
-        most = imbalance(column, plan.factors.os // plan.factors.p,
-                         sum(stage_parts(model, plan, stage)), ends)
-        states["optimizer"] *= most
-        if plan.factors.g > plan.factors.p:
-            states["gradients"] *= most
-    return (states | weight_buffer_bytes(column, plan.factors, dtype, in_chunks, plan.accumulates,
-                                         ends))
-
-
-def place_bytes(plan: Plan, model: ModelConfig, dtype: torch.dtype,
-                stage: int = 0) -> dict[str, float]:
-    """Return what is on the GPU of states that lie on the host."""
-    if plan.os_place == "gpu":
-        return {}
-    return {"visiting states": visit_bytes(model, plan, dtype)}
-
-
-def nearest(value: int, step: int) -> str:
-    """Return the multiples of step around value, for messages."""
-    low = value // step * step
-    return " or ".join(str(n) for n in (low, low + step) if n > 0)
-
-
-def wanted_factors(constraints: Constraints, world: int, per_node: int) -> list[Factors]:
+                 plan: Plan) -> list[tuple]:
     """Return the legal factors that the flags allow, fewest shards first. Raises ValueError."""
+    world = plan.state_ranks
+    per_node = column_per_node(plan, hardware.per_node)
     if world % per_node:
-        legal = [n for n in range(1, world + 1) if world % n == 0]
+        closest = min(divisors(world), key=lambda n: abs(n - per_node))
         raise ValueError(f"--per-node {per_node}: does not divide {world} ranks; nearest: "
-                         f"{min(legal, key=lambda n: abs(n - per_node))}")
+                         f"{closest}")
     wish = {name: parse_mesh(getattr(constraints, name), per_node) for name in ("p", "g", "os")
             if getattr(constraints, name) is not None}
     if constraints.strategy:
@@ -846,7 +748,73 @@ def wanted_factors(constraints: Constraints, world: int, per_node: int) -> list[
         factors = [f for f in factors if f.p == 1 and constraints.os_layout != "intra"]
         if not factors:
             raise ValueError("this optimizer needs whole matrices: --os-layout inter --p 1")
-    return factors
+    return [(f,) for f in factors]
+
+
+def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                 plan: Plan) -> list[tuple]:
+    """Return places of optimizer states; the host is tried where they are a twentieth of what a GPU
+    has, or more."""
+    if constraints.os_place != "auto":
+        return [(constraints.os_place,)]
+    params = param_count(model) / (plan.tp * plan.pp)
+    held = state_bytes(params, plan.factors, constraints.dtype, False)
+    large = held["optimizer"] > hardware.gpu_budget / 20
+    return [("gpu",), ("host",)] if large else [("gpu",)]
+
+
+def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardware,
+                  plan: Plan) -> list[tuple]:
+    """Return layouts of optimizer states; where a subgroup has one rank, they are the same."""
+    if constraints.os_layout != "auto":
+        return [(constraints.os_layout,)]
+    if OPTIMIZER.whole:
+        return [("inter",)]
+    return [("intra",), ("inter",)] if plan.factors.os > plan.factors.p else [("intra",)]
+
+
+def kept_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
+               stage: int = 0) -> dict[str, float]:
+    """Return what a stage's layers keep, of all that is in flight there."""
+    layer = column_bytes(model, plan, dtype)
+    layers = in_flight(model, plan, stage).layers
+    kept = plan.activations
+    if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
+        return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
+    if plan.recompute == "full":  # all layers' inputs, and one whole layer
+        whole = column_bytes(model, longest_segment(model, plan), dtype)
+        return {"activations": layers * layer[0] + sum(whole)}
+    return {"activations": layers * sum(layer)}
+
+
+def factor_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
+                 stage: int = 0) -> dict[str, float]:
+    f = plan.factors
+    in_chunks = plan.activations is not None and plan.activations.chunks > 1
+    column = column_model(model, plan.tp)
+    ends = stage_ends(plan, stage)
+    states = state_bytes(stage_params(model, plan, stage), f, dtype, plan.accumulates)
+    states["optimizer"] *= plan.os_place == "gpu"
+    if plan.os_layout == "inter":  # of the rank that owns most
+        most = imbalance(column, f.os // f.p, sum(stage_parts(model, plan, stage)), ends)
+        states["optimizer"] *= most
+        if f.g > f.p:
+            states["gradients"] *= most
+    return states | weight_buffer_bytes(column, f, dtype, in_chunks, plan.accumulates, ends)
+
+
+def place_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
+                stage: int = 0) -> dict[str, float]:
+    """Return what is on the GPU of states that lie on the host."""
+    if plan.os_place == "gpu":
+        return {}
+    return {"visiting states": visit_bytes(model, plan, dtype)}
+
+
+def nearest(value: int, step: int) -> str:
+    """Return the multiples of step around value, for messages."""
+    low = value // step * step
+    return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
 def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
@@ -854,24 +822,20 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
     """Return (sp, ring) to try: in a ring, ranks that share heads are of one node. Raises
     ValueError with the legal ones."""
     seq = constraints.seq
-    legal = []
-    for sp in (n for n in range(1, ranks + 1) if ranks % n == 0 and seq % n == 0):
-        for ring in (n for n in range(1, sp + 1) if sp % n == 0):
-            head_ranks = sp // ring
-            in_node = per_node % head_ranks == 0
-            if model.heads % head_ranks == 0 and (
-                    ring == 1 or (in_node and seq % (2 * ring) == 0)):
-                legal.append((sp, ring))
-    sp, ring = constraints.sp, constraints.ring
     slides = 0 < model.window < seq
     masked = slides or constraints.in_documents
-    if masked:
-        if ring not in (None, 1):
-            within = (f"sliding windows of {model.window} tokens" if slides else
-                      "documents (--document-token; -1: none)")
-            raise ValueError(f"--ring {ring}: attention inside {within} goes by heads alone: "
-                             "--ring 1")
-        legal = [pair for pair in legal if pair[1] == 1]
+    legal = []
+    for sp in (n for n in divisors(ranks) if seq % n == 0):
+        for ring in divisors(sp):
+            head_ranks = sp // ring
+            cut = not masked and per_node % head_ranks == 0 and seq % (2 * ring) == 0
+            if model.heads % head_ranks == 0 and (ring == 1 or cut):
+                legal.append((sp, ring))
+    sp, ring = constraints.sp, constraints.ring
+    if masked and ring not in (None, 1):
+        within = (f"sliding windows of {model.window} tokens" if slides else
+                  "documents (--document-token; -1: none)")
+        raise ValueError(f"--ring {ring}: attention inside {within} goes by heads alone: --ring 1")
     asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
     if asked:
         return asked
@@ -880,97 +844,55 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
         raise ValueError(
             f"--ring {ring}: with --sp {sp} the other {sp} / ring ranks share {model.heads} heads "
             f"inside a node of {per_node}, and --seq {seq} is cut in 2 x ring parts: one of "
-            f"{', '.join(map(str, of_sp))}")
+            f"{listed(of_sp)}")
     if sp is not None:
         alone = ", and ring is 1 with documents or windows" if masked else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
-            f"{model.heads} heads{alone}: one of "
-            f"{', '.join(map(str, sorted({n for n, _ in legal})))}")
-    rings = sorted({pair[1] for pair in legal})
+            f"{model.heads} heads{alone}: one of {listed(sorted({n for n, _ in legal}))}")
     raise ValueError(f"--ring {ring}: it must divide --sp, which divides {ranks} ranks, and "
                      f"--seq {seq} must be a multiple of 2 x ring: one of "
-                     f"{', '.join(map(str, rings))}")
-
-
-def batch_shapes(constraints: Constraints, dp: int, sp: int) -> list[tuple[int, int]]:
-    """Return (batch, micro-batch) to try on dp * sp ranks, largest micro-batch first. Raises
-    ValueError with the nearest --batch."""
-    most = constraints.most_sequences
-    batch = constraints.batch or -(-constraints.default_batch // dp) * dp
-    if constraints.batch is None and most is not None and most >= dp:
-        batch = min(batch, most // dp * dp)
-    if most is not None and batch > most:
-        raise ValueError(f"--batch {batch}: the data has {most} training sequences of "
-                         f"{constraints.seq} tokens; --batch counts sequences, --batch-tokens "
-                         "tokens")
-    if batch % dp:
-        kept = ", which a resumed run keeps" if constraints.resumes else ""
-        raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
-                         f"nearest: {nearest(batch, dp)}")
-    each = batch // dp
-    if constraints.micro_batch is None:
-        largest = min(each, max(1, 2**13 * sp // constraints.seq))
-        return [(batch, size) for size in range(largest, 0, -1) if each % size == 0]
-    if each % constraints.micro_batch:
-        raise ValueError(
-            f"--micro-batch {constraints.micro_batch}: does not divide the {each} sequences of a "
-            f"rank (--batch {batch} over {dp}); nearest --batch: "
-            f"{nearest(batch, constraints.micro_batch * dp)}")
-    return [(batch, constraints.micro_batch)]
+                     f"{listed(sorted({n for _, n in legal}))}")
 
 
 def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                      chosen: dict) -> list[tuple]:
+                      plan: Plan) -> list[tuple]:
     """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
     ranks, or 16 of a long one, and 1 or at most 8 of a long one on one rank, for less memory.
     Raises ValueError with the legal ones."""
-    sp = chosen["sp"]
-    head_ranks = sp // chosen["ring"]
-    model = column_model(model, chosen["tp"])
-    heads = model.heads // head_ranks
-    legal = [n for n in range(1, heads + 1)
-             if heads % n == 0 and (head_ranks > 1 or model.kv_heads % n == 0)]
+    column = column_model(model, plan.tp)
+    heads = column.heads // plan.head_ranks
+    legal = [n for n in divisors(heads) if plan.head_ranks > 1 or column.kv_heads % n == 0]
     wanted = constraints.head_groups
-    long = tokens_of(constraints, chosen) > 2**16
-    if wanted is None and head_ranks > 1:
-        most = max(n for n in legal if n <= 16)
-        return [(n,) for n in legal if n <= 4 or (long and n == most)]
-    if wanted is None and chosen["tp"] > 1:
-        return [(1,)]  # the layers of columns run whole
-    if wanted is None:
-        return [(n,) for n in sorted({1, max(n for n in legal if n <= 8)}) if n == 1 or long]
-    if wanted not in legal:
+    if wanted is not None and wanted not in legal:
         raise ValueError(f"--head-groups {wanted}: a rank has {heads} heads at a time; one of "
-                         f"{', '.join(map(str, legal))}")
-    return [(wanted,)]
-
-
-def chunk_of(constraints: Constraints, tokens: int, most: int) -> int:
-    """Return the tokens of a chunk: equal parts of at most so many."""
-    parts = -(-tokens // most)
-    if not constraints.chunk:  # --alpha is a number of them
-        least = Fraction(constraints.alpha or 0).limit_denominator(8).denominator
-        parts = -(-parts // least) * least
-    return -(-tokens // min(tokens, parts))
+                         f"{listed(legal)}")
+    if wanted is not None:
+        return [(wanted,)]
+    usual, most = (4, 16) if plan.head_ranks > 1 else (1, 8)
+    tried = {n for n in legal if n <= usual}
+    # the layers of columns run whole
+    if plan.tokens > 2**16 and (plan.head_ranks > 1 or plan.tp == 1):
+        tried.add(max(n for n in legal if n <= most))
+    return [(n,) for n in sorted(tried)]
 
 
 SHAPE = (  # of the computation
-    Degree(("tp", "tp_mode"), legal_tensor, no_bytes, ("tensor exchanges",)),
-    Degree(("pp", "pp_chunks", "pp_segments"), legal_pipeline, pipeline_bytes,
-           ("pipeline idle", "stage messages")),
-    Degree(("sp", "ring"), legal_sequences, no_bytes, ("all-to-all",)),
-    Degree(("batch", "micro_batch"), legal_batches, no_bytes, ("attention", "head and loss")),
-    Degree(("head_groups",), legal_head_groups, no_bytes, ("all-to-all",)),
-    Degree(("recompute",), legal_recompute, kept_bytes, ("recomputation", "copies")),
-    Degree(("chunk",), legal_chunks, no_bytes, ("rest of layers", "launches")),
+    Degree(("tp", "tp_mode"), legal_tensor, ("tensor exchanges",)),
+    Degree(("pp", "pp_chunks", "pp_segments"), legal_pipeline,
+           ("pipeline idle", "stage messages"), segment_bytes),
+    Degree(("sp", "ring"), legal_sequences, ("all-to-all",)),
+    Degree(("batch", "micro_batch"), legal_batches, ("attention", "head and loss")),
+    Degree(("head_groups",), legal_head_groups, ("all-to-all",)),
+    Degree(("recompute",), legal_recompute, ("recomputation", "copies"), kept_bytes),
+    Degree(("chunk",), legal_chunks, ("rest of layers", "launches")),
 )
 STATES = (  # of model states: AMSP's
-    Degree(("factors",), legal_states, factor_bytes,
+    Degree(("factors",), legal_states,
            ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "optimizer",
-            "gradient sums", "small sums", "slowed by communication")),
-    Degree(("os_layout",), legal_layouts, no_bytes, ("grad_reduce", "param_broadcast")),
-    Degree(("os_place",), legal_places, place_bytes, ("host_update",)),
+            "gradient sums", "small sums", "slowed by communication"), factor_bytes),
+    Degree(("os_layout",), legal_layouts, ("grad_reduce", "param_broadcast")),
+    Degree(("os_place",), legal_places, ("host_update",), place_bytes),
 )
 DEGREES = SHAPE + STATES
 
@@ -1017,9 +939,7 @@ def same_step(plan: Plan) -> tuple:
     that keep everything run whole."""
     keep = layers_text(plan).partition(",")[0]
     how = plan.chunk if keep != "all" else ""
-    return (plan.tp, plan.pp, plan.pp_chunks, plan.pp_segments, plan.sp, plan.ring, plan.batch,
-            plan.micro_batch, plan.head_groups, plan.factors, plan.os_layout, plan.os_place, keep,
-            how, plan.step_s)
+    return (*values(plan, DEGREES, "recompute", "chunk").values(), keep, how, plan.step_s)
 
 
 class Search:
@@ -1032,66 +952,55 @@ class Search:
         self.est = Estimator(hardware.profile, model, constraints.dtype, hardware.per_node)
         self.errors: list[ValueError] = []
 
-    def best_first(self):
-        """Yield plans, fastest first. A heap holds bounds and what makes them better."""
+    def best_first(self) -> Iterator[Plan]:
+        """Yield plans, fastest first. A heap holds bounds, and how often they were made better."""
+        better = (self.with_states, self.with_room, self.with_seconds, self.with_activations)
         order = itertools.count()  # equal bounds: as listed, fewest shards first
-        heap = []
-
-        def push(plan: Plan, next_bound: Callable | None) -> None:
-            heapq.heappush(heap, (plan.token_s, next(order), plan, next_bound))
-
-        after = {self.with_room: self.with_seconds, self.with_seconds: self.with_activations,
-                 self.with_activations: None}
-        for shape in self.shapes():
-            push(shape, self.with_states)
+        heap = [(shape.token_s, next(order), 0, shape) for shape in self.shapes()]
+        heapq.heapify(heap)
         while heap:
-            _, _, candidate, better = heapq.heappop(heap)
-            if better is None:
+            _, _, times, candidate = heapq.heappop(heap)
+            if times == len(better):
                 yield candidate
                 continue
             try:
-                if better == self.with_states:
-                    for plan in self.with_states(candidate):
-                        push(plan, self.with_room)
-                    continue
-                push(better(candidate), after[better])
+                for plan in better[times](candidate):
+                    heapq.heappush(heap, (plan.token_s, next(order), times + 1, plan))
             except TooLarge as e:
                 self.errors.append(e)
 
-    def choose(self, degrees: tuple[Degree, ...], chosen: dict):
-        """Yield all that the degrees may choose beside what is chosen."""
+    def choose(self, degrees: tuple[Degree, ...], plan: Plan) -> Iterator[Plan]:
+        """Yield the plan with all that the degrees may choose."""
         if not degrees:
-            yield chosen
+            yield plan
             return
         degree, *others = degrees
         try:
-            legal = degree.legal(self.constraints, self.model, self.hardware, chosen)
+            legal = degree.legal(self.constraints, self.model, self.hardware, plan)
         except ValueError as e:
             self.errors.append(e)
             return
-        for values in legal:
-            yield from self.choose(others, chosen | dict(zip(degree.names, values)))
+        for chosen in legal:
+            yield from self.choose(others, replace(plan, **dict(zip(degree.names, chosen))))
 
-    def bare(self, chosen: dict) -> Plan:
-        """Return a plan of these choices, without its cost."""
+    def choose_shape(self) -> Iterator[Plan]:
+        """Yield plans without states and costs."""
         c = self.constraints
         in_float32 = c.reduce_dtype == "fp32"
         wire = accumulation_dtype(c.dtype) if in_float32 else c.dtype
         overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
-        plan = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize,
-                    **chosen)
-        return dataclasses.replace(plan, accumulates=in_float32 or plan.items > 1)
+        start = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize)
+        for shape in self.choose(SHAPE, start):
+            yield replace(shape, accumulates=in_float32 or shape.items > 1)
 
-    def shapes(self):
+    def shapes(self) -> Iterator[Plan]:
         """Yield plans without states, with the seconds of their computation alone; not those that
         one with another ring, and else alike, beats in each pass of a layer and in memory (by more
         than a tie, or with a smaller ring)."""
         alike: dict[tuple, list[Plan]] = {}
-        for chosen in self.choose(SHAPE, {}):
-            shape = self.bare(chosen)
-            shape = dataclasses.replace(shape, seconds=computation_seconds(self.est, shape))
-            key = (shape.tp, shape.pp, shape.pp_chunks, shape.pp_segments, shape.sp, shape.batch,
-                   shape.micro_batch, shape.recompute, shape.chunk)
+        for shape in self.choose_shape():
+            shape = replace(shape, seconds=computation_seconds(self.est, shape))
+            key = tuple(values(shape, SHAPE, "ring", "head_groups").values())
             alike.setdefault(key, []).append(shape)
         for shapes in alike.values():
             if len({shape.ring for shape in shapes}) == 1:
@@ -1107,46 +1016,37 @@ class Search:
 
     def prices(self, shape: Plan) -> tuple[float, ...]:
         """Return what a step with these shapes needs at least: seconds of a layer's passes, and of
-        what may run again, and bytes."""
+        what may run again, and bytes beside states and what layers keep; and these if q, k, v are
+        made by heads."""
         layer = layer_seconds(self.est, shape)
         return (layer.forward, sum(layer.backward), layer.attention, layer.by_heads,
-                *self.working_bytes(shape))
+                self.working_bytes(shape, False),
+                math.inf if shape.head_groups == 1 else self.working_bytes(shape, True))
 
-    def working_bytes(self, shape: Plan) -> tuple[float, float]:
-        """Return what a step needs beside states and what layers keep; and if q, k, v are made by
-        heads."""
-        found = []
-        for by_heads in (False, True):
-            kept = None
-            if shape.recompute == "auto":
-                n = largest_part(self.model, shape)
-                kept = ActivationPlan(n, -(-shape.tokens // shape.chunk), n, by_heads=by_heads)
-            plan = dataclasses.replace(shape, activations=kept)
-            longest = longest_segment(self.model, plan)
-            peaks = {"head and loss": loss_peak(self.model, longest, self.constraints.dtype)}
-            peaks |= layer_peaks(self.model, longest, self.constraints.dtype)
-            alone = by_heads and shape.head_groups == 1  # it cannot
-            found.append(math.inf if alone else Memory({}, peaks).total())
-        return found[0], found[1]
+    def working_bytes(self, shape: Plan, by_heads: bool) -> float:
+        kept = None
+        if shape.recompute == "auto":
+            n = largest_part(self.model, shape)
+            kept = ActivationPlan(n, -(-shape.tokens // shape.chunk), n, by_heads=by_heads)
+        plan = longest_segment(self.model, replace(shape, activations=kept))
+        peaks = layer_peaks(self.model, plan, self.constraints.dtype)
+        peaks["head and loss"] = loss_peak(self.model, plan, self.constraints.dtype)
+        return Memory({}, peaks).total()
 
-    def with_states(self, shape: Plan):
+    def with_states(self, shape: Plan) -> Iterator[Plan]:
         """Yield the plans of a shape, with the seconds that they take at least."""
-        given = {name: getattr(shape, name) for degree in SHAPE for name in degree.names}
-        for chosen in self.choose(STATES, given):
-            plan = dataclasses.replace(shape, **chosen)
+        for plan in self.choose(STATES, shape):
             bound = bound_seconds(self.est, plan, computed=shape.step_s)
-            yield dataclasses.replace(plan, seconds=bound)
+            yield replace(plan, seconds=bound)
 
-    def with_room(self, plan: Plan) -> Plan:
-        """Return the plan with the same bound of one whose layers lose the least that memory
-        allows. Raises TooLarge."""
-        return dataclasses.replace(
-            plan, seconds=bound_seconds(self.est, plan, self.least_lost(plan)))
+    def with_room(self, plan: Plan) -> Iterator[Plan]:
+        """Yield the plan with the same bound of one whose layers lose the least that memory allows.
+        Raises TooLarge."""
+        yield replace(plan, seconds=bound_seconds(self.est, plan, self.least_lost(plan)))
 
-    def with_seconds(self, plan: Plan) -> Plan:
-        """Return the plan with the seconds of such a step. Raises TooLarge."""
-        return dataclasses.replace(
-            plan, seconds=step_seconds(self.est, plan, self.least_lost(plan)))
+    def with_seconds(self, plan: Plan) -> Iterator[Plan]:
+        """Yield the plan with the seconds of such a step. Raises TooLarge."""
+        yield replace(plan, seconds=step_seconds(self.est, plan, self.least_lost(plan)))
 
     def least_lost(self, plan: Plan) -> float:
         """Return seconds of a micro-batch that are recomputed at least. Raises TooLarge if there is
@@ -1168,13 +1068,14 @@ class Search:
         """Return the bytes of a GPU and of its host that there are for what one item's way through
         a part keeps, on the stage that has least. Raises TooLarge."""
         host = self.host_left(plan)
+        budget = self.hardware.gpu_budget
         if plan.pp == 1:
-            return self.hardware.gpu_budget - beside_activations(plan), host
-        model, dtype = self.model, self.constraints.dtype
-        times = {stage: in_flight(model, plan, stage).layers / plan.activations.layers
-                 for stage in fullest_stages(model, plan)}
-        gpu = min((self.hardware.gpu_budget - memory.beside_activations()) / times[stage]
-                  for stage, memory in memory_of_stages(plan, model, dtype).items())
+            return budget - plan.memory.beside_activations(), host
+        stages = memory_of_stages(plan, self.model, self.constraints.dtype)
+        times = {stage: in_flight(self.model, plan, stage).layers / plan.activations.layers
+                 for stage in stages}
+        gpu = min((budget - memory.beside_activations()) / times[stage]
+                  for stage, memory in stages.items())
         return gpu, host / max(times.values())
 
     def by_heads(self, everything: Plan) -> Plan | None:
@@ -1185,15 +1086,15 @@ class Search:
                 or not makes_parts(llama.Block)):
             return None
         by_heads = ActivationPlan(kept.layers, kept.chunks, kept.layers, by_heads=True)
-        plan = dataclasses.replace(everything, activations=by_heads)
+        plan = replace(everything, activations=by_heads)
         return with_memory(plan, self.model, self.constraints.dtype)
 
-    def with_activations(self, plan: Plan) -> Plan:
-        """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
+    def with_activations(self, plan: Plan) -> Iterator[Plan]:
+        """Yield the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
         plan, lost = self.fit(plan)
         if any(lost):
-            plan = dataclasses.replace(plan, seconds=step_seconds(self.est, plan, *lost))
-        return plan
+            plan = replace(plan, seconds=step_seconds(self.est, plan, *lost))
+        yield plan
 
     def fit(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
         """Return the plan with what its layers keep and its bytes; and the seconds of a micro-batch
@@ -1225,7 +1126,7 @@ class Search:
         chunks = -(-plan.tokens // plan.chunk)
         n = largest_part(model, plan)
         kept = ActivationPlan(n, chunks, n, n * chunks)
-        plan = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
+        plan = with_memory(replace(plan, activations=kept), model, c.dtype)
         without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
         if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
             without = Memory(without.lasting, by_heads.memory.peaks)
@@ -1269,7 +1170,7 @@ class Search:
         sizes, host_rate = hardware.measured or layer_sizes(self.est, plan)
         busy = link_seconds(self.est, plan)
         gpu, host = self.rooms(plan)
-        others = beside_activations(plan)
+        others = plan.memory.beside_activations()
         start = plan
         for _ in range(3):
             try:
@@ -1282,13 +1183,13 @@ class Search:
                     f"--seq {c.seq} with sp={sp_text(plan)} p={f.p} g={f.g} os={f.os}: {e} (of "
                     f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all "
                     f"else: {in_gib(start.memory)})", e.over) from e
-            plan = with_memory(dataclasses.replace(plan, activations=activations), model, c.dtype)
+            plan = with_memory(replace(plan, activations=activations), model, c.dtype)
             if plan.memory.total() <= hardware.gpu_budget:
                 break
             # the last layer is not kept whole, so its backward needs q, k, v
-            kept = dataclasses.replace(activations, kept_chunks=0)
-            again = with_memory(dataclasses.replace(plan, activations=kept), model, c.dtype)
-            others = beside_activations(again)
+            kept = replace(activations, kept_chunks=0)
+            again = with_memory(replace(plan, activations=kept), model, c.dtype)
+            others = again.memory.beside_activations()
             gpu, _ = self.rooms(again)
         assert plan.memory.total() <= hardware.gpu_budget + 1, plan
         return plan, (recomputed_seconds(activations, sizes),
@@ -1296,24 +1197,17 @@ class Search:
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
-        for shape in self.choose(SHAPE, {}):
-            for chosen in self.choose((STATES[0], STATES[-1]), shape):  # layouts need the same
-                try:
-                    self.fit(self.bare(chosen))
-                except TooLarge:
-                    continue
-                return True
+        for shape in self.choose_shape():
+            for plan in self.choose((STATES[0], STATES[-1]), shape):  # layouts need the same
+                with contextlib.suppress(TooLarge):
+                    self.fit(plan)
+                    return True
         return False
 
     def why_not(self) -> ValueError:
         """Return the reason of the plan that is nearest to fitting, once nothing was found."""
         too_large = [e for e in self.errors if isinstance(e, TooLarge)]
         return min(too_large, key=lambda e: e.over) if too_large else self.errors[-1]
-
-
-def beside_activations(plan: Plan) -> float:
-    """Return the bytes of all but what layers keep."""
-    return plan.memory.beside_activations()
 
 
 def link_seconds(est: Estimator, plan: Plan) -> float:
@@ -1346,7 +1240,7 @@ def predict(plan: Plan, model: ModelConfig, profile: Profile, per_node: int,
         lost = (recomputed_seconds(plan.activations, sizes),
                 waiting_seconds(plan.activations, sizes, host_rate, link_seconds(est, plan)))
     plan = with_memory(plan, model, dtype)
-    return dataclasses.replace(plan, seconds=step_seconds(est, plan, *lost))
+    return replace(plan, seconds=step_seconds(est, plan, *lost))
 
 
 def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
@@ -1358,10 +1252,10 @@ def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
         times = max(in_flight(model, plan, stage).layers for stage in stages) / kept.layers
         host["activations"] = times * host_bytes(kept, column_bytes(model, plan, dtype))
     if plan.os_place == "host":
-        on_gpu = dataclasses.replace(plan, os_place="gpu")
-        host["optimizer"] = max(factor_bytes(on_gpu, model, dtype, stage)["optimizer"]
+        on_gpu = replace(plan, os_place="gpu")
+        host["optimizer"] = max(factor_bytes(model, on_gpu, dtype, stage)["optimizer"]
                                 for stage in stages)
-    return dataclasses.replace(plan, memory=max(stages.values(), key=Memory.total), host=host)
+    return replace(plan, memory=max(stages.values(), key=Memory.total), host=host)
 
 
 def memory_of_stages(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[int, Memory]:
@@ -1371,11 +1265,11 @@ def memory_of_stages(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict
     for stage in fullest_stages(model, plan):
         lasting: dict[str, float] = {}
         for degree in reversed(DEGREES):
-            lasting |= degree.bytes(plan, model, dtype, stage)
-        peaks = {}
+            lasting |= degree.bytes(model, plan, dtype, stage)
+        peaks = layer_peaks(model, longest, dtype)
         if stage == plan.pp - 1:
-            peaks["head and loss"] = loss_peak(model, longest, dtype)
-        found[stage] = Memory(lasting, peaks | layer_peaks(model, longest, dtype))
+            peaks = {"head and loss": loss_peak(model, longest, dtype)} | peaks
+        found[stage] = Memory(lasting, peaks)
     return found
 
 
@@ -1406,7 +1300,7 @@ def too_large(constraints: Constraints, chosen: Plan, memory: Memory,
 def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
     """Return a plan as --json prints it."""
     f = plan.factors
-    _, per_node = column_ranks(hardware, vars(plan))
+    per_node = column_per_node(plan, hardware.per_node)
     kept = plan.activations
     tgs = plan.batch * plan.seq / plan.step_s / plan.ranks
     peak = hardware.profile.peak_flops
@@ -1428,15 +1322,19 @@ def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
             "host_gib": plan.host_bytes * hardware.per_node / GIB}
 
 
-def aligned(rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows)]
+def table(rows: list[dict[str, str]]) -> str:
+    """Return numbered rows as lines, in columns by name; - where a row lacks one."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [["", *names]]
+    cells += [[f"{i}", *(row.get(name, "-") for name in names)] for i, row in enumerate(rows, 1)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
-                     for row in rows)
+                     for row in cells)
 
 
 def shards_text(plan: Plan, hardware: Hardware) -> str:
     """Return p, g, os as flags take them: GPUs of a node x nodes where they cross one."""
-    _, per_node = column_ranks(hardware, vars(plan))
+    per_node = column_per_node(plan, hardware.per_node)
 
     def text(shards: int) -> str:
         return f"{per_node}x{shards // per_node}" if shards > per_node else f"{shards}"
@@ -1463,20 +1361,23 @@ def layers_text(plan: Plan) -> str:
 
 def describe_plans(plans: list[Plan], model: ModelConfig, hardware: Hardware) -> str:
     """Return tables for people: the choices and what they reach, the seconds, the bytes."""
-    cut = {"tp": [tp_text(plan) for plan in plans], "pp": [pp_text(plan) for plan in plans]}
-    cut = {name: texts for name, texts in cut.items() if {*texts} != {"1"}}
-    rows = [["", "step s", "TGS", "MFU causal", "full", *cut, "dp", "sp", "groups", "p,g,os",
-             "batch", "layers keep", "GPU GiB", "host GiB a node"]]
-    for i, plan in enumerate(plans, 1):
+    rows = []
+    for plan in plans:
         found = figures(plan, model, hardware)
         mfu = ["-" if found[k] is None else f"{found[k]:.1%}" for k in ("mfu_causal", "mfu_full")]
-        rows.append([f"{i}", f"{plan.step_s:.4g}", f"{found['tgs']:,.0f}", *mfu,
-                     *(texts[i - 1] for texts in cut.values()),
-                     f"{found['dp']}", sp_text(plan), f"{plan.head_groups}",
-                     shards_text(plan, hardware), f"{plan.micro_batches}x{plan.micro_batch}",
-                     layers_text(plan), f"{found['gpu_gib']:.1f}", f"{found['host_gib']:.1f}"])
+        row = {"step s": f"{plan.step_s:.4g}", "TGS": f"{found['tgs']:,.0f}",
+               "MFU causal": mfu[0], "full": mfu[1]}
+        if any(other.tp > 1 for other in plans):
+            row["tp"] = tp_text(plan)
+        if any(other.pp > 1 for other in plans):
+            row["pp"] = pp_text(plan)
+        rows.append(row | {
+            "dp": f"{plan.dp}", "sp": sp_text(plan), "groups": f"{plan.head_groups}",
+            "p,g,os": shards_text(plan, hardware),
+            "batch": f"{plan.micro_batches}x{plan.micro_batch}", "layers keep": layers_text(plan),
+            "GPU GiB": f"{found['gpu_gib']:.1f}", "host GiB a node": f"{found['host_gib']:.1f}"})
     return "\n\n".join([
-        aligned(rows),
+        table(rows),
         "seconds of a step; of communication what computation does not hide\n"
         + terms_table([plan.seconds for plan in plans], "{:.4g}"),
         "GiB of a GPU\n" + terms_table([memory_terms(plan) for plan in plans], "{:.2f}")])
@@ -1490,12 +1391,9 @@ def memory_terms(plan: Plan) -> dict[str, float]:
 
 
 def terms_table(plans: list[dict[str, float]], form: str) -> str:
-    names = list(dict.fromkeys(name for terms in plans for name in terms))
-    names = [name for name in names if any(terms.get(name, 0) > 5e-5 for terms in plans)]
-    rows = [["", *names]]
-    rows += [[f"{i}", *(form.format(terms[name]) if terms.get(name) else "-" for name in names)]
-             for i, terms in enumerate(plans, 1)]
-    return aligned(rows)
+    shown = {name for terms in plans for name, value in terms.items() if value > 5e-5}
+    return table([{name: form.format(value) for name, value in terms.items()
+                   if value and name in shown} for terms in plans])
 
 
 def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
@@ -1549,20 +1447,23 @@ def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
     """Return what holds the best plan back, in words: what would shorten the step most if there
     were a thousand times as much of it."""
     plenty = 1000.0
-    profile = hardware.profile
+
+    def faster(**rates: float) -> Hardware:
+        profile = hardware.profile
+        return replace(hardware, profile=scaled(profile, profile.name, **rates))
+
     relaxed = {
-        "GPU memory": {"gpu_budget": plenty * hardware.gpu_budget},
-        "host memory": {"host_budget": plenty * hardware.host_budget},
-        "copies to the host": {"profile": scaled(profile, profile.name, host=plenty)},
-        "the network": {"profile": scaled(profile, profile.name, network=plenty)},
-        "memory bandwidth": {"profile": scaled(profile, profile.name, memory=plenty)}}
+        "GPU memory": replace(hardware, gpu_budget=plenty * hardware.gpu_budget),
+        "host memory": replace(hardware, host_budget=plenty * hardware.host_budget),
+        "copies to the host": faster(host=plenty), "the network": faster(network=plenty),
+        "memory bandwidth": faster(memory=plenty)}
     gains = {}
-    for name, changes in relaxed.items():
-        more = Search(constraints, model, dataclasses.replace(hardware, **changes))
-        gains[name] = 1 - next(more.best_first()).token_s / best.token_s
-    name, gain = max(gains.items(), key=lambda item: item[1])
-    others = ", ".join(f"{other} {value:.1%}" for other, value in gains.items()
-                       if other != name and value > TIE)
+    for name, there in relaxed.items():
+        fastest = next(Search(constraints, model, there).best_first())
+        gains[name] = 1 - fastest.token_s / best.token_s
+    name = max(gains, key=gains.get)
+    gain = gains.pop(name)
+    others = ", ".join(f"{other} {value:.1%}" for other, value in gains.items() if value > TIE)
     if gain <= TIE:
         return "computation: neither memory nor bandwidths would shorten the step"
     return (f"{name}: with no limit to it a step would take {gain:.1%} less"
@@ -1572,7 +1473,7 @@ def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
 def of_one_sequence(constraints: Constraints, hardware: Hardware, seq: int) -> Constraints:
     """Return the constraints of a step of one sequence over all ranks, whose layers run in chunks.
     """
-    return dataclasses.replace(constraints, seq=seq, batch=1, tp=1, pp=1, sp=hardware.ranks,
+    return replace(constraints, seq=seq, batch=1, tp=1, pp=1, sp=hardware.ranks,
                                layers_run="auto")
 
 
@@ -1581,22 +1482,19 @@ def longest(constraints: Constraints, model: ModelConfig, hardware: Hardware) ->
     not even one step does."""
     step = hardware.ranks * 2**14
 
-    def fits(count: int) -> bool:
+    def too_long(count: int) -> bool:
         asked = of_one_sequence(constraints, hardware, count * step)
-        return Search(asked, model, hardware).fits()
+        return not Search(asked, model, hardware).fits()
 
-    good = 0
     bad = 1
-    while fits(bad):
-        good = bad
+    while not too_long(bad):
         bad *= 2
-    while bad - good > 1:
-        middle = (good + bad) // 2
-        if fits(middle):
-            good = middle
-        else:
-            bad = middle
-    return good * step
+    return step * (least(too_long, bad // 2 + 1, bad) - 1)
+
+
+def least(works: Callable[[int], bool], low: int, high: int) -> int:
+    """Return the smallest number from low on that works; high, if none below it does."""
+    return low + bisect.bisect_left(range(low, high), True, key=works)
 
 
 def changes_that_fit(constraints: Constraints, model: ModelConfig,
@@ -1605,33 +1503,23 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     memory of the host or of a GPU, more GPUs."""
     def fits(seq: int = constraints.seq, **changes) -> bool:
         usual = constraints.default_batch * constraints.seq // seq
-        asked = dataclasses.replace(constraints, seq=seq, default_batch=usual)
-        return Search(asked, model, dataclasses.replace(hardware, **changes)).fits()
-
-    def least(works: Callable[[int], bool], low: int, high: int) -> int | None:
-        """Return the smallest number from low to high that works, if one does."""
-        if not works(high):
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if works(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return high
+        asked = replace(constraints, seq=seq, default_batch=usual)
+        return Search(asked, model, replace(hardware, **changes)).fits()
 
     found = []
     unit = math.lcm(1024, hardware.ranks) if constraints.seq > 2**14 else 64
-    fewer = least(lambda n: fits(seq=constraints.seq - n * unit), 1, constraints.seq // unit - 1)
-    if fewer:
+    most = constraints.seq // unit - 1
+    if most > 0 and fits(seq=constraints.seq - most * unit):
+        fewer = least(lambda n: fits(seq=constraints.seq - n * unit), 1, most)
         seq = constraints.seq - fewer * unit
         found.append((constraints.seq / seq, f"--seq {seq} instead of {constraints.seq}"))
     node = hardware.host_budget * hardware.per_node / GIB
     for name, field, there in (("host memory a node", "host_budget", node),
                                ("memory a GPU", "gpu_budget", hardware.gpu_budget / GIB)):
         of_one = getattr(hardware, field) / there
-        gib = least(lambda n: fits(**{field: n * of_one}), math.ceil(there), math.ceil(16 * there))
-        if gib:
+        most = math.ceil(16 * there)
+        if fits(**{field: most * of_one}):
+            gib = least(lambda n: fits(**{field: n * of_one}), math.ceil(there), most)
             found.append((gib / there, f"{gib} GiB of {name} to plan with instead of {there:.0f}"))
     for times in (2, 4, 8, 16, 32):
         more = times * hardware.ranks

@@ -877,12 +877,11 @@ def test_dropped_inputs_and_outputs_are_the_fewest():
 def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
     s, n, bandwidth = planner.Sizes(2e9, 1e9, 28e9, layer_s, 0.1, 0.1, 0.1), 32, 16e9
     alpha = min(1, (bandwidth * layer_s - 3e9) / 28e9, (host / (n - 2) - 3e9) / 28e9)
-    if alpha < 0:
-        with pytest.raises(ValueError, match="do not fit"):
-            planner.plan_activations(n, s, 8, bandwidth, np.inf, host, memo=True)
-    else:
-        activations, _ = planner.plan_activations(n, s, 8, bandwidth, np.inf, host, memo=True)
-        assert activations.alpha == pytest.approx(alpha, abs=1e-9) and activations.resident == 2
+    activations, _ = planner.plan_activations(n, s, 1024, bandwidth, np.inf, host, resident=2)
+    drops = activations.stride > 1 or activations.layers_recomputing_attention > 0
+    assert drops == (alpha < 0)  # Memo has no plan
+    if not drops:  # to a chunk of one layer
+        assert activations.alpha == pytest.approx(alpha, abs=1 / (1024 * (n - 2)))
 
 
 def test_swapping_run_equals_plain_and_resumes(tmp_path):
@@ -5188,7 +5187,7 @@ def test_bytes_are_those_of_the_degrees():
             kept = offload.ActivationPlan(5, -(-plan.tokens // plan.chunk), 5, 5)
             plan = dataclasses.replace(plan, activations=kept)
         counted = planner.with_memory(plan, COSTED, torch.bfloat16)
-        terms = [degree.bytes(plan, COSTED, torch.bfloat16) for degree in planner.DEGREES]
+        terms = [degree.bytes(COSTED, plan, torch.bfloat16) for degree in planner.DEGREES]
         assert sum(counted.memory.lasting.values()) == pytest.approx(
             sum(sum(t.values()) for t in terms), rel=1e-12)
         peak = max(sum(terms.values()) for terms in counted.memory.peaks.values())
@@ -5235,9 +5234,9 @@ def test_bytes_of_stages_are_those_in_flight():
     assert sum(params) == pytest.approx(m.param_count(cfg), rel=1e-5)  # the last norm
     assert params[0] == params[3] > params[1] == params[2]
     assert [costs.in_flight(cfg, plan, stage).layers for stage in range(4)] == [8, 6, 4, 2]
-    one = planner.kept_bytes(whole, cfg, torch.bfloat16)["activations"]
-    assert planner.kept_bytes(plan, cfg, torch.bfloat16)["activations"] == one
-    assert planner.kept_bytes(plan, cfg, torch.bfloat16, 3)["activations"] == one / 4
+    one = planner.kept_bytes(cfg, whole, torch.bfloat16)["activations"]
+    assert planner.kept_bytes(cfg, plan, torch.bfloat16)["activations"] == one
+    assert planner.kept_bytes(cfg, plan, torch.bfloat16, 3)["activations"] == one / 4
     memory = planner.with_memory(plan, cfg, torch.bfloat16).memory
     assert "head and loss" not in memory.peaks and memory.lasting["messages"] == 8 * 2**15 * cfg.dim
     cut = dataclasses.replace(plan, pp_segments=4)
