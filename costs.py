@@ -43,7 +43,9 @@ one, K segments of a sequence: M*K items go through each part.
 import functools
 import heapq
 import math
-from collections import deque
+import operator
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -54,7 +56,7 @@ from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, keys_seen, param_count
 from offload import GIB, ActivationPlan, block_saves
-from parallel import Pass, part_layers, pipeline_order, run_times, segment_bounds
+from parallel import part_layers, pipeline_order, run_times, segment_bounds
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -208,13 +210,13 @@ def longest_segment(cfg: ModelConfig, plan: Plan) -> Plan:
     return replace(plan, seq=bounds[1], pp_segments=1)
 
 
-def segments_of(cfg: ModelConfig, plan: Plan) -> tuple[int, ...]:
-    return _segments_of(cfg, plan.seq, plan.pp_segments, plan.sp * plan.tp)
+cached_bounds = functools.cache(segment_bounds)
+cached_order = functools.lru_cache(1024)(pipeline_order)
 
 
-@functools.cache
-def _segments_of(cfg: ModelConfig, seq: int, segments: int, ranks: int) -> tuple[int, ...]:
-    return tuple(segment_bounds(cfg, seq, segments, ranks))
+def segments_of(cfg: ModelConfig, plan: Plan) -> list[int]:
+    """Return where the segments of a sequence begin, and the last one's end."""
+    return cached_bounds(cfg, plan.seq, plan.pp_segments, plan.sp * plan.tp)
 
 
 @dataclass(frozen=True)
@@ -243,7 +245,7 @@ def _in_flight(parts: tuple[int, ...], lengths: tuple[float, ...], stage: int, s
     now = {"layers": 0.0, "keys": 0.0, "sums": 0.0}
     most = dict(now)
     last = len(lengths) - 1
-    for one in stage_order(stage, stages, len(parts), micro_batches, last + 1):
+    for one in cached_order(stage, stages, len(parts), micro_batches, last + 1):
         layers = parts[one.chunk]
         if one.forward and one.segment == 0 < last:
             now["keys"] += layers
@@ -255,11 +257,6 @@ def _in_flight(parts: tuple[int, ...], lengths: tuple[float, ...], stage: int, s
             now["keys"] -= layers
             now["sums"] -= layers
     return InFlight(**most)
-
-
-@functools.lru_cache(1024)
-def stage_order(*shape: int) -> list[Pass]:
-    return pipeline_order(*shape)
 
 
 # ---------------------------------------------------------------------------- bytes
@@ -297,21 +294,16 @@ class Memory:
 
 def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Return S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1): x; o and the
-    log-sum-exp; what model.Block saves beside them, as it really does."""
+    log-sum-exp; what model.Block saves beside them, as it really does: q, k, v, h and gate|up.
+
+    With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements a token (Memo's 16 C less norm(x),
+    norm(h) and SwiGLU, which are computed again)."""
     e = dtype.itemsize
     accum_bytes = accumulation_dtype(dtype).itemsize
     heads = cfg.heads * cfg.head_dim
     qkv = (heads + 2 * cfg.kv_heads * cfg.head_dim) * e
     intermediates = tokens * qkv + block_saves(cfg, tokens, dtype).bytes()
     return tokens * cfg.dim * e, tokens * (heads * e + cfg.heads * accum_bytes), intermediates
-
-
-def activation_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
-    """Return what all layers keep for the backward of `tokens` tokens, if they keep everything.
-
-    For model.Block these are x, q, k, v, o, h and gate|up: with H = K and F = 8/3 C 11 1/3 C
-    elements a token (Memo's 16 C less norm(x), norm(h) and SwiGLU, which are computed again)."""
-    return cfg.layers * sum(layer_bytes(cfg, tokens, dtype))
 
 
 def column_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float, float, float]:
@@ -636,6 +628,8 @@ class Estimator:
         self.matrices = block_matrices(llama.Block, model)
         self.held: set[str] = set()  # what lies outside the profile's points, in words
         self.cache: dict[tuple, object] = {}  # what has been computed, by what it depends on
+        self.product = functools.cache(self.product)
+        self.collective = functools.cache(self.collective)
         self.whole = self  # of all columns and stages
         self.columns: dict[tuple, Estimator] = {(1, per_node): self}
 
@@ -654,11 +648,8 @@ class Estimator:
 
     def product(self, kind: str, tokens: float, rows: int, cols: int) -> float:
         """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
-        key = (kind, tokens, rows, cols)
-        if key not in self.cache:
-            rate = interpolate_twice(self.profile.products[kind], tokens, math.sqrt(rows * cols))
-            self.cache[key] = 2 * tokens * rows * cols / rate
-        return self.cache[key]
+        rate = interpolate_twice(self.profile.products[kind], tokens, math.sqrt(rows * cols))
+        return 2 * tokens * rows * cols / rate
 
     def moved(self, elements: float) -> float:
         """Return seconds of an element-wise kernel that reads and writes so many elements."""
@@ -699,12 +690,9 @@ class Estimator:
         """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
         bandwidth(op, bytes, mesh). Between measured numbers of nodes the bandwidth is interpolated,
         for GPUs of a node the nearest is taken, and outside it is held."""
-        if mesh[0] * mesh[1] == 1 or not size:
+        if mesh == (1, 1) or not size:
             return 0.0
-        key = (op, size, mesh)
-        if key not in self.cache:
-            self.cache[key] = size / self.bandwidth(op, size, mesh)
-        return self.cache[key]
+        return size / self.bandwidth(op, size, mesh)
 
     def bandwidth(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         tables = {tuple(map(int, name.split("x"))): points
@@ -745,7 +733,7 @@ class Timeline:
         # of jobs [kind, seconds left, if it ran alone]: in a node, across nodes
         self.wires: tuple[deque[list], deque[list]] = (deque(), deque())
         self.now = 0.0
-        self.exposed: dict[str, float] = {}  # seconds in which compute waits, by kind
+        self.exposed: dict[str, float] = defaultdict(float)  # seconds in which compute waits
         self.slowed = 0.0  # seconds that compute takes longer because something runs beside it
 
     def launch(self, kind: str, seconds: float, across: bool = False) -> list | None:
@@ -760,29 +748,18 @@ class Timeline:
     def pass_time(self, most: float, slow: float) -> float:
         """Let both wires work until one of their jobs is done, for `most` seconds at most; slow:
         their factor. Returns the seconds."""
-        heads = [wire[0] for wire in self.wires if wire]
-        both = min(most, slow * min(job[1] for job in heads))
+        working = [wire for wire in self.wires if wire]
+        both = min(most, slow * min(wire[0][1] for wire in working))
         self.now += both
-        for job in heads:
-            job[1] -= both / slow
-        for wire in self.wires:
-            if wire and wire[0][1] <= 1e-12:
+        for wire in working:
+            wire[0][1] -= both / slow
+            if wire[0][1] <= 1e-12:
                 wire.popleft()[1] = 0.0
         return both
 
     def run(self, seconds: float) -> None:
         """Compute."""
-        wire = self.wires[0]
-        while wire and seconds > 0 and not self.wires[1]:  # pass_time of one wire, thrice as fast
-            job = wire[0]
-            both = min(seconds * self.slow_compute, job[1] * self.slow_other)
-            self.now += both
-            self.slowed += both - both / self.slow_compute
-            seconds -= both / self.slow_compute
-            job[1] -= both / self.slow_other
-            if job[1] <= 1e-12:
-                wire.popleft()[1] = 0.0
-        while seconds > 0 and (self.wires[0] or self.wires[1]):
+        while seconds > 0 and any(self.wires):
             both = self.pass_time(seconds * self.slow_compute, self.slow_other)
             self.slowed += both - both / self.slow_compute
             seconds -= both / self.slow_compute
@@ -795,15 +772,14 @@ class Timeline:
             self.pass_time(when - self.now, 1.0)
         self.now = max(self.now, when)
         if self.now > start:
-            self.exposed[kind] = self.exposed.get(kind, 0.0) + self.now - start
+            self.exposed[kind] += self.now - start
 
     def wait(self, job: list | None) -> None:
         """Let compute wait for a job, and so for all before it on its wire."""
         while job is not None and job[1]:
             wire = self.wires[any(job is other for other in self.wires[1])]
             kind = wire[0][0]
-            passed = self.pass_time(math.inf, 1.0)
-            self.exposed[kind] = self.exposed.get(kind, 0.0) + passed
+            self.exposed[kind] += self.pass_time(math.inf, 1.0)
 
 
 # ---------------------------------------------------------------------------- seconds of a layer
@@ -815,10 +791,9 @@ class LayerSeconds:
 
     chunks: int
     forward: float
-    exchange: float  # of it, all-to-alls that no computation hides
     attention: float  # of it, with its all-to-alls
     backward: tuple[float, ...]  # from one matrix's use to the next, last matrix first
-    exchange_back: float  # of it, likewise
+    exchange: float  # of both passes, all-to-alls that no computation hides
     kernels: float  # of both passes, attention alone
     recompute: float  # of the intermediates of all tokens, in backward
     post: float  # of what makes the next layer's input again
@@ -838,27 +813,49 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
 
 
 def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
-    cfg = est.model
-    tokens = plan.tokens
-    chunks = 1 if plan.recompute != "auto" else -(-tokens // plan.chunk)
-    q = cfg.heads * cfg.head_dim
-    kv_width = cfg.kv_heads * cfg.head_dim
-    qkv = q + 2 * kv_width
-    copied = chunks > 1  # chunks are put together and cut
-
+    chunks = 1 if plan.recompute != "auto" else -(-plan.tokens // plan.chunk)
     # in the gradient's own place: in float32 where several contributions add up
     summed = chunks > 1 or (plan.accumulates and plan.factors.g == 1)
     weight_grad = "weight_grad_sum" if summed else "weight_grad"
+    pre, post, backward = tokenwise_seconds(est, plan, chunks, weight_grad)
+    before = after = 0.0
+    if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
+        before = sum(backward[:-1])
+        after = est.product(weight_grad, plan.tokens / chunks, *est.matrices[1])
+    kernel, attention = attention_seconds(est, plan, "forward")
+    kernel_back, attention_back = attention_seconds(est, plan, "backward", before, after)
+    backward[-2] += attention_back
+    # which a recomputed layer leaves out
+    last = chunks * est.product("forward", plan.tokens / chunks, *est.matrices[-1])
+    columns = there_again = 0.0
+    more = [0.0] * len(backward)
+    if plan.tp > 1:
+        columns, there_again, more = column_exchanges(est, plan, weight_grad)
+    layer = pre + attention + post + columns
+    return LayerSeconds(
+        chunks, layer, attention, tuple(map(operator.add, backward, more)),
+        attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
+        pre + post - last, post, by_heads_seconds(est, plan, chunks), layer - last - there_again,
+        columns + sum(more))
+
+
+def tokenwise_seconds(est: Estimator, plan: Plan, chunks: int,
+                      weight_grad: str) -> tuple[float, float, list[float]]:
+    """Return the seconds of block.pre and of block.post, and of their backward by matrix, the last
+    one first. weight_grad: the kind of product."""
+    cfg = est.model
+    qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    copied = chunks > 1  # chunks are put together and cut
+    dim = cfg.dim / plan.tp if plan.splits_tokens else cfg.dim  # of all tokens, or of a part
 
     def product(kind: str, matrix: tuple[int, int]) -> float:
-        return chunks * est.product(kind, tokens / chunks, *matrix)
+        return chunks * est.product(kind, plan.tokens / chunks, *matrix)
 
-    def moved(*columns: int) -> float:
-        return est.moved(tokens * sum(columns))
+    def moved(*columns: float) -> float:
+        return est.moved(plan.tokens * sum(columns))
 
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU
     first, *others = est.matrices
-    dim = cfg.dim / plan.tp if plan.splits_tokens else cfg.dim  # of all tokens, or of a part
     pre = product("forward", first) + moved(2 * dim, 2 * qkv, copied * 2 * qkv)
     post = sum(product("forward", matrix) for matrix in others)
     post += moved(7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
@@ -866,44 +863,37 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
                 for matrix in reversed(est.matrices)]
     backward[0] += moved(6 * cfg.ffn)
     backward[1] += moved(5 * dim)
-    backward[-1] += moved(5 * dim, 2 * qkv, copied * 2 * q, copied * 3 * cfg.dim)
-    kernel = est.attention("forward", tokens, plan.seq, plan.ring)
-    kernel_back = est.attention("backward", tokens, plan.seq, plan.ring)
-    if plan.head_ranks == 1 < plan.head_groups:
-        kernel_back += moved(8 * (q + kv_width))  # a group's tensors, to it and back
-    attention = kernel
-    attention_back = kernel_back
-    if plan.sp > 1:
-        kv = math.lcm(cfg.kv_heads, plan.head_ranks * plan.head_groups) * cfg.head_dim  # repeated
-        there, there_back = q + 2 * kv, 3 * q + 2 * kv
-        back, back_back = q, q + 2 * kv
-        if plan.ring > 1:  # merged, and summed, in float32
-            steps = 3.75 * (plan.ring - 1)
-            kernel += moved(6 * q, steps * q)
-            kernel_back += moved(10 * q, 8 * kv, steps * (q + 2 * kv))
-        before = after = 0.0
-        if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
-            before = sum(backward[:-1])
-            after = est.product(weight_grad, tokens / chunks, *others[0])
-        if plan.head_ranks > 1:
-            # copies to and from the order of heads take the multiprocessors from all else
-            kernel += moved(2 * there, 2 * back)
-            kernel_back += moved(2 * there_back, 2 * back_back)
-        attention = exchanged(est, plan, kernel, there, back, kv)
-        attention_back = exchanged(est, plan, kernel_back, there_back, back_back, kv, before,
-                                   after, backward=True)
-    backward[-2] += attention_back
-    last = product("forward", others[-1])  # which a recomputed layer leaves out
-    columns = there_again = 0.0
-    if plan.tp > 1:
-        columns, there_again, more = column_exchanges(est, plan, weight_grad)
-        backward = [seconds + extra for seconds, extra in zip(backward, more)]
-    layer = pre + attention + post + columns
-    return LayerSeconds(
-        chunks, layer, attention - kernel, attention, tuple(backward),
-        attention_back - kernel_back, kernel + kernel_back, pre + post - last, post,
-        by_heads_seconds(est, plan, chunks), layer - last - there_again,
-        columns + sum(more) if columns else 0.0)
+    backward[-1] += moved(5 * dim, 2 * qkv, copied * 2 * cfg.heads * cfg.head_dim,
+                          copied * 3 * cfg.dim)
+    return pre, post, backward
+
+
+def attention_seconds(est: Estimator, plan: Plan, kind: str, before: float = 0.0,
+                      after: float = 0.0) -> tuple[float, float]:
+    """Return the seconds of attention's kernel, forward or backward, with what is copied for it;
+    and with the all-to-alls and the ring that neither it hides nor the computation before and after
+    it."""
+    cfg = est.model
+    q = cfg.heads * cfg.head_dim
+    backward = kind == "backward"
+    kernel = est.attention(kind, plan.tokens, plan.seq, plan.ring)
+
+    def moved(columns: float) -> float:
+        return est.moved(plan.tokens * columns)
+
+    if backward and plan.head_ranks == 1 < plan.head_groups:  # a group's tensors, to it and back
+        kernel += moved(8 * (cfg.heads + cfg.kv_heads) * cfg.head_dim)
+    if plan.sp == 1:
+        return kernel, kernel
+    kv = math.lcm(cfg.kv_heads, plan.head_ranks * plan.head_groups) * cfg.head_dim  # repeated
+    there, back = (3 * q + 2 * kv, q + 2 * kv) if backward else (q + 2 * kv, q)
+    if plan.ring > 1:  # merged, and summed, in float32
+        steps = 3.75 * (plan.ring - 1)
+        kernel += moved((10 * q + 8 * kv if backward else 6 * q) + steps * back)
+    if plan.head_ranks > 1:
+        # copies to and from the order of heads take the multiprocessors from all else
+        kernel += moved(2 * there + 2 * back)
+    return kernel, exchanged(est, plan, kernel, there, back, kv, before, after, backward)
 
 
 def column_exchanges(est: Estimator, plan: Plan,
@@ -1032,13 +1022,11 @@ def head_seconds(est: Estimator, tokens: int) -> float:
 # ---------------------------------------------------------------------------- pipelines
 
 
-def part_seconds(line: "StepTimeline", layer: float, end: float) -> tuple[float, ...]:
+def part_seconds(cfg: ModelConfig, plan: Plan, layer: float, end: float) -> tuple[float, ...]:
     """Return the seconds of a pass through each part; layer: of one; end: of the last part beside
     its layers."""
-    plan = line.plan
-    parts = [layers * layer for layers in all_parts(line.est.model.layers, plan.pp, plan.pp_chunks)]
-    parts[-1] += end
-    return tuple(parts)
+    *parts, last = [layers * layer for layers in all_parts(cfg.layers, plan.pp, plan.pp_chunks)]
+    return *parts, last + end
 
 
 def message_seconds(est: Estimator, plan: Plan) -> float:
@@ -1072,7 +1060,7 @@ def simulated_makespan(micro_batches: int, stages: int, chunks: int, segments: i
                        forward: tuple[float, ...], backward: tuple[float, ...],
                        message: float) -> float:
     """Return the makespan of parallel.pipeline_order."""
-    orders = [stage_order(s, stages, chunks, micro_batches, segments) for s in range(stages)]
+    orders = [cached_order(s, stages, chunks, micro_batches, segments) for s in range(stages)]
     times = run_times(orders, forward, backward, message)
     return max(end for done in times for _, end in done[-1:])
 
@@ -1117,67 +1105,66 @@ def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ..
 def compute_unit_seconds(est: Estimator, plan: Plan,
                          matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     f = plan.factors
-    e = est.dtype.itemsize
-    wire = plan.reduce_bytes
-    held = accumulation_dtype(est.dtype).itemsize if plan.accumulates else e
+    counts = [rows * cols for rows, cols in matrices]
     by_param = est.mesh(f.p)
+
+    def seconds(op: str, element_bytes: int, shards: int, mesh: tuple[int, int]) -> list[float]:
+        """Return the seconds of each matrix's collective, of a 1/shards of it."""
+        return [est.collective(op, element_bytes * count / shards, mesh) for count in counts]
+
+    e = est.dtype.itemsize
+    gather = gather_back = tuple(seconds("all_gather", e, 1, by_param))
+    if f.secondary:
+        gather_back = tuple(seconds("all_gather", e, 1, est.mesh(f.secondary)))
+    # with inter a matrix has one owner
+    broadcast = seconds("all_gather" if plan.os_layout == "intra" else "broadcast", e, f.p,
+                        est.mesh(f.os, f.p))
+    scatter, last_scatter, reduce = grad_seconds(est, plan, matrices, seconds)
+    accum_bytes = accumulation_dtype(est.dtype).itemsize
+    wire = plan.reduce_bytes
+    held = grad_bytes(plan, est.dtype)
+    moved = sum(counts) / f.g / est.profile.memory
+    keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
+    in_chunks = plan.recompute == "auto" and plan.chunk < plan.tokens and matrices == est.matrices
+    if in_chunks and f.g > 1:  # they add up in float32, and are cast whole
+        keep += moved * f.g * (accum_bytes + wire)
+    cast = moved * 2 * (held + wire) if reduce and held != wire else 0.0
+    owned = sum(counts) / f.os
+    if plan.os_layout == "inter":
+        stage = slowest_stage(est.model, plan)
+        owned *= imbalance(est.model, f.os // f.p, sum(stage_parts(est.model, plan, stage)),
+                           stage_ends(plan, stage))
+    update = owned * update_bytes(est.dtype) / est.profile.optimizer
+    visit = 0.0
+    if plan.os_place == "host":
+        visit = owned * len(OPTIMIZER.states) * accum_bytes / est.profile.visits
+    return UnitSeconds(gather, gather_back, scatter, last_scatter, keep, reduce, cast,
+                       sum(broadcast), update, visit)
+
+
+def grad_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...],
+                 seconds: Callable) -> tuple[float, float, float]:
+    """Return the seconds in which a micro-batch's gradients are scattered, the last one's, and in
+    which they are reduced once a step. seconds: of each matrix's collective."""
+    f = plan.factors
+    wire = plan.reduce_bytes
     subgroup = est.mesh(f.os, f.p)
     replicas = est.mesh(plan.state_ranks, f.p)
     cross_os = est.mesh(plan.state_ranks, f.os)
     if matrices != est.matrices:  # all columns have the embedding and the head
         replicas, cross_os = ((plan.tp * in_node, nodes) for in_node, nodes in (replicas, cross_os))
-    intra = plan.os_layout == "intra"
-
-    def scatter(s: int, last: bool) -> float:
-        if f.g == 1:
-            return 0.0  # they add up where they are
-        seconds = est.collective("reduce_scatter", wire * s, by_param) if f.p > 1 else 0.0
-        if f.g > f.p and intra:
-            seconds += est.collective("reduce_scatter", wire * s / f.p, subgroup)
-        elif f.g > f.p:
-            over = replicas if last else subgroup
-            seconds += est.collective("all_reduce", wire * s / f.p, over)
-        return seconds
-
-    def reduce(s: int) -> float:
+    scatter = sum(seconds("reduce_scatter", wire, 1, est.mesh(f.p)))
+    if plan.os_layout == "intra":
+        in_subgroup = sum(seconds("reduce_scatter", wire, f.p, subgroup))
+        reduce = sum(seconds("all_reduce", wire, f.os, cross_os))
         if f.g > f.p:
-            return est.collective("all_reduce", wire * s / f.os, cross_os) if intra else 0.0
-        if not intra:
-            return est.collective("all_reduce", wire * s / f.p, replicas)
-        return (est.collective("reduce_scatter", wire * s / f.p, subgroup)
-                + est.collective("all_reduce", wire * s / f.os, cross_os))
-
-    def broadcast(s: int) -> float:
-        if intra:
-            return est.collective("all_gather", e * s / f.p, subgroup)
-        return est.collective("broadcast", e * s / f.p, subgroup)  # a matrix has one owner
-
-    counts = [rows * cols for rows, cols in matrices]
-    gather = tuple(est.collective("all_gather", e * s, by_param) for s in counts)
-    gather_back = gather
-    if f.secondary:
-        mesh = est.mesh(f.secondary)
-        gather_back = tuple(est.collective("all_gather", e * s, mesh) for s in counts)
-    sums = sum(reduce(s) for s in counts)
-    moved = sum(counts) / f.g / est.profile.memory
-    keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
-    in_chunks = plan.recompute == "auto" and plan.chunk < plan.tokens and matrices == est.matrices
-    if in_chunks and f.g > 1:  # they add up in float32, and are cast whole
-        keep += moved * f.g * (accumulation_dtype(est.dtype).itemsize + wire)
-    cast = moved * 2 * (held + wire) if sums and held != wire else 0.0
-    owned = sum(counts) / f.os
-    if not intra:
-        stage = slowest_stage(est.model, plan)
-        owned *= imbalance(est.model, f.os // f.p, sum(stage_parts(est.model, plan, stage)),
-                           stage_ends(plan, stage))
-    visit = 0.0
-    if plan.os_place == "host":
-        states = owned * len(OPTIMIZER.states) * accumulation_dtype(est.dtype).itemsize
-        visit = states / est.profile.visits
-    return UnitSeconds(gather, gather_back, sum(scatter(s, False) for s in counts),
-                       sum(scatter(s, True) for s in counts), keep, sums, cast,
-                       sum(broadcast(s) for s in counts),
-                       owned * update_bytes(est.dtype) / est.profile.optimizer, visit)
+            return scatter + in_subgroup, scatter + in_subgroup, reduce
+        return scatter, scatter, in_subgroup + reduce
+    over_replicas = sum(seconds("all_reduce", wire, f.p, replicas))
+    if f.g > f.p:
+        in_subgroup = sum(seconds("all_reduce", wire, f.p, subgroup))
+        return scatter + in_subgroup, scatter + over_replicas, 0.0
+    return scatter, scatter, over_replicas
 
 
 class StepTimeline(Timeline):
@@ -1203,7 +1190,7 @@ class StepTimeline(Timeline):
         self.seconds = {  # of a layer's pass; the host must launch it in less than it takes
             "forward": forward,
             "backward": max(backward, layer.chunks * launch["backward"])}
-        exchange = layer.exchange + layer.exchange_back
+        exchange = layer.exchange
         self.of_layer = {  # of both passes, by what they are for
             "attention": layer.kernels, "all-to-all": exchange,  # and around a ring
             "tensor exchanges": layer.columns,
@@ -1392,8 +1379,8 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     parts["slowed by communication"] = line.slowed
     parts["copies"] = float(waits) * plan.items * line.layers / layers
     if plan.pp > 1:
-        forward = part_seconds(line, line.seconds["forward"], line.head + line.gathers)
-        backward = part_seconds(line, line.seconds["backward"], 0.0)
+        forward = part_seconds(whole.model, plan, line.seconds["forward"], line.head + line.gathers)
+        backward = part_seconds(whole.model, plan, line.seconds["backward"], 0.0)
         passes = plan.items * sum(forward[line.stage :: plan.pp] + backward[line.stage :: plan.pp])
         alone = makespan(plan, forward, backward, 0.0)
         parts["pipeline idle"] = alone - passes
@@ -1412,15 +1399,13 @@ def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[s
 
         makespan >= max over s:  M K (sum of t_c on s) + sum_(c < s) t_c
     """
-    def layer(plan: Plan) -> float:
-        found = layer_seconds(est, plan)
-        return found.forward + sum(found.backward)
-
-    least = min(layer(plan), layer(replace(plan, accumulates=False)))
+    least = math.inf
+    for accumulates in {plan.accumulates, False}:
+        layer = layer_seconds(est, replace(plan, accumulates=accumulates))
+        least = min(least, layer.forward + sum(layer.backward))
     least += lost / largest_part(est.model, plan)
-    est = est.column(plan)
-    parts = [layers * least for layers in all_parts(est.model.layers, plan.pp, plan.pp_chunks)]
-    parts[-1] += head_seconds(est, plan.tokens // plan.tp)
+    parts = part_seconds(est.model, plan, least,
+                         head_seconds(est.column(plan), plan.tokens // plan.tp))
     return {"computation": max(plan.items * sum(parts[s :: plan.pp]) + sum(parts[:s])
                                for s in range(plan.pp))}
 

@@ -267,7 +267,7 @@ def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
     cfg = dataclasses.replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
-    counted = costs.activation_bytes(cfg, 10, torch.bfloat16)
+    counted = 32 * sum(costs.layer_bytes(cfg, 10, torch.bfloat16))
     assert counted == 32 * 10 * (34 * 1024 * 2 + 24 * 4)
     peak = hardware.peak_flops
     assert peak("NVIDIA A800-SXM4-80GB") == peak("NVIDIA A100-SXM4-40GB") == 312e12
