@@ -72,16 +72,18 @@ class Profile:
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
 
 
+def rounded(value, digits: int):
+    """Return a nested value whose floats have so many digits: those that a file needs."""
+    if isinstance(value, dict):
+        return {key: rounded(x, digits) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(x, digits) for x in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
 def profile_text(profile: Profile) -> str:
     """Return a profile's file: JSON, a point a line."""
-    def rounded(x):
-        if isinstance(x, float):
-            return float(f"{x:.4g}")
-        if isinstance(x, dict):
-            return {key: rounded(value) for key, value in x.items()}
-        return [rounded(value) for value in x] if isinstance(x, list) else x
-
-    text = json.dumps(rounded(dataclasses.asdict(profile)), indent=1)
+    text = json.dumps(rounded(dataclasses.asdict(profile), 4), indent=1)
     return re.sub(r"\[\s+([-\d.e+]+(?:,\s+[-\d.e+]+)*)\s+\]",
                   lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
 

@@ -15,6 +15,7 @@ Legend: mesh (GPUs in a node g, nodes n) of a group, k = g*n ranks.
 """
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import subprocess
@@ -27,7 +28,8 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 from costs import Estimator, Plan, layer_seconds
-from hardware import COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_profile, profile_text
+from hardware import (COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_profile, mesh_name,
+                      profile_text, rounded)
 from model import MODELS, ModelConfig
 from offload import GIB
 from planner import (GPU_SHARE, Constraints, Hardware, figures, layers_text, longest, plan,
@@ -55,6 +57,11 @@ MODEL_OF_NCCL = (
     " of the NICs")
 
 
+def bus_share(op: str, ranks: int) -> float:
+    """Return seconds of a collective, of so many bytes and as many bytes/s of bus bandwidth."""
+    return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(op, (ranks - 1) / ranks)
+
+
 def seconds(op: str, size: float, mesh: tuple[int, int], per_node: int, inside: float,
             across: float) -> float:
     """Return seconds of a collective by NCCL's own model. inside: bus bytes/s within a node;
@@ -66,31 +73,33 @@ def seconds(op: str, size: float, mesh: tuple[int, int], per_node: int, inside: 
         within = size * (g - 1) / k / inside
         between = size * (k - g) / k / (across / per_node)
         return start + peer * k + max(within, between)
-    share = {"all_reduce": 2 * (k - 1) / k, "broadcast": 1.0}.get(op, (k - 1) / k)
-    passes = 2 if op == "all_reduce" else 1
     bus = inside if n == 1 else min(inside, across * g / per_node)
     found = []
     for (algorithm, _), (start, hop, hop_between, efficiency) in NCCL.items():
         if algorithm == "ring":
+            passes = 2 if op == "all_reduce" else 1
             hops = passes * (k - n), passes * (n - 1)
         elif op == "all_reduce" and n > 1:
             hops = 2 * (g - 1), 2 * math.log2(n)
         else:
             continue
         found.append(start + hops[0] * hop + hops[1] * hop_between
-                     + size * share / (bus * efficiency))
+                     + size * bus_share(op, k) / (bus * efficiency))
     return min(found)
 
 
-def network(per_node: int, inside: float, across: dict[int, float],
-            ops: tuple[str, ...] = COLLECTIVES) -> dict[str, dict[str, Points]]:
+def network(per_node: int, inside: float,
+            across: dict[int, float]) -> dict[str, dict[str, Points]]:
     """Return a profile's collectives. across: number of nodes -> bus bytes/s of all NICs of a
     node."""
     powers = [2**i for i in range(per_node.bit_length())]
     meshes = [(g, 1) for g in powers if g > 1] + [(g, n) for n in across for g in powers]
-    return {op: {f"{g}x{n}": [[size, size / seconds(op, size, (g, n), per_node, inside,
-                                                    across.get(n, inside))] for size in SIZES]
-                 for g, n in meshes} for op in ops}
+
+    def points(op: str, mesh: tuple[int, int]) -> Points:
+        nics = across.get(mesh[1], inside)
+        return [[size, size / seconds(op, size, mesh, per_node, inside, nics)] for size in SIZES]
+
+    return {op: {mesh_name(mesh): points(op, mesh) for mesh in meshes} for op in COLLECTIVES}
 
 
 # ---------------------------------------------------------------------------- profiles
@@ -151,9 +160,7 @@ def h200x8() -> Profile:
         "broadcast": (100e9, 286e9, 344e9)}
 
     def points(op: str, ranks: int) -> Points:
-        share = {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(
-            op, (ranks - 1) / ranks)
-        return [[size, bus / share] for size, bus in zip(sizes, measured[op])]
+        return [[size, bus / bus_share(op, ranks)] for size, bus in zip(sizes, measured[op])]
 
     collectives = {op: two.collectives[op] | {f"{g}x1": points(op, g) for g in (4, 8)}
                    for op in COLLECTIVES}
@@ -180,16 +187,12 @@ def h200x8_400g() -> Profile:
     """Return a cluster of h200x8, each GPU with a NIC of 400 Gb/s: assumed."""
     one = load_profile("h200x8")
     nics = {2: 372e9, 4: 372e9, 8: 356e9, 32: 332e9, 128: 288e9, 1250: 288e9}
-    assumed = network(8, 345e9, nics)
-    collectives = {
-        op: one.collectives[op] | {mesh: points for mesh, points in assumed[op].items()
-                                   if not mesh.endswith("x1")} for op in COLLECTIVES}
     sources = one.sources | {
         "all": "h200x8's, and an assumed network between nodes",
         "collectives": one.sources["collectives"] + "; across nodes assumed: 400 Gb/s a GPU, four"
                        " times the bus bandwidths of profile a800 (4 x 200 Gb/s a node), beyond 128"
                        " nodes those of 128; " + MODEL_OF_NCCL}
-    return dataclasses.replace(one, name="h200x8-400g", collectives=collectives, sources=sources)
+    return dataclasses.replace(on_network(nics), name="h200x8-400g", sources=sources)
 
 
 def write_profiles() -> None:
@@ -246,25 +249,38 @@ def paper_flops(model: ModelConfig, seq: int) -> float:
 # ---------------------------------------------------------------------------- predictions
 
 
-def cluster(gpus: int) -> Hardware:
+def a800s(gpus: int) -> Hardware:
     """Return that many A800s, 80 GB each, and their hosts, to plan with as planner.py does."""
     profile = load_profile("a800")
     return Hardware(gpus, profile.per_node, profile, GPU_SHARE * min(profile.gpu_bytes, 80e9),
                     profile.host_bytes * 7 / 8 / profile.per_node)
 
 
-def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
-    """Return the planner's first choice for flags, None if nothing fits or a strategy is
-    illegal."""
-    constraints = Constraints(dtype=torch.bfloat16, os_place="gpu", **flags)  # as theirs
+def h200s(gpus: int, rate: float) -> Hardware:
+    """Return that many H200s whose NICs have so many bytes/s a GPU."""
+    profile = on_network(dict.fromkeys((2, 4, 8), 8 * rate))
+    return Hardware(gpus, 8, profile, GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
+
+
+def best_plan(model: ModelConfig, hardware: Hardware, **flags) -> Plan | None:
+    """Return the planner's first choice for flags, None if nothing fits or they are illegal."""
     try:
-        return plan(constraints, model, cluster(gpus), top=1)[0]
+        return plan(Constraints(dtype=torch.bfloat16, **flags), model, hardware, top=1)[0]
     except ValueError:
         return None
 
 
+def shown(found: Plan, model: ModelConfig, hardware: Hardware, *names: str) -> dict:
+    """Return some of a plan's figures, with its choices in words."""
+    every = figures(found, model, hardware) | {
+        "tp": tp_text(found), "pp": pp_text(found), "sp": sp_text(found),
+        "shards": shards_text(found, hardware), "layers": layers_text(found),
+        "batch": found.batch, "idle_s": found.seconds.get("pipeline idle", 0.0)}
+    return {name: every[name] for name in names}
+
+
 def amsp_flags(name: str, sequences: int) -> dict:
-    return {"seq": 4096, "batch": sequences, "micro_batch": 1, "sp": 1,
+    return {"seq": 4096, "batch": sequences, "micro_batch": 1, "sp": 1, "os_place": "gpu",
             "recompute": RECOMPUTE[name]}
 
 
@@ -273,23 +289,20 @@ def choices() -> list[dict]:
     asked = []
     for gpus in (1024, 64):
         for name, (p, g, os) in CHOICES.items():
-            flags = amsp_flags(name, 1024) | {"os_layout": "inter"}
-            asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, flags,
+            asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, amsp_flags(name, 1024),
                           {"p": p, "g": g, "os": os}))
-    flags = {"seq": 2**18, "batch": 16, "os_layout": "inter"}
+    flags = {"seq": 2**18, "batch": 16, "os_place": "gpu"}
     theirs = {"p": "4", "g": "4", "os": "8", "sp": 32, "ring": 1, "recompute": "none"}
     for text, recompute in (("InternEvo 7b, layers whole", "none"),
                             ("InternEvo 7b, layers may swap", "auto")):
         asked.append((text, MODELS["7b"], 128, flags | {"recompute": recompute}, theirs))
     rows = []
     for text, model, gpus, flags, choice in asked:
-        hardware = cluster(gpus)
         row = {"setting": text, "gpus": gpus}
-        for whose, found in (("theirs", best_plan(model, gpus, **flags | choice)),
-                             ("best", best_plan(model, gpus, **flags))):
-            row[whose] = {"shards": shards_text(found, hardware), "sp": sp_text(found),
-                          "layers": layers_text(found), "step_s": found.step_s,
-                          "gpu_gib": found.memory.total() / GIB}
+        for whose, more in (("theirs", choice), ("best", {})):
+            found = best_plan(model, a800s(gpus), os_layout="inter", **flags | more)
+            row[whose] = shown(found, model, a800s(gpus), "shards", "sp", "layers", "step_s",
+                               "gpu_gib")
         rows.append(row)
     return rows
 
@@ -298,12 +311,13 @@ def table_5() -> list[dict]:
     """Return TGS of AMSP's choices on 64 GPUs, by overlap and micro-batches."""
     rows = []
     for name, (p, g, os) in CHOICES.items():
+        model = PAPER_MODELS[name]
         for (overlaps, flag), published in zip(OVERLAPS.items(), TABLE_5[name]):
             tgs = []
             for micro_batches in (1, 2, 4, 8):
-                found = best_plan(PAPER_MODELS[name], 64, p=p, g=g, os=os, overlap=flag,
+                found = best_plan(model, a800s(64), p=p, g=g, os=os, overlap=flag,
                                   os_layout="inter", **amsp_flags(name, 64 * micro_batches))
-                tgs.append(figures(found, PAPER_MODELS[name], cluster(64))["tgs"])
+                tgs.append(figures(found, model, a800s(64))["tgs"])
             rows.append({"model": name, "overlap": overlaps, "tgs": tgs, "published": published})
     return rows
 
@@ -316,14 +330,13 @@ def figures_11_and_12() -> list[dict]:
             if (name, system) == ("30b", "MiCS"):
                 strategy = "mics:16"  # table IV
             for gpus in (8, 16, 32, 64, 128, 256, 512, 1024):
-                found = best_plan(model, gpus, strategy=strategy, overlap=overlap,
+                found = best_plan(model, a800s(gpus), strategy=strategy, overlap=overlap,
                                   **amsp_flags(name, 1024))
                 row = {"model": name, "system": system, "gpus": gpus,
                        "published_mfu": FIGURE_11.get((name, system, gpus))}
                 if found:
-                    tgs = figures(found, model, cluster(gpus))["tgs"]
-                    row |= {"tgs": tgs, "mfu": tgs * paper_flops(model, 4096) / 312e12,
-                            "shards": shards_text(found, cluster(gpus))}
+                    row |= shown(found, model, a800s(gpus), "tgs", "shards")
+                    row["mfu"] = row["tgs"] * paper_flops(model, 4096) / 312e12
                 rows.append(row)
     return rows
 
@@ -332,13 +345,11 @@ def memo() -> list[dict]:
     """Return the causal MFU of 7B by length on 8 GPUs, and at 128K tokens a GPU on more."""
     rows = []
     for (gpus, kilo), published in MEMO.items():
-        found = best_plan(MODELS["7b"], gpus, seq=kilo * 1024)
+        found = best_plan(MODELS["7b"], a800s(gpus), seq=kilo * 1024, os_place="gpu")
         row = {"gpus": gpus, "seq": kilo * 1024, "published_mfu": published}
         if found:
-            numbers = figures(found, MODELS["7b"], cluster(gpus))
-            row |= {key: numbers[key] for key in ("mfu_causal", "tgs", "gpu_gib", "host_gib")}
-            row["sp"] = sp_text(found)
-            row["layers"] = layers_text(found)
+            row |= shown(found, MODELS["7b"], a800s(gpus), "mfu_causal", "tgs", "gpu_gib",
+                         "host_gib", "sp", "layers")
         rows.append(row)
     return rows
 
@@ -351,14 +362,13 @@ def fits() -> list[dict]:
     """Return the longest sequences that fit GPUs of 24, 80 and 141 GB, in those of h200x8's
     place."""
     rows = []
-    for memory, gib in MEMORY.items():
-        for ranks, host in HOST.items():
-            here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
-                            host * GIB / ranks)
-            asked = Constraints(seq=0, dtype=torch.bfloat16, default_batch=1)
-            for name in ("1b", "7b", "llama3-8b"):
-                rows.append({"memory": memory, "gpus": ranks, "host_gib": host, "model": name,
-                             "seq": longest(asked, MODELS[name], here)})
+    asked = Constraints(seq=0, dtype=torch.bfloat16, default_batch=1)
+    for (memory, gib), (ranks, host), name in itertools.product(
+            MEMORY.items(), HOST.items(), ("1b", "7b", "llama3-8b")):
+        here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
+                        host * GIB / ranks)
+        rows.append({"memory": memory, "gpus": ranks, "host_gib": host, "model": name,
+                     "seq": longest(asked, MODELS[name], here)})
     return rows
 
 
@@ -373,17 +383,17 @@ def on_network(rate: float) -> Profile:
     return dataclasses.replace(one, collectives=collectives)
 
 
-def shortest_hidden(model: ModelConfig, nodes: int, rate: float) -> int | None:
+def shortest_hidden(model: ModelConfig, hardware: Hardware) -> int | None:
     """Return the tokens of the shortest sequence over 8 GPUs of each node, by context across them,
     whose layers wait at most 1 % longer than on an endlessly fast network."""
+    ranks = hardware.ranks
     alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}  # waits, not what slows compute
-    slow, fast = (Estimator(dataclasses.replace(on_network(r), overlap=alone), model,
-                            torch.bfloat16, 8) for r in (rate, 1e15))
-    ranks = 8 * nodes
+    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone), model, torch.bfloat16, 8)
+                  for profile in (hardware.profile, h200s(ranks, 1e15).profile))
 
     def seconds_of_layer(est: Estimator, seq: int) -> float:
-        found = [layer_seconds(est, Plan(ranks, seq, ranks, nodes, 1, 1, groups, "auto", 2**14))
-                 for groups in (1, 2, 4)]
+        found = [layer_seconds(est, Plan(ranks, seq, ranks, ranks // 8, 1, 1, groups, "auto",
+                                         2**14)) for groups in (1, 2, 4)]
         return min(layer.forward + sum(layer.backward) for layer in found)
 
     for seq in range(512 * ranks, 2**16 * ranks, 512 * ranks):
@@ -396,23 +406,17 @@ def rings() -> list[dict]:
     """Return, of nodes of 8 H200s and networks, the shortest sequence whose ring is hidden; and
     seconds of a step at 1M tokens by rings over nodes, by heads alone, and as planned."""
     rows = []
-    for name in ("7b", "llama3-8b"):
-        for nodes in (2, 4, 8):
-            for rate in RATES:
-                model, ranks = MODELS[name], 8 * nodes
-                hardware = Hardware(ranks, 8, on_network(rate), GPU_SHARE * 139.8 * GIB,
-                                    490 * GIB / 8)
-                row = {"model": name, "nodes": nodes, "rate": rate,
-                       "hidden": shortest_hidden(model, nodes, rate)}
-                for how, flags in (("ring", {"sp": ranks, "ring": nodes}),
-                                   ("heads", {"sp": ranks, "ring": 1}), ("planned", {})):
-                    asked = Constraints(seq=2**20, batch=1, dtype=torch.bfloat16, **flags)
-                    try:
-                        found = plan(asked, model, hardware, top=1)[0]
-                    except ValueError:
-                        continue  # more ranks than heads
-                    row[how] = {"step_s": found.step_s, "sp": sp_text(found)}
-                rows.append(row)
+    for name, nodes, rate in itertools.product(("7b", "llama3-8b"), (2, 4, 8), RATES):
+        model, ranks = MODELS[name], 8 * nodes
+        hardware = h200s(ranks, rate)
+        row = {"model": name, "nodes": nodes, "rate": rate,
+               "hidden": shortest_hidden(model, hardware)}
+        for how, flags in (("ring", {"sp": ranks, "ring": nodes}),
+                           ("heads", {"sp": ranks, "ring": 1}), ("planned", {})):
+            found = best_plan(model, hardware, seq=2**20, batch=1, **flags)
+            if found:  # else more ranks than heads
+                row[how] = shown(found, model, hardware, "step_s", "sp")
+        rows.append(row)
     return rows
 
 
@@ -430,22 +434,13 @@ def hybrids() -> list[dict]:
     """Return the best plans with tensor modes and pipelines, and without them."""
     rows = []
     for setting, name, gpus, rate, flags in HYBRIDS:
-        hardware = cluster(gpus)
-        if rate:
-            hardware = Hardware(gpus, 8, on_network(rate), GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
+        hardware = h200s(gpus, rate) if rate else a800s(gpus)
         row = {"setting": setting, "gpus": gpus, "rate": rate}
         for cut, fixed in CUTS.items():
-            asked = Constraints(dtype=torch.bfloat16, **flags, **fixed)
-            try:
-                found = plan(asked, MODELS[name], hardware, top=1)[0]
-            except ValueError:
-                continue
-            row[cut] = {"tp": tp_text(found), "pp": pp_text(found), "sp": sp_text(found),
-                        "shards": shards_text(found, hardware), "layers": layers_text(found),
-                        "batch": found.batch, "step_s": found.step_s,
-                        "mfu_causal": figures(found, MODELS[name], hardware)["mfu_causal"],
-                        "idle_s": found.seconds.get("pipeline idle", 0.0),
-                        "gpu_gib": found.memory.total() / GIB}
+            found = best_plan(MODELS[name], hardware, **flags, **fixed)
+            if found:
+                row[cut] = shown(found, MODELS[name], hardware, "tp", "pp", "sp", "shards",
+                                 "layers", "batch", "step_s", "mfu_causal", "idle_s", "gpu_gib")
         rows.append(row)
     return rows
 
@@ -460,19 +455,9 @@ def example() -> dict:
     return {"command": f"python {EXAMPLE}", "text": done.stdout}
 
 
-def rounded(value):
-    """Return floats of a nested value with 5 digits: those that a file needs."""
-    if isinstance(value, dict):
-        return {key: rounded(x) for key, x in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(x) for x in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
 def predictions() -> dict:
     return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
-                    "memo": memo(), "fits": fits(), "rings": rings(),
-                    "hybrids": hybrids()})
+                    "memo": memo(), "fits": fits(), "rings": rings(), "hybrids": hybrids()}, 5)
 
 
 def main() -> None:
