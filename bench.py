@@ -810,8 +810,8 @@ def compile_kernels(bench: Bench, run: Run) -> None:
     few = ActivationPlan(2, 2, 2, 0, 0, dropped, by_heads=kept.by_heads)
     seq = 2 * run.plan.chunk * run.plan.sp
     model = dataclasses.replace(run.model, layers=2)
-    plan = dataclasses.replace(run.plan, seq=seq, activations=few)
-    plan = planner.with_memory(plan, model, run.dtype)
+    plan = dataclasses.replace(run.plan, model=model, seq=seq, activations=few)
+    plan = planner.with_memory(plan)
     short = run.but(model=model, plan=plan, cfg=dataclasses.replace(run.cfg, seq=seq))
     make_step(bench, run=short)()
     # the norm before the head is of all tokens at once
@@ -867,8 +867,8 @@ def first_and_last_layers(run: Run) -> Run:
     few = ActivationPlan(away + 2, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
                          away * kept.most_swapped_chunks(), dropped, stride, kept.by_heads)
     model = dataclasses.replace(run.model, layers=few.layers)
-    plan = dataclasses.replace(run.plan, activations=few)
-    return run.but(model=model, plan=planner.with_memory(plan, model, run.dtype))
+    plan = dataclasses.replace(run.plan, model=model, activations=few)
+    return run.but(model=model, plan=planner.with_memory(plan))
 
 
 def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:

@@ -42,6 +42,7 @@ one, K segments of a sequence: M*K items go through each part.
 """
 import functools
 import heapq
+import itertools
 import math
 import operator
 from collections import defaultdict, deque
@@ -66,6 +67,8 @@ from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 class Plan:
     """What is chosen, and what it costs."""
 
+    model: ModelConfig
+    dtype: torch.dtype
     ranks: int
     seq: int  # tokens of a sequence
     sp: int = 1  # ranks that share one
@@ -90,6 +93,21 @@ class Plan:
     pp: int = 1  # stages of a pipeline
     pp_chunks: int = 1  # V: parts of the model on a stage
     pp_segments: int = 1  # K: parts of a sequence, one after the other
+
+    @property
+    def column(self) -> ModelConfig:
+        """Return the model whose layers are one column of the model's."""
+        return column_model(self.model, self.tp)
+
+    @property
+    def accum_bytes(self) -> int:
+        """Return the bytes of an element where sums are kept: in float32, or wider."""
+        return accumulation_dtype(self.dtype).itemsize
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Return the layers of each part of the model."""
+        return all_parts(self.model.layers, self.pp, self.pp_chunks)
 
     @property
     def tokens(self) -> int:
@@ -146,10 +164,7 @@ class Plan:
 @functools.cache
 def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
     """Return the model whose layers are one of tp columns of the model's."""
-    if tp == 1:
-        return cfg
-    return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
-                               ffn=cfg.ffn // tp)
+    return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp)
 
 
 def column_per_node(plan: Plan, per_node: int) -> int:
@@ -165,14 +180,9 @@ def all_parts(layers: int, stages: int, chunks: int) -> tuple[int, ...]:
                  for part in range(stages * chunks))
 
 
-def stage_parts(cfg: ModelConfig, plan: Plan, stage: int) -> tuple[int, ...]:
-    """Return the layers of each part on a stage."""
-    return all_parts(cfg.layers, plan.pp, plan.pp_chunks)[stage :: plan.pp]
-
-
-def largest_part(cfg: ModelConfig, plan: Plan) -> int:
-    """Return the layers of the largest part, which an ActivationPlan is about."""
-    return max(all_parts(cfg.layers, plan.pp, plan.pp_chunks))
+def stage_layers(plan: Plan, stage: int) -> int:
+    """Return the layers of all parts on a stage."""
+    return sum(plan.parts[stage :: plan.pp])
 
 
 def stage_ends(plan: Plan, stage: int) -> int:
@@ -180,33 +190,31 @@ def stage_ends(plan: Plan, stage: int) -> int:
     return (stage == 0) + (stage == plan.pp - 1)
 
 
-def slowest_stage(cfg: ModelConfig, plan: Plan) -> int:
+def slowest_stage(plan: Plan) -> int:
     """Return the stage of most layers; the last, with the head, if it is one of them."""
-    if plan.pp == 1:
-        return 0
-    return max(range(plan.pp), key=lambda s: (sum(stage_parts(cfg, plan, s)), s))
+    return max(range(plan.pp), key=lambda stage: (stage_layers(plan, stage), stage))
 
 
-def fullest_stages(cfg: ModelConfig, plan: Plan) -> set[int]:
+def fullest_stages(plan: Plan) -> set[int]:
     """Return the stages of which one needs the most memory: the first has most in flight, the last
     the head, another may have a layer more."""
-    return {0, plan.pp - 1, slowest_stage(cfg, plan)}
+    return {0, plan.pp - 1, slowest_stage(plan)}
 
 
-def stage_params(cfg: ModelConfig, plan: Plan, stage: int) -> float:
+def stage_params(plan: Plan, stage: int) -> float:
     """Return the parameters of a rank of a stage, before they are sharded."""
-    ends = cfg.vocab * cfg.dim
-    layers = param_count(column_model(cfg, plan.tp)) - 2 * ends
-    share = sum(stage_parts(cfg, plan, stage)) / cfg.layers
-    return layers * share + stage_ends(plan, stage) * ends
+    end = plan.model.vocab * plan.model.dim
+    layers = param_count(plan.column) - 2 * end
+    share = stage_layers(plan, stage) / plan.model.layers
+    return layers * share + stage_ends(plan, stage) * end
 
 
-def longest_segment(cfg: ModelConfig, plan: Plan) -> Plan:
+def longest_segment(plan: Plan) -> Plan:
     """Return the plan of a sequence that is as long as the longest segment: the first, since later
     tokens attend to more. (plan.tokens are those of one in the mean.)"""
     if plan.pp_segments == 1:
         return plan
-    bounds = segments_of(cfg, plan)
+    bounds = segments_of(plan)
     return replace(plan, seq=bounds[1], pp_segments=1)
 
 
@@ -214,9 +222,9 @@ cached_bounds = functools.cache(segment_bounds)
 cached_order = functools.lru_cache(1024)(pipeline_order)
 
 
-def segments_of(cfg: ModelConfig, plan: Plan) -> list[int]:
+def segments_of(plan: Plan) -> list[int]:
     """Return where the segments of a sequence begin, and the last one's end."""
-    return cached_bounds(cfg, plan.seq, plan.pp_segments, plan.sp * plan.tp)
+    return cached_bounds(plan.model, plan.seq, plan.pp_segments, plan.sp * plan.tp)
 
 
 @dataclass(frozen=True)
@@ -228,15 +236,15 @@ class InFlight:
     sums: float  # of how many the gradients of those
 
 
-def in_flight(cfg: ModelConfig, plan: Plan, stage: int) -> InFlight:
+def in_flight(plan: Plan, stage: int) -> InFlight:
     """Return what is in flight on a stage: all its layers, if there is one."""
     if plan.pp == 1:
-        return InFlight(cfg.layers, 0, 0)
-    bounds = segments_of(cfg, plan)
+        return InFlight(plan.model.layers, 0, 0)
+    bounds = segments_of(plan)
     lengths = tuple((end - start) * plan.pp_segments / plan.seq
-                    for start, end in zip(bounds, bounds[1:]))
+                    for start, end in itertools.pairwise(bounds))
     count = min(plan.micro_batches, 3 * plan.pp)  # more than are ever in flight
-    return _in_flight(stage_parts(cfg, plan, stage), lengths, stage, plan.pp, count)
+    return _in_flight(plan.parts[stage :: plan.pp], lengths, stage, plan.pp, count)
 
 
 @functools.cache
@@ -306,9 +314,9 @@ def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int,
     return tokens * cfg.dim * e, tokens * (heads * e + cfg.heads * accum_bytes), intermediates
 
 
-def column_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float, float, float]:
+def column_bytes(plan: Plan) -> tuple[float, float, float]:
     """Return layer_bytes of a plan's item on one rank."""
-    x, attn, intermediates = layer_bytes(column_model(cfg, plan.tp), plan.tokens, dtype)
+    x, attn, intermediates = layer_bytes(plan.column, plan.tokens, plan.dtype)
     if not plan.splits_tokens:
         return x, attn, intermediates
     elsewhere = x - x / plan.tp  # of x, and of h
@@ -326,74 +334,74 @@ def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ran
     return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
 
 
-def layer_peaks(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, dict[str, float]]:
+def sent_bytes(plan: Plan) -> int:
+    """Return all_to_all_bytes of a plan."""
+    return all_to_all_bytes(plan.column, plan.tokens, plan.dtype, plan.head_ranks,
+                            plan.head_groups)
+
+
+def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     """Return what the last layer's backward needs beside what was kept, at its high moments: in
     attention's backward, and in those of the products before and after it. Where layers run whole,
     or all chunks of that layer stay, its q, k, v are among the activations."""
     kept = plan.activations
-    cfg = column_model(cfg, plan.tp)
     if kept is not None and kept.by_heads:
-        return by_heads_peaks(cfg, plan, dtype)
-    tokens = plan.tokens
-    chunk = min(plan.chunk, tokens)
+        return by_heads_peaks(plan)
+    cfg = plan.column
     head_groups = plan.head_groups
-    x, q, k, k_sent, sums = attention_bytes(cfg, plan, dtype)
-    ring, ring_prefetch = ring_bytes(cfg, plan, dtype)
-    repeated = 2 * k_sent if k_sent > k else 0
+    x, q, k, k_sent, sums = attention_bytes(plan)
+    ring, ring_prefetch = ring_bytes(plan)
+    first_group = groups = 0
     if plan.head_ranks > 1:  # of two head groups what is sent and received; the first, its buffers
-        in_flight = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
         first_group = (3 * q + 2 * k_sent) / head_groups
+        groups = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
     elif head_groups > 1:  # a group's copies, and its gradients
-        in_flight = (4 * q + 4 * k) / head_groups
-        first_group = 0
-    else:  # copies of a part of too many heads
-        in_flight = 2 * q if tokens * cfg.heads * cfg.head_dim > MAX_ELEMENTS else 0
-        first_group = 0
+        groups = (4 * q + 4 * k) / head_groups
+    elif plan.tokens * cfg.heads * cfg.head_dim > MAX_ELEMENTS:  # copies of a part of the heads
+        groups = 2 * q
     # gradients of head groups take the places of q, k, v
     in_place = plan.sp == 1 < head_groups and kept is not None and kept.chunks > 1
-    pre = saved_by_pre(cfg, tokens, dtype)
+    pre = saved_by_pre(plan)
     inputs = q + 2 * k
-    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * dtype.itemsize
+    element = min(plan.chunk, plan.tokens) * plan.dtype.itemsize  # of a chunk's tokens
+    temporaries = element * (8 * cfg.ffn + 6 * cfg.dim)
     if kept is None or kept.kept_chunks >= kept.chunks:
         inputs = 0
     if kept is None:  # gate|up, h and what block.pre saves are among them, too
-        temporaries = chunk * (4 * cfg.ffn + 3 * cfg.dim) * dtype.itemsize
+        temporaries = element * (4 * cfg.ffn + 3 * cfg.dim)
         pre = 0
     gathered = 0
     if plan.splits_tokens:  # dy and dx of all tokens; in fsp what the product took, too
         gathered = (3 if plan.tp_mode == "fsp" else 2) * x
         x /= plan.tp
+    repeated = 2 * k_sent if k_sent > k else 0
     return {
         "attention's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q,
             "dq, dk, dv": 0 if in_place else q + 2 * k_sent,
-            "repeated k, v": repeated, "head groups": in_flight, "ring": ring,
+            "repeated k, v": repeated, "head groups": groups, "ring": ring,
             "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
         "block.post's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q, "repeated k, v": repeated,
             "first head group": first_group, "ring": ring_prefetch,
-            "all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, plan.head_ranks,
-                                                   head_groups),
-            "temporaries of a chunk": temporaries, "tokens of all columns": gathered,
-            "saved by block.pre": pre}}
+            "all-to-all buffers": sent_bytes(plan), "temporaries of a chunk": temporaries,
+            "tokens of all columns": gathered, "saved by block.pre": pre}}
 
 
-def by_heads_peaks(cfg: ModelConfig, plan: Plan,
-                   dtype: torch.dtype) -> dict[str, dict[str, float]]:
+def by_heads_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     """Return layer_peaks of a layer whose q, k, v are made a head group at a time."""
-    tokens = plan.tokens
-    chunk = min(plan.chunk, tokens)
+    cfg = plan.column
     head_groups = plan.head_groups
-    x, q, k, k_sent, sums = attention_bytes(cfg, plan, dtype)
-    ring, ring_prefetch = ring_bytes(cfg, plan, dtype)
+    x, q, k, k_sent, sums = attention_bytes(plan)
+    ring, ring_prefetch = ring_bytes(plan)
     group = (q + 2 * k) / head_groups  # q, k, v of one, or their gradients
-    pre = saved_by_pre(cfg, tokens, dtype) / head_groups
+    pre = saved_by_pre(plan) / head_groups
     repeated = 2 * k_sent / head_groups if k_sent > k else 0
     always = {"dy, dx": 3 * x, "do": q, "repeated k, v": repeated}
-    temporaries = chunk * (8 * cfg.ffn + 6 * cfg.dim) * dtype.itemsize
-    before = always | {"dy, dx": 2 * x, "temporaries of a chunk": temporaries}
-    temporaries = chunk * 4 * cfg.dim * dtype.itemsize
-    after = always | {"dq, dk, dv": group, "temporaries of a chunk": temporaries,
+    element = min(plan.chunk, plan.tokens) * plan.dtype.itemsize  # of a chunk's tokens
+    before = always | {"dy, dx": 2 * x,
+                       "temporaries of a chunk": element * (8 * cfg.ffn + 6 * cfg.dim)}
+    after = always | {"dq, dk, dv": group, "temporaries of a chunk": element * 4 * cfg.dim,
                       "saved by block.pre": pre}
     kernel = always | {"q, k, v": group, "sums of the kernel": 2 * sums / head_groups,
                        "ring": ring}
@@ -404,8 +412,7 @@ def by_heads_peaks(cfg: ModelConfig, plan: Plan,
                 "block.pre's backward": after}
     there = (3 * q + 2 * k_sent) / head_groups  # q, k, v, o, do of a group
     back = (q + 2 * k_sent) / head_groups
-    mapped = {"all-to-all buffers": all_to_all_bytes(cfg, tokens, dtype, plan.head_ranks,
-                                                     head_groups)}
+    mapped = {"all-to-all buffers": sent_bytes(plan)}
     # of one sequence, what has arrived is not copied
     kernel |= {"dq, dk, dv": 2 * group, "head groups": 3 * there + 3 * back,
                "saved by block.pre": 3 * pre}
@@ -417,23 +424,23 @@ def by_heads_peaks(cfg: ModelConfig, plan: Plan,
             "block.post's backward": before, "block.pre's backward": after | mapped}
 
 
-def bytes_of_sums(plan: Plan, dtype: torch.dtype) -> int:
+def bytes_of_sums(plan: Plan) -> int:
     """Return the bytes of an element of dk, dv on its way around a ring."""
-    return dtype.itemsize if plan.ring == 2 else accumulation_dtype(dtype).itemsize
+    return plan.dtype.itemsize if plan.ring == 2 else plan.accum_bytes
 
 
-def ring_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float, float]:
+def ring_bytes(plan: Plan) -> tuple[float, float]:
     """Return what attention.Ring has beside attention's own in backward, at the highest; and of it
     what travels before attention's backward."""
     if plan.ring == 1:
         return 0.0, 0.0
-    _, q, _, k_sent, _ = attention_bytes(cfg, plan, dtype)
+    _, q, _, k_sent, _ = attention_bytes(plan)
     kept = plan.activations
     if plan.head_ranks > 1 or (kept is not None and kept.by_heads):  # a group at a time
         q, k_sent = q / plan.head_groups, k_sent / plan.head_groups
     kv = 2 * k_sent
-    wide = accumulation_dtype(dtype).itemsize / dtype.itemsize
-    sums = kv * bytes_of_sums(plan, dtype) / dtype.itemsize
+    wide = plan.accum_bytes / plan.dtype.itemsize
+    sums = kv * bytes_of_sums(plan) / plan.dtype.itemsize
     arriving = kv if plan.ring == 2 else 2 * kv
     if plan.head_ranks > 1 and plan.head_groups > 1:
         arriving += 2 * kv  # the next group's, under way
@@ -443,78 +450,76 @@ def ring_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> tuple[float,
     return arriving + 2 * sums + (wide + 1) * q + kv, 2 * kv
 
 
-def ring_traffic(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> float:
+def ring_traffic(plan: Plan) -> float:
     """Return the bytes that a rank sends around its ring in a step."""
-    *_, k_sent, _ = attention_bytes(cfg, plan, dtype)
-    of_layer = 2 * k_sent * (2 + bytes_of_sums(plan, dtype) / dtype.itemsize)
-    return (plan.ring - 1) * of_layer * cfg.layers * plan.micro_batches
+    *_, k_sent, _ = attention_bytes(plan)
+    of_layer = 2 * k_sent * (2 + bytes_of_sums(plan) / plan.dtype.itemsize)
+    return (plan.ring - 1) * of_layer * plan.model.layers * plan.micro_batches
 
 
-def attention_bytes(cfg: ModelConfig, plan: Plan,
-                    dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+def attention_bytes(plan: Plan) -> tuple[int, int, int, int, int]:
     """Return the bytes of x; of q, o or do; of k or v; of k or v as they are sent, with heads that
     are repeated; and of the kernel's sums, in float32."""
-    tokens = plan.tokens
-    token = tokens * dtype.itemsize
+    cfg = plan.column
+    token = plan.tokens * plan.dtype.itemsize
     q = token * cfg.heads * cfg.head_dim
     k = token * cfg.kv_heads * cfg.head_dim
     k_sent = token * math.lcm(cfg.kv_heads, plan.head_ranks * plan.head_groups) * cfg.head_dim
     summed = cfg.heads if cfg.heads == cfg.kv_heads else cfg.heads + 2 * cfg.kv_heads
-    return token * cfg.dim, q, k, k_sent, tokens * cfg.head_dim * 4 * summed
+    return token * cfg.dim, q, k, k_sent, plan.tokens * cfg.head_dim * 4 * summed
 
 
-def saved_by_pre(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> int:
+def saved_by_pre(plan: Plan) -> int:
     """Return the bytes that block.pre saves beside q, k, v."""
-    return sum(math.prod(shape) * of.itemsize for shape, of in block_saves(cfg, tokens, dtype).pre)
+    saved = block_saves(plan.column, plan.tokens, plan.dtype).pre
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in saved)
 
 
-def loss_peak(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> dict[str, float]:
+def loss_peak(plan: Plan) -> dict[str, float]:
     """Return what head and loss need beside what layers keep; columns share the tokens."""
+    cfg = plan.model
     tokens = plan.tokens // plan.tp
-    column = column_model(cfg, plan.tp)
     gathered = plan.tokens if plan.tp > 1 and not plan.splits_tokens else 0
-    accum_bytes = accumulation_dtype(dtype).itemsize
-    return {"logits": 2 * accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
-            "gradient of the head": accum_bytes * cfg.vocab * cfg.dim,
-            "x, norm, dx": (3 * tokens + gathered) * cfg.dim * dtype.itemsize,
-            "all-to-all buffers": all_to_all_bytes(column, plan.tokens, dtype, plan.head_ranks,
-                                                   plan.head_groups)}
+    return {"logits": 2 * plan.accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
+            "gradient of the head": plan.accum_bytes * cfg.vocab * cfg.dim,
+            "x, norm, dx": (3 * tokens + gathered) * cfg.dim * plan.dtype.itemsize,
+            "all-to-all buffers": sent_bytes(plan)}
 
 
-def segment_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype,
-                  stage: int = 0) -> dict[str, float]:
+def segment_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     """Return what a stage of a pipeline needs beside its layers' activations: messages, sent and
     received, forward and back; and, with segments, keys and values of sequences in flight, the
     sums of their gradients, and what one layer adds to them."""
     if plan.pp == 1:
         return {}
-    longest = longest_segment(cfg, plan)
-    messages = 4 * longest.tokens * cfg.dim * dtype.itemsize
+    messages = 4 * longest_segment(plan).tokens * plan.model.dim * plan.dtype.itemsize
     if plan.splits_tokens:
         messages /= plan.tp
     if plan.pp_segments == 1:
         return {"messages": messages}
-    waiting = in_flight(cfg, plan, stage)
-    whole = replace(plan, pp_segments=1)
-    *_, k_sent, _ = attention_bytes(column_model(cfg, plan.tp), whole, dtype)
-    wide = accumulation_dtype(dtype).itemsize / dtype.itemsize
+    waiting = in_flight(plan, stage)
+    *_, k_sent, _ = attention_bytes(replace(plan, pp_segments=1))
+    wide = plan.accum_bytes / plan.dtype.itemsize
     return {"messages": messages,
             "keys of segments": 2 * k_sent * (waiting.keys + wide * waiting.sums + 1)}
 
 
-def weight_buffer_bytes(cfg: ModelConfig, f: Factors, dtype: torch.dtype, in_chunks: bool,
-                        accumulates: bool, num_ends: int = 2) -> dict[str, float]:
+def weight_buffer_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     """Return the bytes of the buffers for gathered weights and whole gradients: one each for the
-    embedding and the head, num_ends of them, two for each matrix of a layer (shard.States)."""
-    e = dtype.itemsize
-    accum_bytes = accumulation_dtype(dtype).itemsize
+    embedding and the head, as far as the stage has them, two for each matrix of a layer
+    (shard.States)."""
+    cfg = plan.column
+    f = plan.factors
+    e = plan.dtype.itemsize
     end = cfg.vocab * cfg.dim
-    ends = num_ends * end
+    ends = stage_ends(plan, stage) * end
     layers = 2 * (param_count(cfg) - 2 * end) / cfg.layers
-    adds_up = in_chunks and not accumulates and e < accum_bytes  # chunks' gradients, in float32
+    in_chunks = plan.activations is not None and plan.activations.chunks > 1
+    # chunks' gradients, in float32
+    adds_up = in_chunks and not plan.accumulates and e < plan.accum_bytes
     gradients = ends * e if f.g > 1 else 0
     if f.g > 1 or adds_up:
-        gradients += layers * (accum_bytes if in_chunks else e)
+        gradients += layers * (plan.accum_bytes if in_chunks else e)
     return {"gathered weights": (layers + ends) * e if f.p > 1 else 0,
             "whole gradients": gradients}
 
@@ -579,10 +584,15 @@ def host_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
     return inputs * x + outputs * attn + plan.swapped_chunks * intermediates / plan.chunks
 
 
+def imbalance(plan: Plan, stage: int) -> float:
+    """Return the largest share of a stage's whole matrices among their owners over the mean, as
+    shard.States.assign_owners gives them out (layout inter)."""
+    owners = plan.factors.os // plan.factors.p
+    return _imbalance(plan.column, owners, stage_layers(plan, stage), stage_ends(plan, stage))
+
+
 @functools.cache
-def imbalance(cfg: ModelConfig, owners: int, layers: int, num_ends: int = 2) -> float:
-    """Return the largest share of whole matrices among so many owners over the mean, as
-    shard.States.assign_owners gives them out (layout inter). layers, num_ends: of a stage."""
+def _imbalance(cfg: ModelConfig, owners: int, layers: int, num_ends: int) -> float:
     sizes = [rows * cols for rows, cols in block_matrices(llama.Block, cfg)] * layers
     sizes += [cfg.vocab * cfg.dim] * num_ends
     loads = [0] * owners
@@ -591,16 +601,18 @@ def imbalance(cfg: ModelConfig, owners: int, layers: int, num_ends: int = 2) -> 
     return max(loads) * owners / sum(loads)
 
 
-def visit_bytes(cfg: ModelConfig, plan: Plan, dtype: torch.dtype) -> float:
-    """Return the bytes of the buffers in which optimizer states visit the GPU."""
-    column = column_model(cfg, plan.tp)
-    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, column)]
-    largest = max(*sizes, cfg.vocab * cfg.dim)
+def visit_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
+    """Return the bytes of the buffers in which optimizer states visit the GPU, if they lie on the
+    host."""
+    if plan.os_place == "gpu":
+        return {}
+    sizes = [rows * cols for rows, cols in block_matrices(llama.Block, plan.column)]
+    largest = max(*sizes, plan.model.vocab * plan.model.dim)
     largest /= plan.factors.p if plan.os_layout == "inter" else plan.factors.os
     if not OPTIMIZER.whole:
         largest = min(largest, VISIT_ELEMENTS)
     count = VISIT_BUFFERS * len(OPTIMIZER.states)
-    return count * accumulation_dtype(dtype).itemsize * largest
+    return {"visiting states": count * plan.accum_bytes * largest}
 
 
 def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) -> dict[str, float]:
@@ -640,7 +652,7 @@ class Estimator:
         per_node = column_per_node(plan, whole.per_node)
         key = plan.tp, per_node
         if key not in whole.columns:
-            made = Estimator(self.profile, column_model(whole.model, plan.tp), self.dtype, per_node)
+            made = Estimator(self.profile, plan.column, self.dtype, per_node)
             made.whole = whole
             made.held = whole.held
             whole.columns[key] = made
@@ -966,7 +978,7 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     across = plan.sp > est.per_node
     step = kernel / groups / plan.ring
     keys = est.pass_on(plan, 2 * kv / groups)  # 0 without a ring
-    sums = keys * bytes_of_sums(plan, est.dtype) / est.dtype.itemsize
+    sums = keys * bytes_of_sums(plan) / est.dtype.itemsize
 
     def travel(kind: str, seconds: float) -> list | None:
         return line.launch(kind, seconds, across)
@@ -1022,10 +1034,10 @@ def head_seconds(est: Estimator, tokens: int) -> float:
 # ---------------------------------------------------------------------------- pipelines
 
 
-def part_seconds(cfg: ModelConfig, plan: Plan, layer: float, end: float) -> tuple[float, ...]:
+def part_seconds(plan: Plan, layer: float, end: float) -> tuple[float, ...]:
     """Return the seconds of a pass through each part; layer: of one; end: of the last part beside
     its layers."""
-    *parts, last = [layers * layer for layers in all_parts(cfg.layers, plan.pp, plan.pp_chunks)]
+    *parts, last = [layers * layer for layers in plan.parts]
     return *parts, last + end
 
 
@@ -1122,7 +1134,7 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     scatter, last_scatter, reduce = grad_seconds(est, plan, matrices, seconds)
     accum_bytes = accumulation_dtype(est.dtype).itemsize
     wire = plan.reduce_bytes
-    held = grad_bytes(plan, est.dtype)
+    held = grad_bytes(plan)
     moved = sum(counts) / f.g / est.profile.memory
     keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
     in_chunks = plan.recompute == "auto" and plan.chunk < plan.tokens and matrices == est.matrices
@@ -1131,9 +1143,7 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     cast = moved * 2 * (held + wire) if reduce and held != wire else 0.0
     owned = sum(counts) / f.os
     if plan.os_layout == "inter":
-        stage = slowest_stage(est.model, plan)
-        owned *= imbalance(est.model, f.os // f.p, sum(stage_parts(est.model, plan, stage)),
-                           stage_ends(plan, stage))
+        owned *= imbalance(plan, slowest_stage(plan))
     update = owned * update_bytes(est.dtype) / est.profile.optimizer
     visit = 0.0
     if plan.os_place == "host":
@@ -1176,34 +1186,32 @@ class StepTimeline(Timeline):
     def __init__(self, est: Estimator, plan: Plan, recomputed: float):
         """recomputed: seconds of a layer's backward in which its forward runs again."""
         super().__init__(*est.profile.overlap["collectives"])
-        est = est.column(plan)
-        self.est = est
+        self.est = est = est.column(plan)
         self.plan = plan
-        self.stage = slowest_stage(est.model, plan)
-        self.layers = sum(stage_parts(est.model, plan, self.stage))
+        self.stage = slowest_stage(plan)
+        self.layers = stage_layers(plan, self.stage)
         self.sharded = plan.factors.p > 1
         self.across = crosses_nodes(est, plan)
         layer = layer_seconds(est, plan)
-        launch = est.profile.launch
-        forward = max(layer.forward, layer.chunks * launch["forward"])
-        backward = sum(layer.backward) + recomputed
+        computed = {"forward": layer.forward, "backward": sum(layer.backward) + recomputed}
         self.seconds = {  # of a layer's pass; the host must launch it in less than it takes
-            "forward": forward,
-            "backward": max(backward, layer.chunks * launch["backward"])}
-        exchange = layer.exchange
+            kind: max(seconds, layer.chunks * est.profile.launch[kind])
+            for kind, seconds in computed.items()}
         self.of_layer = {  # of both passes, by what they are for
-            "attention": layer.kernels, "all-to-all": exchange,  # and around a ring
+            "attention": layer.kernels, "all-to-all": layer.exchange,  # and around a ring
             "tensor exchanges": layer.columns,
-            "rest of layers": (layer.forward + sum(layer.backward) - exchange - layer.kernels
+            "rest of layers": (layer.forward + sum(layer.backward) - layer.exchange - layer.kernels
                                - layer.columns),
             "recomputation": recomputed,
-            "launches": forward - layer.forward + self.seconds["backward"] - backward}
-        launched = self.seconds["backward"] / backward  # the host's part is spread likewise
+            "launches": (self.seconds["forward"] - layer.forward + self.seconds["backward"]
+                         - computed["backward"])}
+        # the host's part is spread likewise
+        launched = self.seconds["backward"] / computed["backward"]
         self.by_matrix = tuple(launched * compute for compute in layer.backward)
         ends = end_seconds(est, plan)
-        of_layer = unit_seconds(est, plan, est.matrices)
         first = ends if self.stage == 0 else NOTHING
         last = ends if self.stage == plan.pp - 1 else NOTHING
+        of_layer = unit_seconds(est, plan, est.matrices)
         self.units = [first, *[of_layer] * self.layers, last]  # embedding, layers, head
         self.head = 0.0 if last is NOTHING else head_seconds(est, plan.tokens // plan.tp)
         self.gathers = end_exchanges(est, plan) * stage_ends(plan, self.stage)
@@ -1223,11 +1231,11 @@ class StepTimeline(Timeline):
 
     def update(self) -> None:
         """States.update: the norm, then unit by unit, each one's new parameters leave."""
-        est = self.est
-        params = stage_params(est.whole.model, self.plan, self.stage)
-        norm = params / self.plan.factors.os * grad_bytes(self.plan, est.dtype)
-        self.run(norm / est.profile.memory)
-        later = self.plan.os_place == "host" and "host_update" in self.plan.overlap
+        plan = self.plan
+        norm = stage_params(plan, self.stage) / plan.factors.os * grad_bytes(plan)
+        norm_s = norm / self.est.profile.memory
+        self.run(norm_s)
+        later = plan.os_place == "host" and "host_update" in plan.overlap
         when = self.now
         for unit in self.units:
             when += unit.visit
@@ -1237,8 +1245,7 @@ class StepTimeline(Timeline):
             self.idle_until(self.now + unit.visit, "host_update")
             self.run(unit.update)
             self.fresh.append(self.send("param_broadcast", unit.broadcast))
-        self.computed["optimizer"] = (norm / est.profile.memory
-                                      + sum(unit.update for unit in self.units))
+        self.computed["optimizer"] = norm_s + sum(unit.update for unit in self.units)
 
     def arrive(self, unit: int) -> None:
         """Let compute wait for a unit's new parameters. Those that were updated meanwhile leave;
@@ -1366,7 +1373,7 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of an
     item's way through the largest part of the model, what plan_activations loses to recomputation
     and to copies."""
-    layers = largest_part(est.model, plan)
+    layers = max(plan.parts)
     if plan.recompute == "full":
         recomputed = layers * layer_seconds(est, plan).whole
     line = StepTimeline(est, plan, recomputed / layers)
@@ -1379,8 +1386,8 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     parts["slowed by communication"] = line.slowed
     parts["copies"] = float(waits) * plan.items * line.layers / layers
     if plan.pp > 1:
-        forward = part_seconds(whole.model, plan, line.seconds["forward"], line.head + line.gathers)
-        backward = part_seconds(whole.model, plan, line.seconds["backward"], 0.0)
+        forward = part_seconds(plan, line.seconds["forward"], line.head + line.gathers)
+        backward = part_seconds(plan, line.seconds["backward"], 0.0)
         passes = plan.items * sum(forward[line.stage :: plan.pp] + backward[line.stage :: plan.pp])
         alone = makespan(plan, forward, backward, 0.0)
         parts["pipeline idle"] = alone - passes
@@ -1403,8 +1410,8 @@ def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[s
     for accumulates in {plan.accumulates, False}:
         layer = layer_seconds(est, replace(plan, accumulates=accumulates))
         least = min(least, layer.forward + sum(layer.backward))
-    least += lost / largest_part(est.model, plan)
-    parts = part_seconds(est.model, plan, least,
+    least += lost / max(plan.parts)
+    parts = part_seconds(plan, least,
                          head_seconds(est.column(plan), plan.tokens // plan.tp))
     return {"computation": max(plan.items * sum(parts[s :: plan.pp]) + sum(parts[:s])
                                for s in range(plan.pp))}
@@ -1420,13 +1427,13 @@ def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
     if computed is None:
         computed = sum(computation_seconds(est, plan, lost).values())
     est = est.column(plan)
-    stage = slowest_stage(est.model, plan)
+    stage = slowest_stage(plan)
     layer = unit_seconds(est, plan, est.matrices)
     across = crosses_nodes(est, plan)
     wires = [0.0, 0.0]
     visits = 0.0
     for unit, count in ((end_seconds(est, plan), stage_ends(plan, stage)),
-                        (layer, sum(stage_parts(est.model, plan, stage)))):
+                        (layer, stage_layers(plan, stage))):
         computed += count * (unit.update + m * unit.keep + unit.cast)
         visits += count * unit.visit
         wires[across["param_broadcast"]] += count * unit.broadcast
@@ -1449,6 +1456,6 @@ def crosses_nodes(est: Estimator, plan: Plan) -> dict[str, bool]:
             "grad_reduce": nodes}
 
 
-def grad_bytes(plan: Plan, dtype: torch.dtype) -> int:
+def grad_bytes(plan: Plan) -> int:
     """Return the bytes of a gradient's element where it is kept."""
-    return (accumulation_dtype(dtype) if plan.accumulates else dtype).itemsize
+    return plan.accum_bytes if plan.accumulates else plan.dtype.itemsize

@@ -59,12 +59,12 @@ import torch
 
 import model as llama
 from attention import Attention
-from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes, column_model,
-                   column_per_node, computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
-                   in_flight, kept_parts, largest_part, layer_bytes, layer_peaks, layer_seconds,
-                   longest_segment, loss_peak, resident_bytes, ring_traffic, rounding_bytes,
-                   segment_bytes, slowest_stage, stage_ends, stage_params, stage_parts,
-                   state_bytes, step_seconds, unit_seconds, visit_bytes, weight_buffer_bytes)
+from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes, column_per_node,
+                   computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
+                   in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, longest_segment,
+                   loss_peak, resident_bytes, ring_traffic, rounding_bytes, segment_bytes,
+                   slowest_stage, stage_ends, stage_layers, stage_params, state_bytes, step_seconds,
+                   unit_seconds, visit_bytes, weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
                       with_network)
 from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
@@ -162,7 +162,9 @@ class Hardware:
 
 def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
     """Raise ValueError for constraints that no plan meets, whatever memory there is."""
-    check_shape(constraints, model, ranks, per_node)
+    search = Search(constraints, model, Hardware(ranks, per_node, None))
+    if not search.has_shape():
+        raise search.errors[0]
     k = constraints.resident_layers
     alpha = constraints.alpha
     if k and k > model.layers:
@@ -173,17 +175,6 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
                          f"{model.layers}")
     if alpha and k == model.layers:
         raise ValueError(f"--alpha {alpha}: no layer swaps if all {model.layers} are resident")
-
-
-def check_shape(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
-    """Raise ValueError if no columns and stages leave factors and ways to share a sequence."""
-    tensor, pipeline, sequences, *_ = SHAPE
-    states, *_ = STATES
-    search = Search(constraints, model, Hardware(ranks, per_node, None))
-    for cut in search.choose((tensor, pipeline), Plan(ranks, constraints.seq)):
-        if all(any(search.choose((degree,), cut)) for degree in (states, sequences)):
-            return
-    raise search.errors[0]
 
 
 def fix(constraints: Constraints, chosen: Plan) -> Constraints:
@@ -509,8 +500,7 @@ def makes_parts(block_class) -> bool:
 # ---------------------------------------------------------------------------- degrees
 
 
-def no_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
-             stage: int = 0) -> dict[str, float]:
+def no_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     return {}
 
 
@@ -519,11 +509,11 @@ class Degree:
     """One choice of a plan, of one field or several that go together."""
 
     names: tuple[str, ...]  # of Plan's fields
-    legal: Callable[..., list[tuple]]  # (constraints, model, hardware, plan) -> values of them,
+    legal: Callable[..., list[tuple]]  # (constraints, hardware, plan) -> values of them,
     # given what the degrees above have chosen; raises ValueError with what would be legal
     seconds: tuple[str, ...]  # parts of step_seconds that come from it
-    bytes: Callable[..., dict[str, float]] = no_bytes  # (model, plan, dtype, stage) -> what lasts
-    # through a step on a stage
+    bytes: Callable[..., dict[str, float]] = no_bytes  # (plan, stage) -> what lasts through a
+    # step on a stage
 
 
 def values(plan: Plan, degrees: tuple[Degree, ...], *left_out: str) -> dict:
@@ -532,10 +522,10 @@ def values(plan: Plan, degrees: tuple[Degree, ...], *left_out: str) -> dict:
             if name not in left_out}
 
 
-def legal_tensor(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 plan: Plan) -> list[tuple]:
+def legal_tensor(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return (columns of a layer's matrices, mode): neighbours in a node, each with as many heads
     and features; if they are open, powers of two. Raises ValueError with the legal ones."""
+    model = plan.model
     shared = {"GPUs of a node": hardware.per_node, "heads": model.heads,
               "key/value heads": model.kv_heads, "features": model.ffn}
     legal = divisors(math.gcd(*shared.values()))
@@ -547,53 +537,52 @@ def legal_tensor(constraints: Constraints, model: ModelConfig, hardware: Hardwar
     return [(constraints.tp, constraints.tp_mode)]
 
 
-def legal_pipeline(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                   plan: Plan) -> list[tuple]:
+def legal_pipeline(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return (stages, parts of the model on one, segments of a sequence). Raises ValueError with
     the nearest legal ones."""
-    ranks, per_node = hardware.ranks, hardware.per_node
+    ranks, per_node, layers = hardware.ranks, hardware.per_node, plan.model.layers
     pp, chunks, segments = constraints.pp, constraints.pp_chunks, constraints.pp_segments
     for name, parts in (("chunks", chunks), ("segments", segments)):
         if pp == 1 and (parts or 1) > 1:
             raise ValueError(f"--pp-{name} {parts}: of a pipeline; --pp from 2, or auto")
-    stages = [n for n in divisors(ranks) if n <= model.layers
+    stages = [n for n in divisors(ranks) if n <= layers
               and in_nodes(ranks // n, per_node) and ranks // n % plan.tp == 0]
     if pp not in (None, 1, *stages):
-        raise ValueError(f"--pp {pp}: each of at most {model.layers} stages, one a layer, has "
+        raise ValueError(f"--pp {pp}: each of at most {layers} stages, one a layer, has "
                          f"whole nodes of {per_node}, or parts that divide one, of {ranks} ranks "
                          f"in columns of {plan.tp}; nearest: {nearest_of(pp, stages)}")
     split = [1]
     if segments or pp != 1:
-        split = segment_counts(constraints, model, plan.tp)
+        split = segment_counts(constraints, plan)
     found = []
     if pp in (None, 1) and (chunks or 1) == (segments or 1) == 1:
         found.append((1, 1, 1))
     for n in stages:
         if n == 1 or pp not in (None, n):
             continue
-        most = model.layers // n
+        most = layers // n
         if chunks and chunks > most and pp:
             raise ValueError(f"--pp-chunks {chunks}: {n} stages x {chunks} parts are more than the "
-                             f"{model.layers} layers; at most {most}")
+                             f"{layers} layers; at most {most}")
         found += [(n, v, k) for v in ([chunks] if chunks else (1, 2, 4)) if v <= most
                   for k in split]
     if not found:
         raise ValueError(f"--pp-chunks {chunks} --pp-segments {segments}: no --pp that divides "
-                         f"{ranks} ranks has so many parts of {model.layers} layers")
+                         f"{ranks} ranks has so many parts of {layers} layers")
     return found
 
 
-def segment_counts(constraints: Constraints, model: ModelConfig, tp: int) -> list[int]:
+def segment_counts(constraints: Constraints, plan: Plan) -> list[int]:
     """Return into how many segments a sequence may be cut. Raises ValueError."""
     wanted, seq = constraints.pp_segments, constraints.seq
     alone = ""  # why there may be one segment only
     if constraints.in_documents:
         alone = "with documents (--document-token; -1: none)"
-    elif 0 < model.window < seq:
-        alone = f"with sliding windows of {model.window} tokens"
+    elif 0 < plan.model.window < seq:
+        alone = f"with sliding windows of {plan.model.window} tokens"
     elif (constraints.ring or 1) > 1:
         alone = f"with --ring {constraints.ring}"
-    ranks = (constraints.sp or 1) * tp
+    ranks = (constraints.sp or 1) * plan.tp
     if wanted is None:
         return [k for k in (1, 2, 4, 8) if k == 1 or (not alone and seq % (ranks * k) == 0)]
     if wanted > 1 and alone:
@@ -627,11 +616,9 @@ def nearest_of(value: int, legal: list[int]) -> str:
     return " or ".join(map(str, low + high))
 
 
-def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                    plan: Plan) -> list[tuple]:
+def legal_sequences(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return (sp, ring): segments and columns share a sequence, too. Raises ValueError."""
-    found = legal_degrees(constraints, column_model(model, plan.tp), plan.state_ranks,
-                          column_per_node(plan, hardware.per_node))
+    found = legal_degrees(constraints, plan, column_per_node(plan, hardware.per_node))
     cut = plan.tp * plan.pp_segments
     if cut == 1:
         return found
@@ -645,8 +632,7 @@ def legal_sequences(constraints: Constraints, model: ModelConfig, hardware: Hard
     return legal
 
 
-def legal_batches(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                  plan: Plan) -> list[tuple]:
+def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return (batch, micro-batch), largest micro-batch first: parts that alternate on a stage want
     as many items as fill all stages. Raises ValueError with the nearest --batch."""
     dp = plan.dp
@@ -683,8 +669,7 @@ def legal_batches(constraints: Constraints, model: ModelConfig, hardware: Hardwa
     return legal
 
 
-def legal_recompute(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                    plan: Plan) -> list[tuple]:
+def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return how layers may run. What is said of chunks by hand asks for them. Raises ValueError
     where columns, whose layers run whole, are to have some."""
     if constraints.recompute != "auto":
@@ -702,8 +687,7 @@ def legal_recompute(constraints: Constraints, model: ModelConfig, hardware: Hard
     return [(how,) for how in ways if constraints.layers_run in ("", how)]
 
 
-def legal_chunks(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 plan: Plan) -> list[tuple]:
+def legal_chunks(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return the most tokens that a layer runs at once: equal parts of at most --chunk, of 16K, 8K
     or 4K if that is open."""
     tokens = plan.tokens
@@ -719,8 +703,7 @@ def legal_chunks(constraints: Constraints, model: ModelConfig, hardware: Hardwar
     return list(dict.fromkeys(found))
 
 
-def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 plan: Plan) -> list[tuple]:
+def legal_states(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return the legal factors that the flags allow, fewest shards first. Raises ValueError."""
     world = plan.state_ranks
     per_node = column_per_node(plan, hardware.per_node)
@@ -751,20 +734,18 @@ def legal_states(constraints: Constraints, model: ModelConfig, hardware: Hardwar
     return [(f,) for f in factors]
 
 
-def legal_places(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                 plan: Plan) -> list[tuple]:
+def legal_places(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return places of optimizer states; the host is tried where they are a twentieth of what a GPU
     has, or more."""
     if constraints.os_place != "auto":
         return [(constraints.os_place,)]
-    params = param_count(model) / (plan.tp * plan.pp)
+    params = param_count(plan.model) / (plan.tp * plan.pp)
     held = state_bytes(params, plan.factors, constraints.dtype, False)
     large = held["optimizer"] > hardware.gpu_budget / 20
     return [("gpu",), ("host",)] if large else [("gpu",)]
 
 
-def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                  plan: Plan) -> list[tuple]:
+def legal_layouts(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return layouts of optimizer states; where a subgroup has one rank, they are the same."""
     if constraints.os_layout != "auto":
         return [(constraints.os_layout,)]
@@ -773,42 +754,30 @@ def legal_layouts(constraints: Constraints, model: ModelConfig, hardware: Hardwa
     return [("intra",), ("inter",)] if plan.factors.os > plan.factors.p else [("intra",)]
 
 
-def kept_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
-               stage: int = 0) -> dict[str, float]:
+def kept_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     """Return what a stage's layers keep, of all that is in flight there."""
-    layer = column_bytes(model, plan, dtype)
-    layers = in_flight(model, plan, stage).layers
+    layer = column_bytes(plan)
+    layers = in_flight(plan, stage).layers
     kept = plan.activations
     if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
         return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
     if plan.recompute == "full":  # all layers' inputs, and one whole layer
-        whole = column_bytes(model, longest_segment(model, plan), dtype)
+        whole = column_bytes(longest_segment(plan))
         return {"activations": layers * layer[0] + sum(whole)}
     return {"activations": layers * sum(layer)}
 
 
-def factor_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
-                 stage: int = 0) -> dict[str, float]:
+def factor_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
+    """Return the bytes of a stage's states, and of the buffers of their weights and gradients."""
     f = plan.factors
-    in_chunks = plan.activations is not None and plan.activations.chunks > 1
-    column = column_model(model, plan.tp)
-    ends = stage_ends(plan, stage)
-    states = state_bytes(stage_params(model, plan, stage), f, dtype, plan.accumulates)
+    states = state_bytes(stage_params(plan, stage), f, plan.dtype, plan.accumulates)
     states["optimizer"] *= plan.os_place == "gpu"
     if plan.os_layout == "inter":  # of the rank that owns most
-        most = imbalance(column, f.os // f.p, sum(stage_parts(model, plan, stage)), ends)
+        most = imbalance(plan, stage)
         states["optimizer"] *= most
         if f.g > f.p:
             states["gradients"] *= most
-    return states | weight_buffer_bytes(column, f, dtype, in_chunks, plan.accumulates, ends)
-
-
-def place_bytes(model: ModelConfig, plan: Plan, dtype: torch.dtype,
-                stage: int = 0) -> dict[str, float]:
-    """Return what is on the GPU of states that lie on the host."""
-    if plan.os_place == "gpu":
-        return {}
-    return {"visiting states": visit_bytes(model, plan, dtype)}
+    return states | weight_buffer_bytes(plan, stage)
 
 
 def nearest(value: int, step: int) -> str:
@@ -817,11 +786,12 @@ def nearest(value: int, step: int) -> str:
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
-def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
-                  per_node: int) -> list[tuple[int, int]]:
+def legal_degrees(constraints: Constraints, plan: Plan, per_node: int) -> list[tuple[int, int]]:
     """Return (sp, ring) to try: in a ring, ranks that share heads are of one node. Raises
     ValueError with the legal ones."""
     seq = constraints.seq
+    ranks = plan.state_ranks
+    model = plan.column
     slides = 0 < model.window < seq
     masked = slides or constraints.in_documents
     legal = []
@@ -855,14 +825,12 @@ def legal_degrees(constraints: Constraints, model: ModelConfig, ranks: int,
                      f"{listed(sorted({n for _, n in legal}))}")
 
 
-def legal_head_groups(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-                      plan: Plan) -> list[tuple]:
+def legal_head_groups(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
     ranks, or 16 of a long one, and 1 or at most 8 of a long one on one rank, for less memory.
     Raises ValueError with the legal ones."""
-    column = column_model(model, plan.tp)
-    heads = column.heads // plan.head_ranks
-    legal = [n for n in divisors(heads) if plan.head_ranks > 1 or column.kv_heads % n == 0]
+    heads = plan.column.heads // plan.head_ranks
+    legal = [n for n in divisors(heads) if plan.head_ranks > 1 or plan.column.kv_heads % n == 0]
     wanted = constraints.head_groups
     if wanted is not None and wanted not in legal:
         raise ValueError(f"--head-groups {wanted}: a rank has {heads} heads at a time; one of "
@@ -892,7 +860,7 @@ STATES = (  # of model states: AMSP's
            ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "optimizer",
             "gradient sums", "small sums", "slowed by communication"), factor_bytes),
     Degree(("os_layout",), legal_layouts, ("grad_reduce", "param_broadcast")),
-    Degree(("os_place",), legal_places, ("host_update",), place_bytes),
+    Degree(("os_place",), legal_places, ("host_update",), visit_bytes),
 )
 DEGREES = SHAPE + STATES
 
@@ -947,9 +915,9 @@ class Search:
 
     def __init__(self, constraints: Constraints, model: ModelConfig, hardware: Hardware):
         self.constraints = constraints
-        self.model = model
         self.hardware = hardware
         self.est = Estimator(hardware.profile, model, constraints.dtype, hardware.per_node)
+        self.start = Plan(model, constraints.dtype, hardware.ranks, constraints.seq)
         self.errors: list[ValueError] = []
 
     def best_first(self) -> Iterator[Plan]:
@@ -976,7 +944,7 @@ class Search:
             return
         degree, *others = degrees
         try:
-            legal = degree.legal(self.constraints, self.model, self.hardware, plan)
+            legal = degree.legal(self.constraints, self.hardware, plan)
         except ValueError as e:
             self.errors.append(e)
             return
@@ -987,9 +955,9 @@ class Search:
         """Yield plans without states and costs."""
         c = self.constraints
         in_float32 = c.reduce_dtype == "fp32"
-        wire = accumulation_dtype(c.dtype) if in_float32 else c.dtype
         overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
-        start = Plan(self.hardware.ranks, c.seq, overlap=overlap, reduce_bytes=wire.itemsize)
+        start = replace(self.start, overlap=overlap, reduce_bytes=(
+            self.start.accum_bytes if in_float32 else c.dtype.itemsize))
         for shape in self.choose(SHAPE, start):
             yield replace(shape, accumulates=in_float32 or shape.items > 1)
 
@@ -1026,12 +994,10 @@ class Search:
     def working_bytes(self, shape: Plan, by_heads: bool) -> float:
         kept = None
         if shape.recompute == "auto":
-            n = largest_part(self.model, shape)
+            n = max(shape.parts)
             kept = ActivationPlan(n, -(-shape.tokens // shape.chunk), n, by_heads=by_heads)
-        plan = longest_segment(self.model, replace(shape, activations=kept))
-        peaks = layer_peaks(self.model, plan, self.constraints.dtype)
-        peaks["head and loss"] = loss_peak(self.model, plan, self.constraints.dtype)
-        return Memory({}, peaks).total()
+        plan = longest_segment(replace(shape, activations=kept))
+        return Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
 
     def with_states(self, shape: Plan) -> Iterator[Plan]:
         """Yield the plans of a shape, with the seconds that they take at least."""
@@ -1071,8 +1037,8 @@ class Search:
         budget = self.hardware.gpu_budget
         if plan.pp == 1:
             return budget - plan.memory.beside_activations(), host
-        stages = memory_of_stages(plan, self.model, self.constraints.dtype)
-        times = {stage: in_flight(self.model, plan, stage).layers / plan.activations.layers
+        stages = memory_of_stages(plan)
+        times = {stage: in_flight(plan, stage).layers / plan.activations.layers
                  for stage in stages}
         gpu = min((budget - memory.beside_activations()) / times[stage]
                   for stage, memory in stages.items())
@@ -1086,8 +1052,7 @@ class Search:
                 or not makes_parts(llama.Block)):
             return None
         by_heads = ActivationPlan(kept.layers, kept.chunks, kept.layers, by_heads=True)
-        plan = replace(everything, activations=by_heads)
-        return with_memory(plan, self.model, self.constraints.dtype)
+        return with_memory(replace(everything, activations=by_heads))
 
     def with_activations(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
@@ -1101,11 +1066,35 @@ class Search:
         that are lost to recomputation and to copies. Raises TooLarge."""
         if plan.recompute == "auto":
             return self.fit_chunks(plan)
-        plan = with_memory(plan, self.model, self.constraints.dtype)
-        if plan.memory.total() > self.hardware.gpu_budget:
-            raise too_large(self.constraints, plan, plan.memory, self.hardware)
+        plan = with_memory(plan)
+        self.check_memory(plan, plan.memory)
         self.host_left(plan)
         return plan, (0.0, 0.0)
+
+    def has_shape(self) -> bool:
+        """Return whether columns and stages leave factors and ways to share a sequence."""
+        tensor, pipeline, sequences, *_ = SHAPE
+        states, *_ = STATES
+        return any(all(any(self.choose((degree,), cut)) for degree in (states, sequences))
+                   for cut in self.choose((tensor, pipeline), self.start))
+
+    def check_memory(self, plan: Plan, memory: Memory) -> None:
+        """Raise TooLarge, with numbers and what to change, if a GPU has less memory than that."""
+        room = self.hardware.gpu_budget
+        over = memory.total() - room
+        if over <= 0:
+            return
+        c = self.constraints
+        f = plan.factors
+        beside = " beside activations" if plan.activations else ""
+        instead = "--recompute full, " if c.recompute == "none" else ""
+        instead += "--os-place host, " if c.os_place == "gpu" else ""
+        kept = memory.lasting.get("activations", 0)
+        terms = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
+        raise TooLarge(
+            f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "
+            f"os={f.os}, there is room for {room / GIB:.0f} ({terms}); more ranks, {instead}a "
+            "shorter --seq, a smaller --micro-batch or --model", over)
 
     def host_left(self, plan: Plan) -> float:
         """Return the bytes of host memory beside optimizer states. Raises TooLarge."""
@@ -1122,20 +1111,18 @@ class Search:
     def keeping_all(self, plan: Plan) -> Plan:
         """Return a plan in chunks that keep everything, with its bytes. Raises TooLarge if they do
         not even fit without what layers keep."""
-        c, model, hardware = self.constraints, self.model, self.hardware
+        hardware = self.hardware
         chunks = -(-plan.tokens // plan.chunk)
-        n = largest_part(model, plan)
-        kept = ActivationPlan(n, chunks, n, n * chunks)
-        plan = with_memory(replace(plan, activations=kept), model, c.dtype)
+        n = max(plan.parts)
+        plan = with_memory(replace(plan, activations=ActivationPlan(n, chunks, n, n * chunks)))
         without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
         if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
             without = Memory(without.lasting, by_heads.memory.peaks)
-        x, attn, _ = layer_bytes(model, plan.tokens, c.dtype)
         try:
             self.host_left(plan)
-            if without.total() > hardware.gpu_budget:
-                raise too_large(c, plan, without, hardware)
+            self.check_memory(plan, without)
         except TooLarge as e:  # layers find no room, either
+            x, attn, _ = layer_bytes(plan.model, plan.tokens, plan.dtype)
             e.over += max(0.0, n * (x + attn) - hardware.host_budget)
             raise
         return plan
@@ -1166,32 +1153,34 @@ class Search:
 
     def fit_order(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
         """Return the plan with the solution of plan_activations in its order of heads."""
-        c, model, hardware = self.constraints, self.model, self.hardware
-        sizes, host_rate = hardware.measured or layer_sizes(self.est, plan)
+        c = self.constraints
+        budget = self.hardware.gpu_budget
+        sizes, host_rate = self.hardware.measured or layer_sizes(self.est, plan)
         busy = link_seconds(self.est, plan)
         gpu, host = self.rooms(plan)
         others = plan.memory.beside_activations()
         start = plan
+        asked = start.activations
         for _ in range(3):
             try:
                 activations, _ = plan_activations(
-                    start.activations.layers, sizes, start.activations.chunks, host_rate, gpu, host,
-                    c.resident_layers, c.alpha, busy=busy, by_heads=start.activations.by_heads)
+                    asked.layers, sizes, asked.chunks, host_rate, gpu, host, c.resident_layers,
+                    c.alpha, busy, asked.by_heads)
             except TooLarge as e:
                 f = plan.factors
                 raise TooLarge(
                     f"--seq {c.seq} with sp={sp_text(plan)} p={f.p} g={f.g} os={f.os}: {e} (of "
-                    f"{hardware.gpu_budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all "
-                    f"else: {in_gib(start.memory)})", e.over) from e
-            plan = with_memory(replace(plan, activations=activations), model, c.dtype)
-            if plan.memory.total() <= hardware.gpu_budget:
+                    f"{budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all else: "
+                    f"{in_gib(start.memory)})", e.over) from e
+            plan = with_memory(replace(plan, activations=activations))
+            if plan.memory.total() <= budget:
                 break
             # the last layer is not kept whole, so its backward needs q, k, v
             kept = replace(activations, kept_chunks=0)
-            again = with_memory(replace(plan, activations=kept), model, c.dtype)
+            again = with_memory(replace(plan, activations=kept))
             others = again.memory.beside_activations()
             gpu, _ = self.rooms(again)
-        assert plan.memory.total() <= hardware.gpu_budget + 1, plan
+        assert plan.memory.total() <= budget + 1, plan
         return plan, (recomputed_seconds(activations, sizes),
                       waiting_seconds(activations, sizes, host_rate, busy))
 
@@ -1216,8 +1205,8 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
     if plan.os_place == "gpu":
         return 0.0
     est = est.column(plan)
-    stage = slowest_stage(est.model, plan)
-    layers = sum(stage_parts(est.model, plan, stage))
+    stage = slowest_stage(plan)
+    layers = stage_layers(plan, stage)
     layer = unit_seconds(est, plan, est.matrices)
     visits = stage_ends(plan, stage) * end_seconds(est, plan).visit + layers * layer.visit
     return visits / layers / plan.items
@@ -1226,50 +1215,45 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
 def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
     """Return what `measure` would find, by a profile."""
     layer = layer_seconds(est, plan)
-    return (Sizes(*column_bytes(est.whole.model, plan, est.dtype), layer.forward, layer.recompute,
-                  layer.attention, layer.post, layer.by_heads), est.profile.to_host)
+    return (Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post,
+                  layer.by_heads), est.profile.to_host)
 
 
-def predict(plan: Plan, model: ModelConfig, profile: Profile, per_node: int,
-            dtype: torch.dtype) -> Plan:
+def predict(plan: Plan, profile: Profile, per_node: int) -> Plan:
     """Return a plan, what its layers keep included, with its bytes and seconds."""
-    est = Estimator(profile, model, dtype, per_node)
+    est = Estimator(profile, plan.model, plan.dtype, per_node)
     lost = (0.0, 0.0)
     if plan.activations is not None:
         sizes, host_rate = layer_sizes(est, plan)
         lost = (recomputed_seconds(plan.activations, sizes),
                 waiting_seconds(plan.activations, sizes, host_rate, link_seconds(est, plan)))
-    plan = with_memory(plan, model, dtype)
-    return replace(plan, seconds=step_seconds(est, plan, *lost))
+    return replace(with_memory(plan), seconds=step_seconds(est, plan, *lost))
 
 
-def with_memory(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> Plan:
+def with_memory(plan: Plan) -> Plan:
     """Return the plan with its bytes counted: on the GPU those of the stage that needs most."""
-    stages = memory_of_stages(plan, model, dtype)
+    stages = memory_of_stages(plan)
     kept = plan.activations
     host = {}
     if kept:
-        times = max(in_flight(model, plan, stage).layers for stage in stages) / kept.layers
-        host["activations"] = times * host_bytes(kept, column_bytes(model, plan, dtype))
+        times = max(in_flight(plan, stage).layers for stage in stages) / kept.layers
+        host["activations"] = times * host_bytes(kept, column_bytes(plan))
     if plan.os_place == "host":
         on_gpu = replace(plan, os_place="gpu")
-        host["optimizer"] = max(factor_bytes(model, on_gpu, dtype, stage)["optimizer"]
-                                for stage in stages)
+        host["optimizer"] = max(factor_bytes(on_gpu, stage)["optimizer"] for stage in stages)
     return replace(plan, memory=max(stages.values(), key=Memory.total), host=host)
 
 
-def memory_of_stages(plan: Plan, model: ModelConfig, dtype: torch.dtype) -> dict[int, Memory]:
+def memory_of_stages(plan: Plan) -> dict[int, Memory]:
     """Return the bytes of the stages of which one needs the most."""
-    longest = longest_segment(model, plan)
+    longest = longest_segment(plan)
     found = {}
-    for stage in fullest_stages(model, plan):
+    for stage in fullest_stages(plan):
         lasting: dict[str, float] = {}
         for degree in reversed(DEGREES):
-            lasting |= degree.bytes(model, plan, dtype, stage)
-        peaks = layer_peaks(model, longest, dtype)
-        if stage == plan.pp - 1:
-            peaks = {"head and loss": loss_peak(model, longest, dtype)} | peaks
-        found[stage] = Memory(lasting, peaks)
+            lasting |= degree.bytes(plan, stage)
+        peaks = {"head and loss": loss_peak(longest)} if stage == plan.pp - 1 else {}
+        found[stage] = Memory(lasting, peaks | layer_peaks(longest))
     return found
 
 
@@ -1279,32 +1263,17 @@ def in_gib(memory: Memory) -> str:
                      if value and name != "activations")
 
 
-def too_large(constraints: Constraints, chosen: Plan, memory: Memory,
-              hardware: Hardware) -> TooLarge:
-    """Return that a step does not fit, with numbers and what to change, for people."""
-    f = chosen.factors
-    beside = " beside activations" if chosen.activations else ""
-    instead = "--recompute full, " if constraints.recompute == "none" else ""
-    instead += "--os-place host, " if constraints.os_place == "gpu" else ""
-    kept = memory.lasting.get("activations", 0)
-    listed = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
-    text = (f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "
-            f"os={f.os}, there is room for {hardware.gpu_budget / GIB:.0f} ({listed}); more ranks, "
-            f"{instead}a shorter --seq, a smaller --micro-batch or --model")
-    return TooLarge(text, memory.total() - hardware.gpu_budget)
-
-
 # ---------------------------------------------------------------------------- what to say
 
 
-def figures(plan: Plan, model: ModelConfig, hardware: Hardware) -> dict:
+def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it."""
     f = plan.factors
     per_node = column_per_node(plan, hardware.per_node)
     kept = plan.activations
     tgs = plan.batch * plan.seq / plan.step_s / plan.ranks
     peak = hardware.profile.peak_flops
-    causal, full = (peak and flops * tgs / peak for flops in flops_per_token(model, plan.seq))
+    causal, full = (peak and flops * tgs / peak for flops in flops_per_token(plan.model, plan.seq))
 
     def mesh(shards: int) -> list[int]:
         in_node = min(shards, per_node)
@@ -1359,11 +1328,11 @@ def layers_text(plan: Plan) -> str:
             + (", by heads" if kept.by_heads else ""))
 
 
-def describe_plans(plans: list[Plan], model: ModelConfig, hardware: Hardware) -> str:
+def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     """Return tables for people: the choices and what they reach, the seconds, the bytes."""
     rows = []
     for plan in plans:
-        found = figures(plan, model, hardware)
+        found = figures(plan, hardware)
         mfu = ["-" if found[k] is None else f"{found[k]:.1%}" for k in ("mfu_causal", "mfu_full")]
         row = {"step s": f"{plan.step_s:.4g}", "TGS": f"{found['tgs']:,.0f}",
                "MFU causal": mfu[0], "full": mfu[1]}
@@ -1603,29 +1572,30 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot:
         draw(plans, hardware, args.plot)
     if args.json:
-        found = [figures(p, model, hardware) for p in plans]
+        found = [figures(p, hardware) for p in plans]
         print(json.dumps({"plans": found, "binding": held}))
         return 0
-    print(describe(constraints, model, hardware, plans, held))
+    print(describe(constraints, hardware, plans, held))
     if args.leaf:
-        print(place(plans[0], model, hardware, constraints.dtype, args.leaf))
+        print(place(plans[0], hardware, args.leaf))
     return 0
 
 
-def place(plan: Plan, model: ModelConfig, hardware: Hardware, dtype: torch.dtype,
-          leaf: str) -> str:
+def place(plan: Plan, hardware: Hardware, leaf: str) -> str:
     """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
     ValueError."""
     names, leaves = parse_leaf(leaf, hardware.ranks // hardware.per_node)
+    model = plan.model
     # q, k, v, o, and twice as much in backward
     width = 2 * (model.heads + model.kv_heads) * model.head_dim
-    exchanged = 3 * width * plan.tokens * dtype.itemsize * model.layers * plan.micro_batches
+    e = plan.dtype.itemsize
+    exchanged = 3 * width * plan.tokens * e * model.layers * plan.micro_batches
     rings = make_rings(
         hardware.ranks, plan.factors, plan.os_layout, plan.micro_batches,
-        param_count(model) * dtype.itemsize, param_count(model) * plan.reduce_bytes,
+        param_count(model) * e, param_count(model) * plan.reduce_bytes,
         plan.head_ranks, exchanged)
     if plan.ring > 1:
-        rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(model, plan, dtype)))
+        rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(plan)))
     return place_nodes(leaves, rings, hardware.per_node).describe(names)
 
 
@@ -1645,10 +1615,10 @@ def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
     return constraints, model, hardware
 
 
-def describe(constraints: Constraints, model: ModelConfig, hardware: Hardware, plans: list[Plan],
-             held: str) -> str:
+def describe(constraints: Constraints, hardware: Hardware, plans: list[Plan], held: str) -> str:
     """Return what a command prints: the question, the plans, ties, what binds, what was guessed."""
     profile = hardware.profile
+    model = plans[0].model
     est = Estimator(profile, model, constraints.dtype, hardware.per_node)
     for candidate in plans:
         step_seconds(est, candidate)  # which notes what lies outside the profile's points
@@ -1660,7 +1630,7 @@ def describe(constraints: Constraints, model: ModelConfig, hardware: Hardware, p
              "plan with",
              f"profile {profile.name}: {profile.device}, "
              f"{profile.sources.get('all', 'see its file')}",
-             "", describe_plans(plans, model, hardware), ""]
+             "", describe_plans(plans, hardware), ""]
     if ties > 0:
         lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest "
                      "ranks a sequence and a ring, then the largest micro-batch, states on the "

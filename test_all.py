@@ -539,10 +539,10 @@ def make_run(model, seq, ranks=1, factors=shard.Factors(), activations=None, sev
     """A run over one sequence of all ranks, planned by hand."""
     cfg = train.Config(seq=seq, per_node=ranks, ranks=ranks, document_token=document_token,
                        **flags)
-    plan = costs.Plan(ranks, seq, ranks, ring, several, 1, head_groups,
+    plan = costs.Plan(model, dtype, ranks, seq, ranks, ring, several, 1, head_groups,
                       "auto" if activations else "none", chunk, factors,
                       accumulates=several > 1, activations=activations)
-    plan = planner.with_memory(plan, model, dtype)
+    plan = planner.with_memory(plan)
     return train.Run(cfg, 0, ranks, torch.device("cpu"), dtype, "cpu", model, plan=plan)
 
 
@@ -5038,10 +5038,11 @@ def every_choice(ranks, per_node, seq=2**13, several=(1, 2, 5)):
     for f, layout, place, count, (recompute, chunk) in itertools.product(
             shard.legal_factors(ranks, per_node), ("intra", "inter"), ("gpu", "host"), several,
             (("none", seq), ("auto", 3000), ("auto", seq), ("full", seq))):
-        yield costs.Plan(ranks, seq, 1, 1, count * ranks, 1, 1, recompute, chunk, f, layout, place,
-                         accumulates=count > 1)
+        yield costs.Plan(COSTED, torch.bfloat16, ranks, seq, 1, 1, count * ranks, 1, 1, recompute,
+                         chunk, f, layout, place, accumulates=count > 1)
     secondary = shard.Factors(ranks, ranks, ranks, per_node)
-    yield costs.Plan(ranks, seq, 1, 1, 3 * ranks, recompute="none", chunk=seq, factors=secondary)
+    yield costs.Plan(COSTED, torch.bfloat16, ranks, seq, 1, 1, 3 * ranks, recompute="none",
+                     chunk=seq, factors=secondary)
 
 
 class Recorded(costs.StepTimeline):
@@ -5165,8 +5166,8 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
             batch = train.Batch(tokens, tokens, scale=torch.ones(()))
             launched.clear()
             train.run_step(model, states, batch, 0.1, 1.0)
-            plan = costs.Plan(8, 32, 1, 1, 8 * several, recompute=recompute, chunk=32, factors=f,
-                              os_layout=layout, accumulates=several > 1)
+            plan = costs.Plan(cfg, torch.bfloat16, 8, 32, 1, 1, 8 * several, recompute=recompute,
+                              chunk=32, factors=f, os_layout=layout, accumulates=several > 1)
             alone = Recorded(est, plan).whole().alone
             assert {name: alone[name] for name in shard.STREAMS} == pytest.approx(
                 {name: launched[name] for name in shard.STREAMS}), f
@@ -5177,7 +5178,7 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
 def test_bytes_are_those_of_the_degrees():
     """Every field of a plan that is a choice is in the table of degrees, and with_memory counts
     the terms of all."""
-    given = {"ranks", "seq", "overlap", "reduce_bytes", "accumulates"}
+    given = {"model", "dtype", "ranks", "seq", "overlap", "reduce_bytes", "accumulates"}
     found = {"activations", "memory", "host", "seconds"}
     names = [name for degree in planner.DEGREES for name in degree.names]
     assert len(set(names)) == len(names)
@@ -5186,8 +5187,8 @@ def test_bytes_are_those_of_the_degrees():
         if plan.recompute == "auto":
             kept = offload.ActivationPlan(5, -(-plan.tokens // plan.chunk), 5, 5)
             plan = dataclasses.replace(plan, activations=kept)
-        counted = planner.with_memory(plan, COSTED, torch.bfloat16)
-        terms = [degree.bytes(COSTED, plan, torch.bfloat16) for degree in planner.DEGREES]
+        counted = planner.with_memory(plan)
+        terms = [degree.bytes(plan) for degree in planner.DEGREES]
         assert sum(counted.memory.lasting.values()) == pytest.approx(
             sum(sum(t.values()) for t in terms), rel=1e-12)
         peak = max(sum(terms.values()) for terms in counted.memory.peaks.values())
@@ -5204,7 +5205,8 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, k):
     simulated for all; messages only add."""
     cfg = dataclasses.replace(COSTED, layers=pp * v)
     for m_ in (pp, 2 * pp, 40 * pp):
-        plan = costs.Plan(8 * pp, 2**13, batch=8 * m_, pp=pp, pp_chunks=v, pp_segments=k)
+        plan = costs.Plan(cfg, torch.bfloat16, 8 * pp, 2**13, batch=8 * m_, pp=pp, pp_chunks=v,
+                          pp_segments=k)
         assert plan.micro_batches == m_ and plan.items == m_ * k
         found = costs.makespan(plan, (1.0,) * (pp * v), (2.0,) * (pp * v), 0.0)
         busy = 3.0 * m_ * k * v
@@ -5228,25 +5230,25 @@ def test_bytes_of_stages_are_those_in_flight():
     """A stage has its layers' states, and what waits for its backward: of the first P items, of the
     last one; with segments less than a sequence, whose first one is the longest, and its keys."""
     cfg = dataclasses.replace(COSTED, layers=8)
-    whole = costs.Plan(8, 2**15, batch=8, chunk=2**15)
+    whole = costs.Plan(cfg, torch.bfloat16, 8, 2**15, batch=8, chunk=2**15)
     plan = dataclasses.replace(whole, ranks=32, pp=4, batch=64)
-    params = [costs.stage_params(cfg, plan, stage) for stage in range(4)]
+    params = [costs.stage_params(plan, stage) for stage in range(4)]
     assert sum(params) == pytest.approx(m.param_count(cfg), rel=1e-5)  # the last norm
     assert params[0] == params[3] > params[1] == params[2]
-    assert [costs.in_flight(cfg, plan, stage).layers for stage in range(4)] == [8, 6, 4, 2]
-    one = planner.kept_bytes(cfg, whole, torch.bfloat16)["activations"]
-    assert planner.kept_bytes(cfg, plan, torch.bfloat16)["activations"] == one
-    assert planner.kept_bytes(cfg, plan, torch.bfloat16, 3)["activations"] == one / 4
-    memory = planner.with_memory(plan, cfg, torch.bfloat16).memory
+    assert [costs.in_flight(plan, stage).layers for stage in range(4)] == [8, 6, 4, 2]
+    one = planner.kept_bytes(whole)["activations"]
+    assert planner.kept_bytes(plan)["activations"] == one
+    assert planner.kept_bytes(plan, 3)["activations"] == one / 4
+    memory = planner.with_memory(plan).memory
     assert "head and loss" not in memory.peaks and memory.lasting["messages"] == 8 * 2**15 * cfg.dim
     cut = dataclasses.replace(plan, pp_segments=4)
-    bounds = costs.segments_of(cfg, cut)
-    assert costs.longest_segment(cfg, cut).seq == bounds[1] > 2**13
-    waiting = costs.in_flight(cfg, cut, 0)
+    bounds = costs.segments_of(cut)
+    assert costs.longest_segment(cut).seq == bounds[1] > 2**13
+    waiting = costs.in_flight(cut, 0)
     assert 2 * 7 < waiting.layers < 2 * 8  # P - 1 + K segments of two layers, long ones first
     assert waiting.keys == 2 * 3 and waiting.sums == 2  # 1 + 4 + 2 segments; of one in backward
     kv = 2 * 2**15 * cfg.kv_heads * cfg.head_dim
-    keys = costs.segment_bytes(cfg, cut, torch.bfloat16)["keys of segments"]
+    keys = costs.segment_bytes(cut)["keys of segments"]
     assert keys == 2 * kv * (6 + 2 * 2 + 1)
     for v, k in ((1, 1), (2, 1), (2, 2), (1, 4)):  # as the engine counts passes
         order = parallel.pipeline_order(1, 4, v, 16, k)
@@ -5269,7 +5271,7 @@ def test_columns_exchange_what_no_product_hides(mode, forward, backward):
                                   overlap={"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]})
     cfg = dataclasses.replace(m.MODELS["7b"], layers=4)
     est = costs.Estimator(profile, cfg, torch.bfloat16, 4)
-    plan = costs.Plan(4, 2**13, batch=1, chunk=2**13, tp=4, tp_mode=mode)
+    plan = costs.Plan(cfg, torch.bfloat16, 4, 2**13, batch=1, chunk=2**13, tp=4, tp_mode=mode)
     layer = costs.layer_seconds(est, plan)
     size = 2**13 * cfg.dim * 2
     seconds = [sum(count * size / rates[op] for op, count in ops.items())
@@ -5278,14 +5280,14 @@ def test_columns_exchange_what_no_product_hides(mode, forward, backward):
     more, *_ = costs.column_exchanges(est.column(plan), plan, "weight_grad")
     assert more == pytest.approx(seconds[0])
     x, attn, others = costs.layer_bytes(cfg, 2**13, torch.bfloat16)
-    kept = sum(costs.column_bytes(cfg, plan, torch.bfloat16))
+    kept = sum(costs.column_bytes(plan))
     split = 2 * x / (1 if mode == "mtp" else 4) + (2 * x if mode == "msp" else 0)
     assert kept == pytest.approx(split + (attn + others - x) / 4)
     parts = costs.step_seconds(est, plan)
     at_ends = 2 * size / rates["all_gather"] if mode == "mtp" else 0
     assert parts["tensor exchanges"] == pytest.approx(4 * sum(seconds) + at_ends)
     ends = 2 * cfg.vocab * cfg.dim
-    assert costs.stage_params(cfg, plan, 0) - ends == pytest.approx(
+    assert costs.stage_params(plan, 0) - ends == pytest.approx(
         (m.param_count(cfg) - ends) / 4, rel=1e-3)
 
 
@@ -5343,8 +5345,8 @@ def every_plan_of(cut, constraints, model, there, filters):
                 continue
             chunk = -(-tokens // -(-tokens // size)) if run == "auto" else tokens
             yield costs.Plan(
-                there.ranks, seq, sp, ring, constraints.batch, micro_batch, groups, run, chunk, f,
-                layout, place, accumulates=each * k > micro_batch, tp=tp,
+                model, constraints.dtype, there.ranks, seq, sp, ring, constraints.batch, micro_batch,
+                groups, run, chunk, f, layout, place, accumulates=each * k > micro_batch, tp=tp,
                 tp_mode=constraints.tp_mode, pp=pp, pp_chunks=v, pp_segments=k)
 
 
@@ -5365,7 +5367,7 @@ def best_of_all(constraints, model, there, filters=True) -> costs.Plan | None:
             keeps = offload.ActivationPlan(model.layers, chunks, model.layers,
                                            model.layers * chunks)
             plan = dataclasses.replace(plan, activations=keeps)
-        plan = planner.with_memory(plan, model, constraints.dtype)
+        plan = planner.with_memory(plan)
         host = there.host_budget - plan.host.get("optimizer", 0.0)
         if host < 0:
             continue
@@ -5382,13 +5384,11 @@ def best_of_all(constraints, model, there, filters=True) -> costs.Plan | None:
                         model.layers, sizes, chunks, there.profile.to_host,
                         there.gpu_budget - others, host,
                         busy=planner.link_seconds(est, plan))
-                    plan = planner.with_memory(dataclasses.replace(plan, activations=kept), model,
-                                               constraints.dtype)
+                    plan = planner.with_memory(dataclasses.replace(plan, activations=kept))
                     if plan.memory.total() <= there.gpu_budget:
                         break
                     none = dataclasses.replace(kept, kept_chunks=0)
-                    plan = planner.with_memory(dataclasses.replace(plan, activations=none), model,
-                                               constraints.dtype)
+                    plan = planner.with_memory(dataclasses.replace(plan, activations=none))
             except ValueError:
                 continue
             again = planner.recomputed_seconds(kept, sizes)
@@ -5573,9 +5573,10 @@ def test_planner_places_rings(capsys, tmp_path):
     status, text = ask(capsys, *flags, "--cluster", "h200x8-400g", "--leaf", leaves)
     assert status == 0 and "order of nodes: node0, node2, node1, node3" in text
     assert re.search(r"\bring\b", text.partition("order of nodes")[2]), text
-    plan = costs.Plan(16, 2**20, 8, 2, 2, 1, 2)  # k, v forward and backward, sums in bf16
+    plan = costs.Plan(m.MODELS["llama3-8b"], torch.bfloat16, 16, 2**20, 8, 2, 2, 1, 2)
+    # k, v forward and backward, sums in bf16
     sent = 2 * 3 * 2**17 * 8 * 128 * 2 * 32
-    assert costs.ring_traffic(m.MODELS["llama3-8b"], plan, torch.bfloat16) == sent
+    assert costs.ring_traffic(plan) == sent
 
 
 @pytest.mark.parametrize("flags, message", [

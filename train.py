@@ -717,7 +717,7 @@ def with_plan(run: Run, print0: Callable) -> Run:
         print0(f"--batch: {constraints.default_batch} by default, {best.batch} so that "
                f"{best.dp} data-parallel ranks divide it")
     if run.cfg.dry_run:
-        print0(planner.describe_plans(plans, run.model, run.hardware))
+        print0(planner.describe_plans(plans, run.hardware))
     return with_choice(run.but(others=tuple(plans[1:])), best)
 
 

@@ -195,6 +195,14 @@ def h200x8_400g() -> Profile:
     return dataclasses.replace(on_network(nics), name="h200x8-400g", sources=sources)
 
 
+def on_network(across: dict[int, float]) -> Profile:
+    """Return h200x8 with NICs of so many bus bytes/s a node, by number of nodes."""
+    one = load_profile("h200x8")
+    between = network(8, 345e9, across)
+    collectives = {op: between[op] | one.collectives[op] for op in COLLECTIVES}
+    return dataclasses.replace(one, collectives=collectives)
+
+
 def write_profiles() -> None:
     for make in (a800, h200x8, h200x8_400g):
         profile = make()
@@ -270,9 +278,9 @@ def best_plan(model: ModelConfig, hardware: Hardware, **flags) -> Plan | None:
         return None
 
 
-def shown(found: Plan, model: ModelConfig, hardware: Hardware, *names: str) -> dict:
+def shown(found: Plan, hardware: Hardware, *names: str) -> dict:
     """Return some of a plan's figures, with its choices in words."""
-    every = figures(found, model, hardware) | {
+    every = figures(found, hardware) | {
         "tp": tp_text(found), "pp": pp_text(found), "sp": sp_text(found),
         "shards": shards_text(found, hardware), "layers": layers_text(found),
         "batch": found.batch, "idle_s": found.seconds.get("pipeline idle", 0.0)}
@@ -301,7 +309,7 @@ def choices() -> list[dict]:
         row = {"setting": text, "gpus": gpus}
         for whose, more in (("theirs", choice), ("best", {})):
             found = best_plan(model, a800s(gpus), os_layout="inter", **flags | more)
-            row[whose] = shown(found, model, a800s(gpus), "shards", "sp", "layers", "step_s",
+            row[whose] = shown(found, a800s(gpus), "shards", "sp", "layers", "step_s",
                                "gpu_gib")
         rows.append(row)
     return rows
@@ -317,7 +325,7 @@ def table_5() -> list[dict]:
             for micro_batches in (1, 2, 4, 8):
                 found = best_plan(model, a800s(64), p=p, g=g, os=os, overlap=flag,
                                   os_layout="inter", **amsp_flags(name, 64 * micro_batches))
-                tgs.append(figures(found, model, a800s(64))["tgs"])
+                tgs.append(figures(found, a800s(64))["tgs"])
             rows.append({"model": name, "overlap": overlaps, "tgs": tgs, "published": published})
     return rows
 
@@ -335,7 +343,7 @@ def figures_11_and_12() -> list[dict]:
                 row = {"model": name, "system": system, "gpus": gpus,
                        "published_mfu": FIGURE_11.get((name, system, gpus))}
                 if found:
-                    row |= shown(found, model, a800s(gpus), "tgs", "shards")
+                    row |= shown(found, a800s(gpus), "tgs", "shards")
                     row["mfu"] = row["tgs"] * paper_flops(model, 4096) / 312e12
                 rows.append(row)
     return rows
@@ -348,7 +356,7 @@ def memo() -> list[dict]:
         found = best_plan(MODELS["7b"], a800s(gpus), seq=kilo * 1024, os_place="gpu")
         row = {"gpus": gpus, "seq": kilo * 1024, "published_mfu": published}
         if found:
-            row |= shown(found, MODELS["7b"], a800s(gpus), "mfu_causal", "tgs", "gpu_gib",
+            row |= shown(found, a800s(gpus), "mfu_causal", "tgs", "gpu_gib",
                          "host_gib", "sp", "layers")
         rows.append(row)
     return rows
@@ -375,25 +383,18 @@ def fits() -> list[dict]:
 RATES = (50e9, 25e9, 5e9)  # bytes/s of a GPU's share of its node's NICs
 
 
-def on_network(rate: float) -> Profile:
-    """Return h200x8 with NICs of so many bytes/s a GPU between nodes."""
-    one = load_profile("h200x8")
-    across = network(8, 345e9, dict.fromkeys((2, 4, 8), 8 * rate))
-    collectives = {op: across[op] | one.collectives[op] for op in COLLECTIVES}
-    return dataclasses.replace(one, collectives=collectives)
-
-
 def shortest_hidden(model: ModelConfig, hardware: Hardware) -> int | None:
     """Return the tokens of the shortest sequence over 8 GPUs of each node, by context across them,
     whose layers wait at most 1 % longer than on an endlessly fast network."""
     ranks = hardware.ranks
     alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}  # waits, not what slows compute
-    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone), model, torch.bfloat16, 8)
+    dtype = torch.bfloat16
+    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone), model, dtype, 8)
                   for profile in (hardware.profile, h200s(ranks, 1e15).profile))
 
     def seconds_of_layer(est: Estimator, seq: int) -> float:
-        found = [layer_seconds(est, Plan(ranks, seq, ranks, ranks // 8, 1, 1, groups, "auto",
-                                         2**14)) for groups in (1, 2, 4)]
+        found = [layer_seconds(est, Plan(model, dtype, ranks, seq, ranks, ranks // 8, 1, 1, groups,
+                                         "auto", 2**14)) for groups in (1, 2, 4)]
         return min(layer.forward + sum(layer.backward) for layer in found)
 
     for seq in range(512 * ranks, 2**16 * ranks, 512 * ranks):
@@ -415,7 +416,7 @@ def rings() -> list[dict]:
                            ("heads", {"sp": ranks, "ring": 1}), ("planned", {})):
             found = best_plan(model, hardware, seq=2**20, batch=1, **flags)
             if found:  # else more ranks than heads
-                row[how] = shown(found, model, hardware, "step_s", "sp")
+                row[how] = shown(found, hardware, "step_s", "sp")
         rows.append(row)
     return rows
 
@@ -439,7 +440,7 @@ def hybrids() -> list[dict]:
         for cut, fixed in CUTS.items():
             found = best_plan(MODELS[name], hardware, **flags, **fixed)
             if found:
-                row[cut] = shown(found, MODELS[name], hardware, "tp", "pp", "sp", "shards",
+                row[cut] = shown(found, hardware, "tp", "pp", "sp", "shards",
                                  "layers", "batch", "step_s", "mfu_causal", "idle_s", "gpu_gib")
         rows.append(row)
     return rows
