@@ -100,6 +100,11 @@ class Plan:
         return column_model(self.model, self.tp)
 
     @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Return (rows, cols) of a column's block, in the order of use."""
+        return block_matrices(llama.Block, self.column)
+
+    @property
     def accum_bytes(self) -> int:
         """Return the bytes of an element where sums are kept: in float32, or wider."""
         return accumulation_dtype(self.dtype).itemsize
@@ -630,73 +635,54 @@ def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) 
 
 
 class Estimator:
-    """Seconds of a model's operations on a machine."""
+    """Seconds of operations on a machine."""
 
-    def __init__(self, profile: Profile, model: ModelConfig, dtype: torch.dtype, per_node: int):
+    def __init__(self, profile: Profile, per_node: int):
         self.profile = profile
-        self.model = model
-        self.dtype = dtype
         self.per_node = per_node
-        self.matrices = block_matrices(llama.Block, model)
         self.held: set[str] = set()  # what lies outside the profile's points, in words
         self.cache: dict[tuple, object] = {}  # what has been computed, by what it depends on
         self.product = functools.cache(self.product)
         self.collective = functools.cache(self.collective)
-        self.whole = self  # of all columns and stages
-        self.columns: dict[tuple, Estimator] = {(1, per_node): self}
-
-    def column(self, plan: Plan) -> "Estimator":
-        """Return the estimator of what one column of one stage does: of its part of each layer, and
-        among its ranks of a node."""
-        whole = self.whole
-        per_node = column_per_node(plan, whole.per_node)
-        key = plan.tp, per_node
-        if key not in whole.columns:
-            made = Estimator(self.profile, plan.column, self.dtype, per_node)
-            made.whole = whole
-            made.held = whole.held
-            whole.columns[key] = made
-        return whole.columns[key]
 
     def product(self, kind: str, tokens: float, rows: int, cols: int) -> float:
         """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
         rate = interpolate_twice(self.profile.products[kind], tokens, math.sqrt(rows * cols))
         return 2 * tokens * rows * cols / rate
 
-    def moved(self, elements: float) -> float:
+    def moved(self, plan: Plan, elements: float) -> float:
         """Return seconds of an element-wise kernel that reads and writes so many elements."""
-        return elements * self.dtype.itemsize / self.profile.memory
+        return elements * plan.dtype.itemsize / self.profile.memory
 
-    def attention(self, kind: str, tokens: int, seq: int, ring: int = 1) -> float:
+    def attention(self, kind: str, cfg: ModelConfig, tokens: int, seq: int, ring: int = 1) -> float:
         """Return seconds of the kernel for a rank's share of sequences, all heads of `tokens`;
         ring: at the rate of a square of so many parts of the sequence."""
-        seen = keys_seen(self.model, seq)
-        flops = 2 * self.model.heads * self.model.head_dim * seen * tokens
+        seen = keys_seen(cfg, seq)
+        flops = 2 * cfg.heads * cfg.head_dim * seen * tokens
         if kind == "backward":
             flops *= 2.5
         return flops / interpolate(self.profile.attention[kind], seen / ring)
 
     def exchange(self, plan: Plan, columns: int) -> float:
         """Return seconds of one head group's all-to-all of tensors (N, columns)."""
-        size = plan.tokens * columns / plan.head_groups * self.dtype.itemsize
-        return self.collective("all_to_all", size, self.mesh(plan.head_ranks))
+        size = plan.tokens * columns / plan.head_groups * plan.dtype.itemsize
+        return self.collective("all_to_all", size, self.mesh(plan, plan.head_ranks))
 
     def pass_on(self, plan: Plan, columns: float) -> float:
         """Return seconds of a step around the ring with tensors (N, columns): one of the R - 1
         that an all-gather takes."""
-        size = plan.tokens * columns * self.dtype.itemsize
-        mesh = self.mesh(plan.sp, plan.head_ranks)
+        size = plan.tokens * columns * plan.dtype.itemsize
+        mesh = self.mesh(plan, plan.sp, plan.head_ranks)
         return self.collective("all_gather", size * plan.ring, mesh) / max(1, plan.ring - 1)
 
-    def mesh(self, ranks: int, inner: int = 1) -> tuple[int, int]:
-        """Return (GPUs in a node, nodes) of a group of `ranks` neighbours; of every inner-th of
-        them, if inner > 1."""
-        def nodes(n):  # of neighbours; some lie in two where they do not divide a node
-            straddle = n < self.per_node and self.per_node % n
-            return 2 if straddle else -(-n // self.per_node)
+    def in_node(self, plan: Plan) -> int:
+        """Return how many of the R ranks of one column of one stage a node has."""
+        return column_per_node(plan, self.per_node)
 
-        in_node = ranks // nodes(ranks) // max(1, inner // nodes(inner))
-        return max(1, in_node), nodes(ranks) // nodes(inner)
+    def mesh(self, plan: Plan, ranks: int, inner: int = 1) -> tuple[int, int]:
+        """Return (GPUs in a node, nodes) of a group of `ranks` neighbours of one column of one
+        stage; of every inner-th of them, if inner > 1."""
+        return mesh_of(ranks, inner, self.in_node(plan))
 
     def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
@@ -720,6 +706,16 @@ class Estimator:
             nearest = min(by_nodes, key=lambda point: abs(math.log(point[0] / mesh[1])))[0]
             self.held.add(f"{op} over {mesh_name(mesh)} as over {mesh_name((in_node, nearest))}")
         return interpolate(by_nodes, mesh[1])
+
+
+def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
+    """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours."""
+    def nodes(n):  # of neighbours; some lie in two where they do not divide a node
+        straddle = n < per_node and per_node % n
+        return 2 if straddle else -(-n // per_node)
+
+    in_node = ranks // nodes(ranks) // max(1, inner // nodes(inner))
+    return max(1, in_node), nodes(ranks) // nodes(inner)
 
 
 @functools.cache
@@ -816,9 +812,8 @@ class LayerSeconds:
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
-    est = est.column(plan)
-    key = (plan.tokens, plan.seq, plan.sp, plan.ring, plan.head_groups, plan.recompute, plan.chunk,
-           plan.accumulates and plan.factors.g == 1, plan.tp_mode)
+    key = (plan.column, plan.dtype, plan.tokens, plan.seq, plan.sp, plan.ring, plan.head_groups, plan.recompute, plan.chunk,
+           plan.accumulates and plan.factors.g == 1, plan.tp, plan.tp_mode, est.in_node(plan))
     if key not in est.cache:
         est.cache[key] = compute_layer_seconds(est, plan)
     return est.cache[key]
@@ -833,12 +828,12 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     before = after = 0.0
     if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
         before = sum(backward[:-1])
-        after = est.product(weight_grad, plan.tokens / chunks, *est.matrices[1])
+        after = est.product(weight_grad, plan.tokens / chunks, *plan.matrices[1])
     kernel, attention = attention_seconds(est, plan, "forward")
     kernel_back, attention_back = attention_seconds(est, plan, "backward", before, after)
     backward[-2] += attention_back
     # which a recomputed layer leaves out
-    last = chunks * est.product("forward", plan.tokens / chunks, *est.matrices[-1])
+    last = chunks * est.product("forward", plan.tokens / chunks, *plan.matrices[-1])
     columns = there_again = 0.0
     more = [0.0] * len(backward)
     if plan.tp > 1:
@@ -855,7 +850,7 @@ def tokenwise_seconds(est: Estimator, plan: Plan, chunks: int,
                       weight_grad: str) -> tuple[float, float, list[float]]:
     """Return the seconds of block.pre and of block.post, and of their backward by matrix, the last
     one first. weight_grad: the kind of product."""
-    cfg = est.model
+    cfg = plan.column
     qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
     copied = chunks > 1  # chunks are put together and cut
     dim = cfg.dim / plan.tp if plan.splits_tokens else cfg.dim  # of all tokens, or of a part
@@ -864,15 +859,15 @@ def tokenwise_seconds(est: Estimator, plan: Plan, chunks: int,
         return chunks * est.product(kind, plan.tokens / chunks, *matrix)
 
     def moved(*columns: float) -> float:
-        return est.moved(plan.tokens * sum(columns))
+        return est.moved(plan, plan.tokens * sum(columns))
 
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU
-    first, *others = est.matrices
+    first, *others = plan.matrices
     pre = product("forward", first) + moved(2 * dim, 2 * qkv, copied * 2 * qkv)
     post = sum(product("forward", matrix) for matrix in others)
     post += moved(7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
     backward = [product("input_grad", matrix) + product(weight_grad, matrix)
-                for matrix in reversed(est.matrices)]
+                for matrix in reversed(plan.matrices)]
     backward[0] += moved(6 * cfg.ffn)
     backward[1] += moved(5 * dim)
     backward[-1] += moved(5 * dim, 2 * qkv, copied * 2 * cfg.heads * cfg.head_dim,
@@ -885,13 +880,13 @@ def attention_seconds(est: Estimator, plan: Plan, kind: str, before: float = 0.0
     """Return the seconds of attention's kernel, forward or backward, with what is copied for it;
     and with the all-to-alls and the ring that neither it hides nor the computation before and after
     it."""
-    cfg = est.model
+    cfg = plan.column
     q = cfg.heads * cfg.head_dim
     backward = kind == "backward"
-    kernel = est.attention(kind, plan.tokens, plan.seq, plan.ring)
+    kernel = est.attention(kind, cfg, plan.tokens, plan.seq, plan.ring)
 
     def moved(columns: float) -> float:
-        return est.moved(plan.tokens * columns)
+        return est.moved(plan, plan.tokens * columns)
 
     if backward and plan.head_ranks == 1 < plan.head_groups:  # a group's tensors, to it and back
         kernel += moved(8 * (cfg.heads + cfg.kv_heads) * cfg.head_dim)
@@ -912,7 +907,7 @@ def column_exchanges(est: Estimator, plan: Plan,
                      weight_grad: str) -> tuple[float, float, tuple[float, ...]]:
     """Return the seconds of what columns exchange in a layer that no product hides: in forward, of
     it the last, which a recomputed layer leaves out; in backward by matrix, the last one first."""
-    size = plan.tokens * est.model.dim * est.dtype.itemsize
+    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     mesh = (plan.tp, 1)
     gather = scatter = 0.0  # of x and dy, of y and dx
     if plan.tp_mode == "mtp":
@@ -930,11 +925,11 @@ def column_exchanges(est: Estimator, plan: Plan,
         line.wait(job)
         return line.now - product
 
-    more = [gather] * len(est.matrices)  # of dy, for a matrix that is split by columns of x
+    more = [gather] * len(plan.matrices)  # of dy, for a matrix that is split by columns of x
     for j in (0, 2):  # qkv, gate|up: split by rows
         again = gather if plan.tp_mode == "fsp" else 0.0
-        more[j] = (beside("input_grad", est.matrices[j], again)
-                   + beside(weight_grad, est.matrices[j], scatter))
+        more[j] = (beside("input_grad", plan.matrices[j], again)
+                   + beside(weight_grad, plan.matrices[j], scatter))
     return 2 * gather + 2 * scatter, scatter, tuple(reversed(more))
 
 
@@ -943,7 +938,7 @@ def end_exchanges(est: Estimator, plan: Plan) -> float:
     end in mode mtp: embedding, last norm and head have a part of the tokens."""
     if plan.tp == 1 or plan.splits_tokens:
         return 0.0
-    size = plan.tokens * est.model.dim * est.dtype.itemsize
+    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     return est.collective("all_gather", size, (plan.tp, 1))
 
 
@@ -952,7 +947,7 @@ def by_heads_seconds(est: Estimator, plan: Plan, chunks: int) -> float:
     again in backward, and backward: smaller products, norms and sums of each group, and copies of
     its rows of the matrix."""
     groups = plan.head_groups
-    rows, cols = est.matrices[0]
+    rows, cols = plan.matrices[0]
 
     def longer(kind: str, parts: int) -> float:
         tokens = plan.tokens / chunks
@@ -961,8 +956,8 @@ def by_heads_seconds(est: Estimator, plan: Plan, chunks: int) -> float:
 
     products = (2 * longer("forward", groups) + longer("input_grad", groups)
                 + longer("weight_grad_sum", 3 * groups))  # q, k and v each
-    moved = (groups - 1) * plan.tokens * est.model.dim * (2 * 2 + 5 + 3)
-    return max(0.0, products) + est.moved(moved + 3 * chunks * 2 * rows * cols)
+    moved = (groups - 1) * plan.tokens * plan.model.dim * (2 * 2 + 5 + 3)
+    return max(0.0, products) + est.moved(plan, moved + 3 * chunks * 2 * rows * cols)
 
 
 def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, kv: int,
@@ -975,10 +970,10 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     groups = plan.head_groups if plan.head_ranks > 1 else 1
     # what goes around a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
-    across = plan.sp > est.per_node
+    across = plan.sp > est.in_node(plan)
     step = kernel / groups / plan.ring
     keys = est.pass_on(plan, 2 * kv / groups)  # 0 without a ring
-    sums = keys * bytes_of_sums(plan) / est.dtype.itemsize
+    sums = keys * bytes_of_sums(plan) / plan.dtype.itemsize
 
     def travel(kind: str, seconds: float) -> list | None:
         return line.launch(kind, seconds, across)
@@ -1018,17 +1013,18 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     return line.now - before - after
 
 
-def head_seconds(est: Estimator, tokens: int) -> float:
+def head_seconds(est: Estimator, plan: Plan) -> float:
     """Return the seconds of head and loss, whose gradients are computed at once, and of the
-    embedding's."""
-    cfg = est.model
+    embedding's; columns share the tokens."""
+    cfg = plan.model
+    tokens = plan.tokens // plan.tp
     rows = min(tokens, max(1, LOSS_ELEMENTS // cfg.vocab))
     products = sum(est.product(kind, rows, cfg.vocab, cfg.dim) * tokens / rows
                    for kind in ("forward", "input_grad", "weight_grad_sum"))
-    accum_bytes = accumulation_dtype(est.dtype).itemsize
-    logits = tokens * cfg.vocab * (5 * accum_bytes + est.dtype.itemsize)  # read and written
-    ends = cfg.vocab * cfg.dim * (2 * accum_bytes + 4 * est.dtype.itemsize)  # gradients
-    return products + (logits + ends) / est.profile.memory + est.moved(6 * tokens * cfg.dim)
+    e = plan.dtype.itemsize
+    logits = tokens * cfg.vocab * (5 * plan.accum_bytes + e)  # read and written
+    ends = cfg.vocab * cfg.dim * (2 * plan.accum_bytes + 4 * e)  # gradients
+    return products + (logits + ends) / est.profile.memory + est.moved(plan, 6 * tokens * cfg.dim)
 
 
 # ---------------------------------------------------------------------------- pipelines
@@ -1043,12 +1039,11 @@ def part_seconds(plan: Plan, layer: float, end: float) -> tuple[float, ...]:
 
 def message_seconds(est: Estimator, plan: Plan) -> float:
     """Return the seconds of an item's way from one stage to the next, across nodes if any are."""
-    whole = est.whole
-    size = plan.tokens * whole.model.dim * whole.dtype.itemsize
+    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     if plan.splits_tokens:
         size /= plan.tp
-    mesh = (1, 2) if plan.ranks > whole.per_node else (2, 1)
-    return whole.collective("all_gather", 2 * size, mesh)
+    mesh = (1, 2) if plan.ranks > est.per_node else (2, 1)
+    return est.collective("all_gather", 2 * size, mesh)
 
 
 def makespan(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...],
@@ -1101,12 +1096,12 @@ NOTHING = UnitSeconds((), (), 0, 0, 0, 0, 0, 0, 0, 0)  # of an end that another 
 
 def end_seconds(est: Estimator, plan: Plan) -> UnitSeconds:
     """Return the seconds of the embedding, or of the head."""
-    return unit_seconds(est, plan, ((est.model.vocab, est.model.dim),))
+    return unit_seconds(est, plan, ((plan.model.vocab, plan.model.dim),))
 
 
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
-    """Return the table in shard.py's docstring in seconds. est: of a column."""
-    key = (plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
+    """Return the table in shard.py's docstring in seconds."""
+    key = (plan.model, plan.dtype, plan.ranks, plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
            plan.recompute == "auto" and plan.chunk < plan.tokens, matrices, plan.tp, plan.pp,
            plan.pp_chunks)
     if key not in est.cache:
@@ -1118,36 +1113,35 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
                          matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     f = plan.factors
     counts = [rows * cols for rows, cols in matrices]
-    by_param = est.mesh(f.p)
+    by_param = est.mesh(plan, f.p)
 
     def seconds(op: str, element_bytes: int, shards: int, mesh: tuple[int, int]) -> list[float]:
         """Return the seconds of each matrix's collective, of a 1/shards of it."""
         return [est.collective(op, element_bytes * count / shards, mesh) for count in counts]
 
-    e = est.dtype.itemsize
+    e = plan.dtype.itemsize
     gather = gather_back = tuple(seconds("all_gather", e, 1, by_param))
     if f.secondary:
-        gather_back = tuple(seconds("all_gather", e, 1, est.mesh(f.secondary)))
+        gather_back = tuple(seconds("all_gather", e, 1, est.mesh(plan, f.secondary)))
     # with inter a matrix has one owner
     broadcast = seconds("all_gather" if plan.os_layout == "intra" else "broadcast", e, f.p,
-                        est.mesh(f.os, f.p))
+                        est.mesh(plan, f.os, f.p))
     scatter, last_scatter, reduce = grad_seconds(est, plan, matrices, seconds)
-    accum_bytes = accumulation_dtype(est.dtype).itemsize
     wire = plan.reduce_bytes
     held = grad_bytes(plan)
     moved = sum(counts) / f.g / est.profile.memory
     keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
-    in_chunks = plan.recompute == "auto" and plan.chunk < plan.tokens and matrices == est.matrices
+    in_chunks = plan.recompute == "auto" and plan.chunk < plan.tokens and matrices == plan.matrices
     if in_chunks and f.g > 1:  # they add up in float32, and are cast whole
-        keep += moved * f.g * (accum_bytes + wire)
+        keep += moved * f.g * (plan.accum_bytes + wire)
     cast = moved * 2 * (held + wire) if reduce and held != wire else 0.0
     owned = sum(counts) / f.os
     if plan.os_layout == "inter":
         owned *= imbalance(plan, slowest_stage(plan))
-    update = owned * update_bytes(est.dtype) / est.profile.optimizer
+    update = owned * update_bytes(plan.dtype) / est.profile.optimizer
     visit = 0.0
     if plan.os_place == "host":
-        visit = owned * len(OPTIMIZER.states) * accum_bytes / est.profile.visits
+        visit = owned * len(OPTIMIZER.states) * plan.accum_bytes / est.profile.visits
     return UnitSeconds(gather, gather_back, scatter, last_scatter, keep, reduce, cast,
                        sum(broadcast), update, visit)
 
@@ -1158,12 +1152,12 @@ def grad_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ..
     which they are reduced once a step. seconds: of each matrix's collective."""
     f = plan.factors
     wire = plan.reduce_bytes
-    subgroup = est.mesh(f.os, f.p)
-    replicas = est.mesh(plan.state_ranks, f.p)
-    cross_os = est.mesh(plan.state_ranks, f.os)
-    if matrices != est.matrices:  # all columns have the embedding and the head
+    subgroup = est.mesh(plan, f.os, f.p)
+    replicas = est.mesh(plan, plan.state_ranks, f.p)
+    cross_os = est.mesh(plan, plan.state_ranks, f.os)
+    if matrices != plan.matrices:  # all columns have the embedding and the head
         replicas, cross_os = ((plan.tp * in_node, nodes) for in_node, nodes in (replicas, cross_os))
-    scatter = sum(seconds("reduce_scatter", wire, 1, est.mesh(f.p)))
+    scatter = sum(seconds("reduce_scatter", wire, 1, est.mesh(plan, f.p)))
     if plan.os_layout == "intra":
         in_subgroup = sum(seconds("reduce_scatter", wire, f.p, subgroup))
         reduce = sum(seconds("all_reduce", wire, f.os, cross_os))
@@ -1186,7 +1180,7 @@ class StepTimeline(Timeline):
     def __init__(self, est: Estimator, plan: Plan, recomputed: float):
         """recomputed: seconds of a layer's backward in which its forward runs again."""
         super().__init__(*est.profile.overlap["collectives"])
-        self.est = est = est.column(plan)
+        self.est = est
         self.plan = plan
         self.stage = slowest_stage(plan)
         self.layers = stage_layers(plan, self.stage)
@@ -1211,9 +1205,9 @@ class StepTimeline(Timeline):
         ends = end_seconds(est, plan)
         first = ends if self.stage == 0 else NOTHING
         last = ends if self.stage == plan.pp - 1 else NOTHING
-        of_layer = unit_seconds(est, plan, est.matrices)
+        of_layer = unit_seconds(est, plan, plan.matrices)
         self.units = [first, *[of_layer] * self.layers, last]  # embedding, layers, head
-        self.head = 0.0 if last is NOTHING else head_seconds(est, plan.tokens // plan.tp)
+        self.head = 0.0 if last is NOTHING else head_seconds(est, plan)
         self.gathers = end_exchanges(est, plan) * stage_ends(plan, self.stage)
         self.computed: dict[str, float] = {}  # seconds of computation, by what it is for
         self.fresh: list = []  # travels of new parameters, of the first units
@@ -1309,7 +1303,7 @@ class StepTimeline(Timeline):
 
     def backward_by_matrix(self, unit: int) -> None:
         """While a matrix's gradients are computed, the next one's weight arrives."""
-        last = len(self.est.matrices) - 1
+        last = len(self.plan.matrices) - 1
         held = unit in self.gathered  # the last two layers' weights are still there
         seconds = self.units[unit].gather_back
         job = self.gathered.pop((unit, last), None)
@@ -1379,8 +1373,8 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     line = StepTimeline(est, plan, recomputed / layers)
     line.update()
     line.micro_batches()
-    whole = est.whole
-    small = whole.collective("all_reduce", 2.0**20, whole.mesh(plan.ranks))  # less takes as long
+    everyone = mesh_of(plan.ranks, 1, est.per_node)
+    small = est.collective("all_reduce", 2.0**20, everyone)  # less takes as long
     parts = line.computed | line.exposed
     parts["small sums"] = 5 * small  # loss, norm, vectors, labels, facts
     parts["slowed by communication"] = line.slowed
@@ -1411,8 +1405,7 @@ def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[s
         layer = layer_seconds(est, replace(plan, accumulates=accumulates))
         least = min(least, layer.forward + sum(layer.backward))
     least += lost / max(plan.parts)
-    parts = part_seconds(plan, least,
-                         head_seconds(est.column(plan), plan.tokens // plan.tp))
+    parts = part_seconds(plan, least, head_seconds(est, plan))
     return {"computation": max(plan.items * sum(parts[s :: plan.pp]) + sum(parts[:s])
                                for s in range(plan.pp))}
 
@@ -1426,9 +1419,8 @@ def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
     m = plan.items
     if computed is None:
         computed = sum(computation_seconds(est, plan, lost).values())
-    est = est.column(plan)
     stage = slowest_stage(plan)
-    layer = unit_seconds(est, plan, est.matrices)
+    layer = unit_seconds(est, plan, plan.matrices)
     across = crosses_nodes(est, plan)
     wires = [0.0, 0.0]
     visits = 0.0
@@ -1448,11 +1440,12 @@ def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
 
 
 def crosses_nodes(est: Estimator, plan: Plan) -> dict[str, bool]:
-    """Return which kinds of communication cross nodes. est: of a column."""
+    """Return which kinds of communication cross nodes."""
     f = plan.factors
-    nodes = plan.state_ranks > est.per_node
-    return {"param_gather": f.p > est.per_node, "param_broadcast": f.os > est.per_node,
-            "grad_scatter": f.os > est.per_node or (nodes and plan.os_layout == "inter"),
+    in_node = est.in_node(plan)
+    nodes = plan.state_ranks > in_node
+    return {"param_gather": f.p > in_node, "param_broadcast": f.os > in_node,
+            "grad_scatter": f.os > in_node or (nodes and plan.os_layout == "inter"),
             "grad_reduce": nodes}
 
 

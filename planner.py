@@ -916,7 +916,7 @@ class Search:
     def __init__(self, constraints: Constraints, model: ModelConfig, hardware: Hardware):
         self.constraints = constraints
         self.hardware = hardware
-        self.est = Estimator(hardware.profile, model, constraints.dtype, hardware.per_node)
+        self.est = Estimator(hardware.profile, hardware.per_node)
         self.start = Plan(model, constraints.dtype, hardware.ranks, constraints.seq)
         self.errors: list[ValueError] = []
 
@@ -1204,10 +1204,9 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
     the host."""
     if plan.os_place == "gpu":
         return 0.0
-    est = est.column(plan)
     stage = slowest_stage(plan)
     layers = stage_layers(plan, stage)
-    layer = unit_seconds(est, plan, est.matrices)
+    layer = unit_seconds(est, plan, plan.matrices)
     visits = stage_ends(plan, stage) * end_seconds(est, plan).visit + layers * layer.visit
     return visits / layers / plan.items
 
@@ -1221,7 +1220,7 @@ def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
 
 def predict(plan: Plan, profile: Profile, per_node: int) -> Plan:
     """Return a plan, what its layers keep included, with its bytes and seconds."""
-    est = Estimator(profile, plan.model, plan.dtype, per_node)
+    est = Estimator(profile, per_node)
     lost = (0.0, 0.0)
     if plan.activations is not None:
         sizes, host_rate = layer_sizes(est, plan)
@@ -1619,7 +1618,7 @@ def describe(constraints: Constraints, hardware: Hardware, plans: list[Plan], he
     """Return what a command prints: the question, the plans, ties, what binds, what was guessed."""
     profile = hardware.profile
     model = plans[0].model
-    est = Estimator(profile, model, constraints.dtype, hardware.per_node)
+    est = Estimator(profile, hardware.per_node)
     for candidate in plans:
         step_seconds(est, candidate)  # which notes what lies outside the profile's points
     ties = sum(p.token_s <= (1 + TIE) * plans[0].token_s for p in plans) - 1

@@ -258,8 +258,8 @@ def test_counts_of_windows(seq):
     assert full - causal == pytest.approx(6 * 4 * cfg.heads * cfg.head_dim * seen)
     assert m.flops_per_token(cfg, 99, seen) == (causal, full)
     cfg = dataclasses.replace(m.MODELS["1b"], window=2**12)
-    est = costs.Estimator(hardware.load_profile("h100"), cfg, torch.bfloat16, 1)
-    long, short = (est.attention("forward", 2**16, seq) for seq in (2**16, 2**12))
+    est = costs.Estimator(hardware.load_profile("h100"), 1)
+    long, short = (est.attention("forward", cfg, 2**16, seq) for seq in (2**16, 2**12))
     assert short < long < 3 * short
 
 
@@ -4939,7 +4939,7 @@ def test_profiles_between_points_and_at_their_ends():
     assert hardware.interpolate_twice(grid, 32, 2) == pytest.approx(4)
     assert hardware.interpolate_twice(grid, 1, 99) == 3 and hardware.interpolate_twice(
         grid, 99, 0) == 5
-    est = costs.Estimator(cluster(8, 4), m.MODELS["7b"], torch.bfloat16, 8)
+    est = costs.Estimator(cluster(8, 4), 8)
     of_two = hardware.interpolate(H200.collectives["all_gather"]["2x1"], 2**23)
     assert est.bandwidth("all_gather", 2**23, (8, 2)) == pytest.approx(of_two / 10)
     assert not est.held
@@ -5076,7 +5076,7 @@ def test_step_seconds_add_up(ranks, per_node):
     for plan in every_choice(ranks, per_node):
         profile = varied(some, cluster(launch={"forward": 4e-3 * some.random(),
                                                "backward": 8e-3 * some.random()}))
-        est = costs.Estimator(profile, COSTED, torch.bfloat16, per_node)
+        est = costs.Estimator(profile, per_node)
         again = some.choice((0.0, 1e-3)) if plan.recompute == "auto" else 0.0
         parts = costs.step_seconds(est, plan, 5 * again, 1e-4)
         if plan.recompute == "full":
@@ -5102,7 +5102,7 @@ def test_communication_is_hidden_but_not_free():
     for plan in every_choice(8, 4):
         slow = varied(some, cluster())
         free = dataclasses.replace(slow, overlap={kind: [1.0, 1.0] for kind in slow.overlap})
-        line = Recorded(costs.Estimator(free, COSTED, torch.bfloat16, 4), plan).whole()
+        line = Recorded(costs.Estimator(free, 4), plan).whole()
         line.micro_batches()  # fills in `computed`, of a step's
         compute = sum(line.computed.values())
         line = Recorded(line.est, plan).whole()
@@ -5111,7 +5111,7 @@ def test_communication_is_hidden_but_not_free():
         assert line.now >= max(copied, sum(line.alone.values()) - copied) * (1 - 1e-9)
         assert line.now <= (compute + sum(line.alone.values())) * (1 + 1e-9)
         assert sum(line.exposed.values()) == pytest.approx(line.now - compute, abs=1e-9)
-        both = Recorded(costs.Estimator(slow, COSTED, torch.bfloat16, 4), plan).whole()
+        both = Recorded(costs.Estimator(slow, 4), plan).whole()
         assert both.now >= line.now * (1 - 1e-9)
         hidden = dataclasses.replace(plan, overlap=())
         bare = Recorded(line.est, hidden).whole()
@@ -5151,7 +5151,7 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
     monkeypatch.setattr(dist, "broadcast", lambda x, group, group_src: add(x))
     monkeypatch.setattr(dist, "all_reduce", lambda x, *_, **__: add(x))
     flat = {op: {"2x1": [[1.0, 1.0]]} for op in hardware.COLLECTIVES}
-    est = costs.Estimator(dataclasses.replace(H200, collectives=flat), cfg, torch.bfloat16, 4)
+    est = costs.Estimator(dataclasses.replace(H200, collectives=flat), 4)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
         groups = attention.Groups()
@@ -5218,7 +5218,7 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, k):
             orders = [parallel.pipeline_order(s, pp, v, m_, k) for s in range(pp)]
             times = parallel.run_times(orders, [1.0] * pp * v, [2.0] * pp * v)
             assert found == pytest.approx(max(end for done in times for _, end in done))
-    est = costs.Estimator(cluster(8, pp), cfg, torch.bfloat16, 8)
+    est = costs.Estimator(cluster(8, pp), 8)
     plan = dataclasses.replace(plan, chunk=2**13, accumulates=True)
     parts = costs.step_seconds(est, plan)  # the last part takes longer, with the head
     assert parts["pipeline idle"] > 0 and parts["stage messages"] > 0
@@ -5270,14 +5270,14 @@ def test_columns_exchange_what_no_product_hides(mode, forward, backward):
     profile = dataclasses.replace(usual, collectives=tables,
                                   overlap={"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]})
     cfg = dataclasses.replace(m.MODELS["7b"], layers=4)
-    est = costs.Estimator(profile, cfg, torch.bfloat16, 4)
+    est = costs.Estimator(profile, 4)
     plan = costs.Plan(cfg, torch.bfloat16, 4, 2**13, batch=1, chunk=2**13, tp=4, tp_mode=mode)
     layer = costs.layer_seconds(est, plan)
     size = 2**13 * cfg.dim * 2
     seconds = [sum(count * size / rates[op] for op, count in ops.items())
                for ops in (forward, backward)]
     assert layer.columns == pytest.approx(sum(seconds))
-    more, *_ = costs.column_exchanges(est.column(plan), plan, "weight_grad")
+    more, *_ = costs.column_exchanges(est, plan, "weight_grad")
     assert more == pytest.approx(seconds[0])
     x, attn, others = costs.layer_bytes(cfg, 2**13, torch.bfloat16)
     kept = sum(costs.column_bytes(plan))
@@ -5308,7 +5308,7 @@ def every_cut(constraints, model, there):
 def every_plan(constraints, model, there, filters=True):
     """Plans with their bytes and seconds, of all choices; `filters`: those that planner.py and AMSP
     leave out are left out, too."""
-    est = costs.Estimator(there.profile, model, constraints.dtype, there.per_node)
+    est = costs.Estimator(there.profile, there.per_node)
     for cut in every_cut(constraints, model, there):
         for plan in every_plan_of(cut, constraints, model, there, filters):
             yield est, plan

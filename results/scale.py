@@ -388,13 +388,12 @@ def shortest_hidden(model: ModelConfig, hardware: Hardware) -> int | None:
     whose layers wait at most 1 % longer than on an endlessly fast network."""
     ranks = hardware.ranks
     alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}  # waits, not what slows compute
-    dtype = torch.bfloat16
-    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone), model, dtype, 8)
+    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone), 8)
                   for profile in (hardware.profile, h200s(ranks, 1e15).profile))
 
     def seconds_of_layer(est: Estimator, seq: int) -> float:
-        found = [layer_seconds(est, Plan(model, dtype, ranks, seq, ranks, ranks // 8, 1, 1, groups,
-                                         "auto", 2**14)) for groups in (1, 2, 4)]
+        found = [layer_seconds(est, Plan(model, torch.bfloat16, ranks, seq, ranks, ranks // 8, 1, 1,
+                                         groups, "auto", 2**14)) for groups in (1, 2, 4)]
         return min(layer.forward + sum(layer.backward) for layer in found)
 
     for seq in range(512 * ranks, 2**16 * ranks, 512 * ranks):
