@@ -180,18 +180,17 @@ def load_profile(name: str) -> Profile:
 def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
            network: float = 1.0, host: float = 1.0, **changes) -> Profile:
     """Return a profile whose rates are so many times those of another one."""
-    def times(points: Points, factor: float) -> Points:
-        return [[*at, rate * factor] for *at, rate in points]
+    def times(rates, factor: float):
+        if isinstance(rates, dict):
+            return {key: times(points, factor) for key, points in rates.items()}
+        return [[*at, rate * factor] for *at, rate in rates]
 
     return dataclasses.replace(
-        profile, name=name,
-        products={kind: times(points, flops) for kind, points in profile.products.items()},
-        attention={kind: times(points, flops) for kind, points in profile.attention.items()},
+        profile, name=name, products=times(profile.products, flops),
+        attention=times(profile.attention, flops), collectives=times(profile.collectives, network),
         memory=profile.memory * memory, optimizer=profile.optimizer * memory,
         to_host=profile.to_host * host, from_host=profile.from_host * host,
-        visits=profile.visits * host,
-        collectives={op: {mesh: times(points, network) for mesh, points in meshes.items()}
-                     for op, meshes in profile.collectives.items()}, **changes)
+        visits=profile.visits * host, **changes)
 
 
 def known_profile(device_name: str, per_node: int) -> Profile | None:
@@ -201,10 +200,8 @@ def known_profile(device_name: str, per_node: int) -> Profile | None:
     profiles = [load_profile(name) for name in profile_names()]
     own = [p for p in profiles if p.device == device_name]
     if own:
-        enough = [p for p in own if p.per_node >= per_node]
-        found = (min(enough, key=lambda p: p.per_node) if enough
-                 else max(own, key=lambda p: p.per_node))
-        return with_network(found, per_node)
+        nearest = min(own, key=lambda p: (p.per_node < per_node, abs(p.per_node - per_node)))
+        return with_network(nearest, per_node)
     sheet = find_sheet(device_name)
     if sheet is None:
         return None
@@ -336,19 +333,19 @@ def measure_profile(name: str, device: torch.device, dtype: torch.dtype, kernel:
                     per_node: int, effort: Effort = FULL, about: dict | None = None) -> Profile:
     """Measure what this machine does, all ranks at once. A collective."""
     clock = Stopwatch(device, effort.seconds)
-    gpu = device.type == "cuda"
     host_bytes = float(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    gpu_bytes = host_bytes
-    if gpu:
+    device_name, gpu_bytes = "CPU", host_bytes
+    if device.type == "cuda":
+        device_name = torch.cuda.get_device_name(device)
         gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
     to_host, from_host = measure_copies(clock, effort.copied)
     products = measure_products(clock, dtype, effort)
     attention = measure_attention(clock, dtype, kernel, effort)
     layer = Layer(clock, dtype, kernel, effort)
     return Profile(
-        name, torch.cuda.get_device_name(device) if gpu else "CPU", per_node, gpu_bytes, host_bytes,
-        peak_flops(torch.cuda.get_device_name(device) if gpu else "CPU"), kernel, products,
-        attention, layer.memory_rate(products, attention), measure_optimizer(clock, dtype, effort),
+        name, device_name, per_node, gpu_bytes, host_bytes, peak_flops(device_name), kernel,
+        products, attention, layer.memory_rate(products, attention),
+        measure_optimizer(clock, dtype, effort),
         to_host, from_host, measure_visits(clock, dtype, kernel, effort),
         measure_launches(clock, dtype, kernel),
         measure_collectives(clock, dtype, per_node, effort.sizes),
