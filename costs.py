@@ -70,6 +70,7 @@ class Plan:
     model: ModelConfig
     dtype: torch.dtype
     ranks: int
+    per_node: int  # of them
     seq: int  # tokens of a sequence
     sp: int = 1  # ranks that share one
     ring: int = 1  # of them, by context: each has a part of the tokens; the others share heads
@@ -125,6 +126,17 @@ class Plan:
         return self.ranks // (self.tp * self.pp)
 
     @property
+    def in_node(self) -> int:
+        """Return how many of these a node has."""
+        of_stage = self.per_node if self.pp == 1 else min(self.per_node, self.ranks // self.pp)
+        return of_stage // self.tp
+
+    def mesh(self, ranks: int, inner: int = 1) -> tuple[int, int]:
+        """Return (GPUs in a node, nodes) of a group of `ranks` neighbours of these; of every
+        inner-th of them, if inner > 1."""
+        return mesh_of(ranks, inner, self.in_node)
+
+    @property
     def dp(self) -> int:
         """Return how many sequences, or parts of so many, are under way on all ranks."""
         return self.state_ranks // self.sp
@@ -172,10 +184,14 @@ def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
     return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp)
 
 
-def column_per_node(plan: Plan, per_node: int) -> int:
-    """Return how many of the R ranks of one column of one stage a node has."""
-    of_stage = per_node if plan.pp == 1 else min(per_node, plan.ranks // plan.pp)
-    return of_stage // plan.tp
+def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
+    """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours."""
+    def nodes(n):  # of neighbours; some lie in two where they do not divide a node
+        straddle = n < per_node and per_node % n
+        return 2 if straddle else -(-n // per_node)
+
+    in_node = ranks // nodes(ranks) // max(1, inner // nodes(inner))
+    return max(1, in_node), nodes(ranks) // nodes(inner)
 
 
 @functools.cache
@@ -637,9 +653,8 @@ def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) 
 class Estimator:
     """Seconds of operations on a machine."""
 
-    def __init__(self, profile: Profile, per_node: int):
+    def __init__(self, profile: Profile):
         self.profile = profile
-        self.per_node = per_node
         self.held: set[str] = set()  # what lies outside the profile's points, in words
         self.cache: dict[tuple, object] = {}  # what has been computed, by what it depends on
         self.product = functools.cache(self.product)
@@ -666,23 +681,14 @@ class Estimator:
     def exchange(self, plan: Plan, columns: int) -> float:
         """Return seconds of one head group's all-to-all of tensors (N, columns)."""
         size = plan.tokens * columns / plan.head_groups * plan.dtype.itemsize
-        return self.collective("all_to_all", size, self.mesh(plan, plan.head_ranks))
+        return self.collective("all_to_all", size, plan.mesh(plan.head_ranks))
 
     def pass_on(self, plan: Plan, columns: float) -> float:
         """Return seconds of a step around the ring with tensors (N, columns): one of the R - 1
         that an all-gather takes."""
         size = plan.tokens * columns * plan.dtype.itemsize
-        mesh = self.mesh(plan, plan.sp, plan.head_ranks)
+        mesh = plan.mesh(plan.sp, plan.head_ranks)
         return self.collective("all_gather", size * plan.ring, mesh) / max(1, plan.ring - 1)
-
-    def in_node(self, plan: Plan) -> int:
-        """Return how many of the R ranks of one column of one stage a node has."""
-        return column_per_node(plan, self.per_node)
-
-    def mesh(self, plan: Plan, ranks: int, inner: int = 1) -> tuple[int, int]:
-        """Return (GPUs in a node, nodes) of a group of `ranks` neighbours of one column of one
-        stage; of every inner-th of them, if inner > 1."""
-        return mesh_of(ranks, inner, self.in_node(plan))
 
     def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
@@ -706,16 +712,6 @@ class Estimator:
             nearest = min(by_nodes, key=lambda point: abs(math.log(point[0] / mesh[1])))[0]
             self.held.add(f"{op} over {mesh_name(mesh)} as over {mesh_name((in_node, nearest))}")
         return interpolate(by_nodes, mesh[1])
-
-
-def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
-    """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours."""
-    def nodes(n):  # of neighbours; some lie in two where they do not divide a node
-        straddle = n < per_node and per_node % n
-        return 2 if straddle else -(-n // per_node)
-
-    in_node = ranks // nodes(ranks) // max(1, inner // nodes(inner))
-    return max(1, in_node), nodes(ranks) // nodes(inner)
 
 
 @functools.cache
@@ -812,8 +808,9 @@ class LayerSeconds:
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
-    key = (plan.column, plan.dtype, plan.tokens, plan.seq, plan.sp, plan.ring, plan.head_groups, plan.recompute, plan.chunk,
-           plan.accumulates and plan.factors.g == 1, plan.tp, plan.tp_mode, est.in_node(plan))
+    key = (plan.column, plan.dtype, plan.in_node, plan.tokens, plan.seq, plan.sp, plan.ring,
+           plan.head_groups, plan.recompute, plan.chunk, plan.tp, plan.tp_mode,
+           plan.accumulates and plan.factors.g == 1)
     if key not in est.cache:
         est.cache[key] = compute_layer_seconds(est, plan)
     return est.cache[key]
@@ -970,7 +967,7 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     groups = plan.head_groups if plan.head_ranks > 1 else 1
     # what goes around a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
-    across = plan.sp > est.in_node(plan)
+    across = plan.sp > plan.in_node
     step = kernel / groups / plan.ring
     keys = est.pass_on(plan, 2 * kv / groups)  # 0 without a ring
     sums = keys * bytes_of_sums(plan) / plan.dtype.itemsize
@@ -1042,7 +1039,7 @@ def message_seconds(est: Estimator, plan: Plan) -> float:
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     if plan.splits_tokens:
         size /= plan.tp
-    mesh = (1, 2) if plan.ranks > est.per_node else (2, 1)
+    mesh = (1, 2) if plan.ranks > plan.per_node else (2, 1)
     return est.collective("all_gather", 2 * size, mesh)
 
 
@@ -1101,9 +1098,9 @@ def end_seconds(est: Estimator, plan: Plan) -> UnitSeconds:
 
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     """Return the table in shard.py's docstring in seconds."""
-    key = (plan.model, plan.dtype, plan.ranks, plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
-           plan.recompute == "auto" and plan.chunk < plan.tokens, matrices, plan.tp, plan.pp,
-           plan.pp_chunks)
+    key = (plan.model, plan.dtype, plan.ranks, plan.per_node, plan.tp, plan.pp, plan.pp_chunks,
+           plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
+           plan.recompute == "auto" and plan.chunk < plan.tokens, matrices)
     if key not in est.cache:
         est.cache[key] = compute_unit_seconds(est, plan, matrices)
     return est.cache[key]
@@ -1113,7 +1110,7 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
                          matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     f = plan.factors
     counts = [rows * cols for rows, cols in matrices]
-    by_param = est.mesh(plan, f.p)
+    by_param = plan.mesh(f.p)
 
     def seconds(op: str, element_bytes: int, shards: int, mesh: tuple[int, int]) -> list[float]:
         """Return the seconds of each matrix's collective, of a 1/shards of it."""
@@ -1122,10 +1119,10 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     e = plan.dtype.itemsize
     gather = gather_back = tuple(seconds("all_gather", e, 1, by_param))
     if f.secondary:
-        gather_back = tuple(seconds("all_gather", e, 1, est.mesh(plan, f.secondary)))
+        gather_back = tuple(seconds("all_gather", e, 1, plan.mesh(f.secondary)))
     # with inter a matrix has one owner
     broadcast = seconds("all_gather" if plan.os_layout == "intra" else "broadcast", e, f.p,
-                        est.mesh(plan, f.os, f.p))
+                        plan.mesh(f.os, f.p))
     scatter, last_scatter, reduce = grad_seconds(est, plan, matrices, seconds)
     wire = plan.reduce_bytes
     held = grad_bytes(plan)
@@ -1152,12 +1149,12 @@ def grad_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ..
     which they are reduced once a step. seconds: of each matrix's collective."""
     f = plan.factors
     wire = plan.reduce_bytes
-    subgroup = est.mesh(plan, f.os, f.p)
-    replicas = est.mesh(plan, plan.state_ranks, f.p)
-    cross_os = est.mesh(plan, plan.state_ranks, f.os)
+    subgroup = plan.mesh(f.os, f.p)
+    replicas = plan.mesh(plan.state_ranks, f.p)
+    cross_os = plan.mesh(plan.state_ranks, f.os)
     if matrices != plan.matrices:  # all columns have the embedding and the head
         replicas, cross_os = ((plan.tp * in_node, nodes) for in_node, nodes in (replicas, cross_os))
-    scatter = sum(seconds("reduce_scatter", wire, 1, est.mesh(plan, f.p)))
+    scatter = sum(seconds("reduce_scatter", wire, 1, plan.mesh(f.p)))
     if plan.os_layout == "intra":
         in_subgroup = sum(seconds("reduce_scatter", wire, f.p, subgroup))
         reduce = sum(seconds("all_reduce", wire, f.os, cross_os))
@@ -1185,7 +1182,7 @@ class StepTimeline(Timeline):
         self.stage = slowest_stage(plan)
         self.layers = stage_layers(plan, self.stage)
         self.sharded = plan.factors.p > 1
-        self.across = crosses_nodes(est, plan)
+        self.across = crosses_nodes(plan)
         layer = layer_seconds(est, plan)
         computed = {"forward": layer.forward, "backward": sum(layer.backward) + recomputed}
         self.seconds = {  # of a layer's pass; the host must launch it in less than it takes
@@ -1373,7 +1370,7 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     line = StepTimeline(est, plan, recomputed / layers)
     line.update()
     line.micro_batches()
-    everyone = mesh_of(plan.ranks, 1, est.per_node)
+    everyone = mesh_of(plan.ranks, 1, plan.per_node)
     small = est.collective("all_reduce", 2.0**20, everyone)  # less takes as long
     parts = line.computed | line.exposed
     parts["small sums"] = 5 * small  # loss, norm, vectors, labels, facts
@@ -1421,7 +1418,7 @@ def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
         computed = sum(computation_seconds(est, plan, lost).values())
     stage = slowest_stage(plan)
     layer = unit_seconds(est, plan, plan.matrices)
-    across = crosses_nodes(est, plan)
+    across = crosses_nodes(plan)
     wires = [0.0, 0.0]
     visits = 0.0
     for unit, count in ((end_seconds(est, plan), stage_ends(plan, stage)),
@@ -1439,10 +1436,10 @@ def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
     return {"bound": max(computed + share * max(wires), *wires, visits)}
 
 
-def crosses_nodes(est: Estimator, plan: Plan) -> dict[str, bool]:
+def crosses_nodes(plan: Plan) -> dict[str, bool]:
     """Return which kinds of communication cross nodes."""
     f = plan.factors
-    in_node = est.in_node(plan)
+    in_node = plan.in_node
     nodes = plan.state_ranks > in_node
     return {"param_gather": f.p > in_node, "param_broadcast": f.os > in_node,
             "grad_scatter": f.os > in_node or (nodes and plan.os_layout == "inter"),

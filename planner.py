@@ -59,7 +59,7 @@ import torch
 
 import model as llama
 from attention import Attention
-from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes, column_per_node,
+from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
                    in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, longest_segment,
                    loss_peak, resident_bytes, ring_traffic, rounding_bytes, segment_bytes,
@@ -618,7 +618,7 @@ def nearest_of(value: int, legal: list[int]) -> str:
 
 def legal_sequences(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return (sp, ring): segments and columns share a sequence, too. Raises ValueError."""
-    found = legal_degrees(constraints, plan, column_per_node(plan, hardware.per_node))
+    found = legal_degrees(constraints, plan)
     cut = plan.tp * plan.pp_segments
     if cut == 1:
         return found
@@ -706,7 +706,7 @@ def legal_chunks(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
 def legal_states(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return the legal factors that the flags allow, fewest shards first. Raises ValueError."""
     world = plan.state_ranks
-    per_node = column_per_node(plan, hardware.per_node)
+    per_node = plan.in_node
     if world % per_node:
         closest = min(divisors(world), key=lambda n: abs(n - per_node))
         raise ValueError(f"--per-node {per_node}: does not divide {world} ranks; nearest: "
@@ -786,11 +786,12 @@ def nearest(value: int, step: int) -> str:
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
-def legal_degrees(constraints: Constraints, plan: Plan, per_node: int) -> list[tuple[int, int]]:
+def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]:
     """Return (sp, ring) to try: in a ring, ranks that share heads are of one node. Raises
     ValueError with the legal ones."""
     seq = constraints.seq
     ranks = plan.state_ranks
+    per_node = plan.in_node
     model = plan.column
     slides = 0 < model.window < seq
     masked = slides or constraints.in_documents
@@ -916,8 +917,9 @@ class Search:
     def __init__(self, constraints: Constraints, model: ModelConfig, hardware: Hardware):
         self.constraints = constraints
         self.hardware = hardware
-        self.est = Estimator(hardware.profile, hardware.per_node)
-        self.start = Plan(model, constraints.dtype, hardware.ranks, constraints.seq)
+        self.est = Estimator(hardware.profile)
+        self.start = Plan(model, constraints.dtype, hardware.ranks, hardware.per_node,
+                          constraints.seq)
         self.errors: list[ValueError] = []
 
     def best_first(self) -> Iterator[Plan]:
@@ -1218,9 +1220,9 @@ def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
                   layer.by_heads), est.profile.to_host)
 
 
-def predict(plan: Plan, profile: Profile, per_node: int) -> Plan:
+def predict(plan: Plan, profile: Profile) -> Plan:
     """Return a plan, what its layers keep included, with its bytes and seconds."""
-    est = Estimator(profile, per_node)
+    est = Estimator(profile)
     lost = (0.0, 0.0)
     if plan.activations is not None:
         sizes, host_rate = layer_sizes(est, plan)
@@ -1268,14 +1270,13 @@ def in_gib(memory: Memory) -> str:
 def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it."""
     f = plan.factors
-    per_node = column_per_node(plan, hardware.per_node)
     kept = plan.activations
     tgs = plan.batch * plan.seq / plan.step_s / plan.ranks
     peak = hardware.profile.peak_flops
     causal, full = (peak and flops * tgs / peak for flops in flops_per_token(plan.model, plan.seq))
 
     def mesh(shards: int) -> list[int]:
-        in_node = min(shards, per_node)
+        in_node = min(shards, plan.in_node)
         return [in_node, shards // in_node]
 
     return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp,
@@ -1287,7 +1288,7 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
             "resident_layers": kept.resident if kept else None, "chunk": plan.chunk,
             "head_groups": plan.head_groups, "step_s": plan.step_s, "tgs": tgs,
             "mfu_causal": causal, "mfu_full": full, "gpu_gib": plan.memory.total() / GIB,
-            "host_gib": plan.host_bytes * hardware.per_node / GIB}
+            "host_gib": plan.host_bytes * plan.per_node / GIB}
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -1300,12 +1301,11 @@ def table(rows: list[dict[str, str]]) -> str:
                      for row in cells)
 
 
-def shards_text(plan: Plan, hardware: Hardware) -> str:
+def shards_text(plan: Plan) -> str:
     """Return p, g, os as flags take them: GPUs of a node x nodes where they cross one."""
-    per_node = column_per_node(plan, hardware.per_node)
-
     def text(shards: int) -> str:
-        return f"{per_node}x{shards // per_node}" if shards > per_node else f"{shards}"
+        nodes = shards // plan.in_node
+        return f"{plan.in_node}x{nodes}" if nodes > 1 else f"{shards}"
 
     f = plan.factors
     second = f", hpZ {f.secondary}" if f.secondary else ""
@@ -1341,7 +1341,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             row["pp"] = pp_text(plan)
         rows.append(row | {
             "dp": f"{plan.dp}", "sp": sp_text(plan), "groups": f"{plan.head_groups}",
-            "p,g,os": shards_text(plan, hardware),
+            "p,g,os": shards_text(plan),
             "batch": f"{plan.micro_batches}x{plan.micro_batch}", "layers keep": layers_text(plan),
             "GPU GiB": f"{found['gpu_gib']:.1f}", "host GiB a node": f"{found['host_gib']:.1f}"})
     return "\n\n".join([
@@ -1371,7 +1371,7 @@ def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
     text = f"predicted by profile {hardware.profile.name}: {plan.step_s:.4g} s a step: {parts}"
     if second is not None:
         more = second.token_s / plan.token_s - 1
-        text += (f"\nsecond best: {difference(plan, second, hardware)}: {more:+.2%} predicted"
+        text += (f"\nsecond best: {difference(plan, second)}: {more:+.2%} predicted"
                  + (" (a tie)" if abs(more) <= TIE else ""))
     return text
 
@@ -1390,22 +1390,22 @@ def pp_text(plan: Plan) -> str:
     return f"{plan.pp}{chunks}" + (f" K={plan.pp_segments}" if plan.pp_segments > 1 else "")
 
 
-def choices(plan: Plan, hardware: Hardware) -> dict[str, str]:
+def choices(plan: Plan) -> dict[str, str]:
     """Return what a plan chooses, in words; columns and stages where there are several."""
     cut = {"tp": tp_text(plan), "pp": pp_text(plan)}
     return {name: text for name, text in cut.items() if text != "1"} | {
-            "sp": sp_text(plan), "p,g,os": shards_text(plan, hardware),
+            "sp": sp_text(plan), "p,g,os": shards_text(plan),
             "batch": f"{plan.batch}", "micro-batch": f"{plan.micro_batch}",
             "head groups": f"{plan.head_groups}", "layers keep": layers_text(plan)}
 
 
-def describe_short(plan: Plan, hardware: Hardware) -> str:
-    return ", ".join(f"{name} {text}" for name, text in choices(plan, hardware).items())
+def describe_short(plan: Plan) -> str:
+    return ", ".join(f"{name} {text}" for name, text in choices(plan).items())
 
 
-def difference(plan: Plan, other: Plan, hardware: Hardware) -> str:
+def difference(plan: Plan, other: Plan) -> str:
     """Return the choices of another plan that differ."""
-    mine, others = choices(plan, hardware), choices(other, hardware)
+    mine, others = choices(plan), choices(other)
     return ", ".join(f"{name} {others.get(name, 1)}" for name in mine | others
                      if others.get(name) != mine.get(name))
 
@@ -1507,7 +1507,7 @@ def draw(plans: list[Plan], hardware: Hardware, path: str) -> None:
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(1, 2, figsize=(13, 0.45 * len(plans) + 2.2), sharey=True)
-    labels = [f"{i}: sp={sp_text(plan)} {shards_text(plan, hardware)}\n{layers_text(plan)}"
+    labels = [f"{i}: sp={sp_text(plan)} {shards_text(plan)}\n{layers_text(plan)}"
               for i, plan in enumerate(plans, 1)]
     colors = plt.get_cmap("tab20").colors
     kinds = (("seconds of a step", [plan.seconds for plan in plans]),
@@ -1618,7 +1618,7 @@ def describe(constraints: Constraints, hardware: Hardware, plans: list[Plan], he
     """Return what a command prints: the question, the plans, ties, what binds, what was guessed."""
     profile = hardware.profile
     model = plans[0].model
-    est = Estimator(profile, hardware.per_node)
+    est = Estimator(profile)
     for candidate in plans:
         step_seconds(est, candidate)  # which notes what lies outside the profile's points
     ties = sum(p.token_s <= (1 + TIE) * plans[0].token_s for p in plans) - 1

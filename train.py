@@ -1267,7 +1267,7 @@ def verified(run: Run, made: dict[tuple[int, int], Groups], print0: Callable) ->
         candidate = with_choice(run, plan)
         seconds = step_of_plan(candidate, groups_of(candidate, made))
         measured.append(seconds)
-        print0(f"verified: {planner.describe_short(plan, run.hardware)}: predicted "
+        print0(f"verified: {planner.describe_short(plan)}: predicted "
                f"{plan.step_s:.4g} s, measured {seconds:.4g} "
                f"({plan.step_s / seconds - 1:+.1%})", flush=True)
     # batches may differ: the least time a sequence

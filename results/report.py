@@ -344,10 +344,10 @@ right before it.
 def plan_of(r: dict) -> Plan:
     """Return the plan that a row has run."""
     kept = r["activations"] and ActivationPlan(**r["activations"])
-    plan = Plan(MODELS[r["model"]], torch.bfloat16, r["gpus"], r["seq"], r["sp"], r.get("ring", 1),
-                r["batch"], r["micro_batch"], r["head_groups"], r["recompute"], r["chunk"],
-                Factors(r["p"], r["g"], r["os"]), r["os_layout"], r.get("os_place", "gpu"),
-                activations=kept)
+    plan = Plan(MODELS[r["model"]], torch.bfloat16, r["gpus"], r["gpus"], r["seq"], r["sp"],
+                r.get("ring", 1), r["batch"], r["micro_batch"], r["head_groups"], r["recompute"],
+                r["chunk"], Factors(r["p"], r["g"], r["os"]), r["os_layout"],
+                r.get("os_place", "gpu"), activations=kept)
     return dataclasses.replace(plan, accumulates=plan.micro_batches > 1)
 
 
@@ -360,7 +360,7 @@ def predicted_rows() -> list[dict]:
         for r in found["rows"]:
             if r["oom"] or "predicted_s" not in r or "in the open" in r["system"]:
                 continue
-            plan = predict(plan_of(r), load_profile(profile_name), r["gpus"])
+            plan = predict(plan_of(r), load_profile(profile_name))
             now = {"now_s": plan.step_s, "now_gib": plan.memory.total() / 2**30}
             asked = {"question": f"K, {r['model']} {r['seq'] // 1024}K", "held_out": False}
             rows.append(asked | r | now | {"gpu": gpu})

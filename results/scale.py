@@ -282,7 +282,7 @@ def shown(found: Plan, hardware: Hardware, *names: str) -> dict:
     """Return some of a plan's figures, with its choices in words."""
     every = figures(found, hardware) | {
         "tp": tp_text(found), "pp": pp_text(found), "sp": sp_text(found),
-        "shards": shards_text(found, hardware), "layers": layers_text(found),
+        "shards": shards_text(found), "layers": layers_text(found),
         "batch": found.batch, "idle_s": found.seconds.get("pipeline idle", 0.0)}
     return {name: every[name] for name in names}
 
@@ -343,8 +343,9 @@ def figures_11_and_12() -> list[dict]:
                 row = {"model": name, "system": system, "gpus": gpus,
                        "published_mfu": FIGURE_11.get((name, system, gpus))}
                 if found:
-                    row |= shown(found, a800s(gpus), "tgs", "shards")
-                    row["mfu"] = row["tgs"] * paper_flops(model, 4096) / 312e12
+                    row |= shown(found, a800s(gpus), "tgs")
+                    row |= {"mfu": row["tgs"] * paper_flops(model, 4096) / 312e12,
+                            "shards": shards_text(found)}
                 rows.append(row)
     return rows
 
@@ -388,12 +389,12 @@ def shortest_hidden(model: ModelConfig, hardware: Hardware) -> int | None:
     whose layers wait at most 1 % longer than on an endlessly fast network."""
     ranks = hardware.ranks
     alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}  # waits, not what slows compute
-    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone), 8)
+    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone))
                   for profile in (hardware.profile, h200s(ranks, 1e15).profile))
 
     def seconds_of_layer(est: Estimator, seq: int) -> float:
-        found = [layer_seconds(est, Plan(model, torch.bfloat16, ranks, seq, ranks, ranks // 8, 1, 1,
-                                         groups, "auto", 2**14)) for groups in (1, 2, 4)]
+        found = [layer_seconds(est, Plan(model, torch.bfloat16, ranks, 8, seq, ranks, ranks // 8, 1,
+                                         1, groups, "auto", 2**14)) for groups in (1, 2, 4)]
         return min(layer.forward + sum(layer.backward) for layer in found)
 
     for seq in range(512 * ranks, 2**16 * ranks, 512 * ranks):
