@@ -302,8 +302,12 @@ class Memory:
         """Return the moment at which most is needed."""
         return max(self.peaks, key=lambda moment: sum(self.peaks[moment].values()))
 
+    def working(self) -> float:
+        """Return the bytes that this moment needs beside those that last."""
+        return sum(self.peaks[self.highest()].values())
+
     def total(self) -> float:
-        return sum(self.lasting.values()) + sum(self.peaks[self.highest()].values())
+        return sum(self.lasting.values()) + self.working()
 
     def beside_activations(self) -> float:
         """Return the bytes of all but what layers keep."""

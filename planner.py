@@ -65,8 +65,8 @@ from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    loss_peak, resident_bytes, ring_traffic, rounding_bytes, segment_bytes,
                    slowest_stage, stage_ends, stage_layers, stage_params, state_bytes, step_seconds,
                    unit_seconds, visit_bytes, weight_buffer_bytes)
-from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names, scaled,
-                      with_network)
+from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names,
+                      random_tensor, scaled, with_network)
 from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
                    rope_tables)
 from offload import GIB, ActivationPlan, block_saves
@@ -443,6 +443,12 @@ def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float, bus
     return np.maximum(0.0, copies - away * max(0.0, s.layer_s - busy))
 
 
+def lost_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float,
+                 busy: float) -> tuple[float, float]:
+    """Return the seconds of a micro-batch that are lost to recomputation and to copies."""
+    return recomputed_seconds(activations, s), waiting_seconds(activations, s, bandwidth, busy)
+
+
 def recomputed_share(block: llama.Block) -> float:
     """Return the share of a layer's matrix products that recomputing its intermediates takes: all
     but the last, if that ends the block."""
@@ -464,11 +470,12 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     for p in block.parameters():
         torch.nn.init.normal_(p, 0, 0.02)
     c = min(chunk, n)
-    x = torch.randn(1, c, cfg.dim, device=device).to(dtype)
+    random = functools.partial(random_tensor, device=device, dtype=dtype)
+    x = random(1, c, cfg.dim)
     rope = rope_tables(cfg, torch.arange(c, device=device), accumulation_dtype(dtype))
-    o = torch.randn(1, c, cfg.heads, cfg.head_dim, device=device).to(dtype)
-    q = torch.randn(*shape, cfg.heads, cfg.head_dim, device=device).to(dtype)
-    kv = torch.randn(*shape, cfg.kv_heads, cfg.head_dim, device=device).to(dtype)
+    o = random(1, c, cfg.heads, cfg.head_dim)
+    q = random(*shape, cfg.heads, cfg.head_dim)
+    kv = random(*shape, cfg.kv_heads, cfg.head_dim)
 
     with torch.no_grad():
         pre = watch.least(lambda: block.pre(x, rope), 3)
@@ -1183,8 +1190,7 @@ class Search:
             others = again.memory.beside_activations()
             gpu, _ = self.rooms(again)
         assert plan.memory.total() <= budget + 1, plan
-        return plan, (recomputed_seconds(activations, sizes),
-                      waiting_seconds(activations, sizes, host_rate, busy))
+        return plan, lost_seconds(activations, sizes, host_rate, busy)
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
@@ -1225,9 +1231,7 @@ def predict(plan: Plan, profile: Profile) -> Plan:
     est = Estimator(profile)
     lost = (0.0, 0.0)
     if plan.activations is not None:
-        sizes, host_rate = layer_sizes(est, plan)
-        lost = (recomputed_seconds(plan.activations, sizes),
-                waiting_seconds(plan.activations, sizes, host_rate, link_seconds(est, plan)))
+        lost = lost_seconds(plan.activations, *layer_sizes(est, plan), link_seconds(est, plan))
     return replace(with_memory(plan), seconds=step_seconds(est, plan, *lost))
 
 
@@ -1259,7 +1263,7 @@ def memory_of_stages(plan: Plan) -> dict[int, Memory]:
 
 
 def in_gib(memory: Memory) -> str:
-    terms = memory.lasting | {"working": sum(memory.peaks[memory.highest()].values())}
+    terms = memory.lasting | {"working": memory.working()}
     return ", ".join(f"{name} {value / GIB:.1f}" for name, value in terms.items()
                      if value and name != "activations")
 
@@ -1353,8 +1357,8 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
 
 def memory_terms(plan: Plan) -> dict[str, float]:
     """Return the GiB of a GPU by what they are for, the highest moment's as one."""
-    working = sum(plan.memory.peaks[plan.memory.highest()].values())
-    terms = plan.memory.lasting | {f"working, {plan.memory.highest()}": working}
+    memory = plan.memory
+    terms = memory.lasting | {f"working, {memory.highest()}": memory.working()}
     return {name: size / GIB for name, size in terms.items() if size}
 
 
@@ -1574,28 +1578,28 @@ def main(argv: list[str] | None = None) -> int:
         found = [figures(p, hardware) for p in plans]
         print(json.dumps({"plans": found, "binding": held}))
         return 0
-    print(describe(constraints, hardware, plans, held))
+    print(describe(hardware, plans, held))
     if args.leaf:
-        print(place(plans[0], hardware, args.leaf))
+        print(place(plans[0], args.leaf))
     return 0
 
 
-def place(plan: Plan, hardware: Hardware, leaf: str) -> str:
+def place(plan: Plan, leaf: str) -> str:
     """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
     ValueError."""
-    names, leaves = parse_leaf(leaf, hardware.ranks // hardware.per_node)
+    names, leaves = parse_leaf(leaf, plan.ranks // plan.per_node)
     model = plan.model
     # q, k, v, o, and twice as much in backward
     width = 2 * (model.heads + model.kv_heads) * model.head_dim
     e = plan.dtype.itemsize
     exchanged = 3 * width * plan.tokens * e * model.layers * plan.micro_batches
     rings = make_rings(
-        hardware.ranks, plan.factors, plan.os_layout, plan.micro_batches,
+        plan.ranks, plan.factors, plan.os_layout, plan.micro_batches,
         param_count(model) * e, param_count(model) * plan.reduce_bytes,
         plan.head_ranks, exchanged)
     if plan.ring > 1:
         rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(plan)))
-    return place_nodes(leaves, rings, hardware.per_node).describe(names)
+    return place_nodes(leaves, rings, plan.per_node).describe(names)
 
 
 def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
@@ -1614,16 +1618,16 @@ def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
     return constraints, model, hardware
 
 
-def describe(constraints: Constraints, hardware: Hardware, plans: list[Plan], held: str) -> str:
+def describe(hardware: Hardware, plans: list[Plan], held: str) -> str:
     """Return what a command prints: the question, the plans, ties, what binds, what was guessed."""
     profile = hardware.profile
-    model = plans[0].model
+    best = plans[0]
     est = Estimator(profile)
     for candidate in plans:
         step_seconds(est, candidate)  # which notes what lies outside the profile's points
-    ties = sum(p.token_s <= (1 + TIE) * plans[0].token_s for p in plans) - 1
-    lines = [f"{param_count(model) / 1e9:.2f} billion parameters, {constraints.seq:,} tokens a "
-             f"sequence, {plans[0].batch} sequences a step, {hardware.ranks} GPUs, "
+    ties = sum(p.token_s <= (1 + TIE) * best.token_s for p in plans) - 1
+    lines = [f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
+             f"sequence, {best.batch} sequences a step, {hardware.ranks} GPUs, "
              f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
              f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
              "plan with",
