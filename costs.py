@@ -121,6 +121,11 @@ class Plan:
         return self.micro_batch * self.seq // self.sp // self.pp_segments
 
     @property
+    def chunks(self) -> int:
+        """Return in how many parts of its tokens a layer runs."""
+        return -(-self.tokens // self.chunk) if self.recompute == "auto" else 1
+
+    @property
     def state_ranks(self) -> int:
         """Return R, the ranks over which states of a stage and a column are sharded."""
         return self.ranks // (self.tp * self.pp)
@@ -797,7 +802,6 @@ class Timeline:
 class LayerSeconds:
     """Seconds of one layer for a micro-batch, if nothing runs beside it."""
 
-    chunks: int
     forward: float
     attention: float  # of it, with its all-to-alls
     backward: tuple[float, ...]  # from one matrix's use to the next, last matrix first
@@ -821,43 +825,45 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
 
 
 def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
-    chunks = 1 if plan.recompute != "auto" else -(-plan.tokens // plan.chunk)
     # in the gradient's own place: in float32 where several contributions add up
-    summed = chunks > 1 or (plan.accumulates and plan.factors.g == 1)
+    summed = plan.chunks > 1 or (plan.accumulates and plan.factors.g == 1)
     weight_grad = "weight_grad_sum" if summed else "weight_grad"
-    pre, post, backward = tokenwise_seconds(est, plan, chunks, weight_grad)
+    pre, post, backward = tokenwise_seconds(est, plan, weight_grad)
     before = after = 0.0
     if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
         before = sum(backward[:-1])
-        after = est.product(weight_grad, plan.tokens / chunks, *plan.matrices[1])
+        after = est.product(weight_grad, plan.tokens / plan.chunks, *plan.matrices[1])
     kernel, attention = attention_seconds(est, plan, "forward")
     kernel_back, attention_back = attention_seconds(est, plan, "backward", before, after)
     backward[-2] += attention_back
     # which a recomputed layer leaves out
-    last = chunks * est.product("forward", plan.tokens / chunks, *plan.matrices[-1])
+    last = product_seconds(est, plan, "forward", plan.matrices[-1])
     columns = there_again = 0.0
     more = [0.0] * len(backward)
     if plan.tp > 1:
         columns, there_again, more = column_exchanges(est, plan, weight_grad)
     layer = pre + attention + post + columns
     return LayerSeconds(
-        chunks, layer, attention, tuple(map(operator.add, backward, more)),
+        layer, attention, tuple(map(operator.add, backward, more)),
         attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
-        pre + post - last, post, by_heads_seconds(est, plan, chunks), layer - last - there_again,
+        pre + post - last, post, by_heads_seconds(est, plan), layer - last - there_again,
         columns + sum(more))
 
 
-def tokenwise_seconds(est: Estimator, plan: Plan, chunks: int,
+def product_seconds(est: Estimator, plan: Plan, kind: str, matrix: tuple[int, int]) -> float:
+    """Return the seconds of a matrix's products with all tokens, chunk by chunk."""
+    return plan.chunks * est.product(kind, plan.tokens / plan.chunks, *matrix)
+
+
+def tokenwise_seconds(est: Estimator, plan: Plan,
                       weight_grad: str) -> tuple[float, float, list[float]]:
     """Return the seconds of block.pre and of block.post, and of their backward by matrix, the last
     one first. weight_grad: the kind of product."""
     cfg = plan.column
     qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-    copied = chunks > 1  # chunks are put together and cut
+    copied = plan.chunks > 1  # chunks are put together and cut
     dim = cfg.dim / plan.tp if plan.splits_tokens else cfg.dim  # of all tokens, or of a part
-
-    def product(kind: str, matrix: tuple[int, int]) -> float:
-        return chunks * est.product(kind, plan.tokens / chunks, *matrix)
+    product = functools.partial(product_seconds, est, plan)
 
     def moved(*columns: float) -> float:
         return est.moved(plan, plan.tokens * sum(columns))
@@ -943,7 +949,7 @@ def end_exchanges(est: Estimator, plan: Plan) -> float:
     return est.collective("all_gather", size, (plan.tp, 1))
 
 
-def by_heads_seconds(est: Estimator, plan: Plan, chunks: int) -> float:
+def by_heads_seconds(est: Estimator, plan: Plan) -> float:
     """Return how much longer a layer takes whose q, k, v are made a head group at a time, forward,
     again in backward, and backward: smaller products, norms and sums of each group, and copies of
     its rows of the matrix."""
@@ -951,14 +957,14 @@ def by_heads_seconds(est: Estimator, plan: Plan, chunks: int) -> float:
     rows, cols = plan.matrices[0]
 
     def longer(kind: str, parts: int) -> float:
-        tokens = plan.tokens / chunks
-        return chunks * (parts * est.product(kind, tokens, rows // parts, cols)
-                         - est.product(kind, tokens, rows, cols))
+        tokens = plan.tokens / plan.chunks
+        return plan.chunks * (parts * est.product(kind, tokens, rows // parts, cols)
+                              - est.product(kind, tokens, rows, cols))
 
     products = (2 * longer("forward", groups) + longer("input_grad", groups)
                 + longer("weight_grad_sum", 3 * groups))  # q, k and v each
     moved = (groups - 1) * plan.tokens * plan.model.dim * (2 * 2 + 5 + 3)
-    return max(0.0, products) + est.moved(plan, moved + 3 * chunks * 2 * rows * cols)
+    return max(0.0, products) + est.moved(plan, moved + 3 * plan.chunks * 2 * rows * cols)
 
 
 def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, kv: int,
@@ -1104,7 +1110,7 @@ def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ..
     """Return the table in shard.py's docstring in seconds."""
     key = (plan.model, plan.dtype, plan.ranks, plan.per_node, plan.tp, plan.pp, plan.pp_chunks,
            plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
-           plan.recompute == "auto" and plan.chunk < plan.tokens, matrices)
+           plan.chunks > 1, matrices)
     if key not in est.cache:
         est.cache[key] = compute_unit_seconds(est, plan, matrices)
     return est.cache[key]
@@ -1132,7 +1138,7 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     held = grad_bytes(plan)
     moved = sum(counts) / f.g / est.profile.memory
     keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
-    in_chunks = plan.recompute == "auto" and plan.chunk < plan.tokens and matrices == plan.matrices
+    in_chunks = plan.chunks > 1 and matrices == plan.matrices
     if in_chunks and f.g > 1:  # they add up in float32, and are cast whole
         keep += moved * f.g * (plan.accum_bytes + wire)
     cast = moved * 2 * (held + wire) if reduce and held != wire else 0.0
@@ -1190,7 +1196,7 @@ class StepTimeline(Timeline):
         layer = layer_seconds(est, plan)
         computed = {"forward": layer.forward, "backward": sum(layer.backward) + recomputed}
         self.seconds = {  # of a layer's pass; the host must launch it in less than it takes
-            kind: max(seconds, layer.chunks * est.profile.launch[kind])
+            kind: max(seconds, plan.chunks * est.profile.launch[kind])
             for kind, seconds in computed.items()}
         self.of_layer = {  # of both passes, by what they are for
             "attention": layer.kernels, "all-to-all": layer.exchange,  # and around a ring

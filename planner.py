@@ -1004,7 +1004,7 @@ class Search:
         kept = None
         if shape.recompute == "auto":
             n = max(shape.parts)
-            kept = ActivationPlan(n, -(-shape.tokens // shape.chunk), n, by_heads=by_heads)
+            kept = ActivationPlan(n, shape.chunks, n, by_heads=by_heads)
         plan = longest_segment(replace(shape, activations=kept))
         return Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
 
@@ -1121,9 +1121,9 @@ class Search:
         """Return a plan in chunks that keep everything, with its bytes. Raises TooLarge if they do
         not even fit without what layers keep."""
         hardware = self.hardware
-        chunks = -(-plan.tokens // plan.chunk)
         n = max(plan.parts)
-        plan = with_memory(replace(plan, activations=ActivationPlan(n, chunks, n, n * chunks)))
+        kept = ActivationPlan(n, plan.chunks, n, n * plan.chunks)
+        plan = with_memory(replace(plan, activations=kept))
         without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
         if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
             without = Memory(without.lasting, by_heads.memory.peaks)
