@@ -687,18 +687,6 @@ class Estimator:
             flops *= 2.5
         return flops / interpolate(self.profile.attention[kind], seen / ring)
 
-    def exchange(self, plan: Plan, columns: int) -> float:
-        """Return seconds of one head group's all-to-all of tensors (N, columns)."""
-        size = plan.tokens * columns / plan.head_groups * plan.dtype.itemsize
-        return self.collective("all_to_all", size, plan.mesh(plan.head_ranks))
-
-    def pass_on(self, plan: Plan, columns: float) -> float:
-        """Return seconds of a step around the ring with tensors (N, columns): one of the R - 1
-        that an all-gather takes."""
-        size = plan.tokens * columns * plan.dtype.itemsize
-        mesh = plan.mesh(plan.sp, plan.head_ranks)
-        return self.collective("all_gather", size * plan.ring, mesh) / max(1, plan.ring - 1)
-
     def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
         bandwidth(op, bytes, mesh). Between measured numbers of nodes the bandwidth is interpolated,
@@ -979,11 +967,19 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
     line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
     across = plan.sp > plan.in_node
     step = kernel / groups / plan.ring
-    keys = est.pass_on(plan, 2 * kv / groups)  # 0 without a ring
+    # a step around the ring with a group's k, v: one of the R - 1 that an all-gather takes
+    around = plan.tokens * (2 * kv / groups) * plan.dtype.itemsize * plan.ring
+    keys = est.collective("all_gather", around, plan.mesh(plan.sp, plan.head_ranks))
+    keys /= max(1, plan.ring - 1)
     sums = keys * bytes_of_sums(plan) / plan.dtype.itemsize
 
     def travel(kind: str, seconds: float) -> list | None:
         return line.launch(kind, seconds, across)
+
+    def exchange(kind: str, columns: int) -> list | None:
+        """Launch one head group's all-to-all of tensors (N, columns)."""
+        size = plan.tokens * columns / plan.head_groups * plan.dtype.itemsize
+        return line.launch(kind, est.collective("all_to_all", size, plan.mesh(plan.head_ranks)))
 
     def run_kernel(passing: list | None) -> None:
         """Run the ring's steps: in forward the square first, in backward last."""
@@ -1003,17 +999,17 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
             line.run(step)
             line.wait(summing)
 
-    first = line.launch("there", est.exchange(plan, there))
+    first = exchange("there", there)
     passing = travel("k, v", keys) if backward else None
     line.run(before)
     for g in range(groups):
         arriving = after_next = None
         if g + 1 < groups:  # the next group's way, under this group's kernel
-            arriving = line.launch("there", est.exchange(plan, there))
+            arriving = exchange("there", there)
             after_next = travel("k, v", keys) if backward else None
         line.wait(first)
         run_kernel(passing)
-        last = line.launch("back", est.exchange(plan, back))
+        last = exchange("back", back)
         first, passing = arriving, after_next
     line.run(after)
     line.wait(last)
