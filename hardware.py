@@ -248,10 +248,9 @@ def find_profile(device_name: str, device: torch.device, dtype: torch.dtype, ker
 
 def check_profile(profile: Profile, name: str) -> None:
     """Raise ValueError unless all rates are there and positive, at ascending points."""
-    tables = {f"products {k}": v for k, v in profile.products.items()}
-    tables |= {f"attention {k}": v for k, v in profile.attention.items()}
-    for op, meshes in profile.collectives.items():
-        tables |= {f"{op} {mesh}": points for mesh, points in meshes.items()}
+    of_kinds = {"products": profile.products, "attention": profile.attention} | profile.collectives
+    tables = {f"{name} {kind}": points for name, kinds in of_kinds.items()
+              for kind, points in kinds.items()}
     tables |= {key: [[1, getattr(profile, key)]] for key in
                ("memory", "optimizer", "to_host", "from_host", "visits", "gpu_bytes", "host_bytes")}
     for table, points in tables.items():
@@ -262,10 +261,10 @@ def check_profile(profile: Profile, name: str) -> None:
                              "points")
     missing = [op for op in COLLECTIVES if not profile.collectives.get(op) and profile.per_node > 1]
     missing += [kind for kind in PRODUCTS if kind not in profile.products]
-    missing += [f"{name}: {kind}" for name in ("attention", "launch")
-                for kind in ("forward", "backward") if kind not in getattr(profile, name)]
-    missing += [f"overlap: {kind}" for kind in ("collectives", "all_to_all")
-                if kind not in profile.overlap]
+    wanted = {"attention": ("forward", "backward"), "launch": ("forward", "backward"),
+              "overlap": ("collectives", "all_to_all")}
+    missing += [f"{name}: {kind}" for name, kinds in wanted.items() for kind in kinds
+                if kind not in getattr(profile, name)]
     if missing:
         raise ValueError(f"--cluster {name}: lacks {', '.join(missing)}")
 
