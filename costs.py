@@ -1129,7 +1129,7 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     # with inter a matrix has one owner
     broadcast = seconds("all_gather" if plan.os_layout == "intra" else "broadcast", e, f.p,
                         plan.mesh(f.os, f.p))
-    scatter, last_scatter, reduce = grad_seconds(est, plan, matrices, seconds)
+    scatter, last_scatter, reduce = grad_seconds(plan, matrices, seconds)
     wire = plan.reduce_bytes
     held = grad_bytes(plan)
     moved = sum(counts) / f.g / est.profile.memory
@@ -1149,7 +1149,7 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
                        sum(broadcast), update, visit)
 
 
-def grad_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...],
+def grad_seconds(plan: Plan, matrices: tuple[tuple[int, int], ...],
                  seconds: Callable) -> tuple[float, float, float]:
     """Return the seconds in which a micro-batch's gradients are scattered, the last one's, and in
     which they are reduced once a step. seconds: of each matrix's collective."""

@@ -1503,7 +1503,7 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     return [text for _, text in sorted(found)]
 
 
-def draw(plans: list[Plan], hardware: Hardware, path: str) -> None:
+def draw(plans: list[Plan], path: str) -> None:
     """Write a picture: seconds and GiB of plans as stacked bars."""
     import matplotlib
 
@@ -1573,7 +1573,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(e))
     held = binding(constraints, model, hardware, plans[0])
     if args.plot:
-        draw(plans, hardware, args.plot)
+        draw(plans, args.plot)
     if args.json:
         found = [figures(p, hardware) for p in plans]
         print(json.dumps({"plans": found, "binding": held}))
