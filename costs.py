@@ -1393,10 +1393,9 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
-def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[str, float]:
+def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
     """Return the seconds of a step's layers and head alone, and of a pipeline's idle time: a bound
-    for all factors, of which some add gradients up in their own place and others do not. lost:
-    seconds of an item's way through the largest part that are recomputed.
+    for all factors, of which some add gradients up in their own place and others do not.
 
     Before its first pass a stage waits for those in front, and after its last they wait for it, so
     with t_c seconds of part c, there and back, on stage c mod P
@@ -1407,21 +1406,16 @@ def computation_seconds(est: Estimator, plan: Plan, lost: float = 0.0) -> dict[s
     for accumulates in {plan.accumulates, False}:
         layer = layer_seconds(est, replace(plan, accumulates=accumulates))
         least = min(least, layer.forward + sum(layer.backward))
-    least += lost / max(plan.parts)
     parts = part_seconds(plan, least, head_seconds(est, plan))
     return {"computation": max(plan.items * sum(parts[s :: plan.pp]) + sum(parts[:s])
                                for s in range(plan.pp))}
 
 
-def bound_seconds(est: Estimator, plan: Plan, lost: float = 0.0,
-                  computed: float | None = None) -> dict[str, float]:
+def bound_seconds(est: Estimator, plan: Plan, computed: float) -> dict[str, float]:
     """Return seconds that a step takes at least: its computation with the update, and communication
     that is all hidden, which slows computation down; or the communication of one wire alone, or the
-    visits of states that lie on the host. lost: as computation_seconds has it; computed: its
-    seconds, where they are known."""
+    visits of states that lie on the host. computed: computation_seconds, in all."""
     m = plan.items
-    if computed is None:
-        computed = sum(computation_seconds(est, plan, lost).values())
     stage = slowest_stage(plan)
     layer = unit_seconds(est, plan, plan.matrices)
     across = crosses_nodes(plan)
