@@ -75,6 +75,7 @@ class Bench:
     seqs: list[int] = field(default_factory=list)  # --seq
     skip: list[str] = field(default_factory=list)  # --skip
     model: str = "7b"  # --model
+    batch: int = 1  # --batch
     nodes: int = 1  # --nodes
     quick: bool = False
     memory: dict[str, int] = field(default_factory=dict)  # --host-memory, --gpu-memory as flags
@@ -587,7 +588,8 @@ def sharded(bench: Bench, name: str, f: Factors, m: int, seq: int = 4096, **flag
 
 
 def table_shard(bench: Bench) -> None:
-    """All ranks of one node, 7B: our factors beside FSDP2's modes, M = 1 and 8."""
+    """All ranks of one node, 7B: our factors, by hand and as planned, beside FSDP2's modes, M = 1
+    and 8."""
     world = bench.world
     half = max(1, world // 2)
     name, seq = "7b", 4096
@@ -606,6 +608,9 @@ def table_shard(bench: Bench) -> None:
             cfg = sharded(bench, name, Factors(p, g, os_), m, os_layout=layout)
             attempt(bench, f"ours {p},{g},{os_} {layout} M={m}", name, seq, seq * m,
                     lambda: make_step(bench, cfg), repeats, bound=bound, micro_batches=m)
+        cfg = Config(model=name, seq=seq, batch=m * world)
+        attempt(bench, f"ours, as planned M={m}", name, seq, seq * m,
+                lambda: make_step(bench, cfg), repeats, bound=bound)
         cfg = sharded(bench, name, Factors(), m)
         for label, mesh, reshard in theirs:
             attempt(bench, f"fsdp2 {label} M={m}", name, seq, seq * m,
@@ -767,10 +772,11 @@ def table_trace(bench: Bench) -> None:
 
 
 def table_long(bench: Bench) -> None:
-    """A model (--model), one sequence over all ranks, train.py's own choices, beside the kernels
-    alone, beside what Memo compares with (full recomputation; all of it swapped, two layers
-    resident), and beside FSDP2 with Ulysses and full recomputation of each layer: same model, same
-    kernels. Of steps of minutes the first is timed, in which what runs whole is compiled."""
+    """A model (--model), one sequence over all ranks or --batch of them in a step, train.py's own
+    choices, beside the kernels alone, beside what Memo compares with (full recomputation; all of it
+    swapped, two layers resident), and beside FSDP2 with Ulysses and full recomputation of each
+    layer: same model, same kernels. Of steps of minutes the first is timed, in which what runs
+    whole is compiled."""
     name = bench.model
     world = bench.world
     kinds = {"ours": ("ours", {}), "full": ("ours, full recompute", {"recompute": "full"}),
@@ -778,12 +784,12 @@ def table_long(bench: Bench) -> None:
     for seq in bench.seqs or [2**13 * world * i for i in (1, 2, 4, 8)]:
         bound = kernel_bound(bench, name, seq)
         bench.add(bound)
-        tokens = seq // world
+        tokens = bench.batch * seq // world
         repeats = 1 if tokens > 2**14 else 3
         # of steps of minutes, the first is timed
         warmup = 0 if bound["step_s"] > 100 else 1 if tokens > 2**14 else 2
         make = make_step if warmup else make_long_step
-        cfg = Config(model=name, seq=seq, sp=world, batch=1)
+        cfg = Config(model=name, seq=seq, batch=bench.batch)
         for kind, (label, by_hand) in kinds.items():
             if kind not in bench.skip:
                 ours = dataclasses.replace(cfg, **by_hand)
@@ -791,8 +797,9 @@ def table_long(bench: Bench) -> None:
                         warmup, bound)
         if "fsdp2" not in bench.skip:
             flat = dist.init_device_mesh("cuda", (world,))
+            theirs = dataclasses.replace(cfg, sp=world)
             attempt(bench, "fsdp2 ZeRO-3, Ulysses, full", name, seq, tokens,
-                    lambda: fsdp2_step(bench, cfg, flat, True), repeats, warmup, bound)
+                    lambda: fsdp2_step(bench, theirs, flat, True), repeats, warmup, bound)
 
 
 def make_long_step(bench: Bench, cfg: Config) -> Step:
@@ -1332,6 +1339,8 @@ def parse() -> argparse.Namespace:
                         "pipeline, tensor and longest: 64K,128K")
     parser.add_argument("--model", default="7b", choices=list(MODELS),
                         help="of the table long; default: 7b")
+    parser.add_argument("--batch", type=int, default=1,
+                        help="sequences a step of the table long; default: 1")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
                         "(recomputation), swap (all of it) and fsdp2, as full,swap")
     parser.add_argument("--host-memory", type=size, help="bytes of a node that it may swap to, as "
@@ -1344,12 +1353,16 @@ def parse() -> argparse.Namespace:
         parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
     gpu = torch.cuda.is_available()
     world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch < 1:
+        parser.error(f"--batch {args.batch}: at least 1")
     for name in args.tables:
         reason = why_not(name, world, args.nodes, gpu)
         if reason:  # known to each rank, so all of them say it
             parser.error(reason)
-        if name != "long" and args.model != "7b":
-            parser.error(f"--model {args.model}: of table long alone, not of {name}")
+        for flag in ("model", "batch"):
+            value = getattr(args, flag)
+            if name != "long" and value != parser.get_default(flag):
+                parser.error(f"--{flag} {value}: of table long alone, not of {name}")
     return args
 
 
@@ -1366,7 +1379,10 @@ def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, 
     """Return the command that measures a table as this run does, and what sets its file's name
     apart."""
     seqs = [f"{seq // 1024}K" for seq in args.seq]
-    flags = {"seq": ",".join(seqs), "skip": args.skip}
+    flags = {"seq": ",".join(seqs)}
+    if args.batch > 1:
+        flags["batch"] = args.batch
+    flags["skip"] = args.skip
     file = name
     if args.model != "7b":
         flags["model"] = args.model
@@ -1377,6 +1393,8 @@ def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, 
     if args.quick:
         file += "-quick"
     file += "".join(f"-{seq.lower()}" for seq in seqs)
+    if args.batch > 1:
+        file += f"-{args.batch}x"
     if args.gpu_memory:
         flags["gpu-memory"] = f"{args.gpu_memory // GIB}G"
         file += f"-{args.gpu_memory // GIB}g"
@@ -1454,7 +1472,7 @@ def main() -> None:
     memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
     memory = {flag: value for flag, value in memory.items() if value is not None}
     bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.model,
-                  args.nodes, args.quick, memory)
+                  args.batch, args.nodes, args.quick, memory)
     on_all_ranks(lambda: try_folder(out) if rank == 0 else None)
     if gpu:
         torch.cuda.set_device(device)

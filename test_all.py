@@ -42,6 +42,7 @@ test_going_back_*                     a log with a hole, under a checkpoint that
 test_signals                          a stop without a checkpoint, or a hang
 test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
 test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
+test_node_*                           a measurement that is lost, twice, or of untested code
 test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
 test_refused                          bad input that is found late, or on one rank only
 test_readme_*                         a number, flag, file or command of README that is none
@@ -720,13 +721,18 @@ def test_plan_is_made_twice_and_ranked():
 # papers and large machines: results/scale.py
 
 
-@pytest.fixture(scope="module")
-def scale():
-    """results/scale.py, a program beside the modules."""
-    spec = importlib.util.spec_from_file_location("scale", HERE / "results" / "scale.py")
+def load_program(name: str):
+    """Return a program of results/, beside the modules."""
+    spec = importlib.util.spec_from_file_location(name, HERE / "results" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def scale():
+    return load_program("scale")
 
 
 def test_scale_profiles_are_written_by_their_sources(scale):
@@ -774,7 +780,7 @@ def test_papers_choices(scale):
 
 
 @pytest.mark.parametrize("table", ["choices", "table_5", "figures_11_and_12", "fits", "rings",
-                                   "hybrids"])
+                                   "hybrids", "node"])
 def test_scale_predictions_are_the_planners(scale, table, monkeypatch):
     """results/scale.json is not older than the planner (of what fits and of rings, a third is asked
     again, of tensor modes and pipelines one search)."""
@@ -6000,6 +6006,80 @@ def test_bench_writes_results(tmp_path):
     assert longest["seq"] > ours["seq"]
     for r in (bound, without, ours, longest):
         assert r["tgs"] == pytest.approx(r["seq"] / r["step_s"]) and r["step_s"] > 0
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_node_pieces_are_commands_that_measure(gpus, monkeypatch):
+    """They parse, and results files name them as results/node.py looks for them."""
+    node = load_program("node")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", str(gpus))
+    for piece in node.PIECES:
+        if piece.gpus > gpus:
+            continue
+        command = piece.on(gpus)
+        *launcher, program = command.partition(".py ")[0].split()
+        flags = command.partition(".py ")[2].split()
+        assert launcher == ["torchrun", "--nproc_per_node", str(gpus)]
+        if program == "train":
+            train.check_flags(train.parse(flags))
+        else:
+            monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+            args = bench.parse()
+            assert bench.command_line(args, *args.tables, gpus)[0] == command
+        assert f"gpu_{piece.test}_worker" in globals()
+    assert "--seq 256K" in node.PIECES[0].on(2) and "--seq 1024K" in node.PIECES[0].on(8)
+
+
+def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
+    node = load_program("node")
+    out = tmp_path / "results"
+    out.mkdir()
+    monkeypatch.setattr(node, "ROOT", tmp_path)
+    monkeypatch.setattr(node, "HERE", out)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    broken = {"gpu_tensor_worker", "longest"}
+    begun = []
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: 240 * len(begun)))
+
+    def run(command: list[str]) -> tuple[bool, str]:
+        if "pytest" in command:
+            begun.append(command[-1])
+            return command[-1] not in broken, "1 passed"
+        program = next(i for i, word in enumerate(command) if word.endswith(".py"))
+        folder = Path(command[-1])
+        said = "torchrun --nproc_per_node 2 " + " ".join(command[program:-2])
+        begun.append(said)
+        if command[program] == "bench.py":  # rows so far
+            found = {"command": said, "hardware": "2 x NVIDIA H200"}
+            (folder / f"{len(list(out.iterdir()))}.json").write_text(json.dumps(found))
+        return command[program + 1] not in broken, "loss 1.0"
+
+    monkeypatch.setattr(node, "run", run)
+
+    def main(*flags) -> int:
+        begun.clear()
+        monkeypatch.setattr(sys, "argv", ["node.py", "--out", str(out), *flags])
+        return node.main()
+
+    assert main("--list") == 0 and not begun
+    for_two = [piece for piece in node.PIECES if piece.gpus == 2]
+    assert main("--minutes", "10") == 0
+    assert begun == ["gpu_swap_worker", for_two[0].on(2)]  # of 4 minutes each
+    assert "loss 1.0" in (out / "train-256k-2xh200.log").read_text()
+    assert main() == 1
+    measured = [command for command in begun if command.startswith("torchrun")]
+    assert measured == [piece.on(2) for piece in for_two[1:] if piece.test != "tensor"]
+    assert begun.count("gpu_swap_worker") == 0 and begun.count("gpu_ring_worker") == 1
+    assert len(list(out.glob("*.json"))) == len(measured) - 1  # rows of one cut short are no result
+    broken.clear()
+    capsys.readouterr()
+    assert main() == 0
+    again = [piece.on(2) for piece in for_two if "longest" in piece.command or
+             piece.test == "tensor"]
+    assert [command for command in begun if command.startswith("torchrun")] == again
+    assert main() == 0 and not begun
 
 
 def test_longest_sequence_is_the_last_that_fits():

@@ -169,6 +169,10 @@ SCALE = {  # key of scale.json -> how to read it
         " 4K tokens, so at 1M tokens MFU compares. A pipeline wins where sequences are short,"
         " the network is slow and many micro-batches fill it; columns never do here: their"
         " exchanges are not hidden, and those of heads and weights are.",
+    "node":
+        "**One node of 8 H200s**: what the planner expects of the steps that `results/node.py` is"
+        " to measure, by profiles/h200x8.json, whose rates of GPUs are those of two H200s. Rows"
+        " whose factors were set by hand say so.",
     "example":
         "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
         " 400 Gb/s a GPU.",
@@ -264,6 +268,13 @@ def scale_tables() -> str:
               f"{r[cut]['idle_s']:.3g}", f"{r[cut]['gpu_gib']:.1f}"]
              for r in found["hybrids"]
              for cut in ("all degrees", "without", "8 stages", "8 columns") if cut in r]),
+        "node": markdown(
+            ["tokens", "sequences", "p,g,os", "sp", "layers keep", "step s", "causal MFU",
+             "GPU GiB"],
+            [[f"{r['seq'] // 1024:,}K", str(r["batch"]),
+              r["shards"] + ", by hand" * r["by_hand"], r["sp"], r["layers"],
+              f"{r['step_s']:.4g}", f"{r['mfu_causal']:.1%}", f"{r['gpu_gib']:.1f}"]
+             for r in found["node"]]),
         "example": f"    {found['example']['command']}\n\n" + indent(
             found["example"]["text"], "    ")}
     text = ("\n## Scale, by simulation\n\nNothing here was run: `python results/scale.py"
@@ -306,6 +317,8 @@ def results_readme() -> str:
         for table, says in tables.items():
             text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table, [])))
     assert not files, f"TOPICS has no table {sorted(files)}"
+    for path in sorted(HERE.glob("train-*.log")):  # of results/node.py
+        text += f"\n### {path.name}\n\n" + indent(path.read_text(), "    ")
     return text + predictions() + scale_tables()
 
 

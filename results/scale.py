@@ -450,6 +450,28 @@ def hybrids() -> list[dict]:
     return rows
 
 
+NODE = [  # what results/node.py measures of 7B: tokens, sequences a step, flags
+    *((kilo * 2**10, 1, {}) for kilo in (64, 128, 256, 512, 1024)), (2**16, 8, {}),
+    *((2**12, 8 * m, {"sp": 1, "micro_batch": 1, "p": p, "g": g, "os": os} if p else {})
+      for m in (1, 8) for p, g, os in (("1", "1", "8"), ("1", "8", "8"), ("4", "4", "8"),
+                                       ("8", "8", "8"), ("4", "4", "4"), ("", "", "")))]
+
+
+def node() -> list[dict]:
+    """Return what is expected of 8 H200s, of which nothing was measured yet."""
+    hardware = Hardware(8, 8, load_profile("h200x8"), GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
+    rows = []
+    for seq, batch, by_hand in NODE:
+        asked = Constraints(seq=seq, batch=batch, dtype=torch.bfloat16, **by_hand)
+        found = plan(asked, MODELS["7b"], hardware, top=1)[0]
+        rows.append({"seq": seq, "batch": batch, "by_hand": bool(by_hand),
+                     "shards": shards_text(found, hardware), "sp": sp_text(found),
+                     "layers": layers_text(found), "step_s": found.step_s,
+                     "mfu_causal": figures(found, MODELS["7b"], hardware)["mfu_causal"],
+                     "gpu_gib": found.memory.total() / GIB})
+    return rows
+
+
 EXAMPLE = ("planner.py --model 65b --ranks 10000 --per-node 8 --seq 32K --batch 1250 --cluster "
            "h200x8-400g --top 2")
 
@@ -472,7 +494,7 @@ def rounded(value):
 def predictions() -> dict:
     return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
                     "memo": memo(), "fits": fits(), "rings": rings(),
-                    "hybrids": hybrids()})
+                    "hybrids": hybrids(), "node": node()})
 
 
 def main() -> None:
