@@ -84,9 +84,12 @@ def find_files(data: str) -> tuple[list[Path], list[Path]]:
     """Return the files of --data, of a folder the .bin files if there are any; and its val.bin, if
     there is one. Raises ValueError."""
     if data == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        return [f for f in sorted(root.rglob("*.py"))
-                if not NOT_STDLIB & set(f.relative_to(root).parts)], []
+        found = []
+        for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+            folders[:] = set(folders) - NOT_STDLIB  # not walked: installed packages are many files
+            found += [Path(folder, name) for name in names
+                      if name.endswith(".py") and name not in NOT_STDLIB]
+        return sorted(found), []
     root = Path(data)
     if not root.exists():
         raise ValueError(f"--data {data}: no such file or folder")

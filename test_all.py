@@ -157,7 +157,7 @@ def fork_ranks(args, ranks: int, code: str, file: Path, env: dict) -> list:
     """train.py as `launch` does, without torchrun, which adds nothing but seconds of imports: its
     processes are forked from one that has imported torch. What they print goes to a file."""
     fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["train", "pytest"])
+    fork.set_forkserver_preload(["train", "pytest", "matplotlib.pyplot"])
     port = str(free_port())
     processes = []
     for rank in range(max(1, ranks)):
