@@ -952,14 +952,22 @@ SETTINGS = (
     Setting("H", 2, "7b", 2**14, 1, {"sp": 2, "alpha": 1.0, "resident_layers": 2}),
     Setting("I", 2, "llama3-8b", 2**14, 4, {"sp": 2}, True),
     Setting("J", 2, "llama3-8b", 2**18, 1, {"sp": 2}, True),
+    *(setting for ranks in (4, 8) for setting in (  # K: of other tables
+        Setting("L", ranks, "7b", 2**13 * ranks, 1, {}, True),
+        Setting("M", ranks, "7b", 2**12, 8 * ranks, {}, True),
+        Setting("M", ranks, "7b", 2**12, 8 * ranks,
+                {"p": str(ranks), "g": str(ranks), "os": str(ranks), "micro_batch": 1}, True),
+        Setting("N", ranks, "llama3-8b", 2**15 * ranks, 1, {}, True))),
 )
 
 
 def table_predict(bench: Bench, held_out: bool) -> None:
     """Predicted beside measured, step time and peak memory, of the settings of so many GPUs."""
-    for setting in SETTINGS:
-        if (setting.ranks, setting.held_out) != (bench.world, held_out):
-            continue
+    settings = [s for s in SETTINGS if (s.ranks, s.held_out) == (bench.world, held_out)]
+    if not settings:
+        raise ConfigError(f"no such setting is of {bench.world} GPUs, only of "
+                          f"{sorted({s.ranks for s in SETTINGS if s.held_out == held_out})}")
+    for setting in settings:
         cfg = Config(model=setting.model, seq=setting.seq, batch=setting.batch, **setting.by_hand)
         tokens = setting.seq * setting.batch // bench.world
         long = tokens > 2**16

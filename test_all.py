@@ -6027,6 +6027,8 @@ def test_node_pieces_are_commands_that_measure(gpus, monkeypatch):
             monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
             args = bench.parse()
             assert bench.command_line(args, *args.tables, gpus)[0] == command
+            assert "predict" not in command or any(
+                s.held_out and s.ranks == gpus for s in bench.SETTINGS)
         assert f"gpu_{piece.test}_worker" in globals()
     assert "--seq 256K" in node.PIECES[0].on(2) and "--seq 1024K" in node.PIECES[0].on(8)
 
@@ -6175,7 +6177,7 @@ def test_one_layer_gains_nothing_by_dropping():
 
 def test_longest_sequence_table_on_little_memory(monkeypatch, group):
     """The steps that prove it run, of a small model under the name of the large one."""
-    small = m.ModelConfig(64, 64, 6, 8, 8, 64, 8, max_positions=2**40)
+    small = m.ModelConfig(64, 64, 6, 1, 1, 64, 64, max_positions=2**40)
     for name in ("7b", "7b/4"):
         monkeypatch.setitem(m.MODELS, name, small)
     longest = bench.longest  # of large GPUs, too, in a moment

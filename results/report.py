@@ -269,9 +269,9 @@ def scale_tables() -> str:
              for r in found["hybrids"]
              for cut in ("all degrees", "without", "8 stages", "8 columns") if cut in r]),
         "node": markdown(
-            ["tokens", "sequences", "p,g,os", "sp", "layers keep", "step s", "causal MFU",
+            ["model", "tokens", "sequences", "p,g,os", "sp", "layers keep", "step s", "causal MFU",
              "GPU GiB"],
-            [[f"{r['seq'] // 1024:,}K", str(r["batch"]),
+            [[r["model"], f"{r['seq'] // 1024:,}K", str(r["batch"]),
               r["shards"] + ", by hand" * r["by_hand"], r["sp"], r["layers"],
               f"{r['step_s']:.4g}", f"{r['mfu_causal']:.1%}", f"{r['gpu_gib']:.1f}"]
              for r in found["node"]]),

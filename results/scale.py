@@ -450,9 +450,10 @@ def hybrids() -> list[dict]:
     return rows
 
 
-NODE = [  # what results/node.py measures of 7B: tokens, sequences a step, flags
-    *((kilo * 2**10, 1, {}) for kilo in (64, 128, 256, 512, 1024)), (2**16, 8, {}),
-    *((2**12, 8 * m, {"sp": 1, "micro_batch": 1, "p": p, "g": g, "os": os} if p else {})
+NODE = [  # what results/node.py measures: model, tokens, sequences a step, flags
+    *(("7b", kilo * 2**10, 1, {}) for kilo in (64, 128, 256, 512, 1024)), ("7b", 2**16, 8, {}),
+    ("llama3-8b", 2**18, 1, {}),
+    *(("7b", 2**12, 8 * m, {"sp": 1, "micro_batch": 1, "p": p, "g": g, "os": os} if p else {})
       for m in (1, 8) for p, g, os in (("1", "1", "8"), ("1", "8", "8"), ("4", "4", "8"),
                                        ("8", "8", "8"), ("4", "4", "4"), ("", "", "")))]
 
@@ -461,13 +462,13 @@ def node() -> list[dict]:
     """Return what is expected of 8 H200s, of which nothing was measured yet."""
     hardware = Hardware(8, 8, load_profile("h200x8"), GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
     rows = []
-    for seq, batch, by_hand in NODE:
+    for name, seq, batch, by_hand in NODE:
         asked = Constraints(seq=seq, batch=batch, dtype=torch.bfloat16, **by_hand)
-        found = plan(asked, MODELS["7b"], hardware, top=1)[0]
-        rows.append({"seq": seq, "batch": batch, "by_hand": bool(by_hand),
+        found = plan(asked, MODELS[name], hardware, top=1)[0]
+        rows.append({"model": name, "seq": seq, "batch": batch, "by_hand": bool(by_hand),
                      "shards": shards_text(found, hardware), "sp": sp_text(found),
                      "layers": layers_text(found), "step_s": found.step_s,
-                     "mfu_causal": figures(found, MODELS["7b"], hardware)["mfu_causal"],
+                     "mfu_causal": figures(found, MODELS[name], hardware)["mfu_causal"],
                      "gpu_gib": found.memory.total() / GIB})
     return rows
 
