@@ -893,7 +893,7 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
 def test_swapping_run_equals_plain_and_resumes(tmp_path):
     """train.py itself: sequences over ranks, chunks, swapping; saved, resumed with others."""
-    args = [*QUICK, "--dtype", "fp64", "--keep", "9"]
+    args = [*QUICK, "--dtype", "fp64", "--keep", "9", "--eval-sequences", "8"]
     run([*args, "--out", tmp_path / "a", "--eval-every", "6"], 0)
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --g 2 --os 2 --head-groups 3".split()
     text = run([*args, *swap, "--out", tmp_path / "b", "--save-every", "3", "--eval-every", "6"], 2)
@@ -1135,7 +1135,8 @@ def test_wire_and_recomputation_flags(tmp_path):
 
 def test_sharded_checkpoints_fit_each_other(tmp_path):
     """Saved under some factors, ranks and layout; resumed, evaluated and exported under others."""
-    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5"]
+    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5",
+            "--eval-sequences", "8"]
     run([*args, "--out", tmp_path / "a", "--save-every", "3", "--export", tmp_path / "x"], 0)
     want, others = losses(tmp_path / "a"), [
         (2, "--p 2 --os-layout inter --os-place host"), (3, "--strategy zero3 --overlap none"),
@@ -2173,7 +2174,7 @@ def test_planned_run_is_bit_equal(tmp_path):
     """train.py --memplan on: with sequences over ranks, chunks, evaluation, a checkpoint in between
     and resuming from it, the losses are those without it."""
     args = [*QUICK, "--sp", "2", "--chunk", "16", "--alpha", "0.5", "--steps", "8",
-            "--eval-every", "5", "--save-every", "6"]
+            "--eval-every", "5", "--eval-sequences", "8", "--save-every", "6"]
     run([*args, "--out", tmp_path / "off"], 2)
     levels = run([*args, "--out", tmp_path / "levels", "--memplan", "bilevel", "--steps", "4"], 2)
     assert re.search("plan of a step: .*two levels", levels)  # by the passes that States has marked
