@@ -1369,9 +1369,25 @@ def pipelined(case, groups, cpu, cfg, seq):
                           gather_layers=keep != "all", num_chunks=pieces, poison=True)
     for name, shape in model.shapes.items():
         states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
-    pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds,
-                                 columns.between_layers, cpu, torch.float64, poison=True)
+    pipeline = PoisonedPipeline(model, parts, runners, groups, several, bounds,
+                                columns.between_layers, cpu, torch.float64)
     return pipeline, states, bounds
+
+
+class PoisonedPipeline(parallel.Pipeline):
+    """What was received becomes NaN after use."""
+
+    def run_forward(self, this, x, *more, **options):
+        live = super().run_forward(this, x, *more, **options)
+        live.received = x
+        return live
+
+    def run_backward(self, this, there, dy):
+        dx = super().run_backward(this, there, dy)
+        for received in (there.received, dy):
+            if received is not None:
+                received.fill_(torch.nan)
+        return dx
 
 
 def pipeline_worker():
@@ -4665,6 +4681,20 @@ def gpu_ring_worker():
     os._exit(0)
 
 
+class LateStream(attention.CommStream):
+    """Starts so many GPU cycles late."""
+
+    def __init__(self, device, delay: int):
+        super().__init__(device)
+        self.delay = delay
+
+    @contextlib.contextmanager
+    def after_compute(self):
+        with super().after_compute():
+            torch.cuda._sleep(self.delay)
+            yield
+
+
 def gpu_pipeline_worker():
     """Pipelines over all ranks, with parts, segments and layers that swap: 12 steps near those of
     one GPU, and equal to the last bit where messages are poisoned after use and late. Without waits
@@ -4695,8 +4725,10 @@ def gpu_pipeline_worker():
         for name, shape in model.shapes.items():
             if states.holds(name):
                 states.load(name, m.initial_weight(cfg, name, shape, 0, device))
-        pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, 1, device,
-                                     torch.bfloat16, True, hard, 3 * 10**6 * hard)
+        parallel.CommStream = functools.partial(LateStream, delay=3 * 10**6 * hard)
+        make = PoisonedPipeline if hard else parallel.Pipeline
+        pipeline = make(model, parts, runners, groups, several, bounds, 1, device, torch.bfloat16)
+        parallel.CommStream = attention.CommStream
         tokens = ids[0, :1, :-1]
         pipeline.warm_up((tokens, tokens, torch.ones((), device=device), positions))
         return learn(pipeline, states, 1 / (several * seq))
@@ -4741,8 +4773,8 @@ def gpu_tensor_worker():
     for kind in ("whole", *kinds):
         mode, _, how = kind.partition(", ")
         there = groups[1 if kind == "whole" else tp]
-        columns = parallel.Columns(mode, there, attention.CommStream(device), bool(how),
-                                   3 * 10**6 * bool(how))
+        columns = parallel.Columns(mode, there, LateStream(device, delay=3 * 10**6 * bool(how)),
+                                   bool(how))
         model, states = on_gpu(cfg, device, op, columns, micro_batches=2, groups=there)
         scale = torch.tensor(there.tp / (2 * world * seq), device=device)  # copies of each token
         attention.wait = (lambda _: None) if how == "without waits" else offload.wait
