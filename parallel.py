@@ -44,13 +44,14 @@ model on a stage, c one of all P*V (or a column), L layers, M micro-batches, m o
 segments, k one of them, B sequences of a micro-batch, T tokens of one, sp ranks that share it, n
 tokens of a segment on a rank, C width.
 """
+import copy
 import dataclasses
 import functools
 import itertools
 import math
 import os
 import string
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -62,8 +63,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from attention import CommStream, Groups, Passing, Past, all_gather, reduce_scatter, wait
-from model import (Cut, HeadPart, LLaMA, Matrix, ModelConfig, PlainSplit, Vector,
-                   accumulation_dtype, flops_per_token, rope_tables)
+from model import (Cut, LLaMA, Matrix, ModelConfig, PlainSplit, Vector, accumulation_dtype,
+                   flops_per_token, rope_tables)
 from offload import ChunkGraph
 
 SEGMENT_ALIGN_TOKENS = 128  # of a rank: where kernels like a segment to begin
@@ -199,19 +200,17 @@ class Split(PlainSplit):
 def kinds_and_cuts(cfg: ModelConfig, c: int, tp: int) -> dict[str, tuple[str, Cut]]:
     """Return of each matrix of a layer which product it is of, and what column c of tp has of it.
     cfg: of the whole model."""
-    def part(size: int) -> tuple[int, int]:
-        return c * size // tp, (c + 1) * size // tp
+    def part(size: int, first: int = 0) -> tuple[int, int]:
+        return first + c * size // tp, first + (c + 1) * size // tp
 
-    dim, ffn, heads = cfg.dim, cfg.ffn, cfg.heads * cfg.head_dim
-    qkv = heads + 2 * cfg.kv_heads * cfg.head_dim
-    of_qkv = tuple((rows.start, rows.stop) for rows in HeadPart(c, tp).rows(cfg))
-    gate = part(ffn)
-    up = ffn + gate[0], ffn + gate[1]
+    dim, ffn = cfg.dim, cfg.ffn
+    q, kv = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     return {
-        "qkv": ("column", Cut((qkv, dim), of_qkv, (0, dim))),
-        "out": ("row", Cut((dim, heads), ((0, dim),), part(heads))),
-        "gate_up": ("column", Cut((2 * ffn, dim), (gate, up), (0, dim))),
-        "down": ("row", Cut((dim, ffn), ((0, dim),), gate)),
+        "qkv": ("column", Cut((q + 2 * kv, dim), (part(q), part(kv, q), part(kv, q + kv)),
+                              (0, dim))),
+        "out": ("row", Cut((dim, q), ((0, dim),), part(q))),
+        "gate_up": ("column", Cut((2 * ffn, dim), (part(ffn), part(ffn, ffn)), (0, dim))),
+        "down": ("row", Cut((dim, ffn), ((0, dim),), part(ffn))),
     }
 
 
@@ -239,7 +238,8 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
             matrix.split = splits[kind]
         block.cfg = of_column
         if block.qkv_bias is not None:
-            block.qkv_bias.rows = HeadPart(c, tp).rows(model.cfg)
+            _, cut = parts["qkv"]
+            block.qkv_bias.rows = tuple(slice(*rows) for rows in cut.rows)
         # all columns have all tokens there, so the sum over ranks takes column 0's gradient alone;
         # split tokens add up, as do heads, of which q_norm, k_norm and the bias see a column's
         of_heads = (block.qkv_bias, block.q_norm, block.k_norm)
@@ -510,6 +510,19 @@ class Link:
         return Message(tensor, work, self.stream.last_event())
 
 
+class Silence:
+    """A link of a warm-up: what comes is zero, and nothing leaves."""
+
+    def launch(self, tensor: Tensor) -> Message:
+        return Message(tensor.zero_(), None, None)
+
+    def send(self, tensor: Tensor) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
 def use_more_queues() -> None:
     """Let each stream have a hardware queue of its own, of which a GPU has 8 by default: a message
     that waits must not hold up the one that it waits for. Before CUDA starts."""
@@ -595,14 +608,10 @@ class Pipeline:
         """Launch the way here of what a pass needs; None: nothing."""
         if self.is_first(this) if this.forward else self.is_last(this):
             return None
-        link = self.links["forward_in" if this.forward else "backward_in"]
-        return link.launch(self.empty(this.segment, micro_batch))
-
-    def empty(self, k: int, micro_batch: tuple) -> Tensor:
-        """Return a place for what is between layers of a segment, (B, n / sharing, C)."""
-        rows, tokens = self.segment(micro_batch[0], k).shape
-        return torch.empty(rows, tokens // self.sharing, self.model.cfg.dim, dtype=self.dtype,
-                           device=self.device)
+        rows, tokens = self.segment(micro_batch[0], this.segment).shape
+        between_layers = torch.empty(rows, tokens // self.sharing, self.model.cfg.dim,
+                                     dtype=self.dtype, device=self.device)
+        return self.links["forward_in" if this.forward else "backward_in"].launch(between_layers)
 
     def arrived(self, message: Message | None) -> Tensor | None:
         """Let compute wait for a message."""
@@ -657,15 +666,13 @@ class Pipeline:
         for link in self.links.values():
             link.finish()
 
-    def run_forward(self, this: Pass, x: Tensor | None, micro_batch: tuple, loss: Tensor,
-                    sends: bool = True) -> Live:
+    def run_forward(self, this: Pass, x: Tensor | None, micro_batch: tuple, loss: Tensor) -> Live:
         """Run a part on x (B, n, C), None: on tokens, and launch the result's way, or add to the
         loss. Returns what backward needs."""
         layers = functools.partial(self.run_layers, this, micro_batch)
         graph, (y,) = ChunkGraph.run(self.root, layers, *([] if x is None else [x]))
         if not self.is_last(this):
-            if sends:
-                self.links["forward_out"].send(y)
+            self.links["forward_out"].send(y)
             return Live(graph, None)
 
         _, labels, scale, *_ = micro_batch
@@ -715,17 +722,14 @@ class Pipeline:
         whole device the first time (compilers, loaders, memory that ranks map from each other)
         would wait for a message of a stage that waits itself. Gradients are spoiled: before a
         step."""
-        loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
-        back = []
+        silent = copy.copy(self)
+        silent.links = defaultdict(Silence)
+        silent.order = []
         for chunk in range(len(self.parts)):
-            for k in range(self.segments):
-                this = Pass(True, 0, k, chunk)
-                x = None if self.is_first(this) else self.empty(k, micro_batch).zero_()
-                back.append((this, self.run_forward(this, x, micro_batch, loss, sends=False)))
-            while back:
-                this, live = back.pop()
-                dy = None if self.is_last(this) else self.empty(this.segment, micro_batch).zero_()
-                self.run_backward(this, live, dy)
+            there = [Pass(True, 0, k, chunk) for k in range(self.segments)]
+            back = [dataclasses.replace(this, forward=False) for this in reversed(there)]
+            silent.order += there + back
+        silent.forward_backward([micro_batch])
 
     # -- evaluation
 

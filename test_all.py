@@ -1377,8 +1377,8 @@ def pipelined(case, groups, cpu, cfg, seq):
 class PoisonedPipeline(parallel.Pipeline):
     """What was received becomes NaN after use."""
 
-    def run_forward(self, this, x, *more, **options):
-        live = super().run_forward(this, x, *more, **options)
+    def run_forward(self, this, x, *more):
+        live = super().run_forward(this, x, *more)
         live.received = x
         return live
 
