@@ -77,13 +77,6 @@ class StoredPart:
     crc32: list[int]  # of every SUM_BYTES
     cut: Cut | None = None  # in a file its rows and columns, or no key: then the tensor is not cut
 
-    def extents(self, dtype: torch.dtype) -> list["StoredPart"]:
-        """Return the part cut by its checksums."""
-        step = SUM_BYTES // dtype.itemsize
-        return [StoredPart(self.file, self.offset + i * SUM_BYTES, self.start + i * step,
-                           min(step, self.count - i * step), [crc])
-                for i, crc in enumerate(self.crc32)]
-
 
 # dtype, shape, and parts by their cut, of which each has all of its elements
 StoredTensor = tuple[torch.dtype, tuple[int, ...], dict[Cut | None, list[StoredPart]]]
@@ -302,9 +295,9 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         read_at(folder / file, size, 0, crc32)
 
     def run(jobs: list[tuple]) -> None:
-        for *_, extent in jobs:
-            believe(extent.file)
-        for done in [pool.submit(read_extent, folder, *job) for job in jobs]:
+        for file, *_ in jobs:
+            believe(file)
+        for done in [pool.submit(read_extent, folder / file, *job) for file, *job in jobs]:
             done.result()
 
     def read_whole(dtype: torch.dtype, shape: tuple, by_cut: dict) -> Tensor:
@@ -330,21 +323,27 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
 
 
 def jobs_of(values: Tensor, start: int, dtype: torch.dtype, parts: list[StoredPart]) -> list[tuple]:
-    """Return the arguments of `read_extent` that fill values, from element `start` of the parts."""
-    end = start + values.numel()
-    return [(values, start, dtype, extent) for part in parts for extent in part.extents(dtype)
-            if extent.start < end and start < extent.start + extent.count]
+    """Return a file and the other arguments of `read_extent`, for each extent that has some of the
+    values, which begin at element `start`."""
+    jobs = []
+    step = SUM_BYTES // dtype.itemsize
+    for part in parts:
+        for i, crc32 in enumerate(part.crc32):
+            begin = part.start + i * step
+            end = min(begin + step, part.start + part.count)
+            first, last = max(start, begin), min(start + len(values), end)
+            if first < last:
+                jobs.append((part.file, part.offset + i * SUM_BYTES, end - begin, dtype, crc32,
+                             first - begin, values[first - start : last - start]))
+    return jobs
 
 
-def read_extent(folder: Path, values: Tensor, start: int, dtype: torch.dtype,
-                extent: StoredPart) -> None:
-    """Copy what the two have in common. Raises ValueError or OSError."""
-    size = extent.count * dtype.itemsize
-    data = read_at(folder / extent.file, size, extent.offset, *extent.crc32)
-    there = torch.from_numpy(data).view(dtype)
-    first = max(start, extent.start)
-    last = min(start + values.numel(), extent.start + extent.count)
-    values[first - start : last - start].copy_(there[first - extent.start : last - extent.start])
+def read_extent(path: Path, offset: int, count: int, dtype: torch.dtype, crc32: int, first: int,
+                into: Tensor) -> None:
+    """Copy an extent's elements from the first on, of the `count` that must be read to believe
+    them. Raises ValueError or OSError."""
+    data = read_at(path, count * dtype.itemsize, offset, crc32)
+    into.copy_(torch.from_numpy(data).view(dtype)[first : first + len(into)])
 
 
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
@@ -587,7 +586,7 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
     defaults = {f.name: f.default for f in fields(ModelConfig)}
     theirs = defaults | saved.meta["model"]  # a field newer than the checkpoint has its default
     wrong = [f"{name} {value} (here {ours.get(name, 'unknown')})" for name, value in theirs.items()
-             if name not in may_differ and (name not in ours or value != ours[name])]
+             if name not in may_differ and value != ours.get(name, "unknown")]
     if wrong:
         made = saved.meta["config"]
         source = f"--model {made.get('model')}"
@@ -960,23 +959,21 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
         files.update(dict.fromkeys(f.keys(), f))
     with torch.device("meta"):
         shapes = LLaMA(cfg).shapes
+    wanted = {part: (rows, *shape[1:]) for name, shape in shapes.items()
+              for part, rows in _hf_parts(cfg, name, shape[0])}
     stored = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tied else {}
-    used = set(stored)
-    for name, shape in shapes.items():
-        for part, rows in _hf_parts(cfg, name, shape[0]):
-            used.add(part)
-            want = (rows, *shape[1:])
-            source = stored.get(part, part)
-            if files.get(source) is None:
-                raise ValueError(f"{folder}: no tensor {part} {want} in the weights")
-            found = files[source].get_slice(source)
-            got = tuple(found.get_shape())
-            if got != want:
-                raise ValueError(f"{folder}: {part} is {got}, config.json says {want}")
-            if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                raise ValueError(f"{folder}: {part} is stored as {found.get_dtype()}; F64, F32, "
-                                 "F16 and BF16 are read")
-    if extra := {n for n in set(files) - used if not n.endswith("rotary_emb.inv_freq")}:
+    for part, want in wanted.items():
+        source = stored.get(part, part)
+        if source not in files:
+            raise ValueError(f"{folder}: no tensor {part} {want} in the weights")
+        found = files[source].get_slice(source)
+        got = tuple(found.get_shape())
+        if got != want:
+            raise ValueError(f"{folder}: {part} is {got}, config.json says {want}")
+        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{folder}: {part} is stored as {found.get_dtype()}; F64, F32, F16 "
+                             "and BF16 are read")
+    if extra := {n for n in files.keys() - wanted if not n.endswith("rotary_emb.inv_freq")}:
         raise ValueError(f"{folder}: {len(extra)} tensors have no place here: {sorted(extra)[:3]}")
     for name in stored.keys() & files.keys():
         pair = [files[n].get_tensor(n) for n in (name, stored[name])]
@@ -1088,24 +1085,22 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
     if tied:
         del shapes["head.weight"]
     config = hf_settings(cfg, source or {}, dtype, tied)
-    if write:
-        folder.mkdir(parents=True, exist_ok=True)
+    if not write:
+        for name in shapes:
+            read(name)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     places = {}  # their name: file
     total = 0
     for file, names in hf_files(shapes, dtype.itemsize).items():
         tensors = {}
         for name in names:
-            tensor = read(name)
-            if write:
-                theirs, rows = zip(*_hf_parts(cfg, name, shapes[name][0]))
-                parts = tensor.to("cpu", dtype).split(rows)
-                tensors |= {part: t.contiguous() for part, t in zip(theirs, parts)}
-        if write:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(tensors, file)
-            total += sum(t.nbytes for t in tensors.values())
-    if not write:
-        return
+            theirs, rows = zip(*_hf_parts(cfg, name, shapes[name][0]))
+            parts = read(name).to("cpu", dtype).split(rows)
+            tensors |= {part: t.contiguous() for part, t in zip(theirs, parts)}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        total += sum(t.nbytes for t in tensors.values())
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -578,13 +578,12 @@ class Pipeline:
     idle: list | None = None  # gets, while it is one, CUDA events around each wait for a message
 
     def __post_init__(self):
-        self.stages = self.groups.pp
         self.stage = self.groups.stage
         self.segments = len(self.bounds) - 1
         # of a segment: attention has the tokens of all of them
         self.segment_ranks = getattr(self.model.attention, "head_ranks", 1)
-        self.order = pipeline_order(self.stage, self.stages, len(self.parts), self.micro_batches,
-                                    self.segments)
+        self.order = pipeline_order(self.stage, self.groups.pp, len(self.parts),
+                                    self.micro_batches, self.segments)
         self.links = make_links(self.groups, len(self.parts), self.device)
         self.root = torch.zeros((), device=self.device, requires_grad=True)  # of all graphs
         # of a step, by micro-batch and layer: from the first segment's forward to its backward
@@ -596,7 +595,7 @@ class Pipeline:
         return self.stage == this.chunk == 0
 
     def is_last(self, this: Pass) -> bool:
-        return self.stage == self.stages - 1 and this.chunk == len(self.parts) - 1
+        return self.stage == self.groups.pp - 1 and this.chunk == len(self.parts) - 1
 
     def segment(self, t: Tensor, k: int) -> Tensor:
         """Return segment k's tokens of a tensor (..., T)."""
@@ -674,7 +673,6 @@ class Pipeline:
         if not self.is_last(this):
             self.links["forward_out"].send(y)
             return Live(graph, None)
-
         _, labels, scale, *_ = micro_batch
         labels = self.segment(labels, this.segment)
         # the head's gradient is known with the loss; it is as large as the head: none may wait
