@@ -102,19 +102,15 @@ POINTS = {  # of a product: what happens there (Columns), by mode
 
 class Columns:
     """The ranks that share a layer's matrices, and what travels between them. Whatever the stream
-    reads or writes is allocated on the compute stream, and held until compute has waited for it.
+    reads or writes is allocated on the compute stream, and held until compute has waited for it."""
 
-    poison: for tests; what was sent or received becomes NaN after use.
-    """
-
-    def __init__(self, mode: str, groups: Groups, stream: CommStream, poison: bool = False):
+    def __init__(self, mode: str, groups: Groups, stream: CommStream):
         """A collective of all ranks."""
         self.mode = mode
         self.ranks = groups.tp
         self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
         self.stream = stream
-        self.poison = poison
 
     @property
     def between_layers(self) -> int:
@@ -155,24 +151,13 @@ class Columns:
         """Summands (B, T/sp, C) -> their sum's part of each column (B, t, C)."""
         parts = x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (tp, B, t, C)
         part = torch.empty_like(parts[0])
-        passing = self.launch(parts, part, lambda: reduce_scatter(
-            part, parts.flatten(0, 1), group=self.group))
-
-        def arrived() -> Tensor:
-            part = passing.wait()
-            self.poison_if_testing(parts)
-            return part
-
-        return arrived
+        return self.launch(parts, part, lambda: reduce_scatter(
+            part, parts.flatten(0, 1), group=self.group)).wait
 
     def launch(self, sent: Tensor | None, received: Tensor, collective: Callable) -> Passing:
         with self.stream.after_compute():
             collective()
         return Passing(sent, received, self.stream.last_event())
-
-    def poison_if_testing(self, used: Tensor) -> None:
-        if self.poison:
-            used.fill_(torch.nan)
 
 
 class Split(PlainSplit):
@@ -184,17 +169,7 @@ class Split(PlainSplit):
         for (of, point), actions in POINTS.items():
             if of == kind:
                 setattr(self, point, getattr(columns, actions[MODES.index(columns.mode)]))
-        self.gathers_x = self.input == columns.gather
-        self.gathers_dy = self.output_grad == columns.gather
-        self.keeps_input = self.gathers_x and columns.mode == "msp"
-        self.poison_if_testing = columns.poison_if_testing
-
-    def used(self, x: Tensor, dy: Tensor | None = None) -> None:
-        """Poison what was gathered, for tests, unless backward needs it."""
-        if self.gathers_x and (dy is not None or not self.keeps_input):
-            self.poison_if_testing(x)
-        if self.gathers_dy and dy is not None:
-            self.poison_if_testing(dy)
+        self.keeps_input = kind == "column" and columns.mode == "msp"
 
 
 def kinds_and_cuts(cfg: ModelConfig, c: int, tp: int) -> dict[str, tuple[str, Cut]]:

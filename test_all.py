@@ -1344,7 +1344,7 @@ def pipelined(case, groups, cpu, cfg, seq):
     op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True)
     with torch.device("meta"):
         model = m.LLaMA(cfg, op)
-    columns = parallel.Columns(mode, groups, stream, poison=True)
+    columns = PoisonedColumns(mode, groups, stream)
     parallel.split_columns(model, columns)
     parts = parallel.keep_stage(model, stage, pp, chunks)
     bounds = [b // sp for b in parallel.segment_bounds(cfg, seq, segments, sp * groups.tp)]
@@ -1372,6 +1372,40 @@ def pipelined(case, groups, cpu, cfg, seq):
     pipeline = PoisonedPipeline(model, parts, runners, groups, several, bounds,
                                 columns.between_layers, cpu, torch.float64)
     return pipeline, states, bounds
+
+
+class PoisonedColumns(parallel.Columns):
+    """What was sent becomes NaN after use, and what was gathered."""
+
+    def scatter(self, x):
+        wait = super().scatter(x)
+        sent = wait.__self__.sent
+
+        def arrived():
+            part = wait()
+            sent.fill_(torch.nan)
+            return part
+
+        return arrived
+
+
+class PoisonedSplit(parallel.Split):
+    def __init__(self, kind, columns):
+        super().__init__(kind, columns)
+        self.columns = columns
+
+    def used(self, x, dy=None):
+        """x is not, if backward needs it."""
+        gather = self.columns.gather
+        if not isinstance(self.columns, PoisonedColumns):
+            return
+        if self.input == gather and (dy is not None or not self.keeps_input):
+            x.fill_(torch.nan)
+        if self.output_grad == gather and dy is not None:
+            dy.fill_(torch.nan)
+
+
+parallel.Split = PoisonedSplit
 
 
 class PoisonedPipeline(parallel.Pipeline):
@@ -1624,7 +1658,7 @@ def tensor_worker():
             SMALL = models[kind]
             stream = attention.CommStream(cpu)
             op = attention.Ulysses("cpu", sp, groups, stream, poison=True, ring=ring)
-            columns = parallel.Columns(mode, groups, stream, poison=True)
+            columns = PoisonedColumns(mode, groups, stream)
             model, states = build(torch.float64, several, f, recompute, op, columns, groups=groups,
                                   layout=layout, poison=True, bucket_bytes=8000)
             run = make_run(SMALL, 24, world, document_token=END)
@@ -4773,8 +4807,8 @@ def gpu_tensor_worker():
     for kind in ("whole", *kinds):
         mode, _, how = kind.partition(", ")
         there = groups[1 if kind == "whole" else tp]
-        columns = parallel.Columns(mode, there, LateStream(device, delay=3 * 10**6 * bool(how)),
-                                   bool(how))
+        stream = LateStream(device, delay=3 * 10**6 * bool(how))
+        columns = (PoisonedColumns if how else parallel.Columns)(mode, there, stream)
         model, states = on_gpu(cfg, device, op, columns, micro_batches=2, groups=there)
         scale = torch.tensor(there.tp / (2 * world * seq), device=device)  # copies of each token
         attention.wait = (lambda _: None) if how == "without waits" else offload.wait
