@@ -1005,8 +1005,7 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.reader(f)
         columns = [c.strip() for c in next(rows, [])]
-        once = all(columns.count(c) == 1 for c in COLUMNS)
-        if not once or columns.count("pass") > 1:
+        if any(columns.count(c) != 1 for c in COLUMNS) or columns.count("pass") > 1:
             raise ValueError(f"{path}, line 1: the columns are id,lower,upper,size, each once, and "
                              f"maybe pass; not {','.join(columns)[:99]!r}")
         at_id, *at_numbers = (columns.index(c) for c in COLUMNS)
@@ -1014,13 +1013,11 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
         for row in filter(None, rows):
             line = rows.line_num
             where = f"{path}, line {line}"
-            complete = len(row) == len(columns)
-            cells = [row[k].strip() for k in at_numbers if complete]
-            if not complete or not all(map(whole, cells)):
+            if len(row) != len(columns) or not all(whole(row[k].strip()) for k in at_numbers):
                 raise ValueError(f"{where}: {len(columns)} cells, of which lower, upper and size "
                                  f"are whole numbers; not {','.join(row)[:99]!r}")
             in_pass = row[at_pass].strip() if at_pass is not None else ""
-            b = Buffer(*map(int, cells), in_pass)
+            b = Buffer(*(int(row[k]) for k in at_numbers), in_pass)
             if b.start >= b.end or b.size <= 0:
                 raise ValueError(f"{where}: a buffer is alive from lower to before upper, and has "
                                  f"a size: {','.join(row)[:99]!r}")
@@ -1094,8 +1091,7 @@ def solve_in_child(buffers, capacity, time_limit, method, stopped):
     begin = time.monotonic()
     deadline = begin + max(0.5 * time_limit, time_limit - CHECK_SECONDS * len(buffers))
     size = as_rows(buffers)[:, 2]
-    total, largest = int(size.sum()), int(size.max(initial=0))
-    best = Plan(np.cumsum(size) - size, total, largest, "stacked")
+    best = Plan(np.cumsum(size) - size, int(size.sum()), int(size.max(initial=0)), "stacked")
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 
