@@ -586,7 +586,7 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
     defaults = {f.name: f.default for f in fields(ModelConfig)}
     theirs = defaults | saved.meta["model"]  # a field newer than the checkpoint has its default
     wrong = [f"{name} {value} (here {ours.get(name, 'unknown')})" for name, value in theirs.items()
-             if name not in may_differ and value != ours.get(name, "unknown")]
+             if name not in may_differ and (name not in ours or value != ours[name])]
     if wrong:
         made = saved.meta["config"]
         source = f"--model {made.get('model')}"

@@ -485,7 +485,7 @@ class Link:
         return Message(tensor, work, self.stream.last_event())
 
 
-class Silence:
+class SilentLink:
     """A link of a warm-up: what comes is zero, and nothing leaves."""
 
     def launch(self, tensor: Tensor) -> Message:
@@ -696,7 +696,7 @@ class Pipeline:
         would wait for a message of a stage that waits itself. Gradients are spoiled: before a
         step."""
         silent = copy.copy(self)
-        silent.links = defaultdict(Silence)
+        silent.links = defaultdict(SilentLink)
         silent.order = []
         for chunk in range(len(self.parts)):
             there = [Pass(True, 0, k, chunk) for k in range(self.segments)]
