@@ -44,7 +44,7 @@ from torch import Tensor, nn
 import offload
 import planner
 import train
-from attention import Attention, Exchange, Groups, pick_kernel
+from attention import Attention, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, compare_methods, read_trace, write_plan
 from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, param_count,
@@ -54,7 +54,7 @@ from parallel import Pipeline, bubble, no_order, use_more_queues
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
 from ranks import ConfigError, most_of_ranks, on_all_ranks, on_rank_0, print0, start_ranks
 from shard import STREAMS, Factors, States
-from train import Config, Run, device_name, size
+from train import Config, Run, device_name, release, size
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
@@ -131,21 +131,12 @@ def clock(fn: Callable, repeats: int, device: torch.device, warmup: int = 3) -> 
 
 
 
-def release(device: torch.device) -> None:
-    """Give back what a finished row held (modules and their states refer to each other)."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.reset_accumulated_memory_stats(device)
-
-
 def memory_figures(device: torch.device) -> dict:
-    """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
-    lies outside it; what the allocator held at most; and how often it emptied its cache."""
+    """Return the peak of what was allocated; what PyTorch's allocator held at most; and how often
+    it emptied its cache."""
     if device.type != "cuda":
         return {"gpu_gib": None, "reserved_gib": None, "retries": None}
-    return {"gpu_gib": (torch.cuda.max_memory_allocated(device) + Exchange.mapped_bytes()) / GIB,
+    return {"gpu_gib": train.gpu_peak_gib(device),
             "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
             "retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0)}
 
@@ -1178,16 +1169,17 @@ def system_of(r: dict) -> str:
 
 
 # of a table: title -> a row's cell; a dash for what does not apply
-STEPS = {"system": "{what}", "model": "{model}", "tokens": "{seq:,}", "step ms": "{took_ms}",
-         "TGS": "{tgs:,.0f}", "MFU causal": "{mfu_causal:.1%}", "MFU full": "{mfu_full:.1%}",
-         "of bound": "{bound_ratio:.1%}", "GPU GiB": "{gpu_gib:.1f}", "host GiB": "{host_gib:.1f}"}
-MEMORY = {"system": "{system}", "model": "{model}", "tokens": "{seq:,}", "step s": "{took_s}",
-          "GPU GiB": "{gpu_gib:.2f}", "reserved GiB": "{reserved_gib:.2f}",
-          "retries": "{retries:d}", "requests": "{requests:,}",
-          "planned GiB": "{planned_peak_gib:.2f}", "lower bound": "{lower_bound_gib:.2f}",
-          "solved in s": "{solve_s:.1f}", "hits": "{hit_requests:.2%}",
-          "of bytes": "{hit_bytes:.2%}"}
-OTHERS = {  # what rows of a table hold -> title -> a row's cell
+STEP_FORMS = {
+    "system": "{what}", "model": "{model}", "tokens": "{seq:,}", "step ms": "{took_ms}",
+    "TGS": "{tgs:,.0f}", "MFU causal": "{mfu_causal:.1%}", "MFU full": "{mfu_full:.1%}",
+    "of bound": "{bound_ratio:.1%}", "GPU GiB": "{gpu_gib:.1f}", "host GiB": "{host_gib:.1f}"}
+MEMORY_FORMS = {
+    "system": "{system}", "model": "{model}", "tokens": "{seq:,}", "step s": "{took_s}",
+    "GPU GiB": "{gpu_gib:.2f}", "reserved GiB": "{reserved_gib:.2f}", "retries": "{retries:d}",
+    "requests": "{requests:,}", "planned GiB": "{planned_peak_gib:.2f}",
+    "lower bound": "{lower_bound_gib:.2f}", "solved in s": "{solve_s:.1f}",
+    "hits": "{hit_requests:.2%}", "of bytes": "{hit_bytes:.2%}"}
+FORMS_BY_KEY = {  # what rows of a table hold -> title -> a row's cell
     "rule_alpha": {
         "system": "{system}", "alpha by bandwidth": "{by_bandwidth:.2f}",
         "by host memory": "{by_host:.2f}", "rule": "{rule_alpha:.2f}",
@@ -1210,7 +1202,7 @@ def cell(form: str, r: dict) -> str:
         return "-"
 
 
-def cells(r: dict, forms: dict[str, str] = STEPS) -> list[str]:
+def cells(r: dict, forms: dict[str, str] = STEP_FORMS) -> list[str]:
     """Return a row as text, in the order of the forms."""
     took_ms = took_s = "-"
     if r.get("oom"):  # while it ran, or it was refused before
@@ -1223,11 +1215,12 @@ def cells(r: dict, forms: dict[str, str] = STEPS) -> list[str]:
     return [cell(form, r | said | gib) for form in forms.values()]
 
 
-def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
+def layout(rows: list[dict], forms_by_key: dict[str, dict] = FORMS_BY_KEY
+           ) -> tuple[list[str], Callable[[dict], list[str]]]:
     """Return the head of a table, and the function that writes a row's cells, by what rows hold."""
-    forms = next((forms for key, forms in OTHERS.items() if key in rows[0]), STEPS)
+    forms = next((forms for key, forms in forms_by_key.items() if key in rows[0]), STEP_FORMS)
     if rows[0]["system"] in ALLOCATORS:
-        forms = MEMORY
+        forms = MEMORY_FORMS
     return list(forms), functools.partial(cells, forms=forms)
 
 

@@ -1283,12 +1283,18 @@ def step_of_plan(run: Run, groups: Groups) -> float:
     slowest = most_of_ranks(seconds, run.device)
     if run.device.type == "cuda":
         torch.cuda.synchronize()  # states on the host may still be on their way
-    del model, states, batch  # modules and states refer to each other
-    gc.collect()
-    if run.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    del model, states, batch
+    release(run.device)
     return slowest
+
+
+def release(device: torch.device) -> None:
+    """Give back what is not held any more: modules and their states refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def load_weights(run: Run, states: States) -> int:
@@ -1422,14 +1428,19 @@ class Facts:
     host_gib: float
 
 
+def gpu_peak_gib(device: torch.device) -> float:
+    """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
+    lies outside it."""
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return (peak + Exchange.mapped_bytes()) / GIB
+
+
 def agree(run: Run, result: tuple[Tensor, ...], stop: Stop, writing: bool) -> Facts:
     """Return what the host must know of a step: its only wait for the device, in one copy. result:
     the first facts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    gpu_gib = Exchange.mapped_bytes() / GIB
-    if run.device.type == "cuda":
-        gpu_gib += torch.cuda.max_memory_allocated() / GIB
-    worst = torch.tensor([stop.signal, writing, gpu_gib, host_gib], device=run.device).double()
+    worst = torch.tensor([stop.signal, writing, gpu_peak_gib(run.device), host_gib],
+                         device=run.device).double()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     own = torch.stack([value.double() for value in result])
     return Facts(*torch.cat([own, worst]).tolist())
@@ -1643,6 +1654,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     saved = step = start
     skipped = in_a_row = 0
     while step < cfg.steps:
+        # ---- the step, and while the GPU works at it the next batch
         step += 1
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
@@ -1653,17 +1665,21 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         if memory and memory.plans > plans:
             memory = keep_if_it_saves(run, memory)
         samples += cfg.batch
-        if step < cfg.steps:  # read the next batch while the GPU works
+        if step < cfg.steps:
             batch = load_batch(run, samples)
         facts = agree(run, result, stop, saver.writing)
         seconds = time.perf_counter() - clock
         heartbeat.started()
         progress.end()
+
+        # ---- what follows from it
         skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
         ends = facts.signal or in_a_row == cfg.max_skips
         saves = due(step, cfg.save_every) or (ends and cfg.save_every >= 0)
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
+
+        # ---- evaluate, log, save
         if memory and (saves or evaluates or ends):
             memory.give_back()  # what is not a step must not starve beside the arena
         found = evaluate(run, model) if evaluates else None
@@ -1681,6 +1697,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
             break
         clock = time.perf_counter()
 
+    # ---- what is left to save, draw, export
     if memory:
         memory.give_back()
     saver.finish()

@@ -13,10 +13,10 @@ Left out: measuring, which is bench.py's; memplan-*.png, which `bench.py memplan
 file holds the addresses that PyTorch gave.
 """
 import argparse
-import dataclasses
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill, indent
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch
 
 import pictures
-from bench import cells, layout
+from bench import FORMS_BY_KEY, cells, layout
 from hardware import load_profile
 from model import MODELS
 from offload import ActivationPlan
@@ -187,27 +187,26 @@ A command is as of the commit that measured it: later ones may name things diffe
 """
 
 
-def memory_cells(r: dict) -> list[str]:
-    """Return the row of a table of states: GiB held / GiB by formula, for each kind of them."""
-    pairs = [(r["state_bytes"][kind] / 2**30, r["state_bytes_formula"][kind] / 2**30)
-             for kind in ("parameters", "gradients", "optimizer")]
-    worst = max(abs(have / want - 1) for have, want in pairs)
-    return [r["system"], *(f"{have:.2f} / {want:.2f}" for have, want in pairs), f"{worst:.2%}"]
+EARLIER_FORMS = {  # as FORMS_BY_KEY, of tables that bench.py measured once, and tests show now
+    "largest_loss_difference": {
+        "system": "{system}", "first loss": "{loss_first:.4f}", "last loss": "{loss_last:.4f}",
+        "difference": "{largest_loss_difference:.4f}",
+        "of the norm": "{largest_norm_difference:.4f}"},
+    "imbalance": {
+        "system": "{system}", "parameters": "{parameters}", "gradients": "{gradients}",
+        "optimizer": "{optimizer}", "deviation": "{deviation:.2%}"},
+    "dq": {"system": "{system}", "tokens": "{seq:,}", "heads": "{heads}", "o": "{o:.1e}",
+           "dq": "{dq:.1e}", "dk": "{dk:.1e}", "dv": "{dv:.1e}"},
+}
 
 
-def earlier_layout(rows: list[dict]) -> tuple | None:
-    """Return head and cells of tables that bench.py measured once, and that tests show now."""
-    if "largest_loss_difference" in rows[0]:
-        keys = ("loss_first", "loss_last", "largest_loss_difference", "largest_norm_difference")
-        head = ["system", "first loss", "last loss", "difference", "of the norm"]
-        return head, lambda r: [r["system"], *(f"{r[key]:.4f}" for key in keys)]
-    if "imbalance" in rows[0]:
-        return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
-    if "dq" in rows[0]:
-        head = ["system", "tokens", "heads", "o", "dq", "dk", "dv"]
-        return head, lambda r: [r["system"], f"{r['seq']:,}", str(r["heads"]), *(
-            "-" if r[key] is None else f"{r[key]:.1e}" for key in head[3:])]
-    return None
+def with_states(r: dict) -> dict:
+    """Return a row of a table of states with GiB held / GiB by formula, for each kind of them."""
+    pairs = {kind: (r["state_bytes"][kind] / 2**30, r["state_bytes_formula"][kind] / 2**30)
+             for kind in ("parameters", "gradients", "optimizer")}
+    worst = max(abs(have / want - 1) for have, want in pairs.values())
+    texts = {kind: f"{have:.2f} / {want:.2f}" for kind, (have, want) in pairs.items()}
+    return r | texts | {"deviation": worst}
 
 
 def read(name: str) -> dict:
@@ -223,10 +222,11 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 def section(path: Path) -> str:
     """Return the section of a results file."""
     r = read(path.stem)
-    head, write = earlier_layout(r["rows"]) or layout(r["rows"])
+    rows = [with_states(x) if "imbalance" in x else x for x in r["rows"]]
+    head, write = layout(rows, EARLIER_FORMS | FORMS_BY_KEY)
     versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items())
     return (f"\n### {path.name}\n\n`{r['command']}` as of commit `{r['commit']}`, "
-            f"{r['hardware']}; {versions}.\n\n" + markdown(head, [write(x) for x in r["rows"]]))
+            f"{r['hardware']}; {versions}.\n\n" + markdown(head, [write(x) for x in rows]))
 
 
 def scale_tables() -> str:
@@ -360,7 +360,7 @@ def plan_of(r: dict) -> Plan:
     plan = Plan(r["gpus"], r["seq"], r["sp"], r.get("ring", 1), r["batch"], r["micro_batch"],
                 r["head_groups"], r["recompute"], r["chunk"], Factors(r["p"], r["g"], r["os"]),
                 r["os_layout"], r.get("os_place", "gpu"), activations=kept)
-    return dataclasses.replace(plan, accumulates=plan.micro_batches > 1)
+    return replace(plan, accumulates=plan.micro_batches > 1)
 
 
 def predicted_rows() -> list[dict]:
