@@ -47,8 +47,8 @@ import train
 from attention import Attention, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, compare_methods, read_trace, write_plan
-from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, param_count,
-                   rms_norm, rope_tables, whole_layers)
+from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
+                   param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
 from parallel import Pipeline, bubble, no_order, use_more_queues
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
@@ -79,7 +79,7 @@ class Bench:
     batch: int = 1  # --batch
     nodes: int = 1  # --nodes
     quick: bool = False
-    memory: dict[str, int] = field(default_factory=dict)  # --host-memory, --gpu-memory as flags
+    memory: dict[str, int | None] = field(default_factory=dict)  # --host-memory, --gpu-memory
     rows: list[dict] = field(default_factory=list)
     keep: Callable[[list[dict]], None] = lambda rows: None  # writes the rows so far
 
@@ -457,15 +457,20 @@ def kernel_bound(bench: Bench, name: str, seq: int, chunk: int = 2**14) -> dict:
     tokens = seq // bench.world
     chunk = tokens // -(-tokens // chunk)  # equal parts
     op = Attention(bench.kernel())
-    random = bench.random
     heads = cfg.heads // bench.world
     kv_heads = max(1, cfg.kv_heads // bench.world)
-    q, k, v, do = (random(1, seq, n, cfg.head_dim) for n in (heads, kv_heads, kv_heads, heads))
-    shapes = [(cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads), cfg.dim), (cfg.dim, cfg.dim),
-              (2 * cfg.ffn, cfg.dim), (cfg.dim, cfg.ffn)]
-    matrices = [(random(chunk, cols), random(chunk, rows), random(rows, cols))
-                for rows, cols in shapes]  # x, dy, w
-    head = [(random(chunk, cfg.dim), random(chunk, cfg.vocab), random(cfg.vocab, cfg.dim))]
+    q, k, v, do = (bench.random(1, seq, n, cfg.head_dim)
+                   for n in (heads, kv_heads, kv_heads, heads))
+
+    def operands(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, dy and w of a product."""
+        return bench.random(chunk, cols), bench.random(chunk, rows), bench.random(rows, cols)
+
+    with torch.device("meta"):
+        block = Block(cfg)
+    # one before attention (q, k, v), then the others (its output, gate and up, down)
+    matrices = [operands(*p.shape) for p in block.parameters() if p.dim() == 2]
+    head = [operands(cfg.vocab, cfg.dim)]
 
     def products(matrices: list, backward: bool) -> None:
         for _ in range(tokens // chunk):
@@ -566,10 +571,10 @@ def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: flo
 # ---------------------------------------------------------------------------- tables: sharding
 
 
-def sharded(bench: Bench, name: str, f: Factors, m: int, seq: int = 4096, **flags) -> Config:
+def sharded(bench: Bench, name: str, f: Factors, m: int, **flags) -> Config:
     """Return the flags of a step of whole layers under these factors, M micro-batches of one
     sequence a rank."""
-    return Config(model=name, seq=seq, sp=1, batch=m * bench.world, micro_batch=1, p=str(f.p),
+    return Config(model=name, seq=4096, sp=1, batch=m * bench.world, micro_batch=1, p=str(f.p),
                   g=str(f.g), os=str(f.os), recompute="none", **flags)
 
 
@@ -578,8 +583,7 @@ def table_shard(bench: Bench) -> None:
     and 8."""
     world = bench.world
     half = max(1, world // 2)
-    name, seq = "7b", 4096
-    bound = layers_alone(bench, name, seq, 5)
+    bound = layers_alone(bench, "7b", 4096, 5)
     bench.add(bound)
     flat = dist.init_device_mesh("cuda", (world,))
     two = dist.init_device_mesh("cuda", (world // half, half), mesh_dim_names=("rep", "shard"))
@@ -591,12 +595,12 @@ def table_shard(bench: Bench) -> None:
     for m in (1, 8):
         repeats = 5 if m == 1 else 3
         for p, g, os_, layout in ours:
-            cfg = sharded(bench, name, Factors(p, g, os_), m, os_layout=layout)
+            cfg = sharded(bench, "7b", Factors(p, g, os_), m, os_layout=layout)
             attempt(bench, f"ours {p},{g},{os_} {layout} M={m}", cfg, repeats, 2, bound,
                     micro_batches=m)
-        cfg = Config(model=name, seq=seq, batch=m * world)
+        cfg = Config(model="7b", seq=4096, batch=m * world)
         attempt(bench, f"ours, as planned M={m}", cfg, repeats, 2, bound)
-        cfg = sharded(bench, name, Factors(), m)
+        cfg = sharded(bench, "7b", Factors(), m)
         for label, mesh, reshard in theirs:
             attempt(bench, f"fsdp2 {label} M={m}", cfg, repeats, 2, bound,
                     lambda: fsdp2_step(bench, cfg, mesh, reshard), micro_batches=m)
@@ -616,9 +620,7 @@ def table_overlap(bench: Bench) -> None:
 def table_nodes(bench: Bench) -> None:
     """The same ranks as "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
     apart. A smaller model, since whole gathers of 7B would take 10 s a micro-batch."""
-    names = [None] * bench.world
-    dist.all_gather_object(names, os.environ["NCCL_HOSTID"])
-    nodes = len(set(names))
+    nodes = bench.nodes
     k = bench.world // nodes
     kinds = [Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, bench.world),
              Factors(*[bench.world] * 3)]
@@ -1379,7 +1381,7 @@ def write_profile(bench: Bench, name: str, per_node: int, hardware: str) -> None
     effort = FULL if bench.gpu else ON_CPU
     profile = measure_profile(name, bench.device, bench.dtype, bench.kernel(), per_node, effort,
                               about)
-    if "host_memory" in bench.memory:  # some machines show less than they have
+    if bench.memory["host_memory"] is not None:  # some machines show less than they have
         profile = replace(profile, host_bytes=float(bench.memory["host_memory"]))
     path = PROFILES / f"{name}.json" if bench.gpu else bench.out / f"profile-{name}.json"
     if bench.rank == 0:
@@ -1401,7 +1403,6 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
     memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
-    memory = {flag: value for flag, value in memory.items() if value is not None}
     bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.model,
                   args.batch, args.nodes, args.quick, memory)
     on_rank_0(lambda: try_folder(out))
@@ -1422,9 +1423,10 @@ def main() -> None:
     last = []
     stopped = False
     for name in args.tables:
-        if not stopped:
-            results, stopped = measure(bench, args, name, hardware)
-            last.append(results)
+        results, stopped = measure(bench, args, name, hardware)
+        last.append(results)
+        if stopped:
+            break
     if last:
         print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
     if stopped:  # in the middle of something: other ranks may wait in it
