@@ -29,7 +29,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -45,7 +44,8 @@ import offload
 import planner
 import train
 from attention import Attention, Groups, pick_kernel
-from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
+from hardware import (FULL, ON_CPU, PROFILES, Stopwatch, measure_profile, peak_flops,
+                      profile_text)
 from memplan import StepMemory, compare_methods, read_trace, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
@@ -437,22 +437,12 @@ def layers_alone(bench: Bench, name: str, seq: int, repeats: int) -> dict:
     return bound
 
 
-def sustained(fn, device: torch.device, seconds: float = 1.0) -> float:
-    """Seconds of fn() at the clock rate that a GPU holds under load: back to back, the second half
-    of at least twice `seconds`."""
-    fn()
-    sync(device)
-    start = time.perf_counter()
-    fn()
-    sync(device)
-    calls = max(1, math.ceil(seconds / (time.perf_counter() - start)))
-    return clock(lambda: [fn() for _ in range(calls)], 1, device, warmup=1) / calls
-
 
 def kernel_bound(bench: Bench, name: str, seq: int, chunk: int = 2**14) -> dict:
     """Return the row of attention and matrix kernels alone: one sequence over all ranks, no norms,
     no rotary, no loss but its products, no communication, nothing twice. A layer's kernels follow
-    one another in the order of a step, for seconds: what they draw together sets the clock rate."""
+    one another in the order of a step, for seconds: what they draw together sets the clock rate. A
+    collective."""
     cfg = MODELS[name]
     tokens = seq // bench.world
     chunk = tokens // -(-tokens // chunk)  # equal parts
@@ -493,10 +483,10 @@ def kernel_bound(bench: Bench, name: str, seq: int, chunk: int = 2**14) -> dict:
         products(head, backward=False)
         products(head, backward=True)
 
-    seconds = cfg.layers * sustained(layer, bench.device, 2.0)
-    seconds += sustained(ends, bench.device, 0.5)
-    return row(bench, "kernels alone", cfg, name, seq, tokens,
-               most_of_ranks(seconds, bench.device), gpus=bench.world, kernel=bench.kernel())
+    seconds = cfg.layers * Stopwatch(bench.device, 2.0)(layer)
+    seconds += Stopwatch(bench.device, 0.5)(ends)
+    return row(bench, "kernels alone", cfg, name, seq, tokens, seconds, gpus=bench.world,
+               kernel=bench.kernel())
 
 
 # ---------------------------------------------------------------------------- tables: one step
@@ -867,9 +857,8 @@ def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:
 def table_longest(bench: Bench) -> None:
     """The longest sequence of 7B: of 8 H200s with 560 GiB of host memory by plan, and of this
     machine by plan and by a step of its first and last layers, at that length or at --seq."""
-    name = "7b"
-    MODELS["7b/4"] = replace(MODELS[name], layers=4)
-    own = machine(bench, Config(model=name, seq=2**14 * bench.world, batch=1, sp=bench.world))
+    MODELS["7b/4"] = replace(MODELS["7b"], layers=4)
+    own = machine(bench, Config(model="7b", seq=2**14 * bench.world, batch=1, sp=bench.world))
     eight = Hardware(8, 8, own.hardware.profile, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
     lengths = [("8 x H200, 560 GiB host, by plan", eight, None)]
     lengths += [("this machine, by plan", own.hardware, seq) for seq in (None, *bench.seqs)]
@@ -878,9 +867,9 @@ def table_longest(bench: Bench) -> None:
         if found is None:
             raise ConfigError(f"{label}: not even {hardware.ranks * 2**14:,} tokens")
         constraints, plan = found
-        run = own.but(cfg=replace(own.cfg, seq=constraints.seq,
-                                              per_node=hardware.per_node), plan=plan)
-        bench.add(row(bench, label, run.model, name, constraints.seq, 0, None, gpus=hardware.ranks,
+        cfg = replace(own.cfg, seq=constraints.seq, per_node=hardware.per_node)
+        run = own.but(cfg=cfg, plan=plan)
+        bench.add(row(bench, label, run.model, "7b", cfg.seq, 0, None, gpus=hardware.ranks,
                       **chosen(run)) | {"oom": False, "gpu_gib": None})
     seq = run.cfg.seq
     proof = attempt(bench, "its first and last layers", Config(model="7b/4", seq=seq, batch=1), 1,
@@ -944,10 +933,10 @@ def table_predict(bench: Bench, held_out: bool) -> None:
                         question=setting.question, held_out=setting.held_out)
         if not found["oom"]:
             print0(f"predicted {found['predicted_s']:.4f} s, measured {found['step_s']:.4f}: "
-                         f"{found['predicted_s'] / found['step_s'] - 1:+.1%}; "
-                         f"{found['predicted_gib']:.2f} GiB, measured {found['gpu_gib']:.2f}: "
-                         f"{found['predicted_gib'] / found['gpu_gib'] - 1:+.1%}; "
-                         f"{ {k: round(v, 4) for k, v in found['predicted'].items()} }", flush=True)
+                   f"{found['predicted_s'] / found['step_s'] - 1:+.1%}; "
+                   f"{found['predicted_gib']:.2f} GiB, measured {found['gpu_gib']:.2f}: "
+                   f"{found['predicted_gib'] / found['gpu_gib'] - 1:+.1%}; "
+                   f"{ {k: round(v, 4) for k, v in found['predicted'].items()} }", flush=True)
 
 
 # ---------------------------------------------------------------------------- tables: memory
@@ -1312,14 +1301,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def try_folder(folder: Path) -> None:
-    """Raise ValueError if results cannot be written there: before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as e:
-        raise ValueError(f"{folder} cannot be written: {e}; name another --out") from e
-
 
 def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, str]:
     """Return the command that measures a table as this run does, and what sets its file's name
@@ -1405,7 +1386,7 @@ def main() -> None:
     memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
     bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.model,
                   args.batch, args.nodes, args.quick, memory)
-    on_rank_0(lambda: try_folder(out))
+    on_rank_0(lambda: train.try_folder(str(out), "; name another --out"))  # before it measures
     if gpu:
         torch.cuda.set_device(device)
         train.expandable_segments()

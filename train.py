@@ -273,13 +273,16 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
+def types_of(f: Field) -> tuple[type, ...]:
+    return typing.get_args(f.type) or (f.type,)
+
+
 def flag_type(f: Field):
     """Return the function text -> value of a field; auto is None where that is allowed."""
-    kinds = typing.get_args(f.type) or (f.type,)
-    kind = size if f.name in SIZES else kinds[0]
+    kind = size if f.name in SIZES else types_of(f)[0]
 
     def convert(text: str):
-        return None if text == "auto" and type(None) in kinds else kind(text)
+        return None if text == "auto" and type(None) in types_of(f) else kind(text)
 
     convert.__name__ = kind.__name__  # argparse says "invalid float value"
     return convert
@@ -461,7 +464,8 @@ def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
     scaling["factor"] *= factor
     scaling.pop("attention_factor", None)  # a fixed one was the old factor's
     return replace(model, rope_scaling=scaling,
-                               max_positions=round(model.max_positions * factor))
+                   max_positions=round(model.max_positions * factor))
+
 
 
 Chosen = tuple[Config, ModelConfig, Callable | None, dict]  # cfg, model, pretrained, source of Run
@@ -474,18 +478,19 @@ def choose_model(cfg: Config, device: torch.device, resumed: Checkpoint | None) 
     folder = cfg.import_folder
     if folder and cfg.model not in ("auto", "hf"):
         raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
-    name = cfg.model
+    there = folder and (Path(folder) / "config.json").exists()
+    if resumed and cfg.model in ("auto", "hf") and not there:
+        return resumed_model(cfg, resumed)
     pretrained = None
     source = {}
-    there = folder and (Path(folder) / "config.json").exists()
-    if resumed and name in ("auto", "hf") and not there:
-        return resumed_model(cfg, resumed)
     if folder:
         name = "hf"
         source = checkpoint.hf_source(folder)
         model = checkpoint.hf_config(folder)
-        pretrained = None if resumed else checkpoint.hf_open(folder, model)
+        if not resumed:
+            pretrained = checkpoint.hf_open(folder, model)
     else:
+        name = cfg.model
         if name == "auto":
             name = "tiny" if device.type == "cpu" else "7b"
         if name not in MODELS:
@@ -511,8 +516,8 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = replace(cfg, model=old.model, init=old.init,
-                              rope_scaling=cfg.rope_scaling or old.rope_scaling,
-                              rope_theta=cfg.rope_theta or old.rope_theta)
+                  rope_scaling=cfg.rope_scaling or old.rope_scaling,
+                  rope_theta=cfg.rope_theta or old.rope_theta)
     return cfg, with_rope(cfg, model, old.rope_scaling), None, resumed.meta["source"]
 
 
@@ -670,15 +675,15 @@ def recorded_flags(resumed: Checkpoint) -> Config:
     defaults. Raises ValueError for one of another type."""
     folder = resumed.folder
     recorded = resumed.meta["config"]
-    known = {f.name: f for f in fields(Config) if f.name in recorded}
-    for name, f in known.items():
-        value = recorded[name]
-        types = typing.get_args(f.type) or (f.type,)
+    known = {}
+    for f in fields(Config):
+        value = known[f.name] = recorded.get(f.name, f.default)
+        types = types_of(f)
         if float in types:
             types += (int,)
         if type(value) not in types:
-            raise ValueError(f"--resume: {folder} has {flag_name(name)} {value!r}")
-    old = Config(**{name: recorded[name] for name in known})
+            raise ValueError(f"--resume: {folder} has {flag_name(f.name)} {value!r}")
+    old = Config(**known)
     if None in [getattr(old, name) for name in ("seq", "batch", *SCHEDULE)]:
         raise ValueError(f"--resume: {folder} does not say its --seq, --batch or schedule")
     return old
@@ -695,11 +700,16 @@ def check_folders(cfg: Config, run: Run) -> None:
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
         checkpoint.hf_architecture(run.model, run.source)
     for folder in {cfg.out, cfg.export} - {""}:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as e:
-            raise ValueError(f"{folder} cannot be written: {e}") from e
+        try_folder(folder)
+
+
+def try_folder(folder: str, advice: str = "") -> None:
+    """Raise ValueError, with advice, if files cannot be written there."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written: {e}{advice}") from e
 
 
 def with_hardware(run: Run) -> Run:
@@ -1167,7 +1177,7 @@ def load_batch(run: Run, samples: int) -> Batch:
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
     return replace(batch, scale=scale,
-                               seen=sums[1] / (run.plan.batch * run.cfg.seq))
+                   seen=sums[1] / (run.plan.batch * run.cfg.seq))
 
 
 def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
