@@ -243,13 +243,12 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
         seconds = clock(step, repeats, bench.device, warmup)
     except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
         more["error"] = str(e)[:600]
-    run = getattr(step, "run", None)
-    states = getattr(step, "states", None)
-    if isinstance(states, States):  # not FSDP2's
-        more |= chosen(run)
-        more["state_bytes"] = states.bytes()
+    if step and isinstance(step.states, States):  # not FSDP2's
+        more |= chosen(step.run)
+        more["state_bytes"] = step.states.bytes()
         more["state_bytes_formula"] = state_bytes(
-            param_count(run.model), states.factors, states.dtype, states.accumulates)
+            param_count(step.run.model), step.states.factors, step.states.dtype,
+            step.states.accumulates)
     seconds = most_of_ranks(seconds, bench.device)  # infinite on all ranks, if on one
     if bench.gpu and math.isfinite(seconds) and isinstance(step.model, Pipeline):
         more |= idle_share(step)
@@ -257,7 +256,7 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
                 cfg.batch * cfg.seq // bench.world, seconds if math.isfinite(seconds) else None,
                 bound, bench.world, **more)
     bench.add(found)
-    del step, states, run
+    del step
     release(bench.device)
     return found
 

@@ -225,6 +225,10 @@ class Config:
         """Return DIR of --init hf:DIR, else an empty text."""
         return self.init.partition("hf:")[2]
 
+    @property
+    def overlaps(self) -> tuple[str, ...]:
+        return () if self.overlap == "none" else tuple(self.overlap.split(","))
+
     def where_open(self, values: dict) -> dict:
         """Return those of the values whose flags are open."""
         return {name: value for name, value in values.items()
@@ -328,10 +332,9 @@ def check_flags(cfg: Config) -> None:
                          "in sequences and in tokens: drop one")
     old = {"gather": "param_gather", "scatter": "grad_scatter", "reduce": "grad_reduce",
            "spread": "param_broadcast"}
-    words = set(cfg.overlap.split(",")) if cfg.overlap != "none" else set()
-    if renamed := [f"{word} is now {old[word]}" for word in old if word in words]:
+    if renamed := [f"{word} is now {old[word]}" for word in old if word in cfg.overlaps]:
         raise ValueError(f"--overlap {cfg.overlap}: {', '.join(renamed)}")
-    if not words <= set(OVERLAPS):
+    if not set(cfg.overlaps) <= set(OVERLAPS):
         raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
     by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
                if getattr(cfg, name) is not None]
@@ -863,7 +866,6 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     cfg = run.cfg
     plan = run.plan
     kept = plan.activations
-    overlap = () if cfg.overlap == "none" else tuple(cfg.overlap.split(","))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     columns = parallel.Columns(plan.tp_mode, groups, CommStream(run.device))
@@ -873,7 +875,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     model.layer_runner = runners[0]  # of one stage, the only one
     states = States(
         model, run.device, run.dtype, plan.micro_batches * plan.pp_segments, plan.factors,
-        plan.os_layout, groups, overlap=overlap,
+        plan.os_layout, groups, overlap=cfg.overlaps,
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
@@ -881,7 +883,8 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, plan.micro_batches, local_bounds(run),
-                         columns.between_layers, run.device, run.dtype, "pipeline" in overlap)
+                         columns.between_layers, run.device, run.dtype,
+                         "pipeline" in cfg.overlaps)
     return model, states
 
 
@@ -1508,8 +1511,10 @@ class Log:
         """Write a row, on rank 0."""
         if self.file is None:
             return
+        # null for numbers that are not finite, which JSON has not
+        row = json.loads(json.dumps(row), parse_constant=lambda name: None)
         try:
-            print(json.dumps(finite_or_none(row)), file=self.file, flush=True)
+            print(json.dumps(row), file=self.file, flush=True)
             self.failed = ""
         except OSError as e:  # the disk is full; what is not written is tried again with the next
             self.failed = f"log.jsonl cannot be written: {e.strerror}"
@@ -1529,14 +1534,6 @@ class Log:
             why = getattr(e, "strerror", None) or e
             print0(f"{out}: log.jsonl or loss.png could not be written: {why}")
 
-
-def finite_or_none(x):
-    """Return a row of the log with None for numbers that are not finite, which JSON has not."""
-    if isinstance(x, dict):
-        return {key: finite_or_none(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [finite_or_none(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
 def draw_losses(out: Path) -> None:

@@ -236,7 +236,7 @@ def scale_tables() -> str:
         "choices": markdown(
             ["setting", "GPUs", "the paper's p,g,os", "step s", "GPU GiB", "the model's best",
              "step s", "GPU GiB", "the paper's takes"],
-            [[r["setting"], str(r["gpus"]), *choice_cells(r["theirs"]), *choice_cells(r["best"]),
+            [[r["setting"], f"{r['gpus']}", *choice_cells(r["theirs"]), *choice_cells(r["best"]),
               f"{r['theirs']['step_s'] / r['best']['step_s'] - 1:+.1%}"]
              for r in found["choices"]]),
         "table_5": markdown(
@@ -248,21 +248,21 @@ def scale_tables() -> str:
         "figures": figure_table(found["figures"]),
         "memo": markdown(
             ["GPUs", "tokens", "sp", "layers keep", "host GiB a node", "causal MFU"],
-            [[str(r["gpus"]), f"{r['seq'] // 1024:,}K", str(r.get("sp", "-")),
+            [[f"{r['gpus']}", f"{r['seq'] // 1024:,}K", f"{r.get('sp', '-')}",
               r.get("layers", "nothing fits"), f"{r['host_gib']:.0f}" if "sp" in r else "-",
               " / ".join([f"{r['mfu_causal']:.1%}" if "sp" in r else "-",
                           f"{r['published_mfu']:.1%}" if r["published_mfu"] else "over 50%"])]
              for r in found["memo"]]),
         "rings": markdown(
             ["model", "nodes", "GB/s", "hidden from", "ring s", "by heads s", "planned: sp"],
-            [[r["model"], str(r["nodes"]), f"{r['rate'] / 1e9:.0f}",
+            [[r["model"], f"{r['nodes']}", f"{r['rate'] / 1e9:.0f}",
               f"{r['hidden'] // 1024:,}K" if r["hidden"] else "-",
               *(f"{r[how]['step_s']:.4g}" if how in r else "-" for how in ("ring", "heads")),
               r["planned"]["sp"]] for r in found["rings"]]),
         "hybrids": markdown(
             ["setting", "GPUs", "GB/s", "degrees", "tp", "pp", "sp", "p,g,os", "step s",
              "causal MFU", "idle s", "GPU GiB"],
-            [[r["setting"], str(r["gpus"]), f"{r['rate'] / 1e9:.0f}" if r["rate"] else "A800s", cut,
+            [[r["setting"], f"{r['gpus']}", f"{r['rate'] / 1e9:.0f}" if r["rate"] else "A800s", cut,
               r[cut]["tp"], r[cut]["pp"], r[cut]["sp"], r[cut]["shards"],
               f"{r[cut]['step_s']:.4g}", f"{r[cut]['mfu_causal']:.1%}",
               f"{r[cut]['idle_s']:.3g}", f"{r[cut]['gpu_gib']:.1f}"]
@@ -449,7 +449,7 @@ def nine_rows() -> str:
         cap = re.search(r"--gpu-memory (\d+)G", r["command"])
         text = cells(row)
         lines.append([text[0] + (f", of {cap[1]} GiB a GPU" if cap else ""), f"{seq // 1024}K",
-                      str(row["gpus"]), text[5], text[7], text[8]])
+                      f"{row['gpus']}", text[5], text[7], text[8]])
     return markdown(["system", "tokens", "GPUs", "causal MFU", "of bound", "GPU GiB"], lines)
 
 
