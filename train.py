@@ -242,7 +242,7 @@ CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", 
            "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
 TIMEOUTS = (1, 1e9)  # seconds
-LIMITS = {  # from, to -> the numbers that may be so much, if they are not auto
+LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
     (0, 1): "alpha min_lr",
     (0, 1 - 1e-9): "beta1 beta2",
     (0, 1e6): "weight_decay",
@@ -470,7 +470,6 @@ def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
                    max_positions=round(model.max_positions * factor))
 
 
-
 Chosen = tuple[Config, ModelConfig, Callable | None, dict]  # cfg, model, pretrained, source of Run
 
 
@@ -611,8 +610,10 @@ def with_tokens(run: Run) -> Run:
 
 def tokenizer_folder(cfg: Config) -> str:
     """Return --tokenizer, else the folder of --init if it has one, else an empty string."""
-    has_one = cfg.import_folder and (Path(cfg.import_folder) / "tokenizer.json").exists()
-    return cfg.tokenizer or (cfg.import_folder if has_one else "")
+    folder = cfg.import_folder
+    if folder and not (Path(folder) / "tokenizer.json").exists():
+        folder = ""
+    return cfg.tokenizer or folder
 
 
 def make_passkeys(run: Run) -> Passkeys | None:
@@ -1004,21 +1005,21 @@ def simulation(running: list, gpu: bool):
     def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
         exchange.memory = like.new_empty(elements)
 
-    with contextlib.ExitStack() as replaced:
-        def put(owner, name: str, new) -> None:
-            replaced.enter_context(mock.patch.object(owner, name, new))
+    with contextlib.ExitStack() as patches:
+        def patch(owner, name: str, new) -> None:
+            patches.enter_context(mock.patch.object(owner, name, new))
 
-        put(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
+        patch(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         if gpu:
             for module in (llama, shard, attention):
                 for name, fn in list(vars(module).items()):
                     casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
                     if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
-                        put(module, name, one_kernel()(fn))
+                        patch(module, name, one_kernel()(fn))
             for name in ("update_param", "update_vectors"):  # one kernel, if compiled
-                put(States, name, one_kernel()(getattr(States, name)))
-            put(CommStream, "after_compute", after_compute)
-            put(Exchange, "map_memory", map_memory)
+                patch(States, name, one_kernel()(getattr(States, name)))
+            patch(CommStream, "after_compute", after_compute)
+            patch(Exchange, "map_memory", map_memory)
         yield
 
 
@@ -1533,7 +1534,6 @@ class Log:
         except (OSError, ValueError, TypeError, OverflowError) as e:  # full; or rows are not ours
             why = getattr(e, "strerror", None) or e
             print0(f"{out}: log.jsonl or loss.png could not be written: {why}")
-
 
 
 def draw_losses(out: Path) -> None:
