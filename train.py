@@ -1093,17 +1093,25 @@ def plan_memory(run: Run, trains: bool) -> StepMemory | None:
     return memory
 
 
-def keep_if_it_saves(run: Run, memory: StepMemory) -> StepMemory | None:
-    """Print the plan; return None if it saves too little to be worth keeping."""
+def run_planned(run: Run, memory: StepMemory | None,
+                step: Callable[[], tuple]) -> tuple[tuple, StepMemory | None]:
+    """Run a step in planned memory, if there is any; print a plan that is new. Returns the step's
+    result, and what plans the next one's memory: None if it saves too little."""
+    if memory is None:
+        return step(), None
+    plans = memory.plans
+    result = memory.run(step)
+    if memory.plans == plans:
+        return result, memory
     print0(f"memory plan of a step: {memory.plan}")
     if run.cfg.memplan != "auto":
-        return memory
+        return result, memory
     reserved = torch.cuda.memory_reserved(run.device)
     torch.cuda.empty_cache()
     saved = reserved - torch.cuda.memory_reserved(run.device) - memory.plan.peak
     print0(f"that is {saved / GIB:.2f} GiB less than PyTorch's allocator reserved for the step")
     total = torch.cuda.get_device_properties(run.device).total_memory
-    return memory if saved > total / 100 else None
+    return result, memory if saved > total / 100 else None
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -1666,11 +1674,9 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
-        plans = memory.plans if memory else 0
-        result = *(memory.run(work) if memory else work()), batch.seen
-        del work
-        if memory and memory.plans > plans:
-            memory = keep_if_it_saves(run, memory)
+        result, memory = run_planned(run, memory, work)
+        result = *result, batch.seen
+        del work  # it holds the batch
         samples += cfg.batch
         if step < cfg.steps:
             batch = load_batch(run, samples)
