@@ -1284,8 +1284,7 @@ def verified(run: Run, made: dict[tuple[int, int], Groups]) -> Run:
     # batches may differ: the least time a sequence
     best = min(range(len(plans)), key=lambda i: measured[i] / plans[i].batch)
     print0(f"taken: plan {best + 1} of {len(plans)}")
-    return with_choice(run.but(others=tuple(plan for plan in plans if plan is not plans[best])),
-                       plans[best])
+    return with_choice(run.but(others=plans[:best] + plans[best + 1 :]), plans[best])
 
 
 def step_of_plan(run: Run, groups: Groups) -> float:
