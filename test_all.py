@@ -3413,6 +3413,27 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     assert (tmp_path / "earlier-1" / "latest" / "meta.json").exists()
 
 
+def test_best_plans_run_and_the_fastest_is_taken(tmp_path, capsys, monkeypatch):
+    """By what is measured, not by what is predicted; the steps then are those of its plan."""
+    ran, step_of_plan = [], train.step_of_plan
+
+    def measure(run, groups):
+        assert step_of_plan(run, groups) > 0
+        ran.append(run.plan)
+        return 2.0 if len(ran) == 1 else 1.0
+
+    monkeypatch.setattr(train, "step_of_plan", measure)
+    args = [*QUICK, "--steps", "2", "--save-every", "-1"]
+    train.main([*args, "--verify", "2", "--out", f"{tmp_path}/a"])
+    text = capsys.readouterr().out
+    best, taken = ran
+    assert best.micro_batch != taken.micro_batch and "taken: plan 2 of 2" in text
+    assert f"micro-batches x {taken.micro_batch};" in text.partition("taken")[2]
+    train.main([*args, "--micro-batch", f"{taken.micro_batch}", "--out", f"{tmp_path}/b"])
+    for a, b in zip(log(tmp_path / "a"), log(tmp_path / "b"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
 def test_dry_run_and_zero_steps(tmp_path, capsys):
     train.main(["--dry-run", "--model", "7b", "--device", "cpu", "--seq", "16K", "--dtype", "bf16",
                 "--batch", "1", "--out", f"{tmp_path}/a"])
