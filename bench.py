@@ -51,7 +51,8 @@ from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_
 from offload import GIB, ActivationPlan, recomputed_layers
 from parallel import Pipeline, bubble, no_order, use_more_queues
 from planner import Constraints, Hardware, Plan, Sizes, plan_activations, state_bytes
-from ranks import ConfigError, most_of_ranks, on_all_ranks, on_rank_0, print0, start_ranks
+from ranks import (ConfigError, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0, print0,
+                   start_ranks)
 from shard import STREAMS, Factors, States
 from train import Config, Run, device_name, release, size
 
@@ -231,8 +232,9 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
 def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int = 2,
             bound: dict | None = None, build: Callable[[], Step] | None = None, **more) -> dict:
     """Build a step of these flags (or what `build` returns, of their model, sequence and batch),
-    time it, and add its row, which is returned; out of memory on any rank is a row too. A
-    collective."""
+    time it, and add its row, which is returned; out of memory on any rank is a row too, but of a
+    pipeline, whose other stages wait for this one: there it is raised, and ends all. A collective.
+    """
     release(bench.device)
     seconds = math.inf
     step = None
@@ -240,6 +242,8 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
         step = build() if build else make_step(bench, cfg)
         seconds = clock(step, repeats, bench.device, warmup)
     except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
+        if cfg.pp not in (None, 1) and not isinstance(e, ConfigError):
+            raise
         more["error"] = str(e)[:600]
     if step and isinstance(step.states, States):  # not FSDP2's
         more |= chosen(step.run)
@@ -1406,16 +1410,17 @@ def main() -> None:
         args.tables = []
     last = []
     stopped = False
-    for name in args.tables:
-        results, stopped = measure(bench, args, name, hardware)
-        last.append(results)
-        if stopped:
-            break
-    if last:
-        print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
-    if stopped:  # in the middle of something: other ranks may wait in it
-        sys.stdout.flush()
-        os._exit(130)
+    with Heartbeat(rank, world, "Rows so far are written"):
+        for name in args.tables:
+            results, stopped = measure(bench, args, name, hardware)
+            last.append(results)
+            if stopped:
+                break
+        if last:
+            print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
+        if stopped:  # in the middle of something: other ranks may wait in it
+            sys.stdout.flush()
+            os._exit(130)
     dist.destroy_process_group()
 
 

@@ -196,9 +196,11 @@ class Heartbeat:
     A second thread watches that the first comes back: a store on a lost node hangs or raises.
     """
 
-    def __init__(self, rank: int, world: int):
+    def __init__(self, rank: int, world: int, advice: str):
+        """advice: what every rank says when all end."""
         self.rank = rank
         self.world = world
+        self.advice = advice
         self.name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
         self.patience = STARTING_BEATS  # beats that others wait for this rank's next sign
         self.beats = 0
@@ -265,8 +267,8 @@ class Heartbeat:
         """End this process, wherever its main thread hangs, in a few beats: others may read the
         cause from a store that is here, and the rank that is to blame should end before."""
         signal.alarm(10)  # by the system, should even the output hang
-        print(f"rank {self.rank}: {cause}; this run ends. What was saved is whole: start it again, "
-              "or continue with --resume", file=sys.stderr, flush=True)
+        print(f"rank {self.rank}: {cause}; this run ends. {self.advice}", file=sys.stderr,
+              flush=True)
         sys.stdout.flush()
         time.sleep(4 * BEAT_S)
         os._exit(1)

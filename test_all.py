@@ -6081,6 +6081,8 @@ def test_bench_of_what_does_not_fit_is_a_row(monkeypatch, group):
     assert bench.cells(too_large)[3] == "does not fit" and bench.cells(missed)[3] == "out of memory"
     assert ours["model"] == longest["model"] == "tiny" and not ours["oom"]
     assert missed["seq"] == 2 * longest["seq"] == 1024 and longest["step_s"] > 0
+    with pytest.raises(torch.OutOfMemoryError):  # it ends all: the other stage waits for this one
+        bench.attempt(table, "a stage", train.Config(model="tiny", seq=1024, batch=1, pp=2))
 
 
 def test_bench_writes_results(tmp_path):

@@ -1812,7 +1812,8 @@ def main(argv: list[str] | None = None) -> None:
     if cfg.pp != 1:
         parallel.use_more_queues()
     rank, world, local_rank = start_ranks(timeout)
-    with Heartbeat(rank, world) as heartbeat:
+    saved = "What was saved is whole: start it again, or continue with --resume"
+    with Heartbeat(rank, world, saved) as heartbeat:
         trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
     if dist.is_initialized():
         dist.destroy_process_group()
