@@ -20,7 +20,6 @@ Left out: whether results are right, which test_all.py shows, on GPUs too.
 Legend: T tokens a sequence, C width, L layers, M micro-batches.
 """
 import argparse
-import dataclasses
 import functools
 import gc
 import json
@@ -30,13 +29,13 @@ import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,16 +43,18 @@ from torch import Tensor, nn
 import offload
 import planner
 import train
-from attention import Attention, Exchange, Groups, pick_kernel
+from attention import Attention, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, compare_methods, read_trace, write_plan
-from model import (MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, param_count,
-                   rms_norm, rope_tables, whole_layers)
+from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
+                   param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
 from parallel import Pipeline, bubble, no_order, use_more_queues
 from planner import Constraints, Hardware, Plan, state_bytes
+from ranks import (ConfigError, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0, print0,
+                   start_ranks)
 from shard import STREAMS, Factors, States
-from train import Config, ConfigError, Run, device_name, local_positions, on_all_ranks, size
+from train import Config, Run, device_name, release, size
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
@@ -75,9 +76,10 @@ class Bench:
     seqs: list[int] = field(default_factory=list)  # --seq
     skip: list[str] = field(default_factory=list)  # --skip
     model: str = "7b"  # --model
+    batch: int = 1  # --batch
     nodes: int = 1  # --nodes
     quick: bool = False
-    memory: dict[str, int] = field(default_factory=dict)  # --host-memory, --gpu-memory as flags
+    memory: dict[str, int | None] = field(default_factory=dict)  # --host-memory, --gpu-memory
     rows: list[dict] = field(default_factory=list)
     keep: Callable[[list[dict]], None] = lambda rows: None  # writes the rows so far
 
@@ -92,17 +94,15 @@ class Bench:
     def kernel(self) -> str:
         return pick_kernel("auto", self.device, self.dtype)
 
-    def print0(self, *text, **options) -> None:
-        if self.rank == 0:
-            print(*text, **options)
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
     def add(self, *rows: dict) -> None:
         """Keep rows, and print them."""
         first = not self.rows
         self.rows += rows
         self.keep(self.rows)
-        if self.rank == 0:
-            show(list(rows), head=first)
+        show(rows, head=first)
 
 
 def sync(device: torch.device) -> None:
@@ -130,28 +130,12 @@ def clock(fn: Callable, repeats: int, device: torch.device, warmup: int = 3) -> 
     return statistics.median(times[warmup:])
 
 
-def slowest(seconds: float, device: torch.device) -> float:
-    """Return the most of all ranks. A collective."""
-    most = torch.tensor(seconds, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return most.item()
-
-
-def release(device: torch.device) -> None:
-    """Give back what a finished row held (modules and their states refer to each other)."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.reset_accumulated_memory_stats(device)
-
-
 def memory_figures(device: torch.device) -> dict:
-    """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
-    lies outside it; what the allocator held at most; and how often it emptied its cache."""
+    """Return the peak of what was allocated; what PyTorch's allocator held at most; and how often
+    it emptied its cache."""
     if device.type != "cuda":
         return {"gpu_gib": None, "reserved_gib": None, "retries": None}
-    return {"gpu_gib": (torch.cuda.max_memory_allocated(device) + Exchange.mapped_bytes()) / GIB,
+    return {"gpu_gib": train.gpu_peak_gib(device),
             "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB,
             "retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0)}
 
@@ -188,43 +172,41 @@ class Step:
     batch: train.Batch
     update: bool = True  # or forward, backward and reductions alone
     held: list = field(default_factory=list)  # memory that is taken besides
+    memory: StepMemory | None = None  # that plans it
 
     def __call__(self):
         lr = 1e-4 if self.update else None
-        return train.run_step(self.model, self.states, self.batch, lr, 1.0)
+        work = functools.partial(train.run_step, self.model, self.states, self.batch, lr, 1.0)
+        if self.memory is None:
+            return work()
+        return self.memory.replay(work) if self.memory.plan else self.memory.run(work)
 
 
 def machine(bench: Bench, cfg: Config) -> Run:
     """Return the run of these flags on this machine, without a plan. Raises ConfigError. A
     collective."""
-    cfg = dataclasses.replace(cfg, **bench.memory)
+    cfg = replace(cfg, **bench.memory)
     if cfg.per_node is None:
-        cfg = dataclasses.replace(cfg, per_node=bench.world)
+        cfg = replace(cfg, per_node=bench.world)
     run = on_all_ranks(lambda: train.machine(cfg, bench.rank, bench.world, bench.local_rank))
-    return train.with_hardware(run, bench.print0)
+    return train.with_hardware(run)
 
 
 def plan_run(bench: Bench, cfg: Config) -> Run:
     """Return what train.py chooses for these flags on all ranks. Raises ConfigError. A
     collective."""
-    return train.with_plan(machine(bench, cfg), bench.print0)
+    return train.with_plan(machine(bench, cfg))
 
 
 def random_batch(run: Run) -> train.Batch:
     """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of data,
     and the scale of the loss."""
-    cfg = run.cfg
     _, data_rank, _, _ = run.coordinates
-    count = run.plan.batch // run.plan.dp
-    rng = torch.Generator(run.device).manual_seed(data_rank)
-    ids = torch.randint(run.model.vocab, (count, cfg.seq + 1), device=run.device, generator=rng)
-    shape = (-1, run.plan.micro_batch, cfg.seq // run.plan.sp)
-    positions = train.to_device(local_positions(run), run)
-    tokens = ids[:, positions].reshape(shape)
-    labels = train.own_labels(ids[:, positions + 1].reshape(shape), run)
-    scale = torch.full((), 1 / (run.plan.batch * cfg.seq), device=run.device,
-                       dtype=torch.promote_types(run.dtype, torch.float32))
-    return train.Batch(tokens, labels, positions, scale=scale)
+    shape = (run.plan.batch // run.plan.dp, run.cfg.seq + 1)
+    windows = np.random.default_rng(data_rank).integers(run.model.vocab, size=shape)
+    scale = torch.full((), 1 / (run.plan.batch * run.cfg.seq), device=run.device,
+                       dtype=accumulation_dtype(run.dtype))
+    return replace(train.local_batch(list(windows), run), scale=scale)
 
 
 def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
@@ -234,47 +216,61 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     as_planned = run is not None
     run = run or plan_run(bench, cfg)
     train.cap_gpu(run)
-    groups = train.groups_of(run, GROUPS)
+    groups = train.make_groups(run, GROUPS)
     op = train.make_attention(run, groups)
     if not as_planned:
-        run = train.with_measured_plan(run, op, bench.print0)
-    train.describe(run, bench.print0)
+        run = train.with_measured_plan(run, op)
+    train.describe(run)
     model, states = train.build(run, op, groups)
     train.load_random_weights(run, states)
-    train.wait_for_host_memory(model, bench.print0)
+    train.wait_for_host_memory(model)
     batch = random_batch(run)
     train.warm_up(model, batch)
     return Step(run, model, states, batch, update)
 
 
-def attempt(bench: Bench, label: str, name: str, seq: int, tokens: int, build: Callable[[], Step],
-            repeats: int = 5, warmup: int = 2, bound: dict | None = None, **more) -> dict:
-    """Build a step, time it, and add its row, which is returned; out of memory on any rank is a row
-    too. tokens: of a step on one device. A collective."""
+def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int = 2,
+            bound: dict | None = None, build: Callable[[], Step] | None = None, **more) -> dict:
+    """Build a step of these flags (or what `build` returns, of their model, sequence and batch),
+    time it, and add its row, which is returned; out of memory on any rank is a row too, but of a
+    pipeline, whose other stages wait for this one: there it is raised, and ends all. A collective.
+    """
     release(bench.device)
     seconds = math.inf
     step = None
     try:
-        step = build()
+        step = build() if build else make_step(bench, cfg)
         seconds = clock(step, repeats, bench.device, warmup)
     except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
+        if cfg.pp not in (None, 1) and not isinstance(e, ConfigError):
+            raise
         more["error"] = str(e)[:600]
-    run = getattr(step, "run", None)
-    states = getattr(step, "states", None)
-    if isinstance(states, States):  # not FSDP2's
-        more |= chosen(run)
-        more["state_bytes"] = states.bytes()
+    if step and isinstance(step.states, States):  # not FSDP2's
+        more |= chosen(step.run)
+        more["state_bytes"] = step.states.bytes()
         more["state_bytes_formula"] = state_bytes(
-            param_count(run.model), states.factors, states.dtype, states.accumulates)
-    seconds = slowest(seconds, bench.device)  # infinite on all ranks, if on one
+            param_count(step.run.model), step.states.factors, step.states.dtype,
+            step.states.accumulates)
+    seconds = most_of_ranks(seconds, bench.device)  # infinite on all ranks, if on one
     if bench.gpu and math.isfinite(seconds) and isinstance(step.model, Pipeline):
         more |= idle_share(step)
-    found = row(bench, label, MODELS[name], name, seq, tokens,
-                seconds if math.isfinite(seconds) else None, bound, bench.world, **more)
+    found = row(bench, label, MODELS[cfg.model], cfg.model, cfg.seq,
+                cfg.batch * cfg.seq // bench.world, seconds if math.isfinite(seconds) else None,
+                bound, bench.world, **more)
     bench.add(found)
-    del step, states, run
+    del step
     release(bench.device)
     return found
+
+
+def attempt_beside_kernels(bench: Bench, model: str, seq: int, kinds: dict[str, dict],
+                           repeats: int = 3, warmup: int = 1, **flags) -> None:
+    """Add the row of the kernels alone, and one of a step for each kind: label -> its own flags."""
+    bound = kernel_bound(bench, model, seq)
+    bench.add(bound)
+    for label, own in kinds.items():
+        cfg = Config(model=model, seq=seq, **flags | own)
+        attempt(bench, label, cfg, repeats, warmup, bound)
 
 
 def idle_share(step: Step) -> dict:
@@ -300,14 +296,12 @@ def chosen(run: Run) -> dict:
     kept = plan.activations
     memory = plan.memory
     working = sum(memory.peaks[memory.highest()].values())
-    return {"p": f.p, "g": f.g, "os": f.os, "sp": plan.sp, "ring": plan.ring, "chunk": plan.chunk,
-            "tp": plan.tp, "pp": plan.pp, "pp_chunks": plan.pp_chunks,
-            "pp_segments": plan.pp_segments,
-            "batch": plan.batch, "micro_batch": plan.micro_batch,
-            "os_layout": plan.os_layout, "os_place": plan.os_place, "recompute": plan.recompute,
-            "head_groups": plan.head_groups, "predicted": plan.seconds,
+    names = ("sp", "ring", "chunk", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
+             "os_layout", "os_place", "recompute", "head_groups")
+    return {"p": f.p, "g": f.g, "os": f.os, **{name: getattr(plan, name) for name in names},
+            "predicted": plan.seconds,
             "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,
-            "activations": kept and dataclasses.asdict(kept),
+            "activations": kept and asdict(kept),
             "planned_gib": {name: value / GIB
                             for name, value in (memory.lasting | {"working": working}).items()},
             "alpha": kept and kept.alpha,
@@ -371,17 +365,17 @@ class Fsdp2States:
 def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     """Build a step of the same model and kernels under FSDP2. With a sequence over ranks, layers
     are recomputed, and all-to-alls are NCCL's, in one head group."""
-    run = machine(bench, dataclasses.replace(cfg, head_groups=1, ring=1, recompute="full"))
-    anything = dataclasses.replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
-    run = train.with_plan(run.but(hardware=anything), bench.print0)
-    op = train.make_attention(run.but(cfg=dataclasses.replace(run.cfg, per_node=0)),
-                              train.groups_of(run, GROUPS))
+    run = machine(bench, replace(cfg, head_groups=1, ring=1, recompute="full"))
+    anything = replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
+    run = train.with_plan(run.but(hardware=anything))
+    op = train.make_attention(run.but(cfg=replace(run.cfg, per_node=0)),
+                              train.make_groups(run, GROUPS))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     if run.plan.sp > 1:
         model.layer_runner = recomputed_layers
     states = Fsdp2States(model, mesh, reshard, run.plan.micro_batches, bench.device)
-    return Step(run.but(plan=dataclasses.replace(run.plan, factors=Factors())), model, states,
+    return Step(run.but(plan=replace(run.plan, factors=Factors())), model, states,
                 random_batch(run))
 
 
@@ -396,12 +390,8 @@ def ceilings(bench: Bench, seq: int) -> list[dict]:
     kernel = bench.kernel()
     op = Attention(kernel)
     peak = peak_flops(device_name(device))
-
-    def random(*shape) -> Tensor:
-        return torch.randn(*shape, device=device).to(bench.dtype)
-
-    a, b = (random(n, n) for _ in range(2))
-    q, k, v, do = (random(1, seq, heads, 128) for _ in range(4))
+    a, b = (bench.random(n, n) for _ in range(2))
+    q, k, v, do = (bench.random(1, seq, heads, 128) for _ in range(4))
     o, lse = op.forward(q, k, v)
     pairs = 2 * heads * 128 * seq**2  # FLOPs of one product with half of the (T, T) matrix
     work = {
@@ -412,9 +402,10 @@ def ceilings(bench: Bench, seq: int) -> list[dict]:
     rows = []
     for label, (flops, fn) in work.items():
         rate = flops / clock(fn, 10, device)
-        rows.append({"system": label, "model": "-", "seq": seq, "flops": rate, "tgs": None,
-                     "step_s": flops / rate, "mfu_causal": peak and rate / peak, "mfu_full": None,
-                     "bound_ratio": None, "gpu_gib": None, "host_gib": None, "oom": False})
+        blank = dict.fromkeys((*TIMES, "bound_ratio", "gpu_gib", "host_gib"))
+        rows.append(blank | {"system": label, "model": "-", "seq": seq, "flops": rate,
+                             "step_s": flops / rate, "mfu_causal": peak and rate / peak,
+                             "oom": False})
     return rows
 
 
@@ -422,13 +413,13 @@ def layers_alone(bench: Bench, name: str, seq: int, repeats: int) -> dict:
     """Return the row of a few layers on one device, forward and backward: the same products,
     kernels and element-wise parts, but no embedding, head, loss, optimizer or communication."""
     device = bench.device
-    few = dataclasses.replace(MODELS[name], layers=min(6, MODELS[name].layers))
+    few = replace(MODELS[name], layers=min(6, MODELS[name].layers))
     with torch.device(device):
         model = LLaMA(few, Attention(bench.kernel())).to(bench.dtype)
     model.init_weights(0)
     rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
     run_layer = whole_layers(model, rope, lambda i: model.attention)
-    x = torch.randn(1, seq, few.dim, device=device).to(bench.dtype).requires_grad_()
+    x = bench.random(1, seq, few.dim).requires_grad_()
 
     def layers() -> None:
         y = x
@@ -447,38 +438,37 @@ def layers_alone(bench: Bench, name: str, seq: int, repeats: int) -> dict:
     return bound
 
 
-def sustained(fn, device: torch.device, seconds: float = 1.0) -> float:
+def sustained(fn, device: torch.device, seconds: float) -> float:
     """Seconds of fn() at the clock rate that a GPU holds under load: back to back, the second half
     of at least twice `seconds`."""
-    fn()
-    sync(device)
-    start = time.perf_counter()
-    fn()
-    sync(device)
-    calls = max(1, math.ceil(seconds / (time.perf_counter() - start)))
+    once = clock(fn, 1, device, warmup=1)
+    calls = max(1, math.ceil(seconds / once))
     return clock(lambda: [fn() for _ in range(calls)], 1, device, warmup=1) / calls
 
 
 def kernel_bound(bench: Bench, name: str, seq: int, chunk: int = 2**14) -> dict:
     """Return the row of attention and matrix kernels alone: one sequence over all ranks, no norms,
     no rotary, no loss but its products, no communication, nothing twice. A layer's kernels follow
-    one another in the order of a step, for seconds: what they draw together sets the clock rate."""
+    one another in the order of a step, for seconds: what they draw together sets the clock rate. A
+    collective."""
     cfg = MODELS[name]
     tokens = seq // bench.world
     chunk = tokens // -(-tokens // chunk)  # equal parts
     op = Attention(bench.kernel())
-
-    def random(*shape) -> Tensor:
-        return torch.randn(*shape, device=bench.device, dtype=bench.dtype)
-
     heads = cfg.heads // bench.world
     kv_heads = max(1, cfg.kv_heads // bench.world)
-    q, k, v, do = (random(1, seq, n, cfg.head_dim) for n in (heads, kv_heads, kv_heads, heads))
-    shapes = [(cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads), cfg.dim), (cfg.dim, cfg.dim),
-              (2 * cfg.ffn, cfg.dim), (cfg.dim, cfg.ffn)]
-    matrices = [(random(chunk, cols), random(chunk, rows), random(rows, cols))
-                for rows, cols in shapes]  # x, dy, w
-    head = [(random(chunk, cfg.dim), random(chunk, cfg.vocab), random(cfg.vocab, cfg.dim))]
+    q, k, v, do = (bench.random(1, seq, n, cfg.head_dim)
+                   for n in (heads, kv_heads, kv_heads, heads))
+
+    def operands(rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, dy and w of a product."""
+        return bench.random(chunk, cols), bench.random(chunk, rows), bench.random(rows, cols)
+
+    with torch.device("meta"):
+        block = Block(cfg)
+    # one before attention (q, k, v), then the others (its output, gate and up, down)
+    matrices = [operands(*p.shape) for p in block.parameters() if p.dim() == 2]
+    head = [operands(cfg.vocab, cfg.dim)]
 
     def products(matrices: list, backward: bool) -> None:
         for _ in range(tokens // chunk):
@@ -503,8 +493,8 @@ def kernel_bound(bench: Bench, name: str, seq: int, chunk: int = 2**14) -> dict:
 
     seconds = cfg.layers * sustained(layer, bench.device, 2.0)
     seconds += sustained(ends, bench.device, 0.5)
-    return row(bench, "kernels alone", cfg, name, seq, tokens, slowest(seconds, bench.device),
-               gpus=bench.world, kernel=bench.kernel())
+    return row(bench, "kernels alone", cfg, name, seq, tokens,
+               most_of_ranks(seconds, bench.device), gpus=bench.world, kernel=bench.kernel())
 
 
 # ---------------------------------------------------------------------------- tables: one step
@@ -533,8 +523,8 @@ def table_step(bench: Bench) -> None:
     bench.add(*ceilings(bench, seq), bound)
     cfg = Config(model=name, seq=seq, batch=bench.world, os_place="gpu")
     alone, whole = (
-        attempt(bench, label, name, seq, seq, lambda: make_step(bench, cfg, update=update),
-                repeats, 3, bound, kernel=bench.kernel())
+        attempt(bench, label, cfg, repeats, 3, bound,
+                lambda: make_step(bench, cfg, update=update), kernel=bench.kernel())
         for label, update in (("ours, without optimizer", False), ("ours", True)))
     if whole["oom"]:
         return
@@ -569,8 +559,8 @@ def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: flo
     seq = max((seq for seq in lengths if seconds(seq) <= limit), default=lengths[0])
     while seq >= last["seq"]:
         cfg = Config(model=name, seq=seq, batch=1, os_place="gpu")
-        found = attempt(bench, "ours, longest in the time", name, seq, seq // bench.world,
-                        lambda: make_step(bench, cfg), 1, 1, bound, kernel=bench.kernel())
+        found = attempt(bench, "ours, longest in the time", cfg, 1, 1, bound,
+                        kernel=bench.kernel())
         if not found["oom"]:
             return
         seq //= 2
@@ -579,19 +569,19 @@ def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: flo
 # ---------------------------------------------------------------------------- tables: sharding
 
 
-def sharded(bench: Bench, name: str, f: Factors, m: int, seq: int = 4096, **flags) -> Config:
+def sharded(bench: Bench, name: str, f: Factors, m: int, **flags) -> Config:
     """Return the flags of a step of whole layers under these factors, M micro-batches of one
     sequence a rank."""
-    return Config(model=name, seq=seq, sp=1, batch=m * bench.world, micro_batch=1, p=str(f.p),
+    return Config(model=name, seq=4096, sp=1, batch=m * bench.world, micro_batch=1, p=str(f.p),
                   g=str(f.g), os=str(f.os), recompute="none", **flags)
 
 
 def table_shard(bench: Bench) -> None:
-    """All ranks of one node, 7B: our factors beside FSDP2's modes, M = 1 and 8."""
+    """All ranks of one node, 7B: our factors, by hand and as planned, beside FSDP2's modes, M = 1
+    and 8."""
     world = bench.world
     half = max(1, world // 2)
-    name, seq = "7b", 4096
-    bound = layers_alone(bench, name, seq, 5)
+    bound = layers_alone(bench, "7b", 4096, 5)
     bench.add(bound)
     flat = dist.init_device_mesh("cuda", (world,))
     two = dist.init_device_mesh("cuda", (world // half, half), mesh_dim_names=("rep", "shard"))
@@ -603,65 +593,56 @@ def table_shard(bench: Bench) -> None:
     for m in (1, 8):
         repeats = 5 if m == 1 else 3
         for p, g, os_, layout in ours:
-            cfg = sharded(bench, name, Factors(p, g, os_), m, os_layout=layout)
-            attempt(bench, f"ours {p},{g},{os_} {layout} M={m}", name, seq, seq * m,
-                    lambda: make_step(bench, cfg), repeats, bound=bound, micro_batches=m)
-        cfg = sharded(bench, name, Factors(), m)
-        for label, mesh, reshard in theirs:
-            attempt(bench, f"fsdp2 {label} M={m}", name, seq, seq * m,
-                    lambda: fsdp2_step(bench, cfg, mesh, reshard), repeats, bound=bound,
+            cfg = sharded(bench, "7b", Factors(p, g, os_), m, os_layout=layout)
+            attempt(bench, f"ours {p},{g},{os_} {layout} M={m}", cfg, repeats, 2, bound,
                     micro_batches=m)
+        cfg = Config(model="7b", seq=4096, batch=m * world)
+        attempt(bench, f"ours, as planned M={m}", cfg, repeats, 2, bound)
+        cfg = sharded(bench, "7b", Factors(), m)
+        for label, mesh, reshard in theirs:
+            attempt(bench, f"fsdp2 {label} M={m}", cfg, repeats, 2, bound,
+                    lambda: fsdp2_step(bench, cfg, mesh, reshard), micro_batches=m)
 
 
 def table_overlap(bench: Bench) -> None:
     """What each overlap is worth (AMSP, table V): switched off one after the other."""
-    name, seq = "7b", 4096
     kinds = {"all overlaps": STREAMS, "without param_broadcast": STREAMS[:3],
              "without param_broadcast, grad_reduce": STREAMS[:2], "none": ("none",)}
     for f in (Factors(1, 1, bench.world), Factors(*[bench.world] * 3)):
         for m in (1, 2, 4, 8):
             for label, streams in kinds.items():
-                cfg = sharded(bench, name, f, m, overlap=",".join(streams))
-                attempt(bench, f"{f.p},{f.g},{f.os} M={m} {label}", name, seq, seq * m,
-                        lambda: make_step(bench, cfg), 3, micro_batches=m)
+                cfg = sharded(bench, "7b", f, m, overlap=",".join(streams))
+                attempt(bench, f"{f.p},{f.g},{f.os} M={m} {label}", cfg, 3, micro_batches=m)
 
 
 def table_nodes(bench: Bench) -> None:
     """The same ranks as "nodes" with sockets between them: NCCL_HOSTID tells NCCL that they are
     apart. A smaller model, since whole gathers of 7B would take 10 s a micro-batch."""
-    name, seq = "1b", 4096
-    names = [None] * bench.world
-    dist.all_gather_object(names, os.environ["NCCL_HOSTID"])
-    nodes = len(set(names))
+    nodes = bench.nodes
     k = bench.world // nodes
     kinds = [Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, bench.world),
              Factors(*[bench.world] * 3)]
     for f in dict.fromkeys(kinds):
-        cfg = sharded(bench, name, f, 1, per_node=k)
-        attempt(bench, f"ours {f.p},{f.g},{f.os} nodes={nodes}", name, seq, seq,
-                lambda: make_step(bench, cfg), 3)
+        cfg = sharded(bench, "1b", f, 1, per_node=k)
+        attempt(bench, f"ours {f.p},{f.g},{f.os} nodes={nodes}", cfg, 3)
     two = dist.init_device_mesh("cuda", (nodes, k), mesh_dim_names=("rep", "shard"))
     flat = dist.init_device_mesh("cuda", (bench.world,))
-    cfg = sharded(bench, name, Factors(), 1, per_node=k)
+    cfg = sharded(bench, "1b", Factors(), 1, per_node=k)
     for label, mesh, reshard in (("HSDP", two, False), ("ZeRO-3", flat, True)):
-        attempt(bench, f"fsdp2 {label} nodes={nodes}", name, seq, seq,
-                lambda: fsdp2_step(bench, cfg, mesh, reshard), 3)
+        attempt(bench, f"fsdp2 {label} nodes={nodes}", cfg, 3,
+                build=lambda: fsdp2_step(bench, cfg, mesh, reshard))
 
 
 def table_ring(bench: Bench) -> None:
     """One sequence over all ranks by heads alone, and by context over the nodes (of one node: over
     two halves of it), beside the kernels alone. --nodes: as in table nodes."""
     world = bench.world
+    kinds = {f"ours, ring {ring}, nodes={bench.nodes}": {"ring": ring}
+             for ring in (1, max(2, bench.nodes))}
     for name in ("7b", "llama3-8b"):
         for seq in bench.seqs or [2**14 * world * i for i in (1, 2, 4)]:
-            bound = kernel_bound(bench, name, seq)
-            bench.add(bound)
-            tokens = seq // world
-            for ring in (1, max(2, bench.nodes)):
-                cfg = Config(model=name, seq=seq, sp=world, ring=ring, batch=1,
-                             per_node=world // bench.nodes)
-                attempt(bench, f"ours, ring {ring}, nodes={bench.nodes}", name, seq, tokens,
-                        lambda: make_step(bench, cfg), 1 if tokens > 2**14 else 3, 1, bound)
+            attempt_beside_kernels(bench, name, seq, kinds, 1 if seq // world > 2**14 else 3,
+                                   sp=world, batch=1, per_node=world // bench.nodes)
 
 
 def table_pipeline(bench: Bench) -> None:
@@ -671,9 +652,6 @@ def table_pipeline(bench: Bench) -> None:
     per_node = world // bench.nodes
     for seq in bench.seqs or (2**12, 2**16):
         batch = 4 * world if seq < 2**14 else 1
-        fixed = {"model": "7b", "seq": seq, "batch": batch, "micro_batch": 1, "per_node": per_node}
-        bound = kernel_bound(bench, "7b", seq)
-        bench.add(bound)
         kinds = {f"pipeline of {world}": {"pp": world, "pp_chunks": 1, "pp_segments": 1},
                  f"... in {2 * world} parts": {"pp": world, "pp_chunks": 2, "pp_segments": 1},
                  "... of 4 segments": {"pp": world, "pp_chunks": 1, "pp_segments": 4},
@@ -687,9 +665,9 @@ def table_pipeline(bench: Bench) -> None:
         if batch % world == 0 and bench.nodes > 1:
             states = {"p": "1", "g": "1", "os": str(per_node)}
             kinds["data parallel, states in a node"] = {"sp": 1} | states
-        for kind, flags in kinds.items():
-            attempt(bench, f"ours, {kind}, nodes={bench.nodes}", "7b", seq, batch * seq // world,
-                    lambda: make_step(bench, Config(**fixed | flags)), 3, 1, bound)
+        kinds = {f"ours, {kind}, nodes={bench.nodes}": flags for kind, flags in kinds.items()}
+        attempt_beside_kernels(bench, "7b", seq, kinds, batch=batch, micro_batch=1,
+                               per_node=per_node)
 
 
 def table_tensor(bench: Bench) -> None:
@@ -706,8 +684,7 @@ def table_tensor(bench: Bench) -> None:
         for mode, flags in kinds.items():
             # elements a rank sends: 4 ways of (N, C) in both passes (fsp: 5), isp: 12 of (N/sp, C)
             sent = {"fsp": 10, "isp": 12 / world}.get(mode, 8) * layer * bench.dtype.itemsize
-            attempt(bench, f"ours, {mode}", "7b", seq, seq // world,
-                    lambda: make_step(bench, Config(**fixed | flags)), 3, 1, bound,
+            attempt(bench, f"ours, {mode}", Config(**fixed | flags), 3, 1, bound,
                     sent_gib=sent / GIB)
 
 
@@ -738,13 +715,13 @@ def exposed_ms(events) -> dict[str, float]:
 def table_trace(bench: Bench) -> None:
     """One profiled step for each of three factors: communication, and what of it is exposed; and
     results/trace.json.gz, for chrome://tracing, of the last."""
-    name, seq = "7b", 4096
     world = bench.world
     for f in (Factors(1, 1, world), Factors(1, world, world), Factors(world, world, world)):
+        cfg = sharded(bench, "7b", f, 1)
         found = {}
 
         def build() -> Step:
-            step = make_step(bench, sharded(bench, name, f, 1))
+            step = make_step(bench, cfg)
             for _ in range(3):
                 step()
             sync(bench.device)
@@ -758,19 +735,19 @@ def table_trace(bench: Bench) -> None:
                 profile.export_chrome_trace(str(bench.out / "trace.json.gz"))
             return step
 
-        attempt(bench, f"ours {f.p},{f.g},{f.os} trace", name, seq, seq, build, 3)
-        bench.rows[-1].update(found)
-        bench.print0(found)
+        attempt(bench, f"ours {f.p},{f.g},{f.os} trace", cfg, 3, build=build).update(found)
+        print0(found)
 
 
 # ---------------------------------------------------------------------------- tables: sequences
 
 
 def table_long(bench: Bench) -> None:
-    """A model (--model), one sequence over all ranks, train.py's own choices, beside the kernels
-    alone, beside what Memo compares with (full recomputation; all of it swapped, two layers
-    resident), and beside FSDP2 with Ulysses and full recomputation of each layer: same model, same
-    kernels. Of steps of minutes the first is timed, in which what runs whole is compiled."""
+    """A model (--model), one sequence over all ranks or --batch of them in a step, train.py's own
+    choices, beside the kernels alone, beside what Memo compares with (full recomputation; all of it
+    swapped, two layers resident), and beside FSDP2 with Ulysses and full recomputation of each
+    layer: same model, same kernels. Of steps of minutes the first is timed, in which what runs
+    whole is compiled."""
     name = bench.model
     world = bench.world
     kinds = {"ours": ("ours", {}), "full": ("ours, full recompute", {"recompute": "full"}),
@@ -778,21 +755,21 @@ def table_long(bench: Bench) -> None:
     for seq in bench.seqs or [2**13 * world * i for i in (1, 2, 4, 8)]:
         bound = kernel_bound(bench, name, seq)
         bench.add(bound)
-        tokens = seq // world
+        tokens = bench.batch * seq // world
         repeats = 1 if tokens > 2**14 else 3
         # of steps of minutes, the first is timed
         warmup = 0 if bound["step_s"] > 100 else 1 if tokens > 2**14 else 2
         make = make_step if warmup else make_long_step
-        cfg = Config(model=name, seq=seq, sp=world, batch=1)
+        cfg = Config(model=name, seq=seq, batch=bench.batch)
         for kind, (label, by_hand) in kinds.items():
             if kind not in bench.skip:
-                ours = dataclasses.replace(cfg, **by_hand)
-                attempt(bench, label, name, seq, tokens, lambda: make(bench, ours), repeats,
-                        warmup, bound)
+                ours = replace(cfg, **by_hand)
+                attempt(bench, label, ours, repeats, warmup, bound, lambda: make(bench, ours))
         if "fsdp2" not in bench.skip:
             flat = dist.init_device_mesh("cuda", (world,))
-            attempt(bench, "fsdp2 ZeRO-3, Ulysses, full", name, seq, tokens,
-                    lambda: fsdp2_step(bench, cfg, flat, True), repeats, warmup, bound)
+            theirs = replace(cfg, sp=world)
+            attempt(bench, "fsdp2 ZeRO-3, Ulysses, full", theirs, repeats, warmup, bound,
+                    lambda: fsdp2_step(bench, theirs, flat, True))
 
 
 def make_long_step(bench: Bench, cfg: Config) -> Step:
@@ -809,38 +786,38 @@ def compile_kernels(bench: Bench, run: Run) -> None:
     dropped = min(2, kept.layers_recomputing_attention)
     few = ActivationPlan(2, 2, 2, 0, 0, dropped, by_heads=kept.by_heads)
     seq = 2 * run.plan.chunk * run.plan.sp
-    model = dataclasses.replace(run.model, layers=2)
-    plan = dataclasses.replace(run.plan, model=model, seq=seq, activations=few)
-    plan = planner.with_memory(plan)
-    short = run.but(model=model, plan=plan, cfg=dataclasses.replace(run.cfg, seq=seq))
+    short = of_layers(run.but(cfg=replace(run.cfg, seq=seq)), few, seq=seq)
     make_step(bench, run=short)()
     # the norm before the head is of all tokens at once
     tokens = run.plan.tokens
-    x = torch.zeros(1, tokens, model.dim, dtype=run.dtype, device=bench.device, requires_grad=True)
-    norm = torch.ones(model.dim, dtype=accumulation_dtype(run.dtype), device=bench.device)
-    rms_norm(x, nn.Parameter(norm), model.norm_eps).backward(x.detach())
+    dim = run.model.dim
+    x = torch.zeros(1, tokens, dim, dtype=run.dtype, device=bench.device, requires_grad=True)
+    norm = torch.ones(dim, dtype=accumulation_dtype(run.dtype), device=bench.device)
+    rms_norm(x, nn.Parameter(norm), run.model.norm_eps).backward(x.detach())
     del x
     release(bench.device)
+
+
+def of_layers(run: Run, kept: ActivationPlan, **planned) -> Run:
+    """Return the run of a model with as many layers as `kept` is of, which keep so much."""
+    model = replace(run.model, layers=kept.layers)
+    plan = replace(run.plan, model=model, activations=kept, **planned)
+    return run.but(model=model, plan=planner.with_memory(plan))
 
 
 def table_place(bench: Bench) -> None:
     """7B with optimizer states on the host, whose update runs under the next forward or in the
     open, and on the GPU, beside the kernels alone. (Longer ones: table long.)"""
-    name = "7b"
     world = bench.world
     in_the_open = ",".join(stream for stream in STREAMS if stream != "host_update")
-    kinds = {"ours, states on the host": {"os_place": "host"},
-             "ours, updated in the open": {"os_place": "host", "overlap": in_the_open},
-             "ours, states on the GPU": {"os_place": "gpu"}}
+    on_host = {"ours, states on the host": {"os_place": "host"}}
+    others = {"ours, updated in the open": {"os_place": "host", "overlap": in_the_open},
+              "ours, states on the GPU": {"os_place": "gpu"}}
     for seq in bench.seqs or [2**13 * world * i for i in (1, 4, 8)]:
-        bound = kernel_bound(bench, name, seq)
-        bench.add(bound)
-        tokens = seq // world
-        for label, by_hand in kinds.items():
-            if tokens <= 2**15 or label == "ours, states on the host":
-                cfg = Config(model=name, seq=seq, sp=world, batch=1, **by_hand)
-                attempt(bench, label, name, seq, tokens, lambda: make_step(bench, cfg),
-                        1 if tokens > 2**14 else 3, 1 if tokens > 2**15 else 2, bound)
+        long = seq // world > 2**15
+        attempt_beside_kernels(bench, "7b", seq, on_host if long else on_host | others,
+                               1 if seq // world > 2**14 else 3, 1 if long else 2, sp=world,
+                               batch=1)
 
 
 def longest(constraints: Constraints, model: ModelConfig, hardware: Hardware,
@@ -866,9 +843,7 @@ def first_and_last_layers(run: Run) -> Run:
         dropped = away + min(2, in_resident)
     few = ActivationPlan(away + 2, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
                          away * kept.most_swapped_chunks(), dropped, stride, kept.by_heads)
-    model = dataclasses.replace(run.model, layers=few.layers)
-    plan = dataclasses.replace(run.plan, model=model, activations=few)
-    return run.but(model=model, plan=planner.with_memory(plan))
+    return of_layers(run, few)
 
 
 def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:
@@ -890,26 +865,23 @@ def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:
 def table_longest(bench: Bench) -> None:
     """The longest sequence of 7B: of 8 H200s with 560 GiB of host memory by plan, and of this
     machine by plan and by a step of its first and last layers, at that length or at --seq."""
-    name = "7b"
-    MODELS["7b/4"] = dataclasses.replace(MODELS[name], layers=4)
-    own = machine(bench, Config(model=name, seq=2**14 * bench.world, batch=1, sp=bench.world))
+    MODELS["7b/4"] = replace(MODELS["7b"], layers=4)
+    own = machine(bench, Config(model="7b", seq=2**14 * bench.world, batch=1, sp=bench.world))
     eight = Hardware(8, 8, own.hardware.profile, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
-    found = None
-    lengths = [("8 x H200, 560 GiB host, by plan", eight, None),
-               ("this machine, by plan", own.hardware, None)]
-    lengths += [("this machine, by plan", own.hardware, seq) for seq in bench.seqs]
+    lengths = [("8 x H200, 560 GiB host, by plan", eight, None)]
+    lengths += [("this machine, by plan", own.hardware, seq) for seq in (None, *bench.seqs)]
     for label, hardware, seq in lengths:
         found = on_all_ranks(lambda: longest(own.constraints, own.model, hardware, seq))
         if found is None:
             raise ConfigError(f"{label}: not even {hardware.ranks * 2**14:,} tokens")
         constraints, plan = found
-        run = own.but(cfg=dataclasses.replace(own.cfg, seq=constraints.seq,
-                                              per_node=hardware.per_node), plan=plan)
-        bench.add(row(bench, label, run.model, name, constraints.seq, 0, None, gpus=hardware.ranks,
+        cfg = replace(own.cfg, seq=constraints.seq, per_node=hardware.per_node)
+        run = own.but(cfg=cfg, plan=plan)
+        bench.add(row(bench, label, run.model, "7b", cfg.seq, 0, None, gpus=hardware.ranks,
                       **chosen(run)) | {"oom": False, "gpu_gib": None})
     seq = run.cfg.seq
-    proof = attempt(bench, "its first and last layers", "7b/4", seq, seq // bench.world,
-                    lambda: proof_step(bench, run), 1, 0)
+    proof = attempt(bench, "its first and last layers", Config(model="7b/4", seq=seq, batch=1), 1,
+                    0, build=lambda: proof_step(bench, run))
     proof.update(dict.fromkeys(TIMES[1:]), **chosen(run))
 
 
@@ -945,27 +917,34 @@ SETTINGS = (
     Setting("H", 2, "7b", 2**14, 1, {"sp": 2, "alpha": 1.0, "resident_layers": 2}),
     Setting("I", 2, "llama3-8b", 2**14, 4, {"sp": 2}, True),
     Setting("J", 2, "llama3-8b", 2**18, 1, {"sp": 2}, True),
+    *(setting for ranks in (4, 8) for setting in (  # K: of other tables
+        Setting("L", ranks, "7b", 2**13 * ranks, 1, {}, True),
+        Setting("M", ranks, "7b", 2**12, 8 * ranks, {}, True),
+        Setting("M", ranks, "7b", 2**12, 8 * ranks,
+                {"p": str(ranks), "g": str(ranks), "os": str(ranks), "micro_batch": 1}, True),
+        Setting("N", ranks, "llama3-8b", 2**15 * ranks, 1, {}, True))),
 )
 
 
 def table_predict(bench: Bench, held_out: bool) -> None:
     """Predicted beside measured, step time and peak memory, of the settings of so many GPUs."""
-    for setting in SETTINGS:
-        if (setting.ranks, setting.held_out) != (bench.world, held_out):
-            continue
+    settings = [s for s in SETTINGS if (s.ranks, s.held_out) == (bench.world, held_out)]
+    if not settings:
+        raise ConfigError(f"no such setting is of {bench.world} GPUs, only of "
+                          f"{sorted({s.ranks for s in SETTINGS if s.held_out == held_out})}")
+    for setting in settings:
         cfg = Config(model=setting.model, seq=setting.seq, batch=setting.batch, **setting.by_hand)
         tokens = setting.seq * setting.batch // bench.world
         long = tokens > 2**16
         by_hand = " ".join(f"{name}={value}" for name, value in setting.by_hand.items())
-        found = attempt(bench, by_hand or "as planned", setting.model, setting.seq, tokens,
-                        lambda: make_step(bench, cfg), 1 if long else 3, 1 if long else 2,
+        found = attempt(bench, by_hand or "as planned", cfg, 1 if long else 3, 1 if long else 2,
                         question=setting.question, held_out=setting.held_out)
         if not found["oom"]:
-            bench.print0(f"predicted {found['predicted_s']:.4f} s, measured {found['step_s']:.4f}: "
-                         f"{found['predicted_s'] / found['step_s'] - 1:+.1%}; "
-                         f"{found['predicted_gib']:.2f} GiB, measured {found['gpu_gib']:.2f}: "
-                         f"{found['predicted_gib'] / found['gpu_gib'] - 1:+.1%}; "
-                         f"{ {k: round(v, 4) for k, v in found['predicted'].items()} }", flush=True)
+            print0(f"predicted {found['predicted_s']:.4f} s, measured {found['step_s']:.4f}: "
+                   f"{found['predicted_s'] / found['step_s'] - 1:+.1%}; "
+                   f"{found['predicted_gib']:.2f} GiB, measured {found['gpu_gib']:.2f}: "
+                   f"{found['predicted_gib'] / found['gpu_gib'] - 1:+.1%}; "
+                   f"{ {k: round(v, 4) for k, v in found['predicted'].items()} }", flush=True)
 
 
 # ---------------------------------------------------------------------------- tables: memory
@@ -973,42 +952,21 @@ def table_predict(bench: Bench, held_out: bool) -> None:
 ALLOCATORS = ("caching allocator", "expandable segments", "planned")
 
 
-@dataclass
-class Allocated:
-    """A step under one of ALLOCATORS, after it has run until nothing new happens in it."""
-
-    step: Step
-    memory: StepMemory | None  # that plans it
-
-    @property
-    def run(self) -> Run:
-        return self.step.run
-
-    @property
-    def states(self) -> States:
-        return self.step.states
-
-    def __call__(self):
-        if self.memory is None:
-            return self.step()
-        return self.memory.replay(self.step) if self.memory.plan else self.memory.run(self.step)
+def memory_planner(bench: Bench, label: str) -> StepMemory | None:
+    """Return what plans the memory of a step under one of ALLOCATORS."""
+    return StepMemory(str(bench.device)) if label == "planned" else None
 
 
-def under(bench: Bench, label: str, build: Callable[[], Step]) -> Callable[[], Allocated]:
-    """Return a function that builds a step under an allocator. Its attribute `memory` is what plans
-    it, or None."""
-    memory = StepMemory(str(bench.device)) if label == "planned" else None
-
-    def build_and_warm() -> Allocated:
-        train.set_allocator(f"expandable_segments:{label != ALLOCATORS[0]}")
-        allocated = Allocated(build(), memory)
-        for _ in range(3 if memory else 1):  # the third is recorded
-            allocated()
-        release(bench.device)
-        return allocated
-
-    build_and_warm.memory = memory
-    return build_and_warm
+def warm_step(bench: Bench, label: str, memory: StepMemory | None,
+              build: Callable[[], Step]) -> Step:
+    """Build a step under one of ALLOCATORS, and run it until nothing new happens in it."""
+    train.set_allocator(f"expandable_segments:{label != ALLOCATORS[0]}")
+    step = build()
+    step.memory = memory
+    for _ in range(3 if memory else 1):  # the third is recorded
+        step()
+    release(bench.device)
+    return step
 
 
 def memory_row(memory: StepMemory) -> dict:
@@ -1029,7 +987,7 @@ def table_memplan(bench: Bench) -> None:
     whose steps take minutes, a step of the first and last two layers, with the others' memory taken
     as planned."""
     world = bench.world
-    MODELS["7b/4"] = dataclasses.replace(MODELS["7b"], layers=4)
+    MODELS["7b/4"] = replace(MODELS["7b"], layers=4)
     for seq in bench.seqs or [2**14 * world, 2**16 * world]:
         whole = seq // world <= 2**16
         cfg = Config(model="7b", seq=seq, sp=world, batch=1)
@@ -1040,10 +998,10 @@ def table_memplan(bench: Bench) -> None:
             return proof_step(bench, plan_run(bench, cfg), pin=False)
 
         for label in ALLOCATORS:
-            warm = under(bench, label, build)
-            memory = warm.memory
-            found = attempt(bench, label, "7b" if whole else "7b/4", seq, seq // world, warm,
-                            2 if whole else 1, 1)
+            memory = memory_planner(bench, label)
+            found = attempt(bench, label, cfg if whole else replace(cfg, model="7b/4"),
+                            2 if whole else 1, 1,
+                            build=lambda: warm_step(bench, label, memory, build))
             if memory and memory.counts:
                 if bench.rank == 0:
                     file = str(bench.out / f"memplan-{seq // 1024}k-{world}x")
@@ -1064,13 +1022,13 @@ def table_capped(bench: Bench) -> None:
     unit = 512  # tokens of a rank
     cap = bench.memory.get("gpu_memory") or 80 * GIB
 
-    whole = dataclasses.replace(bench, memory={})  # here not the plan is to set the limit
+    whole = replace(bench, memory={})  # here not the plan is to set the limit
 
     def planned(tokens: int) -> Run:
         cfg = Config(model="7b", seq=tokens * world, sp=world, batch=1,
                      resident_layers=MODELS["7b"].layers, p=str(world), g=str(world), os=str(world))
         run = plan_run(whole, cfg)
-        return run.but(cfg=dataclasses.replace(run.cfg, gpu_memory=cap))
+        return run.but(cfg=replace(run.cfg, gpu_memory=cap))
 
     counted = unit  # the most that would fit as planner.py counts it
     while planned(counted + unit).plan.memory.total() <= cap:
@@ -1082,11 +1040,12 @@ def table_capped(bench: Bench) -> None:
         while bad - good > unit:
             middle = (good + bad) // 2 // unit * unit
             run = planned(middle)
-            warm = under(bench, label, lambda: make_step(bench, run=run))
-            tried = attempt(bench, label, "7b", run.cfg.seq, middle, warm, 1, 0)
+            memory = memory_planner(bench, label)
+            tried = attempt(bench, label, run.cfg, 1, 0, build=lambda: warm_step(
+                bench, label, memory, lambda: make_step(bench, run=run)))
             bench.rows.pop()
-            if warm.memory:
-                warm.memory.give_back()
+            if memory:
+                memory.give_back()
             if tried["oom"]:
                 bad = middle
             else:
@@ -1185,15 +1144,10 @@ def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
 # ---------------------------------------------------------------------------- print and write
 
 
-def text(value, form: str) -> str:
-    """Return a cell: a dash for what does not apply."""
-    return "-" if value is None else form.format(value)
-
-
 def system_of(r: dict) -> str:
     """Return what a row is of, with what train.py has chosen."""
     name = r["system"]
-    if r["model"] == "-":  # a ceiling
+    if r.get("model") == "-":  # a ceiling
         return name + f", {r['flops'] / 1e12:.3g} TFLOP/s"
     if not r.get("sp") or name.startswith("fsdp2"):  # whose row may name factors of ours
         return name
@@ -1212,70 +1166,66 @@ def system_of(r: dict) -> str:
     return name
 
 
-def cells(r: dict) -> list[str]:
-    """Return a row as text, in the order of HEAD."""
-    took = text(r["step_s"] and r["step_s"] * 1e3, "{:,.1f}")
-    if r["oom"]:  # while it ran, or it was refused before
-        took = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
-    ratios = [text(r[key], "{:.1%}") for key in ("mfu_causal", "mfu_full", "bound_ratio")]
-    memory = [text(r[key], "{:.1f}") for key in ("gpu_gib", "host_gib")]
-    return [system_of(r), r["model"], f"{r['seq']:,}", took, text(r["tgs"], "{:,.0f}"), *ratios,
-            *memory]
+# of a table: title -> a row's cell; a dash for what does not apply
+STEP_FORMS = {
+    "system": "{what}", "model": "{model}", "tokens": "{seq:,}", "step ms": "{took_ms}",
+    "TGS": "{tgs:,.0f}", "MFU causal": "{mfu_causal:.1%}", "MFU full": "{mfu_full:.1%}",
+    "of bound": "{bound_ratio:.1%}", "GPU GiB": "{gpu_gib:.1f}", "host GiB": "{host_gib:.1f}"}
+MEMORY_FORMS = {
+    "system": "{system}", "model": "{model}", "tokens": "{seq:,}", "step s": "{took_s}",
+    "GPU GiB": "{gpu_gib:.2f}", "reserved GiB": "{reserved_gib:.2f}", "retries": "{retries:d}",
+    "requests": "{requests:,}", "planned GiB": "{planned_peak_gib:.2f}",
+    "lower bound": "{lower_bound_gib:.2f}", "solved in s": "{solve_s:.1f}",
+    "hits": "{hit_requests:.2%}", "of bytes": "{hit_bytes:.2%}"}
+FORMS_BY_KEY = {  # what rows of a table hold -> title -> a row's cell
+    "rule_alpha": {
+        "system": "{system}", "alpha by bandwidth": "{by_bandwidth:.2f}",
+        "by host memory": "{by_host:.2f}", "rule": "{rule_alpha:.2f}",
+        "published": "{published_alpha:.3f}", "host GiB": "{host_gib:.1f}",
+        "buffers GiB": "{buffers_gib:.1f}", "at alpha 0": "{buffers_alpha0_gib:.1f}"},
+    "exposed_ms": {
+        "system": "{system}", "step ms": "{took_ms}",
+        "communication ms": "{communication_ms:.1f}", "of it exposed ms": "{exposed_ms:.1f}"},
+    "distinct_passes": {
+        "step": "{system}", "method": "{method}", "requests": "{requests:,}",
+        "peak GiB": "{peak_gib:.3f}", "bound GiB": "{bound_gib:.3f}", "gap": "{gap:.2%}",
+        "seconds": "{seconds:.3f}", "distinct passes": "{passes:d}"},
+}
 
 
-HEAD = ["system", "model", "tokens", "step ms", "TGS", "MFU causal", "MFU full", "of bound",
-        "GPU GiB", "host GiB"]
+def cell(form: str, r: dict) -> str:
+    try:
+        return form.format_map(r)
+    except (KeyError, TypeError):  # it has none of that, or None
+        return "-"
 
 
-def trace_cells(r: dict) -> list[str]:
-    times = (r["step_s"] * 1e3, r["communication_ms"], r["exposed_ms"])
-    return [r["system"], *(f"{ms:.1f}" for ms in times)]
+def cells(r: dict, forms: dict[str, str] = STEP_FORMS) -> list[str]:
+    """Return a row as text, in the order of the forms."""
+    took_ms = took_s = "-"
+    if r.get("oom"):  # while it ran, or it was refused before
+        took_ms = took_s = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
+    elif r.get("step_s"):
+        took_ms, took_s = f"{1e3 * r['step_s']:,.1f}", f"{r['step_s']:,.3f}"
+    said = {"what": system_of(r), "took_ms": took_ms, "took_s": took_s,
+            "passes": r.get("distinct_passes") or None}
+    gib = {f"{key}_gib": r[key] / GIB for key in ("peak", "bound") if key in r}
+    return [cell(form, r | said | gib) for form in forms.values()]
 
 
-def alpha_cells(r: dict) -> list[str]:
-    alphas = [f"{r[key]:.2f}" for key in ("by_bandwidth", "by_host", "rule_alpha")]
-    bytes_ = [f"{r[key]:.1f}" for key in ("host_gib", "buffers_gib", "buffers_alpha0_gib")]
-    return [r["system"], *alphas, text(r["published_alpha"], "{:.3f}"), *bytes_]
-
-
-def memplan_cells(r: dict) -> list[str]:
-    forms = {"gpu_gib": "{:.2f}", "reserved_gib": "{:.2f}", "retries": "{}", "requests": "{:,}",
-             "planned_peak_gib": "{:.2f}", "lower_bound_gib": "{:.2f}", "solve_s": "{:.1f}",
-             "hit_requests": "{:.2%}", "hit_bytes": "{:.2%}"}
-    took = "out of memory" if r["oom"] else text(r["step_s"], "{:,.3f}")
-    return [r["system"], r["model"], f"{r['seq']:,}", took,
-            *(text(r.get(key), form) for key, form in forms.items())]
-
-
-def methods_cells(r: dict) -> list[str]:
-    size = [f"{r[key] / GIB:.3f}" for key in ("peak", "bound")]
-    passes = f"{r['distinct_passes']}" if r["distinct_passes"] else "-"
-    return [r["system"], r["method"], f"{r['requests']:,}", *size, f"{r['gap']:.2%}",
-            f"{r['seconds']:.3f}", passes]
-
-
-def layout(rows: list[dict]) -> tuple[list[str], Callable[[dict], list[str]]]:
+def layout(rows: list[dict], forms_by_key: dict[str, dict] = FORMS_BY_KEY
+           ) -> tuple[list[str], Callable[[dict], list[str]]]:
     """Return the head of a table, and the function that writes a row's cells, by what rows hold."""
-    first = rows[0]
-    if "rule_alpha" in first:
-        return ["system", "alpha by bandwidth", "by host memory", "rule", "published", "host GiB",
-                "buffers GiB", "at alpha 0"], alpha_cells
-    if "exposed_ms" in first:
-        return ["system", "step ms", "communication ms", "of it exposed ms"], trace_cells
-    if first["system"] in ALLOCATORS:
-        return ["system", "model", "tokens", "step s", "GPU GiB", "reserved GiB", "retries",
-                "requests", "planned GiB", "lower bound", "solved in s", "hits",
-                "of bytes"], memplan_cells
-    if "distinct_passes" in first:
-        return ["step", "method", "requests", "peak GiB", "bound GiB", "gap", "seconds",
-                "distinct passes"], methods_cells
-    return HEAD, cells
+    forms = next((forms for key, forms in forms_by_key.items() if key in rows[0]), STEP_FORMS)
+    if rows[0]["system"] in ALLOCATORS:
+        forms = MEMORY_FORMS
+    return list(forms), functools.partial(cells, forms=forms)
 
 
 def show(rows: list[dict], head: bool = True) -> None:
     titles, write = layout(rows)
     for line in [titles] * head + [write(r) for r in rows]:
-        print(f"{line[0]:<34}" + "".join(f"{cell:>16}" for cell in line[1:]), flush=True)
+        print0(f"{line[0]:<34}" + "".join(f"{text:>16}" for text in line[1:]), flush=True)
 
 
 def versions() -> dict:
@@ -1331,6 +1281,8 @@ def parse() -> argparse.Namespace:
                         "pipeline, tensor and longest: 64K,128K")
     parser.add_argument("--model", default="7b", choices=list(MODELS),
                         help="of the table long; default: 7b")
+    parser.add_argument("--batch", type=int, default=1,
+                        help="sequences a step of the table long; default: 1")
     parser.add_argument("--skip", default="", help="rows that the table long leaves out: full "
                         "(recomputation), swap (all of it) and fsdp2, as full,swap")
     parser.add_argument("--host-memory", type=size, help="bytes of a node that it may swap to, as "
@@ -1343,48 +1295,36 @@ def parse() -> argparse.Namespace:
         parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
     gpu = torch.cuda.is_available()
     world = int(os.environ.get("WORLD_SIZE", 1))
+    if args.batch < 1:
+        parser.error(f"--batch {args.batch}: at least 1")
     for name in args.tables:
         reason = why_not(name, world, args.nodes, gpu)
         if reason:  # known to each rank, so all of them say it
             parser.error(reason)
-        if name != "long" and args.model != "7b":
-            parser.error(f"--model {args.model}: of table long alone, not of {name}")
+        for flag in ("model", "batch"):
+            value = getattr(args, flag)
+            if name != "long" and value != parser.get_default(flag):
+                parser.error(f"--{flag} {value}: of table long alone, not of {name}")
     return args
-
-
-def try_folder(folder: Path) -> None:
-    """Raise ValueError if results cannot be written there: before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as e:
-        raise ValueError(f"{folder} cannot be written: {e}; name another --out") from e
 
 
 def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, str]:
     """Return the command that measures a table as this run does, and what sets its file's name
     apart."""
     seqs = [f"{seq // 1024}K" for seq in args.seq]
-    flags = {"seq": ",".join(seqs), "skip": args.skip}
-    file = name
-    if args.model != "7b":
-        flags["model"] = args.model
-        file += f"-{args.model}"
-    if args.nodes > 1:
-        flags["nodes"] = args.nodes
-        file += f"{args.nodes}"
-    if args.quick:
-        file += "-quick"
-    file += "".join(f"-{seq.lower()}" for seq in seqs)
-    if args.gpu_memory:
-        flags["gpu-memory"] = f"{args.gpu_memory // GIB}G"
-        file += f"-{args.gpu_memory // GIB}g"
-    if args.host_memory:
-        flags["host-memory"] = f"{args.host_memory // GIB}G"
-    launcher = f"torchrun --nproc_per_node {world}" if world > 1 else "python"
-    command = f"{launcher} bench.py {name}" + " --quick" * args.quick
+    model = args.model if args.model != "7b" else ""
+    batch, nodes = (str(count) if count > 1 else "" for count in (args.batch, args.nodes))
+    gpu, host = (f"{size // GIB}G" if size else "" for size in (args.gpu_memory, args.host_memory))
+    flags = {"seq": ",".join(seqs), "batch": batch, "skip": args.skip, "model": model,
+             "nodes": nodes, "gpu-memory": gpu, "host-memory": host}
+    command = f"{launcher(world)} bench.py {name}" + " --quick" * args.quick
     command += "".join(f" --{flag} {value}" for flag, value in flags.items() if value)
-    return command, file
+    parts = [name + nodes, model, "quick" * args.quick, *seqs, batch and f"{batch}x", gpu]
+    return command, "-".join(filter(None, parts)).lower()
+
+
+def launcher(world: int) -> str:
+    return f"torchrun --nproc_per_node {world}" if world > 1 else "python"
 
 
 def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) -> tuple[dict, bool]:
@@ -1413,24 +1353,23 @@ def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) ->
     except KeyboardInterrupt:
         stopped = True
     keep(bench.rows)
-    bench.print0(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
-    if bench.rank == 0 and bench.rows:
+    print0(f"\n{name}: {hardware}, {results['versions']}, commit {results['commit']}")
+    if bench.rows:
         show(bench.rows)
     what = "stopped; the rows so far are" if stopped else "written"
-    bench.print0(f"{what} in {bench.out / file}.json")
+    print0(f"{what} in {bench.out / file}.json")
     return {"table": name, **results}, stopped
 
 
 def write_profile(bench: Bench, name: str, per_node: int, hardware: str) -> None:
     """Measure what this machine does, and write it for planner.py. A collective."""
-    launcher = f"torchrun --nproc_per_node {bench.world}" if bench.world > 1 else "python"
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
-             "command": f"{launcher} bench.py --profile {name}"}
+             "command": f"{launcher(bench.world)} bench.py --profile {name}"}
     effort = FULL if bench.gpu else ON_CPU
     profile = measure_profile(name, bench.device, bench.dtype, bench.kernel(), per_node, effort,
                               about)
-    if "host_memory" in bench.memory:  # some machines show less than they have
-        profile = dataclasses.replace(profile, host_bytes=float(bench.memory["host_memory"]))
+    if bench.memory["host_memory"] is not None:  # some machines show less than they have
+        profile = replace(profile, host_bytes=float(bench.memory["host_memory"]))
     path = PROFILES / f"{name}.json" if bench.gpu else bench.out / f"profile-{name}.json"
     if bench.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1447,14 +1386,13 @@ def main() -> None:
         os.environ["NCCL_HOSTID"] = f"node{node}"
     if "pipeline" in args.tables:
         use_more_queues()
-    rank, world, local_rank = train.start_ranks(600)
+    rank, world, local_rank = start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
     memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
-    memory = {flag: value for flag, value in memory.items() if value is not None}
     bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.model,
-                  args.nodes, args.quick, memory)
-    on_all_ranks(lambda: try_folder(out) if rank == 0 else None)
+                  args.batch, args.nodes, args.quick, memory)
+    on_rank_0(lambda: train.try_folder(str(out), "; name another --out"))  # before it measures
     if gpu:
         torch.cuda.set_device(device)
         train.expandable_segments()
@@ -1464,22 +1402,24 @@ def main() -> None:
         hardware = f"{world} x {hardware}"
     count = torch.cuda.device_count()
     if count > world == 1:
-        bench.print0(f"one of {count} GPUs; all of them: torchrun --nproc_per_node {count} "
-                     f"bench.py {' '.join(args.tables)}")
+        print0(f"one of {count} GPUs; all of them: torchrun --nproc_per_node {count} "
+               f"bench.py {' '.join(args.tables)}")
     if args.profile:
         write_profile(bench, args.profile, int(os.environ.get("LOCAL_WORLD_SIZE", world)), hardware)
         args.tables = []
     last = []
     stopped = False
-    for name in args.tables:
-        if not stopped:
+    with Heartbeat(rank, world, "Rows so far are written"):
+        for name in args.tables:
             results, stopped = measure(bench, args, name, hardware)
             last.append(results)
-    if last:
-        bench.print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
-    if stopped:  # in the middle of something: other ranks may wait in it
-        sys.stdout.flush()
-        os._exit(130)
+            if stopped:
+                break
+        if last:
+            print0(json.dumps(last[0] if len(last) == 1 else {"tables": last}))
+        if stopped:  # in the middle of something: other ranks may wait in it
+            sys.stdout.flush()
+            os._exit(130)
     dist.destroy_process_group()
 
 

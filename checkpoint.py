@@ -32,6 +32,7 @@ Left out: checkpoints in several places, and Hugging Face's files of other archi
 import contextlib
 import errno
 import fcntl
+import functools
 import itertools
 import json
 import math
@@ -76,12 +77,9 @@ class StoredPart:
     crc32: list[int]  # of every SUM_BYTES
     cut: Cut | None = None  # in a file its rows and columns, or no key: then the tensor is not cut
 
-    def extents(self, dtype: torch.dtype) -> list["StoredPart"]:
-        """Return the part cut by its checksums."""
-        step = SUM_BYTES // dtype.itemsize
-        return [StoredPart(self.file, self.offset + i * SUM_BYTES, self.start + i * step,
-                           min(step, self.count - i * step), [crc])
-                for i, crc in enumerate(self.crc32)]
+
+# dtype, shape, and parts by their cut, of which each has all of its elements
+StoredTensor = tuple[torch.dtype, tuple[int, ...], dict[Cut | None, list[StoredPart]]]
 
 
 def write_at(handle: int, data: np.ndarray, offset: int) -> None:
@@ -102,10 +100,10 @@ def write_states(path: Path, parts: dict[str, StatePart]) -> tuple[dict, dict[st
     for name, part in parts.items():
         begin = end
         end += part.values.nbytes
-        whole = part.values.numel() == math.prod(part.shape)
-        dtype = next(key for key, dtype in DTYPES.items() if dtype == part.values.dtype)
-        header[name] = {"dtype": dtype, "shape": part.shape if whole else [part.values.numel()],
-                        "data_offsets": [begin, end]}
+        count = part.values.numel()
+        dtype, = (name for name, dtype in DTYPES.items() if dtype == part.values.dtype)
+        shape = part.shape if count == math.prod(part.shape) else [count]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
@@ -115,23 +113,22 @@ def write_states(path: Path, parts: dict[str, StatePart]) -> tuple[dict, dict[st
         write_at(file.fileno(), data, offset)
         return zlib.crc32(data)
 
-    begins = {name: len(head) + entry["data_offsets"][0] for name, entry in header.items()}
-    sums = {}  # name: futures of its extents' checksums
+    stored = {}
     with open(path, "wb") as file, ThreadPoolExecutor(THREADS) as pool:
         file.write(head)
         file.flush()
         for name, part in parts.items():
+            begin = len(head) + header[name]["data_offsets"][0]
             extents = part.values.split(SUM_BYTES // part.values.itemsize)
-            offsets = itertools.count(begins[name], SUM_BYTES)
-            sums[name] = [pool.submit(write, *job) for job in zip(extents, offsets)]
-        stored = {}
-        for name, part in parts.items():
-            crc32 = [crc.result() for crc in sums[name]]
-            where = {"file": path.name, "offset": begins[name], "start": part.start,
-                     "count": part.values.numel(), "crc32": crc32}
+            sums = pool.map(write, extents, itertools.count(begin, SUM_BYTES))
+            where = {"file": path.name, "offset": begin, "start": part.start,
+                     "count": part.values.numel(), "crc32": sums}
             if part.cut is not None:
                 where["cut"] = [part.cut.rows, part.cut.cols]
             stored[name] = {"dtype": header[name]["dtype"], "shape": part.shape, "parts": [where]}
+        for entry in stored.values():
+            where, = entry["parts"]
+            where["crc32"] = list(where["crc32"])  # now, that all are being written
         os.fsync(file.fileno())
     return {"bytes": len(head) + end, "header": [len(head), zlib.crc32(head)]}, stored
 
@@ -155,8 +152,8 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def read_meta(folder: Path) -> dict:
-    """Return a checkpoint's meta.json, whose "tensors" become {name: (dtype, shape, [StoredPart])}.
-    Raises ValueError if it is of another version, or not what was written."""
+    """Return a checkpoint's meta.json, whose "tensors" become {name: (dtype, shape, {cut: its
+    parts})}. Raises ValueError if it is of another version, or not what was written."""
     if (folder / ".metadata").exists():
         raise ValueError(f"--resume: {folder} was saved by an earlier version of this program as "
                          "pickles, which can run anybody's code and are not read; --export its "
@@ -192,20 +189,21 @@ def check_counts(*counts) -> None:
         raise TypeError(f"{counts} are no counts")
 
 
-def read_tensor(files: dict, entry: dict) -> tuple[torch.dtype, tuple, list[StoredPart]]:
+def read_tensor(files: dict, entry: dict) -> StoredTensor:
     """Return dtype, shape and parts of a tensor. Raises ValueError if parts are missing, overlap or
     leave their files, KeyError or TypeError for what is not there or something else."""
     dtype = DTYPES[entry["dtype"]]
     shape = tuple(entry["shape"])
     check_counts(*shape)
-    parts = [StoredPart(**part | {"cut": read_cut(shape, part.get("cut"))})
-             for part in entry["parts"]]
-    cuts = list(dict.fromkeys(part.cut for part in parts)) or [None]
-    if cuts != [None]:
-        check_cuts(shape, cuts)
-    for cut in cuts:
+    by_cut: dict[Cut | None, list[StoredPart]] = {}
+    for part in entry["parts"]:
+        cut = read_cut(shape, part.get("cut"))
+        by_cut.setdefault(cut, []).append(StoredPart(**part | {"cut": cut}))
+    if by_cut.keys() - {None}:
+        check_cuts(shape, list(by_cut))
+    for cut, parts in (by_cut or {None: []}).items():
         end = 0
-        for part in sorted(parts_of(parts, cut), key=lambda part: part.start):
+        for part in sorted(parts, key=lambda part: part.start):
             check_counts(part.offset, part.start, part.count, *part.crc32)
             bytes = part.count * dtype.itemsize
             inside = part.offset + bytes <= files[part.file]["bytes"]
@@ -216,11 +214,7 @@ def read_tensor(files: dict, entry: dict) -> tuple[torch.dtype, tuple, list[Stor
             end += part.count
         if end != math.prod(cut.shape if cut else shape):
             raise ValueError(f"{end} elements of {cut or shape}")
-    return dtype, shape, parts
-
-
-def parts_of(parts: list[StoredPart], cut: Cut | None) -> list[StoredPart]:
-    return [part for part in parts if part.cut == cut]
+    return dtype, shape, by_cut
 
 
 def read_cut(shape: tuple, stored: list | None) -> Cut | None:
@@ -294,54 +288,62 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         raise ValueError(f"--resume: {folder} does not hold {', '.join(wrong[:3])}: it is of "
                          "another model or optimizer")
 
-    def read(values: Tensor, start: int, dtype: torch.dtype, extent: StoredPart) -> None:
-        """Copy what the two have in common."""
-        size = extent.count * dtype.itemsize
-        data = read_at(folder / extent.file, size, extent.offset, *extent.crc32)
-        there = torch.from_numpy(data).view(dtype)
-        first = max(start, extent.start)
-        last = min(start + values.numel(), extent.start + extent.count)
-        values[first - start : last - start].copy_(there[first - extent.start :
-                                                         last - extent.start])
-
-    def jobs_of(values: Tensor, start: int, dtype: torch.dtype,
-                stored_parts: list[StoredPart]) -> list[tuple]:
-        """Return the arguments of `read` that fill values, from element `start` of stored_parts."""
-        end = start + values.numel()
-        return [(values, start, dtype, extent) for stored_part in stored_parts
-                for extent in stored_part.extents(dtype)
-                if extent.start < end and start < extent.start + extent.count]
+    @functools.cache
+    def believe(file: str) -> None:
+        """Read a file's header once: it must be what was written."""
+        size, crc32 = saved.meta["files"][file]["header"]
+        read_at(folder / file, size, 0, crc32)
 
     def run(jobs: list[tuple]) -> None:
-        for file in {extent.file for *_, extent in jobs} - believed:
-            size, crc32 = saved.meta["files"][file]["header"]
-            read_at(folder / file, size, 0, crc32)
-            believed.add(file)
-        for done in [pool.submit(read, *job) for job in jobs]:
+        for file, *_ in jobs:
+            believe(file)
+        for done in [pool.submit(read_extent, folder / file, *job) for file, *job in jobs]:
             done.result()
 
-    def read_whole(dtype: torch.dtype, shape: tuple, stored_parts: list[StoredPart]) -> Tensor:
-        """Return a whole tensor."""
+    def read_whole(dtype: torch.dtype, shape: tuple, by_cut: dict) -> Tensor:
         whole = torch.empty(shape, dtype=dtype)
-        for cut in {part.cut for part in stored_parts}:
+        for cut, stored_parts in by_cut.items():
             flat = whole.view(-1) if cut is None else torch.empty(math.prod(cut.shape), dtype=dtype)
-            run(jobs_of(flat, 0, dtype, parts_of(stored_parts, cut)))
+            run(jobs_of(flat, 0, dtype, stored_parts))
             if cut is not None:
                 cut.put(flat.view(cut.shape), whole)
         return whole
 
     jobs = []
-    believed: set[str] = set()  # files whose header is what was written
     with ThreadPoolExecutor(THREADS) as pool:
         for name, part in parts.items():
-            dtype, shape, stored_parts = stored[name]
-            if same := parts_of(stored_parts, part.cut):
-                jobs += jobs_of(part.values, part.start, dtype, same)
+            dtype, shape, by_cut = stored[name]
+            if part.cut in by_cut:
+                jobs += jobs_of(part.values, part.start, dtype, by_cut[part.cut])
                 continue
-            whole = read_whole(dtype, shape, stored_parts)
+            whole = read_whole(dtype, shape, by_cut)
             flat = (whole if part.cut is None else part.cut.of(whole)).reshape(-1)
             part.values.copy_(flat[part.start : part.start + part.values.numel()])
         run(jobs)
+
+
+def jobs_of(values: Tensor, start: int, dtype: torch.dtype, parts: list[StoredPart]) -> list[tuple]:
+    """Return a file and the other arguments of `read_extent`, for each extent that has some of the
+    values, which begin at element `start`."""
+    jobs = []
+    step = SUM_BYTES // dtype.itemsize
+    for part in parts:
+        for i, crc32 in enumerate(part.crc32):
+            begin = part.start + i * step
+            end = min(begin + step, part.start + part.count)
+            first, last = max(start, begin), min(start + len(values), end)
+            if first < last:
+                jobs.append((part.file, part.offset + i * SUM_BYTES, end - begin, dtype, crc32,
+                             first - begin, values[first - start : last - start]))
+    return jobs
+
+
+def read_extent(path: Path, offset: int, count: int, dtype: torch.dtype, crc32: int, first: int,
+                into: Tensor) -> None:
+    """Copy an extent's elements from the first on, of the `count` that must be read to believe
+    them. Raises ValueError or OSError."""
+    data = read_at(path, count * dtype.itemsize, offset, crc32)
+    into.copy_(torch.from_numpy(data).view(dtype)[first : first + len(into)])
 
 
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
@@ -404,10 +406,8 @@ class Saver:
         parts = saved_parts(self.states)
         file = self.folder / f"rank-{dist.get_rank():05d}.safetensors"
         pool = ThreadPoolExecutor(1)
-        if self.copies is not None:
-            for name, part in parts.items():  # page-locked: at the speed of the link, or of memory
-                self.copies[name].copy_(part.values)
-            parts = {name: replace(part, values=self.copies[name])
+        if self.copies is not None:  # page-locked: at the speed of the link, or of memory
+            parts = {name: replace(part, values=self.copies[name].copy_(part.values))
                      for name, part in parts.items()}
         self.job = pool.submit(write_states, file, parts)
         pool.shutdown(wait=False)
@@ -550,11 +550,11 @@ def newest_checkpoint(out: Path) -> Checkpoint | None:
     try:
         folder = (out / "latest").resolve(strict=True)
     except (OSError, RuntimeError) as e:  # not there; dangling; a link to itself
-        whole = whole_checkpoints(out)
-        if whole and (not dist.is_initialized() or dist.get_rank() == 0):
-            print(f"{out / 'latest'} leads nowhere ({type(e).__name__}): {whole[-1].folder} is the "
+        *_, newest = [None, *whole_checkpoints(out)]
+        if newest and (not dist.is_initialized() or dist.get_rank() == 0):
+            print(f"{out / 'latest'} leads nowhere ({type(e).__name__}): {newest.folder} is the "
                   "newest whole checkpoint", flush=True)
-        return whole[-1] if whole else None
+        return newest
     return open_checkpoint(folder)
 
 
@@ -681,7 +681,7 @@ def put_aside(out: Path) -> None:
     """Move an earlier run in OUT to OUT/earlier-N."""
     names = ("log.jsonl", "loss.png", "position.png", "latest")
     files = [out / name for name in names] + [*out.glob("step-*")]
-    old = [path for path in files if path.is_symlink() or path.exists()]
+    old = [path for path in files if os.path.lexists(path)]
     if not old:
         return
     n = 1
@@ -848,13 +848,13 @@ def _hf_rope(c: dict) -> tuple[float, dict]:
     found = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = c.get(key)
-        if rope is None or rope == {}:
+        if rope in (None, {}):
             continue
         if not isinstance(rope, dict):
             raise ValueError(f"{key} is {rope!r}: an object with keys, or null")
-        known = {"rope_type", "type", "rope_theta", *ROPE_OPTIONS}.union(*ROPE_KEYS.values())
-        unknown = rope.keys() - known - {"finetuned"}  # of Yarn-Llama-2: no frequency reads it
-        if unknown:
+        known = {"rope_type", "type", "rope_theta", *ROPE_OPTIONS,
+                 "finetuned"}  # the last of Yarn-Llama-2: no frequency reads it
+        if unknown := rope.keys() - known.union(*ROPE_KEYS.values()):
             raise ValueError(f"{key} with {sorted(unknown)} is not built")
         kind = rope_kind(rope)
         scaling = {}
@@ -895,7 +895,7 @@ def hf_window(c: dict) -> tuple[int, int]:
     full, sliding = "full_attention", "sliding_attention"
     if types is None:
         first = c.get("max_window_layers", 28)
-    elif isinstance(types, list) and len(types) == layers and not {*map(str, types)} - {
+    elif isinstance(types, list) and len(types) == layers and {*map(str, types)} <= {
             full, sliding}:
         first = types.count(full)
         if types != first * [full] + (layers - first) * [sliding]:
@@ -958,24 +958,22 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
             raise ValueError(f"{folder}: {sorted(twice)[0]} is in two files; one is {file}")
         files.update(dict.fromkeys(f.keys(), f))
     with torch.device("meta"):
-        shapes = {n: tuple(p.shape) for n, p in LLaMA(cfg).named_parameters()}
+        shapes = LLaMA(cfg).shapes
+    wanted = {part: (rows, *shape[1:]) for name, shape in shapes.items()
+              for part, rows in _hf_parts(cfg, name, shape[0])}
     stored = {"lm_head.weight": "model.embed_tokens.weight"} if cfg.tied else {}
-    used = set(stored)
-    for name, shape in shapes.items():
-        for part, rows in _hf_parts(cfg, name, shape[0]):
-            used.add(part)
-            want = (rows, *shape[1:])
-            source = stored.get(part, part)
-            if files.get(source) is None:
-                raise ValueError(f"{folder}: no tensor {part} {want} in the weights")
-            found = files[source].get_slice(source)
-            got = tuple(found.get_shape())
-            if got != want:
-                raise ValueError(f"{folder}: {part} is {got}, config.json says {want}")
-            if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                raise ValueError(f"{folder}: {part} is stored as {found.get_dtype()}; F64, F32, "
-                                 "F16 and BF16 are read")
-    if extra := {n for n in set(files) - used if not n.endswith("rotary_emb.inv_freq")}:
+    for part, want in wanted.items():
+        source = stored.get(part, part)
+        if source not in files:
+            raise ValueError(f"{folder}: no tensor {part} {want} in the weights")
+        found = files[source].get_slice(source)
+        got = tuple(found.get_shape())
+        if got != want:
+            raise ValueError(f"{folder}: {part} is {got}, config.json says {want}")
+        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise ValueError(f"{folder}: {part} is stored as {found.get_dtype()}; F64, F32, F16 "
+                             "and BF16 are read")
+    if extra := {n for n in files.keys() - wanted if not n.endswith("rotary_emb.inv_freq")}:
         raise ValueError(f"{folder}: {len(extra)} tensors have no place here: {sorted(extra)[:3]}")
     for name in stored.keys() & files.keys():
         pair = [files[n].get_tensor(n) for n in (name, stored[name])]
@@ -1033,12 +1031,12 @@ def hf_architecture(cfg: ModelConfig, source: dict) -> str:
 HF_FILE_BYTES = 4 * 2**30  # one file of an export
 
 
-def hf_files(shapes: dict[str, torch.Size], itemsize: int) -> dict[str, list[str]]:
+def hf_files(shapes: dict[str, tuple[int, ...]], itemsize: int) -> dict[str, list[str]]:
     """Return our parameters by the file that they go to: in order, HF_FILE_BYTES a file."""
     groups: list[list[str]] = []
     room = 0
     for name, shape in shapes.items():
-        size = shape.numel() * itemsize
+        size = math.prod(shape) * itemsize
         if not groups or size > room:
             groups.append([])
             room = HF_FILE_BYTES
@@ -1082,29 +1080,27 @@ def hf_export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dty
     from safetensors.torch import save_file
 
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in LLaMA(cfg).named_parameters()}
+        shapes = LLaMA(cfg).shapes
     tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
     if tied:
         del shapes["head.weight"]
     config = hf_settings(cfg, source or {}, dtype, tied)
-    if write:
-        folder.mkdir(parents=True, exist_ok=True)
+    if not write:
+        for name in shapes:
+            read(name)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
     places = {}  # their name: file
     total = 0
     for file, names in hf_files(shapes, dtype.itemsize).items():
         tensors = {}
         for name in names:
-            tensor = read(name)
-            if write:
-                theirs, rows = zip(*_hf_parts(cfg, name, shapes[name][0]))
-                parts = tensor.to("cpu", dtype).split(rows)
-                tensors |= {part: t.contiguous() for part, t in zip(theirs, parts)}
-        if write:
-            save_file(tensors, folder / file, metadata={"format": "pt"})
-            places |= dict.fromkeys(tensors, file)
-            total += sum(t.nbytes for t in tensors.values())
-    if not write:
-        return
+            theirs, rows = zip(*_hf_parts(cfg, name, shapes[name][0]))
+            parts = read(name).to("cpu", dtype).split(rows)
+            tensors |= {part: t.contiguous() for part, t in zip(theirs, parts)}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(tensors, file)
+        total += sum(t.nbytes for t in tensors.values())
     if len(set(places.values())) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))

@@ -19,6 +19,7 @@ Left out: mixtures of corpora, packing that cuts no document, shuffling within a
 
 Legend: T tokens of a sequence, i a sample since step 0.
 """
+import functools
 import hashlib
 import itertools
 import json
@@ -28,6 +29,7 @@ import sysconfig
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,7 +54,7 @@ class Corpus:
             raise ValueError("--data: no files with text or .bin tokens there")
         self.dtype = np.dtype(f"<u{token_bytes}")
         self.files = files
-        counts = []
+        counts = [0]
         for file in files:
             with open(file, "rb") as handle:  # an unreadable file fails here, before any work
                 size = handle.seek(0, os.SEEK_END)
@@ -60,18 +62,17 @@ class Corpus:
                 raise ValueError(f"--data: {file} is not a whole number of {token_bytes}-byte "
                                  "tokens (--token-bytes)")
             counts.append(size // token_bytes)
-        self.ends = np.cumsum(counts)  # of each file, in tokens
+        self.bounds = np.cumsum(counts)  # where each file begins, in tokens, and the end
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return int(self.bounds[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) as int64."""
         parts = []
-        i = int(np.searchsorted(self.ends, start, side="right"))  # the file that holds start
+        i = int(np.searchsorted(self.bounds, start, side="right")) - 1  # the file that holds start
         while start < stop:
-            begin = int(self.ends[i - 1]) if i else 0
-            end = int(self.ends[i])
+            begin, end = self.bounds[i : i + 2].tolist()
             if end > start:  # the file is not empty
                 tokens = np.memmap(self.files[i], self.dtype, "r", shape=(end - begin,))
                 parts.append(tokens[start - begin : stop - begin].astype(np.int64))
@@ -84,9 +85,12 @@ def find_files(data: str) -> tuple[list[Path], list[Path]]:
     """Return the files of --data, of a folder the .bin files if there are any; and its val.bin, if
     there is one. Raises ValueError."""
     if data == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        return [f for f in sorted(root.rglob("*.py"))
-                if not NOT_STDLIB & set(f.relative_to(root).parts)], []
+        found = []
+        for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
+            folders[:] = set(folders) - NOT_STDLIB  # not walked: installed packages are many files
+            found += [Path(folder, name) for name in names
+                      if name.endswith(".py") and name not in NOT_STDLIB]
+        return sorted(found), []
     root = Path(data)
     if not root.exists():
         raise ValueError(f"--data {data}: no such file or folder")
@@ -168,18 +172,21 @@ def looks_like_four_bytes(file: Path) -> bool:
     return bool(high.max() < 16 and np.median(low) > high.max())
 
 
+@functools.lru_cache(1)
+def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
+    """Return the order of an epoch's windows, of which a run needs one at a time."""
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+@dataclass(frozen=True)
 class Sequences:
     """Windows of T + 1 tokens (the last is a label only) of a part of a corpus."""
 
-    def __init__(self, corpus: Corpus, first: int, count: int, seq: int, seed: int):
-        """first: the token where the part begins; count: windows in it."""
-        self.corpus = corpus
-        self.first = first
-        self.count = count
-        self.seq = seq
-        self.seed = seed
-        self.epoch = -1  # whose order is kept
-        self.order = np.arange(count)
+    corpus: Corpus
+    first: int  # the token where the part begins
+    count: int  # windows in it
+    seq: int
+    seed: int
 
     def window(self, i: int) -> np.ndarray:
         """Return the i-th window (T + 1,) in the order of the corpus."""
@@ -189,10 +196,7 @@ class Sequences:
     def sample(self, i: int) -> np.ndarray:
         """Return the i-th sample (T + 1,) since step 0: every epoch is a permutation."""
         epoch, position = divmod(i, self.count)
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self.order = np.random.default_rng((self.seed, epoch)).permutation(self.count)
-        return self.window(int(self.order[position]))
+        return self.window(int(epoch_order(self.seed, epoch, self.count)[position]))
 
 
 def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
@@ -217,13 +221,12 @@ def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequ
             raise ValueError(f"--seq {seq}: the data has {len(part)} tokens, too few for {what}; "
                              f"{nearest}")
     count = (len(corpus) - 1) // seq
-    if val is not None:
-        return (Sequences(corpus, 0, count, seq, seed),
-                Sequences(val, 0, (len(val) - 1) // seq, seq, seed))
-    held_out = max(1, count // 20)
+    held_out = max(1, count // 20) if val is None else 0
     kept = count - held_out
-    return (Sequences(corpus, 0, kept, seq, seed),
-            Sequences(corpus, kept * seq, held_out, seq, seed))
+    train = Sequences(corpus, 0, kept, seq, seed)
+    if val is None:
+        return train, Sequences(corpus, kept * seq, held_out, seq, seed)
+    return train, Sequences(val, 0, (len(val) - 1) // seq, seq, seed)
 
 
 def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> None:
@@ -339,7 +342,7 @@ def tokenise(data: str, folder: str, cache: Path, vocab: int) -> Path | None:
             while batch := list(itertools.islice(segments, BATCH_SEGMENTS)):
                 encoded = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
                 rows = (e.ids if text else [eos] for text, e in zip(batch, encoded))
-                ids = np.array(list(itertools.chain.from_iterable(rows)), np.int64)
+                ids = np.fromiter(itertools.chain.from_iterable(rows), np.int64)
                 largest = max(largest, int(ids.max(initial=0)))
                 if largest >= vocab:
                     raise ValueError(
@@ -416,20 +419,17 @@ class Passkeys:
         self.each = each
         self.seq = seq
         self.filler = encode(FILLER)
-        self.told = []
-        self.asked = []
-        self.key_tokens = []  # the last ones of each window
-        for key in np.random.default_rng(seed).integers(10**4, 10**5, self.count):
-            told = encode(f" The pass key is {key}. Remember it.")
-            asked = encode(f"{QUESTION}{key}")
-            self.told.append(told)
-            self.asked.append(asked)
-            before = os.path.commonprefix([asked, encode(QUESTION)])
-            self.key_tokens.append(len(asked) - len(before))
-        if (largest := max(itertools.chain(self.filler, *self.told, *self.asked))) >= vocab:
+        keys = np.random.default_rng(seed).integers(10**4, 10**5, self.count)
+        self.told = [encode(f" The pass key is {key}. Remember it.") for key in keys]
+        self.asked = [encode(f"{QUESTION}{key}") for key in keys]
+        question = encode(QUESTION)
+        self.key_tokens = [len(asked) - len(os.path.commonprefix([asked, question]))
+                           for asked in self.asked]  # the last ones of each window
+        texts = [told + asked for told, asked in zip(self.told, self.asked)]
+        if (largest := max(itertools.chain(self.filler, *texts))) >= vocab:
             raise ValueError(f"--eval-passkey {each}: its text has token {largest}, the model's "
                              f"vocabulary ends at {vocab - 1}; name its tokenizer: --tokenizer DIR")
-        least = max(len(told) + len(asked) for told, asked in zip(self.told, self.asked)) - 1
+        least = max(map(len, texts)) - 1
         if seq < least:
             raise ValueError(f"--eval-passkey {each}: --seq {seq} is too short for a key and its "
                              f"question; the shortest is --seq {least}")

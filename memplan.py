@@ -102,18 +102,15 @@ class Plan:
 def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
     """Return the buffers as rows. Raise ValueError for a buffer that is never alive or has no
     size, and for sizes that 64 bits cannot add up."""
-    if isinstance(buffers, np.ndarray):
-        return buffers
-    start = np.array([b.start for b in buffers], np.int64)
-    end = np.array([b.end for b in buffers], np.int64)
-    size = np.array([b.size for b in buffers], np.int64)
+    rows = np.array([b[:3] for b in buffers], np.int64).reshape(-1, 3)
+    start, end, size = rows.T
     for i in np.flatnonzero((start >= end) | (size <= 0)):
         raise ValueError(f"buffer {i}: alive from start to before end, and of a size above 0; not "
                          f"{buffers[i]}")
     total = size.sum(dtype=float)
     if total >= 2**60:
         raise ValueError(f"the sizes add up to {total:.3g}, at most 2^60")
-    return np.stack([start, end, size], axis=1)
+    return rows
 
 
 def moments_in_order(rows):
@@ -271,17 +268,14 @@ def search_library(seconds: float = 60.0) -> ctypes.CDLL | None:
 
 def call(name, rows, *args):
     """Call a function of csrc/search.cpp: n, the three columns, args. Arrays are of int64."""
-    columns = [np.ascontiguousarray(column) for column in rows.T]
-    words = [ctypes.c_int64(len(rows))]
-    for x in (*columns, *args):
+    def word(x):
         if isinstance(x, np.ndarray):
-            words.append(ctypes.c_void_p(x.ctypes.data))
-        elif isinstance(x, float):
-            words.append(ctypes.c_double(x))
-        else:
-            words.append(ctypes.c_int64(x))
+            return ctypes.c_void_p(x.ctypes.data)
+        return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_int64(x)
+
+    columns = [np.ascontiguousarray(column) for column in rows.T]
     function = getattr(search_library(), name)
-    return function(*words)
+    return function(*map(word, (len(rows), *columns, *args)))
 
 
 def first_fit(rows, order):
@@ -306,47 +300,37 @@ def first_fit_by_birth(rows, deadline):
     """Return offsets: each buffer in the lowest gap that is large enough when it is born. Buffers
     that are born after the deadline lie above one another, so there is always a plan."""
     n = len(rows)
-    offsets = np.zeros(n, np.int64)
     if search_library():
+        offsets = np.zeros(n, np.int64)
         call("first_fit_by_birth", rows, time_left(deadline), offsets)
         return offsets
     size = rows[:, 2].tolist()
-    where = [0] * n
+    offsets = [0] * n
     peak = 0
-    gaps = array("q", [0])  # where gaps begin, in order
-    rooms = array("q", [2**62])  # their sizes, which numpy scans
-    moments = moments_in_order(rows)
-    for count, moment in enumerate(moments.tolist()):
+    # of the gaps between what is alive, in order, where they begin and end; numpy scans both
+    begins = array("q", [0])
+    ends = array("q", [2**62])
+    moments = moments_in_order(rows).tolist()
+    for count, moment in enumerate(moments):
         if count % 64 == 0 and time.monotonic() > deadline:
-            offsets[:] = where
-            rest = moments[count:]
-            late = rest[rest < n]
-            late_size = rows[late, 2]
-            offsets[late] = peak + np.cumsum(late_size) - late_size
-            return offsets
+            for late in moments[count:]:
+                if late < n:
+                    offsets[late] = peak
+                    peak += size[late]
+            break
         i = moment % n
         if moment < n:
-            fits = np.frombuffer(rooms, np.int64) >= size[i]
+            fits = np.frombuffer(ends, np.int64) - np.frombuffer(begins, np.int64) >= size[i]
             g = int(fits.argmax())
-            where[i] = gaps[g]
-            peak = max(peak, gaps[g] + size[i])
-            gaps[g] += size[i]
-            rooms[g] -= size[i]
-        else:  # a gap of its own, which the gaps beside it join
-            g = bisect(gaps, where[i])
-            gaps.insert(g, where[i])
-            rooms.insert(g, size[i])
-            if gaps[g] + rooms[g] == gaps[g + 1]:
-                rooms[g] += rooms.pop(g + 1)
-                del gaps[g + 1]
-            if g > 0 and gaps[g - 1] + rooms[g - 1] == gaps[g]:
-                rooms[g - 1] += rooms.pop(g)
-                del gaps[g]
-                g -= 1
-        if rooms[g] == 0:
-            del gaps[g], rooms[g]
-    offsets[:] = where
-    return offsets
+            offsets[i] = begins[g]
+            top = begins[g] + size[i]
+            ends.insert(g, begins[g])  # below it there is no gap any more
+            begins.insert(g + 1, top)
+            peak = max(peak, top)
+        else:  # the gaps below and above it join
+            g = bisect_left(ends, offsets[i])
+            del ends[g], begins[g + 1]
+    return np.array(offsets, np.int64)
 
 
 def greedy(rows, goal, deadline, share=1.0, report=lambda offsets: None):
@@ -387,37 +371,16 @@ def overlaps(rows):
     return list(zip(i[together].tolist(), j[together].tolist()))
 
 
-class Constraints:
-    """Rows of an integer program, each a sum of coefficients times columns that is at least a
-    constant."""
-
-    def __init__(self):
-        self.values: list[float] = []
-        self.rows: list[int] = []
-        self.columns: list[int] = []
-        self.least: list[float] = []  # a row's constant
-
-    def add(self, coefficients, least):
-        self.rows += [len(self.least)] * len(coefficients)
-        self.columns += coefficients.keys()
-        self.values += coefficients.values()
-        self.least.append(least)
-
-    def constraint(self, width):
-        shape = (len(self.least), width)
-        matrix = coo_array((self.values, (self.rows, self.columns)), shape=shape)
-        return LinearConstraint(matrix.tocsr(), self.least, np.inf)
-
-
-def milp_constraints(s, z, big, sets):
-    """Return the program's rows for sizes s and the cuts of the sets; z: the column of z_ij, which
-    is 1 where i lies above j. Columns: A_i, then M, then z_ij."""
-    n, rows = len(s), Constraints()
+def milp_rows(s, z, big, sets):
+    """Yield the program's rows for sizes s and the cuts of the sets, each a sum of coefficients
+    times columns that is at least a constant. z: the column of z_ij, which is 1 where i lies above
+    j. Columns: A_i, then M, then z_ij."""
+    n = len(s)
     for (i, j), column in z.items():
-        rows.add({i: 1, j: -1, column: -big}, s[j] - big)  # A_i >= A_j + S_j if z_ij
-        rows.add({j: 1, i: -1, column: big}, s[i])  # A_j >= A_i + S_i if not z_ij
+        yield {i: 1, j: -1, column: -big}, s[j] - big  # A_i >= A_j + S_j if z_ij
+        yield {j: 1, i: -1, column: big}, s[i]  # A_j >= A_i + S_i if not z_ij
     for i in range(n):
-        rows.add({n: 1, i: -1}, s[i])  # M >= A_i + S_i
+        yield {n: 1, i: -1}, s[i]  # M >= A_i + S_i
     for members in sets:
         for j in members:
             below, above = {j: 1}, {n: 1, j: -1}  # columns of what fits below j and above it
@@ -431,9 +394,20 @@ def milp_constraints(s, z, big, sets):
                     below[z[j, i]] = -s[i]
                     above[z[j, i]] = s[i]
                     least_above += s[i]
-            rows.add(below, least_below)
-            rows.add(above, least_above)
-    return rows
+            yield below, least_below
+            yield above, least_above
+
+
+def milp_constraint(rows, width):
+    """Return the rows as one sparse matrix."""
+    values, numbers, columns, least = [], [], [], []
+    for number, (coefficients, constant) in enumerate(rows):
+        values += coefficients.values()
+        numbers += [number] * len(coefficients)
+        columns += coefficients.keys()
+        least.append(constant)
+    matrix = coo_array((values, (numbers, columns)), shape=(len(least), width))
+    return LinearConstraint(matrix.tocsr(), least, np.inf)
 
 
 def milp_bounds(rows, s, z, least_peak, big, symmetry):
@@ -441,7 +415,7 @@ def milp_bounds(rows, s, z, least_peak, big, symmetry):
     n = len(s)
     low = np.zeros(n + 1 + len(z))
     high = np.ones(n + 1 + len(z))
-    high[:n] = [big - x for x in s]
+    high[:n] = big - np.array(s)
     low[n] = max(0, least_peak)
     high[n] = big
     if symmetry:  # of plans that are as good, one is enough
@@ -489,15 +463,13 @@ def milp_offsets(rows, upper, bound, deadline, cuts=True, symmetry=True, goal=0)
     least_peak = -(-max(bound, goal) // unit)
     if unit > exact:
         least_peak -= n  # rounded up, all would take n units more
-    minimised = np.zeros(width)
-    minimised[n] = 1  # M
-    binary = np.zeros(width)
-    binary[n + 1 :] = 1  # z_ij
-    bounds = milp_bounds(rows, s, z, least_peak, big, symmetry)
-    constraints = milp_constraints(s, z, big, sets).constraint(width)
-    options = {"time_limit": time_left(deadline), "mip_rel_gap": 0.0}
-    found = milp(minimised, integrality=binary, bounds=bounds, constraints=constraints,
-                 options=options)
+    columns = np.arange(width)
+    found = milp(
+        columns == n,  # M is minimised ...
+        integrality=columns > n,  # ... and z_ij are binary
+        bounds=milp_bounds(rows, s, z, least_peak, big, symmetry),
+        constraints=milp_constraint(milp_rows(s, z, big, sets), width),
+        options={"time_limit": time_left(deadline), "mip_rel_gap": 0.0})
     proved = bound  # also where it finds the program infeasible: there is a plan of `upper`
     dual = found.fun if found.status == 0 else found.mip_dual_bound  # solved: they are equal
     if found.status != 2 and dual is not None and np.isfinite(dual):
@@ -625,8 +597,7 @@ def bilevel(rows, passes, goal, deadline, report=lambda plan: plan):
     names, numbers = np.unique(passes, return_inverse=True)
     start, end, size = rows.T
     by_pass = np.lexsort((size, end, start, numbers))
-    counts = np.bincount(numbers)
-    groups = np.split(by_pass, np.cumsum(counts)[:-1])
+    groups = np.split(by_pass, np.cumsum(np.bincount(numbers))[:-1])
     members = dict(zip(names.tolist(), groups))
     outer = members.pop("", np.zeros(0, np.int64))
     # passes are equal if their buffers overlap alike: when they begin, and what else is alive, does
@@ -638,28 +609,20 @@ def bilevel(rows, passes, goal, deadline, report=lambda plan: plan):
 
     def plan_step(plans, deadline):
         """Level 2: a pass is one block from its first birth to its last death."""
-        blocks = []
-        for name, mine in members.items():
-            peak = plans[kinds[name]].peak
-            blocks.append((start[mine].min(), end[mine].max(), peak))
+        blocks = [(start[mine].min(), end[mine].max(), plans[kinds[name]].peak)
+                  for name, mine in members.items()]
         step = in_sections(np.concatenate([blocks, rows[outer]]))
-        bound = int(live_bytes(step).max())
-        top = first_plan(step, max(goal, bound), deadline, 0.25)
-        if top.peak > max(goal, bound):
-            top = flat(step, top, max(goal, bound), deadline)
+        top = flat(step, first_plan(step, goal, deadline, 0.25), goal, deadline)
         offsets = np.empty(len(rows), np.int64)
         offsets[outer] = top.offsets[len(blocks) :]
         for base, (name, mine) in zip(top.offsets, members.items()):
-            inside = plans[kinds[name]].offsets
-            offsets[mine] = base + inside
+            offsets[mine] = base + plans[kinds[name]].offsets
         method = f"two levels, {top.method}"
         levels = [*plans.values(), top]
         return report(Plan(offsets, top.peak, whole_bound, method, levels=levels))
 
     third = time_left(deadline) / 3
-    plans = {}
-    for kind, part in distinct.items():
-        plans[kind] = first_plan(part, 0, deadline - 2 * third)
+    plans = {kind: first_plan(part, 0, deadline - 2 * third) for kind, part in distinct.items()}
     if all(plan.optimal for plan in plans.values()):
         return plan_step(plans, deadline)
     first = plan_step(plans, time.monotonic() + 0.1 * third)  # may fit, and is a plan to fall on
@@ -816,7 +779,7 @@ class StepMemory:
     an arena is not loaded (RuntimeError) while tensors of another's steps are in use.
     """
 
-    IDLE, RECORD, REPLAY = 0, 1, 2  # of the allocator
+    RECORD, REPLAY = 1, 2  # what the allocator does, or both
     COUNTS = ("hits", "unplanned", "unmatched", "occupied", "hit_bytes", "bytes")
 
     def __init__(self, device: str = "cpu", min_bytes: int = 0, guess: Iterable[Buffer] = (),
@@ -873,11 +836,10 @@ class StepMemory:
                 result = step()
             finally:
                 n = lib.end()
-        words = lib.recorded()[: 3 * n]  # (request, size or -1: it dies, address) of each event
+        events = np.reshape(lib.recorded()[: 3 * n], (n, 3)).tolist()
         born = []  # (moment, size, address) of each request
         died = {}
-        for now in range(n):
-            request, size, address = words[3 * now : 3 * now + 3]
+        for now, (request, size, address) in enumerate(events):  # size -1: it dies
             if size >= 0:
                 born.append((now, size, address))
             else:
@@ -1043,8 +1005,7 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
     with open(path, newline="", encoding="utf-8-sig", errors="replace") as f:
         rows = csv.reader(f)
         columns = [c.strip() for c in next(rows, [])]
-        once = all(columns.count(c) == 1 for c in COLUMNS)
-        if not once or columns.count("pass") > 1:
+        if any(columns.count(c) != 1 for c in COLUMNS) or columns.count("pass") > 1:
             raise ValueError(f"{path}, line 1: the columns are id,lower,upper,size, each once, and "
                              f"maybe pass; not {','.join(columns)[:99]!r}")
         at_id, *at_numbers = (columns.index(c) for c in COLUMNS)
@@ -1052,13 +1013,11 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
         for row in filter(None, rows):
             line = rows.line_num
             where = f"{path}, line {line}"
-            complete = len(row) == len(columns)
-            cells = [row[k].strip() for k in at_numbers if complete]
-            if not complete or not all(map(whole, cells)):
+            if len(row) != len(columns) or not all(whole(row[k].strip()) for k in at_numbers):
                 raise ValueError(f"{where}: {len(columns)} cells, of which lower, upper and size "
                                  f"are whole numbers; not {','.join(row)[:99]!r}")
             in_pass = row[at_pass].strip() if at_pass is not None else ""
-            b = Buffer(*map(int, cells), in_pass)
+            b = Buffer(*(int(row[k]) for k in at_numbers), in_pass)
             if b.start >= b.end or b.size <= 0:
                 raise ValueError(f"{where}: a buffer is alive from lower to before upper, and has "
                                  f"a size: {','.join(row)[:99]!r}")
@@ -1071,15 +1030,13 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
 
 def write_plan(path: str, ids: Iterable, buffers: list[Buffer], offsets: Iterable[int]) -> None:
     """Write a CSV file of the buffers and their offsets, and of their passes if any is known."""
-    columns, fields = [*COLUMNS], 3
-    if any(b.in_pass for b in buffers):
-        columns.append("pass")
-        fields = 4
+    named = any(b.in_pass for b in buffers)
+    columns = [*COLUMNS, "pass"][: len(COLUMNS) + named]
     rows = zip(ids, buffers, np.asarray(offsets).tolist())
     with open(path, "w", newline="") as f:
         out = csv.writer(f)
         out.writerow([*columns, "offset"])
-        out.writerows([x, *b[:fields], offset] for x, b, offset in rows)
+        out.writerows([x, *b[: len(columns) - 1], offset] for x, b, offset in rows)
 
 
 MAX_DRAWN = 20_000  # the largest rectangles, of more one would see no more
@@ -1134,8 +1091,7 @@ def solve_in_child(buffers, capacity, time_limit, method, stopped):
     begin = time.monotonic()
     deadline = begin + max(0.5 * time_limit, time_limit - CHECK_SECONDS * len(buffers))
     size = as_rows(buffers)[:, 2]
-    total, largest = int(size.sum()), int(size.max(initial=0))
-    best = Plan(np.cumsum(size) - size, total, largest, "stacked")
+    best = Plan(np.cumsum(size) - size, int(size.sum()), int(size.max(initial=0)), "stacked")
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 

@@ -44,22 +44,26 @@ model on a stage, c one of all P*V (or a column), L layers, M micro-batches, m o
 segments, k one of them, B sequences of a micro-batch, T tokens of one, sp ranks that share it, n
 tokens of a segment on a rank, C width.
 """
+import copy
 import dataclasses
+import functools
 import itertools
 import math
 import os
-from collections import deque
+import string
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from attention import CommStream, Groups, Passing, Past, all_gather, reduce_scatter, wait
-from model import (Cut, HeadPart, LLaMA, Matrix, ModelConfig, Vector, accumulation_dtype,
+from model import (Cut, LLaMA, Matrix, ModelConfig, PlainSplit, Vector, accumulation_dtype,
                    flops_per_token, rope_tables)
 from offload import ChunkGraph
 
@@ -98,22 +102,15 @@ POINTS = {  # of a product: what happens there (Columns), by mode
 
 class Columns:
     """The ranks that share a layer's matrices, and what travels between them. Whatever the stream
-    reads or writes is allocated on the compute stream, and held until compute has waited for it.
+    reads or writes is allocated on the compute stream, and held until compute has waited for it."""
 
-    poison, delay: for tests; what was sent or received becomes NaN after use, and the stream starts
-    so many GPU cycles late.
-    """
-
-    def __init__(self, mode: str, groups: Groups, stream: CommStream, poison: bool = False,
-                 delay: int = 0):
+    def __init__(self, mode: str, groups: Groups, stream: CommStream):
         """A collective of all ranks."""
         self.mode = mode
         self.ranks = groups.tp
         self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
         self.stream = stream
-        self.poison = poison
-        self.delay = delay
 
     @property
     def between_layers(self) -> int:
@@ -124,6 +121,14 @@ class Columns:
         """Return which of a rank's tokens this column has at the model's ends."""
         size = tokens // self.ranks
         return slice(self.index * size, (self.index + 1) * size)
+
+    def take_own(self, x: Tensor) -> Tensor:
+        """(B, T/sp, C) -> the own tokens (B, t, C)."""
+        return x[:, self.own(x.shape[1])].contiguous()
+
+    def gather_now(self, x: Tensor) -> Tensor:
+        """(B, t, C) of each column -> (B, T/sp, C) of all."""
+        return self.gather(x)()  # nothing hides it, once a micro-batch
 
     # -- what travels; each returns a function that lets compute wait for it, and returns it
 
@@ -146,67 +151,41 @@ class Columns:
         """Summands (B, T/sp, C) -> their sum's part of each column (B, t, C)."""
         parts = x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (tp, B, t, C)
         part = torch.empty_like(parts[0])
-        passing = self.launch(parts, part, lambda: reduce_scatter(
-            part, parts.flatten(0, 1), group=self.group))
-
-        def arrived() -> Tensor:
-            part = passing.wait()
-            self.poison_if_testing(parts)
-            return part
-
-        return arrived
+        return self.launch(parts, part, lambda: reduce_scatter(
+            part, parts.flatten(0, 1), group=self.group)).wait
 
     def launch(self, sent: Tensor | None, received: Tensor, collective: Callable) -> Passing:
         with self.stream.after_compute():
-            if self.delay and self.stream.stream:
-                torch.cuda._sleep(self.delay)
             collective()
         return Passing(sent, received, self.stream.last_event())
 
-    def poison_if_testing(self, used: Tensor) -> None:
-        if self.poison:
-            used.fill_(torch.nan)
 
-
-class Split:
-    """What happens at the points of one kind of product, "column" or "row" (model.PlainSplit)."""
+class Split(PlainSplit):
+    """What happens at the points of one kind of product, "column" or "row"."""
 
     alone = False
 
     def __init__(self, kind: str, columns: Columns):
-        ways = {point: actions[MODES.index(columns.mode)]
-                for (of, point), actions in POINTS.items() if of == kind}
-        self.input, self.output, self.output_grad, self.input_grad = (
-            getattr(columns, ways.get(point, "keep"))
-            for point in ("input", "output", "output_grad", "input_grad"))
-        self.gathers_x = ways.get("input") == "gather"
-        self.gathers_dy = ways.get("output_grad") == "gather"
-        self.keeps_input = self.gathers_x and columns.mode == "msp"
-        self.poison_if_testing = columns.poison_if_testing
-
-    def used(self, x: Tensor, dy: Tensor | None = None) -> None:
-        """Poison what was gathered, for tests, unless backward needs it."""
-        if self.gathers_x and (dy is not None or not self.keeps_input):
-            self.poison_if_testing(x)
-        if self.gathers_dy and dy is not None:
-            self.poison_if_testing(dy)
+        for (of, point), actions in POINTS.items():
+            if of == kind:
+                setattr(self, point, getattr(columns, actions[MODES.index(columns.mode)]))
+        self.keeps_input = kind == "column" and columns.mode == "msp"
 
 
 def kinds_and_cuts(cfg: ModelConfig, c: int, tp: int) -> dict[str, tuple[str, Cut]]:
     """Return of each matrix of a layer which product it is of, and what column c of tp has of it.
     cfg: of the whole model."""
-    dim, heads, ffn = cfg.dim, cfg.heads * cfg.head_dim, cfg.ffn
-    qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
-    part = HeadPart(c, tp)
-    of_heads = c * heads // tp, (c + 1) * heads // tp
-    gate = c * ffn // tp, (c + 1) * ffn // tp
-    up = ffn + gate[0], ffn + gate[1]
+    def part(size: int, first: int = 0) -> tuple[int, int]:
+        return first + c * size // tp, first + (c + 1) * size // tp
+
+    dim, ffn = cfg.dim, cfg.ffn
+    q, kv = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
     return {
-        "qkv": ("column", Cut((qkv, dim), tuple((rows.start, rows.stop)
-                                                for rows in part.rows(cfg)), (0, dim))),
-        "out": ("row", Cut((dim, heads), ((0, dim),), of_heads)),
-        "gate_up": ("column", Cut((2 * ffn, dim), (gate, up), (0, dim))),
-        "down": ("row", Cut((dim, ffn), ((0, dim),), gate)),
+        "qkv": ("column", Cut((q + 2 * kv, dim), (part(q), part(kv, q), part(kv, q + kv)),
+                              (0, dim))),
+        "out": ("row", Cut((dim, q), ((0, dim),), part(q))),
+        "gate_up": ("column", Cut((2 * ffn, dim), (part(ffn), part(ffn, ffn)), (0, dim))),
+        "down": ("row", Cut((dim, ffn), ((0, dim),), part(ffn))),
     }
 
 
@@ -218,6 +197,8 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
     c, tp = columns.index, columns.ranks
     parts = kinds_and_cuts(model.cfg, c, tp)
     splits = {kind: Split(kind, columns) for kind in ("column", "row")}
+    of_column = dataclasses.replace(model.cfg, heads=model.cfg.heads // tp,
+                                    kv_heads=model.cfg.kv_heads // tp, ffn=model.cfg.ffn // tp)
     for block in model.blocks:
         matrices = {name: module for name, module in block.named_modules()
                     if isinstance(module, Matrix)}
@@ -225,86 +206,65 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
             raise ValueError(f"--tp {tp}: a layer has the matrices {', '.join(matrices)}, columns "
                              f"share {', '.join(parts)}: --tp 1, or another row of kinds_and_cuts")
         for name, (kind, cut) in parts.items():
-            take_part(matrices[name], cut, splits[kind])
-        block.cfg = dataclasses.replace(model.cfg, heads=model.cfg.heads // tp,
-                                        kv_heads=model.cfg.kv_heads // tp, ffn=model.cfg.ffn // tp)
+            matrix = matrices[name]
+            matrix.cut = cut
+            matrix.shape = cut.shape
+            matrix.weight = nn.Parameter(matrix.weight.new_empty(cut.shape))
+            matrix.split = splits[kind]
+        block.cfg = of_column
         if block.qkv_bias is not None:
-            block.qkv_bias.rows = HeadPart(c, tp).rows(model.cfg)
+            _, cut = parts["qkv"]
+            block.qkv_bias.rows = tuple(slice(*rows) for rows in cut.rows)
         # all columns have all tokens there, so the sum over ranks takes column 0's gradient alone;
         # split tokens add up, as do heads, of which q_norm, k_norm and the bias see a column's
         of_heads = (block.qkv_bias, block.q_norm, block.k_norm)
         for vector in block.modules():
             if isinstance(vector, Vector) and vector not in of_heads:
                 vector.repeated = columns.mode == "mtp" and c > 0
-    ends = Ends(model, columns)
-    model.embedded, model.result = ends.embedded, ends.result
+    split_ends(model, columns)
 
 
-def take_part(matrix: Matrix, cut: Cut, split: Split) -> None:
-    """Leave a part of a matrix."""
-    matrix.cut = cut
-    matrix.shape = cut.shape
-    matrix.weight = nn.Parameter(matrix.weight.new_empty(cut.shape))
-    matrix.split = split
+def split_ends(model: LLaMA, columns: Columns) -> None:
+    """Let embedding, last norm, head and loss be of a column's own tokens, and lead from there to
+    the layers and back: in mtp these have all tokens."""
+    whole_embedded, whole_result = model.embedded, model.result
 
-
-class Ends:
-    """Embedding, last norm, head and loss of a column's own tokens, and the ways to the layers and
-    from there: in mtp these have all tokens."""
-
-    def __init__(self, model: LLaMA, columns: Columns):
-        self.columns = columns
-        self.whole_embedded = model.embedded
-        self.whole_result = model.result
-
-    def embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(tokens: Tensor) -> Tensor:
         """Return what the first layer takes of tokens (B, T/sp): (B, T/sp, C), or (B, t, C)."""
-        x = self.whole_embedded(tokens[:, self.columns.own(tokens.shape[1])])
-        return _Enter.apply(x, self.columns) if self.columns.mode == "mtp" else x
+        x = whole_embedded(tokens[:, columns.own(tokens.shape[1])])
+        if columns.mode == "mtp":  # all columns have the gradient of all tokens
+            x = _ThereAndBack.apply(x, columns.gather_now, columns.take_own)
+        return x
 
-    def result(self, x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool):
+    def result(x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool):
         """Return what model.result does; labels (B, T/sp) are IGNORE but for the own tokens, as are
         those of `each` 0 and False. Logits are of the own tokens alone."""
-        if self.columns.mode == "mtp":
-            x = _Leave.apply(x, self.columns)
+        if columns.mode == "mtp":
+            x = _ThereAndBack.apply(x, columns.take_own, columns.gather_now)
         if labels is None:
-            return self.whole_result(x, None, scale, each)
-        own = self.columns.own(labels.shape[1])
-        found = self.whole_result(x, labels[:, own], scale, each)
+            return whole_result(x, None, scale, each)
+        own = columns.own(labels.shape[1])
+        found = whole_result(x, labels[:, own], scale, each)
         if not each:
             return found
-        padded = [part.new_zeros(labels.shape) for part in found]
-        for part, whole in zip(found, padded):
-            whole[:, own] = part
-        return tuple(padded)
+        around = own.start, labels.shape[1] - own.stop
+        return tuple(F.pad(part, around) for part in found)
+
+    model.embedded, model.result = embedded, result
 
 
-class _Enter(Function):
-    """(B, t, C) of each column -> (B, T/sp, C) of all, whose gradient all of them have."""
-
-    @staticmethod
-    def forward(ctx, x, columns):
-        ctx.columns = columns
-        return columns.gather(x)()  # nothing hides it, once a micro-batch
+class _ThereAndBack(Function):
+    """there(x), whose gradient is back(dy)."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, dx):
-        return dx[:, ctx.columns.own(dx.shape[1])].contiguous(), None
-
-
-class _Leave(Function):
-    """The mirror image: (B, T/sp, C) -> the own tokens (B, t, C)."""
-
-    @staticmethod
-    def forward(ctx, x, columns):
-        ctx.columns = columns
-        return x[:, columns.own(x.shape[1])].contiguous()
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx):
-        return ctx.columns.gather(dx)(), None  # nothing hides it, either
+    def backward(ctx, dy):
+        return ctx.back(dy), None, None
 
 
 # ---------------------------------------------------------------------------- the order of passes
@@ -340,22 +300,18 @@ def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int,
     (Megatron's order)."""
     assert no_order(stages, chunks, micro_batches, segments) is None
     total = micro_batches * segments * chunks
-
-    def place(i: int) -> tuple[int, int, int]:
-        """Return micro-batch, segment and chunk of the i-th pass."""
+    forward, backward = [], []
+    for i in range(total):
         rounds, within = divmod(i, stages * chunks)
         chunk, item = divmod(within, stages)
-        return *divmod(rounds * stages + item, segments), chunk
-
-    forward, backward = [], []
-    for micro_batch, segment, chunk in map(place, range(total)):
+        micro_batch, segment = divmod(rounds * stages + item, segments)
         forward.append(Pass(True, micro_batch, segment, chunk))
         backward.append(Pass(False, micro_batch, segments - 1 - segment, chunks - 1 - chunk))
     # a micro-batch's backward begins when its last segment is through the last part, on the last
     # stage at once; those before it have what is under way behind them, there and back
-    ends = [(Pass(forward, m, segments - 1, chunks - 1) for forward in (True, False))
-            for m in range(micro_batches)]
-    through = max(forward.index(there) - backward.index(back) for there, back in ends)
+    turns = [(m, segments - 1, chunks - 1) for m in range(micro_batches)]
+    through = max(forward.index(Pass(True, *turn)) - backward.index(Pass(False, *turn))
+                  for turn in turns)
     behind = stages - 1 - stage
     first = min(through + (behind if chunks == 1 else 2 * behind), total)
     in_turn = [one for pair in zip(forward[first:], backward) for one in pair]
@@ -364,12 +320,8 @@ def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int,
 
 def in_flight(order: list[Pass], chunk: int) -> int:
     """Return the most passes of a part that wait for their backward at a time."""
-    most = now = 0
-    for one in order:
-        if one.chunk == chunk:
-            now += 1 if one.forward else -1
-            most = max(most, now)
-    return most
+    changes = (1 if one.forward else -1 for one in order if one.chunk == chunk)
+    return max(itertools.accumulate(changes))
 
 
 def bubble(stages: int, chunks: int, micro_batches: int, segments: int) -> float:
@@ -382,9 +334,9 @@ def run_times(orders: list[list[Pass]], forward: Sequence[float], backward: Sequ
     """Return when each pass of each stage begins and ends: when the stage is free, and what comes
     from another is there. forward, backward: seconds of each part; message: seconds of one. Raises
     ValueError if stages wait for each other for ever."""
-    stages = len(orders)
-    last = len(forward) - 1
-    ends: dict[tuple, float] = {}  # by pass and part
+    stages, parts = len(orders), len(forward)
+    seconds = [*forward, *reversed(backward)]  # of a segment's steps: there through all parts, back
+    ends: dict[tuple, float] = {}  # by micro-batch, segment and step
     times: list[list[tuple[float, float]]] = [[] for _ in orders]
     moved = True
     while moved:
@@ -393,17 +345,15 @@ def run_times(orders: list[list[Pass]], forward: Sequence[float], backward: Sequ
             while len(done) < len(order):
                 one = order[len(done)]
                 part = one.chunk * stages + stage
-                item = one.forward, one.micro_batch, one.segment
-                start = done[-1][1] if done else 0
-                if part != (0 if one.forward else last):
-                    before = *item, part - 1 if one.forward else part + 1
-                    if before not in ends:
-                        break
-                    start = max(start, ends[before] + message)
-                elif not one.forward and (True, *item[1:], part) not in ends:
+                step = part if one.forward else 2 * parts - 1 - part
+                arrival = ends.get((one.micro_batch, one.segment, step - 1)) if step > 0 else 0
+                if arrival is None:
                     break
-                end = start + (forward if one.forward else backward)[part]
-                ends[*item, part] = end
+                if step not in (0, parts):  # nor on the last stage, where a segment turns back
+                    arrival += message
+                start = max(arrival, done[-1][1] if done else 0)
+                end = start + seconds[step]
+                ends[one.micro_batch, one.segment, step] = end
                 done.append((start, end))
                 moved = True
     if any(len(done) < len(order) for done, order in zip(times, orders)):
@@ -414,19 +364,18 @@ def run_times(orders: list[list[Pass]], forward: Sequence[float], backward: Sequ
 def draw_order(stages: int, chunks: int, micro_batches: int, segments: int) -> str:
     """Return the passes of all stages as text, a line a stage: of segment 0, 1 ... a forward is 0,
     1 ..., a backward aa, bb ..., since it takes twice as long; a point is idle."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
     orders = [pipeline_order(s, stages, chunks, micro_batches, segments) for s in range(stages)]
     parts = stages * chunks
     times = run_times(orders, [1] * parts, [2] * parts)
     width = max(end for done in times for _, end in done)
     lines = []
     for s, (order, done) in enumerate(zip(orders, times)):
-        line = ["."] * width
+        line = ""
         for one, (start, end) in zip(order, done):
             number = one.micro_batch * segments + one.segment
-            mark = str(number % 10) if one.forward else letters[number % len(letters)]
-            line[start:end] = [mark] * (end - start)
-        lines.append(f"  stage {s}  {''.join(line)}")
+            mark = str(number % 10) if one.forward else string.ascii_lowercase[number % 26]
+            line = line.ljust(start, ".") + mark * (end - start)
+        lines.append(f"  stage {s}  {line.ljust(width, '.')}")
     return "\n".join(lines)
 
 
@@ -441,8 +390,8 @@ def part_layers(layers: int, stages: int, chunks: int, part: int) -> range:
 
 def keep_stage(model: LLaMA, stage: int, stages: int, chunks: int) -> list[range]:
     """Leave of a model what lies on a stage. Returns the layers of its parts."""
-    parts = [part_layers(model.cfg.layers, stages, chunks, chunk * stages + stage)
-             for chunk in range(chunks)]
+    parts = [part_layers(model.cfg.layers, stages, chunks, part)
+             for part in range(stage, stages * chunks, stages)]
     for i in range(model.cfg.layers):
         if not any(i in part for part in parts):
             model.blocks[i] = nn.Module()  # elsewhere; those here keep their numbers and names
@@ -476,7 +425,7 @@ def segment_bounds(cfg: ModelConfig, seq: int, segments: int, ranks: int) -> lis
         bounds.append(unit * multiple)
     bounds.append(seq)
     # rounded, a later one may be longer: memory is there from the first on, which is the longest
-    lengths = sorted((end - start for start, end in zip(bounds, bounds[1:])), reverse=True)
+    lengths = sorted((end - start for start, end in itertools.pairwise(bounds)), reverse=True)
     return [0, *itertools.accumulate(lengths)]
 
 
@@ -502,13 +451,12 @@ class Message:
 class Link:
     """Messages from one stage to another, in order, on a stream of their own."""
 
-    def __init__(self, group: dist.ProcessGroup, leaves: bool, device: torch.device, delay: int):
+    def __init__(self, group: dist.ProcessGroup, leaves: bool, device: torch.device):
         """leaves: messages leave from this stage, else they come to it."""
         self.group = group
         self.leaves = leaves
         self.other = 1 - dist.get_rank(group)
         self.stream = CommStream(device)
-        self.delay = delay
         self.leaving: deque[Message] = deque()
 
     def send(self, tensor: Tensor) -> None:
@@ -528,32 +476,26 @@ class Link:
         rows = [0, 0]
         rows[self.other] = len(tensor)
         with self.stream.after_compute():  # it is computed; what comes has a place
-            if self.delay and self.stream.stream:
-                torch.cuda._sleep(self.delay)
             # on this very stream, which send and receive would leave for one of NCCL's own; gloo's
             # threads wait for the other stage instead of the host
             alone = self.stream.stream is None
-            if self.leaves:
-                work = dist.all_to_all_single(nothing, tensor, [0, 0], rows, self.group, alone)
-            else:
-                work = dist.all_to_all_single(tensor, nothing, rows, [0, 0], self.group, alone)
+            received, here = (nothing, [0, 0]) if self.leaves else (tensor, rows)
+            sent, there = (tensor, rows) if self.leaves else (nothing, [0, 0])
+            work = dist.all_to_all_single(received, sent, here, there, self.group, alone)
         return Message(tensor, work, self.stream.last_event())
 
 
-@dataclass
-class Links:
-    """A stage's links; None: nothing comes from there, or goes there."""
+class SilentLink:
+    """A link of a warm-up: what comes is zero, and nothing leaves."""
 
-    forward_in: Link | None = None
-    forward_out: Link | None = None
-    backward_in: Link | None = None
-    backward_out: Link | None = None
+    def launch(self, tensor: Tensor) -> Message:
+        return Message(tensor.zero_(), None, None)
+
+    def send(self, tensor: Tensor) -> None:
+        pass
 
     def finish(self) -> None:
-        """Let compute wait for all that leaves: in the open, it is the last of a step."""
-        for link in (self.forward_out, self.backward_out):
-            if link is not None:
-                link.finish()
+        pass
 
 
 def use_more_queues() -> None:
@@ -562,24 +504,23 @@ def use_more_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def make_links(groups: Groups, chunks: int, device: torch.device, delay: int) -> Links:
-    """Return this stage's links. Each pair of stages and direction has a communicator of its own:
-    none waits for another's messages. A collective of all ranks."""
-    links = Links()
+def make_links(groups: Groups, chunks: int, device: torch.device) -> dict[str, Link]:
+    """Return this stage's links: forward_in, forward_out, backward_in and backward_out, if anything
+    comes from there, or goes there. Each pair of stages and direction has a communicator of its
+    own: none waits for another's messages. A collective of all ranks."""
+    links = {}
     for source in range(groups.pp if chunks > 1 else groups.pp - 1):
         target = (source + 1) % groups.pp  # of forward messages; backward ones go the other way
 
         def key(stage, r, column):
             return (r, column) if stage in (source, target) else (stage, r, column)
 
-        forward = groups.of_places(f"forward {source}", key)
-        backward = groups.of_places(f"backward {source}", key)
-        if groups.stage == source:
-            links.forward_out = Link(forward, True, device, delay)
-            links.backward_in = Link(backward, False, device, delay)
-        if groups.stage == target:
-            links.forward_in = Link(forward, False, device, delay)
-            links.backward_out = Link(backward, True, device, delay)
+        for kind, begin, end in (("forward", source, target), ("backward", target, source)):
+            group = groups.of_places(f"{kind} {source}", key)
+            if groups.stage == begin:
+                links[f"{kind}_out"] = Link(group, True, device)
+            if groups.stage == end:
+                links[f"{kind}_in"] = Link(group, False, device)
     return links
 
 
@@ -591,45 +532,37 @@ class Live:
     """A pass that went forward and has not come back."""
 
     graph: ChunkGraph  # what autograd saved of the layers
-    like: Tensor | None  # the part's input (B, n, C) without its memory; None: tokens
-    received: Tensor | None  # the input, if it is to be poisoned
     dy: Tensor | None  # of the last part the gradient of its layers' result: the loss's is known
 
 
+@dataclass(eq=False, repr=False)
 class Pipeline:
     """A stage of a model, which runs a step's passes: as LLaMA, it has forward_backward, and a call
-    evaluates.
+    evaluates. Making one is a collective of all ranks."""
 
-    model: of which `keep_stage` has left `parts`; layer_runners: of each part (model.whole_layers,
-    offload.ChunkedLayers.start ...). bounds: of segments, in a rank's tokens, of which it has one
-    in `sharing` between layers (Columns). dtype: of activations. overlap: messages are received
-    ahead. poison, delay: for tests; what was received becomes NaN after use, and messages leave so
-    many GPU cycles late. idle: a list that gets, while it is one, pairs of events around each wait
-    for a message.
-    """
+    model: LLaMA  # of which `keep_stage` has left `parts`
+    parts: list[range]
+    layer_runners: list  # of each part: model.whole_layers, offload.ChunkedLayers.start ...
+    groups: Groups
+    micro_batches: int
+    bounds: list[int]  # of segments, in a rank's tokens ...
+    sharing: int  # ... of which it has one in so many between layers (Columns)
+    device: torch.device
+    dtype: torch.dtype  # of activations
+    overlap: bool = True  # messages are received ahead
+    idle: list | None = None  # gets, while it is one, CUDA events around each wait for a message
 
-    def __init__(self, model: LLaMA, parts: list[range], layer_runners: list, groups: Groups,
-                 micro_batches: int, bounds: list[int], sharing: int, device: torch.device,
-                 dtype: torch.dtype, overlap: bool = True, poison: bool = False, delay: int = 0):
-        self.model = model
-        self.parts = parts
-        self.layer_runners = layer_runners
-        self.stages = groups.pp
-        self.stage = groups.stage
-        self.bounds = bounds
-        self.sharing = sharing
-        self.segments = len(bounds) - 1
+    def __post_init__(self):
+        self.stage = self.groups.stage
+        self.segments = len(self.bounds) - 1
         # of a segment: attention has the tokens of all of them
-        self.segment_ranks = getattr(model.attention, "head_ranks", 1)
-        self.device = device
-        self.dtype = dtype
-        self.overlap = overlap
-        self.poison = poison
-        self.order = pipeline_order(self.stage, self.stages, len(parts), micro_batches,
-                                    self.segments)
-        self.links = make_links(groups, len(parts), device, delay)
-        self.root = torch.zeros((), device=device, requires_grad=True)  # of all passes' graphs
-        self.idle: list | None = None
+        self.segment_ranks = getattr(self.model.attention, "head_ranks", 1)
+        self.order = pipeline_order(self.stage, self.groups.pp, len(self.parts),
+                                    self.micro_batches, self.segments)
+        self.links = make_links(self.groups, len(self.parts), self.device)
+        self.root = torch.zeros((), device=self.device, requires_grad=True)  # of all graphs
+        # of a step, by micro-batch and layer: from the first segment's forward to its backward
+        self.pasts: dict[tuple[int, int], Past] = {}
 
     # -- where a pass begins and ends
 
@@ -637,32 +570,28 @@ class Pipeline:
         return self.stage == this.chunk == 0
 
     def is_last(self, this: Pass) -> bool:
-        return self.stage == self.stages - 1 and this.chunk == len(self.parts) - 1
+        return self.stage == self.groups.pp - 1 and this.chunk == len(self.parts) - 1
 
-    def segment(self, t: Tensor, k: int, dim: int = 1) -> Tensor:
-        """Return segment k's tokens of a tensor (B, T, ...)."""
-        return t.narrow(dim, self.bounds[k], self.bounds[k + 1] - self.bounds[k])
+    def segment(self, t: Tensor, k: int) -> Tensor:
+        """Return segment k's tokens of a tensor (..., T)."""
+        return t[..., self.bounds[k] : self.bounds[k + 1]]
 
     # -- messages
 
-    def receive(self, this: Pass, micro_batches: list[tuple]) -> Message | None:
+    def receive(self, this: Pass, micro_batch: tuple) -> Message | None:
         """Launch the way here of what a pass needs; None: nothing."""
         if self.is_first(this) if this.forward else self.is_last(this):
             return None
-        link = self.links.forward_in if this.forward else self.links.backward_in
-        return link.launch(self.empty(this.segment, micro_batches[this.micro_batch]))
-
-    def empty(self, k: int, micro_batch: tuple) -> Tensor:
-        """Return a place for what is between layers of a segment, (B, n / sharing, C)."""
-        rows, tokens = self.segment(micro_batch[0], k).shape
-        return torch.empty(rows, tokens // self.sharing, self.model.cfg.dim, dtype=self.dtype,
-                           device=self.device)
+        rows, tokens = self.segment(micro_batch[0], this.segment).shape
+        between_layers = torch.empty(rows, tokens // self.sharing, self.model.cfg.dim,
+                                     dtype=self.dtype, device=self.device)
+        return self.links["forward_in" if this.forward else "backward_in"].launch(between_layers)
 
     def arrived(self, message: Message | None) -> Tensor | None:
         """Let compute wait for a message."""
         if message is None:
             return None
-        if self.idle is None or self.device.type != "cuda":
+        if self.idle is None:
             return message.wait()
         before = torch.cuda.Event(enable_timing=True)
         after = torch.cuda.Event(enable_timing=True)
@@ -686,62 +615,57 @@ class Pipeline:
         micro_batches = list(micro_batches)
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
         live: dict[Pass, Live] = {}  # by forward pass
-        pasts: dict[tuple, Past] = {}
         arriving = None
         for i, this in enumerate(self.order):
+            micro_batch = micro_batches[this.micro_batch]
             if i == 0 or not self.overlap:
-                arriving = self.receive(this, micro_batches)
+                arriving = self.receive(this, micro_batch)
             message, arriving = arriving, None
             if self.overlap and i + 1 < len(self.order):  # hidden by this pass
-                arriving = self.receive(self.order[i + 1], micro_batches)
+                following = self.order[i + 1]
+                arriving = self.receive(following, micro_batches[following.micro_batch])
             received = self.arrived(message)  # hidden by the pass before
-            micro_batch = micro_batches[this.micro_batch]
             if this.forward:
-                live[this] = self.run_forward(this, received, micro_batch, pasts, loss)
+                live[this] = self.run_forward(this, received, micro_batch, loss)
                 continue
             there = live.pop(dataclasses.replace(this, forward=True))
-            dx = self.run_backward(this, there, received, pasts)
-            self.poison_if_testing(received)
+            dx = self.run_backward(this, there, received)
             if not self.is_first(this):
-                self.links.backward_out.send(dx)
-        self.links.finish()
+                self.links["backward_out"].send(dx)
+        self.finish_messages()
         return loss
 
-    def run_forward(self, this: Pass, x: Tensor | None, micro_batch: tuple,
-                    pasts: dict[tuple, Past], loss: Tensor, sends: bool = True) -> Live:
+    def finish_messages(self) -> None:
+        """Let compute wait for all that leaves: in the open, it is the last of a step."""
+        for link in self.links.values():
+            link.finish()
+
+    def run_forward(self, this: Pass, x: Tensor | None, micro_batch: tuple, loss: Tensor) -> Live:
         """Run a part on x (B, n, C), None: on tokens, and launch the result's way, or add to the
         loss. Returns what backward needs."""
-        def layers(*inputs: Tensor) -> Tensor:
-            return self.run_layers(this, inputs, micro_batch, pasts)
-
+        layers = functools.partial(self.run_layers, this, micro_batch)
         graph, (y,) = ChunkGraph.run(self.root, layers, *([] if x is None else [x]))
-        like = None if x is None else x.to("meta")
-        kept = x if self.poison else None
         if not self.is_last(this):
-            if sends:
-                self.links.forward_out.send(y)
-            return Live(graph, like, kept, None)
-
-        def result(y: Tensor) -> Tensor:
-            _, labels, scale, *_ = micro_batch
-            return self.model.result(y, self.segment(labels, this.segment), scale, False)
-
+            self.links["forward_out"].send(y)
+            return Live(graph, None)
+        _, labels, scale, *_ = micro_batch
+        labels = self.segment(labels, this.segment)
         # the head's gradient is known with the loss; it is as large as the head: none may wait
-        of_loss, (part,) = ChunkGraph.run(self.root, result, y)
+        of_loss, (part,) = ChunkGraph.run(
+            self.root, lambda y: self.model.result(y, labels, scale, False), y)
         loss += part
         dy, = of_loss.backward((torch.ones_like(part),), y)
-        return Live(graph, like, kept, dy)
+        return Live(graph, dy)
 
-    def run_layers(self, this: Pass, inputs: Sequence[Tensor], micro_batch: tuple,
-                   pasts: dict[tuple, Past]) -> Tensor:
-        """Return the result of a part's layers, (B, n / sharing, C). inputs: theirs, or none: the
+    def run_layers(self, this: Pass, micro_batch: tuple, x: Tensor | None = None) -> Tensor:
+        """Return the result of a part's layers, (B, n / sharing, C), on x like it; None: on the
         embedding's of the tokens."""
         tokens, _, _, positions, *documents = micro_batch
         model = self.model
         k = this.segment
-        x = inputs[0] if inputs else model.embedded(self.segment(tokens, k))
-        here = self.segment(positions, k, positions.dim() - 1)
-        rope = rope_tables(model.cfg, here, accumulation_dtype(self.dtype))
+        if x is None:
+            x = model.embedded(self.segment(tokens, k))
+        rope = rope_tables(model.cfg, self.segment(positions, k), accumulation_dtype(self.dtype))
         attention = model.attention.within(*documents) if documents else model.attention
         whole = self.bounds[-1] * self.segment_ranks  # tokens of a sequence
         start = self.bounds[k] * self.segment_ranks
@@ -749,7 +673,7 @@ class Pipeline:
         def attention_of(layer: int):
             if self.segments == 1:
                 return attention
-            past = pasts.setdefault((this.micro_batch, layer), Past(whole))
+            past = self.pasts.setdefault((this.micro_batch, layer), Past(whole))
             return attention.after(past, start)
 
         run_layer = self.layer_runners[this.chunk](model, rope, attention_of)
@@ -757,35 +681,28 @@ class Pipeline:
             x = run_layer(i, x)
         return x
 
-    def run_backward(self, this: Pass, there: Live, dy: Tensor | None,
-                     pasts: dict[tuple, Past]) -> Tensor | None:
+    def run_backward(self, this: Pass, there: Live, dy: Tensor | None) -> Tensor | None:
         """Run a part's backward from dy (B, n / sharing, C), None: from the loss's. Returns dx,
         None where tokens went in."""
-        inputs = [] if there.like is None else [there.like]
-        grads = there.graph.backward((there.dy if dy is None else dy,), *inputs)
-        self.poison_if_testing(there.received)
+        there.graph.backward((there.dy if dy is None else dy,))
         if this.segment == 0:
             for layer in self.parts[this.chunk]:
-                pasts.pop((this.micro_batch, layer), None)
-        return grads[0] if grads else None
+                self.pasts.pop((this.micro_batch, layer), None)
+        return there.graph.input_grads[0] if there.graph.input_grads else None
 
     def warm_up(self, micro_batch: tuple) -> None:
         """Run all parts once there and back, on zeros and without messages: whatever waits for the
         whole device the first time (compilers, loaders, memory that ranks map from each other)
         would wait for a message of a stage that waits itself. Gradients are spoiled: before a
         step."""
-        loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
-        back = []
+        silent = copy.copy(self)
+        silent.links = defaultdict(SilentLink)
+        silent.order = []
         for chunk in range(len(self.parts)):
-            pasts: dict[tuple, Past] = {}
-            for k in range(self.segments):
-                this = Pass(True, 0, k, chunk)
-                x = None if self.is_first(this) else self.empty(k, micro_batch).zero_()
-                back.append((this, self.run_forward(this, x, micro_batch, pasts, loss, False)))
-            while back:
-                this, live = back.pop()
-                dy = None if self.is_last(this) else self.empty(this.segment, micro_batch).zero_()
-                self.run_backward(this, live, dy, pasts)
+            there = [Pass(True, 0, k, chunk) for k in range(self.segments)]
+            back = [dataclasses.replace(this, forward=False) for this in reversed(there)]
+            silent.order += there + back
+        silent.forward_backward([micro_batch])
 
     # -- evaluation
 
@@ -799,23 +716,17 @@ class Pipeline:
         losses = torch.zeros(labels.shape, device=self.device,
                              dtype=accumulation_dtype(self.dtype))
         hits = torch.zeros_like(labels, dtype=torch.bool)
-        pasts: dict[tuple, Past] = {}
         for k in range(self.segments):
             for chunk in range(len(self.parts)):
                 this = Pass(True, 0, k, chunk)
-                x = self.arrived(self.receive(this, [micro_batch]))
-                y = self.run_layers(this, [] if x is None else [x], micro_batch, pasts)
+                x = self.arrived(self.receive(this, micro_batch))
+                y = self.run_layers(this, micro_batch, x)
                 if not self.is_last(this):
-                    self.links.forward_out.send(y)
+                    self.links["forward_out"].send(y)
                     continue
                 found = self.model.result(y, self.segment(labels, k), scale, True)
                 for whole, part in zip((losses, hits), found):
                     self.segment(whole, k).copy_(part)
-        self.links.finish()
+        self.finish_messages()
+        self.pasts.clear()
         return losses, hits
-
-    # -- for tests
-
-    def poison_if_testing(self, received: Tensor | None) -> None:
-        if self.poison and received is not None:
-            received.fill_(torch.nan)

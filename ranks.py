@@ -5,7 +5,9 @@ all of them again when one dies. What can go wrong between them is settled here:
 
     start_ranks(timeout)     join the others, whatever a restart has left in torchrun's store
     launch_name()            what started these ranks: the same after a restart
+    print0(text)             rank 0 says it, for all
     on_all_ranks(check)      all raise what one of them finds, so that none waits for it
+    on_rank_0(work)          all have what one does
     check_same(facts)        all raise if they were not started alike
     with Heartbeat(...):     a rank that dies ends the others, with its name
 
@@ -105,6 +107,12 @@ class ConfigError(ValueError):
     """Bad input, found before any work, raised on all ranks alike."""
 
 
+def print0(*text, **options) -> None:
+    """Print on rank 0 alone; where there are no ranks, here."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(*text, **options)
+
+
 def on_all_ranks(check, group: dist.ProcessGroup | None = None):
     """Return check() of every rank; if one fails, the same ConfigError on all: none hangs. They
     wait for each other as long as the group does. A collective; check holds none."""
@@ -119,6 +127,26 @@ def on_all_ranks(check, group: dist.ProcessGroup | None = None):
     if error := error_of_any(error, group):
         raise ConfigError(error)
     return result
+
+
+def on_rank_0(work, group: dist.ProcessGroup | None = None):
+    """Return on all ranks what work() returns on rank 0, or raise as on_all_ranks does. A
+    collective of all ranks."""
+    return of_rank_0(on_all_ranks(lambda: None if dist.get_rank() else work(), group))
+
+
+def of_rank_0(value):
+    """Return rank 0's value on all ranks. A collective of all ranks."""
+    values = [value]
+    dist.broadcast_object_list(values)
+    return values[0]
+
+
+def most_of_ranks(value: float, device: torch.device) -> float:
+    """Return the largest of all ranks' numbers. A collective of all ranks."""
+    most = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.item()
 
 
 def error_of_any(error: str, group: dist.ProcessGroup | None = None) -> str:
@@ -168,9 +196,11 @@ class Heartbeat:
     A second thread watches that the first comes back: a store on a lost node hangs or raises.
     """
 
-    def __init__(self, rank: int, world: int):
+    def __init__(self, rank: int, world: int, advice: str):
+        """advice: what every rank says when all end."""
         self.rank = rank
         self.world = world
+        self.advice = advice
         self.name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
         self.patience = STARTING_BEATS  # beats that others wait for this rank's next sign
         self.beats = 0
@@ -237,8 +267,8 @@ class Heartbeat:
         """End this process, wherever its main thread hangs, in a few beats: others may read the
         cause from a store that is here, and the rank that is to blame should end before."""
         signal.alarm(10)  # by the system, should even the output hang
-        print(f"rank {self.rank}: {cause}; this run ends. What was saved is whole: start it again, "
-              "or continue with --resume", file=sys.stderr, flush=True)
+        print(f"rank {self.rank}: {cause}; this run ends. {self.advice}", file=sys.stderr,
+              flush=True)
         sys.stdout.flush()
         time.sleep(4 * BEAT_S)
         os._exit(1)

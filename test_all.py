@@ -42,6 +42,7 @@ test_going_back_*                     a log with a hole, under a checkpoint that
 test_signals                          a stop without a checkpoint, or a hang
 test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
 test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
+test_node_*                           a measurement that is lost, twice, or of untested code
 test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
 test_refused                          bad input that is found late, or on one rank only
 test_readme_*                         a number, flag, file or command of README that is none
@@ -156,7 +157,7 @@ def fork_ranks(args, ranks: int, code: str, file: Path, env: dict) -> list:
     """train.py as `launch` does, without torchrun, which adds nothing but seconds of imports: its
     processes are forked from one that has imported torch. What they print goes to a file."""
     fork = multiprocessing.get_context("forkserver")
-    fork.set_forkserver_preload(["train", "pytest"])
+    fork.set_forkserver_preload(["train", "pytest", "matplotlib.pyplot"])
     port = str(free_port())
     processes = []
     for rank in range(max(1, ranks)):
@@ -720,13 +721,18 @@ def test_plan_is_made_twice_and_ranked():
 # papers and large machines: results/scale.py
 
 
-@pytest.fixture(scope="module")
-def scale():
-    """results/scale.py, a program beside the modules."""
-    spec = importlib.util.spec_from_file_location("scale", HERE / "results" / "scale.py")
+def load_program(name: str):
+    """Return a program of results/, beside the modules."""
+    spec = importlib.util.spec_from_file_location(name, HERE / "results" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def scale():
+    return load_program("scale")
 
 
 def test_scale_profiles_are_written_by_their_sources(scale):
@@ -774,7 +780,7 @@ def test_papers_choices(scale):
 
 
 @pytest.mark.parametrize("table", ["choices", "table_5", "figures_11_and_12", "fits", "rings",
-                                   "hybrids"])
+                                   "hybrids", "node"])
 def test_scale_predictions_are_the_planners(scale, table, monkeypatch):
     """results/scale.json is not older than the planner (of what fits and of rings, a third is asked
     again, of tensor modes and pipelines one search)."""
@@ -886,7 +892,7 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
 def test_swapping_run_equals_plain_and_resumes(tmp_path):
     """train.py itself: sequences over ranks, chunks, swapping; saved, resumed with others."""
-    args = [*QUICK, "--dtype", "fp64", "--keep", "9"]
+    args = [*QUICK, "--dtype", "fp64", "--keep", "9", "--eval-sequences", "8"]
     run([*args, "--out", tmp_path / "a", "--eval-every", "6"], 0)
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --g 2 --os 2 --head-groups 3".split()
     text = run([*args, *swap, "--out", tmp_path / "b", "--save-every", "3", "--eval-every", "6"], 2)
@@ -1128,7 +1134,8 @@ def test_wire_and_recomputation_flags(tmp_path):
 
 def test_sharded_checkpoints_fit_each_other(tmp_path):
     """Saved under some factors, ranks and layout; resumed, evaluated and exported under others."""
-    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5"]
+    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5",
+            "--eval-sequences", "8"]
     run([*args, "--out", tmp_path / "a", "--save-every", "3", "--export", tmp_path / "x"], 0)
     want, others = losses(tmp_path / "a"), [
         (2, "--p 2 --os-layout inter --os-place host"), (3, "--strategy zero3 --overlap none"),
@@ -1336,7 +1343,7 @@ def pipelined(case, groups, cpu, cfg, seq):
     op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True)
     with torch.device("meta"):
         model = m.LLaMA(cfg, op)
-    columns = parallel.Columns(mode, groups, stream, poison=True)
+    columns = PoisonedColumns(mode, groups, stream)
     parallel.split_columns(model, columns)
     parts = parallel.keep_stage(model, stage, pp, chunks)
     bounds = [b // sp for b in parallel.segment_bounds(cfg, seq, segments, sp * groups.tp)]
@@ -1361,9 +1368,59 @@ def pipelined(case, groups, cpu, cfg, seq):
                           gather_layers=keep != "all", num_chunks=pieces, poison=True)
     for name, shape in model.shapes.items():
         states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
-    pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds,
-                                 columns.between_layers, cpu, torch.float64, poison=True)
+    pipeline = PoisonedPipeline(model, parts, runners, groups, several, bounds,
+                                columns.between_layers, cpu, torch.float64)
     return pipeline, states, bounds
+
+
+class PoisonedColumns(parallel.Columns):
+    """What was sent becomes NaN after use, and what was gathered."""
+
+    def scatter(self, x):
+        wait = super().scatter(x)
+        sent = wait.__self__.sent
+
+        def arrived():
+            part = wait()
+            sent.fill_(torch.nan)
+            return part
+
+        return arrived
+
+
+class PoisonedSplit(parallel.Split):
+    def __init__(self, kind, columns):
+        super().__init__(kind, columns)
+        self.columns = columns
+
+    def used(self, x, dy=None):
+        """x is not, if backward needs it."""
+        gather = self.columns.gather
+        if not isinstance(self.columns, PoisonedColumns):
+            return
+        if self.input == gather and (dy is not None or not self.keeps_input):
+            x.fill_(torch.nan)
+        if self.output_grad == gather and dy is not None:
+            dy.fill_(torch.nan)
+
+
+parallel.Split = PoisonedSplit
+
+
+class PoisonedPipeline(parallel.Pipeline):
+    """What was received becomes NaN after use."""
+
+    def run_forward(self, this, x, *more):
+        live = super().run_forward(this, x, *more)
+        live.received = x
+        return live
+
+    def run_backward(self, this, there, dy):
+        dx = super().run_backward(this, there, dy)
+        for received in (there.received, dy):
+            if received is not None:
+                received.fill_(torch.nan)
+        return dx
 
 
 def pipeline_worker():
@@ -1600,7 +1657,7 @@ def tensor_worker():
             SMALL = models[kind]
             stream = attention.CommStream(cpu)
             op = attention.Ulysses("cpu", sp, groups, stream, poison=True, ring=ring)
-            columns = parallel.Columns(mode, groups, stream, poison=True)
+            columns = PoisonedColumns(mode, groups, stream)
             model, states = build(torch.float64, several, f, recompute, op, columns, groups=groups,
                                   layout=layout, poison=True, bucket_bytes=8000)
             run = make_run(SMALL, 24, world, document_token=END)
@@ -2166,7 +2223,7 @@ def test_planned_run_is_bit_equal(tmp_path):
     """train.py --memplan on: with sequences over ranks, chunks, evaluation, a checkpoint in between
     and resuming from it, the losses are those without it."""
     args = [*QUICK, "--sp", "2", "--chunk", "16", "--alpha", "0.5", "--steps", "8",
-            "--eval-every", "5", "--save-every", "6"]
+            "--eval-every", "5", "--eval-sequences", "8", "--save-every", "6"]
     run([*args, "--out", tmp_path / "off"], 2)
     levels = run([*args, "--out", tmp_path / "levels", "--memplan", "bilevel", "--steps", "4"], 2)
     assert re.search("plan of a step: .*two levels", levels)  # by the passes that States has marked
@@ -2188,12 +2245,12 @@ def test_planned_run_is_bit_equal(tmp_path):
         assert a == b, key
 
 
-def test_slow_simulation_gives_way(group):
+def test_slow_simulation_gives_way(group, capsys):
     """No guess, said so, and no process left behind, long before other ranks give up."""
-    said = []
     run = make_run(m.MODELS["tiny"], 256, dtype=torch.float32, timeout=0.02)
-    assert train.simulated_buffers(run, said.append) == []
-    assert len(said) == 1 and "run unplanned" in said[0] and "TimeoutError" in said[0]
+    assert train.simulated_buffers(run) == []
+    said, = capsys.readouterr().out.splitlines()
+    assert "run unplanned" in said and "TimeoutError" in said
     assert not multiprocessing.active_children()
 
 
@@ -3355,6 +3412,27 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     assert (tmp_path / "earlier-1" / "latest" / "meta.json").exists()
 
 
+def test_best_plans_run_and_the_fastest_is_taken(tmp_path, capsys, monkeypatch):
+    """By what is measured, not by what is predicted; the steps then are those of its plan."""
+    ran, step_of_plan = [], train.step_of_plan
+
+    def measure(run, groups):
+        assert step_of_plan(run, groups) > 0
+        ran.append(run.plan)
+        return 2.0 if len(ran) == 1 else 1.0
+
+    monkeypatch.setattr(train, "step_of_plan", measure)
+    args = [*QUICK, "--steps", "2", "--save-every", "-1"]
+    train.main([*args, "--verify", "2", "--out", f"{tmp_path}/a"])
+    text = capsys.readouterr().out
+    best, taken = ran
+    assert best.micro_batch != taken.micro_batch and "taken: plan 2 of 2" in text
+    assert f"micro-batches x {taken.micro_batch};" in text.partition("taken")[2]
+    train.main([*args, "--micro-batch", f"{taken.micro_batch}", "--out", f"{tmp_path}/b"])
+    for a, b in zip(log(tmp_path / "a"), log(tmp_path / "b"), strict=True):
+        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
+
+
 def test_dry_run_and_zero_steps(tmp_path, capsys):
     train.main(["--dry-run", "--model", "7b", "--device", "cpu", "--seq", "16K", "--dtype", "bf16",
                 "--batch", "1", "--out", f"{tmp_path}/a"])
@@ -3923,7 +4001,7 @@ def test_saving_that_fails_ends_no_run(tmp_path, monkeypatch, capsys):
 
 def test_log_on_a_full_disk_is_said(tmp_path, capsys):
     run = SimpleNamespace(cfg=SimpleNamespace(out=str(tmp_path)))
-    log = train.Log(run, print, open("/dev/full", "a"))
+    log = train.Log(run, open("/dev/full", "a"))
     log.append({"step": 1})
     assert log.failed == "log.jsonl cannot be written: No space left on device"
     log.close()
@@ -4657,6 +4735,20 @@ def gpu_ring_worker():
     os._exit(0)
 
 
+class LateStream(attention.CommStream):
+    """Starts so many GPU cycles late."""
+
+    def __init__(self, device, delay: int):
+        super().__init__(device)
+        self.delay = delay
+
+    @contextlib.contextmanager
+    def after_compute(self):
+        with super().after_compute():
+            torch.cuda._sleep(self.delay)
+            yield
+
+
 def gpu_pipeline_worker():
     """Pipelines over all ranks, with parts, segments and layers that swap: 12 steps near those of
     one GPU, and equal to the last bit where messages are poisoned after use and late. Without waits
@@ -4687,8 +4779,10 @@ def gpu_pipeline_worker():
         for name, shape in model.shapes.items():
             if states.holds(name):
                 states.load(name, m.initial_weight(cfg, name, shape, 0, device))
-        pipeline = parallel.Pipeline(model, parts, runners, groups, several, bounds, 1, device,
-                                     torch.bfloat16, True, hard, 3 * 10**6 * hard)
+        parallel.CommStream = functools.partial(LateStream, delay=3 * 10**6 * hard)
+        make = PoisonedPipeline if hard else parallel.Pipeline
+        pipeline = make(model, parts, runners, groups, several, bounds, 1, device, torch.bfloat16)
+        parallel.CommStream = attention.CommStream
         tokens = ids[0, :1, :-1]
         pipeline.warm_up((tokens, tokens, torch.ones((), device=device), positions))
         return learn(pipeline, states, 1 / (several * seq))
@@ -4733,8 +4827,8 @@ def gpu_tensor_worker():
     for kind in ("whole", *kinds):
         mode, _, how = kind.partition(", ")
         there = groups[1 if kind == "whole" else tp]
-        columns = parallel.Columns(mode, there, attention.CommStream(device), bool(how),
-                                   3 * 10**6 * bool(how))
+        stream = LateStream(device, delay=3 * 10**6 * bool(how))
+        columns = (PoisonedColumns if how else parallel.Columns)(mode, there, stream)
         model, states = on_gpu(cfg, device, op, columns, micro_batches=2, groups=there)
         scale = torch.tensor(there.tp / (2 * world * seq), device=device)  # copies of each token
         attention.wait = (lambda _: None) if how == "without waits" else offload.wait
@@ -5920,17 +6014,21 @@ def test_help(program):
     ("step --model 1b", 0, "--model 1b: of table long alone, not of step"),
     ("steps", 0, "no table steps; there are: step, alpha"),
     ("--out {tmp}/file/x", 2, "file/x cannot be written.*name another --out")])
-def test_bench_refuses_before_it_measures(flags, ranks, message, tmp_path):
+def test_bench_refuses_before_it_measures(flags, ranks, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
+    flags = flags.replace("{tmp}", str(tmp_path)).split()
+    if not ranks:
+        monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+        with pytest.raises(SystemExit) as ended:
+            bench.main()
+        assert ended.value.code == 2 and re.search(message, capsys.readouterr().err)
+        return
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run(
-        [sys.executable, *torchrun * (ranks > 0), HERE / "bench.py",
-         *flags.replace("{tmp}", str(tmp_path)).split()], text=True, capture_output=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run([sys.executable, *torchrun, HERE / "bench.py", *flags], text=True,
+                          capture_output=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
     text = done.stdout + done.stderr
     assert done.returncode and re.search(message, text), text[-3000:]
-    assert ranks or "Traceback" not in text, text  # torchrun itself raises
-    if ranks and "cannot be written" not in message:
+    if "cannot be written" not in message:
         assert len(re.findall(message, text)) >= ranks  # each rank says it, none waits for another
 
 
@@ -5985,6 +6083,8 @@ def test_bench_of_what_does_not_fit_is_a_row(monkeypatch, group):
     assert bench.cells(too_large)[3] == "does not fit" and bench.cells(missed)[3] == "out of memory"
     assert ours["model"] == longest["model"] == "tiny" and not ours["oom"]
     assert missed["seq"] == 2 * longest["seq"] == 1024 and longest["step_s"] > 0
+    with pytest.raises(torch.OutOfMemoryError):  # it ends all: the other stage waits for this one
+        bench.attempt(table, "a stage", train.Config(model="tiny", seq=1024, batch=1, pp=2))
 
 
 def test_bench_writes_results(tmp_path):
@@ -6002,6 +6102,82 @@ def test_bench_writes_results(tmp_path):
     assert longest["seq"] > ours["seq"]
     for r in (bound, without, ours, longest):
         assert r["tgs"] == pytest.approx(r["seq"] / r["step_s"]) and r["step_s"] > 0
+
+
+@pytest.mark.parametrize("gpus", [2, 4, 8])
+def test_node_pieces_are_commands_that_measure(gpus, monkeypatch):
+    """They parse, and results files name them as results/node.py looks for them."""
+    node = load_program("node")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", str(gpus))
+    for piece in node.PIECES:
+        if piece.gpus > gpus:
+            continue
+        command = piece.on(gpus)
+        *launcher, program = command.partition(".py ")[0].split()
+        flags = command.partition(".py ")[2].split()
+        assert launcher == ["torchrun", "--nproc_per_node", str(gpus)]
+        if program == "train":
+            train.check_flags(train.parse(flags))
+        else:
+            monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
+            args = bench.parse()
+            assert bench.command_line(args, *args.tables, gpus)[0] == command
+            assert "predict" not in command or any(
+                s.held_out and s.ranks == gpus for s in bench.SETTINGS)
+        assert f"gpu_{piece.test}_worker" in globals()
+    assert "--seq 256K" in node.PIECES[0].on(2) and "--seq 1024K" in node.PIECES[0].on(8)
+
+
+def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
+    node = load_program("node")
+    out = tmp_path / "results"
+    out.mkdir()
+    monkeypatch.setattr(node, "ROOT", tmp_path)
+    monkeypatch.setattr(node, "HERE", out)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    broken = {"gpu_tensor_worker", "longest"}
+    begun = []
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: 240 * len(begun)))
+
+    def run(command: list[str]) -> tuple[bool, str]:
+        if "pytest" in command:
+            begun.append(command[-1])
+            return command[-1] not in broken, "1 passed"
+        program = next(i for i, word in enumerate(command) if word.endswith(".py"))
+        folder = Path(command[-1])
+        said = "torchrun --nproc_per_node 2 " + " ".join(command[program:-2])
+        begun.append(said)
+        if command[program] == "bench.py":  # rows so far
+            found = {"command": said, "hardware": "2 x NVIDIA H200"}
+            (folder / f"{len(list(out.iterdir()))}.json").write_text(json.dumps(found))
+        return command[program + 1] not in broken, "loss 1.0"
+
+    monkeypatch.setattr(node, "run", run)
+
+    def main(*flags) -> int:
+        begun.clear()
+        monkeypatch.setattr(sys, "argv", ["node.py", "--out", str(out), *flags])
+        return node.main()
+
+    assert main("--list") == 0 and not begun
+    for_two = [piece for piece in node.PIECES if piece.gpus == 2]
+    assert main("--minutes", "10") == 0
+    assert begun == ["gpu_swap_worker", for_two[0].on(2)]  # of 4 minutes each
+    assert "loss 1.0" in (out / "train-256k-2xh200.log").read_text()
+    assert main() == 1
+    measured = [command for command in begun if command.startswith("torchrun")]
+    assert measured == [piece.on(2) for piece in for_two[1:] if piece.test != "tensor"]
+    assert begun.count("gpu_swap_worker") == 0 and begun.count("gpu_ring_worker") == 1
+    assert len(list(out.glob("*.json"))) == len(measured) - 1  # rows of one cut short are no result
+    broken.clear()
+    capsys.readouterr()
+    assert main() == 0
+    again = [piece.on(2) for piece in for_two if "longest" in piece.command or
+             piece.test == "tensor"]
+    assert [command for command in begun if command.startswith("torchrun")] == again
+    assert main() == 0 and not begun
 
 
 def test_longest_sequence_is_the_last_that_fits():
@@ -6097,7 +6273,7 @@ def test_one_layer_gains_nothing_by_dropping():
 
 def test_longest_sequence_table_on_little_memory(monkeypatch, group):
     """The steps that prove it run, of a small model under the name of the large one."""
-    small = m.ModelConfig(64, 64, 6, 8, 8, 64, 8, max_positions=2**40)
+    small = m.ModelConfig(64, 64, 6, 1, 1, 64, 64, max_positions=2**40)
     for name in ("7b", "7b/4"):
         monkeypatch.setitem(m.MODELS, name, small)
     longest = bench.longest  # of large GPUs, too, in a moment

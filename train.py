@@ -18,7 +18,6 @@ and rank, B sequences a micro-batch, T tokens a sequence, T/sp on a rank.
 """
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import functools
 import gc
@@ -35,10 +34,11 @@ import time
 import typing
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -66,8 +66,8 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan, nearest
-from ranks import (ConfigError, Heartbeat, check_same, launch_name, on_all_ranks, patient_group,
-                   start_ranks)
+from ranks import (ConfigError, Heartbeat, check_same, launch_name, most_of_ranks, of_rank_0,
+                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
 from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -86,7 +86,7 @@ OVERLAPS = (*STREAMS, "pipeline")
 
 
 def flag(default, text: str):
-    return dataclasses.field(default=default, metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,20 @@ class Config:
     def evaluates_alone(self) -> bool:
         return self.steps == 0 < self.eval_every
 
+    @property
+    def import_folder(self) -> str:
+        """Return DIR of --init hf:DIR, else an empty text."""
+        return self.init.partition("hf:")[2]
+
+    @property
+    def overlaps(self) -> tuple[str, ...]:
+        return () if self.overlap == "none" else tuple(self.overlap.split(","))
+
+    def where_open(self, values: dict) -> dict:
+        """Return those of the values whose flags are open."""
+        return {name: value for name, value in values.items()
+                if getattr(self, name) in (None, "auto")}
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
@@ -227,19 +241,25 @@ CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", 
            "dtype": ("auto", *DTYPES), "tp_mode": ("mtp", "msp", "fsp"),
            "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
-LIMITS = {  # what a number may be, if it is not auto
-    "seq": (1, 2**40), "steps": (0, 2**40), "batch": (1, 2**40), "micro_batch": (1, 2**40),
-    "batch_tokens": (1, 2**60), "alpha": (0, 1), "rope_theta": (1, 1e30),
-    "lr": (0, 1e30), "min_lr": (0, 1), "warmup": (0, 2**40), "weight_decay": (0, 1e6),
-    "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "clip": (0, 1e30), "max_skips": (1, 2**40),
-    "seed": (0, 2**31 - 1), "ignore_token": (-1, 2**32), "document_token": (-1, 2**32),
-    "eval_every": (-1, 2**40),
-    "eval_sequences": (1, 2**40), "eval_passkey": (0, 2**20), "decay_steps": (0, 2**40),
-    "save_every": (-1, 2**40), "keep": (1, 2**40),
-    "timeout": (1, 1e9), "per_node": (1, 2**40), "sp": (1, 2**20), "ring": (1, 2**20),
-    "tp": (1, 2**20), "pp": (1, 2**20), "pp_chunks": (1, 2**20), "pp_segments": (1, 2**20),
-    "chunk": (1, 2**40), "resident_layers": (2, 2**20), "head_groups": (1, 2**20),
-    "host_memory": (0, 2**60), "gpu_memory": (1, 2**60), "ranks": (1, 2**20), "verify": (1, 100),
+TIMEOUTS = (1, 1e9)  # seconds
+LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
+    (0, 1): "alpha min_lr",
+    (0, 1 - 1e-9): "beta1 beta2",
+    (0, 1e6): "weight_decay",
+    (0, 1e30): "lr clip",
+    (1, 1e30): "rope_theta",
+    TIMEOUTS: "timeout",
+    (1, 100): "verify",
+    (0, 2**20): "eval_passkey",
+    (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
+    (2, 2**20): "resident_layers",
+    (0, 2**31 - 1): "seed",
+    (-1, 2**32): "ignore_token document_token",
+    (-1, 2**40): "eval_every save_every",
+    (0, 2**40): "steps warmup decay_steps",
+    (1, 2**40): "seq batch micro_batch max_skips eval_sequences keep per_node chunk",
+    (0, 2**60): "host_memory",
+    (1, 2**60): "batch_tokens gpu_memory",
 }
 SIZES = ("seq", "steps", "decay_steps", "batch", "batch_tokens", "micro_batch", "chunk",
          "host_memory", "gpu_memory")
@@ -253,13 +273,20 @@ class Parser(argparse.ArgumentParser):
         super().error(message + (f" (nearest: {near[0]})" if unknown and near else ""))
 
 
-def flag_type(f: dataclasses.Field):
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def types_of(f: Field) -> tuple[type, ...]:
+    return typing.get_args(f.type) or (f.type,)
+
+
+def flag_type(f: Field):
     """Return the function text -> value of a field; auto is None where that is allowed."""
-    kinds = typing.get_args(f.type) or (f.type,)
-    kind = size if f.name in SIZES else kinds[0]
+    kind = size if f.name in SIZES else types_of(f)[0]
 
     def convert(text: str):
-        return None if text == "auto" and type(None) in kinds else kind(text)
+        return None if text == "auto" and type(None) in types_of(f) else kind(text)
 
     convert.__name__ = kind.__name__  # argparse says "invalid float value"
     return convert
@@ -271,7 +298,7 @@ def make_parser(description: str) -> Parser:
         description=description, allow_abbrev=False,
         epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
         "by the program, as its help says, and the choice is printed.")
-    for f in dataclasses.fields(Config):
+    for f in fields(Config):
         default = "auto" if f.default is None else f.default
         shown = "" if default in ("", False) else f" (default: {default})"
         kind = {"default": f.default, "help": (f.metadata["help"] + shown).replace("%", "%%")}
@@ -281,7 +308,7 @@ def make_parser(description: str) -> Parser:
             kind["type"] = flag_type(f)
         if f.name == "resume":
             kind |= {"nargs": "?", "const": "latest"}
-        parser.add_argument("--" + f.name.replace("_", "-"), **kind)
+        parser.add_argument(flag_name(f.name), **kind)
     return parser
 
 
@@ -294,24 +321,23 @@ def check_flags(cfg: Config) -> None:
     that contradict each other. It reads flags alone."""
     for name, values in CHOICES.items():
         if getattr(cfg, name) not in values:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(cfg, name)}: one of "
-                             f"{', '.join(values)}")
-    for name, (least, most) in LIMITS.items():
-        value = getattr(cfg, name)
-        if value is not None and not least <= value <= most:  # a NaN is not, either
-            raise ValueError(f"--{name.replace('_', '-')} {value}: from {least} to {most}")
+            raise ValueError(f"{flag_name(name)} {getattr(cfg, name)}: one of {', '.join(values)}")
+    for (least, most), names in LIMITS.items():
+        for name in names.split():
+            value = getattr(cfg, name)
+            if value is not None and not least <= value <= most:  # a NaN is not, either
+                raise ValueError(f"{flag_name(name)} {value}: from {least} to {most}")
     if cfg.batch is not None and cfg.batch_tokens is not None:
         raise ValueError(f"--batch {cfg.batch} and --batch-tokens {cfg.batch_tokens} say the same "
                          "in sequences and in tokens: drop one")
     old = {"gather": "param_gather", "scatter": "grad_scatter", "reduce": "grad_reduce",
            "spread": "param_broadcast"}
-    words = set(cfg.overlap.split(",")) if cfg.overlap != "none" else set()
-    if renamed := [f"{word} is now {old[word]}" for word in old if word in words]:
+    if renamed := [f"{word} is now {old[word]}" for word in old if word in cfg.overlaps]:
         raise ValueError(f"--overlap {cfg.overlap}: {', '.join(renamed)}")
-    if not words <= set(OVERLAPS):
+    if not set(cfg.overlaps) <= set(OVERLAPS):
         raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
-    by_hand = [f"--{k.replace('_', '-')}" for k in ("alpha", "resident_layers", "chunk")
-               if getattr(cfg, k) is not None]
+    by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
+               if getattr(cfg, name) is not None]
     if by_hand and cfg.recompute != "auto":
         raise ValueError(f"{' '.join(by_hand)} and --recompute {cfg.recompute} say different things"
                          ": drop one")
@@ -358,21 +384,21 @@ class Run:
     kernel: str
     model: ModelConfig
     pretrained: Callable[[str], Tensor] | None = None  # name -> tensor of the imported checkpoint
-    source: dict = dataclasses.field(default_factory=dict)  # its config.json, also where it resumes
+    source: dict = field(default_factory=dict)  # its config.json, also where it resumes
     tokens: Path | None = None  # the .bin file that --tokenizer made of --data
     train: Sequences | None = None
     val: Sequences | None = None
     passkeys: Passkeys | None = None
     resume: Checkpoint | None = None
     samples: int = 0  # sequences that a resumed run has seen
-    data: dict = dataclasses.field(default_factory=dict)  # fingerprint of both
+    data: dict = field(default_factory=dict)  # fingerprint of both
     budgets: tuple[float, float] = (2.0**60, 2.0**60)  # bytes of a GPU, of host memory of a rank
     hardware: Hardware | None = None
     plan: Plan | None = None
     others: tuple[Plan, ...] = ()  # the next best, by the same prediction
 
     def but(self, **changes) -> "Run":
-        return dataclasses.replace(self, **changes)
+        return replace(self, **changes)
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
@@ -424,7 +450,7 @@ def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
     """Return the model with --rope-theta and --rope-scaling, and the positions that it reaches;
     made: a --rope-scaling that it has already. Raises ValueError."""
     if cfg.rope_theta:
-        model = dataclasses.replace(model, rope_theta=cfg.rope_theta)
+        model = replace(model, rope_theta=cfg.rope_theta)
     if not cfg.rope_scaling:
         return model
     kind, factor = rope_factor(cfg.rope_scaling)
@@ -440,8 +466,8 @@ def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
     scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in llama.ROPE_KEYS[kind]})
     scaling["factor"] *= factor
     scaling.pop("attention_factor", None)  # a fixed one was the old factor's
-    return dataclasses.replace(model, rope_scaling=scaling,
-                               max_positions=round(model.max_positions * factor))
+    return replace(model, rope_scaling=scaling,
+                   max_positions=round(model.max_positions * factor))
 
 
 Chosen = tuple[Config, ModelConfig, Callable | None, dict]  # cfg, model, pretrained, source of Run
@@ -451,21 +477,22 @@ def choose_model(cfg: Config, device: torch.device, resumed: Checkpoint | None) 
     """Return the flags with the model's name, the model of --model or --init, and for --init hf:DIR
     name -> tensor and DIR's config.json. A run that resumes has them from its checkpoint, unless
     flags name them. Raises ValueError."""
-    folder = cfg.init.removeprefix("hf:") if cfg.init != "random" else ""
+    folder = cfg.import_folder
     if folder and cfg.model not in ("auto", "hf"):
         raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
-    name = cfg.model
+    there = folder and (Path(folder) / "config.json").exists()
+    if resumed and cfg.model in ("auto", "hf") and not there:
+        return resumed_model(cfg, resumed)
     pretrained = None
     source = {}
-    there = folder and (Path(folder) / "config.json").exists()
-    if resumed and name in ("auto", "hf") and not there:
-        return resumed_model(cfg, resumed)
     if folder:
         name = "hf"
         source = checkpoint.hf_source(folder)
         model = checkpoint.hf_config(folder)
-        pretrained = None if resumed else checkpoint.hf_open(folder, model)
+        if not resumed:
+            pretrained = checkpoint.hf_open(folder, model)
     else:
+        name = cfg.model
         if name == "auto":
             name = "tiny" if device.type == "cpu" else "7b"
         if name not in MODELS:
@@ -475,8 +502,8 @@ def choose_model(cfg: Config, device: torch.device, resumed: Checkpoint | None) 
         model = MODELS[name]
     trained = resumed.meta["model"] if resumed else {}
     if trained.get("rope_scaling") == model.rope_scaling:  # it may have been trained at more
-        model = dataclasses.replace(model, max_positions=trained["max_positions"])
-    return dataclasses.replace(cfg, model=name), with_rope(cfg, model), pretrained, source
+        model = replace(model, max_positions=trained["max_positions"])
+    return replace(cfg, model=name), with_rope(cfg, model), pretrained, source
 
 
 def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
@@ -490,24 +517,20 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
         model = ModelConfig(**before | resumed.meta["model"])
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
-    cfg = dataclasses.replace(cfg, model=old.model, init=old.init,
-                              rope_scaling=cfg.rope_scaling or old.rope_scaling,
-                              rope_theta=cfg.rope_theta or old.rope_theta)
+    cfg = replace(cfg, model=old.model, init=old.init,
+                  rope_scaling=cfg.rope_scaling or old.rope_scaling,
+                  rope_theta=cfg.rope_theta or old.rope_theta)
     return cfg, with_rope(cfg, model, old.rope_scaling), None, resumed.meta["source"]
 
 
 def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
     """Return the flags with the usual values where they are open and nothing need be known."""
-    usual = {
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return replace(cfg, **cfg.where_open({
         "device": device.type,
         "dtype": "bf16" if device.type == "cuda" else "fp32",
         "seq": 256 if cfg.model == "tiny" else 4096,
-        "per_node": int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-    }
-    if cfg.ranks:
-        usual["per_node"] = math.gcd(8, world)
-    return dataclasses.replace(cfg, **{name: value for name, value in usual.items()
-                                       if getattr(cfg, name) in (None, "auto")})
+        "per_node": math.gcd(8, world) if cfg.ranks else per_node}))
 
 
 def with_batch(cfg: Config) -> Config:
@@ -517,7 +540,7 @@ def with_batch(cfg: Config) -> Config:
     if cfg.batch_tokens % cfg.seq:
         raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
                          f"{cfg.seq}; nearest: {nearest(cfg.batch_tokens, cfg.seq)}")
-    return dataclasses.replace(cfg, batch=cfg.batch_tokens // cfg.seq)
+    return replace(cfg, batch=cfg.batch_tokens // cfg.seq)
 
 
 def machine(cfg: Config, rank: int, world: int, local_rank: int,
@@ -530,7 +553,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
     by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
-        model = dataclasses.replace(model, max_positions=max(model.max_positions, cfg.seq))
+        model = replace(model, max_positions=max(model.max_positions, cfg.seq))
     cfg = with_batch(cfg)
     dtype = DTYPES[cfg.dtype]
     cfg = with_documents(cfg, model, resumed)
@@ -538,7 +561,7 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     masks += ["documents (--document-token)"] if cfg.document_token != -1 else []
     kernel = pick_kernel(cfg.attention, device, dtype, " and ".join(masks))
     untried_versions(kernel)  # refuses a torch that is too old
-    cfg = dataclasses.replace(cfg, attention=kernel)
+    cfg = replace(cfg, attention=kernel)
     run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
     planner.check(run.constraints, model, world, cfg.per_node)
     ranks_of_node = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -562,7 +585,7 @@ def with_documents(cfg: Config, model: ModelConfig, resumed: Checkpoint | None) 
     if end != -1 and cfg.memplan != "off":
         raise ValueError(f"--memplan {cfg.memplan}: requests differ with each batch's documents: "
                          "--memplan off, or --document-token -1")
-    return dataclasses.replace(cfg, document_token=end)
+    return replace(cfg, document_token=end)
 
 
 def with_tokens(run: Run) -> Run:
@@ -579,18 +602,15 @@ def with_tokens(run: Run) -> Run:
 
     # not within --timeout; a first rank that dies closes its connections, which ends the others
     patient = patient_group()
-    found = [on_all_ranks(lambda: None if run.rank else tokens_and_end(), patient)]
-    dist.broadcast_object_list(found)
+    tokens, end = on_rank_0(tokens_and_end, patient)
     dist.destroy_process_group(patient)
-    tokens, end = found[0]
-    if cfg.document_token is None:
-        cfg = dataclasses.replace(cfg, document_token=end)
+    cfg = replace(cfg, **cfg.where_open({"document_token": end}))
     return run.but(cfg=cfg, tokens=tokens)
 
 
 def tokenizer_folder(cfg: Config) -> str:
     """Return --tokenizer, else the folder of --init if it has one, else an empty string."""
-    folder = cfg.init.removeprefix("hf:") if cfg.init.startswith("hf:") else ""
+    folder = cfg.import_folder
     if folder and not (Path(folder) / "tokenizer.json").exists():
         folder = ""
     return cfg.tokenizer or folder
@@ -618,7 +638,7 @@ def kept_flags(cfg: Config, old: Config, step: int) -> dict:
     kept = {"batch": max(1, old.batch * old.seq // cfg.seq)}
     if step:
         kept |= {name: getattr(old, name) for name in SCHEDULE}
-    return {name: value for name, value in kept.items() if getattr(cfg, name) in (None, "auto")}
+    return cfg.where_open(kept)
 
 
 def with_files(run: Run, resumed: Checkpoint | None) -> Run:
@@ -643,12 +663,11 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
-        if kept and run.rank == 0:
-            print(f"kept from {resumed.folder}: " + " ".join(
-                f"--{name.replace('_', '-')} {value}" for name, value in kept.items()))
+        if kept:
+            print0(f"kept from {resumed.folder}: " + " ".join(
+                f"{flag_name(name)} {value}" for name, value in kept.items()))
         usual |= kept
-    cfg = dataclasses.replace(cfg, **{name: value for name, value in usual.items()
-                                      if getattr(cfg, name) in (None, "auto")})
+    cfg = replace(cfg, **cfg.where_open(usual))
     if asked is not None and asked < cfg.warmup:
         raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
     return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=resumed,
@@ -660,15 +679,15 @@ def recorded_flags(resumed: Checkpoint) -> Config:
     defaults. Raises ValueError for one of another type."""
     folder = resumed.folder
     recorded = resumed.meta["config"]
-    known = {f.name: f for f in dataclasses.fields(Config) if f.name in recorded}
-    for name, f in known.items():
-        value = recorded[name]
-        types = typing.get_args(f.type) or (f.type,)
+    known = {}
+    for f in fields(Config):
+        value = known[f.name] = recorded.get(f.name, f.default)
+        types = types_of(f)
         if float in types:
             types += (int,)
         if type(value) not in types:
-            raise ValueError(f"--resume: {folder} has --{name.replace('_', '-')} {value!r}")
-    old = Config(**{name: recorded[name] for name in known})
+            raise ValueError(f"--resume: {folder} has {flag_name(f.name)} {value!r}")
+    old = Config(**known)
     if None in [getattr(old, name) for name in ("seq", "batch", *SCHEDULE)]:
         raise ValueError(f"--resume: {folder} does not say its --seq, --batch or schedule")
     return old
@@ -685,14 +704,19 @@ def check_folders(cfg: Config, run: Run) -> None:
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
         checkpoint.hf_architecture(run.model, run.source)
     for folder in {cfg.out, cfg.export} - {""}:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as e:
-            raise ValueError(f"{folder} cannot be written: {e}") from e
+        try_folder(folder)
 
 
-def with_hardware(run: Run, print0: Callable) -> Run:
+def try_folder(folder: str, advice: str = "") -> None:
+    """Raise ValueError, with advice, if files cannot be written there."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be written: {e}{advice}") from e
+
+
+def with_hardware(run: Run) -> Run:
     """Return the run with the profile of its devices, and with what the smallest rank has. A
     collective of all ranks."""
     budgets = torch.tensor(run.budgets, dtype=torch.float64, device=run.device)
@@ -701,13 +725,12 @@ def with_hardware(run: Run, print0: Callable) -> Run:
     name = device_name(run.device)
     if cfg.ranks and run.device.type == "cpu":
         name = "NVIDIA H200"
-    profiles = [hardware.find_profile(name, run.device, run.dtype, run.kernel, cfg.per_node,
-                                      print0)]
-    dist.broadcast_object_list(profiles)  # of mixed devices, one plan
-    return run.but(hardware=Hardware(run.world, cfg.per_node, profiles[0], *budgets.tolist()))
+    profile = of_rank_0(hardware.find_profile(  # of mixed devices, one plan
+        name, run.device, run.dtype, run.kernel, cfg.per_node, print0))
+    return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
 
-def with_plan(run: Run, print0: Callable) -> Run:
+def with_plan(run: Run) -> Run:
     """Return the run with the best plan by the profile of its devices, and its choices as flags.
     Raises ConfigError. A collective of all ranks: all come to the same plan."""
     constraints = run.constraints
@@ -721,18 +744,17 @@ def with_plan(run: Run, print0: Callable) -> Run:
     return with_choice(run.but(others=tuple(plans[1:])), best)
 
 
+PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
+           "head_groups", "chunk", "os_layout", "os_place")
+
+
 def with_choice(run: Run, plan: Plan) -> Run:
     """Return the run with a plan, and its choices as flags."""
-    cfg = dataclasses.replace(run.cfg, sp=plan.sp, ring=plan.ring, tp=plan.tp, pp=plan.pp,
-                              pp_chunks=plan.pp_chunks, pp_segments=plan.pp_segments,
-                              batch=plan.batch,
-                              micro_batch=plan.micro_batch,
-                              head_groups=plan.head_groups, chunk=plan.chunk,
-                              os_layout=plan.os_layout, os_place=plan.os_place)
+    cfg = replace(run.cfg, **{name: getattr(plan, name) for name in PLANNED})
     return run.but(cfg=cfg, plan=plan)
 
 
-def with_measured_plan(run: Run, op: Ulysses, print0: Callable) -> Run:
+def with_measured_plan(run: Run, op: Ulysses) -> Run:
     """Return the run with what layers keep by the times of a layer on this machine, if they run in
     chunks. Raises ConfigError. A collective of all ranks."""
     if run.plan.activations is None:
@@ -742,7 +764,7 @@ def with_measured_plan(run: Run, op: Ulysses, print0: Callable) -> Run:
     measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype,
                                run.plan.pp_segments)
     constraints = planner.fix(run.constraints, run.plan)
-    there = dataclasses.replace(run.hardware, measured=measured)
+    there = replace(run.hardware, measured=measured)
     plan = on_all_ranks(lambda: planner.plan(constraints, run.model, there, top=1)[0])
     return run.but(hardware=there, plan=plan)
 
@@ -750,10 +772,10 @@ def with_measured_plan(run: Run, op: Ulysses, print0: Callable) -> Run:
 def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
     """Return the flags as a plan for GPUs needs them, with the usual values where they are open,
     and the model; per_node: GPUs of a node where neither is said. Raises ValueError."""
-    check_flags(dataclasses.replace(cfg, dry_run=True))
+    check_flags(replace(cfg, dry_run=True))
     cfg, model, _, _ = choose_model(cfg, torch.device("cuda"), None)
     ranks = cfg.ranks or per_node
-    cfg = dataclasses.replace(cfg, ranks=ranks, per_node=cfg.per_node or math.gcd(per_node, ranks))
+    cfg = replace(cfg, ranks=ranks, per_node=cfg.per_node or math.gcd(per_node, ranks))
     cfg = with_batch(default_flags(cfg, ranks, torch.device("cuda")))
     return cfg, model
 
@@ -782,9 +804,7 @@ def disk_bytes(run: Run) -> dict[Path, float]:
     out = Path(cfg.out)
     need = {out: 0.0}
     if cfg.save_every >= 0 and not cfg.evaluates_alone:
-        most = 1
-        if cfg.save_every > 0:
-            most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every))
+        most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every)) if cfg.save_every else 1
         there = len(checkpoint.whole_checkpoints(out)) if run.resume else 0
         need[out] = max(1, most - there) * costs.checkpoint_bytes(run.model, run.dtype)
     if cfg.export:
@@ -792,7 +812,7 @@ def disk_bytes(run: Run) -> dict[Path, float]:
     return need
 
 
-def describe(run: Run, print0: Callable) -> None:
+def describe(run: Run) -> None:
     """Print what was chosen and why."""
     cfg = run.cfg
     plan = run.plan
@@ -825,16 +845,12 @@ def describe(run: Run, print0: Callable) -> None:
 # ---------------------------------------------------------------------------- build, step, simulate
 
 
-def make_groups(run: Run) -> Groups:
-    """Return the groups of the plan's stages and columns."""
-    return Groups(timedelta(seconds=run.cfg.timeout), run.plan.tp, run.plan.pp)
-
-
-def groups_of(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
-    """Return make_groups(run): once for all plans whose model is cut alike."""
+def make_groups(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
+    """Return the groups of the plan's stages and columns, made once for all plans whose model is
+    cut alike."""
     key = run.plan.tp, run.plan.pp
     if key not in made:
-        made[key] = make_groups(run)
+        made[key] = Groups(timedelta(seconds=run.cfg.timeout), *key)
     return made[key]
 
 
@@ -851,7 +867,6 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     cfg = run.cfg
     plan = run.plan
     kept = plan.activations
-    overlap = () if cfg.overlap == "none" else tuple(cfg.overlap.split(","))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     columns = parallel.Columns(plan.tp_mode, groups, CommStream(run.device))
@@ -861,7 +876,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     model.layer_runner = runners[0]  # of one stage, the only one
     states = States(
         model, run.device, run.dtype, plan.micro_batches * plan.pp_segments, plan.factors,
-        plan.os_layout, groups, overlap=overlap,
+        plan.os_layout, groups, overlap=cfg.overlaps,
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
@@ -869,7 +884,8 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, plan.micro_batches, local_bounds(run),
-                         columns.between_layers, run.device, run.dtype, "pipeline" in overlap)
+                         columns.between_layers, run.device, run.dtype,
+                         "pipeline" in cfg.overlaps)
     return model, states
 
 
@@ -899,14 +915,14 @@ def local_bounds(run: Run) -> list[int]:
     return [bound // plan.sp for bound in bounds]
 
 
-def wait_for_host_memory(model: LLaMA | Pipeline, print0: Callable) -> None:
+def wait_for_host_memory(model: LLaMA | Pipeline, say: Callable = print0) -> None:
     """Wait for the host memory that layers swap to, on all ranks: it is pinned while states are
     made and weights are read."""
     runners = model.layer_runners if isinstance(model, Pipeline) else [model.layer_runner]
     for runner in runners:
         layers = getattr(runner, "__self__", None)
         if isinstance(layers, ChunkedLayers):
-            on_all_ranks(lambda: layers.wait_for_host_memory(print0))
+            on_all_ranks(lambda: layers.wait_for_host_memory(say))
 
 
 def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
@@ -975,53 +991,36 @@ def simulation(running: list, gpu: bool):
     """Inside, a step on fake tensors of the CPU, in a process group that sends nothing, requests
     what it does elsewhere: gpu, on GPUs. running: a stack, whose last is a token of the fused
     kernel or side stream that would run; what is born and dies in it is left out."""
-    replaced = []
-
-    def replace(owner, name: str, new) -> None:
-        replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, new)
-
-    def as_one_kernel(fn):
-        @functools.wraps(fn)
-        def run(*args, **kwargs):
-            running.append(object())
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                running.pop()
-
-        return run
-
     @contextlib.contextmanager
-    def after_compute(stream):
-        if not stream.overlap:
-            yield
-            return
+    def one_kernel():
         running.append(object())
         try:
             yield
         finally:
             running.pop()
 
+    def after_compute(stream):
+        return one_kernel() if stream.overlap else contextlib.nullcontext()
+
     def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
         exchange.memory = like.new_empty(elements)
 
-    for module in (llama, shard, attention) if gpu else ():
-        for name, fn in list(vars(module).items()):
-            casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
-            if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
-                replace(module, name, as_one_kernel(fn))
-    if gpu:
-        for name in ("update_param", "update_vectors"):  # one kernel, if the optimizer is compiled
-            replace(States, name, as_one_kernel(getattr(States, name)))
-        replace(CommStream, "after_compute", after_compute)
-        replace(Exchange, "map_memory", map_memory)
-    replace(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
-    try:
+    with contextlib.ExitStack() as patches:
+        def patch(owner, name: str, new) -> None:
+            patches.enter_context(mock.patch.object(owner, name, new))
+
+        patch(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
+        if gpu:
+            for module in (llama, shard, attention):
+                for name, fn in list(vars(module).items()):
+                    casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
+                    if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
+                        patch(module, name, one_kernel()(fn))
+            for name in ("update_param", "update_vectors"):  # one kernel, if compiled
+                patch(States, name, one_kernel()(getattr(States, name)))
+            patch(CommStream, "after_compute", after_compute)
+            patch(Exchange, "map_memory", map_memory)
         yield
-    finally:
-        for owner, name, old in reversed(replaced):
-            setattr(owner, name, old)
 
 
 def simulate_step(run: Run) -> tuple[list[Buffer], int]:
@@ -1029,15 +1028,15 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
     gpu = run.device.type == "cuda" or run.cfg.ranks is not None
     kind = "cuda" if gpu else "cpu"
-    no_window = dataclasses.replace(run.model, window=0)  # the CPU's has memory of its own
+    no_window = replace(run.model, window=0)  # the CPU's has memory of its own
     run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0, model=no_window)
     running: list = [None]
 
     def make():
-        groups = make_groups(run)
+        groups = make_groups(run, {})
         op = make_attention(run, groups)
         if gpu:
-            op.kernel = dataclasses.replace(op.kernel, backward=simulated_backward)
+            op.kernel = replace(op.kernel, backward=simulated_backward)
         if gpu and run.plan.head_ranks > 1:
             op.exchange.peer_access = op.one_node
         model, states = build(run, op, groups)
@@ -1054,53 +1053,65 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     return buffers, lasting - round(run.plan.host_bytes)  # on the CPU here, too
 
 
-def simulated_buffers(run: Run, print0: Callable) -> list[Buffer]:
+def simulated_buffers(run: Run) -> list[Buffer]:
     """Return those of a step that is simulated in a process that has no process group; none, if
     that fails. A collective of all ranks."""
-    found = [[]]
+    found = []
     if run.rank == 0:
         bare = run.but(train=None, val=None, passkeys=None, pretrained=None)
         try:
             with get_context("spawn").Pool(1) as other:  # whose end ends it; others wait, too
                 job = other.apply_async(simulate_step, (bare,))
-                found = [job.get(run.cfg.timeout / 2)[0]]
+                found, _ = job.get(run.cfg.timeout / 2)
         except Exception as e:
             print0(f"the first steps run unplanned, since none could be simulated: {e!r}")
-    dist.broadcast_object_list(found)
-    return found[0]
+    return of_rank_0(found)
 
 
-def planned_memory(run: Run, guess: list[Buffer], print0: Callable) -> StepMemory | None:
-    """Return what plans a step's memory, for --memplan. guess: a step's buffers, if it is known.
-    Raises ValueError if its allocator cannot be built."""
+def plan_memory(run: Run, trains: bool) -> StepMemory | None:
+    """Return what plans a step's memory, for --memplan; of layers in chunks by a simulated step at
+    first. Raises ConfigError if its allocator cannot be built. A collective of all ranks."""
     mode = run.cfg.memplan
     if mode == "off" or (mode == "auto" and run.device.type == "cpu"):
         return None
-    try:
-        library(run.device.type)
-    except RuntimeError as e:
-        if mode != "auto":
-            raise ValueError(f"--memplan {mode}: {e}") from None
-        print0(f"--memplan auto is off: {e}")
-        return None
-    method = mode if mode in ("flat", "bilevel") else "auto"
-    memory = StepMemory(str(run.device), guess=guess, method=method)
+    simulates = mode != "auto" and run.plan.activations and trains
+    guess = simulated_buffers(run) if simulates else []
+
+    def load_and_solve() -> StepMemory | None:
+        try:
+            library(run.device.type)
+        except RuntimeError as e:
+            if mode != "auto":
+                raise ValueError(f"--memplan {mode}: {e}") from None
+            print0(f"--memplan auto is off: {e}")
+            return None
+        return StepMemory(str(run.device), guess=guess, method="auto" if mode == "on" else mode)
+
+    memory = on_all_ranks(load_and_solve)
     if guess:
         print0(f"memory plan of a simulated step: {memory.plan}", flush=True)
     return memory
 
 
-def keep_if_it_saves(run: Run, memory: StepMemory, print0: Callable) -> StepMemory | None:
-    """Print the plan; return None if it saves too little to be worth keeping."""
+def run_planned(run: Run, memory: StepMemory | None,
+                step: Callable[[], tuple]) -> tuple[tuple, StepMemory | None]:
+    """Run a step in planned memory, if there is any; print a plan that is new. Returns the step's
+    result, and what plans the next one's memory: None if it saves too little."""
+    if memory is None:
+        return step(), None
+    plans = memory.plans
+    result = memory.run(step)
+    if memory.plans == plans:
+        return result, memory
     print0(f"memory plan of a step: {memory.plan}")
     if run.cfg.memplan != "auto":
-        return memory
+        return result, memory
     reserved = torch.cuda.memory_reserved(run.device)
     torch.cuda.empty_cache()
     saved = reserved - torch.cuda.memory_reserved(run.device) - memory.plan.peak
     print0(f"that is {saved / GIB:.2f} GiB less than PyTorch's allocator reserved for the step")
     total = torch.cuda.get_device_properties(run.device).total_memory
-    return memory if saved > total / 100 else None
+    return result, memory if saved > total / 100 else None
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -1177,8 +1188,8 @@ def load_batch(run: Run, samples: int) -> Batch:
         (), seen * run.plan.dp / run.world, device=run.device, dtype=torch.float64)])
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
-    return dataclasses.replace(batch, scale=scale,
-                               seen=sums[1] / (run.plan.batch * run.cfg.seq))
+    return replace(batch, scale=scale,
+                   seen=sums[1] / (run.plan.batch * run.cfg.seq))
 
 
 def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
@@ -1257,7 +1268,7 @@ def load_random_weights(run: Run, states: States) -> None:
             states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
 
 
-def verified(run: Run, made: dict[tuple[int, int], Groups], print0: Callable) -> Run:
+def verified(run: Run, made: dict[tuple[int, int], Groups]) -> Run:
     """Return the run with the fastest of the --verify best plans: each runs two steps on random
     weights, and the second is timed (InternEvo's way). Prints predicted beside measured. A
     collective of all ranks."""
@@ -1265,7 +1276,7 @@ def verified(run: Run, made: dict[tuple[int, int], Groups], print0: Callable) ->
     measured = []
     for plan in plans:
         candidate = with_choice(run, plan)
-        seconds = step_of_plan(candidate, groups_of(candidate, made))
+        seconds = step_of_plan(candidate, make_groups(candidate, made))
         measured.append(seconds)
         print0(f"verified: {planner.describe_short(plan)}: predicted "
                f"{plan.step_s:.4g} s, measured {seconds:.4g} "
@@ -1273,8 +1284,7 @@ def verified(run: Run, made: dict[tuple[int, int], Groups], print0: Callable) ->
     # batches may differ: the least time a sequence
     best = min(range(len(plans)), key=lambda i: measured[i] / plans[i].batch)
     print0(f"taken: plan {best + 1} of {len(plans)}")
-    return with_choice(run.but(others=tuple(plan for plan in plans if plan is not plans[best])),
-                       plans[best])
+    return with_choice(run.but(others=plans[:best] + plans[best + 1 :]), plans[best])
 
 
 def step_of_plan(run: Run, groups: Groups) -> float:
@@ -1291,19 +1301,24 @@ def step_of_plan(run: Run, groups: Groups) -> float:
         loss, *_ = run_step(model, states, batch, 0.0, run.cfg.clip)
         loss.item()  # the device is done
         seconds = time.perf_counter() - start
-    slowest = torch.tensor(seconds, device=run.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    slowest = most_of_ranks(seconds, run.device)
     if run.device.type == "cuda":
         torch.cuda.synchronize()  # states on the host may still be on their way
-    del model, states, batch  # modules and states refer to each other
+    del model, states, batch
+    release(run.device)
+    return slowest
+
+
+def release(device: torch.device) -> None:
+    """Give back what is not held any more: modules and their states refer to each other."""
     gc.collect()
-    if run.device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    return slowest.item()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
 
 
-def load_weights(run: Run, states: States, print0: Callable) -> int:
+def load_weights(run: Run, states: States) -> int:
     """Load the checkpoint to resume, else the first weights. Returns the step that they are of. A
     collective of all ranks."""
     cfg = run.cfg
@@ -1324,25 +1339,22 @@ def load_weights(run: Run, states: States, print0: Callable) -> int:
         print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
                "what was drawn may come again")
     then = {"document_token": -1} | meta["config"]  # which older checkpoints do not know
-    changed = [f"{name} {then.get(name)} -> {value}"
-               for name, value in dataclasses.asdict(cfg).items()
+    changed = [f"{name} {then.get(name)} -> {value}" for name, value in vars(cfg).items()
                if then.get(name) != value and name not in ("resume", "out", "device")]
     text = f"; changed: {', '.join(changed)}" if changed else ""
     print0(f"resumed {run.resume.folder} at step {meta['step']}{text}")
     return meta["step"]
 
 
-def make_saver(run: Run, states: States, print0: Callable) -> checkpoint.Saver:
+def make_saver(run: Run, states: States) -> checkpoint.Saver:
     """Return what saves this run's checkpoints. A collective of all ranks."""
     cfg = run.cfg
     background = cfg.save_async and cfg.save_every >= 0
     if background:
-        need = torch.tensor(buffer_bytes(checkpoint.host_fields(states)), dtype=torch.float64,
-                            device=run.device)
-        dist.all_reduce(need, dist.ReduceOp.MAX)
+        need = most_of_ranks(buffer_bytes(checkpoint.host_fields(states)), run.device)
         free = run.hardware.host_budget - run.plan.host_bytes
-        background = need.item() <= free
-        print0(f"--save-async: copies take {need.item() / GIB:.2f} GiB of host memory a rank, "
+        background = need <= free
+        print0(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a rank, "
                f"{free / GIB:.2f} are left"
                + ("" if background else ": steps wait while checkpoints are written"))
     group = patient_group()
@@ -1353,7 +1365,7 @@ def make_saver(run: Run, states: States, print0: Callable) -> checkpoint.Saver:
 def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
     """Return what a resumed run must know."""
     return {"step": step, "samples": samples, "launch": launch, "data": run.data,
-            "model": dataclasses.asdict(run.model), "config": dataclasses.asdict(run.cfg),
+            "model": asdict(run.model), "config": asdict(run.cfg),
             "source": run.source}
 
 
@@ -1437,14 +1449,19 @@ class Facts:
     host_gib: float
 
 
+def gpu_peak_gib(device: torch.device) -> float:
+    """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
+    lies outside it."""
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    return (peak + Exchange.mapped_bytes()) / GIB
+
+
 def agree(run: Run, result: tuple[Tensor, ...], stop: Stop, writing: bool) -> Facts:
     """Return what the host must know of a step: its only wait for the device, in one copy. result:
     the first facts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    gpu_gib = Exchange.mapped_bytes() / GIB
-    if run.device.type == "cuda":
-        gpu_gib += torch.cuda.max_memory_allocated() / GIB
-    worst = torch.tensor([stop.signal, writing, gpu_gib, host_gib], device=run.device).double()
+    worst = torch.tensor([stop.signal, writing, gpu_peak_gib(run.device), host_gib],
+                         device=run.device).double()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     own = torch.stack([value.double() for value in result])
     return Facts(*torch.cat([own, worst]).tolist())
@@ -1455,10 +1472,9 @@ class Log:
     """OUT/log.jsonl, and the line of a step."""
 
     run: Run
-    print0: Callable
     file: typing.TextIO | None  # of rank 0
     failed: str = ""  # why log.jsonl could not be written
-    times: list[float] = dataclasses.field(default_factory=list)  # of the last steps
+    times: list[float] = field(default_factory=list)  # of the last steps
 
     def write(self, step: int, facts: Facts, lr: float, seconds: float, first: int,
               found: dict | None, memory: StepMemory | None, unsaved: str = "") -> None:
@@ -1473,21 +1489,16 @@ class Log:
         peak = self.run.hardware.profile.peak_flops
         mfu = [flops * tgs / peak if peak else None
                for flops in flops_per_token(self.run.model, cfg.seq, facts.seen)]
-        parts = [f"step {step}/{cfg.steps} loss {facts.loss:.4f} grad {facts.norm:.3f}",
-                 f"lr {lr:.2e} TGS {tgs:,.0f}"]
-        if peak:
-            parts.append(f"MFU {mfu[0]:.1%} causal {mfu[1]:.1%} full")
-        if facts.gpu_gib:
-            parts.append(f"GPU {facts.gpu_gib:.1f} GiB")
-        parts.append(f"{seconds:.2f} s left {left}")
-        if found:
-            parts.append(describe_evaluation(found))
-        if not facts.finite:
-            parts.append("SKIPPED: not finite")
-        parts += [f"({trouble})" for trouble in (unsaved, self.failed) if trouble]
-        self.print0(" ".join(parts), flush=True)
-        if self.file is None:
-            return
+        print0(" ".join(filter(None, [
+            f"step {step}/{cfg.steps} loss {facts.loss:.4f} grad {facts.norm:.3f} lr {lr:.2e}",
+            f"TGS {tgs:,.0f}",
+            peak and f"MFU {mfu[0]:.1%} causal {mfu[1]:.1%} full",
+            facts.gpu_gib and f"GPU {facts.gpu_gib:.1f} GiB",
+            f"{seconds:.2f} s left {left}",
+            found and describe_evaluation(found),
+            not facts.finite and "SKIPPED: not finite",
+            unsaved and f"({unsaved})",
+            self.failed and f"({self.failed})"])), flush=True)
         row = {"step": step, "loss": facts.loss, "grad_norm": facts.norm, "lr": lr, "tgs": tgs,
                "mfu_causal": mfu[0], "mfu_full": mfu[1], "keys_seen": facts.seen,
                "gpu_gib": facts.gpu_gib or None,
@@ -1501,13 +1512,17 @@ class Log:
 
     def write_evaluation(self, step: int, found: dict) -> None:
         """Print and log an evaluation without a step."""
-        self.print0(f"step {step} {describe_evaluation(found)}", flush=True)
-        if self.file is not None:
-            self.append({"step": step} | found)
+        print0(f"step {step} {describe_evaluation(found)}", flush=True)
+        self.append({"step": step} | found)
 
     def append(self, row: dict) -> None:
+        """Write a row, on rank 0."""
+        if self.file is None:
+            return
+        # null for numbers that are not finite, which JSON has not
+        row = json.loads(json.dumps(row), parse_constant=lambda name: None)
         try:
-            print(json.dumps(finite_or_none(row)), file=self.file, flush=True)
+            print(json.dumps(row), file=self.file, flush=True)
             self.failed = ""
         except OSError as e:  # the disk is full; what is not written is tried again with the next
             self.failed = f"log.jsonl cannot be written: {e.strerror}"
@@ -1522,79 +1537,77 @@ class Log:
             self.file.close()
             if rows:
                 draw_losses(out)
-                self.print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
+                print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
         except (OSError, ValueError, TypeError, OverflowError) as e:  # full; or rows are not ours
             why = getattr(e, "strerror", None) or e
-            self.print0(f"{out}: log.jsonl or loss.png could not be written: {why}")
-
-
-def finite_or_none(x):
-    """Return a row of the log with None for numbers that are not finite, which JSON has not."""
-    if isinstance(x, dict):
-        return {key: finite_or_none(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [finite_or_none(value) for value in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+            print0(f"{out}: log.jsonl or loss.png could not be written: {why}")
 
 
 def draw_losses(out: Path) -> None:
     """OUT/log.jsonl -> OUT/loss.png, and OUT/position.png if there was an evaluation."""
+    rows, _ = checkpoint.read_log(out / "log.jsonl")
+    lines = []
+    for key, style in (("loss", "-"), ("val_loss", "o--")):
+        points = sorted((r["step"], r[key]) for r in rows if r.get(key) is not None)
+        lines.append((key.replace("_", " "), style, points))
+    draw_lines(out / "loss.png", lines, xlabel="step")
+    evaluated = [r for r in rows if r.get("val_loss_by_position")]
+    lines = []
+    for row in (evaluated[-1:] + evaluated[:1])[: len(evaluated)]:
+        # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
+        points = [(max(1, 2 * first), loss) for first, loss in row["val_loss_by_position"]]
+        lines.append((f"step {row['step']}", "o-", points))
+    if lines:
+        draw_lines(out / "position.png", lines, xlabel="tokens of context, at most", xbase=2)
+
+
+def draw_lines(path: Path, lines: list[tuple], xlabel: str, xbase: int = 0) -> None:
+    """Draw losses. lines: label, style, points (x, loss) of each; xbase: of a logarithmic axis."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows, _ = checkpoint.read_log(out / "log.jsonl")
     fig, ax = plt.subplots(figsize=(7, 4))
-    for key, style in (("loss", "-"), ("val_loss", "o--")):
-        points = sorted((r["step"], r[key]) for r in rows if r.get(key) is not None)
+    for label, style, points in lines:
         if points:
-            ax.plot(*zip(*points), style, markersize=4, label=key.replace("_", " "))
-    ax.set(xlabel="step", ylabel="cross-entropy, nats a token")
-    ax.legend() if ax.lines else None
+            ax.plot(*zip(*points), style, markersize=4, label=label)
+    if xbase:
+        ax.set_xscale("log", base=xbase)
+    ax.set(xlabel=xlabel, ylabel="cross-entropy, nats a token")
+    if ax.lines:
+        ax.legend()
     fig.tight_layout()
-    fig.savefig(out / "loss.png", dpi=120)
-    plt.close(fig)
-    evaluated = [r for r in rows if r.get("val_loss_by_position")]
-    if not evaluated:
-        return
-    fig, ax = plt.subplots(figsize=(7, 4))
-    for row in (evaluated[-1], evaluated[0])[: len(evaluated)]:
-        # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
-        points = [(max(1, 2 * first), loss) for first, loss in row["val_loss_by_position"]]
-        ax.plot(*zip(*points), "o-", markersize=4, label=f"step {row['step']}")
-    ax.set_xscale("log", base=2)
-    ax.set(xlabel="tokens of context, at most", ylabel="cross-entropy, nats a token")
-    ax.legend()
-    fig.tight_layout()
-    fig.savefig(out / "position.png", dpi=120)
+    fig.savefig(path, dpi=120)
     plt.close(fig)
 
 
-def dry_run(run: Run, print0: Callable) -> None:
+def dry_run(run: Run) -> None:
     """Print what a run would need, and with --ranks what a simulated step requests."""
     disk = costs.checkpoint_bytes(run.model, run.dtype)
     print0(f"a checkpoint: {disk / GIB:.2f} GiB")
-    describe(run, print0)
+    describe(run)
     plan = run.plan
     if plan.pp > 1:
         print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments))
-    dist.destroy_process_group()
-    if run.cfg.ranks and run.plan.activations is None:
+    dist.destroy_process_group()  # a simulated step has its own
+    if not run.cfg.ranks or run.rank:
+        return
+    if plan.activations is None:
         print0("not simulated: what autograd saves is known for layers in chunks alone")
-    elif run.cfg.ranks and run.rank == 0:
-        buffers, lasting = simulate_step(run)
-        most = lower_bound(buffers)
-        print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
-               f"{most / GIB:.2f} come in one ({len(buffers):,} requests of 1 MiB or more); "
-               f"{(lasting + most) / GIB:.2f} GiB")
+        return
+    buffers, lasting = simulate_step(run)
+    most = lower_bound(buffers)
+    print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
+           f"{most / GIB:.2f} come in one ({len(buffers):,} requests of 1 MiB or more); "
+           f"{(lasting + most) / GIB:.2f} GiB")
 
 
-def introduce(run: Run, print0: Callable) -> None:
+def introduce(run: Run) -> None:
     """Print the resolved flags, the model and the data."""
     cfg = run.cfg
     print0("config: " + " ".join(f"{name}={'auto' if value is None else value}"
-                                 for name, value in dataclasses.asdict(cfg).items()))
+                                 for name, value in vars(cfg).items()))
     causal, full = flops_per_token(run.model, cfg.seq)
     print0(f"model {cfg.model}: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token "
            f"causal, {full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}")
@@ -1624,56 +1637,61 @@ def introduce(run: Run, print0: Callable) -> None:
                "and exported as two unless they are still equal")
 
 
+def due(step: int, every: int) -> bool:
+    """Whether this step is one of every so many; none is, if that is 0 or -1."""
+    return every > 0 and step % every == 0
+
+
 def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int, launch: str,
-          heartbeat: Heartbeat, print0: Callable) -> str:
+          heartbeat: Heartbeat) -> str:
     """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
     many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
     ranks."""
     cfg = run.cfg
-    log = Log(run, print0, open(Path(cfg.out) / "log.jsonl", "a") if run.rank == 0 else None)
+    log = Log(run, open(Path(cfg.out) / "log.jsonl", "a") if run.rank == 0 else None)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
+    trains = start < cfg.steps
     samples = run.samples
-    if start < cfg.steps:
+    if trains:
         batch = load_batch(run, samples)
     stop = Stop()
     stop.listen()  # until here there is nothing to save
     clock = time.perf_counter()
     progress = Progress(states, run.rank == 0)
-    simulates = cfg.memplan not in ("off", "auto") and run.plan.activations and start < cfg.steps
-    guess = simulated_buffers(run, print0) if simulates else []
-    memory = on_all_ranks(lambda: planned_memory(run, guess, print0))
-    wait_for_host_memory(model, print0)
-    if start < cfg.steps:
+    memory = plan_memory(run, trains)
+    wait_for_host_memory(model)
+    if trains:
         warm_up(model, batch)
+    elif cfg.eval_every > 0:
+        log.write_evaluation(start, evaluate(run, model))
     saved = step = start
-    if start >= cfg.steps and cfg.eval_every > 0:
-        log.write_evaluation(step, evaluate(run, model))
     skipped = in_a_row = 0
     while step < cfg.steps:
+        # ---- the step, and while the GPU works at it the next batch
         step += 1
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
-        plans = memory.plans if memory else 0
-        result = *(memory.run(work) if memory else work()), batch.seen
-        del work
-        if memory and memory.plans > plans:
-            memory = keep_if_it_saves(run, memory, print0)
+        result, memory = run_planned(run, memory, work)
+        result = *result, batch.seen
+        del work  # it holds the batch
         samples += cfg.batch
-        if step < cfg.steps:  # read the next batch while the GPU works
+        if step < cfg.steps:
             batch = load_batch(run, samples)
         facts = agree(run, result, stop, saver.writing)
         seconds = time.perf_counter() - clock
         heartbeat.started()
         progress.end()
+
+        # ---- what follows from it
         skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
         ends = facts.signal or in_a_row == cfg.max_skips
-        saves = cfg.save_every > 0 and step % cfg.save_every == 0
-        saves = saves or (ends and cfg.save_every >= 0)
-        evaluates = cfg.eval_every > 0 and step % cfg.eval_every == 0
-        evaluates = evaluates or (step == cfg.steps and cfg.eval_every >= 0)
+        saves = due(step, cfg.save_every) or (ends and cfg.save_every >= 0)
+        evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
+
+        # ---- evaluate, log, save
         if memory and (saves or evaluates or ends):
             memory.give_back()  # what is not a step must not starve beside the arena
         found = evaluate(run, model) if evaluates else None
@@ -1691,6 +1709,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
             break
         clock = time.perf_counter()
 
+    # ---- what is left to save, draw, export
     if memory:
         memory.give_back()
     saver.finish()
@@ -1702,27 +1721,26 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
     log.close()
     if cfg.export and (step == start or not ends):
-        export(run, states, saver.group, print0)
+        export(run, states, saver.group)
     if in_a_row == cfg.max_skips:
         return "the loss or the gradient was not finite; see the log"
     return saver.failed
 
 
-def export(run: Run, states: States, group: dist.ProcessGroup, print0: Callable) -> None:
+def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
     """Write the weights to --export, with what the import had beside them. A collective."""
     cfg = run.cfg
-    beside = [Path(cfg.init.removeprefix("hf:"))] if cfg.init != "random" else []
-    if beside and not beside[0].is_dir():
+    # what made the data goes before
+    beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
+    if cfg.import_folder and not beside[0].is_dir():
         print0(f"{beside[0]} is not there any more: the export has no tokenizer and no license of "
                "it")
-    if cfg.tokenizer:
-        beside.append(Path(cfg.tokenizer))  # what made the data goes before
     checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside, group)
     kind = checkpoint.hf_architecture(run.model, run.source)
     print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
 
-def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callable) -> str:
+def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
     """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
     ranks."""
     cfg = run.cfg
@@ -1736,35 +1754,31 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat, print0: Callabl
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
     made: dict[tuple[int, int], Groups] = {}
     if cfg.verify > 1:
-        run = verified(run, made, print0)
-    groups = groups_of(run, made)
+        run = verified(run, made)
+    groups = make_groups(run, made)
     op = make_attention(run, groups)
-    run = with_measured_plan(run, op, print0)
-    describe(run, print0)
+    run = with_measured_plan(run, op)
+    describe(run)
     model, states = build(run, op, groups)
     if states.imbalance:
         print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
-    start = load_weights(run, states, print0)
+    start = load_weights(run, states)
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
-    on_all_ranks(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps)
-                 if run.rank == 0 else None)
-    saver = make_saver(run, states, print0)
-    return train(run, model, states, saver, start, launch, heartbeat, print0)
+    on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps))
+    saver = make_saver(run, states)
+    return train(run, model, states, saver, start, launch, heartbeat)
 
 
 def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> str:
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
-    print0 = print if rank == 0 else (lambda *a, **k: None)
     on_all_ranks(lambda: check_flags(cfg))
-    check_same({f"--{name.replace('_', '-')}": value for name, value in vars(cfg).items()
+    check_same({flag_name(name): value for name, value in vars(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     launch = launch_name()
     # rank 0's choice: for a minute, another node may see a shared folder as it was
-    found = [on_all_ranks(lambda: None if rank else checkpoint.find_checkpoint(
-        Path(cfg.out), cfg.resume or "never", launch))]
-    dist.broadcast_object_list(found)
-    resumed = found[0]
+    resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume or "never",
+                                                           launch))
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank, resumed))
     run = with_tokens(run)
     run = on_all_ranks(lambda: with_files(run, resumed))
@@ -1773,34 +1787,33 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
     if run.device.type == "cuda":
         torch.cuda.set_device(run.device)
         expandable_segments()
-    run = with_plan(with_hardware(run, print0), print0)
+    run = with_plan(with_hardware(run))
     cap_gpu(run)
-    introduce(run, print0)
+    introduce(run)
     for sentence in untried_versions(run.kernel):
         print0(sentence)
     if cfg.dry_run:
-        dry_run(run, print0)
+        dry_run(run)
         return ""
 
-    lock = contextlib.ExitStack()  # of OUT, for this run
-    with lock:
-        on_all_ranks(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out)))
-                     if rank == 0 else None)
+    with contextlib.ExitStack() as lock:  # of OUT, for this run
+        on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out))))
         if cfg.save_every >= 0:
             checkpoint.check_shared(Path(cfg.out))
-        trouble = build_and_train(run, launch, heartbeat, print0)
+        trouble = build_and_train(run, launch, heartbeat)
     dist.barrier()
     return trouble
 
 
 def main(argv: list[str] | None = None) -> None:
     cfg = parse(argv)
-    least, most = LIMITS["timeout"]  # any other is refused, as all flags are, once ranks have met
-    timeout = cfg.timeout if least <= cfg.timeout <= most else Config.timeout
+    # any other is refused, as all flags are, once ranks have met
+    timeout = cfg.timeout if TIMEOUTS[0] <= cfg.timeout <= TIMEOUTS[1] else Config.timeout
     if cfg.pp != 1:
         parallel.use_more_queues()
     rank, world, local_rank = start_ranks(timeout)
-    with Heartbeat(rank, world) as heartbeat:
+    saved = "What was saved is whole: start it again, or continue with --resume"
+    with Heartbeat(rank, world, saved) as heartbeat:
         trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
     if dist.is_initialized():
         dist.destroy_process_group()

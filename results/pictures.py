@@ -248,12 +248,9 @@ def layer_starts(events: list, layers: int = 32) -> tuple[dict[int, float], dict
     # of two steps: forward and backward of the first, then of the second
     in_forward = attention[2 * layers : 3 * layers]
     in_backward = attention[3 * layers :]
-    forward = {}
-    for i, start in enumerate(in_forward):
-        forward[i] = max(x for x in products if x < start)
-    backward = {}
-    for i, start in enumerate(in_backward[:-1]):
-        backward[layers - 2 - i] = [x for x in products if x > start][2]
+    forward = {i: max(x for x in products if x < start) for i, start in enumerate(in_forward)}
+    backward = {layers - 2 - i: [x for x in products if x > start][2]
+                for i, start in enumerate(in_backward[:-1])}
     return forward, backward
 
 
@@ -288,23 +285,23 @@ def draw_systems(path: Path, rows: list[dict]) -> None:
     was published of it."""
     fig, axes = figure(4.8, 2, 3, dpi=120)  # a smaller file
     colors = {"ours": BLUE, "ZeRO-1": GREEN, "ZeRO-3": RED, "MiCS": ORANGE, "ZeRO++": PURPLE}
-    for column, model in enumerate(("7b", "13b", "30b")):
+    for (top, bottom), model in zip(axes.T, ("7b", "13b", "30b")):
         for system, color in colors.items():
             line = [r for r in rows if (r["model"], r["system"]) == (model, system)]
             there = [r for r in line if "mfu" in r]
-            published = [r for r in line if r["published_mfu"]]
-            for ax, key, unit in ((axes[0][column], "mfu", 100), (axes[1][column], "tgs", 1)):
-                ax.plot([r["gpus"] for r in there], [unit * r[key] for r in there], color=color,
-                        linewidth=1.4, marker=".", markersize=4)
-            axes[0][column].plot([r["gpus"] for r in published],
-                                 [100 * r["published_mfu"] for r in published], "D", color=color,
-                                 markersize=5, markeredgecolor="#222")
-        axes[0][column].set(title=model.upper(), ylim=(0, 85))
-        axes[1][column].set(xlabel="GPUs")
-        for ax in axes[:, column]:
+            gpus = [r["gpus"] for r in there]
+            for ax, values in ((top, [100 * r["mfu"] for r in there]),
+                               (bottom, [r["tgs"] for r in there])):
+                ax.plot(gpus, values, color=color, linewidth=1.4, marker=".", markersize=4)
+            published = [(r["gpus"], 100 * r["published_mfu"]) for r in line if r["published_mfu"]]
+            if published:
+                top.plot(*zip(*published), "D", color=color, markersize=5, markeredgecolor="#222")
+        top.set(title=model.upper(), ylim=(0, 85))
+        bottom.set(xlabel="GPUs")
+        for ax in (top, bottom):
             ax.set_xscale("log", base=2)
             ax.set(xticks=(8, 32, 128, 512), xticklabels=("8", "32", "128", "512"))
-        axes[1][column].set_ylim(bottom=0)
+        bottom.set_ylim(bottom=0)
     axes[0][0].set_ylabel("MFU, %, attention in full")
     axes[1][0].set_ylabel("tokens a GPU and second")
     marks = [plt.Line2D([], [], color=color) for color in colors.values()]

@@ -13,10 +13,10 @@ Left out: measuring, which is bench.py's; memplan-*.png, which `bench.py memplan
 file holds the addresses that PyTorch gave.
 """
 import argparse
-import dataclasses
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from textwrap import fill, indent
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch
 
 import pictures
-from bench import cells, layout
+from bench import FORMS_BY_KEY, cells, layout
 from hardware import load_profile
 from model import MODELS
 from offload import ActivationPlan
@@ -169,6 +169,10 @@ SCALE = {  # key of scale.json -> how to read it
         " 4K tokens, so at 1M tokens MFU compares. A pipeline wins where sequences are short,"
         " the network is slow and many micro-batches fill it; columns never do here: their"
         " exchanges are not hidden, and those of heads and weights are.",
+    "node":
+        "**One node of 8 H200s**: what the planner expects of the steps that `results/node.py` is"
+        " to measure, by profiles/h200x8.json, whose rates of GPUs are those of two H200s. Rows"
+        " whose factors were set by hand say so.",
     "example":
         "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
         " 400 Gb/s a GPU.",
@@ -183,27 +187,26 @@ A command is as of the commit that measured it: later ones may name things diffe
 """
 
 
-def memory_cells(r: dict) -> list[str]:
-    """Return the row of a table of states: GiB held / GiB by formula, for each kind of them."""
-    pairs = [(r["state_bytes"][kind] / 2**30, r["state_bytes_formula"][kind] / 2**30)
-             for kind in ("parameters", "gradients", "optimizer")]
-    worst = max(abs(have / want - 1) for have, want in pairs)
-    return [r["system"], *(f"{have:.2f} / {want:.2f}" for have, want in pairs), f"{worst:.2%}"]
+EARLIER_FORMS = {  # as FORMS_BY_KEY, of tables that bench.py measured once, and tests show now
+    "largest_loss_difference": {
+        "system": "{system}", "first loss": "{loss_first:.4f}", "last loss": "{loss_last:.4f}",
+        "difference": "{largest_loss_difference:.4f}",
+        "of the norm": "{largest_norm_difference:.4f}"},
+    "imbalance": {
+        "system": "{system}", "parameters": "{parameters}", "gradients": "{gradients}",
+        "optimizer": "{optimizer}", "deviation": "{deviation:.2%}"},
+    "dq": {"system": "{system}", "tokens": "{seq:,}", "heads": "{heads}", "o": "{o:.1e}",
+           "dq": "{dq:.1e}", "dk": "{dk:.1e}", "dv": "{dv:.1e}"},
+}
 
 
-def earlier_layout(rows: list[dict]) -> tuple | None:
-    """Return head and cells of tables that bench.py measured once, and that tests show now."""
-    if "largest_loss_difference" in rows[0]:
-        keys = ("loss_first", "loss_last", "largest_loss_difference", "largest_norm_difference")
-        head = ["system", "first loss", "last loss", "difference", "of the norm"]
-        return head, lambda r: [r["system"], *(f"{r[key]:.4f}" for key in keys)]
-    if "imbalance" in rows[0]:
-        return ["system", "parameters", "gradients", "optimizer", "deviation"], memory_cells
-    if "dq" in rows[0]:
-        head = ["system", "tokens", "heads", "o", "dq", "dk", "dv"]
-        return head, lambda r: [r["system"], f"{r['seq']:,}", str(r["heads"]), *(
-            "-" if r[key] is None else f"{r[key]:.1e}" for key in head[3:])]
-    return None
+def with_states(r: dict) -> dict:
+    """Return a row of a table of states with GiB held / GiB by formula, for each kind of them."""
+    pairs = {kind: (r["state_bytes"][kind] / 2**30, r["state_bytes_formula"][kind] / 2**30)
+             for kind in ("parameters", "gradients", "optimizer")}
+    worst = max(abs(have / want - 1) for have, want in pairs.values())
+    texts = {kind: f"{have:.2f} / {want:.2f}" for kind, (have, want) in pairs.items()}
+    return r | texts | {"deviation": worst}
 
 
 def read(name: str) -> dict:
@@ -219,10 +222,11 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 def section(path: Path) -> str:
     """Return the section of a results file."""
     r = read(path.stem)
-    head, write = earlier_layout(r["rows"]) or layout(r["rows"])
+    rows = [with_states(x) if "imbalance" in x else x for x in r["rows"]]
+    head, write = layout(rows, EARLIER_FORMS | FORMS_BY_KEY)
     versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items())
     return (f"\n### {path.name}\n\n`{r['command']}` as of commit `{r['commit']}`, "
-            f"{r['hardware']}; {versions}.\n\n" + markdown(head, [write(x) for x in r["rows"]]))
+            f"{r['hardware']}; {versions}.\n\n" + markdown(head, [write(x) for x in rows]))
 
 
 def scale_tables() -> str:
@@ -232,7 +236,7 @@ def scale_tables() -> str:
         "choices": markdown(
             ["setting", "GPUs", "the paper's p,g,os", "step s", "GPU GiB", "the model's best",
              "step s", "GPU GiB", "the paper's takes"],
-            [[r["setting"], str(r["gpus"]), *choice_cells(r["theirs"]), *choice_cells(r["best"]),
+            [[r["setting"], f"{r['gpus']}", *choice_cells(r["theirs"]), *choice_cells(r["best"]),
               f"{r['theirs']['step_s'] / r['best']['step_s'] - 1:+.1%}"]
              for r in found["choices"]]),
         "table_5": markdown(
@@ -244,26 +248,33 @@ def scale_tables() -> str:
         "figures": figure_table(found["figures"]),
         "memo": markdown(
             ["GPUs", "tokens", "sp", "layers keep", "host GiB a node", "causal MFU"],
-            [[str(r["gpus"]), f"{r['seq'] // 1024:,}K", str(r.get("sp", "-")),
+            [[f"{r['gpus']}", f"{r['seq'] // 1024:,}K", f"{r.get('sp', '-')}",
               r.get("layers", "nothing fits"), f"{r['host_gib']:.0f}" if "sp" in r else "-",
               " / ".join([f"{r['mfu_causal']:.1%}" if "sp" in r else "-",
                           f"{r['published_mfu']:.1%}" if r["published_mfu"] else "over 50%"])]
              for r in found["memo"]]),
         "rings": markdown(
             ["model", "nodes", "GB/s", "hidden from", "ring s", "by heads s", "planned: sp"],
-            [[r["model"], str(r["nodes"]), f"{r['rate'] / 1e9:.0f}",
+            [[r["model"], f"{r['nodes']}", f"{r['rate'] / 1e9:.0f}",
               f"{r['hidden'] // 1024:,}K" if r["hidden"] else "-",
               *(f"{r[how]['step_s']:.4g}" if how in r else "-" for how in ("ring", "heads")),
               r["planned"]["sp"]] for r in found["rings"]]),
         "hybrids": markdown(
             ["setting", "GPUs", "GB/s", "degrees", "tp", "pp", "sp", "p,g,os", "step s",
              "causal MFU", "idle s", "GPU GiB"],
-            [[r["setting"], str(r["gpus"]), f"{r['rate'] / 1e9:.0f}" if r["rate"] else "A800s", cut,
+            [[r["setting"], f"{r['gpus']}", f"{r['rate'] / 1e9:.0f}" if r["rate"] else "A800s", cut,
               r[cut]["tp"], r[cut]["pp"], r[cut]["sp"], r[cut]["shards"],
               f"{r[cut]['step_s']:.4g}", f"{r[cut]['mfu_causal']:.1%}",
               f"{r[cut]['idle_s']:.3g}", f"{r[cut]['gpu_gib']:.1f}"]
              for r in found["hybrids"]
              for cut in ("all degrees", "without", "8 stages", "8 columns") if cut in r]),
+        "node": markdown(
+            ["model", "tokens", "sequences", "p,g,os", "sp", "layers keep", "step s", "causal MFU",
+             "GPU GiB"],
+            [[r["model"], f"{r['seq'] // 1024:,}K", str(r["batch"]),
+              r["shards"] + ", by hand" * r["by_hand"], r["sp"], r["layers"],
+              f"{r['step_s']:.4g}", f"{r['mfu_causal']:.1%}", f"{r['gpu_gib']:.1f}"]
+             for r in found["node"]]),
         "example": f"    {found['example']['command']}\n\n" + indent(
             found["example"]["text"], "    ")}
     text = ("\n## Scale, by simulation\n\nNothing here was run: `python results/scale.py"
@@ -306,6 +317,8 @@ def results_readme() -> str:
         for table, says in tables.items():
             text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table, [])))
     assert not files, f"TOPICS has no table {sorted(files)}"
+    for path in sorted(HERE.glob("train-*.log")):  # of results/node.py
+        text += f"\n### {path.name}\n\n" + indent(path.read_text(), "    ")
     return text + predictions() + scale_tables()
 
 
@@ -348,7 +361,7 @@ def plan_of(r: dict) -> Plan:
                 r.get("ring", 1), r["batch"], r["micro_batch"], r["head_groups"], r["recompute"],
                 r["chunk"], Factors(r["p"], r["g"], r["os"]), r["os_layout"],
                 r.get("os_place", "gpu"), activations=kept)
-    return dataclasses.replace(plan, accumulates=plan.micro_batches > 1)
+    return replace(plan, accumulates=plan.micro_batches > 1)
 
 
 def predicted_rows() -> list[dict]:
@@ -436,7 +449,7 @@ def nine_rows() -> str:
         cap = re.search(r"--gpu-memory (\d+)G", r["command"])
         text = cells(row)
         lines.append([text[0] + (f", of {cap[1]} GiB a GPU" if cap else ""), f"{seq // 1024}K",
-                      str(row["gpus"]), text[5], text[7], text[8]])
+                      f"{row['gpus']}", text[5], text[7], text[8]])
     return markdown(["system", "tokens", "GPUs", "causal MFU", "of bound", "GPU GiB"], lines)
 
 

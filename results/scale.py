@@ -446,6 +446,25 @@ def hybrids() -> list[dict]:
     return rows
 
 
+NODE = [  # what results/node.py measures: model, tokens, sequences a step, flags
+    *(("7b", kilo * 2**10, 1, {}) for kilo in (64, 128, 256, 512, 1024)), ("7b", 2**16, 8, {}),
+    ("llama3-8b", 2**18, 1, {}),
+    *(("7b", 2**12, 8 * m, {"sp": 1, "micro_batch": 1, "p": p, "g": g, "os": os} if p else {})
+      for m in (1, 8) for p, g, os in (("1", "1", "8"), ("1", "8", "8"), ("4", "4", "8"),
+                                       ("8", "8", "8"), ("4", "4", "4"), ("", "", "")))]
+
+
+def node() -> list[dict]:
+    """Return what is expected of 8 H200s, of which nothing was measured yet."""
+    hardware = Hardware(8, 8, load_profile("h200x8"), GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
+    rows = []
+    for name, seq, batch, by_hand in NODE:
+        found = best_plan(MODELS[name], hardware, seq=seq, batch=batch, **by_hand)
+        rows.append({"model": name, "seq": seq, "batch": batch, "by_hand": bool(by_hand)} | shown(
+            found, hardware, "shards", "sp", "layers", "step_s", "mfu_causal", "gpu_gib"))
+    return rows
+
+
 EXAMPLE = ("planner.py --model 65b --ranks 10000 --per-node 8 --seq 32K --batch 1250 --cluster "
            "h200x8-400g --top 2")
 
@@ -458,7 +477,8 @@ def example() -> dict:
 
 def predictions() -> dict:
     return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
-                    "memo": memo(), "fits": fits(), "rings": rings(), "hybrids": hybrids()}, 5)
+                    "memo": memo(), "fits": fits(), "rings": rings(), "hybrids": hybrids(),
+                    "node": node()}, 5)
 
 
 def main() -> None:

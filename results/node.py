@@ -1,0 +1,203 @@
+"""Which measurements does a node of GPUs still owe? Run them in pieces, most wanted first.
+
+    make results-node                   all that are missing: pieces of under nine minutes each
+    python results/node.py --list       the pieces, and which are there; needs no GPU
+    python results/node.py --minutes 9  the next ones that should end within so many minutes
+
+A piece is one command of bench.py or train.py on all GPUs of the node. Its files appear in results/
+when it has ended well, so a run that is cut short goes on with the piece that it was in. Before the
+first piece that times a mechanism, the mechanism's test runs on these GPUs; if it fails, the pieces
+that need it are left out. On fewer GPUs than eight sequences are shorter, by as many tokens a GPU.
+What the planner predicts of most pieces is in scale.json before they run; report.py shows both.
+
+Left out: measurements of one GPU, each a single command of bench.py.
+"""
+import argparse
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+
+from bench import commit
+
+WRITTEN_FOR = 8  # GPUs: the sequences of PIECES
+LIMIT_S = 540  # of a piece, and of a test
+TEST_MINUTES = 2.5
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A measurement. test: the worker of test_all.py's GPU tests that shows that what is timed is
+    right; minutes: what it should take; kilotokens: of its sequences on WRITTEN_FOR GPUs; gpus:
+    that it needs."""
+
+    test: str
+    minutes: float
+    command: str
+    kilotokens: tuple[int, ...] = ()
+    gpus: int = 2
+
+    def on(self, gpus: int) -> str:
+        """Return the command on so many GPUs."""
+        seqs = ",".join(f"{kilo * gpus // WRITTEN_FOR}K" for kilo in self.kilotokens)
+        return f"torchrun --nproc_per_node {gpus} {self.command.format(seq=seqs)}"
+
+
+PIECES = (
+    Piece("swap", 7, "train.py --seq {seq} --batch 1 --steps 1 --save-every -1 --eval-every -1",
+          (1024,)),
+    Piece("swap", 8, "bench.py long --seq {seq} --skip full,swap,fsdp2", (1024,)),
+    Piece("swap", 6, "bench.py long --seq {seq} --skip full,swap", (64, 128, 256)),
+    Piece("swap", 8, "bench.py long --seq {seq} --skip full,swap", (512,)),
+    Piece("swap", 4, "bench.py long --seq {seq} --batch 8 --skip full,swap", (64,)),
+    Piece("factors", 7, "bench.py shard"),
+    Piece("factors", 8, "bench.py predict-held"),
+    Piece("factors", 5, "bench.py nodes --nodes 2", gpus=4),
+    Piece("factors", 5, "bench.py nodes --nodes 4", gpus=4),
+    Piece("ring", 8, "bench.py ring --seq {seq}", (256, 512)),
+    Piece("ring", 8, "bench.py ring --seq {seq} --nodes 2", (1024,)),
+    Piece("pipeline", 8, "bench.py pipeline --seq 4K,64K"),
+    Piece("pipeline", 6, "bench.py pipeline --seq 4K --nodes 2"),
+    Piece("pipeline", 6, "bench.py pipeline --seq 64K --nodes 2"),
+    Piece("tensor", 6, "bench.py tensor --seq 4K,16K,64K"),
+    Piece("host", 8, "bench.py longest"),
+    Piece("replay", 6, "bench.py memplan --seq {seq}", (64,)),
+    Piece("replay", 8, "bench.py memplan --seq {seq}", (256,)),
+    Piece("replay", 8, "bench.py memplan --seq {seq}", (1024,)),
+)
+
+def log_name(command: str, hardware: str) -> str:
+    """Return the file of what a command of train.py prints."""
+    seq = re.search(r"--seq (\w+)", command)[1].lower()
+    device = hardware.replace(" x NVIDIA ", "x").replace(" ", "").lower()
+    return f"train-{seq}-{device}.log"
+
+
+def is_there(command: str, hardware: str, folders: list[Path]) -> bool:
+    """Return whether a command was measured on this hardware, at any commit."""
+    if " train.py " in command:
+        return any((folder / log_name(command, hardware)).exists() for folder in folders)
+    for path in (path for folder in folders for path in folder.glob("*.json")):
+        found = json.loads(path.read_text())
+        if (found.get("command"), found.get("hardware")) == (command, hardware):
+            return True
+    return False
+
+
+def run(command: list[str]) -> tuple[bool, str]:
+    """Run a command for LIMIT_S at most, and show what it prints. Returns whether it ended well,
+    and the text."""
+    limited = ["timeout", "--kill-after", "20", str(LIMIT_S), *command]
+    process = subprocess.Popen(limited, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT)
+    lines = []
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        lines.append(line)
+    return process.wait() == 0, "".join(lines)
+
+
+class Tests:
+    """Which of test_all.py's GPU tests passed on this hardware at this commit."""
+
+    def __init__(self, hardware: str):
+        self.file = ROOT / "out" / "node-tests.json"
+        self.where = f"{hardware}, {commit()}"
+        self.failed: set[str] = set()
+
+    def known(self) -> dict[str, str]:
+        return json.loads(self.file.read_text()) if self.file.exists() else {}
+
+    def missing(self, name: str) -> bool:
+        return name not in self.failed and self.known().get(name) != self.where
+
+    def run(self, name: str) -> None:
+        """One that is skipped shows nothing."""
+        well, text = run([sys.executable, "-m", "pytest", "-q", "test_all.py", "-k",
+                          f"gpu_{name}_worker"])
+        if well and " passed" in text and " skipped" not in text:
+            self.file.parent.mkdir(exist_ok=True)
+            self.file.write_text(json.dumps(self.known() | {name: self.where}))
+        else:
+            self.failed.add(name)
+
+
+def measure(command: str, hardware: str, out: Path) -> bool:
+    """Run a piece, and move its files to `out` if it has ended well. Returns whether it has."""
+    work = ROOT / "out" / "node"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    training = " train.py " in command
+    _, *words = shlex.split(command)  # torchrun, of this very Python
+    well, text = run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words,
+                      "--out", str(work / "run" if training else work)])
+    if not well:
+        print(f"{command}: did not end well; what there is of it is in {work}", flush=True)
+        return False
+    if training:
+        (work / log_name(command, hardware)).write_text(f"{command}\n{hardware}\n\n{text}")
+    for path in work.glob("*.*"):
+        shutil.move(path, out / path.name)
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.add_argument("--list", action="store_true", help="run nothing; say what is missing")
+    parser.add_argument("--minutes", type=float, default=math.inf,
+                        help="start nothing that should take longer than what is left of them")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the results files")
+    args = parser.parse_args()
+    start = time.monotonic()
+    gpus = torch.cuda.device_count()
+    if not gpus and not args.list:
+        parser.error("there are no GPUs here: --list says what is missing of eight H200s")
+    hardware = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "8 x NVIDIA H200"
+    gpus = gpus or 8
+    if gpus < 2:
+        parser.error("one GPU: a piece needs two or more; bench.py measures one")
+    tests = Tests(hardware)
+    ends = Counter()
+    for piece in PIECES:
+        command = piece.on(gpus)
+        if gpus < piece.gpus:
+            continue
+        state = "there" if is_there(command, hardware, [HERE, args.out]) else "missing"
+        left = args.minutes - (time.monotonic() - start) / 60
+        if state == "missing" and not args.list:
+            state = attempt(piece, command, hardware, tests, args.out, left)
+        ends[state] += 1
+        print(f"{state:8} {piece.minutes:2} min  {command}", flush=True)
+    print(", ".join(f"{count} {state}" for state, count in ends.items()))
+    return int(bool(ends["failed"]))
+
+
+def attempt(piece: Piece, command: str, hardware: str, tests: Tests, out: Path,
+            minutes: float) -> str:
+    """Measure a piece, and before it, once, its test. Returns measured, failed, or missing if it
+    should not end within these minutes."""
+    untested = tests.missing(piece.test)
+    if piece.minutes + TEST_MINUTES * untested > minutes:
+        return "missing"
+    if untested:
+        tests.run(piece.test)
+    if piece.test in tests.failed:
+        return "failed"
+    return "measured" if measure(command, hardware, out) else "failed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
