@@ -6136,17 +6136,18 @@ def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node, "ROOT", tmp_path)
     monkeypatch.setattr(node, "HERE", out)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(node, "name_of_gpu", lambda: "NVIDIA H200")
     broken = {"gpu_tensor_worker", "longest"}
     begun = []
-    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: 240 * len(begun)))
+    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: 120 * len(begun)))
 
-    def run(command: list[str]) -> tuple[bool, str]:
+    def run(command: list[str], seconds: float) -> tuple[bool, str]:
+        assert 0 < seconds <= node.LIMIT_S
         if "pytest" in command:
             begun.append(command[-1])
             return command[-1] not in broken, "1 passed"
         program = next(i for i, word in enumerate(command) if word.endswith(".py"))
-        folder = Path(command[-1])
+        folder = tmp_path / command[-1]
         said = "torchrun --nproc_per_node 2 " + " ".join(command[program:-2])
         begun.append(said)
         if command[program] == "bench.py":  # rows so far
@@ -6163,14 +6164,17 @@ def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
 
     assert main("--list") == 0 and not begun
     for_two = [piece for piece in node.PIECES if piece.gpus == 2]
-    assert main("--minutes", "10") == 0
-    assert begun == ["gpu_swap_worker", for_two[0].on(2)]  # of 4 minutes each
+    assert main("--minutes", "9.5") == 0  # each takes 2, but should take more
+    fit = [piece for piece in for_two if piece.minutes in (7, 4) and piece.test == "swap"]
+    assert begun == ["gpu_swap_worker", *(piece.on(2) for piece in fit)] and len(fit) == 2
     assert "loss 1.0" in (out / "train-256k-2xh200.log").read_text()
     assert main() == 1
     measured = [command for command in begun if command.startswith("torchrun")]
-    assert measured == [piece.on(2) for piece in for_two[1:] if piece.test != "tensor"]
+    assert measured == [piece.on(2) for piece in for_two
+                        if piece.test != "tensor" and piece not in fit]
     assert begun.count("gpu_swap_worker") == 0 and begun.count("gpu_ring_worker") == 1
-    assert len(list(out.glob("*.json"))) == len(measured) - 1  # rows of one cut short are no result
+    # one json is from before; rows of one that was cut short are no result
+    assert len(list(out.glob("*.json"))) == 1 + len(measured) - 1
     broken.clear()
     capsys.readouterr()
     assert main() == 0

@@ -8,7 +8,7 @@ A piece is one command of bench.py or train.py on all GPUs of the node. Its file
 when it has ended well, so a run that is cut short goes on with the piece that it was in. Before the
 first piece that times a mechanism, the mechanism's test runs on these GPUs; if it fails, the pieces
 that need it are left out. On fewer GPUs than eight sequences are shorter, by as many tokens a GPU.
-What the planner predicts of most pieces is in scale.json before they run; report.py shows both.
+What the planner expects of most pieces on eight is in scale.json, before any has run.
 
 Left out: measurements of one GPU, each a single command of bench.py.
 """
@@ -74,9 +74,9 @@ PIECES = (
     Piece("pipeline", 6, "bench.py pipeline --seq 64K --nodes 2"),
     Piece("tensor", 6, "bench.py tensor --seq 4K,16K,64K"),
     Piece("host", 8, "bench.py longest"),
-    Piece("replay", 6, "bench.py memplan --seq {seq}", (64,)),
-    Piece("replay", 8, "bench.py memplan --seq {seq}", (256,)),
-    Piece("replay", 8, "bench.py memplan --seq {seq}", (1024,)),
+    Piece("replay", 6, "bench.py memplan --seq {seq}", (64,), gpus=4),
+    Piece("replay", 8, "bench.py memplan --seq {seq}", (256,), gpus=4),
+    Piece("replay", 8, "bench.py memplan --seq {seq}", (1024,), gpus=4),
 )
 
 def log_name(command: str, hardware: str) -> str:
@@ -87,27 +87,35 @@ def log_name(command: str, hardware: str) -> str:
 
 
 def is_there(command: str, hardware: str, folders: list[Path]) -> bool:
-    """Return whether a command was measured on this hardware, at any commit."""
+    """Return whether a command was measured on this hardware, at any commit: with the same name of
+    the file, which --skip and --host-memory do not change."""
+    def named(command: str) -> str:
+        return re.sub(r" --(skip|host-memory) \S+", "", command)
+
     if " train.py " in command:
         return any((folder / log_name(command, hardware)).exists() for folder in folders)
     for path in (path for folder in folders for path in folder.glob("*.json")):
         found = json.loads(path.read_text())
-        if (found.get("command"), found.get("hardware")) == (command, hardware):
+        if (named(found.get("command", "")), found.get("hardware")) == (named(command), hardware):
             return True
     return False
 
 
-def run(command: list[str]) -> tuple[bool, str]:
-    """Run a command for LIMIT_S at most, and show what it prints. Returns whether it ended well,
-    and the text."""
-    limited = ["timeout", "--kill-after", "20", str(LIMIT_S), *command]
+def run(command: list[str], seconds: float) -> tuple[bool, str]:
+    """Run a command, at most so many seconds, and show what it prints. Returns whether it ended
+    well, and the text."""
+    # torchrun gives its ranks 30 seconds to end
+    limited = ["timeout", "--foreground", "--kill-after", "45", str(int(seconds)), *command]
     process = subprocess.Popen(limited, cwd=ROOT, text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT)
     lines = []
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        lines.append(line)
-    return process.wait() == 0, "".join(lines)
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        return process.wait() == 0, "".join(lines)
+    finally:
+        process.terminate()  # where this program is stopped
 
 
 class Tests:
@@ -124,10 +132,10 @@ class Tests:
     def missing(self, name: str) -> bool:
         return name not in self.failed and self.known().get(name) != self.where
 
-    def run(self, name: str) -> None:
+    def run(self, name: str, seconds: float) -> None:
         """One that is skipped shows nothing."""
         well, text = run([sys.executable, "-m", "pytest", "-q", "test_all.py", "-k",
-                          f"gpu_{name}_worker"])
+                          f"gpu_{name}_worker"], seconds)
         if well and " passed" in text and " skipped" not in text:
             self.file.parent.mkdir(exist_ok=True)
             self.file.write_text(json.dumps(self.known() | {name: self.where}))
@@ -135,17 +143,18 @@ class Tests:
             self.failed.add(name)
 
 
-def measure(command: str, hardware: str, out: Path) -> bool:
+def measure(command: str, hardware: str, out: Path, seconds: float) -> bool:
     """Run a piece, and move its files to `out` if it has ended well. Returns whether it has."""
-    work = ROOT / "out" / "node"
+    folder = Path("out", "node", re.sub(r"\W+", "-", command))
+    work = ROOT / folder
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     training = " train.py " in command
     _, *words = shlex.split(command)  # torchrun, of this very Python
     well, text = run([sys.executable, "-m", "torch.distributed.run", "--standalone", *words,
-                      "--out", str(work / "run" if training else work)])
+                      "--out", str(folder / "run" if training else folder)], seconds)
     if not well:
-        print(f"{command}: did not end well; what there is of it is in {work}", flush=True)
+        print(f"{command}: did not end well; what there is of it is in {folder}", flush=True)
         return False
     if training:
         (work / log_name(command, hardware)).write_text(f"{command}\n{hardware}\n\n{text}")
@@ -154,31 +163,41 @@ def measure(command: str, hardware: str, out: Path) -> bool:
     return True
 
 
+def name_of_gpu() -> str:
+    """Return it as CUDA says it, in a process that holds none of its memory afterwards."""
+    ask = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.check_output([sys.executable, "-c", ask], text=True).strip()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--list", action="store_true", help="run nothing; say what is missing")
     parser.add_argument("--minutes", type=float, default=math.inf,
                         help="start nothing that should take longer than what is left of them")
+    parser.add_argument("--host-memory", default="", help="of the pieces' commands, as 490G, where "
+                        "the machine shows less than it has; default: what it shows")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of the results files")
     args = parser.parse_args()
-    start = time.monotonic()
+    deadline = time.monotonic() + 60 * args.minutes
     gpus = torch.cuda.device_count()
     if not gpus and not args.list:
         parser.error("there are no GPUs here: --list says what is missing of eight H200s")
-    hardware = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else "8 x NVIDIA H200"
+    hardware = f"{gpus} x {name_of_gpu()}" if gpus else "8 x NVIDIA H200"
     gpus = gpus or 8
     if gpus < 2:
         parser.error("one GPU: a piece needs two or more; bench.py measures one")
+    args.out.mkdir(parents=True, exist_ok=True)
     tests = Tests(hardware)
     ends = Counter()
     for piece in PIECES:
-        command = piece.on(gpus)
         if gpus < piece.gpus:
             continue
+        command = piece.on(gpus)
+        if args.host_memory:
+            command += f" --host-memory {args.host_memory}"
         state = "there" if is_there(command, hardware, [HERE, args.out]) else "missing"
-        left = args.minutes - (time.monotonic() - start) / 60
         if state == "missing" and not args.list:
-            state = attempt(piece, command, hardware, tests, args.out, left)
+            state = attempt(piece, command, hardware, tests, args.out, deadline)
         ends[state] += 1
         print(f"{state:8} {piece.minutes:2} min  {command}", flush=True)
     print(", ".join(f"{count} {state}" for state, count in ends.items()))
@@ -186,17 +205,22 @@ def main() -> int:
 
 
 def attempt(piece: Piece, command: str, hardware: str, tests: Tests, out: Path,
-            minutes: float) -> str:
+            deadline: float) -> str:
     """Measure a piece, and before it, once, its test. Returns measured, failed, or missing if it
-    should not end within these minutes."""
-    untested = tests.missing(piece.test)
-    if piece.minutes + TEST_MINUTES * untested > minutes:
-        return "missing"
-    if untested:
-        tests.run(piece.test)
+    should not end before the deadline."""
+    def seconds_left() -> float:
+        return deadline - time.monotonic()
+
+    if tests.missing(piece.test):
+        if seconds_left() < 60 * (TEST_MINUTES + piece.minutes):
+            return "missing"
+        tests.run(piece.test, min(LIMIT_S, seconds_left()))
     if piece.test in tests.failed:
         return "failed"
-    return "measured" if measure(command, hardware, out) else "failed"
+    if seconds_left() < 60 * piece.minutes:
+        return "missing"
+    well = measure(command, hardware, out, min(LIMIT_S, seconds_left()))
+    return "measured" if well else "failed"
 
 
 if __name__ == "__main__":

@@ -57,6 +57,14 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         " two GPUs, each as train.py plans it; *nodes=2*: the two reach each other by sockets over"
         " loopback alone. There the keys and values of llama3-8b, a quarter of its queries, go"
         " around hidden by attention, and all-to-alls of everything do not.",
+        "pipeline": "Shows all GPUs as the stages of a pipeline, with several parts of the model on"
+        " one, with sequences in segments, beside one sequence over all of them and data"
+        " parallelism. *idle* is the share of a step in which a stage waits for messages, the mean"
+        " of all, and the formula's for passes that all take as long; *nodes=2*: the two halves of"
+        " the GPUs reach each other by sockets over loopback alone.",
+        "tensor": "Shows a layer's matrices over all GPUs in three modes, and *isp*, one sequence"
+        " over them whose weights are whole or gathered: GiB of activations that a rank sends in a"
+        " step, and GiB that its layers keep.",
         "place": "Shows 7B with optimizer states on the host (75 GiB), from which they visit the"
         " GPU: updated under the next forward, or in the open, where compute waits; and on the GPU,"
         " if they fit there. Short sequences do not hide 12 bytes a parameter there and 12 back.",
@@ -315,7 +323,8 @@ def results_readme() -> str:
     for topic, tables in TOPICS.items():
         text += f"\n## {topic}\n"
         for table, says in tables.items():
-            text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table, [])))
+            if table in files:
+                text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table)))
     assert not files, f"TOPICS has no table {sorted(files)}"
     for path in sorted(HERE.glob("train-*.log")):  # of results/node.py
         text += f"\n### {path.name}\n\n" + indent(path.read_text(), "    ")
@@ -324,13 +333,10 @@ def results_readme() -> str:
 
 # ---------------------------------------------------------------------------- predictions
 
-PREDICTED = {  # file: the profile it is predicted by
-    "predict-seen-h100": "h100", "predict-held-h100": "h100", "predict-seen-h200": "h200x2",
-    "predict-held-h200": "h200x2", "predict-seen-2xh200": "h200x2",
-    "predict-held-2xh200": "h200x2", "place-h100": "h100",
-    "long-256k-h100": "h100", "long-1b-256k-h100": "h100", "long-176k-h200": "h200x2",
-    "long-400k-h200": "h200x2", "long-1b-128k-24g-h200": "h200x2",
-    "ring-32k-64k-128k-2xh200": "h200x2"}
+PREDICTED = (  # files of rows whose time and memory the planner predicts
+    "predict-*", "place-h100", "long-256k-h100", "long-1b-256k-h100", "long-176k-h200",
+    "long-400k-h200", "long-1b-128k-24g-h200", "long-*-8xh200", "ring-32k-64k-128k-2xh200")
+PROFILE_OF = {"H100": "h100", "H200": "h200x2"}  # but of eight H200s
 PREDICTIONS = """
 ## Predictions
 
@@ -367,9 +373,11 @@ def plan_of(r: dict) -> Plan:
 def predicted_rows() -> list[dict]:
     """Return the measured rows with what is predicted for their plans now."""
     rows = []
-    for name, profile_name in PREDICTED.items():
-        found = read(name)
+    paths = [path for name in PREDICTED for path in sorted(HERE.glob(f"{name}.json"))]
+    for path in paths:
+        found = read(path.stem)
         gpu = re.search("H[12]00", found["hardware"])[0]
+        profile_name = "h200x8" if found["hardware"].startswith("8 x") else PROFILE_OF[gpu]
         for r in found["rows"]:
             if r["oom"] or "predicted_s" not in r or "in the open" in r["system"]:
                 continue
