@@ -1237,7 +1237,7 @@ def sequence_worker():
         alone = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
-            every = 1 if ALL_COMBINATIONS else {2: 2, 4: 3}[world]
+            every = 2 if world == 4 and not ALL_COMBINATIONS else 1
             some = list(enumerate(PLANS))[count % every :: every]
             for i, (eighths, resident, kept, dropped, stride, by_heads) in some:
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
@@ -1352,7 +1352,8 @@ def pipelined(case, groups, cpu, cfg, seq):
     pieces = 1
     if not isinstance(keep, str):
         resident, eighths, kept, dropped, stride, by_heads = keep
-        pieces = 3
+        chunk = -(-rows * longest // 3)
+        pieces = -(-rows * longest // chunk)  # two of 4 tokens
         order = parallel.pipeline_order(stage, pp, chunks, several, segments)
         for v, part in enumerate(parts):
             n = len(part)
@@ -1361,8 +1362,8 @@ def pipelined(case, groups, cpu, cfg, seq):
                 n, pieces, k, 0 if by_heads or stride > 1 else min(kept, k * pieces),
                 0 if by_heads or stride > 1 else eighths * pieces * (n - k) // 8,
                 min(dropped, n), stride if (n - k) % stride == 0 else 1, bool(by_heads))
-            offload.ChunkedLayers(model, (rows, longest), plan, -(-rows * longest // pieces), cpu,
-                                  torch.float64, parallel.in_flight(order, v), part, poison=True)
+            offload.ChunkedLayers(model, (rows, longest), plan, chunk, cpu, torch.float64,
+                                  parallel.in_flight(order, v), part, poison=True)
             runners[v] = model.layer_runner
     states = shard.States(model, cpu, torch.float64, several * segments, f, layout, groups,
                           gather_layers=keep != "all", num_chunks=pieces, poison=True)
@@ -1458,8 +1459,8 @@ def pipeline_worker():
     rows = cover(fits, **always, sp=(1, 2, 4), segments=(1, 2, 3), mode=("",), keep=PIPELINE_PLANS)
     rows += cover(fits, **always, sp=(1,), segments=(1, 2, 4), mode=("mtp", "msp", "fsp"),
                   keep=("all", "input"))
-    every = 1 if ALL_COMBINATIONS else {2: 1, 4: 4, 8: 6}[world]
     count = 0
+    every = 1 if ALL_COMBINATIONS else {2: 1, 4: 2, 8: 3}[world]
     for i, (pp, chunks, several, layout, sp, segments, mode, keep) in enumerate(rows[::every]):
         groups = made[pp, 2 if mode else 1]
         legal = shard.legal_factors(groups.ranks, groups.ranks)
@@ -1563,8 +1564,7 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
 
 
 @pytest.mark.parametrize("ranks, count", [
-    (2, 20 if ALL_COMBINATIONS else 10),
-    (4, 40 if ALL_COMBINATIONS else 13)])
+    (2, 20), (4, 40 if ALL_COMBINATIONS else 20)])
 def test_sequences_and_chunks_equal_one_process(ranks, count, tmp_path):
     text = run([], ranks, "import test_all; test_all.sequence_worker()", tmp=tmp_path)
     assert text.count(f"{count} cases equal") == ranks
@@ -6312,6 +6312,8 @@ def fsdp2_worker():
         assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] < 6, losses
     m.MODELS["7b"] = m.MODELS["llama3-8b"] = m.ModelConfig(64, 64, 3, 8, 4, 64, 8)
     table = bench.Bench(torch.device("cpu"), rank, world, seqs=[64])
+    measured = bench.sustained  # for seconds, since GPUs take long to reach the rate that they hold
+    bench.sustained = lambda fn, device, seconds: measured(fn, device, 0.01)
     bench.table_ring(table)
     rings = [(r["ring"], r["sp"], r["oom"]) for r in table.rows if r["system"] != "kernels alone"]
     assert rings == 2 * [(1, 2, False), (2, 2, False)], table.rows
