@@ -295,15 +295,14 @@ def chosen(run: Run) -> dict:
     f = plan.factors
     kept = plan.activations
     memory = plan.memory
-    working = sum(memory.peaks[memory.highest()].values())
     names = ("sp", "ring", "chunk", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
              "os_layout", "os_place", "recompute", "head_groups")
     return {"p": f.p, "g": f.g, "os": f.os, **{name: getattr(plan, name) for name in names},
             "predicted": plan.seconds,
             "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,
             "activations": kept and asdict(kept),
-            "planned_gib": {name: value / GIB
-                            for name, value in (memory.lasting | {"working": working}).items()},
+            "planned_gib": {name: value / GIB for name, value in (
+                memory.lasting | {"working": memory.working()}).items()},
             "alpha": kept and kept.alpha,
             "host_gib": run.cfg.per_node / GIB * plan.host_bytes or None}
 
@@ -1323,6 +1322,11 @@ def command_line(args: argparse.Namespace, name: str, world: int) -> tuple[str, 
     return command, "-".join(filter(None, parts)).lower()
 
 
+def in_file_names(hardware: str) -> str:
+    """8 x NVIDIA H200 -> 8xh200"""
+    return hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
+
+
 def launcher(world: int) -> str:
     return f"torchrun --nproc_per_node {world}" if world > 1 else "python"
 
@@ -1335,8 +1339,7 @@ def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) ->
     if name == "alpha":
         hardware = "no device (calculated)"
     else:
-        device = hardware.replace("NVIDIA ", "").split(",")[0].replace(" ", "").lower()
-        file += f"-{device}"
+        file += f"-{in_file_names(hardware)}"
     results = {"hardware": hardware, "versions": versions(), "commit": commit(),
                "command": command, "rows": []}
 

@@ -57,7 +57,7 @@ from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, keys_seen, param_count
 from offload import GIB, ActivationPlan, block_saves
-from parallel import part_layers, pipeline_order, run_times, segment_bounds
+from parallel import column_model, part_layers, pipeline_order, run_times, segment_bounds
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -181,12 +181,6 @@ class Plan:
 
 
 # ---------------------------------------------------------------------------- stages and columns
-
-
-@functools.cache
-def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
-    """Return the model whose layers are one of tp columns of the model's."""
-    return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp)
 
 
 def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:

@@ -34,6 +34,7 @@ import model as llama
 from attention import (Attention, CommStream, Exchange, Groups, all_gather, gpus_reach_each_other,
                        reduce_scatter)
 from model import ModelConfig, accumulation_dtype, rope_tables, weight_grad_into
+from ranks import most_of_ranks
 from shard import ADAMW, States, adamw
 
 PROFILES = Path(__file__).parent / "results" / "profiles"
@@ -312,9 +313,7 @@ class Stopwatch:
             fn()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        slowest = torch.tensor(time.perf_counter() - start, device=self.device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        return slowest.item()
+        return most_of_ranks(time.perf_counter() - start, self.device)
 
     def least(self, fn: Callable, repeats: int) -> float:
         """Return the least seconds of a call, after one that warms up."""

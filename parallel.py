@@ -172,6 +172,13 @@ class Split(PlainSplit):
         self.keeps_input = kind == "column" and columns.mode == "msp"
 
 
+@functools.cache
+def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
+    """Return the model whose layers are one of tp columns of the model's."""
+    return dataclasses.replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
+                               ffn=cfg.ffn // tp)
+
+
 def kinds_and_cuts(cfg: ModelConfig, c: int, tp: int) -> dict[str, tuple[str, Cut]]:
     """Return of each matrix of a layer which product it is of, and what column c of tp has of it.
     cfg: of the whole model."""
@@ -197,8 +204,6 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
     c, tp = columns.index, columns.ranks
     parts = kinds_and_cuts(model.cfg, c, tp)
     splits = {kind: Split(kind, columns) for kind in ("column", "row")}
-    of_column = dataclasses.replace(model.cfg, heads=model.cfg.heads // tp,
-                                    kv_heads=model.cfg.kv_heads // tp, ffn=model.cfg.ffn // tp)
     for block in model.blocks:
         matrices = {name: module for name, module in block.named_modules()
                     if isinstance(module, Matrix)}
@@ -211,7 +216,7 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
             matrix.shape = cut.shape
             matrix.weight = nn.Parameter(matrix.weight.new_empty(cut.shape))
             matrix.split = splits[kind]
-        block.cfg = of_column
+        block.cfg = column_model(model.cfg, tp)
         if block.qkv_bias is not None:
             _, cut = parts["qkv"]
             block.qkv_bias.rows = tuple(slice(*rows) for rows in cut.rows)

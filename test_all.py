@@ -1055,6 +1055,32 @@ def train_plainly(batches, loss_of=lambda model, batch: plain_llama(model, *batc
     return plain, wanted
 
 
+def tokens_of(tokens, labels, rows, positions, several, own=lambda labels: labels) -> train.Batch:
+    """A rank's part of a step's tokens and labels (N, T), and the scale of all. own: of its labels
+    those whose loss it computes."""
+    scale = 1 / (labels != m.IGNORE).sum().double()
+    return in_parts(tokens[rows, positions], own(labels[rows, positions]), several, scale,
+                    positions)
+
+
+def documents_of(windows, rows, run) -> train.Batch:
+    """A rank's part of a step's windows (N, T + 1), whose tokens attend inside their documents."""
+    scale = torch.tensor(1 / (windows[:, :-1] != END).sum())
+    return dataclasses.replace(train.local_batch(list(windows[rows]), run), scale=scale)
+
+
+def equals_plain(model, states, steps, known, case, before=lambda i, parts: None) -> None:
+    """Train, and compare each loss and norm and the last parameters with train_plainly's. before(i,
+    parts): what runs before step i, and changes nothing."""
+    plain, wanted = known
+    for i, (parts, want) in enumerate(zip(steps, wanted, strict=True)):
+        before(i, parts)
+        loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
+        assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
+    for name, p in plain.named_parameters():
+        assert relative(states.full(name), p) < 1e-11, (case, name)
+
+
 def sharding_worker(cases: str):
     """Runs under torchrun: each case's losses, norms and parameters against one plain process."""
     torch.set_num_threads(1)
@@ -1068,7 +1094,7 @@ def sharding_worker(cases: str):
         labels[::3, :5] = m.IGNORE
         return tokens, labels
 
-    plain, wanted = train_plainly([batch(step) for step in range(STEPS)])
+    known = train_plainly([batch(step) for step in range(STEPS)])
     groups, factors = attention.Groups(), shard.legal_factors(world, int(os.environ["PER_NODE"]))
     rows = cover(factors=factors, layouts=("inter", "intra"), several=(1, 3),
                  recompute=(False, True), place=("gpu", "host"))
@@ -1083,16 +1109,11 @@ def sharding_worker(cases: str):
         model, states = build(torch.float64, several, f, recompute, layout=layout, groups=groups,
                               poison=True, bucket_bytes=8000, place=place)
         mine = slice(rank * 24 // world, (rank + 1) * 24 // world)
-        for step, want in enumerate(wanted):
-            tokens, labels = batch(step)
-            scale = 1 / (labels != m.IGNORE).sum().double()
-            parts = in_parts(tokens[mine], labels[mine], several, scale)
-            loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
-            got = loss.item(), norm.item()
-            assert got == pytest.approx(want, rel=1e-11), (f, layout, several, recompute, place)
-        for name, p in plain.named_parameters():
-            assert relative(states.full(name), p) < 1e-11, (f, layout, several, place, name)
-        count = sum(p.numel() for p in plain.parameters() if p.dim() > 1)
+        steps = [in_parts(tokens[mine], labels[mine], several,
+                          1 / (labels != m.IGNORE).sum().double())
+                 for tokens, labels in map(batch, range(STEPS))]
+        equals_plain(model, states, steps, known, (f, layout, several, recompute, place))
+        count = sum(p.numel() for p in known[0].parameters() if p.dim() > 1)
         formula = costs.state_bytes(count, f, torch.float64, several > 1)
         if layout == "intra":  # the rest is padding, which is large only in matrices as small
             assert all(formula[k] <= v < 1.3 * formula[k] for k, v in states.bytes().items())
@@ -1244,7 +1265,6 @@ def sequence_worker():
                 ring = 2 ** (count % sp.bit_length())  # 1 to sp
                 in_documents = ring == 1 and count % 4 < 2
                 SMALL = slides if in_documents else without  # with windows, too
-                plain, wanted = alone if in_documents else whole
                 head_ranks = sp // ring
                 head_groups = 1 + i % 2 if head_ranks > 1 else (1, 2, 4)[i % 3]
                 if head_ranks == 1:
@@ -1270,23 +1290,18 @@ def sequence_worker():
                 run = make_run(SMALL, 24, world, document_token=END)
                 run = run.but(rank=rank, plan=dataclasses.replace(run.plan, sp=sp,
                                                                   micro_batch=rows))
-                for (tokens, labels), rows_of_step, want in zip(batch, windows, wanted):
-                    if in_documents:
-                        parts = train.local_batch(list(rows_of_step[mine]), run)
-                        valid = (rows_of_step[:, :-1] != END).sum()
-                        parts = dataclasses.replace(parts, scale=torch.tensor(1 / valid))
-                    else:
-                        scale = 1 / (labels != m.IGNORE).sum().double()
-                        parts = in_parts(tokens[mine, positions], labels[mine, positions], several,
-                                         scale, positions)
-                    with torch.no_grad():  # an evaluation in between changes nothing
+                case = (kv_heads, sp, ring, head_groups, activations, chunk, f, several,
+                        in_documents)
+                if in_documents:
+                    steps = [documents_of(rows_of_step, mine, run) for rows_of_step in windows]
+                else:
+                    steps = [tokens_of(*step, mine, positions, several) for step in batch]
+
+                def evaluate(i, parts):
+                    with torch.no_grad():
                         model(*next(parts.micro_batches()))
-                    loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
-                    case = (kv_heads, sp, ring, head_groups, activations, chunk, f, several,
-                            in_documents)
-                    assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
-                for name, p in plain.named_parameters():
-                    assert relative(states.full(name), p) < 1e-11, (case, name)
+
+                equals_plain(model, states, steps, alone if in_documents else whole, case, evaluate)
                 count += 1
     print(f"rank {rank}: {count} cases equal", flush=True)
     os._exit(0)
@@ -1435,7 +1450,7 @@ def pipeline_worker():
     SMALL = dataclasses.replace(SMALL, dim=24, heads=4, kv_heads=2, ffn=40, vocab=67, head_dim=4,
                                 layers=5 if world == 2 else 9, qkv_bias=True)
     batch = [example(batch=8, seq=seq, vocab=67, seed=i) for i in range(STEPS)]
-    plain, wanted = train_plainly(batch)
+    known = train_plainly(batch)
     late = random.Random(rank)
     launch = parallel.Link.launch
 
@@ -1474,18 +1489,15 @@ def pipeline_worker():
         mine = slice(r // sp * 8 // dp, (r // sp + 1) * 8 // dp)
         positions = torch.cat([torch.arange(start * sp, end * sp).chunk(sp)[r % sp]
                                for start, end in zip(bounds, bounds[1:])])
-        for (tokens, labels), want in zip(batch, wanted):
-            scale = 1 / (labels != m.IGNORE).sum().double()
-            parts = in_parts(tokens[mine, positions], labels[mine, positions], several, scale,
-                             positions)
-            if want is wanted[1]:  # these change nothing
+
+        def evaluate_and_warm_up(i, parts):
+            if i == 1:
                 losses, _ = pipeline(*next(parts.micro_batches()))
                 assert losses.isfinite().all() and losses.any() == (groups.stage == pp - 1)
                 pipeline.warm_up(next(parts.micro_batches()))
-            loss, norm, _ = train.run_step(pipeline, states, parts, 1e-2, 0.5)
-            assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
-        for name, p in plain.named_parameters():
-            assert relative(states.full(name), p) < 1e-11, (case, name)
+
+        steps = [tokens_of(*step, mine, positions, several) for step in batch]
+        equals_plain(pipeline, states, steps, known, case, evaluate_and_warm_up)
         count += 1
     print(f"rank {rank}: {count} cases equal", flush=True)
     os._exit(0)
@@ -1667,28 +1679,23 @@ def tensor_worker():
             assert (stage, found) == (0, column)
             mine = slice(data_rank * each, (data_rank + 1) * each)
             here = attention.sequence_positions(24, sp, ring, sp_rank)
-            plain, want_of_steps = wanted[kind]
             case = tp, mode, f, layout, several, recompute, sp, ring, kind
-            first = None
-            for (tokens, labels), rows_of_step, want in zip(batch, windows, want_of_steps):
-                if kind == "documents":
-                    parts = train.local_batch(list(rows_of_step[mine]), run)
-                    valid = (rows_of_step[:, :-1] != END).sum()
-                    parts = dataclasses.replace(parts, scale=torch.tensor(1 / valid))
-                else:
-                    scale = 1 / (labels != m.IGNORE).sum().double()
-                    own = train.own_labels(labels[mine, here], run)
-                    parts = in_parts(tokens[mine, here], own, several, scale, here)
-                loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
-                assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
-                if first is None:  # an evaluation in between changes nothing
-                    first = next(parts.micro_batches())
-                    with torch.no_grad():
-                        losses, hits = model(*first, each=True)
-                        assert losses.shape == hits.shape == first[1].shape
-                        assert abs(losses.sum() * first[2] - model(*first)) < 1e-12, case
-            for name, p in plain.named_parameters():
-                assert relative(states.full(name), p) < 1e-11, (case, name)
+            if kind == "documents":
+                steps = [documents_of(rows_of_step, mine, run) for rows_of_step in windows]
+            else:
+                steps = [tokens_of(*step, mine, here, several,
+                                   functools.partial(train.own_labels, run=run)) for step in batch]
+
+            def evaluate(i, parts):
+                if i != 1:
+                    return
+                first = next(parts.micro_batches())
+                with torch.no_grad():
+                    losses, hits = model(*first, each=True)
+                    assert losses.shape == hits.shape == first[1].shape
+                    assert abs(losses.sum() * first[2] - model(*first)) < 1e-12, case
+
+            equals_plain(model, states, steps, wanted[kind], case, evaluate)
             count += 1
     print(f"rank {rank}: {count} cases equal", flush=True)
     os._exit(0)

@@ -788,9 +788,7 @@ def cap_gpu(run: Run) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
     if run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-        plan = run.plan
-        mapped = costs.all_to_all_bytes(costs.column_model(run.model, plan.tp), plan.tokens,
-                                        run.dtype, plan.head_ranks, plan.head_groups)
+        mapped = costs.sent_bytes(run.plan)
         share = 1.0
         if run.cfg.gpu_memory:
             share = min(1.0, (run.cfg.gpu_memory - mapped) / total)

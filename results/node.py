@@ -31,7 +31,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
 
-from bench import commit
+from bench import commit, in_file_names, launcher
 
 WRITTEN_FOR = 8  # GPUs: the sequences of PIECES
 LIMIT_S = 540  # of a piece, and of a test
@@ -53,7 +53,7 @@ class Piece:
     def on(self, gpus: int) -> str:
         """Return the command on so many GPUs."""
         seqs = ",".join(f"{kilo * gpus // WRITTEN_FOR}K" for kilo in self.kilotokens)
-        return f"torchrun --nproc_per_node {gpus} {self.command.format(seq=seqs)}"
+        return f"{launcher(gpus)} {self.command.format(seq=seqs)}"
 
 
 PIECES = (
@@ -82,8 +82,7 @@ PIECES = (
 def log_name(command: str, hardware: str) -> str:
     """Return the file of what a command of train.py prints."""
     seq = re.search(r"--seq (\w+)", command)[1].lower()
-    device = hardware.replace(" x NVIDIA ", "x").replace(" ", "").lower()
-    return f"train-{seq}-{device}.log"
+    return f"train-{seq}-{in_file_names(hardware)}.log"
 
 
 def is_there(command: str, hardware: str, folders: list[Path]) -> bool:
