@@ -505,8 +505,9 @@ QUICK_PARAMS = {"cuda": 2e9, "cpu": 1e7}  # models with fewer
 
 def table_step(bench: Bench) -> None:
     """What this machine does: ceilings; training steps of the largest model whose states fit its
-    GPUs, as train.py plans them, against a few of its layers alone; and one step at the longest
-    sequence that two minutes allow. On a CPU, the tiny model."""
+    GPUs, as train.py plans them, beside a few of its layers alone (which bound neither a step whose
+    launches take longer than its kernels, nor another length); and one step at the longest sequence
+    that two minutes allow. On a CPU, the tiny model."""
     quick = bench.quick or not bench.gpu
     repeats = 3 if quick else 10
     names = sorted(MODELS, key=lambda name: param_count(MODELS[name]), reverse=True)
@@ -518,12 +519,11 @@ def table_step(bench: Bench) -> None:
         too_large, error = refused
         bench.add(row(bench, "ours", MODELS[too_large], too_large, seq, seq, None,
                       gpus=bench.world, error=error) | {"gpu_gib": None})
-    bound = layers_alone(bench, name, seq, repeats)
-    bench.add(*ceilings(bench, seq), bound)
+    bench.add(*ceilings(bench, seq), layers_alone(bench, name, seq, repeats))
     cfg = Config(model=name, seq=seq, batch=bench.world, os_place="gpu")
     alone, whole = (
-        attempt(bench, label, cfg, repeats, 3, bound,
-                lambda: make_step(bench, cfg, update=update), kernel=bench.kernel())
+        attempt(bench, label, cfg, repeats, 3,
+                build=lambda: make_step(bench, cfg, update=update), kernel=bench.kernel())
         for label, update in (("ours, without optimizer", False), ("ours", True)))
     if whole["oom"]:
         return
@@ -532,7 +532,7 @@ def table_step(bench: Bench) -> None:
         moved = 28 * param_count(MODELS[name]) / whole["os"]  # bytes, by an update
         if bench.gpu and whole["optimizer_s"] > 0:
             whole["optimizer_tb_s"] = moved / whole["optimizer_s"] / 1e12
-    attempt_longest(bench, name, bound, whole, QUICK_STEP_S if quick else LONG_STEP_S)
+    attempt_longest(bench, name, whole, QUICK_STEP_S if quick else LONG_STEP_S)
 
 
 def largest_model(bench: Bench, names: list[str], seq: int) -> tuple[str, tuple | None]:
@@ -548,7 +548,7 @@ def largest_model(bench: Bench, names: list[str], seq: int) -> tuple[str, tuple 
     raise ConfigError(f"no model fits: {refused[1]}")
 
 
-def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: float) -> None:
+def attempt_longest(bench: Bench, name: str, last: dict, limit: float) -> None:
     """Add a row of one sequence over all ranks: the longest power of two that fits and whose step,
     at the rate of the last row, takes no more than `limit` seconds; shorter where it does not."""
     def seconds(seq: int) -> float:
@@ -558,8 +558,7 @@ def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: flo
     seq = max((seq for seq in lengths if seconds(seq) <= limit), default=lengths[0])
     while seq >= last["seq"]:
         cfg = Config(model=name, seq=seq, batch=1, os_place="gpu")
-        found = attempt(bench, "ours, longest in the time", cfg, 1, 1, bound,
-                        kernel=bench.kernel())
+        found = attempt(bench, "ours, longest in the time", cfg, 1, 1, kernel=bench.kernel())
         if not found["oom"]:
             return
         seq //= 2
@@ -1119,6 +1118,8 @@ TABLES = {
     "tensor": Table(table_tensor, 2),
 }
 SPLIT = ("nodes", "ring", "pipeline")  # tables that --nodes splits
+SIZED = ("long", "memplan", "ring", "place", "pipeline", "tensor", "longest")  # that --seq sizes
+SKIPPED = ("full", "swap", "fsdp2")  # what --skip may name
 
 
 def why_not(name: str, world: int, nodes: int, gpu: bool) -> str | None:
@@ -1294,9 +1295,17 @@ def parse() -> argparse.Namespace:
         parser.error(f"no table {', '.join(unknown)}; there are: {', '.join(TABLES)}")
     gpu = torch.cuda.is_available()
     world = int(os.environ.get("WORLD_SIZE", 1))
-    if args.batch < 1:
-        parser.error(f"--batch {args.batch}: at least 1")
+    for flag in ("batch", "nodes", "host_memory", "gpu_memory"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            parser.error(f"--{flag.replace('_', '-')} {value}: at least 1")
+    if any(seq < 1 for seq in args.seq):
+        parser.error(f"--seq {','.join(map(str, args.seq))}: at least 1 token each")
+    if unknown := set(filter(None, args.skip.split(","))) - set(SKIPPED):
+        parser.error(f"--skip {', '.join(sorted(unknown))}: of {', '.join(SKIPPED)}")
     for name in args.tables:
+        if args.seq and name not in SIZED:
+            parser.error(f"--seq: of tables {', '.join(SIZED)}, not of {name}")
         reason = why_not(name, world, args.nodes, gpu)
         if reason:  # known to each rank, so all of them say it
             parser.error(reason)

@@ -51,6 +51,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from data import regular
 from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig, rope_kind
 from offload import GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
 from ranks import ConfigError, error_of_any, on_all_ranks
@@ -58,12 +59,13 @@ from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
 
-VERSION = 2  # of the format; the first one's files were pickles
+VERSION = 3  # of the format; the first one's files were pickles, the second's lack threads
 DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # safetensors' names
 SUM_BYTES = 2**24  # under one checksum: what is read to believe any of them
 THREADS = 8  # of a rank, that copy, sum and write: zlib and the system let go of Python's lock
 META = {"version": int, "number": int, "step": int, "samples": int, "launch": str, "model": dict,
-        "config": dict, "source": dict, "data": dict, "files": dict, "tensors": dict}
+        "config": dict, "source": dict, "data": dict, "threads": int, "files": dict,
+        "tensors": dict}
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def read_meta(folder: Path) -> dict:
                          "pickles, which can run anybody's code and are not read; --export its "
                          "weights with that version, and start from them with --init")
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = json.loads(regular(folder / "meta.json").read_text())
         if not isinstance(meta, dict):
             raise TypeError("not an object")
         if meta.get("version") != VERSION:
@@ -278,7 +280,7 @@ def read_at(path: Path, size: int, offset: int, crc32: int) -> np.ndarray:
 
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
     """Set parts of tensors from a checkpoint, of which no more is read than checksums need. Raises
-    ValueError or OSError."""
+    ValueError, also for what is not finite, or OSError."""
     folder = saved.folder
     stored = saved.meta["tensors"]
     shapes = {name: shape for name, (_, shape, _) in stored.items()}
@@ -320,6 +322,10 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
             flat = (whole if part.cut is None else part.cut.of(whole)).reshape(-1)
             part.values.copy_(flat[part.start : part.start + part.values.numel()])
         run(jobs)
+    for name, part in parts.items():
+        if part.values.numel() and not all(x.isfinite() for x in part.values.aminmax()):  # or NaN
+            raise ValueError(f"--resume: {folder}: {name} has values that are not finite; earlier "
+                             "checkpoints are beside it")
 
 
 def jobs_of(values: Tensor, start: int, dtype: torch.dtype, parts: list[StoredPart]) -> list[tuple]:
@@ -626,7 +632,7 @@ def read_log(log: Path) -> tuple[list[dict], list[str]]:
     """Return the rows of a log.jsonl, and in words the lines that are none. Raises OSError."""
     rows = []
     bad = []
-    for number, line in enumerate(log.read_bytes().splitlines(), 1):
+    for number, line in enumerate(regular(log).read_bytes().splitlines(), 1):
         try:
             row = json.loads(line)
             if not isinstance(row, dict) or type(row["step"]) is not int:
@@ -792,7 +798,7 @@ def hf_source(folder: str | Path) -> dict:
     if not path.exists():
         _hf_files(path.parent)  # of pickles it says more
     try:
-        c = json.loads(path.read_text())
+        c = json.loads(regular(path).read_text())
     except (OSError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} cannot be read: {e}") from e
     if not isinstance(c, dict):
@@ -924,7 +930,7 @@ def _hf_files(root: Path) -> list[str]:
                                  f"it may run code; convert it first: {command.format(root)}")
         return [single.name]
     try:
-        places = json.loads(index.read_text())["weight_map"]
+        places = json.loads(regular(index).read_text())["weight_map"]
         names = sorted(set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError(f"{index}: weights missing or truncated: {type(e).__name__}: {e}") from e
@@ -950,7 +956,7 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
     files = {}
     for file in _hf_files(root):
         try:
-            f = safe_open(root / file, "pt")
+            f = safe_open(regular(root / file), "pt")
         except (OSError, ValueError, SafetensorError) as e:
             raise ValueError(f"{root / file}: weights missing or truncated: {type(e).__name__}: "
                              f"{e}") from e

@@ -45,6 +45,14 @@ EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
+def regular(path: Path) -> Path:
+    """Return the path of a file that is to be opened. Raises OSError if it is there, but no regular
+    file: a FIFO is waited for without end, and a device is read without end."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    return path
+
+
 class Corpus:
     """Tokens of one or many files as one long sequence, read where and when they are asked for."""
 
@@ -56,7 +64,7 @@ class Corpus:
         self.files = files
         counts = [0]
         for file in files:
-            with open(file, "rb") as handle:  # an unreadable file fails here, before any work
+            with open(regular(file), "rb") as handle:  # an unreadable one fails before any work
                 size = handle.seek(0, os.SEEK_END)
             if size % token_bytes:
                 raise ValueError(f"--data: {file} is not a whole number of {token_bytes}-byte "
@@ -68,14 +76,20 @@ class Corpus:
         return int(self.bounds[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop) as int64."""
+        """Return tokens [start, stop) as int64. Raises OSError if a file has become shorter."""
         parts = []
         i = int(np.searchsorted(self.bounds, start, side="right")) - 1  # the file that holds start
         while start < stop:
             begin, end = self.bounds[i : i + 2].tolist()
             if end > start:  # the file is not empty
-                tokens = np.memmap(self.files[i], self.dtype, "r", shape=(end - begin,))
-                parts.append(tokens[start - begin : stop - begin].astype(np.int64))
+                count = min(stop, end) - start
+                # read, not mapped: what is mapped and then cut ends the process
+                tokens = np.fromfile(self.files[i], self.dtype, count,
+                                     offset=(start - begin) * self.dtype.itemsize)
+                if len(tokens) < count:
+                    raise OSError(f"--data: {self.files[i]} has become shorter than the "
+                                  f"{end - begin} tokens that it had")
+                parts.append(tokens.astype(np.int64))
             start = max(start, end)
             i += 1
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -151,7 +165,7 @@ def read_sidecar(file: Path) -> dict:
     if not sidecar.exists():
         return {}
     try:
-        said = json.loads(sidecar.read_text())
+        said = json.loads(regular(sidecar).read_text())
         width, vocab = said["token_bytes"], said.get("vocab", 0)
         if type(width) is type(vocab) is int and width in (2, 4) and vocab >= 0:
             return said
@@ -269,7 +283,7 @@ def load_tokenizer(folder: str):
     try:
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+        tokenizer = Tokenizer.from_file(str(regular(Path(folder) / "tokenizer.json")))
     except Exception as e:  # the library raises nothing narrower
         raise ValueError(f"--tokenizer {folder}: no tokenizer.json that can be read: {e}") from e
     tokenizer.no_truncation()  # which some files ask for
@@ -290,7 +304,7 @@ def end_of_text(folder: str, tokenizer) -> int:
     ValueError if there is none."""
     def read(name: str, key: str):
         try:
-            return json.loads((Path(folder) / name).read_text()).get(key)
+            return json.loads(regular(Path(folder) / name).read_text()).get(key)
         except (OSError, ValueError, AttributeError):
             return None
 

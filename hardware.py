@@ -147,7 +147,8 @@ BASE = "NVIDIA H200"  # whose profile others' are scaled from
 
 
 def find_sheet(device_name: str) -> Sheet | None:
-    return next((s for k, s in SHEETS.items() if re.search(rf"\b({k})\b", device_name)), None)
+    return next((sheet for name, sheet in SHEETS.items()
+                 if re.search(rf"\b({name})\b", device_name, re.IGNORECASE)), None)
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -160,12 +161,14 @@ def profile_names() -> list[str]:
     return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
-def load_profile(name: str) -> Profile:
-    """Return a profile by its name in results/profiles, by its file, or of nodes of 8 by a GPU's
-    name. Raises ValueError."""
+def load_profile(name: str, per_node: int | None = None) -> Profile:
+    """Return a profile by its name in results/profiles, in any case, by its file, or by a GPU's
+    name; of nodes of so many GPUs, by default its own or 8. Raises ValueError."""
+    if not name.endswith(".json") and name.lower() in profile_names():
+        name = name.lower()
+    elif find_sheet(name):
+        return known_profile(name, per_node or 8)
     path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
-    if find_sheet(name) and not path.exists():
-        return known_profile(name, 8)
     try:
         profile = Profile(**json.loads(path.read_text()))
     except OSError as e:
@@ -175,7 +178,7 @@ def load_profile(name: str) -> Profile:
     except (ValueError, TypeError) as e:
         raise ValueError(f"--cluster {name}: {path} is no profile: {e}") from e
     check_profile(profile, name)
-    return profile
+    return with_node(profile, per_node) if per_node else profile
 
 
 def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
@@ -195,15 +198,16 @@ def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
 
 
 def known_profile(device_name: str, per_node: int) -> Profile | None:
-    """Return a device's profile by PyTorch's name of it: of the smallest node of so many GPUs,
-    else of the largest; an H200's by the ratio of their data sheets, if it has none; None if it has
-    neither."""
+    """Return the profile of a device with the same data sheet, or the same name: of the smallest
+    node of so many GPUs, else of the largest; an H200's by the ratio of their data sheets, if there
+    is none; None if it has neither."""
     profiles = [load_profile(name) for name in profile_names()]
-    own = [p for p in profiles if p.device == device_name]
+    sheet = find_sheet(device_name)
+    own = [p for p in profiles
+           if p.device == device_name or (sheet and find_sheet(p.device) is sheet)]
     if own:
         nearest = min(own, key=lambda p: (p.per_node < per_node, abs(p.per_node - per_node)))
-        return with_network(nearest, per_node)
-    sheet = find_sheet(device_name)
+        return with_node(nearest, per_node)
     if sheet is None:
         return None
     base = known_profile(BASE, per_node)
@@ -215,18 +219,23 @@ def known_profile(device_name: str, per_node: int) -> Profile | None:
                   sources={"all": f"{base.name}'s, by the ratios of the data sheets"})
 
 
-def with_network(profile: Profile, per_node: int) -> Profile:
-    """Return the profile of a machine that has one GPU with an H200's collectives, by the ratio of
-    their data sheets."""
+def with_node(profile: Profile, per_node: int) -> Profile:
+    """Return the profile of a machine that has one GPU with what GPUs of an H200's node share, the
+    network and the host, by the ratio of their data sheets."""
     sheet = find_sheet(profile.device)
     if any(profile.collectives.values()) or sheet is None or profile.device == BASE:
         return profile
     base = known_profile(BASE, max(2, per_node))
-    network = scaled(base, base.name, network=sheet.nvlink / find_sheet(BASE).nvlink)
+    of_base = find_sheet(BASE)
+    shared = scaled(base, base.name, network=sheet.nvlink / of_base.nvlink,
+                    host=sheet.pcie / of_base.pcie)
+    names = ["collectives", "overlap"]
+    if per_node > 1:
+        names += ["per_node", "to_host", "visits", "host_bytes"]
     by_sheets = f"{base.name}'s, by the ratio of the data sheets"
     return dataclasses.replace(
-        profile, collectives=network.collectives, overlap=base.overlap,
-        sources=profile.sources | {"collectives": by_sheets, "overlap": by_sheets})
+        profile, **{name: getattr(shared, name) for name in names},
+        sources=profile.sources | dict.fromkeys(names, by_sheets))
 
 
 def find_profile(device_name: str, device: torch.device, dtype: torch.dtype, kernel: str,

@@ -1154,7 +1154,8 @@ class LLaMA(nn.Module):
 
 
 def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device) -> Tensor:
-    """Return one tensor of a fresh model, float32: normal(0, 0.02), the two matrices that write
+    """Return one tensor of a fresh model, float32: embeddings normal(0, 1), matrices
+    normal(0, 1/sqrt(columns)), so that each product is as large as its input, the two that write
     into the residual stream smaller by sqrt(2L), norms 1, biases 0. It depends on (seed, name)
     alone, so that ranks may make their parts in any order."""
     if "norm" in name:
@@ -1163,6 +1164,7 @@ def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device)
         return torch.zeros(shape, device=device)
     # a CPU's generator takes 32 bits; of one name, crc32 gives every start value another result
     rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
-    residual = name.endswith(("out.weight", "down.weight"))
-    std = 0.02 / math.sqrt(2 * cfg.layers) if residual else 0.02
+    std = 1.0 if name == "embed.weight" else 1 / math.sqrt(shape[1])
+    if name.endswith(("out.weight", "down.weight")):
+        std /= math.sqrt(2 * cfg.layers)
     return torch.empty(shape, device=device).normal_(0, std, generator=rng)

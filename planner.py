@@ -64,8 +64,8 @@ from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    loss_peak, resident_bytes, ring_traffic, rounding_bytes, segment_bytes,
                    slowest_stage, stage_ends, stage_layers, stage_params, state_bytes, step_seconds,
                    unit_seconds, visit_bytes, weight_buffer_bytes)
-from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names,
-                      random_tensor, scaled, with_network)
+from hardware import (Profile, Stopwatch, find_sheet, load_profile, measure_copies, profile_names,
+                      random_tensor, scaled)
 from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
                    rope_tables)
 from offload import GIB, ActivationPlan, block_saves
@@ -164,16 +164,6 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
     search = Search(constraints, model, Hardware(ranks, per_node, None))
     if not search.has_shape():
         raise search.errors[0]
-    k = constraints.resident_layers
-    alpha = constraints.alpha
-    if k and k > model.layers:
-        raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the "
-                         f"model's {model.layers}")
-    if alpha and model.layers <= 2:
-        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and the model has "
-                         f"{model.layers}")
-    if alpha and k == model.layers:
-        raise ValueError(f"--alpha {alpha}: no layer swaps if all {model.layers} are resident")
 
 
 def fix(constraints: Constraints, chosen: Plan) -> Constraints:
@@ -677,9 +667,20 @@ def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
 
 def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return how layers may run. What is said of chunks by hand asks for them. Raises ValueError
-    where columns, whose layers run whole, are to have some."""
+    where columns, whose layers run whole, are to have some, and for layers that there are not."""
     if constraints.recompute != "auto":
         return [(constraints.recompute,)]
+    k = constraints.resident_layers
+    alpha = constraints.alpha
+    n = max(plan.parts)
+    has = f"each of {plan.pp * plan.pp_chunks} parts" if plan.pp > 1 else "the model"
+    if k and k > n:
+        raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the {n}"
+                         f" that {has} has")
+    if alpha and n <= 2:
+        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and {has} has {n}")
+    if alpha and k == n:
+        raise ValueError(f"--alpha {alpha}: no layer swaps if all {n} are resident")
     cut = constraints.chunk is not None and constraints.chunk < plan.tokens
     by_hand = constraints.alpha is not None or constraints.resident_layers
     # chunks alone let a group's gradients take its tensors' places
@@ -1071,7 +1072,6 @@ class Search:
             return self.fit_chunks(plan)
         plan = with_memory(plan)
         self.check_memory(plan, plan.memory)
-        self.host_left(plan)
         return plan, (0.0, 0.0)
 
     def has_shape(self) -> bool:
@@ -1082,10 +1082,17 @@ class Search:
                    for cut in self.choose((tensor, pipeline), self.start))
 
     def check_memory(self, plan: Plan, memory: Memory) -> None:
-        """Raise TooLarge, with numbers and what to change, if a GPU has less memory than that."""
+        """Raise TooLarge, with numbers and what to change, if a GPU has less memory than that, or
+        the host less than its optimizer states take. What both lack adds up: else a plan that lacks
+        much of the one would seem nearer to fitting than one that lacks a little of the other."""
         room = self.hardware.gpu_budget
-        over = memory.total() - room
-        if over <= 0:
+        over = max(0.0, memory.total() - room)
+        try:
+            self.host_left(plan)
+        except TooLarge as e:
+            more = f"; and a GPU lacks {over / GIB:.0f} GiB" if over else ""
+            raise TooLarge(f"{e}{more}", e.over + over) from None
+        if not over:
             return
         c = self.constraints
         f = plan.factors
@@ -1122,7 +1129,6 @@ class Search:
         if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
             without = Memory(without.lasting, by_heads.memory.peaks)
         try:
-            self.host_left(plan)
             self.check_memory(plan, without)
         except TooLarge as e:  # layers find no room, either
             x, attn, _ = layer_bytes(plan.model, plan.tokens, plan.dtype)
@@ -1419,6 +1425,7 @@ def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
         return replace(hardware, profile=scaled(profile, profile.name, **rates))
 
     relaxed = {
+        "FLOP/s": faster(flops=plenty),
         "GPU memory": replace(hardware, gpu_budget=plenty * hardware.gpu_budget),
         "host memory": replace(hardware, host_budget=plenty * hardware.host_budget),
         "copies to the host": faster(host=plenty), "the network": faster(network=plenty),
@@ -1431,7 +1438,7 @@ def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
     gain = gains.pop(name)
     others = ", ".join(f"{other} {value:.1%}" for other, value in gains.items() if value > TIE)
     if gain <= TIE:
-        return "computation: neither memory nor bandwidths would shorten the step"
+        return "nothing: neither FLOP/s, memory nor bandwidths would shorten the step"
     return (f"{name}: with no limit to it a step would take {gain:.1%} less"
             + (f" (then {others})" if others else ""))
 
@@ -1600,11 +1607,14 @@ def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
     """Return what a command asks for. Raises ValueError."""
     import train
 
-    profile = load_profile(args.cluster)
     flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(train.Config)}
-    cfg, model = train.planned_flags(train.Config(**flags), profile.per_node)
+    # of a GPU by its name, nodes of 8
+    named = find_sheet(args.cluster) and not args.cluster.endswith(".json")
+    per_node = 8 if named else load_profile(args.cluster).per_node
+    cfg, model = train.planned_flags(train.Config(**flags), per_node)
+    profile = load_profile(args.cluster, cfg.per_node)
     hardware = Hardware(
-        cfg.ranks, cfg.per_node, with_network(profile, cfg.per_node),
+        cfg.ranks, cfg.per_node, profile,
         GPU_SHARE * min(profile.gpu_bytes, cfg.gpu_memory or profile.gpu_bytes),
         (cfg.host_memory or profile.host_bytes * 7 // 8) / max(1, min(cfg.per_node, cfg.ranks)))
     constraints = constraints_of(cfg, train.DTYPES[cfg.dtype], train.usual_batch(cfg))

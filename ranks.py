@@ -41,8 +41,8 @@ LOST_PEER = re.compile("connection|broken pipe|timed out|remote process", re.IGN
 
 
 def start_ranks(timeout: float) -> tuple[int, int, int]:
-    """Join torchrun's group, or make a group of one (timeout in seconds). Returns rank, R and the
-    local rank."""
+    """Join torchrun's group, or make a group of one (timeout in seconds). Several ranks compute with
+    one thread each, one rank with all cores. Returns rank, R and the local rank."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
@@ -51,6 +51,8 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     else:
         store, rank, world = dist.HashStore(), 0, 1
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
+    # sums on a CPU depend on the threads that share them, and each launcher has a number of its own
+    torch.set_num_threads(1 if world > 1 else len(os.sched_getaffinity(0)))
     return rank, world, int(os.environ.get("LOCAL_RANK", 0))
 
 

@@ -33,7 +33,7 @@ import threading
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from multiprocessing import get_context
@@ -57,8 +57,8 @@ from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses
                        place_of, sequence_positions, untried_versions)
 from checkpoint import Checkpoint
 from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_starts, end_of_text,
-                  find_files, fingerprint, load_tokenizer, open_corpus, split, text_encoder,
-                  tokenise)
+                  find_files, fingerprint, load_tokenizer, open_corpus, regular, split,
+                  text_encoder, tokenise)
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
@@ -66,8 +66,8 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan, nearest
-from ranks import (ConfigError, Heartbeat, check_same, launch_name, most_of_ranks, of_rank_0,
-                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
+from ranks import (ConfigError, Heartbeat, check_same, error_of_any, launch_name, most_of_ranks,
+                   of_rank_0, on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
 from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -75,7 +75,7 @@ from shard import STREAMS, States
 
 def size(text: str) -> int:
     """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
-    number = re.fullmatch(r"(-?\d+(?:\.\d+)?)([KMG]?)", text.upper())
+    number = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
     value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
@@ -125,7 +125,7 @@ class Config:
     min_lr: float | None = flag(None, "the decay's end, as a fraction of --lr; auto: a resumed"
                                 " run's, else 0.1")
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
-                              " twentieth of --steps")
+                              " quarter of --steps, at most 500")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
@@ -653,7 +653,7 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
         check_folders(cfg, run)
     asked = cfg.decay_steps
     usual = {"lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
-             "schedule": "cosine", "min_lr": 0.1, "warmup": cfg.steps // 20,
+             "schedule": "cosine", "min_lr": 0.1, "warmup": min(cfg.steps // 4, 500),
              "decay_steps": cfg.steps}
     samples = 0
     if resumed:
@@ -939,6 +939,7 @@ class Batch:
     documents: list[Documents] | None = None  # of each micro-batch
     scale: Tensor | None = None  # 1 / valid labels of all ranks
     seen: Tensor | None = None  # model.keys_seen, the mean of all ranks' tokens
+    unread: str = ""  # why this rank could not read its part, which is blank then
 
     def micro_batches(self) -> Iterator[tuple]:
         """Yield tokens, labels, scale, positions and documents of each, as a model takes them."""
@@ -1177,7 +1178,8 @@ def load_batch(run: Run, samples: int) -> Batch:
     each = run.plan.batch // run.plan.dp
     _, data_rank, _, _ = run.coordinates
     first = samples + data_rank * each
-    batch = local_batch([run.train.sample(first + i) for i in range(each)], run)
+    windows, unread = read_windows(run, run.train.sample, range(first, first + each))
+    batch = local_batch(windows, run)
     lengths = each * [run.cfg.seq]
     if batch.documents is not None:
         lengths = [n for documents in batch.documents for n in documents.lengths()]
@@ -1186,39 +1188,54 @@ def load_batch(run: Run, samples: int) -> Batch:
         (), seen * run.plan.dp / run.world, device=run.device, dtype=torch.float64)])
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
-    return replace(batch, scale=scale,
+    return replace(batch, scale=scale, unread=unread,
                    seen=sums[1] / (run.plan.batch * run.cfg.seq))
+
+
+def read_windows(run: Run, read: Callable[[int], np.ndarray],
+                 ids: Iterable[int]) -> tuple[list[np.ndarray], str]:
+    """Return windows (T + 1,), and why some could not be read: then they are blank, since other
+    ranks count on this one's collectives until all know of it."""
+    try:
+        return [read(i) for i in ids], ""
+    except OSError as e:  # a file has gone, or is shorter than it was
+        return [np.zeros(run.cfg.seq + 1, np.int64) for _ in ids], str(e)
 
 
 def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
     """Run the first `count` windows, whatever R. Yields of this rank's micro-batches which windows
-    they are (B,), their positions, (T/sp,) or (B, T/sp), labels, losses, and whether each label is
-    the likeliest (B, T/sp). Ranks without one run a blank, whose labels are IGNORE. A collective of
-    all ranks."""
+    they are (B,), their positions, (T/sp,) or (B, T/sp), labels, losses, whether each label is the
+    likeliest (B, T/sp), and why they could not be read. Ranks without one run a blank, whose labels
+    are IGNORE. A collective of all ranks."""
     size = run.plan.micro_batch
     _, data_rank, _, _ = run.coordinates
     for first in range(0, count, run.plan.dp * size):
         mine = first + data_rank * size
         ids = [min(mine + i, count - 1) for i in range(size)]
-        batch = local_batch([sequences.window(i) for i in ids], run)
-        (tokens, labels, _, *where), = batch.micro_batches()
-        labels[[row for row in range(size) if mine + row >= count]] = IGNORE
+        windows, unread = read_windows(run, sequences.window, ids)
+        (tokens, labels, _, *where), = local_batch(windows, run).micro_batches()
+        labels[[row for row in range(size) if mine + row >= count or unread]] = IGNORE
         losses, hits = model(tokens, labels, None, *where, each=True)
-        yield torch.tensor(ids, device=run.device), where[0], labels, losses, hits
+        yield torch.tensor(ids, device=run.device), where[0], labels, losses, hits, unread
 
 
 @torch.no_grad()
 def evaluate(run: Run, model: LLaMA) -> dict:
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
     None if all their labels are ignored; that of positions from 0, 1, 2, 4, 8 ... on, in their
-    document, as [first position, loss]; and pass keys. A collective of all ranks."""
+    document, as [first position, loss]; and pass keys. Raises ConfigError if a rank could not read
+    its data. A collective of all ranks."""
     count = min(run.val.count, run.cfg.eval_sequences)
     firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
     total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
-    for _, positions, labels, losses, _ in score(run, model, run.val, count):
+    error = ""
+    for _, positions, labels, losses, _, unread in score(run, model, run.val, count):
+        error = error or unread
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, T/sp, 2)
         part = torch.bucketize(positions, firsts, right=True)  # 0 for position 0
         total.index_add_(0, part.expand_as(labels).flatten(), both.flatten(0, 1))
+    if error := error_of_any(error):
+        raise ConfigError(error)
     dist.all_reduce(total)
     loss, valid = total.sum(0).tolist()
     by_position = [[first, loss / n]
@@ -1235,7 +1252,7 @@ def evaluate_passkeys(run: Run, model: LLaMA) -> dict:
     begins = run.cfg.seq - torch.tensor(keys.key_tokens, device=run.device)  # whose label is first
     positions = to_device(local_positions(run), run)
     total = torch.zeros(keys.count, 3, dtype=torch.float64, device=run.device)
-    for ids, _, labels, losses, hits in score(run, model, keys, keys.count):
+    for ids, _, labels, losses, hits, _ in score(run, model, keys, keys.count):
         of_key = (positions >= begins[ids][:, None]) & (labels != IGNORE)  # (B, T/sp)
         sums = [(x * of_key).double().sum(1) for x in (hits, losses, of_key)]
         total.index_add_(0, ids, torch.stack(sums, 1))
@@ -1341,6 +1358,10 @@ def load_weights(run: Run, states: States) -> int:
                if then.get(name) != value and name not in ("resume", "out", "device")]
     text = f"; changed: {', '.join(changed)}" if changed else ""
     print0(f"resumed {run.resume.folder} at step {meta['step']}{text}")
+    threads = torch.get_num_threads()
+    if run.device.type == "cpu" and meta["threads"] != threads:
+        print0(f"it was saved by ranks of {meta['threads']} threads, these have {threads}: losses "
+               "differ by the order of sums")
     return meta["step"]
 
 
@@ -1364,7 +1385,7 @@ def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
     """Return what a resumed run must know."""
     return {"step": step, "samples": samples, "launch": launch, "data": run.data,
             "model": asdict(run.model), "config": asdict(run.cfg),
-            "source": run.source}
+            "source": run.source, "threads": torch.get_num_threads()}
 
 
 def learning_rate(cfg: Config, step: int) -> float:
@@ -1443,6 +1464,7 @@ class Facts:
     seen: float  # model.keys_seen, the mean
     signal: float  # that a rank has got, else 0
     writing: float  # whether a rank still writes a checkpoint
+    unread: float  # whether a rank could not read the next batch
     gpu_gib: float  # of the rank that has most
     host_gib: float
 
@@ -1454,11 +1476,11 @@ def gpu_peak_gib(device: torch.device) -> float:
     return (peak + Exchange.mapped_bytes()) / GIB
 
 
-def agree(run: Run, result: tuple[Tensor, ...], stop: Stop, writing: bool) -> Facts:
+def agree(run: Run, result: tuple[Tensor, ...], stop: Stop, writing: bool, unread: bool) -> Facts:
     """Return what the host must know of a step: its only wait for the device, in one copy. result:
     the first facts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    worst = torch.tensor([stop.signal, writing, gpu_peak_gib(run.device), host_gib],
+    worst = torch.tensor([stop.signal, writing, unread, gpu_peak_gib(run.device), host_gib],
                          device=run.device).double()
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     own = torch.stack([value.double() for value in result])
@@ -1646,13 +1668,15 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
     ranks."""
     cfg = run.cfg
-    log = Log(run, open(Path(cfg.out) / "log.jsonl", "a") if run.rank == 0 else None)
+    log = Log(run, open(regular(Path(cfg.out) / "log.jsonl"), "a") if run.rank == 0 else None)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
     trains = start < cfg.steps
     samples = run.samples
     if trains:
         batch = load_batch(run, samples)
+        if error := error_of_any(batch.unread):
+            raise ConfigError(error)
     stop = Stop()
     stop.listen()  # until here there is nothing to save
     clock = time.perf_counter()
@@ -1665,6 +1689,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         log.write_evaluation(start, evaluate(run, model))
     saved = step = start
     skipped = in_a_row = 0
+    unread = ""  # why the data cannot be read any more
     while step < cfg.steps:
         # ---- the step, and while the GPU works at it the next batch
         step += 1
@@ -1677,7 +1702,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         samples += cfg.batch
         if step < cfg.steps:
             batch = load_batch(run, samples)
-        facts = agree(run, result, stop, saver.writing)
+        facts = agree(run, result, stop, saver.writing, bool(batch.unread))
         seconds = time.perf_counter() - clock
         heartbeat.started()
         progress.end()
@@ -1685,14 +1710,21 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         # ---- what follows from it
         skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
-        ends = facts.signal or in_a_row == cfg.max_skips
-        saves = due(step, cfg.save_every) or (ends and cfg.save_every >= 0)
+        unread = error_of_any(batch.unread) if facts.unread else ""
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
 
         # ---- evaluate, log, save
-        if memory and (saves or evaluates or ends):
+        if memory and (evaluates or unread or facts.signal or in_a_row == cfg.max_skips
+                       or due(step, cfg.save_every)):
             memory.give_back()  # what is not a step must not starve beside the arena
-        found = evaluate(run, model) if evaluates else None
+        found = None
+        if evaluates:
+            try:
+                found = evaluate(run, model)
+            except ConfigError as e:
+                unread = str(e)
+        ends = facts.signal or in_a_row == cfg.max_skips or unread
+        saves = due(step, cfg.save_every) or (ends and cfg.save_every >= 0)
         if not facts.writing:
             saver.finish()
         log.write(step, facts, lr, seconds, start + 1, found, memory, saver.failed)
@@ -1700,6 +1732,8 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
             print0(f"stopped by {signal.Signals(int(facts.signal)).name} after step {step}")
         if in_a_row == cfg.max_skips:
             print0(f"{in_a_row} steps in a row were not finite: the run ends here")
+        if unread:
+            print0(f"the data cannot be read any more, the run ends after step {step}: {unread}")
         if saves:
             saver.begin(checkpoint_meta(run, step, samples, launch))
             saved = step
@@ -1718,11 +1752,11 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
     log.close()
-    if cfg.export and (step == start or not ends):
+    if cfg.export and step >= cfg.steps and in_a_row < cfg.max_skips:
         export(run, states, saver.group)
     if in_a_row == cfg.max_skips:
         return "the loss or the gradient was not finite; see the log"
-    return saver.failed
+    return unread or saver.failed
 
 
 def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
