@@ -45,7 +45,7 @@ import planner
 import train
 from attention import Attention, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
-from memplan import StepMemory, compare_methods, read_trace, write_plan
+from memplan import StepMemory, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
@@ -1083,15 +1083,6 @@ def table_alpha(bench: Bench) -> None:
             "buffers_gib": 2 * (io + others) / GIB, "buffers_alpha0_gib": (2 * io + others) / GIB})
 
 
-def table_methods(bench: Bench) -> None:
-    """How memplan.py's methods plan the steps that the table memplan has recorded: one greedy pass,
-    all buffers at once, and Memo's two levels. A search has 60 seconds."""
-    for path in sorted((HERE / "results").glob("memplan-*.csv")):
-        _, buffers = read_trace(str(path))
-        for found in compare_methods(buffers):
-            bench.add({"system": path.stem, "requests": len(buffers), **found})
-
-
 @dataclass(frozen=True)
 class Table:
     measure: Callable[[Bench], None]
@@ -1102,7 +1093,6 @@ class Table:
 TABLES = {
     "step": Table(table_step, cpu=True),
     "alpha": Table(table_alpha, cpu=True),
-    "methods": Table(table_methods, cpu=True),
     "long": Table(table_long),
     "place": Table(table_place),
     "longest": Table(table_longest),
@@ -1185,10 +1175,6 @@ FORMS_BY_KEY = {  # what rows of a table hold -> title -> a row's cell
     "exposed_ms": {
         "system": "{system}", "step ms": "{took_ms}",
         "communication ms": "{communication_ms:.1f}", "of it exposed ms": "{exposed_ms:.1f}"},
-    "distinct_passes": {
-        "step": "{system}", "method": "{method}", "requests": "{requests:,}",
-        "peak GiB": "{peak_gib:.3f}", "bound GiB": "{bound_gib:.3f}", "gap": "{gap:.2%}",
-        "seconds": "{seconds:.3f}", "distinct passes": "{passes:d}"},
 }
 
 
@@ -1206,10 +1192,8 @@ def cells(r: dict, forms: dict[str, str] = STEP_FORMS) -> list[str]:
         took_ms = took_s = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
     elif r.get("step_s"):
         took_ms, took_s = f"{1e3 * r['step_s']:,.1f}", f"{r['step_s']:,.3f}"
-    said = {"what": system_of(r), "took_ms": took_ms, "took_s": took_s,
-            "passes": r.get("distinct_passes") or None}
-    gib = {f"{key}_gib": r[key] / GIB for key in ("peak", "bound") if key in r}
-    return [cell(form, r | said | gib) for form in forms.values()]
+    said = {"what": system_of(r), "took_ms": took_ms, "took_s": took_s}
+    return [cell(form, r | said) for form in forms.values()]
 
 
 def layout(rows: list[dict], forms_by_key: dict[str, dict] = FORMS_BY_KEY

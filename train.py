@@ -205,9 +205,7 @@ class Config:
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
-    memplan: str = flag("off", "addresses of a step's tensors, planned once: off; on, by the best"
-                        " method; flat, all at once; bilevel, a layer's pass first, then the step"
-                        " (Memo); or auto: on if it saves a GPU 1 % of its memory")
+    memplan: str = flag("off", "addresses of a step's tensors, planned once: off, or on")
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     verify: int = flag(1, "best plans to run for two steps each before the first, on random"
@@ -240,7 +238,7 @@ CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", 
            "reduce_dtype": ("auto", "fp32"), "recompute": ("auto", "none", "full"),
            "dtype": ("auto", *DTYPES), "tp_mode": ("mtp", "msp", "fsp"),
            "schedule": ("auto", "cosine", "linear", "constant"),
-           "memplan": ("off", "on", "auto", "flat", "bilevel")}
+           "memplan": ("off", "on")}
 TIMEOUTS = (1, 1e9)  # seconds
 LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
     (0, 1): "alpha min_lr",
@@ -582,8 +580,8 @@ def with_documents(cfg: Config, model: ModelConfig, resumed: Checkpoint | None) 
     if end is not None and end >= model.vocab:
         raise ValueError(f"--document-token {end}: the model's vocabulary ends at "
                          f"{model.vocab - 1}")
-    if end != -1 and cfg.memplan != "off":
-        raise ValueError(f"--memplan {cfg.memplan}: requests differ with each batch's documents: "
+    if end != -1 and cfg.memplan == "on":
+        raise ValueError("--memplan on: requests differ with each batch's documents: "
                          "--memplan off, or --document-token -1")
     return replace(cfg, document_token=end)
 
@@ -1069,21 +1067,16 @@ def simulated_buffers(run: Run) -> list[Buffer]:
 def plan_memory(run: Run, trains: bool) -> StepMemory | None:
     """Return what plans a step's memory, for --memplan; of layers in chunks by a simulated step at
     first. Raises ConfigError if its allocator cannot be built. A collective of all ranks."""
-    mode = run.cfg.memplan
-    if mode == "off" or (mode == "auto" and run.device.type == "cpu"):
+    if run.cfg.memplan == "off":
         return None
-    simulates = mode != "auto" and run.plan.activations and trains
-    guess = simulated_buffers(run) if simulates else []
+    guess = simulated_buffers(run) if run.plan.activations and trains else []
 
-    def load_and_solve() -> StepMemory | None:
+    def load_and_solve() -> StepMemory:
         try:
             library(run.device.type)
         except RuntimeError as e:
-            if mode != "auto":
-                raise ValueError(f"--memplan {mode}: {e}") from None
-            print0(f"--memplan auto is off: {e}")
-            return None
-        return StepMemory(str(run.device), guess=guess, method="auto" if mode == "on" else mode)
+            raise ValueError(f"--memplan on: {e}") from None
+        return StepMemory(str(run.device), guess=guess)
 
     memory = on_all_ranks(load_and_solve)
     if guess:
@@ -1091,25 +1084,15 @@ def plan_memory(run: Run, trains: bool) -> StepMemory | None:
     return memory
 
 
-def run_planned(run: Run, memory: StepMemory | None,
-                step: Callable[[], tuple]) -> tuple[tuple, StepMemory | None]:
-    """Run a step in planned memory, if there is any; print a plan that is new. Returns the step's
-    result, and what plans the next one's memory: None if it saves too little."""
+def run_planned(memory: StepMemory | None, step: Callable[[], tuple]) -> tuple:
+    """Run a step in planned memory, if there is any; print a plan that is new."""
     if memory is None:
-        return step(), None
+        return step()
     plans = memory.plans
     result = memory.run(step)
-    if memory.plans == plans:
-        return result, memory
-    print0(f"memory plan of a step: {memory.plan}")
-    if run.cfg.memplan != "auto":
-        return result, memory
-    reserved = torch.cuda.memory_reserved(run.device)
-    torch.cuda.empty_cache()
-    saved = reserved - torch.cuda.memory_reserved(run.device) - memory.plan.peak
-    print0(f"that is {saved / GIB:.2f} GiB less than PyTorch's allocator reserved for the step")
-    total = torch.cuda.get_device_properties(run.device).total_memory
-    return result, memory if saved > total / 100 else None
+    if memory.plans > plans:
+        print0(f"memory plan of a step: {memory.plan}")
+    return result
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -1671,8 +1654,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
-        result, memory = run_planned(run, memory, work)
-        result = *result, batch.seen
+        result = *run_planned(memory, work), batch.seen
         del work  # it holds the batch
         samples += cfg.batch
         if step < cfg.steps:

@@ -108,11 +108,6 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         " where it equals the lower bound; *hits* is the share of requests that met the plan."
         " 7b/4 is four layers with everything else held. The requests and their addresses are in"
         " memplan-*.csv.\n\n![planned addresses over time](memplan-64k-2x.png)",
-        "methods": "Shows how `memplan.py` plans the recorded steps: one *greedy* pass, which is"
-        " optimal on all of them; *flat*, all buffers at once; *bilevel*, Memo's two levels, where"
-        " each distinct pass of a layer is planned once (by the integer program where first fits"
-        " leave a gap) and the step then has a block a pass: its blocks are what costs memory."
-        " *bound* is the largest sum of sizes that live together.",
         "capped": "Shows the longest sequence under a cap of 80 GiB a GPU for each allocator.",
     },
 }
