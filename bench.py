@@ -54,7 +54,7 @@ from planner import Constraints, Hardware, Plan, state_bytes
 from ranks import (ConfigError, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks)
 from shard import STREAMS, Factors, States
-from train import Config, Run, device_name, release, size
+from train import Config, Run, device_name, size
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
@@ -213,13 +213,10 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
               update: bool = True) -> Step:
     """Build a step of these flags under train.py's own choices, or of a run as it is planned. A
     collective."""
-    as_planned = run is not None
     run = run or plan_run(bench, cfg)
     train.cap_gpu(run)
     groups = train.make_groups(run, GROUPS)
     op = train.make_attention(run, groups)
-    if not as_planned:
-        run = train.with_measured_plan(run, op)
     train.describe(run)
     model, states = train.build(run, op, groups)
     train.load_random_weights(run, states)
@@ -227,6 +224,15 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     batch = random_batch(run)
     train.warm_up(model, batch)
     return Step(run, model, states, batch, update)
+
+
+def release(device: torch.device) -> None:
+    """Give back what is not held any more: modules and their states refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int = 2,

@@ -315,10 +315,6 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         return most_of_ranks(time.perf_counter() - start, self.device)
 
-    def least(self, fn: Callable, repeats: int) -> float:
-        """Return the least seconds of a call, after one that warms up."""
-        return min([self.once(fn) for _ in range(repeats + 1)][1:])
-
     def __call__(self, fn: Callable) -> float:
         """Return the seconds of a call among many, back to back, after as many that warm up."""
         self.once(fn)

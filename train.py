@@ -208,8 +208,6 @@ class Config:
     memplan: str = flag("off", "addresses of a step's tensors, planned once: off, or on")
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
-    verify: int = flag(1, "best plans to run for two steps each before the first, on random"
-                       " weights; the fastest is taken")
     dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
     ranks: int | None = flag(None, "with --dry-run: plan for so many, and simulate the first one's"
                              " step; none of them need be there; auto: the ranks that are")
@@ -247,7 +245,6 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (0, 1e30): "lr clip",
     (1, 1e30): "rope_theta",
     TIMEOUTS: "timeout",
-    (1, 100): "verify",
     (0, 2**20): "eval_passkey",
     (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
     (2, 2**20): "resident_layers",
@@ -393,7 +390,7 @@ class Run:
     budgets: tuple[float, float] = (2.0**60, 2.0**60)  # bytes of a GPU, of host memory of a rank
     hardware: Hardware | None = None
     plan: Plan | None = None
-    others: tuple[Plan, ...] = ()  # the next best, by the same prediction
+    second: Plan | None = None  # the next best, by the same prediction
 
     def but(self, **changes) -> "Run":
         return replace(self, **changes)
@@ -728,6 +725,10 @@ def with_hardware(run: Run) -> Run:
     return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
 
+PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
+           "head_groups", "chunk", "os_layout", "os_place")
+
+
 def with_plan(run: Run) -> Run:
     """Return the run with the best plan by the profile of its devices, and its choices as flags.
     Raises ConfigError. A collective of all ranks: all come to the same plan."""
@@ -739,32 +740,8 @@ def with_plan(run: Run) -> Run:
                f"{best.dp} data-parallel ranks divide it")
     if run.cfg.dry_run:
         print0(planner.describe_plans(plans, run.hardware))
-    return with_choice(run.but(others=tuple(plans[1:])), best)
-
-
-PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
-           "head_groups", "chunk", "os_layout", "os_place")
-
-
-def with_choice(run: Run, plan: Plan) -> Run:
-    """Return the run with a plan, and its choices as flags."""
-    cfg = replace(run.cfg, **{name: getattr(plan, name) for name in PLANNED})
-    return run.but(cfg=cfg, plan=plan)
-
-
-def with_measured_plan(run: Run, op: Ulysses) -> Run:
-    """Return the run with what layers keep by the times of a layer on this machine, if they run in
-    chunks. Raises ConfigError. A collective of all ranks."""
-    if run.plan.activations is None:
-        return run
-    print0(f"measuring a layer, in chunks of {run.plan.chunk:,} tokens", flush=True)
-    shape = (run.plan.micro_batch, run.plan.tokens // run.plan.micro_batch)
-    measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype,
-                               run.plan.pp_segments)
-    constraints = planner.fix(run.constraints, run.plan)
-    there = replace(run.hardware, measured=measured)
-    plan = on_all_ranks(lambda: planner.plan(constraints, run.model, there, top=1)[0])
-    return run.but(hardware=there, plan=plan)
+    cfg = replace(run.cfg, **{name: getattr(best, name) for name in PLANNED})
+    return run.but(cfg=cfg, plan=best, second=plans[1] if len(plans) > 1 else None)
 
 
 def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
@@ -833,8 +810,7 @@ def describe(run: Run) -> None:
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
-    second = run.others[0] if run.others else None
-    print0(planner.describe_choice(plan, second, run.hardware))
+    print0(planner.describe_choice(plan, run.second, run.hardware))
     print0(plan.memory.describe(), flush=True)
 
 
@@ -911,14 +887,14 @@ def local_bounds(run: Run) -> list[int]:
     return [bound // plan.sp for bound in bounds]
 
 
-def wait_for_host_memory(model: LLaMA | Pipeline, say: Callable = print0) -> None:
+def wait_for_host_memory(model: LLaMA | Pipeline) -> None:
     """Wait for the host memory that layers swap to, on all ranks: it is pinned while states are
     made and weights are read."""
     runners = model.layer_runners if isinstance(model, Pipeline) else [model.layer_runner]
     for runner in runners:
         layers = getattr(runner, "__self__", None)
         if isinstance(layers, ChunkedLayers):
-            on_all_ranks(lambda: layers.wait_for_host_memory(say))
+            on_all_ranks(lambda: layers.wait_for_host_memory(print0))
 
 
 def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
@@ -1247,56 +1223,6 @@ def load_random_weights(run: Run, states: States) -> None:
     for name, shape in states.shapes.items():
         if states.holds(name):
             states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
-
-
-def verified(run: Run, made: dict[tuple[int, int], Groups]) -> Run:
-    """Return the run with the fastest of the --verify best plans: each runs two steps on random
-    weights, and the second is timed (InternEvo's way). Prints predicted beside measured. A
-    collective of all ranks."""
-    plans = (run.plan, *run.others)[: run.cfg.verify]
-    measured = []
-    for plan in plans:
-        candidate = with_choice(run, plan)
-        seconds = step_of_plan(candidate, make_groups(candidate, made))
-        measured.append(seconds)
-        print0(f"verified: {planner.describe_short(plan)}: predicted "
-               f"{plan.step_s:.4g} s, measured {seconds:.4g} "
-               f"({plan.step_s / seconds - 1:+.1%})", flush=True)
-    # batches may differ: the least time a sequence
-    best = min(range(len(plans)), key=lambda i: measured[i] / plans[i].batch)
-    print0(f"taken: plan {best + 1} of {len(plans)}")
-    return with_choice(run.but(others=plans[:best] + plans[best + 1 :]), plans[best])
-
-
-def step_of_plan(run: Run, groups: Groups) -> float:
-    """Return the seconds of a second step as planned, on the slowest rank; all that it has
-    allocated is given back. A collective of all ranks."""
-    model, states = build(run, make_attention(run, groups), groups)
-    load_random_weights(run, states)
-    wait_for_host_memory(model, lambda *a, **k: None)
-    batch = load_batch(run, 0)
-    warm_up(model, batch)
-    for _ in range(2):
-        dist.barrier()
-        start = time.perf_counter()
-        loss, *_ = run_step(model, states, batch, 0.0, run.cfg.clip)
-        loss.item()  # the device is done
-        seconds = time.perf_counter() - start
-    slowest = most_of_ranks(seconds, run.device)
-    if run.device.type == "cuda":
-        torch.cuda.synchronize()  # states on the host may still be on their way
-    del model, states, batch
-    release(run.device)
-    return slowest
-
-
-def release(device: torch.device) -> None:
-    """Give back what is not held any more: modules and their states refer to each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def load_weights(run: Run, states: States) -> int:
@@ -1732,12 +1658,8 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
     on_all_ranks(lambda: checkpoint.check_disk(disk))
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
-    made: dict[tuple[int, int], Groups] = {}
-    if cfg.verify > 1:
-        run = verified(run, made)
-    groups = make_groups(run, made)
+    groups = make_groups(run, {})
     op = make_attention(run, groups)
-    run = with_measured_plan(run, op)
     describe(run)
     model, states = build(run, op, groups)
     if states.imbalance:
