@@ -1427,36 +1427,6 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     return [text for _, text in sorted(found)]
 
 
-def draw(plans: list[Plan], path: str) -> None:
-    """Write a picture: seconds and GiB of plans as stacked bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(13, 0.45 * len(plans) + 2.2), sharey=True)
-    labels = [f"{i}: sp={sp_text(plan)} {shards_text(plan)}\n{layers_text(plan)}"
-              for i, plan in enumerate(plans, 1)]
-    colors = plt.get_cmap("tab20").colors
-    kinds = (("seconds of a step", [plan.seconds for plan in plans]),
-             ("GiB of a GPU", [memory_terms(plan) for plan in plans]))
-    for ax, (title, columns) in zip(axes, kinds):
-        left = np.zeros(len(plans))
-        names = dict.fromkeys(name for terms in columns for name in terms)
-        for name, color in zip(names, colors):
-            width = np.array([terms.get(name, 0.0) for terms in columns])
-            ax.barh(labels, width, left=left, label=name, color=color)
-            left += width
-        ax.set_xlabel(title)
-        ax.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3)
-    axes[0].invert_yaxis()
-    axes[0].tick_params(axis="y", labelsize=7)
-    fig.tight_layout()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
-
-
 # ---------------------------------------------------------------------------- the program
 
 
@@ -1471,7 +1441,6 @@ def main(argv: list[str] | None = None) -> int:
                         "%(default)s)")
     parser.add_argument("--top", type=int, default=10, help="plans to print (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print them as JSON, and nothing else")
-    parser.add_argument("--plot", default="", help="picture of their seconds and bytes")
     parser.add_argument("--leaf", default="", help="nodes under a leaf switch, or a file with a "
                         "node's and its leaf's name a line: print the best order of nodes")
     args = parser.parse_args(argv)
@@ -1496,8 +1465,6 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         parser.error(str(e))
     held = binding(constraints, model, hardware, plans[0])
-    if args.plot:
-        draw(plans, args.plot)
     if args.json:
         found = [figures(p, hardware) for p in plans]
         print(json.dumps({"plans": found, "binding": held}))

@@ -5498,13 +5498,11 @@ def ask(capsys, *args) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-def test_planner_prints_plans(capsys, tmp_path):
-    status, text = ask(capsys, *ASKED, "--gpu-memory", "30G", "--top", 4, "--leaf", 1,
-                       "--plot", tmp_path / "plan.png")
+def test_planner_prints_plans(capsys):
+    status, text = ask(capsys, *ASKED, "--gpu-memory", "30G", "--top", 4, "--leaf", 1)
     assert status == 0 and len(re.findall(r"^ *\d+  .*%", text, re.M)) == 4
     assert "what binds: " in text and "order of nodes: 0..1" in text
     assert "not in the profile: " in text  # h200x2 has no network between nodes
-    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
     status, text = ask(capsys, *ASKED, "--json")
     found = json.loads(text)
     assert status == 0 and list(found) == ["plans", "binding"] and found["binding"]

@@ -10,7 +10,7 @@ kind of table `bench.layout` tells; scale.json has predictions of scale.py. A te
 the files, so that it cannot drift.
 
 Left out: measuring, which is bench.py's; memplan-*.png, which `bench.py memplan` draws, since no
-file holds the addresses that PyTorch gave.
+file holds the addresses that PyTorch gave; layer.png and shards.png, which show ideas.
 """
 import argparse
 import json
@@ -495,8 +495,6 @@ def main() -> int:
     for path, text in texts.items():
         path.write_text(text)
     pictures.draw_mfu(HERE / "mfu.png", long_rows())
-    pictures.draw_layer(HERE / "layer.png")
-    pictures.draw_shards(HERE / "shards.png")
     pictures.draw_predictions(HERE / "predict.png", predicted_rows())
     pictures.draw_timeline(HERE / "timeline.png", HERE / "trace.json.gz")
     pictures.draw_systems(HERE / "scale-amsp.png", read("scale")["figures"])
