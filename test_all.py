@@ -735,7 +735,7 @@ def test_scale_profiles_are_written_by_their_sources(scale):
         assert hardware.load_profile(profile.name).sources["all"] != "measured"
         said = {*profile.sources, "name", "device", "per_node", "kernel", "sources", "about"}
         fields = {f.name for f in dataclasses.fields(profile)}
-        assert fields - said <= {"gpu_bytes", "peak_flops", "from_host"}, profile.name
+        assert fields - said <= {"gpu_bytes", "peak_flops"}, profile.name
 
 
 def test_scale_network_is_what_others_measured(scale):
@@ -4889,7 +4889,7 @@ def varied(some: random.Random, profile: hardware.Profile) -> hardware.Profile:
         profile, **{name: vary(getattr(profile, name))
                     for name in ("products", "attention", "collectives")},
         **{name: getattr(profile, name) * 2 ** some.uniform(-1, 1)
-           for name in ("memory", "optimizer", "to_host", "from_host")},
+           for name in ("memory", "optimizer", "to_host")},
         overlap={kind: [some.uniform(1, 1.5), some.uniform(1, 2)] for kind in profile.overlap})
 
 
@@ -4985,10 +4985,10 @@ def measured_profile_worker():
 def test_profiles_are_measured(ranks, tmp_path):
     text = run([], ranks, "import test_all; test_all.measured_profile_worker()", tmp=tmp_path)
     found = json.loads(re.search("measured: (.*)", text)[1])
-    rates = [found[name] for name in ("memory", "optimizer", "to_host", "from_host")]
+    rates = [found[name] for name in ("memory", "optimizer", "to_host")]
     rates += [points[0][-1] for kind in ("products", "attention")
               for points in found[kind].values()]
-    assert len(rates) == 10 and all(1e6 < rate < 1e15 for rate in rates)
+    assert len(rates) == 9 and all(1e6 < rate < 1e15 for rate in rates)
     assert found["device"] == "CPU" and found["sources"] == {"all": "measured"}
 
 

@@ -130,7 +130,6 @@ def a800() -> Profile:
         "to_host": "derived from Memo's table 4: full swapping takes 10 GB/s a GPU at 64K and 128K"
                    " tokens, its crossing at 192K 13; the 32 GB/s of its section 5.1 are PCIe 4.0"
                    " x16 of one GPU, and nothing there comes near it",
-        "from_host": "as to_host",
         "launch": "assumed: about what h200x2's host takes",
         "collectives": "in a node 158 GB/s of bus bandwidth: between 161 (InternEvo's simulator,"
                        " A800_NVL) and 155 (232.5 of 8 A100s, nccl issue 1048, times 200/300 of"
@@ -140,9 +139,9 @@ def a800() -> Profile:
         "visits": "assumed: both ways together as fast as one",
         "overlap": "Galvatron's coefficient, measured on other machines"}
     return Profile(
-        "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12, "fa2",
+        "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12,
         {kind: [[4096, 4096, 245e12]] for kind in PRODUCTS}, attention, 0.85 * 2039e9,
-        0.85 * 2039e9, 12e9, 12e9, 6e9, {"forward": 0.001, "backward": 0.002},
+        0.85 * 2039e9, 12e9, 6e9, {"forward": 0.001, "backward": 0.002},
         network(8, 158e9, across),
         {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126]}, sources,
         {"hardware": "8 x A800-80GB a node", "command": "python results/scale.py profiles"})
@@ -171,14 +170,13 @@ def h200x8() -> Profile:
                     " 11008 reaches 792 TFLOP/s, 690 at 131072 rows)",
         "attention": "h200x2's; at 1M tokens measured here",
         "to_host": "measured, all 8 GPUs at once (one alone: 55 GB/s)",
-        "from_host": "measured, all 8 GPUs at once (both ways at once: 13 GB/s each)",
         "collectives": "8x1: bus bandwidths measured at 4, 64 and 1024 MiB; 4x1: assumed the same"
                        " bus bandwidths; 2x1: h200x2's; broadcast: assumed all_gather's",
         "visits": "measured, all 8 GPUs at once, of copies both ways without an update",
         "memory": "h200x2's", "optimizer": "h200x2's", "launch": "h200x2's", "overlap": "h200x2's"}
     return dataclasses.replace(
         two, name="h200x8", per_node=8, host_bytes=560 * GIB, attention=attention, to_host=22e9,
-        from_host=34e9, visits=13e9, collectives=collectives, sources=sources,
+        visits=13e9, collectives=collectives, sources=sources,
         about={"hardware": "8 x NVIDIA H200", "command": "python results/scale.py profiles",
                "note": "not measured by bench.py --profile"})
 
