@@ -42,7 +42,6 @@ test_going_back_*                     a log with a hole, under a checkpoint that
 test_signals                          a stop without a checkpoint, or a hang
 test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
 test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
-test_node_*                           a measurement that is lost, twice, or of untested code
 test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
 test_refused                          bad input that is found late, or on one rank only
 test_readme_*                         a number, flag, file or command of README that is none
@@ -713,18 +712,14 @@ def test_plans_are_ranked():
 # papers and large machines: results/scale.py
 
 
-def load_program(name: str):
-    """Return a program of results/, beside the modules."""
-    spec = importlib.util.spec_from_file_location(name, HERE / "results" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def scale():
-    return load_program("scale")
+    """The program, beside the modules."""
+    path = HERE / "results" / "scale.py"
+    spec = importlib.util.spec_from_file_location("scale", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_scale_profiles_are_written_by_their_sources(scale):
@@ -5968,86 +5963,6 @@ def test_bench_writes_results(tmp_path):
     assert longest["seq"] > ours["seq"]
     for r in (bound, without, ours, longest):
         assert r["tgs"] == pytest.approx(r["seq"] / r["step_s"]) and r["step_s"] > 0
-
-
-@pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_node_pieces_are_commands_that_measure(gpus, monkeypatch):
-    """They parse, and results files name them as results/node.py looks for them."""
-    node = load_program("node")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("WORLD_SIZE", str(gpus))
-    for piece in node.PIECES:
-        if piece.gpus > gpus:
-            continue
-        command = piece.on(gpus)
-        *launcher, program = command.partition(".py ")[0].split()
-        flags = command.partition(".py ")[2].split()
-        assert launcher == ["torchrun", "--nproc_per_node", str(gpus)]
-        if program == "train":
-            train.check_flags(train.parse(flags))
-        else:
-            monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
-            args = bench.parse()
-            assert bench.command_line(args, *args.tables, gpus)[0] == command
-            assert "predict" not in command or any(
-                s.held_out and s.ranks == gpus for s in bench.SETTINGS)
-        assert f"gpu_{piece.test}_worker" in globals()
-    assert "--seq 256K" in node.PIECES[0].on(2) and "--seq 1024K" in node.PIECES[0].on(8)
-
-
-def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
-    node = load_program("node")
-    out = tmp_path / "results"
-    out.mkdir()
-    monkeypatch.setattr(node, "ROOT", tmp_path)
-    monkeypatch.setattr(node, "HERE", out)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(node, "name_of_gpu", lambda: "NVIDIA H200")
-    broken = {"gpu_tensor_worker", "longest"}
-    begun = []
-    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: 120 * len(begun)))
-
-    def run(command: list[str], seconds: float) -> tuple[bool, str]:
-        assert 0 < seconds <= node.LIMIT_S
-        if "pytest" in command:
-            begun.append(command[-1])
-            return command[-1] not in broken, "1 passed"
-        program = next(i for i, word in enumerate(command) if word.endswith(".py"))
-        folder = tmp_path / command[-1]
-        said = "torchrun --nproc_per_node 2 " + " ".join(command[program:-2])
-        begun.append(said)
-        if command[program] == "bench.py":  # rows so far
-            found = {"command": said, "hardware": "2 x NVIDIA H200"}
-            (folder / f"{len(list(out.iterdir()))}.json").write_text(json.dumps(found))
-        return command[program + 1] not in broken, "loss 1.0"
-
-    monkeypatch.setattr(node, "run", run)
-
-    def main(*flags) -> int:
-        begun.clear()
-        monkeypatch.setattr(sys, "argv", ["node.py", "--out", str(out), *flags])
-        return node.main()
-
-    assert main("--list") == 0 and not begun
-    for_two = [piece for piece in node.PIECES if piece.gpus == 2]
-    assert main("--minutes", "9.5") == 0  # each takes 2, but should take more
-    fit = [piece for piece in for_two if piece.minutes in (7, 4) and piece.test == "swap"]
-    assert begun == ["gpu_swap_worker", *(piece.on(2) for piece in fit)] and len(fit) == 2
-    assert "loss 1.0" in (out / "train-256k-2xh200.log").read_text()
-    assert main() == 1
-    measured = [command for command in begun if command.startswith("torchrun")]
-    assert measured == [piece.on(2) for piece in for_two
-                        if piece.test != "tensor" and piece not in fit]
-    assert begun.count("gpu_swap_worker") == 0 and begun.count("gpu_ring_worker") == 1
-    # one json is from before; rows of one that was cut short are no result
-    assert len(list(out.glob("*.json"))) == 1 + len(measured) - 1
-    broken.clear()
-    capsys.readouterr()
-    assert main() == 0
-    again = [piece.on(2) for piece in for_two if "longest" in piece.command or
-             piece.test == "tensor"]
-    assert [command for command in begun if command.startswith("torchrun")] == again
-    assert main() == 0 and not begun
 
 
 def test_longest_sequence_is_the_last_that_fits():

@@ -321,8 +321,6 @@ def results_readme() -> str:
             if table in files:
                 text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table)))
     assert not files, f"TOPICS has no table {sorted(files)}"
-    for path in sorted(HERE.glob("train-*.log")):  # of results/node.py
-        text += f"\n### {path.name}\n\n" + indent(path.read_text(), "    ")
     return text + predictions() + scale_tables()
 
 
