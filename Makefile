@@ -2,7 +2,6 @@
 # make test       the same, then the tests that CI runs: a pairwise cover of combinations
 # make test-all   all combinations
 # make test-gpu   what needs GPUs, on all that are there
-# make results-node   what results/ lacks of this machine's GPUs, in pieces of under nine minutes
 PYTHON ?= python3
 
 train: .venv/ready
@@ -17,12 +16,9 @@ test-all: .venv/ready
 test-gpu: .venv/ready
 	.venv/bin/python -m pytest -q test_all.py -k test_gpu
 
-results-node: .venv/ready
-	.venv/bin/python results/node.py
-
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.PHONY: train test test-all test-gpu results-node
+.PHONY: train test test-all test-gpu

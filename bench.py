@@ -45,7 +45,7 @@ import planner
 import train
 from attention import Attention, Groups, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
-from memplan import StepMemory, compare_methods, read_trace, write_plan
+from memplan import StepMemory, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
@@ -54,7 +54,7 @@ from planner import Constraints, Hardware, Plan, state_bytes
 from ranks import (ConfigError, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks)
 from shard import STREAMS, Factors, States
-from train import Config, Run, device_name, release, size
+from train import Config, Run, device_name, size
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
@@ -213,13 +213,10 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
               update: bool = True) -> Step:
     """Build a step of these flags under train.py's own choices, or of a run as it is planned. A
     collective."""
-    as_planned = run is not None
     run = run or plan_run(bench, cfg)
     train.cap_gpu(run)
     groups = train.make_groups(run, GROUPS)
     op = train.make_attention(run, groups)
-    if not as_planned:
-        run = train.with_measured_plan(run, op)
     train.describe(run)
     model, states = train.build(run, op, groups)
     train.load_random_weights(run, states)
@@ -227,6 +224,15 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     batch = random_batch(run)
     train.warm_up(model, batch)
     return Step(run, model, states, batch, update)
+
+
+def release(device: torch.device) -> None:
+    """Give back what is not held any more: modules and their states refer to each other."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int = 2,
@@ -1082,15 +1088,6 @@ def table_alpha(bench: Bench) -> None:
             "buffers_gib": 2 * (io + others) / GIB, "buffers_alpha0_gib": (2 * io + others) / GIB})
 
 
-def table_methods(bench: Bench) -> None:
-    """How memplan.py's methods plan the steps that the table memplan has recorded: one greedy pass,
-    all buffers at once, and Memo's two levels. A search has 60 seconds."""
-    for path in sorted((HERE / "results").glob("memplan-*.csv")):
-        _, buffers = read_trace(str(path))
-        for found in compare_methods(buffers):
-            bench.add({"system": path.stem, "requests": len(buffers), **found})
-
-
 @dataclass(frozen=True)
 class Table:
     measure: Callable[[Bench], None]
@@ -1101,7 +1098,6 @@ class Table:
 TABLES = {
     "step": Table(table_step, cpu=True),
     "alpha": Table(table_alpha, cpu=True),
-    "methods": Table(table_methods, cpu=True),
     "long": Table(table_long),
     "place": Table(table_place),
     "longest": Table(table_longest),
@@ -1186,10 +1182,6 @@ FORMS_BY_KEY = {  # what rows of a table hold -> title -> a row's cell
     "exposed_ms": {
         "system": "{system}", "step ms": "{took_ms}",
         "communication ms": "{communication_ms:.1f}", "of it exposed ms": "{exposed_ms:.1f}"},
-    "distinct_passes": {
-        "step": "{system}", "method": "{method}", "requests": "{requests:,}",
-        "peak GiB": "{peak_gib:.3f}", "bound GiB": "{bound_gib:.3f}", "gap": "{gap:.2%}",
-        "seconds": "{seconds:.3f}", "distinct passes": "{passes:d}"},
 }
 
 
@@ -1207,10 +1199,8 @@ def cells(r: dict, forms: dict[str, str] = STEP_FORMS) -> list[str]:
         took_ms = took_s = "out of memory" if "CUDA" in r.get("error", "CUDA") else "does not fit"
     elif r.get("step_s"):
         took_ms, took_s = f"{1e3 * r['step_s']:,.1f}", f"{r['step_s']:,.3f}"
-    said = {"what": system_of(r), "took_ms": took_ms, "took_s": took_s,
-            "passes": r.get("distinct_passes") or None}
-    gib = {f"{key}_gib": r[key] / GIB for key in ("peak", "bound") if key in r}
-    return [cell(form, r | said | gib) for form in forms.values()]
+    said = {"what": system_of(r), "took_ms": took_ms, "took_s": took_s}
+    return [cell(form, r | said) for form in forms.values()]
 
 
 def layout(rows: list[dict], forms_by_key: dict[str, dict] = FORMS_BY_KEY

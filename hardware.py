@@ -57,13 +57,11 @@ class Profile:
     gpu_bytes: float  # memory of a GPU
     host_bytes: float  # memory of a node
     peak_flops: float | None  # dense bf16 of the data sheet; None: unknown, so no MFU
-    kernel: str  # of attention
     products: dict[str, Points]  # PRODUCTS: [tokens, width, FLOP/s]
     attention: dict[str, Points]  # forward, backward: [tokens of a sequence, FLOP/s], causal
     memory: float  # bytes/s read and written between products, launches of kernels included
     optimizer: float  # bytes/s of the update
     to_host: float  # bytes/s, while all GPUs of a node copy
-    from_host: float
     visits: float  # bytes/s each way of optimizer states that lie on the host and are updated
     launch: dict[str, float]  # forward, backward: seconds of the host for a layer
     collectives: dict[str, dict[str, Points]]  # operation: mesh "8x4": [bytes, bytes/s]
@@ -193,8 +191,7 @@ def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
         profile, name=name, products=times(profile.products, flops),
         attention=times(profile.attention, flops), collectives=times(profile.collectives, network),
         memory=profile.memory * memory, optimizer=profile.optimizer * memory,
-        to_host=profile.to_host * host, from_host=profile.from_host * host,
-        visits=profile.visits * host, **changes)
+        to_host=profile.to_host * host, visits=profile.visits * host, **changes)
 
 
 def known_profile(device_name: str, per_node: int) -> Profile | None:
@@ -262,7 +259,7 @@ def check_profile(profile: Profile, name: str) -> None:
     tables = {f"{name} {kind}": points for name, kinds in of_kinds.items()
               for kind, points in kinds.items()}
     tables |= {key: [[1, getattr(profile, key)]] for key in
-               ("memory", "optimizer", "to_host", "from_host", "visits", "gpu_bytes", "host_bytes")}
+               ("memory", "optimizer", "to_host", "visits", "gpu_bytes", "host_bytes")}
     for table, points in tables.items():
         numbers = [x for point in points for x in point]
         good = numbers and all(isinstance(x, int | float) and 0 < x < math.inf for x in numbers)
@@ -324,10 +321,6 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
         return most_of_ranks(time.perf_counter() - start, self.device)
 
-    def least(self, fn: Callable, repeats: int) -> float:
-        """Return the least seconds of a call, after one that warms up."""
-        return min([self.once(fn) for _ in range(repeats + 1)][1:])
-
     def __call__(self, fn: Callable) -> float:
         """Return the seconds of a call among many, back to back, after as many that warm up."""
         self.once(fn)
@@ -345,15 +338,14 @@ def measure_profile(name: str, device: torch.device, dtype: torch.dtype, kernel:
     if device.type == "cuda":
         device_name = torch.cuda.get_device_name(device)
         gpu_bytes = float(torch.cuda.get_device_properties(device).total_memory)
-    to_host, from_host = measure_copies(clock, effort.copied)
     products = measure_products(clock, dtype, effort)
     attention = measure_attention(clock, dtype, kernel, effort)
     layer = Layer(clock, dtype, kernel, effort)
     return Profile(
-        name, device_name, per_node, gpu_bytes, host_bytes, peak_flops(device_name), kernel,
+        name, device_name, per_node, gpu_bytes, host_bytes, peak_flops(device_name),
         products, attention, layer.memory_rate(products, attention),
-        measure_optimizer(clock, dtype, effort),
-        to_host, from_host, measure_visits(clock, dtype, kernel, effort),
+        measure_optimizer(clock, dtype, effort), measure_copies(clock, effort.copied),
+        measure_visits(clock, dtype, kernel, effort),
         measure_launches(clock, dtype, kernel),
         measure_collectives(clock, dtype, per_node, effort.sizes),
         measure_overlap(clock, dtype, effort, layer), {"all": "measured"}, about or {})
@@ -467,12 +459,11 @@ def measure_optimizer(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> f
     return update_bytes(dtype) * count / seconds
 
 
-def measure_copies(clock: Stopwatch, size: int) -> tuple[float, float]:
-    """Return bytes/s to the host and from it, of page-locked memory."""
+def measure_copies(clock: Stopwatch, size: int) -> float:
+    """Return bytes/s to the host, of page-locked memory."""
     here = torch.zeros(size, dtype=torch.uint8, device=clock.device)
     there = torch.zeros(size, dtype=torch.uint8, pin_memory=clock.device.type == "cuda")
-    to_host = clock(lambda: there.copy_(here, non_blocking=True))
-    return size / to_host, size / clock(lambda: here.copy_(there, non_blocking=True))
+    return size / clock(lambda: there.copy_(here, non_blocking=True))
 
 
 def measure_visits(clock: Stopwatch, dtype: torch.dtype, kernel: str, effort: Effort) -> float:

@@ -8,32 +8,28 @@ Buffer i has a size S_i and is alive from its start to before its end; its offse
                    A_i + S_i <= A_j + z_ij*U   and   A_j + S_j <= A_i + (1 - z_ij)*U
 
 No plan is below the largest sum of sizes that are alive at one moment. A plan that meets this bound
-is optimal, and most often a first fit does. `solve` has these methods:
+is optimal, and most often a first fit does. `solve` makes two plans and takes the lower:
 
-    greedy    first fit over a fixed list of orders, the best of them
-    flat      greedy; then a part of time after the other: left-justified searches, the integer
-              program above where it is small enough, and a local search over orders
-    bilevel   Memo's two levels. A pass is one layer's forward or backward; a buffer that lives and
-              dies in one belongs to it. Level 1 plans each distinct pass once, by the integer
-              program; level 2 plans the step with each pass as one block of its pass's peak.
-    auto      greedy where it meets the bound; else the better of bilevel and flat
+    first fit    all buffers at once, in some orders, each at the lowest address that is free
+    two levels   Memo's. A pass is one layer's forward or backward; a buffer that lives and dies in
+                 one belongs to it. Level 1 plans each distinct pass once; level 2 plans the step
+                 with each pass as one block of its pass's peak. A level is done where a first fit
+                 meets its bound; else the integer program above is solved.
 
-`check` trusts none of them. `StepMemory` records a step's buffers, plans them, and serves later
+`check` trusts neither. `StepMemory` records a step's buffers, plans them, and serves later
 steps from one arena at the planned addresses (replay; csrc/allocator.cpp: planned_address), on a
 CPU or a GPU. `simulate` finds the buffers of a step that no machine at hand could run.
 
-    python memplan.py TRACE.csv [--method M] [--capacity N] [--time-limit S] [--out PLAN.csv]
-                      [--plot PLAN.png]
+    python memplan.py TRACE.csv [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
 TRACE.csv has the columns id,lower,upper,size (alive from lower to before upper) and may have one
-more, pass; PLAN.csv has offset beside them. Ctrl-C and SIGTERM write the best plan so far.
+more, pass; PLAN.csv has offset beside them.
 
-Left out: alignment other than that of the sizes, buffers whose address is given, and passes within
-passes.
+Left out: alignment other than that of the sizes, buffers whose address is given, passes within
+passes, and speed for more than some ten thousand buffers, which no training step has.
 
 Legend: n buffers; rows: an n x 3 array of start, end, size; section: a span of time in which the
-same buffers are alive, and no more could be; peak: M; goal: a peak that is low enough; deadline: of
-time.monotonic().
+same buffers are alive, and no more could be; peak: M; deadline: of time.monotonic().
 """
 import argparse
 import contextlib
@@ -43,18 +39,13 @@ import functools
 import hashlib
 import itertools
 import math
-import multiprocessing
 import os
 import platform
 import re
-import shlex
-import signal
 import subprocess
 import sys
 import time
-import warnings
 import weakref
-from array import array
 from bisect import bisect, bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -65,8 +56,6 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
-
-METHODS = ("auto", "greedy", "flat", "bilevel")
 
 
 class Buffer(NamedTuple):
@@ -83,7 +72,8 @@ class Plan:
     lower_bound: int  # the largest sum of sizes alive together, or what was proved beyond it
     method: str  # what found it
     seconds: float = 0.0
-    levels: list["Plan"] = field(default_factory=list)  # of bilevel: distinct passes, then the step
+    levels: list["Plan"] = field(default_factory=list)  # of two: distinct passes, then the step
+    beside: "Plan | None" = None  # the plan that was not taken
 
     @property
     def optimal(self) -> bool:
@@ -95,8 +85,9 @@ class Plan:
 
     def __str__(self) -> str:
         proof = "proved optimal" if self.optimal else f"gap {self.gap:.2%}"
+        other = f" ({self.beside.method}: {self.beside.peak:,})" if self.beside else ""
         return (f"{len(self.offsets)} buffers, peak {self.peak:,}, lower bound "
-                f"{self.lower_bound:,}, {proof}, {self.method}, {self.seconds:.2f} s")
+                f"{self.lower_bound:,}, {proof}, {self.method}{other}, {self.seconds:.2f} s")
 
 
 def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
@@ -217,65 +208,7 @@ def time_left(deadline):
     return max(0.0, deadline - time.monotonic())
 
 
-# ---------------------------------------------------------------------------- first fits, searches
-
-
-@functools.cache
-def compiled(source: str, *options: str, seconds: float | None = None) -> ctypes.CDLL:
-    """Return the library of a file in csrc/, compiled at first use (some seconds) and kept in the
-    user's cache. Raise RuntimeError with the compiler's words, or after `seconds`."""
-    file = Path(__file__).parent / "csrc" / source
-    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(file), *options]
-    made_by = repr((command, platform.machine()))
-    key = hashlib.sha256(file.read_bytes() + made_by.encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
-    built = folder / f"{key.hexdigest()[:16]}.so"
-    try:
-        if not built.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            made = built.with_suffix(f".{os.getpid()}")
-            compile_it = shlex.join([*command, "-o", str(made)])
-            rename_it = shlex.join(["mv", str(made), str(built)])
-            # what is built is whole at any moment, whoever compiles, also if this process is gone
-            shell = subprocess.Popen(
-                ["sh", "-c", f"{compile_it} && {rename_it}"], stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE, text=True, start_new_session=True)
-            _, words = shell.communicate(timeout=seconds)
-            if shell.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{words[-2000:]}")
-        return ctypes.CDLL(str(built))
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{source} was not compiled in {seconds:.0f} s; it will be, for later "
-                           "runs") from None
-    except OSError as e:
-        raise RuntimeError(f"{' '.join(command)}: {e}") from None
-
-
-SEARCHES: list[ctypes.CDLL | None] = []  # the library, once it was asked for
-
-
-def search_library(seconds: float = 60.0) -> ctypes.CDLL | None:
-    """Return the searches, or None where no compiler makes them within `seconds`; what the first
-    call finds holds for all."""
-    if not SEARCHES:
-        try:
-            SEARCHES.append(compiled("search.cpp", seconds=seconds))
-        except RuntimeError as e:
-            warnings.warn(f"memplan: plans may be worse without its searches: {e}")
-            SEARCHES.append(None)
-    return SEARCHES[0]
-
-
-def call(name, rows, *args):
-    """Call a function of csrc/search.cpp: n, the three columns, args. Arrays are of int64."""
-    def word(x):
-        if isinstance(x, np.ndarray):
-            return ctypes.c_void_p(x.ctypes.data)
-        return ctypes.c_double(x) if isinstance(x, float) else ctypes.c_int64(x)
-
-    columns = [np.ascontiguousarray(column) for column in rows.T]
-    function = getattr(search_library(), name)
-    return function(*map(word, (len(rows), *columns, *args)))
+# ---------------------------------------------------------------------------- first fits
 
 
 def first_fit(rows, order):
@@ -296,64 +229,20 @@ def first_fit(rows, order):
     return offsets
 
 
-def first_fit_by_birth(rows, deadline):
-    """Return offsets: each buffer in the lowest gap that is large enough when it is born. Buffers
-    that are born after the deadline lie above one another, so there is always a plan."""
-    n = len(rows)
-    if search_library():
-        offsets = np.zeros(n, np.int64)
-        call("first_fit_by_birth", rows, time_left(deadline), offsets)
-        return offsets
-    size = rows[:, 2].tolist()
-    offsets = [0] * n
-    peak = 0
-    # of the gaps between what is alive, in order, where they begin and end; numpy scans both
-    begins = array("q", [0])
-    ends = array("q", [2**62])
-    moments = moments_in_order(rows).tolist()
-    for count, moment in enumerate(moments):
-        if count % 64 == 0 and time.monotonic() > deadline:
-            for late in moments[count:]:
-                if late < n:
-                    offsets[late] = peak
-                    peak += size[late]
+def first_plan(rows):
+    """Return the plan of the lowest first fit: the longest life first, the largest area, the
+    largest size, by birth, until one meets the lower bound."""
+    start, end, size = rows.T
+    bound = int(live_bytes(rows).max())
+    best = None
+    for key in (start - end, (start - end) * size.astype(float), -size, start):
+        offsets = first_fit(rows, np.argsort(key, kind="stable"))
+        plan = Plan(offsets, peak_of(rows, offsets), bound, "first fit")
+        if best is None or plan.peak < best.peak:
+            best = plan
+        if best.optimal:
             break
-        i = moment % n
-        if moment < n:
-            fits = np.frombuffer(ends, np.int64) - np.frombuffer(begins, np.int64) >= size[i]
-            g = int(fits.argmax())
-            offsets[i] = begins[g]
-            top = begins[g] + size[i]
-            ends.insert(g, begins[g])  # below it there is no gap any more
-            begins.insert(g + 1, top)
-            peak = max(peak, top)
-        else:  # the gaps below and above it join
-            g = bisect_left(ends, offsets[i])
-            del ends[g], begins[g + 1]
-    return np.array(offsets, np.int64)
-
-
-def greedy(rows, goal, deadline, share=1.0, report=lambda offsets: None):
-    """Return the offsets of the best first fit: over time, which is reported, and in other orders,
-    until one meets the goal or a share of the time that is left is over."""
-    offsets = first_fit_by_birth(rows, deadline)
-    report(offsets)
-    if search_library():
-        offsets = offsets.copy()
-        call("greedy", rows, goal, share * time_left(deadline), offsets)
-    return offsets
-
-
-def search(rows, plan, goal, deadline, seed=0):
-    """Return a better plan, or the same, by left-justified searches at ever lower capacities, which
-    may also prove that there is none, and a local search."""
-    if not search_library():
-        return plan
-    offsets = plan.offsets.copy()
-    bound = np.array([plan.lower_bound])
-    kind = call("search", rows, goal, time_left(deadline), seed, bound, offsets)
-    method = (plan.method, "left-justified search", "local search")[kind]
-    return Plan(offsets, peak_of(rows, offsets), int(bound[0]), method)
+    return best
 
 
 # ---------------------------------------------------------------------------- the integer program
@@ -410,7 +299,7 @@ def milp_constraint(rows, width):
     return LinearConstraint(matrix.tocsr(), least, np.inf)
 
 
-def milp_bounds(rows, s, z, least_peak, big, symmetry):
+def milp_bounds(rows, s, z, least_peak, big):
     """Return the bounds of the program's columns."""
     n = len(s)
     low = np.zeros(n + 1 + len(z))
@@ -418,29 +307,27 @@ def milp_bounds(rows, s, z, least_peak, big, symmetry):
     high[:n] = big - np.array(s)
     low[n] = max(0, least_peak)
     high[n] = big
-    if symmetry:  # of plans that are as good, one is enough
-        equal = defaultdict(list)
-        for i, row in enumerate(rows.tolist()):
-            equal[tuple(row)].append(i)
-        for group in equal.values():
-            for i, j in itertools.pairwise(group):
-                high[z[i, j]] = 0  # i below j
-        if len(equal) == n and z:
-            largest = max(z, key=lambda pair: s[pair[0]] * s[pair[1]])
-            high[z[largest]] = 0
+    equal = defaultdict(list)  # of plans that are as good, one is enough
+    for i, row in enumerate(rows.tolist()):
+        equal[tuple(row)].append(i)
+    for group in equal.values():
+        for i, j in itertools.pairwise(group):
+            high[z[i, j]] = 0  # i below j
+    if len(equal) == n and z:
+        largest = max(z, key=lambda pair: s[pair[0]] * s[pair[1]])
+        high[z[largest]] = 0
     return Bounds(low, high)
 
 
-def milp_offsets(rows, upper, bound, deadline, cuts=True, symmetry=True, goal=0):
+def milp_offsets(rows, upper, bound, deadline):
     """Return offsets with a peak of at most `upper`, or None; and a lower bound that was proved, at
-    least `bound`. upper: the peak of a plan that there is, for U. goal: the program has M >= goal,
-    and so ends where it meets it.
+    least `bound`. upper: the peak of a plan that there is, for U.
 
-    cuts: in a clique C all that lies below j fits below it, and all above it above:
+    Cuts: in a clique C all that lies below j fits below it, and all above it above:
 
         sum_{i in C} S_i z_ji <= A_j        A_j + S_j + sum_{i in C} S_i z_ij <= M
 
-    symmetry: equal buffers keep one order, and the picture is not turned upside down.
+    Equal buffers keep one order, and the picture is not turned upside down.
 
     Floating point decides about integers that are small enough: sizes count in units, rounded down.
     A plan's order of addresses is also one for smaller sizes, at a peak of at most upper / unit, so
@@ -452,22 +339,23 @@ def milp_offsets(rows, upper, bound, deadline, cuts=True, symmetry=True, goal=0)
     if left == 0 or n > MAX_PAIRS // 20:
         return None, bound
     pairs = overlaps(rows)
-    sets = cliques(rows) if cuts and len(pairs) <= MAX_PAIRS else []
-    entries = sum(2 * len(members) ** 2 for members in sets)
-    if len(pairs) > MAX_PAIRS or entries > MAX_ENTRIES:
+    if len(pairs) > MAX_PAIRS:
+        return None, bound
+    sets = cliques(rows)
+    if sum(2 * len(members) ** 2 for members in sets) > MAX_ENTRIES:
         return None, bound
     z = {pair: column for column, pair in enumerate(pairs, n + 1)}
     width = n + 1 + len(z)
     s = (rows[:, 2] // unit).tolist()
     big = upper // unit
-    least_peak = -(-max(bound, goal) // unit)
+    least_peak = -(-bound // unit)
     if unit > exact:
         least_peak -= n  # rounded up, all would take n units more
     columns = np.arange(width)
     found = milp(
         columns == n,  # M is minimised ...
         integrality=columns > n,  # ... and z_ij are binary
-        bounds=milp_bounds(rows, s, z, least_peak, big, symmetry),
+        bounds=milp_bounds(rows, s, z, least_peak, big),
         constraints=milp_constraint(milp_rows(s, z, big, sets), width),
         options={"time_limit": time_left(deadline), "mip_rel_gap": 0.0})
     proved = bound  # also where it finds the program infeasible: there is a plan of `upper`
@@ -483,113 +371,42 @@ def milp_offsets(rows, upper, bound, deadline, cuts=True, symmetry=True, goal=0)
     return first_fit(rows, order), proved
 
 
-def improve_by_milp(rows, plan, goal, deadline):
+def improve_by_milp(rows, plan, deadline):
     """Return a better plan, or the same with a better bound, by the integer program; or the same,
     of buffers that are too many for it."""
-    offsets, bound = milp_offsets(rows, plan.peak, plan.lower_bound, deadline, goal=goal)
+    offsets, bound = milp_offsets(rows, plan.peak, plan.lower_bound, deadline)
     plan = replace(plan, lower_bound=bound)
     if offsets is None or peak_of(rows, offsets) >= plan.peak:
         return plan
     return replace(plan, offsets=offsets, peak=peak_of(rows, offsets), method="integer program")
 
 
-# ---------------------------------------------------------------------------- the methods
+# ---------------------------------------------------------------------------- the plan of a step
 
 
-def solve(buffers: list[Buffer], capacity: int = 0, time_limit: float = 60.0, method: str = "auto",
-          report: Callable[[Plan], None] = lambda plan: None) -> Plan:
-    """Return a plan of the lowest peak that `method` finds within time_limit seconds; with a
-    capacity, the first that fits is good enough. report: is called with valid plans on the way.
-    Raise ValueError for bilevel where no buffer has a pass."""
+def solve(buffers: list[Buffer], time_limit: float = 60.0) -> Plan:
+    """Return the lower of two plans, by two levels and of a first fit. Integer programs end after
+    time_limit seconds, and none is solved where a first fit meets the lower bound."""
     begin = time.monotonic()
-    deadline = begin + time_limit
-    passes = [b.in_pass for b in buffers]
-    if method not in METHODS:
-        raise ValueError(f"method {method!r}: one of {', '.join(METHODS)}")
-    if method == "bilevel" and not any(passes):
-        raise ValueError("method bilevel: no buffer has a pass; call memplan.mark where each "
-                         "layer's forward and backward begins, or give the CSV file a column pass")
-    search_library(max(5.0, time_limit / 2))  # compiled now, so that first fits have time, too
-    rows = in_sections(as_rows(buffers))
-    bound = int(live_bytes(rows).max(initial=0))
-    goal = max(capacity, bound)
     if not buffers:
         return Plan(np.zeros(0, np.int64), 0, 0, "nothing to plan")
-
-    def stamped(plan):
-        plan = replace(plan, seconds=time.monotonic() - begin)
-        report(plan)
-        return plan
-
-    def first_fitted(offsets):
-        return stamped(Plan(offsets, peak_of(rows, offsets), bound, "greedy"))
-
-    if method == "bilevel":
-        half = time.monotonic() + time_left(deadline) / 2
-        first_fitted(first_fit_by_birth(rows, half))  # if time should be short
-        return bilevel(rows, passes, goal, deadline, stamped)
-    share = 1.0 if method == "greedy" else 0.5
-    plan = first_fitted(greedy(rows, goal, deadline, share, first_fitted))
-    if method == "auto" and any(passes) and plan.peak > goal:
-        half = time.monotonic() + time_left(deadline) / 2
-        by_levels = bilevel(rows, passes, goal, half, stamped)
-        plan = min(plan, by_levels, key=lambda p: p.peak)
-    if method in ("auto", "flat") and plan.peak > goal:
-        plan = flat(rows, plan, goal, deadline, stamped)
-    return stamped(plan)
+    rows = in_sections(as_rows(buffers))
+    fitted = first_plan(rows)
+    deadline = begin if fitted.optimal else begin + time_limit
+    by_levels = two_levels(rows, [b.in_pass for b in buffers], deadline)
+    plan, other = sorted([by_levels, fitted], key=lambda p: p.peak)
+    bound = max(plan.lower_bound, other.lower_bound)
+    seconds = time.monotonic() - begin
+    return replace(plan, lower_bound=bound, seconds=seconds, beside=other)
 
 
-def flat(rows, plan, goal, deadline, report=lambda plan: plan):
-    """Return a better plan, or the same. Time splits where nothing is alive; of the parts, those
-    that are too high are searched in turn, the highest first, round after round."""
-    begin = time.monotonic()
-    offsets = plan.offsets.copy()
-    order, first = split_in_time(rows)  # part k: order[first[k] : last[k]]
-    last = np.r_[first[1:], len(rows)]
-    first_sections = rows[order[first], 0]
-    bounds = np.maximum.reduceat(live_bytes(rows), first_sections)  # of each part
-    peaks = np.maximum.reduceat((offsets + rows[:, 2])[order], first)
-    for seed in itertools.count(1):
-        goal = max(goal, int(bounds.max()))  # where one part is as high, lower ones are no use
-        high = np.flatnonzero(peaks > goal)
-        high = high[np.argsort(-peaks[high])].tolist()
-        # rounds take ever longer, so that plans come early and searches get deep
-        round_ends = min(deadline, begin + 0.15 * 2**seed * (deadline - begin))
-        for count, k in enumerate(high):
-            now = time.monotonic()
-            if now > deadline:
-                break
-            members = order[first[k] : last[k]]
-            part = rows[members] - [first_sections[k], first_sections[k], 0]  # from section 0 on
-            peak, bound = int(peaks[k]), int(bounds[k])
-            known = Plan(offsets[members], peak, bound, plan.method)
-            share = (round_ends - now) / (len(high) - count)
-            if seed > 1 or not search_library():  # in round 1 searches are enough for most
-                known = improve_by_milp(part, known, goal, now + share / 2)
-            known = search(part, known, goal, now + share, seed)
-            bounds[k] = known.lower_bound
-            if known.peak < peak:
-                offsets[members] = known.offsets
-                peaks[k] = known.peak
-                plan = replace(plan, method=known.method)
-            peak, bound = int(peaks.max()), int(bounds.max())
-            if peak < plan.peak or bound > plan.lower_bound:
-                plan = replace(plan, offsets=offsets.copy(), peak=peak, lower_bound=bound)
-                plan = report(plan)
-        if not high or time.monotonic() > deadline or not search_library():
-            return plan  # without the searches, another round would find the same
+def one_level(rows, deadline):
+    """Return the plan of a first fit where it meets the bound, else of the integer program."""
+    plan = first_plan(rows)
+    return plan if plan.optimal else improve_by_milp(rows, plan, deadline)
 
 
-def split_in_time(rows):
-    """Return the buffers by birth, and where in this order parts begin: all that came before are
-    dead."""
-    order = np.argsort(rows[:, 0], kind="stable")
-    start, end, _ = rows[order].T
-    begins = start[1:] >= np.maximum.accumulate(end)[:-1]
-    return order, np.flatnonzero(np.r_[True, begins])
-
-
-def bilevel(rows, passes, goal, deadline, report=lambda plan: plan):
+def two_levels(rows, passes, deadline):
     """Return a plan by Memo's two levels. passes: the name of each buffer's pass, or "".
 
     The lower bound is that of all buffers, not of the blocks: what the levels cost is a gap.
@@ -600,79 +417,28 @@ def bilevel(rows, passes, goal, deadline, report=lambda plan: plan):
     groups = np.split(by_pass, np.cumsum(np.bincount(numbers))[:-1])
     members = dict(zip(names.tolist(), groups))
     outer = members.pop("", np.zeros(0, np.int64))
+    if not members:
+        return one_level(rows, deadline)
     # passes are equal if their buffers overlap alike: when they begin, and what else is alive, does
     # not matter
     inner = {name: in_sections(rows[mine]) for name, mine in members.items()}
     kinds = {name: part.tobytes() for name, part in inner.items()}
     distinct = {kinds[name]: inner[name] for name in inner}
-    whole_bound = int(live_bytes(rows).max())
-
-    def plan_step(plans, deadline):
-        """Level 2: a pass is one block from its first birth to its last death."""
-        blocks = [(start[mine].min(), end[mine].max(), plans[kinds[name]].peak)
-                  for name, mine in members.items()]
-        step = in_sections(np.concatenate([blocks, rows[outer]]))
-        top = flat(step, first_plan(step, goal, deadline, 0.25), goal, deadline)
-        offsets = np.empty(len(rows), np.int64)
-        offsets[outer] = top.offsets[len(blocks) :]
-        for base, (name, mine) in zip(top.offsets, members.items()):
-            offsets[mine] = base + plans[kinds[name]].offsets
-        method = f"two levels, {top.method}"
-        levels = [*plans.values(), top]
-        return report(Plan(offsets, top.peak, whole_bound, method, levels=levels))
-
-    third = time_left(deadline) / 3
-    plans = {kind: first_plan(part, 0, deadline - 2 * third) for kind, part in distinct.items()}
-    if all(plan.optimal for plan in plans.values()):
-        return plan_step(plans, deadline)
-    first = plan_step(plans, time.monotonic() + 0.1 * third)  # may fit, and is a plan to fall on
-    if first.peak <= goal:
-        return first
-    plans = improve_passes(distinct, plans, deadline - third)
-    return min(plan_step(plans, deadline), first, key=lambda plan: plan.peak)
-
-
-def first_plan(rows, goal, deadline, share=1.0):
-    """Return the plan of `greedy`, for the goal or the lower bound, whichever is higher."""
-    bound = int(live_bytes(rows).max())
-    offsets = greedy(rows, max(goal, bound), deadline, share)
-    return Plan(offsets, peak_of(rows, offsets), bound, "greedy")
-
-
-def improve_passes(distinct, plans, deadline):
-    """Return the plans of level 1: first fits where they meet the bound; else the integer program,
-    with their peak as U, and where it is too large or too slow the searches, the pass of the
-    highest peak first."""
-    plans = plans.copy()
-    gaps = [kind for kind, plan in plans.items() if not plan.optimal]
-    gaps.sort(key=lambda kind: -plans[kind].peak)
-    for count, kind in enumerate(gaps):
-        rows, plan = distinct[kind], plans[kind]
-        begin = time.monotonic()
-        share = time_left(deadline) / (len(gaps) - count)
-        plan = improve_by_milp(rows, plan, plan.lower_bound, begin + 0.6 * share)
-        if not plan.optimal:
-            plan = search(rows, plan, plan.lower_bound, begin + share)
-        plans[kind] = plan
-    return plans
-
-
-def compare_methods(buffers: list[Buffer], time_limit: float = 60.0) -> list[dict]:
-    """Return a row a method, checked: method, peak, bound (the best that any proved), gap, seconds,
-    optimal, distinct_passes. bilevel is left out where no buffer has a pass."""
     plans = {}
-    for method in METHODS:
-        if method != "bilevel" or any(b.in_pass for b in buffers):
-            plans[method] = solve(buffers, time_limit=time_limit, method=method)
-            check(buffers, plans[method].offsets, plans[method].peak)
-    bound = max(p.lower_bound for p in plans.values())
-    table = []
-    for method, p in plans.items():
-        p = replace(p, lower_bound=bound)  # a proof by one method holds for all
-        passes = max(0, len(p.levels) - 1)
-        table.append({"method": method, "peak": p.peak, "bound": bound, "gap": p.gap,
-                      "seconds": p.seconds, "optimal": p.optimal, "distinct_passes": passes})
-    return table
+    for count, (kind, part) in enumerate(distinct.items()):
+        share = time_left(deadline) / (len(distinct) - count + 1)  # the last is level 2's
+        plans[kind] = one_level(part, time.monotonic() + share)
+    blocks = [(start[mine].min(), end[mine].max(), plans[kinds[name]].peak)
+              for name, mine in members.items()]
+    step = in_sections(np.concatenate([blocks, rows[outer]]))
+    top = one_level(step, deadline)
+    offsets = np.empty(len(rows), np.int64)
+    offsets[outer] = top.offsets[len(blocks) :]
+    for base, (name, mine) in zip(top.offsets, members.items()):
+        offsets[mine] = base + plans[kinds[name]].offsets
+    bound = int(live_bytes(rows).max())
+    levels = [*plans.values(), top]
+    return Plan(offsets, top.peak, bound, f"two levels, {top.method}", levels=levels)
 
 
 # ---------------------------------------------------------------------------- record and replay
@@ -722,11 +488,33 @@ def with_passes(buffers, marks):
     return marked
 
 
+def compiled(options: list[str]) -> ctypes.CDLL:
+    """Return the library of csrc/allocator.cpp, compiled at first use (some seconds) and kept in
+    the user's cache. Raise RuntimeError with the compiler's words."""
+    file = Path(__file__).parent / "csrc" / "allocator.cpp"
+    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", str(file), *options]
+    made_by = repr((command, platform.machine()))
+    key = hashlib.sha256(file.read_bytes() + made_by.encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "memplan"
+    built = folder / f"{key.hexdigest()[:16]}.so"
+    try:
+        if not built.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            made = built.with_suffix(f".{os.getpid()}")
+            done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            made.rename(built)  # whole at any moment, whoever compiles
+        return ctypes.CDLL(str(built))
+    except OSError as e:
+        raise RuntimeError(f"{' '.join(command)}: {e}") from None
+
+
 @functools.cache
 def library(kind: str) -> ctypes.CDLL:
     """Return the allocator (csrc/allocator.cpp) for "cpu" or "cuda", installed for good: outside of
     record and replay it only delegates. Raise RuntimeError with the compiler's words."""
-    loaded = compiled("allocator.cpp", *allocator_options(kind))
+    loaded = compiled(allocator_options(kind))
     loaded.install.argtypes = [ctypes.c_void_p]
     loaded.begin.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     loaded.end.restype = loaded.num_events.restype = ctypes.c_int64
@@ -773,8 +561,7 @@ class StepMemory:
     Requests below min_bytes, and those that outlive the step, stay with PyTorch's allocator.
     guess: the buffers that `simulate` finds, where a step might not fit unplanned; then none runs
     unplanned: the first ones run by a plan of these, as far as it is met, while one is recorded.
-    method: of `solve`; bilevel and auto want marks (`mark`, from within the step), and without any
-    bilevel is flat.
+    Marks (`mark`, from within the step) name the passes of a plan's two levels.
     One StepMemory a kind of device at a time: its arena must live as long as any tensor in it, so
     an arena is not loaded (RuntimeError) while tensors of another's steps are in use.
     """
@@ -782,11 +569,9 @@ class StepMemory:
     RECORD, REPLAY = 1, 2  # what the allocator does, or both
     COUNTS = ("hits", "unplanned", "unmatched", "occupied", "hit_bytes", "bytes")
 
-    def __init__(self, device: str = "cpu", min_bytes: int = 0, guess: Iterable[Buffer] = (),
-                 method: str = "auto"):
+    def __init__(self, device: str = "cpu", min_bytes: int = 0, guess: Iterable[Buffer] = ()):
         self.kind = str(device).partition(":")[0]
         self.device = device
-        self.method = method
         self.align = ALLOCATOR_ALIGN_BYTES[self.kind]
         self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.kind]
         self.buffers = sorted(guess, key=lambda b: b.start)
@@ -860,9 +645,7 @@ class StepMemory:
 
     def solve(self, time_limit: float = 20.0) -> Plan:
         """Plan the recorded step, and check the plan."""
-        unmarked = not any(b.in_pass for b in self.buffers)
-        method = "flat" if self.method == "bilevel" and unmarked else self.method
-        self.plan = solve(self.buffers, time_limit=time_limit, method=method)
+        self.plan = solve(self.buffers, time_limit)
         self.plans += 1
         check(self.buffers, self.plan.offsets, self.plan.peak)
         # of all requests, in order, for the allocator; offset -1: not planned
@@ -1078,114 +861,28 @@ def draw(path: str, buffers: list[Buffer], plan: Plan, theirs: np.ndarray | None
     plt.close(fig)
 
 
-CHECK_SECONDS = 3e-6  # that check and write_plan take, a buffer
-
-
-def solve_in_child(buffers, capacity, time_limit, method, stopped):
-    """Return the plan of `solve`, or at a signal (see `noting_signals`) or the deadline the best so
-    far, which at first lays all buffers above one another.
-
-    The search runs in a forked process, which sends its plans: C++ and the integer program hear no
-    signal and may miss a deadline, but this process can end theirs.
-    """
-    begin = time.monotonic()
-    deadline = begin + max(0.5 * time_limit, time_limit - CHECK_SECONDS * len(buffers))
-    size = as_rows(buffers)[:, 2]
-    best = Plan(np.cumsum(size) - size, int(size.sum()), int(size.max(initial=0)), "stacked")
-    fork = multiprocessing.get_context("fork")
-    receive, send = fork.Pipe(duplex=False)
-
-    def send_plans() -> None:
-        try:
-            left = time_left(deadline) - 0.2  # the rest is for sending the last one
-            plan = solve(buffers, capacity, left, method, lambda plan: send.send((plan, False)))
-            send.send((plan, True))
-        except Exception as e:
-            send.send((e, True))
-
-    child = fork.Process(target=send_plans, daemon=True)
-    child.start()
-    send.close()  # here, so that the child's end is the end of what can be received
-    try:
-        done = False
-        while not (done or stopped) and time.monotonic() < deadline:
-            if receive.poll(0.05):  # the time in which a signal is seen
-                plan, done = receive.recv()
-                if isinstance(plan, Exception):
-                    raise plan
-                if done or plan.peak < best.peak:
-                    best = plan
-    except EOFError:
-        print("memplan.py: the search died; this is its best plan so far", file=sys.stderr)
-    finally:
-        child.kill()  # also in the middle of C++ or of the integer program
-        child.join()  # wait, so that checking has its memory and its core
-    return replace(best, seconds=time.monotonic() - begin)
-
-
-@contextlib.contextmanager
-def noting_signals():
-    """Yield a list that gets the numbers of SIGINT and SIGTERM as they come."""
-    stopped: list[int] = []
-
-    def note(number: int, frame) -> None:
-        stopped.append(number)
-
-    # the child inherits them, so that Ctrl-C in a terminal, which goes to both, does not end it
-    handlers = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stopped
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def refuse_unwritable(path):
-    """Raise OSError if the file cannot be written, and leave it as it is."""
-    if path:
-        existed = os.path.lexists(path)  # a link to nothing, too
-        with open(path, "a"):
-            pass
-        if not existed:
-            os.remove(path)
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("trace", help="a CSV file with the columns id,lower,upper,size, maybe pass")
-    parser.add_argument("--method", choices=METHODS, default="auto", help="default: auto")
-    parser.add_argument("--capacity", type=int, default=0, help="a peak that is low enough")
     parser.add_argument("--time-limit", type=float, default=60.0,
-                        help="seconds after the file was read, from 10 on also of a million "
-                             "buffers; default: 60")
+                        help="seconds, of the integer programs; default: 60")
     parser.add_argument("--out", help="CSV file for the plan: the trace's columns and offset")
     parser.add_argument("--plot", help="PNG file: address over time")
     args = parser.parse_args(argv)
-    if args.capacity < 0 or not 0 < args.time_limit < 1e9:
-        parser.error(f"--capacity {args.capacity}: from 0 (none); --time-limit {args.time_limit}: "
-                     "above 0")
+    if not 0 < args.time_limit < 1e9:
+        parser.error(f"--time-limit {args.time_limit}: above 0")
     try:
-        refuse_unwritable(args.out)
-        refuse_unwritable(args.plot)
         ids, buffers = read_trace(args.trace)
-        with noting_signals() as stopped:
-            plan = solve_in_child(buffers, args.capacity, args.time_limit, args.method, stopped)
-            check(buffers, plan.offsets, plan.peak)
-            print(plan, flush=True)
-            if args.out:
-                write_plan(args.out, ids, buffers, plan.offsets)
-            if args.plot and buffers:
-                draw(args.plot, buffers, plan)
+        plan = solve(buffers, args.time_limit)
+        check(buffers, plan.offsets, plan.peak)
+        print(plan, flush=True)
+        if args.out:
+            write_plan(args.out, ids, buffers, plan.offsets)
+        if args.plot and buffers:
+            draw(args.plot, buffers, plan)
     except (OSError, ValueError, csv.Error) as e:
         print(f"memplan.py: error: {e}", file=sys.stderr)
         return 2
-    if stopped:
-        return 128 + stopped[0]
-    if args.capacity and plan.peak > args.capacity:
-        print(f"memplan.py: the peak is {plan.peak - args.capacity:,} above the capacity; "
-              + ("nothing lower exists" if plan.optimal else "more --time-limit may help"),
-              file=sys.stderr)
-        return 1
     return 0
 
 

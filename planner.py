@@ -21,9 +21,6 @@ by bounds that get better (Search.best_first):
 Ties, within 0.2 %, go to fewer ranks a sequence and a ring, larger micro-batches, states on the
 GPU, less host memory, fewer shards (`preference`).
 
-train.py asks twice: with the profile of its GPUs, and, for the degrees that won, with the times of
-a layer that `measure` took on this machine.
-
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node.
 What a stage's layers keep is planned for one item through its largest part, with the memory of the
@@ -47,7 +44,6 @@ import json
 import math
 import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -57,18 +53,15 @@ import numpy as np
 import torch
 
 import model as llama
-from attention import Attention
 from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
                    in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, longest_segment,
                    loss_peak, resident_bytes, ring_traffic, rounding_bytes, segment_bytes,
                    slowest_stage, stage_ends, stage_layers, stage_params, state_bytes, step_seconds,
                    unit_seconds, visit_bytes, weight_buffer_bytes)
-from hardware import (Profile, Stopwatch, find_sheet, load_profile, measure_copies, profile_names,
-                      random_tensor, scaled)
-from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
-                   rope_tables)
-from offload import GIB, ActivationPlan, block_saves
+from hardware import Profile, find_sheet, load_profile, profile_names, scaled
+from model import ModelConfig, flops_per_token, param_count
+from offload import GIB, ActivationPlan
 from parallel import no_order
 from placement import Ring, make_rings, parse_leaf, place_nodes
 from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
@@ -121,7 +114,7 @@ class Constraints:
     strategy: str = ""
     os_layout: str = "auto"
     os_place: str = "auto"
-    layers_run: str = ""  # none, auto, full: which `fix` has found
+    layers_run: str = ""  # none, auto, full: of these alone
     overlap: str = ",".join(STREAMS)
     reduce_dtype: str = "auto"
     recompute: str = "auto"
@@ -156,7 +149,6 @@ class Hardware:
     profile: Profile
     gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
     host_budget: float = 2.0**60  # bytes of host memory of a rank, for states and to swap to
-    measured: tuple[Sizes, float] | None = None  # of `measure`: a layer, and bytes/s to the host
 
 
 def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
@@ -164,16 +156,6 @@ def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: in
     search = Search(constraints, model, Hardware(ranks, per_node, None))
     if not search.has_shape():
         raise search.errors[0]
-
-
-def fix(constraints: Constraints, chosen: Plan) -> Constraints:
-    """Return constraints that leave open what layers keep, alone."""
-    fixed = values(chosen, DEGREES)
-    f = fixed.pop("factors")
-    if not constraints.strategy:
-        fixed |= {"p": str(f.p), "g": str(f.g), "os": str(f.os)}
-    layers_run = fixed.pop("recompute")
-    return replace(constraints, **fixed, layers_run=layers_run)
 
 
 def group_limit() -> int | None:
@@ -436,56 +418,6 @@ def lost_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float,
                  busy: float) -> tuple[float, float]:
     """Return the seconds of a micro-batch that are lost to recomputation and to copies."""
     return recomputed_seconds(activations, s), waiting_seconds(activations, s, bandwidth, busy)
-
-
-def recomputed_share(block: llama.Block) -> float:
-    """Return the share of a layer's matrix products that recomputing its intermediates takes: all
-    but the last, if that ends the block."""
-    sizes = {name: m.weight.numel() for name, m in block.named_modules()
-             if isinstance(m, llama.Matrix)}
-    final = block_saves(block.cfg, 1, torch.float32).final_matrix
-    return 1 - sizes.get(final, 0) / sum(sizes.values())
-
-
-def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chunk: int,
-            device: torch.device, dtype: torch.dtype, segments: int = 1) -> tuple[Sizes, float]:
-    """Time a layer's forward on this machine, part by part, and the bytes/s to the host with all
-    ranks copying at once. shape: (B, T) of this rank, or of one of `segments` of its sequences. A
-    collective of all ranks; needs the memory of a layer."""
-    watch = Stopwatch(device, 0.02)
-    n = shape[0] * shape[1]
-    with torch.device(device):
-        block = llama.Block(cfg).to(dtype)
-    for p in block.parameters():
-        torch.nn.init.normal_(p, 0, 0.02)
-    c = min(chunk, n)
-    random = functools.partial(random_tensor, device=device, dtype=dtype)
-    x = random(1, c, cfg.dim)
-    rope = rope_tables(cfg, torch.arange(c, device=device), accumulation_dtype(dtype))
-    o = random(1, c, cfg.heads, cfg.head_dim)
-    q = random(*shape, cfg.heads, cfg.head_dim)
-    kv = random(*shape, cfg.kv_heads, cfg.head_dim)
-
-    with torch.no_grad():
-        pre = watch.least(lambda: block.pre(x, rope), 3)
-        post = watch.least(lambda: block.post(x, o), 3)
-        attn = 0.0  # the mean of layers with a window and without
-        for window, layers in Counter(map(cfg.window_of, range(cfg.layers))).items():
-            op = attention.seeing(window)
-            attn += layers / cfg.layers * watch.least(lambda: op.forward(q, kv, kv), 1)
-    attn *= segments  # a segment attends to those before it, too: as much more, in the mean
-    tokenwise = (pre + post) * n / c
-    rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
-    recompute = tokenwise * recomputed_share(block)
-    longer = 0.0
-    if makes_parts(llama.Block) and attention.head_groups > 1:
-        parts = attention.head_groups
-        with torch.no_grad():
-            part = watch.least(lambda: block.pre(x, rope, HeadPart(0, parts)), 3)
-        longer = 4 * max(0.0, parts * part - pre) * n / c  # backward: again, and twice as much
-    sizes = Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn, post * n / c,
-                  longer)
-    return sizes, rate
 
 
 def makes_parts(block_class) -> bool:
@@ -1025,7 +957,7 @@ class Search:
             self.fit(plan)
             return 0.0
         everything = self.keeping_all(plan)
-        sizes, _ = self.hardware.measured or layer_sizes(self.est, plan)
+        sizes = layer_sizes(self.est, plan)
         n = everything.activations.layers
         lost = least_lost(n, sizes, sum(self.rooms(everything)))
         all_by_heads = n * (sizes.recompute_s + sizes.by_heads_s)
@@ -1164,7 +1096,8 @@ class Search:
         """Return the plan with the solution of plan_activations in its order of heads."""
         c = self.constraints
         budget = self.hardware.gpu_budget
-        sizes, host_rate = self.hardware.measured or layer_sizes(self.est, plan)
+        sizes = layer_sizes(self.est, plan)
+        host_rate = self.est.profile.to_host
         busy = link_seconds(self.est, plan)
         gpu, host = self.rooms(plan)
         others = plan.memory.beside_activations()
@@ -1219,11 +1152,11 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
     return visits / layers / plan.items
 
 
-def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
-    """Return what `measure` would find, by a profile."""
+def layer_sizes(est: Estimator, plan: Plan) -> Sizes:
+    """Return the bytes and the seconds of a layer, by a profile."""
     layer = layer_seconds(est, plan)
-    return (Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post,
-                  layer.by_heads), est.profile.to_host)
+    return Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post,
+                 layer.by_heads)
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
@@ -1231,7 +1164,8 @@ def predict(plan: Plan, profile: Profile) -> Plan:
     est = Estimator(profile)
     lost = (0.0, 0.0)
     if plan.activations is not None:
-        lost = lost_seconds(plan.activations, *layer_sizes(est, plan), link_seconds(est, plan))
+        lost = lost_seconds(plan.activations, layer_sizes(est, plan), profile.to_host,
+                            link_seconds(est, plan))
     return replace(with_memory(plan), seconds=step_seconds(est, plan, *lost))
 
 
@@ -1403,10 +1337,6 @@ def choices(plan: Plan) -> dict[str, str]:
             "head groups": f"{plan.head_groups}", "layers keep": layers_text(plan)}
 
 
-def describe_short(plan: Plan) -> str:
-    return ", ".join(f"{name} {text}" for name, text in choices(plan).items())
-
-
 def difference(plan: Plan, other: Plan) -> str:
     """Return the choices of another plan that differ."""
     mine, others = choices(plan), choices(other)
@@ -1504,36 +1434,6 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     return [text for _, text in sorted(found)]
 
 
-def draw(plans: list[Plan], path: str) -> None:
-    """Write a picture: seconds and GiB of plans as stacked bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(13, 0.45 * len(plans) + 2.2), sharey=True)
-    labels = [f"{i}: sp={sp_text(plan)} {shards_text(plan)}\n{layers_text(plan)}"
-              for i, plan in enumerate(plans, 1)]
-    colors = plt.get_cmap("tab20").colors
-    kinds = (("seconds of a step", [plan.seconds for plan in plans]),
-             ("GiB of a GPU", [memory_terms(plan) for plan in plans]))
-    for ax, (title, columns) in zip(axes, kinds):
-        left = np.zeros(len(plans))
-        names = dict.fromkeys(name for terms in columns for name in terms)
-        for name, color in zip(names, colors):
-            width = np.array([terms.get(name, 0.0) for terms in columns])
-            ax.barh(labels, width, left=left, label=name, color=color)
-            left += width
-        ax.set_xlabel(title)
-        ax.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=3)
-    axes[0].invert_yaxis()
-    axes[0].tick_params(axis="y", labelsize=7)
-    fig.tight_layout()
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    fig.savefig(path, dpi=120)
-    plt.close(fig)
-
-
 # ---------------------------------------------------------------------------- the program
 
 
@@ -1548,7 +1448,6 @@ def main(argv: list[str] | None = None) -> int:
                         "%(default)s)")
     parser.add_argument("--top", type=int, default=10, help="plans to print (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print them as JSON, and nothing else")
-    parser.add_argument("--plot", default="", help="picture of their seconds and bytes")
     parser.add_argument("--leaf", default="", help="nodes under a leaf switch, or a file with a "
                         "node's and its leaf's name a line: print the best order of nodes")
     args = parser.parse_args(argv)
@@ -1573,8 +1472,6 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         parser.error(str(e))
     held = binding(constraints, model, hardware, plans[0])
-    if args.plot:
-        draw(plans, args.plot)
     if args.json:
         found = [figures(p, hardware) for p in plans]
         print(json.dumps({"plans": found, "binding": held}))

@@ -42,7 +42,6 @@ test_going_back_*                     a log with a hole, under a checkpoint that
 test_signals                          a stop without a checkpoint, or a hang
 test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
 test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
-test_node_*                           a measurement that is lost, twice, or of untested code
 test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
 test_refused                          bad input that is found late, or on one rank only
 test_readme_*                         a number, flag, file or command of README that is none
@@ -697,9 +696,8 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
         choose(8, 132, seq=2**18, sp=8, ring=1, head_groups=3)
 
 
-def test_plan_is_made_twice_and_ranked():
-    """By rates, then with the times of a layer for the degrees that won: these stay, and what
-    layers keep follows the times; plans come best first."""
+def test_plans_are_ranked():
+    """Plans come best first, of a pure function."""
     constraints = planner.Constraints(2**19, torch.bfloat16, 1)
     eight = planner.Hardware(8, 8, H200, 132 * 2**30, 60 * 2**30)
     best, *others = planner.plan(constraints, m.MODELS["7b"], eight)
@@ -707,13 +705,6 @@ def test_plan_is_made_twice_and_ranked():
     assert len(others) == 9 and all(
         plan.token_s >= (1 - planner.TIE) * best.token_s for plan in others)
     assert [p.token_s for p in others] == sorted(p.token_s for p in others)
-    est = planner.Search(constraints, m.MODELS["7b"], eight).est
-    sizes, rate = planner.layer_sizes(est, best)
-    slow = dataclasses.replace(eight, measured=(sizes, rate / 100))
-    again, = planner.plan(planner.fix(constraints, best), m.MODELS["7b"], slow)
-    for name in ("sp", "batch", "micro_batch", "factors", "os_layout", "chunk", "head_groups"):
-        assert getattr(again, name) == getattr(best, name), name
-    assert again.activations.alpha < best.activations.alpha
     for change in (best, constraints, eight):
         with pytest.raises(dataclasses.FrozenInstanceError):
             change.seq = change.sp = change.ranks = 1
@@ -722,18 +713,14 @@ def test_plan_is_made_twice_and_ranked():
 # papers and large machines: results/scale.py
 
 
-def load_program(name: str):
-    """Return a program of results/, beside the modules."""
-    spec = importlib.util.spec_from_file_location(name, HERE / "results" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def scale():
-    return load_program("scale")
+    """The program, beside the modules."""
+    path = HERE / "results" / "scale.py"
+    spec = importlib.util.spec_from_file_location("scale", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_scale_profiles_are_written_by_their_sources(scale):
@@ -744,7 +731,7 @@ def test_scale_profiles_are_written_by_their_sources(scale):
         assert hardware.load_profile(profile.name).sources["all"] != "measured"
         said = {*profile.sources, "name", "device", "per_node", "kernel", "sources", "about"}
         fields = {f.name for f in dataclasses.fields(profile)}
-        assert fields - said <= {"gpu_bytes", "peak_flops", "from_host"}, profile.name
+        assert fields - said <= {"gpu_bytes", "peak_flops"}, profile.name
 
 
 def test_scale_network_is_what_others_measured(scale):
@@ -780,23 +767,13 @@ def test_papers_choices(scale):
     assert (theirs["sp"], theirs["layers"], theirs["shards"]) == ("32", "all", "4,4,8 inter")
 
 
-@pytest.mark.parametrize("table", ["choices", "table_5", "figures_11_and_12", "fits", "rings",
-                                   "hybrids", "node"])
+@pytest.mark.parametrize("table", ["choices", "table_5", "figures_11_and_12", "fits"])
 def test_scale_predictions_are_the_planners(scale, table, monkeypatch):
-    """results/scale.json is not older than the planner (of what fits and of rings, a third is asked
-    again, of tensor modes and pipelines one search)."""
+    """results/scale.json is not older than the planner (of what fits, a third is asked again)."""
     saved = json.loads((HERE / "results" / "scale.json").read_text())[table.partition("_11")[0]]
     if table == "fits" and not ALL_COMBINATIONS:
         monkeypatch.setattr(scale, "MEMORY", {"80 GB": scale.MEMORY["80 GB"]})
         saved = [row for row in saved if row["memory"] == "80 GB"]
-    if table == "rings" and not ALL_COMBINATIONS:
-        monkeypatch.setattr(scale, "RATES", (25e9,))
-        saved = [row for row in saved if row["rate"] == 25e9]
-    if table == "hybrids" and not ALL_COMBINATIONS:
-        monkeypatch.setattr(scale, "HYBRIDS", scale.HYBRIDS[1:2])
-        monkeypatch.setattr(scale, "CUTS", {"all degrees": scale.CUTS["all degrees"]})
-        saved = [{key: value for key, value in saved[1].items()
-                  if key in scale.CUTS or not isinstance(value, dict)}]
     assert scale.rounded(getattr(scale, table)(), 5) == saved, "python results/scale.py predictions"
 
 
@@ -2065,36 +2042,16 @@ def sections(buffers):
     return memplan.in_sections(memplan.as_rows(buffers))
 
 
-def pack(buffers, capacity, seconds, seed=0):
-    """1 and checked offsets below the capacity; 0: there are none."""
-    offsets = np.zeros(len(buffers), np.int64)
-    answer = memplan.call("pack", sections(buffers), capacity, float(seconds), seed, offsets)
-    if answer == 1:
-        memplan.check(buffers, offsets, capacity)
-    return answer
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_memory_plans_are_the_best(seed):
-    memplan.search_library(300)  # a slow machine must not leave the tests that follow without it
     buffers = random_buffers(3 + seed % 5, seed, span=12)
     best = best_peak(buffers)
     plan = memplan.solve(buffers, time_limit=5)
     memplan.check(buffers, plan.offsets, plan.peak)
     assert plan.peak == best and plan.optimal
-    for cuts, symmetry in itertools.product((False, True), repeat=2):  # the program alone
-        offsets, bound = memplan.milp_offsets(sections(buffers), 10**4, 1, time.monotonic() + 20,
-                                              cuts, symmetry)
-        memplan.check(buffers, offsets, best)
-        assert bound == best
-    assert pack(buffers, best, 5) == 1 and pack(buffers, best - 1, 5) == 0  # the searches alone
-
-
-def test_searches_find_what_is_there_and_prove_what_is_not():
-    for seed in range(300):
-        buffers = random_buffers(2 + seed % 5, seed, span=4 + seed % 7)
-        best = best_peak(buffers)
-        assert pack(buffers, best, 5, seed) == 1 and pack(buffers, best - 1, 5, seed) == 0, seed
+    offsets, bound = memplan.milp_offsets(sections(buffers), 10**4, 1, time.monotonic() + 20)
+    memplan.check(buffers, offsets, best)
+    assert bound == best  # the program alone
 
 
 # buffers (start, end, size) of which cliques of equal sums cannot be stacked without a hole
@@ -2110,32 +2067,32 @@ def test_proofs_above_the_largest_sum(boxes, unit):
     buffers = [memplan.Buffer(a, b, s * unit) for a, b, s in boxes]
     best = best_peak(buffers)
     assert best > memplan.lower_bound(buffers)
-    assert pack(buffers, best - 1, 20) == 0 and pack(buffers, best, 20) == 1
     plan = memplan.solve(buffers, time_limit=20)
     assert plan.optimal and plan.peak == best
 
 
-@pytest.mark.parametrize("boxes", [
-    [(3, 6, 6102000001), (1, 4, 3099999999), (2, 4, 4400000002), (1, 3, 795999998),
-     (0, 2, 9700000000), (0, 1, 3900000000), (2, 3, 5300000000), (4, 6, 7500000000),
-     (1, 3, 56077973), (3, 6, 210694858)],
-    [(3, 5, 1400000000), (1, 4, 1600000001), (2, 4, 1199999999), (0, 2, 2299999997),
-     (0, 1, 1900000003), (1, 3, 300000000), (2, 3, 1104000002), (4, 5, 2800000000),
-     (1, 4, 231815877)]])
-def test_bounds_of_large_numbers(boxes):
+@pytest.mark.parametrize("boxes, best", [
+    ([(3, 6, 6102000001), (1, 4, 3099999999), (2, 4, 4400000002), (1, 3, 795999998),
+      (0, 2, 9700000000), (0, 1, 3900000000), (2, 3, 5300000000), (4, 6, 7500000000),
+      (1, 3, 56077973), (3, 6, 210694858)], 14395999998),
+    ([(3, 5, 1400000000), (1, 4, 1600000001), (2, 4, 1199999999), (0, 2, 2299999997),
+      (0, 1, 1900000003), (1, 3, 300000000), (2, 3, 1104000002), (4, 5, 2800000000),
+      (1, 4, 231815877)], 4500000000)])
+def test_bounds_of_large_numbers(boxes, best):
     """Sizes that floating point does not tell apart: no bound is above a plan that exists."""
     buffers = [memplan.Buffer(*box) for box in boxes]
     plan = memplan.solve(buffers, time_limit=20)
-    assert plan.optimal and pack(buffers, plan.peak - 1, 9) == 0
-    for cuts, seconds in itertools.product((False, True), (1, 3)):
-        offsets, bound = memplan.milp_offsets(sections(buffers), plan.peak, 1,
-                                              time.monotonic() + seconds, cuts)
-        assert bound <= plan.peak
+    memplan.check(buffers, plan.offsets, plan.peak)
+    assert plan.lower_bound <= best <= plan.peak
+    for seconds in (1, 3):
+        offsets, bound = memplan.milp_offsets(sections(buffers), best, 1,
+                                              time.monotonic() + seconds)
+        assert bound <= best
         if offsets is not None:
-            memplan.check(buffers, offsets, 2 * plan.peak)
+            memplan.check(buffers, offsets, 2 * best)
 
 
-@pytest.mark.parametrize("n", [30, 60, 300])
+@pytest.mark.parametrize("n", [30, 60])
 def test_memory_plans_without_a_gap_are_found(n):
     buffers = tiled_buffers(n, n)
     plan = memplan.solve(buffers, time_limit=30)
@@ -2143,48 +2100,12 @@ def test_memory_plans_without_a_gap_are_found(n):
     assert plan.optimal and plan.lower_bound == 1024
 
 
-def test_memory_plans_stop_at_a_capacity(monkeypatch):
-    buffers = tiled_buffers(60, 60)
-    monkeypatch.setattr(memplan, "flat", None)  # not needed where a first fit is good enough
-    plan = memplan.solve(buffers, capacity=2048)
-    memplan.check(buffers, plan.offsets, 2048)
-    assert 1024 < plan.peak <= 2048 and plan.seconds < 2
-
-
-def crowd(n=30_000, alive=5_000):
-    """Buffers of which thousands are alive together: no list of overlaps fits into a minute."""
+def crowd(n, alive):
+    """Buffers of which thousands are alive together."""
     rng = np.random.default_rng(0)
     start = rng.integers(0, 2 * n, n)
     columns = start, start + rng.integers(1, 4 * alive, n), 512 * rng.integers(1, 1000, n)
     return [memplan.Buffer(*row) for row in zip(*(c.tolist() for c in columns))]
-
-
-@pytest.mark.parametrize("compiler", [True, False])
-def test_memory_plans_of_crowds_end_in_time(monkeypatch, compiler):
-    """With the searches, and with what Python alone can do."""
-    buffers, begin = crowd(), time.monotonic()
-    if not compiler:
-        monkeypatch.setattr(memplan, "SEARCHES", [None])
-    plan = memplan.solve(buffers, time_limit=4)
-    assert time.monotonic() - begin < 6
-    memplan.check(buffers, plan.offsets, plan.peak)
-    assert plan.peak < 1.2 * plan.lower_bound
-    plan = memplan.solve(buffers, time_limit=0)
-    memplan.check(buffers, plan.offsets, plan.peak)
-
-
-def test_memory_plans_without_a_compiler(monkeypatch, tmp_path):
-    monkeypatch.setattr(memplan, "SEARCHES", [])
-    memplan.compiled.cache_clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.warns(UserWarning, match="without its searches.*g\\+\\+"):
-        plan = memplan.solve([memplan.Buffer(*box) for box in HOLES[0]], time_limit=9)
-    assert plan.optimal and plan.peak == best_peak([memplan.Buffer(*box) for box in HOLES[0]])
-    for seed in range(50):
-        buffers = random_buffers(60, seed)
-        plan = memplan.solve(buffers, method="greedy")
-        memplan.check(buffers, plan.offsets, plan.peak)
 
 
 def test_memory_plan_checker():
@@ -2199,7 +2120,7 @@ def test_memory_plan_checker():
 def test_memory_plan_checker_of_many():
     """Neighbours on different shelves: a plan of thousands, and then with one that is moved."""
     buffers = crowd(6000, 2000)
-    plan = memplan.solve(buffers, method="greedy", time_limit=5)
+    plan = memplan.first_plan(sections(buffers))
     memplan.check(buffers, plan.offsets, plan.peak)
     rng = random.Random(0)
     for i in rng.sample(range(6000), 20):
@@ -2233,12 +2154,10 @@ def test_planned_run_is_bit_equal(tmp_path):
     args = [*QUICK, "--sp", "2", "--chunk", "16", "--alpha", "0.5", "--steps", "8",
             "--eval-every", "5", "--eval-sequences", "8", "--save-every", "6"]
     run([*args, "--out", tmp_path / "off"], 2)
-    levels = run([*args, "--out", tmp_path / "levels", "--memplan", "bilevel", "--steps", "4"], 2)
-    assert re.search("plan of a step: .*two levels", levels)  # by the passes that States has marked
-    assert losses(tmp_path / "levels")[:2] == losses(tmp_path / "off")[:2]
     text = run([*args, "--out", tmp_path / "on", "--memplan", "on"], 2)
     for kind in ("a simulated step", "a step"):  # the first for steps 1 to 3, which is recorded
         assert re.search(f"plan of {kind}: \\d+ buffers, peak [\\d,]+, .*proved optimal", text)
+    assert re.search("plan of a step: .*two levels", text)  # by the passes that States has marked
     rows = [json.loads(x) for x in (tmp_path / "on" / "log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows if "memplan" in r] == [1, 2, 4, 5, 6, 7, 8]
     assert rows[1]["memplan"]["hits"] > 0.5 * rows[3]["memplan"]["hits"]
@@ -2487,6 +2406,11 @@ def step_of_passes(kinds, count=10):
     return buffers
 
 
+def by_two_levels(buffers):
+    return memplan.two_levels(sections(buffers), [b.in_pass for b in buffers],
+                              time.monotonic() + 20)
+
+
 def test_memory_plan_of_two_levels(monkeypatch):
     """Each distinct pass is solved once; in its block, each pass has the plan of its kind."""
     kinds, solved = [random_buffers(12, 1, 20), random_buffers(9, 2, 20)], []
@@ -2494,7 +2418,7 @@ def test_memory_plan_of_two_levels(monkeypatch):
                         solved.append(len(rows)) or f(rows, *a))
     buffers = step_of_passes(kinds)
     random.Random(0).shuffle(buffers)
-    plan = memplan.solve(buffers, time_limit=20, method="bilevel")
+    plan = by_two_levels(buffers)
     memplan.check(buffers, plan.offsets, plan.peak)
     assert len(plan.levels) == 3 and sorted(solved) == [9, 12, 20]  # two passes and the step
     assert plan.method.startswith("two levels")
@@ -2507,53 +2431,26 @@ def test_memory_plan_of_two_levels(monkeypatch):
                 for b, a in zip(buffers, plan.offsets) if b.in_pass == f"pass {k}"}
         assert len(mine) == len(kinds[k % 2])
         assert max(a + size for *_, size, a in mine) <= max(p.peak for p in plan.levels[:2])
-    with pytest.raises(ValueError, match="no buffer has a pass; call memplan.mark"):
-        memplan.solve(random_buffers(5, 0), method="bilevel")
-    with pytest.raises(ValueError, match="method 'best': one of auto, greedy"):
-        memplan.solve(random_buffers(5, 0), method="best")
+    best, fitted = memplan.solve(buffers), memplan.first_plan(sections(buffers))
+    assert best.peak == min(plan.peak, fitted.peak)  # the lower of both, and both are said
+    assert best.beside.peak == max(plan.peak, fitted.peak)
+    assert f"{best.peak:,}" in str(best) and f"{best.beside.peak:,}" in str(best)
+    assert "two levels" in str(best) and "first fit" in str(best)
 
 
 def test_memory_level_one_is_the_integer_program(monkeypatch):
-    """Passes of which first fits leave a gap: one program each closes it, and with a capacity that
-    first fits meet there is none."""
-    kinds, programs = [[memplan.Buffer(*box) for box in HOLES[1]], random_buffers(7, 21, 10)], []
-    monkeypatch.setattr(memplan, "milp_offsets", lambda rows, *a, f=memplan.milp_offsets, **kw:
-                        programs.append(len(rows)) or f(rows, *a, **kw))
+    """Passes of which first fits leave a gap: one program each closes it."""
+    kinds, programs = [[memplan.Buffer(*box) for box in HOLES[1]], random_buffers(7, 211, 10)], []
+    monkeypatch.setattr(memplan, "milp_offsets", lambda rows, *a, f=memplan.milp_offsets:
+                        programs.append(len(rows)) or f(rows, *a))
     buffers = step_of_passes(kinds)
-    plan = memplan.solve(buffers, time_limit=20, method="bilevel", capacity=2000)
-    memplan.check(buffers, plan.offsets, 2000)
-    assert not programs and len(plan.levels) == 3
-    plan = memplan.solve(buffers, time_limit=20, method="bilevel")
+    plan = by_two_levels(buffers)
     memplan.check(buffers, plan.offsets, plan.peak)
     by_size = {len(p.offsets): p for p in plan.levels[:2]}
     for kind in kinds:
         level = by_size[len(kind)]
         assert level.optimal and level.peak == best_peak(kind) and programs.count(len(kind)) == 1
     assert by_size[7].method == "integer program"
-
-
-@pytest.mark.parametrize("boxes", HOLES)
-def test_memory_program_stops_at_its_goal(boxes):
-    """And takes the goal for no bound."""
-    buffers = [memplan.Buffer(*box) for box in boxes]
-    best = best_peak(buffers)
-    offsets, bound = memplan.milp_offsets(sections(buffers), 2 * best, 1, time.monotonic() + 9,
-                                          goal=best + 5)
-    memplan.check(buffers, offsets, best + 5)
-    assert bound <= best
-
-
-def test_memory_methods_side_by_side():
-    buffers = step_of_passes([random_buffers(12, 1, 20), random_buffers(9, 2, 20)])
-    rows = memplan.compare_methods(buffers, time_limit=3)
-    by_method = {r["method"]: r for r in rows}
-    assert [*by_method] == ["auto", "greedy", "flat", "bilevel"]
-    for r in rows:
-        assert set(r) == {"method", "peak", "bound", "gap", "seconds", "optimal", "distinct_passes"}
-        assert r["peak"] >= r["bound"] and r["optimal"] == (r["gap"] == 0) and r["seconds"] < 5
-    assert by_method["flat"]["peak"] <= by_method["greedy"]["peak"]
-    assert by_method["auto"]["peak"] <= by_method["greedy"]["peak"]
-    assert by_method["bilevel"]["distinct_passes"] == 2
 
 
 def test_memory_recorder_and_simulator_note_passes():
@@ -2569,7 +2466,7 @@ def test_memory_recorder_and_simulator_note_passes():
         return step
 
     memplan.mark("of nothing")
-    memory = memplan.StepMemory(method="bilevel", min_bytes=2**12)
+    memory = memplan.StepMemory(min_bytes=2**12)
     memory.record(make())
     simulated, _ = memplan.simulate(make, min_bytes=2**12, align=64)
     for buffers in (memory.buffers, simulated):
@@ -2578,11 +2475,11 @@ def test_memory_recorder_and_simulator_note_passes():
         assert {count[x] for x in ("first", "second", "first #2")} == {2}
         assert {b.size for b in buffers if b.in_pass} == {24000}  # kept lives on
     plan = memory.solve()
-    assert len(plan.levels) == 2 and plan.method.startswith("two levels")
+    assert plan.optimal and len(plan.levels) == 2 and plan.method.startswith("two levels")
     memory.replay(make())
     assert memory.counts["hits"] == len(memory.buffers)
     memory.record(lambda: torch.ones(5000).sum())
-    assert not memory.solve().levels  # without marks: flat
+    assert not memory.solve().levels  # without marks
     memory.give_back()
 
 
@@ -2737,8 +2634,6 @@ def test_memplan_program(tmp_path, capsys):
     assert [line.rpartition(",")[0] for line in lines] == rows
     offsets = [int(line.rpartition(",")[2]) for line in lines]
     memplan.check(buffers, offsets, max(a + b.size for a, b in zip(offsets, buffers)))
-    assert memplan.main([*args, "--capacity", "7"]) == 1
-    assert "above the capacity" in capsys.readouterr().err
     for text, message in (("id,lower,size\n", "line 1: the columns are"),
                           ("id,lower,upper,size\na,0,1,2\nb,0,x,2\n", "line 3: .*whole numbers"),
                           ("id,lower,upper,size\na,4,4,2\n", "line 2: a buffer is alive"),
@@ -2752,9 +2647,8 @@ def test_memplan_program(tmp_path, capsys):
         trace.write_text(text)
         assert memplan.main([str(trace)]) == 2
         assert re.search(message, capsys.readouterr().err)
-    for wrong in (["--capacity", "-1"], ["--time-limit", "nan"]):
-        with pytest.raises(SystemExit):
-            memplan.main([*args, *wrong])
+    with pytest.raises(SystemExit):
+        memplan.main([*args, "--time-limit", "nan"])
     trace.write_bytes(b"\xef\xbb\xbfid,lower,upper,size\r\n\xff,0,1,2\r\n")  # as Excel writes
     assert memplan.main([str(trace), "--out", str(plan)]) == 0
     trace.write_text("id,lower,upper,size\n")  # nothing to place
@@ -2767,7 +2661,7 @@ def test_memplan_keeps_passes(tmp_path):
     trace.write_text('pass,id,upper,lower,size\n"forward, layer 1/2",a,3,0,8\n,b,9,0,4\n'
                      '"forward, layer 1/2",c,3,1,8\n"forward, layer 2/2",d,7,4,8\n')
     args = [str(trace), "--out", str(plan), "--time-limit", "5"]
-    assert memplan.main([*args, "--method", "bilevel"]) == 0
+    assert memplan.main(args) == 0
     ids, buffers = memplan.read_trace(trace)
     again = memplan.read_trace(plan)
     assert again == (ids, buffers) and ids == [*"abcd"]
@@ -2775,35 +2669,8 @@ def test_memplan_keeps_passes(tmp_path):
                                             "forward, layer 2/2"]
     assert plan.read_text().splitlines()[0] == "id,lower,upper,size,pass,offset"
     trace.write_text("id,lower,upper,size\na,0,2,8\n")
-    assert memplan.main([*args, "--method", "bilevel"]) == 2
     assert memplan.main(args) == 0
     assert plan.read_text().splitlines()[0] == "id,lower,upper,size,offset"
-
-
-@pytest.mark.parametrize("stop, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_memplan_writes_its_best_plan_when_stopped(tmp_path, stop, code):
-    """In the middle of a search in C++."""
-    trace, out = tmp_path / "t.csv", tmp_path / "p.csv"
-    buffers = crowd(5000, 1500)
-    memplan.write_plan(trace, range(len(buffers)), buffers, np.zeros(len(buffers), int))
-    process = subprocess.Popen([sys.executable, HERE / "memplan.py", trace, "--out", out, "--plot",
-                                tmp_path / "p.png", "--time-limit", "200"],
-                               stdout=subprocess.PIPE, text=True)
-    time.sleep(4)
-    process.send_signal(stop)
-    said = process.communicate(timeout=20)[0]
-    assert process.returncode == code and "5000 buffers, peak" in said
-    rows = [line.split(",") for line in out.read_text().splitlines()[1:]]
-    memplan.check(buffers, [int(row[-1]) for row in rows], int(re.search(
-        "peak ([\\d,]+)", said)[1].replace(",", "")))
-    assert (tmp_path / "p.png").stat().st_size > 0
-
-
-def test_memplan_refuses_what_it_cannot_write_first(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(memplan, "read_trace", None)
-    for flag in ("--out", "--plot"):
-        assert memplan.main(["t.csv", flag, str(tmp_path / "none" / "x")]) == 2
-        assert "No such file" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------- Hugging Face
@@ -3418,27 +3285,6 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     train.main([*QUICK, "--out", f"{tmp_path}", "--steps", "2"])  # anew: the old run is kept
     assert len(log(tmp_path)) == 2 and len(log(tmp_path / "earlier-1")) == 7
     assert (tmp_path / "earlier-1" / "latest" / "meta.json").exists()
-
-
-def test_best_plans_run_and_the_fastest_is_taken(tmp_path, capsys, monkeypatch):
-    """By what is measured, not by what is predicted; the steps then are those of its plan."""
-    ran, step_of_plan = [], train.step_of_plan
-
-    def measure(run, groups):
-        assert step_of_plan(run, groups) > 0
-        ran.append(run.plan)
-        return 2.0 if len(ran) == 1 else 1.0
-
-    monkeypatch.setattr(train, "step_of_plan", measure)
-    args = [*QUICK, "--steps", "2", "--save-every", "-1"]
-    train.main([*args, "--verify", "2", "--out", f"{tmp_path}/a"])
-    text = capsys.readouterr().out
-    best, taken = ran
-    assert best.micro_batch != taken.micro_batch and "taken: plan 2 of 2" in text
-    assert f"micro-batches x {taken.micro_batch};" in text.partition("taken")[2]
-    train.main([*args, "--micro-batch", f"{taken.micro_batch}", "--out", f"{tmp_path}/b"])
-    for a, b in zip(log(tmp_path / "a"), log(tmp_path / "b"), strict=True):
-        assert (a["loss"], a["grad_norm"]) == (b["loss"], b["grad_norm"])
 
 
 def test_dry_run_and_zero_steps(tmp_path, capsys):
@@ -5131,7 +4977,7 @@ def varied(some: random.Random, profile: hardware.Profile) -> hardware.Profile:
         profile, **{name: vary(getattr(profile, name))
                     for name in ("products", "attention", "collectives")},
         **{name: getattr(profile, name) * 2 ** some.uniform(-1, 1)
-           for name in ("memory", "optimizer", "to_host", "from_host")},
+           for name in ("memory", "optimizer", "to_host")},
         overlap={kind: [some.uniform(1, 1.5), some.uniform(1, 2)] for kind in profile.overlap})
 
 
@@ -5273,10 +5119,10 @@ def measured_profile_worker():
 def test_profiles_are_measured(ranks, tmp_path):
     text = run([], ranks, "import test_all; test_all.measured_profile_worker()", tmp=tmp_path)
     found = json.loads(re.search("measured: (.*)", text)[1])
-    rates = [found[name] for name in ("memory", "optimizer", "to_host", "from_host")]
+    rates = [found[name] for name in ("memory", "optimizer", "to_host")]
     rates += [points[0][-1] for kind in ("products", "attention")
               for points in found[kind].values()]
-    assert len(rates) == 10 and all(1e6 < rate < 1e15 for rate in rates)
+    assert len(rates) == 9 and all(1e6 < rate < 1e15 for rate in rates)
     assert found["device"] == "CPU" and found["sources"] == {"all": "measured"}
 
 
@@ -5721,7 +5567,7 @@ def test_columns_and_stages_are_the_best_of_all(name, layers, ranks, per_node, s
         there = planner.Hardware(ranks, per_node, profile, gpu * 2**30, host * 2**30)
         best = best_of_all(constraints, model, there)
         found = planner.plan(constraints, model, there)
-        print(planner.describe_short(best), best.seconds)
+        print(planner.choices(best), best.seconds)
         assert min(plan.token_s for plan in found) == pytest.approx(best.token_s, rel=1e-9), best
         assert found[0].token_s <= (1 + planner.TIE) * best.token_s
 
@@ -5786,13 +5632,11 @@ def ask(capsys, *args) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-def test_planner_prints_plans(capsys, tmp_path):
-    status, text = ask(capsys, *ASKED, "--gpu-memory", "30G", "--top", 4, "--leaf", 1,
-                       "--plot", tmp_path / "plan.png")
+def test_planner_prints_plans(capsys):
+    status, text = ask(capsys, *ASKED, "--gpu-memory", "30G", "--top", 4, "--leaf", 1)
     assert status == 0 and len(re.findall(r"^ *\d+  .*%", text, re.M)) == 4
     assert "what binds: " in text and "order of nodes: 0..1" in text
     assert "not in the profile: " in text  # h200x2 has no network between nodes
-    assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
     status, text = ask(capsys, *ASKED, "--json")
     found = json.loads(text)
     assert status == 0 and list(found) == ["plans", "binding"] and found["binding"]
@@ -6155,7 +5999,7 @@ def test_help(program):
     assert done.returncode == 0 and "usage" in done.stdout, done.stderr[-2000:]
     if program == "train.py":
         text = " ".join(done.stdout.split())
-        assert "K, M or G, which are binary: 4K is 4096" in text and "saves a GPU 1 %" in text
+        assert "K, M or G, which are binary: 4K is 4096" in text
         assert "a quarter of --steps, at most 500" in text
         rates = "else 3e-3 for tiny, 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4"
         assert f"{rates} (default: auto)" in text
@@ -6264,86 +6108,6 @@ def test_bench_writes_results(tmp_path):
     assert longest["seq"] > ours["seq"]
     for r in (bound, without, ours, longest):
         assert r["tgs"] == pytest.approx(r["seq"] / r["step_s"]) and r["step_s"] > 0
-
-
-@pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_node_pieces_are_commands_that_measure(gpus, monkeypatch):
-    """They parse, and results files name them as results/node.py looks for them."""
-    node = load_program("node")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("WORLD_SIZE", str(gpus))
-    for piece in node.PIECES:
-        if piece.gpus > gpus:
-            continue
-        command = piece.on(gpus)
-        *launcher, program = command.partition(".py ")[0].split()
-        flags = command.partition(".py ")[2].split()
-        assert launcher == ["torchrun", "--nproc_per_node", str(gpus)]
-        if program == "train":
-            train.check_flags(train.parse(flags))
-        else:
-            monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
-            args = bench.parse()
-            assert bench.command_line(args, *args.tables, gpus)[0] == command
-            assert "predict" not in command or any(
-                s.held_out and s.ranks == gpus for s in bench.SETTINGS)
-        assert f"gpu_{piece.test}_worker" in globals()
-    assert "--seq 256K" in node.PIECES[0].on(2) and "--seq 1024K" in node.PIECES[0].on(8)
-
-
-def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
-    node = load_program("node")
-    out = tmp_path / "results"
-    out.mkdir()
-    monkeypatch.setattr(node, "ROOT", tmp_path)
-    monkeypatch.setattr(node, "HERE", out)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(node, "name_of_gpu", lambda: "NVIDIA H200")
-    broken = {"gpu_tensor_worker", "longest"}
-    begun = []
-    monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: 120 * len(begun)))
-
-    def run(command: list[str], seconds: float) -> tuple[bool, str]:
-        assert 0 < seconds <= node.LIMIT_S
-        if "pytest" in command:
-            begun.append(command[-1])
-            return command[-1] not in broken, "1 passed"
-        program = next(i for i, word in enumerate(command) if word.endswith(".py"))
-        folder = tmp_path / command[-1]
-        said = "torchrun --nproc_per_node 2 " + " ".join(command[program:-2])
-        begun.append(said)
-        if command[program] == "bench.py":  # rows so far
-            found = {"command": said, "hardware": "2 x NVIDIA H200"}
-            (folder / f"{len(list(out.iterdir()))}.json").write_text(json.dumps(found))
-        return command[program + 1] not in broken, "loss 1.0"
-
-    monkeypatch.setattr(node, "run", run)
-
-    def main(*flags) -> int:
-        begun.clear()
-        monkeypatch.setattr(sys, "argv", ["node.py", "--out", str(out), *flags])
-        return node.main()
-
-    assert main("--list") == 0 and not begun
-    for_two = [piece for piece in node.PIECES if piece.gpus == 2]
-    assert main("--minutes", "9.5") == 0  # each takes 2, but should take more
-    fit = [piece for piece in for_two if piece.minutes in (7, 4) and piece.test == "swap"]
-    assert begun == ["gpu_swap_worker", *(piece.on(2) for piece in fit)] and len(fit) == 2
-    assert "loss 1.0" in (out / "train-256k-2xh200.log").read_text()
-    assert main() == 1
-    measured = [command for command in begun if command.startswith("torchrun")]
-    assert measured == [piece.on(2) for piece in for_two
-                        if piece.test != "tensor" and piece not in fit]
-    assert begun.count("gpu_swap_worker") == 0 and begun.count("gpu_ring_worker") == 1
-    # one json is from before; rows of one that was cut short are no result
-    assert len(list(out.glob("*.json"))) == 1 + len(measured) - 1
-    broken.clear()
-    capsys.readouterr()
-    assert main() == 0
-    again = [piece.on(2) for piece in for_two if "longest" in piece.command or
-             piece.test == "tensor"]
-    assert [command for command in begun if command.startswith("torchrun")] == again
-    assert main() == 0 and not begun
 
 
 def test_longest_sequence_is_the_last_that_fits():

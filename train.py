@@ -205,13 +205,9 @@ class Config:
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
-    memplan: str = flag("off", "addresses of a step's tensors, planned once: off; on, by the best"
-                        " method; flat, all at once; bilevel, a layer's pass first, then the step"
-                        " (Memo); or auto: on if it saves a GPU 1 % of its memory")
+    memplan: str = flag("off", "addresses of a step's tensors, planned once: off, or on")
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
-    verify: int = flag(1, "best plans to run for two steps each before the first, on random"
-                       " weights; the fastest is taken")
     dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
     ranks: int | None = flag(None, "with --dry-run: plan for so many, and simulate the first one's"
                              " step; none of them need be there; auto: the ranks that are")
@@ -240,7 +236,7 @@ CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", 
            "reduce_dtype": ("auto", "fp32"), "recompute": ("auto", "none", "full"),
            "dtype": ("auto", *DTYPES), "tp_mode": ("mtp", "msp", "fsp"),
            "schedule": ("auto", "cosine", "linear", "constant"),
-           "memplan": ("off", "on", "auto", "flat", "bilevel")}
+           "memplan": ("off", "on")}
 TIMEOUTS = (1, 1e9)  # seconds
 LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
     (0, 1): "alpha min_lr",
@@ -249,7 +245,6 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (0, 1e30): "lr clip",
     (1, 1e30): "rope_theta",
     TIMEOUTS: "timeout",
-    (1, 100): "verify",
     (0, 2**20): "eval_passkey",
     (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
     (2, 2**20): "resident_layers",
@@ -395,7 +390,7 @@ class Run:
     budgets: tuple[float, float] = (2.0**60, 2.0**60)  # bytes of a GPU, of host memory of a rank
     hardware: Hardware | None = None
     plan: Plan | None = None
-    others: tuple[Plan, ...] = ()  # the next best, by the same prediction
+    second: Plan | None = None  # the next best, by the same prediction
 
     def but(self, **changes) -> "Run":
         return replace(self, **changes)
@@ -582,8 +577,8 @@ def with_documents(cfg: Config, model: ModelConfig, resumed: Checkpoint | None) 
     if end is not None and end >= model.vocab:
         raise ValueError(f"--document-token {end}: the model's vocabulary ends at "
                          f"{model.vocab - 1}")
-    if end != -1 and cfg.memplan != "off":
-        raise ValueError(f"--memplan {cfg.memplan}: requests differ with each batch's documents: "
+    if end != -1 and cfg.memplan == "on":
+        raise ValueError("--memplan on: requests differ with each batch's documents: "
                          "--memplan off, or --document-token -1")
     return replace(cfg, document_token=end)
 
@@ -730,6 +725,10 @@ def with_hardware(run: Run) -> Run:
     return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
 
+PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
+           "head_groups", "chunk", "os_layout", "os_place")
+
+
 def with_plan(run: Run) -> Run:
     """Return the run with the best plan by the profile of its devices, and its choices as flags.
     Raises ConfigError. A collective of all ranks: all come to the same plan."""
@@ -741,32 +740,8 @@ def with_plan(run: Run) -> Run:
                f"{best.dp} data-parallel ranks divide it")
     if run.cfg.dry_run:
         print0(planner.describe_plans(plans, run.hardware))
-    return with_choice(run.but(others=tuple(plans[1:])), best)
-
-
-PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
-           "head_groups", "chunk", "os_layout", "os_place")
-
-
-def with_choice(run: Run, plan: Plan) -> Run:
-    """Return the run with a plan, and its choices as flags."""
-    cfg = replace(run.cfg, **{name: getattr(plan, name) for name in PLANNED})
-    return run.but(cfg=cfg, plan=plan)
-
-
-def with_measured_plan(run: Run, op: Ulysses) -> Run:
-    """Return the run with what layers keep by the times of a layer on this machine, if they run in
-    chunks. Raises ConfigError. A collective of all ranks."""
-    if run.plan.activations is None:
-        return run
-    print0(f"measuring a layer, in chunks of {run.plan.chunk:,} tokens", flush=True)
-    shape = (run.plan.micro_batch, run.plan.tokens // run.plan.micro_batch)
-    measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype,
-                               run.plan.pp_segments)
-    constraints = planner.fix(run.constraints, run.plan)
-    there = replace(run.hardware, measured=measured)
-    plan = on_all_ranks(lambda: planner.plan(constraints, run.model, there, top=1)[0])
-    return run.but(hardware=there, plan=plan)
+    cfg = replace(run.cfg, **{name: getattr(best, name) for name in PLANNED})
+    return run.but(cfg=cfg, plan=best, second=plans[1] if len(plans) > 1 else None)
 
 
 def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
@@ -835,8 +810,7 @@ def describe(run: Run) -> None:
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
-    second = run.others[0] if run.others else None
-    print0(planner.describe_choice(plan, second, run.hardware))
+    print0(planner.describe_choice(plan, run.second, run.hardware))
     print0(plan.memory.describe(), flush=True)
 
 
@@ -913,14 +887,14 @@ def local_bounds(run: Run) -> list[int]:
     return [bound // plan.sp for bound in bounds]
 
 
-def wait_for_host_memory(model: LLaMA | Pipeline, say: Callable = print0) -> None:
+def wait_for_host_memory(model: LLaMA | Pipeline) -> None:
     """Wait for the host memory that layers swap to, on all ranks: it is pinned while states are
     made and weights are read."""
     runners = model.layer_runners if isinstance(model, Pipeline) else [model.layer_runner]
     for runner in runners:
         layers = getattr(runner, "__self__", None)
         if isinstance(layers, ChunkedLayers):
-            on_all_ranks(lambda: layers.wait_for_host_memory(say))
+            on_all_ranks(lambda: layers.wait_for_host_memory(print0))
 
 
 def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
@@ -1070,21 +1044,16 @@ def simulated_buffers(run: Run) -> list[Buffer]:
 def plan_memory(run: Run, trains: bool) -> StepMemory | None:
     """Return what plans a step's memory, for --memplan; of layers in chunks by a simulated step at
     first. Raises ConfigError if its allocator cannot be built. A collective of all ranks."""
-    mode = run.cfg.memplan
-    if mode == "off" or (mode == "auto" and run.device.type == "cpu"):
+    if run.cfg.memplan == "off":
         return None
-    simulates = mode != "auto" and run.plan.activations and trains
-    guess = simulated_buffers(run) if simulates else []
+    guess = simulated_buffers(run) if run.plan.activations and trains else []
 
-    def load_and_solve() -> StepMemory | None:
+    def load_and_solve() -> StepMemory:
         try:
             library(run.device.type)
         except RuntimeError as e:
-            if mode != "auto":
-                raise ValueError(f"--memplan {mode}: {e}") from None
-            print0(f"--memplan auto is off: {e}")
-            return None
-        return StepMemory(str(run.device), guess=guess, method="auto" if mode == "on" else mode)
+            raise ValueError(f"--memplan on: {e}") from None
+        return StepMemory(str(run.device), guess=guess)
 
     memory = on_all_ranks(load_and_solve)
     if guess:
@@ -1092,25 +1061,15 @@ def plan_memory(run: Run, trains: bool) -> StepMemory | None:
     return memory
 
 
-def run_planned(run: Run, memory: StepMemory | None,
-                step: Callable[[], tuple]) -> tuple[tuple, StepMemory | None]:
-    """Run a step in planned memory, if there is any; print a plan that is new. Returns the step's
-    result, and what plans the next one's memory: None if it saves too little."""
+def run_planned(memory: StepMemory | None, step: Callable[[], tuple]) -> tuple:
+    """Run a step in planned memory, if there is any; print a plan that is new."""
     if memory is None:
-        return step(), None
+        return step()
     plans = memory.plans
     result = memory.run(step)
-    if memory.plans == plans:
-        return result, memory
-    print0(f"memory plan of a step: {memory.plan}")
-    if run.cfg.memplan != "auto":
-        return result, memory
-    reserved = torch.cuda.memory_reserved(run.device)
-    torch.cuda.empty_cache()
-    saved = reserved - torch.cuda.memory_reserved(run.device) - memory.plan.peak
-    print0(f"that is {saved / GIB:.2f} GiB less than PyTorch's allocator reserved for the step")
-    total = torch.cuda.get_device_properties(run.device).total_memory
-    return result, memory if saved > total / 100 else None
+    if memory.plans > plans:
+        print0(f"memory plan of a step: {memory.plan}")
+    return result
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -1281,56 +1240,6 @@ def load_random_weights(run: Run, states: States) -> None:
     for name, shape in states.shapes.items():
         if states.holds(name):
             states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
-
-
-def verified(run: Run, made: dict[tuple[int, int], Groups]) -> Run:
-    """Return the run with the fastest of the --verify best plans: each runs two steps on random
-    weights, and the second is timed (InternEvo's way). Prints predicted beside measured. A
-    collective of all ranks."""
-    plans = (run.plan, *run.others)[: run.cfg.verify]
-    measured = []
-    for plan in plans:
-        candidate = with_choice(run, plan)
-        seconds = step_of_plan(candidate, make_groups(candidate, made))
-        measured.append(seconds)
-        print0(f"verified: {planner.describe_short(plan)}: predicted "
-               f"{plan.step_s:.4g} s, measured {seconds:.4g} "
-               f"({plan.step_s / seconds - 1:+.1%})", flush=True)
-    # batches may differ: the least time a sequence
-    best = min(range(len(plans)), key=lambda i: measured[i] / plans[i].batch)
-    print0(f"taken: plan {best + 1} of {len(plans)}")
-    return with_choice(run.but(others=plans[:best] + plans[best + 1 :]), plans[best])
-
-
-def step_of_plan(run: Run, groups: Groups) -> float:
-    """Return the seconds of a second step as planned, on the slowest rank; all that it has
-    allocated is given back. A collective of all ranks."""
-    model, states = build(run, make_attention(run, groups), groups)
-    load_random_weights(run, states)
-    wait_for_host_memory(model, lambda *a, **k: None)
-    batch = load_batch(run, 0)
-    warm_up(model, batch)
-    for _ in range(2):
-        dist.barrier()
-        start = time.perf_counter()
-        loss, *_ = run_step(model, states, batch, 0.0, run.cfg.clip)
-        loss.item()  # the device is done
-        seconds = time.perf_counter() - start
-    slowest = most_of_ranks(seconds, run.device)
-    if run.device.type == "cuda":
-        torch.cuda.synchronize()  # states on the host may still be on their way
-    del model, states, batch
-    release(run.device)
-    return slowest
-
-
-def release(device: torch.device) -> None:
-    """Give back what is not held any more: modules and their states refer to each other."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def load_weights(run: Run, states: States) -> int:
@@ -1696,8 +1605,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         progress.begin(step)
         lr = learning_rate(cfg, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
-        result, memory = run_planned(run, memory, work)
-        result = *result, batch.seen
+        result = *run_planned(memory, work), batch.seen
         del work  # it holds the batch
         samples += cfg.batch
         if step < cfg.steps:
@@ -1784,12 +1692,8 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
     on_all_ranks(lambda: checkpoint.check_disk(disk))
     for folder, size in disk.items():
         print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
-    made: dict[tuple[int, int], Groups] = {}
-    if cfg.verify > 1:
-        run = verified(run, made)
-    groups = make_groups(run, made)
+    groups = make_groups(run, {})
     op = make_attention(run, groups)
-    run = with_measured_plan(run, op)
     describe(run)
     model, states = build(run, op, groups)
     if states.imbalance:

@@ -1,7 +1,6 @@
 """Draw the pictures of both README.md, as PNG files of 1800 pixels' width (one 1080), read at 900.
 
     causal MFU by length    from rows of results files
-    a layer, who holds what from what offload.py and shard.py say
     streams                 from a trace of torch.profiler
     scale                   from predictions in scale.json, published points beside them
 
@@ -16,12 +15,10 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib.patches import FancyArrowPatch, Patch, Rectangle
+from matplotlib.patches import Patch
 
 BLUE, ORANGE, GREEN, RED, GREY = "#3b6ea8", "#d9822b", "#4f9a62", "#b5485d", "#8a8f98"
-PURPLE, TEAL = "#7a5ea8", "#2a8c95"
-PALE = {BLUE: "#cfdff0", ORANGE: "#f8dfc4", GREEN: "#d2e8d7", RED: "#efd0d6", GREY: "#e6e8eb",
-        PURPLE: "#ded6ee", TEAL: "#cbe7e9"}
+PURPLE = "#7a5ea8"
 
 
 def figure(height: float, rows: int = 1, cols: int = 1, dpi: int = 200):
@@ -34,18 +31,6 @@ def figure(height: float, rows: int = 1, cols: int = 1, dpi: int = 200):
 def save(fig, path: Path) -> None:
     fig.savefig(path, facecolor="white", metadata={"Software": None})
     plt.close(fig)
-
-
-def box(ax, x: float, y: float, width: float, height: float, color: str, text: str = "",
-        **style) -> None:
-    """Draw a rectangle with its text in the middle."""
-    style = {"facecolor": PALE[color], "edgecolor": color, "linewidth": 1} | style
-    ax.add_patch(Rectangle((x, y), width, height, **style))
-    ax.text(x + width / 2, y + height / 2, text, ha="center", va="center")
-
-
-def arrow(ax, start: tuple[float, float], end: tuple[float, float]) -> None:
-    ax.add_patch(FancyArrowPatch(start, end, arrowstyle="-|>", mutation_scale=10, color="#333"))
 
 
 def draw_mfu(path: Path, rows: dict[str, dict[int, dict]]) -> None:
@@ -92,123 +77,6 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
         ax.set(xscale=scale, yscale=scale, xlabel=f"measured {title}",
                ylabel=f"predicted {title}")
         ax.legend(frameon=False)
-    save(fig, path)
-
-
-def draw_layer(path: Path) -> None:
-    """Draw a layer cut in three, where its tensors lie until backward, and the rounding buffers."""
-    fig, ax = figure(5.9)
-    ax.set(xlim=(-0.1, 18), ylim=(0.6, 12.6))
-    ax.axis("off")
-    fig.subplots_adjust(0.01, 0.01, 0.99, 0.99)
-    draw_cut(ax)
-    draw_places(ax)
-    draw_rounding_buffers(ax)
-    save(fig, path)
-
-
-def draw_cut(ax) -> None:
-    """Draw the three parts of a layer, two of them chunk by chunk."""
-    ax.text(0, 12.2, "A layer, cut in three; its tokens in chunks", fontweight="bold")
-    for j in range(3):
-        y = 11.1 - 0.75 * j
-        ax.text(0, y + 0.3, f"chunk {j}", va="center")
-        box(ax, 2.9, y, 3.4, 0.6, GREY, "block.pre")
-        box(ax, 12.1, y, 3.4, 0.6, GREY, "block.post")
-        for start, end in ((1.9, 2.8), (6.4, 7.4), (11.0, 12.0), (15.6, 16.5)):
-            arrow(ax, (start, y + 0.3), (end, y + 0.3))
-    box(ax, 7.5, 9.6, 3.4, 2.1, RED, "attention\n(all tokens,\nsome heads)")
-    for x, text in ((2.35, "x"), (6.9, "q, k, v"), (11.5, "o, lse"), (16.05, "y")):
-        ax.text(x, 11.8, text, ha="center", va="bottom", style="italic")
-    for x, text in ((4.6, "norm, projection, rotary"), (9.2, "the only part that mixes tokens"),
-                    (13.8, "projection, norm, SwiGLU")):
-        ax.text(x, 9.3, text, ha="center", va="top", color="#444", fontsize=8)
-
-
-def draw_places(ax) -> None:
-    """Draw a line for each treatment of a chunk, a box for each place."""
-    ax.text(0, 8.1, "Where a chunk's tensors lie until backward", fontweight="bold")
-    for x, text in ((6.3, "x, o, lse"), (10.5, "q, k, v"), (14.9, "h, gate|up")):
-        ax.text(x, 7.55, text, ha="center", style="italic")
-    lines = [
-        ("kept (last k layers)", GREEN, ("GPU", "GPU", "GPU")),
-        ("swapped (the other layers)", BLUE, ("host", "host", "host")),
-        ("recomputed (any layer)", ORANGE, ("GPU or host", "again: pre", "again: post")),
-    ]
-    columns = [(4.6, 3.4), (8.4, 4.2), (12.7, 4.4)]  # x, width
-    for j, (name, color, places) in enumerate(lines):
-        y = 6.7 - 0.75 * j
-        ax.text(0, y + 0.3, name, va="center")
-        for (x, width), place in zip(columns, places):
-            shade = GREY if place == "GPU or host" else color
-            box(ax, x, y, width, 0.6, shade, place)
-
-
-def draw_rounding_buffers(ax) -> None:
-    """Draw four swapped layers on the streams, in forward and in backward."""
-    ax.text(0, 4.2, "Two rounding buffers: layer i uses buffer i mod 2", fontweight="bold")
-    forward = ("layer 4", "layer 5", "layer 6", "layer 7")
-    offload = ("", "4 to host", "5 to host", "6 to host")
-    prefetch = ("6 to buffer 0", "5 to buffer 1", "4 to buffer 0", "")
-    lines = [  # y, name, what runs one after the other, colours
-        (3.3, "forward  compute", forward, [GREY] * 4),
-        (2.55, "offload", offload, [BLUE] * 4),
-        (1.55, "backward  compute", forward[::-1], [GREY] * 4),
-        (0.8, "prefetch", prefetch, [PURPLE, TEAL, PURPLE, GREY]),
-    ]
-    for y, name, texts, colors in lines:
-        ax.text(3.9, y + 0.3, name, va="center", ha="right")
-        for k, (text, color) in enumerate(zip(texts, colors)):
-            if text:
-                box(ax, 4.6 + 3.3 * k, y, 3.2, 0.6, color, text)
-
-
-def blocks(size: int) -> str:
-    """Return the groups of neighbours among 8 ranks."""
-    return " ".join(f"{{{','.join(map(str, range(first, first + size)))}}}"
-                    for first in range(0, 8, size))
-
-
-def draw_held(ax, rank: int, low: float, p: int, count: int, maps: dict) -> None:
-    """Draw what a rank holds of one kind of states, in `count` shards: a part of its p-shard, a or
-    b, in a box from y = low on. maps: the colours of a and b."""
-    shard = "ab"[rank % p]
-    parts = count // p  # of a p-shard
-    part = rank % count // p
-    height = 2.8 / count
-    y = low + 2.8 - height * (parts * (rank % p) + part + 1)
-    shade = 0.7
-    name = shard
-    if parts > 1:
-        shade = 0.85 - 0.2 * part
-        name = f"{shard}{part}"
-    box(ax, rank + 0.05, low, 0.9, 2.8, GREY, facecolor="#f4f5f6", linewidth=0.6)
-    box(ax, rank + 0.05, y, 0.9, height, GREY, facecolor=maps[shard](shade), linewidth=0)
-    color = "#222" if shade < 0.5 else "white"  # readable on it
-    ax.text(rank + 0.5, y + height / 2, name, ha="center", va="center_baseline", fontsize=7.5,
-            color=color)
-
-
-def draw_shards(path: Path) -> None:
-    """Draw which part of each kind of states the ranks of one node hold, under two p, g, os."""
-    fig, axes = figure(4.4, 1, 2)
-    fig.subplots_adjust(0.105, 0.01, 0.995, 0.94, wspace=0.08)
-    maps = {"a": plt.get_cmap("Blues"), "b": plt.get_cmap("Oranges")}
-    for ax, (p, g, os) in zip(axes, ((2, 2, 4), (2, 8, 8))):
-        ax.set(xlim=(-0.1, 8.1), ylim=(-2.1, 10.6))
-        ax.axis("off")
-        ax.set_title(f"p = {p}, g = {g}, os = {os}", fontweight="bold", fontsize=10)
-        kinds = {"parameters\n2P/p bytes": p, "gradients\n2P/g": g, "optimizer\n12P/os": os}
-        for k, (kind, count) in enumerate(kinds.items()):
-            low = 7.2 - 3.6 * k
-            if ax is axes[0]:
-                ax.text(-0.3, low + 1.4, kind, ha="right", va="center")
-            for rank in range(8):
-                draw_held(ax, rank, low, p, count, maps)
-        for rank in range(8):
-            ax.text(rank + 0.5, -0.35, f"rank {rank}", ha="center", va="top", fontsize=7.5)
-        ax.text(0, -1.05, f"gather parameters in {blocks(p)}\nos group {blocks(os)}", va="top",
-                fontsize=8)
     save(fig, path)
 
 

@@ -10,7 +10,7 @@ kind of table `bench.layout` tells; scale.json has predictions of scale.py. A te
 the files, so that it cannot drift.
 
 Left out: measuring, which is bench.py's; memplan-*.png, which `bench.py memplan` draws, since no
-file holds the addresses that PyTorch gave.
+file holds the addresses that PyTorch gave; layer.png and shards.png, which show ideas.
 """
 import argparse
 import json
@@ -18,7 +18,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from textwrap import fill, indent
+from textwrap import fill
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -114,11 +114,6 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         " where it equals the lower bound; *hits* is the share of requests that met the plan."
         " 7b/4 is four layers with everything else held. The requests and their addresses are in"
         " memplan-*.csv.\n\n![planned addresses over time](memplan-64k-2x.png)",
-        "methods": "Shows how `memplan.py` plans the recorded steps: one *greedy* pass, which is"
-        " optimal on all of them; *flat*, all buffers at once; *bilevel*, Memo's two levels, where"
-        " each distinct pass of a layer is planned once (by the integer program where first fits"
-        " leave a gap) and the step then has a block a pass: its blocks are what costs memory."
-        " *bound* is the largest sum of sizes that live together.",
         "capped": "Shows the longest sequence under a cap of 80 GiB a GPU for each allocator.",
     },
 }
@@ -167,29 +162,6 @@ SCALE = {  # key of scale.json -> how to read it
         " (alpha = 0). 8M tokens on 64 GPUs fit with rings across nodes, as Memo ran them with"
         " context parallelism; by heads alone they do not.\n\n"
         "![causal MFU by length and by GPUs](scale-memo.png)",
-    "rings":
-        "**Sequences across nodes** of 8 H200s with NICs of so many GB/s a GPU, eight ranks of a"
-        " node by heads. *hidden from*: the shortest sequence whose layers wait at most 1% longer"
-        " than on an endlessly fast network, if a ring crosses it; then the seconds of a step of 1M"
-        " tokens with a ring over the nodes, by heads alone (32 heads: not over 64 ranks), and what"
-        " the planner takes. By heads alone the whole all-to-all crosses the network, hidden by a"
-        " head group's attention. 7B has a key for each head, and its ring moves as much; of"
-        " llama3-8b four heads share one.",
-    "hybrids":
-        "**Matrices and layers cut, too**: the planner's choice among all degrees (tp, its"
-        " mode; stages x parts, K segments; sp), without tensor modes and pipelines, and where 8"
-        " stages or 8 columns are asked for: seconds of a step, causal MFU, and of a pipeline"
-        " the seconds in which a stage is idle. Batches are open but for InternEvo's and that of"
-        " 4K tokens, so at 1M tokens MFU compares. A pipeline wins where sequences are short,"
-        " the network is slow and many micro-batches fill it; columns never do here: their"
-        " exchanges are not hidden, and those of heads and weights are.",
-    "node":
-        "**One node of 8 H200s**: what the planner expects of the steps that `results/node.py` is"
-        " to measure, by profiles/h200x8.json, whose rates of GPUs are those of two H200s. Rows"
-        " whose factors were set by hand say so.",
-    "example":
-        "**LLaMA-65B on 10,000 GPUs**: 1,250 machines of 8 H200s, with an assumed network of"
-        " 400 Gb/s a GPU.",
 }
 INTRO = """# Results
 
@@ -272,34 +244,10 @@ def scale_tables() -> str:
               " / ".join([f"{r['mfu_causal']:.1%}" if "sp" in r else "-",
                           f"{r['published_mfu']:.1%}" if r["published_mfu"] else "over 50%"])]
              for r in found["memo"]]),
-        "rings": markdown(
-            ["model", "nodes", "GB/s", "hidden from", "ring s", "by heads s", "planned: sp"],
-            [[r["model"], f"{r['nodes']}", f"{r['rate'] / 1e9:.0f}",
-              f"{r['hidden'] // 1024:,}K" if r["hidden"] else "-",
-              *(f"{r[how]['step_s']:.4g}" if how in r else "-" for how in ("ring", "heads")),
-              r["planned"]["sp"]] for r in found["rings"]]),
-        "hybrids": markdown(
-            ["setting", "GPUs", "GB/s", "degrees", "tp", "pp", "sp", "p,g,os", "step s",
-             "causal MFU", "idle s", "GPU GiB"],
-            [[r["setting"], f"{r['gpus']}", f"{r['rate'] / 1e9:.0f}" if r["rate"] else "A800s", cut,
-              r[cut]["tp"], r[cut]["pp"], r[cut]["sp"], r[cut]["shards"],
-              f"{r[cut]['step_s']:.4g}", f"{r[cut]['mfu_causal']:.1%}",
-              f"{r[cut]['idle_s']:.3g}", f"{r[cut]['gpu_gib']:.1f}"]
-             for r in found["hybrids"]
-             for cut in ("all degrees", "without", "8 stages", "8 columns") if cut in r]),
-        "node": markdown(
-            ["model", "tokens", "sequences", "p,g,os", "sp", "layers keep", "step s", "causal MFU",
-             "GPU GiB"],
-            [[r["model"], f"{r['seq'] // 1024:,}K", str(r["batch"]),
-              r["shards"] + ", by hand" * r["by_hand"], r["sp"], r["layers"],
-              f"{r['step_s']:.4g}", f"{r['mfu_causal']:.1%}", f"{r['gpu_gib']:.1f}"]
-             for r in found["node"]]),
-        "example": f"    {found['example']['command']}\n\n" + indent(
-            found["example"]["text"], "    ")}
+    }
     text = ("\n## Scale, by simulation\n\nNothing here was run: `python results/scale.py"
             " predictions` asks the planner what others have measured on up to 1024 A800s"
-            " (profiles/a800.json, whose numbers have their sources beside them), and what nobody"
-            " has.\n")
+            " (profiles/a800.json, whose numbers have their sources beside them).\n")
     return text + "".join(f"\n{SCALE[name]}\n\n{table}" for name, table in tables.items())
 
 
@@ -338,8 +286,6 @@ def results_readme() -> str:
             if table in files:
                 text += f"\n**{table}.** {says}\n" + "".join(map(section, files.pop(table)))
     assert not files, f"TOPICS has no table {sorted(files)}"
-    for path in sorted(HERE.glob("train-*.log")):  # of results/node.py
-        text += f"\n### {path.name}\n\n" + indent(path.read_text(), "    ")
     return text + predictions() + scale_tables()
 
 
@@ -512,8 +458,6 @@ def main() -> int:
     for path, text in texts.items():
         path.write_text(text)
     pictures.draw_mfu(HERE / "mfu.png", long_rows())
-    pictures.draw_layer(HERE / "layer.png")
-    pictures.draw_shards(HERE / "shards.png")
     pictures.draw_predictions(HERE / "predict.png", predicted_rows())
     pictures.draw_timeline(HERE / "timeline.png", HERE / "trace.json.gz")
     pictures.draw_systems(HERE / "scale-amsp.png", read("scale")["figures"])

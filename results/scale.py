@@ -1,4 +1,4 @@
-"""What does the planner predict for machines that others have measured, and for large ones?
+"""What does the planner predict for machines that others have measured?
 
     python results/scale.py profiles      write profiles/a800.json, h200x8.json, h200x8-400g.json
     python results/scale.py predictions   write scale.json, which report.py shows
@@ -18,7 +18,6 @@ import dataclasses
 import itertools
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,13 +26,12 @@ import torch
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from costs import Estimator, Plan, layer_seconds
 from hardware import (COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_profile, mesh_name,
                       profile_text, rounded)
 from model import MODELS, ModelConfig
 from offload import GIB
-from planner import (GPU_SHARE, Constraints, Hardware, figures, layers_text, longest, plan,
-                     pp_text, shards_text, sp_text, tp_text)
+from planner import (GPU_SHARE, Constraints, Hardware, Plan, figures, layers_text, longest, plan,
+                     shards_text, sp_text)
 
 # ---------------------------------------------------------------------------- networks
 
@@ -130,7 +128,6 @@ def a800() -> Profile:
         "to_host": "derived from Memo's table 4: full swapping takes 10 GB/s a GPU at 64K and 128K"
                    " tokens, its crossing at 192K 13; the 32 GB/s of its section 5.1 are PCIe 4.0"
                    " x16 of one GPU, and nothing there comes near it",
-        "from_host": "as to_host",
         "launch": "assumed: about what h200x2's host takes",
         "collectives": "in a node 158 GB/s of bus bandwidth: between 161 (InternEvo's simulator,"
                        " A800_NVL) and 155 (232.5 of 8 A100s, nccl issue 1048, times 200/300 of"
@@ -140,9 +137,9 @@ def a800() -> Profile:
         "visits": "assumed: both ways together as fast as one",
         "overlap": "Galvatron's coefficient, measured on other machines"}
     return Profile(
-        "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12, "fa2",
+        "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12,
         {kind: [[4096, 4096, 245e12]] for kind in PRODUCTS}, attention, 0.85 * 2039e9,
-        0.85 * 2039e9, 12e9, 12e9, 6e9, {"forward": 0.001, "backward": 0.002},
+        0.85 * 2039e9, 12e9, 6e9, {"forward": 0.001, "backward": 0.002},
         network(8, 158e9, across),
         {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126]}, sources,
         {"hardware": "8 x A800-80GB a node", "command": "python results/scale.py profiles"})
@@ -171,14 +168,13 @@ def h200x8() -> Profile:
                     " 11008 reaches 792 TFLOP/s, 690 at 131072 rows)",
         "attention": "h200x2's; at 1M tokens measured here",
         "to_host": "measured, all 8 GPUs at once (one alone: 55 GB/s)",
-        "from_host": "measured, all 8 GPUs at once (both ways at once: 13 GB/s each)",
         "collectives": "8x1: bus bandwidths measured at 4, 64 and 1024 MiB; 4x1: assumed the same"
                        " bus bandwidths; 2x1: h200x2's; broadcast: assumed all_gather's",
         "visits": "measured, all 8 GPUs at once, of copies both ways without an update",
         "memory": "h200x2's", "optimizer": "h200x2's", "launch": "h200x2's", "overlap": "h200x2's"}
     return dataclasses.replace(
         two, name="h200x8", per_node=8, host_bytes=560 * GIB, attention=attention, to_host=22e9,
-        from_host=34e9, visits=13e9, collectives=collectives, sources=sources,
+        visits=13e9, collectives=collectives, sources=sources,
         about={"hardware": "8 x NVIDIA H200", "command": "python results/scale.py profiles",
                "note": "not measured by bench.py --profile"})
 
@@ -192,15 +188,9 @@ def h200x8_400g() -> Profile:
         "collectives": one.sources["collectives"] + "; across nodes assumed: 400 Gb/s a GPU, four"
                        " times the bus bandwidths of profile a800 (4 x 200 Gb/s a node), beyond 128"
                        " nodes those of 128; " + MODEL_OF_NCCL}
-    return dataclasses.replace(on_network(nics), name="h200x8-400g", sources=sources)
-
-
-def on_network(across: dict[int, float]) -> Profile:
-    """Return h200x8 with NICs of so many bus bytes/s a node, by number of nodes."""
-    one = load_profile("h200x8")
-    between = network(8, 345e9, across)
+    between = network(8, 345e9, nics)
     collectives = {op: between[op] | one.collectives[op] for op in COLLECTIVES}
-    return dataclasses.replace(one, collectives=collectives)
+    return dataclasses.replace(one, name="h200x8-400g", collectives=collectives, sources=sources)
 
 
 def write_profiles() -> None:
@@ -264,12 +254,6 @@ def a800s(gpus: int) -> Hardware:
                     profile.host_bytes * 7 / 8 / profile.per_node)
 
 
-def h200s(gpus: int, rate: float) -> Hardware:
-    """Return that many H200s whose NICs have so many bytes/s a GPU."""
-    profile = on_network(dict.fromkeys((2, 4, 8), 8 * rate))
-    return Hardware(gpus, 8, profile, GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
-
-
 def best_plan(model: ModelConfig, hardware: Hardware, **flags) -> Plan | None:
     """Return the planner's first choice for flags, None if nothing fits or they are illegal."""
     try:
@@ -281,9 +265,7 @@ def best_plan(model: ModelConfig, hardware: Hardware, **flags) -> Plan | None:
 def shown(found: Plan, hardware: Hardware, *names: str) -> dict:
     """Return some of a plan's figures, with its choices in words."""
     every = figures(found, hardware) | {
-        "tp": tp_text(found), "pp": pp_text(found), "sp": sp_text(found),
-        "shards": shards_text(found), "layers": layers_text(found),
-        "batch": found.batch, "idle_s": found.seconds.get("pipeline idle", 0.0)}
+        "sp": sp_text(found), "shards": shards_text(found), "layers": layers_text(found)}
     return {name: every[name] for name in names}
 
 
@@ -381,104 +363,9 @@ def fits() -> list[dict]:
     return rows
 
 
-RATES = (50e9, 25e9, 5e9)  # bytes/s of a GPU's share of its node's NICs
-
-
-def shortest_hidden(model: ModelConfig, hardware: Hardware) -> int | None:
-    """Return the tokens of the shortest sequence over 8 GPUs of each node, by context across them,
-    whose layers wait at most 1 % longer than on an endlessly fast network."""
-    ranks = hardware.ranks
-    alone = {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}  # waits, not what slows compute
-    slow, fast = (Estimator(dataclasses.replace(profile, overlap=alone))
-                  for profile in (hardware.profile, h200s(ranks, 1e15).profile))
-
-    def seconds_of_layer(est: Estimator, seq: int) -> float:
-        found = [layer_seconds(est, Plan(model, torch.bfloat16, ranks, 8, seq, ranks, ranks // 8, 1,
-                                         1, groups, "auto", 2**14)) for groups in (1, 2, 4)]
-        return min(layer.forward + sum(layer.backward) for layer in found)
-
-    for seq in range(512 * ranks, 2**16 * ranks, 512 * ranks):
-        if seconds_of_layer(slow, seq) < 1.01 * seconds_of_layer(fast, seq):
-            return seq
-    return None
-
-
-def rings() -> list[dict]:
-    """Return, of nodes of 8 H200s and networks, the shortest sequence whose ring is hidden; and
-    seconds of a step at 1M tokens by rings over nodes, by heads alone, and as planned."""
-    rows = []
-    for name, nodes, rate in itertools.product(("7b", "llama3-8b"), (2, 4, 8), RATES):
-        model, ranks = MODELS[name], 8 * nodes
-        hardware = h200s(ranks, rate)
-        row = {"model": name, "nodes": nodes, "rate": rate,
-               "hidden": shortest_hidden(model, hardware)}
-        for how, flags in (("ring", {"sp": ranks, "ring": nodes}),
-                           ("heads", {"sp": ranks, "ring": 1}), ("planned", {})):
-            found = best_plan(model, hardware, seq=2**20, batch=1, **flags)
-            if found:  # else more ranks than heads
-                row[how] = shown(found, hardware, "step_s", "sp")
-        rows.append(row)
-    return rows
-
-
-HYBRIDS = (  # setting, model, GPUs, bytes/s of a GPU's NICs (0: A800s), flags
-    ("InternEvo 7b", "7b", 128, 0, {"seq": 2**18, "batch": 16, "os_place": "gpu"}),
-    ("65b, 1M tokens", "65b", 64, 50e9, {"seq": 2**20, "default_batch": 1}),
-    ("65b, 1M tokens", "65b", 64, 5e9, {"seq": 2**20, "default_batch": 1}),
-    ("65b, 4K tokens", "65b", 64, 5e9, {"seq": 2**12, "batch": 128}))
-CUTS = {  # what is fixed; the rest is open
-    "all degrees": {"tp": None, "pp": None}, "without": {}, "8 stages": {"pp": 8, "tp": 1},
-    "8 columns": {"pp": None, "tp": 8}}
-
-
-def hybrids() -> list[dict]:
-    """Return the best plans with tensor modes and pipelines, and without them."""
-    rows = []
-    for setting, name, gpus, rate, flags in HYBRIDS:
-        hardware = h200s(gpus, rate) if rate else a800s(gpus)
-        row = {"setting": setting, "gpus": gpus, "rate": rate}
-        for cut, fixed in CUTS.items():
-            found = best_plan(MODELS[name], hardware, **flags, **fixed)
-            if found:
-                row[cut] = shown(found, hardware, "tp", "pp", "sp", "shards",
-                                 "layers", "batch", "step_s", "mfu_causal", "idle_s", "gpu_gib")
-        rows.append(row)
-    return rows
-
-
-NODE = [  # what results/node.py measures: model, tokens, sequences a step, flags
-    *(("7b", kilo * 2**10, 1, {}) for kilo in (64, 128, 256, 512, 1024)), ("7b", 2**16, 8, {}),
-    ("llama3-8b", 2**18, 1, {}),
-    *(("7b", 2**12, 8 * m, {"sp": 1, "micro_batch": 1, "p": p, "g": g, "os": os} if p else {})
-      for m in (1, 8) for p, g, os in (("1", "1", "8"), ("1", "8", "8"), ("4", "4", "8"),
-                                       ("8", "8", "8"), ("4", "4", "4"), ("", "", "")))]
-
-
-def node() -> list[dict]:
-    """Return what is expected of 8 H200s, of which nothing was measured yet."""
-    hardware = h200s(8, 50e9)  # one node: nothing goes through its NICs
-    rows = []
-    for name, seq, batch, by_hand in NODE:
-        found = best_plan(MODELS[name], hardware, seq=seq, batch=batch, **by_hand)
-        rows.append({"model": name, "seq": seq, "batch": batch, "by_hand": bool(by_hand)} | shown(
-            found, hardware, "shards", "sp", "layers", "step_s", "mfu_causal", "gpu_gib"))
-    return rows
-
-
-EXAMPLE = ("planner.py --model 65b --ranks 10000 --per-node 8 --seq 32K --batch 1250 --cluster "
-           "h200x8-400g --top 2")
-
-
-def example() -> dict:
-    done = subprocess.run([sys.executable, *EXAMPLE.split()], cwd=HERE.parent, text=True,
-                          capture_output=True, check=True)
-    return {"command": f"python {EXAMPLE}", "text": done.stdout}
-
-
 def predictions() -> dict:
     return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
-                    "memo": memo(), "fits": fits(), "rings": rings(), "hybrids": hybrids(),
-                    "node": node()}, 5)
+                    "memo": memo(), "fits": fits()}, 5)
 
 
 def main() -> None:
@@ -488,7 +375,7 @@ def main() -> None:
         write_profiles()
         return
     found = {"command": "python results/scale.py predictions"} | predictions()
-    (HERE / "scale.json").write_text(json.dumps(found | {"example": example()}, indent=1) + "\n")
+    (HERE / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
