@@ -38,24 +38,19 @@ another's kernel (Ulysses.run):
     ring: sums of dk, dv pass_on      the ring's next step                       attend_backward
 
 (Where layers run whole, autograd calls backward alone: without prefetch and while_waiting, its
-first and last groups' ways are not hidden.) By heads, a group's q, k, v are made just before they
-are sent, under the way of the group before, and its gradients are taken as they come back, under
-the way of the group behind; the order is the same. Each kind of communication has a CUDA stream of
-its own (CommStream): launch, compute, wait.
+first and last groups' ways are not hidden.) Each kind of communication has a CUDA stream of its own
+(CommStream): launch, compute, wait.
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
-of its own (`Attention.within` the documents of a micro-batch); in a layer with a sliding window,
-the last ones (`Attention.seeing`).
+of its own (`Attention.within` the documents of a micro-batch).
 
-Left out: dropout, rings of documents or windows, and two rings, one inside nodes (Ulysses serves
-there).
+Left out: dropout, rings of documents, and two rings, one inside nodes (Ulysses serves there).
 
 Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
 sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
 """
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib
 import math
@@ -75,7 +70,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
-from model import HeadPart, accumulation_dtype, compiled, copy_heads, in_window
+from model import accumulation_dtype, compiled, copy_heads
 
 SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 # torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
@@ -223,16 +218,7 @@ class Mask:
     """Which keys a query attends to."""
 
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
-    window: int = 0  # of those up to its own the last so many; 0: all
     documents: Documents | None = None  # those of its own document; all sequences are one row
-
-    def for_keys(self, count: int) -> "Mask":
-        """Return the mask of so many keys: a window that has them all is none."""
-        return dataclasses.replace(self, window=0) if self.window >= count else self
-
-    def of_one(self, cut: slice) -> "Mask":
-        """Return the mask of one document alone."""
-        return dataclasses.replace(self, documents=None).for_keys(cut.stop - cut.start)
 
 
 CAUSAL = Mask()
@@ -263,13 +249,6 @@ def _batch(mask: Mask, *tensors):
     return tensors if mask.documents is None else [t[None] for t in tensors]
 
 
-def _window(mask: Mask, none: int | None) -> dict:
-    """Return how far a query sees to the left and right, as FlashAttention's functions want it."""
-    if not mask.window:
-        return {"window_size_left": none, "window_size_right": none}
-    return {"window_size_left": mask.window - 1, "window_size_right": 0}
-
-
 def _lengths(mask: Mask) -> dict:
     """Return where documents lie, as FlashAttention's functions want it."""
     if mask.documents is None:
@@ -282,8 +261,7 @@ def _lengths(mask: Mask) -> dict:
 def _fa4_forward(q, k, v, mask):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask),
-        **_window(mask, None))
+        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask))
     return _batch(mask, o, lse)
 
 
@@ -291,18 +269,19 @@ def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
     grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
         *_rows(mask, q, k, v, o, do, lse), causal=mask.causal, deterministic=exact,
-        **_lengths(mask), **_window(mask, None))
+        **_lengths(mask))
     return _batch(mask, *grads[:3])
 
 
-_FA2 = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None)
+_FA2 = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None, window_size_left=-1,
+            window_size_right=-1)
 
 
 def _fa2_forward(q, k, v, mask):
     module = _module("flash_attn.flash_attn_interface")
     run = module._flash_attn_varlen_forward if mask.documents else module._flash_attn_forward
     o, lse, *_ = run(*_rows(mask, q, k, v), softmax_scale=q.shape[-1] ** -0.5, causal=mask.causal,
-                     return_softmax=False, **_lengths(mask), **_window(mask, -1), **_FA2)
+                     return_softmax=False, **_lengths(mask), **_FA2)
     return _batch(mask, o, lse)
 
 
@@ -312,7 +291,7 @@ def _fa2_backward(do, q, k, v, o, lse, mask):
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     run(*_rows(mask, do, q, k, v, o, lse, *grads), softmax_scale=q.shape[-1] ** -0.5,
         causal=mask.causal, deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_lengths(mask), **_window(mask, -1), **_FA2)
+        **_lengths(mask), **_FA2)
     return grads
 
 
@@ -340,8 +319,7 @@ def _flash_lengths(q, k, mask: Mask) -> tuple:
 
 def _flash_forward(q, k, v, mask):
     o, lse, *_ = _aten._flash_attention_forward(
-        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False,
-        **_window(mask, None))
+        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
     return _batch(mask, o, lse)
 
 
@@ -349,37 +327,27 @@ def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _batch(mask, *_aten._flash_attention_backward(
         *_rows(mask, do, q, k, v, o, lse), *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed,
-        no_seed, **_window(mask, None)))
-
-
-def _cpu_mask(q, mask: Mask) -> dict:
-    """Return the window as a bias (T, T) of the scores: for tests, which are short."""
-    if not mask.window:
-        return {"is_causal": mask.causal}
-    seen = in_window(q.shape[1], mask.window, q.device)
-    return {"attn_mask": torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)}
+        no_seed))
 
 
 def _cpu_forward(q, k, v, mask):
     if mask.documents is not None:
-        parts = [_cpu_forward(*(t[:, cut] for t in (q, k, v)), mask.of_one(cut))
+        parts = [_cpu_forward(*(t[:, cut] for t in (q, k, v)), CAUSAL)
                  for cut in mask.documents.cuts()]
         o, lse = zip(*parts)
         return torch.cat(o, 1), torch.cat(lse, 2)
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *_swap(q, k, v), 0.0, **_cpu_mask(q, mask))
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
     return o.transpose(1, 2), lse
 
 
 def _cpu_backward(do, q, k, v, o, lse, mask):
     if mask.documents is not None:
-        parts = [_cpu_backward(*(t[:, cut] for t in (do, q, k, v, o)), lse[:, :, cut],
-                               mask.of_one(cut)) for cut in mask.documents.cuts()]
+        parts = [_cpu_backward(*(t[:, cut] for t in (do, q, k, v, o)), lse[:, :, cut], CAUSAL)
+                 for cut in mask.documents.cuts()]
         return [torch.cat(grads, 1) for grads in zip(*parts)]
-    options = {"is_causal": False} | _cpu_mask(q, mask)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, **options))
+        do, q, k, v, o, lse, 0.0, mask.causal))
 
 
 @dataclass(frozen=True)
@@ -389,14 +357,14 @@ class Kernel:
     capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
     module: str = ""  # what must be importable
     package: str = ""  # and where it comes from
-    masks: bool = True  # it takes documents and windows; else it would leave them out
+    documents: bool = True  # it takes them; else it would leave them out
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
     "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
                   "flash-attn-4[cu13]"),
     # for each document a graph for its length is built, and none for one of a single token
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), masks=False),
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False),
     "fa2": Kernel(_fa2_forward, _fa2_backward, (8, 9), "flash_attn.flash_attn_interface",
                   "flash-attn"),
     "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
@@ -404,12 +372,13 @@ KERNELS = {  # best first: "auto" takes the first usable one
 }
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype, masks: str = "") -> str | None:
-    """Return the reason why a kernel cannot run here, None if it can. masks: what of Mask is
-    wanted, in words."""
+def why_not(name: str, device: torch.device, dtype: torch.dtype,
+            documents: bool = False) -> str | None:
+    """Return the reason why a kernel cannot run here, None if it can. documents: it is to take
+    them."""
     kernel = KERNELS[name]
-    if masks and not kernel.masks:
-        return f"it has no {masks}"
+    if documents and not kernel.documents:
+        return "it has no documents (--document-token)"
     if device.type != "cuda":
         return f"it needs a GPU, this is {device.type}" if kernel.capability else None
     if (major := torch.cuda.get_device_capability(device)[0]) not in kernel.capability:
@@ -424,9 +393,10 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype, masks: str = ""
     return None
 
 
-def pick_kernel(name: str, device: torch.device, dtype: torch.dtype, masks: str = "") -> str:
+def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
+                documents: bool = False) -> str:
     """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
-    reasons = {k: why_not(k, device, dtype, masks) for k in KERNELS}
+    reasons = {k: why_not(k, device, dtype, documents) for k in KERNELS}
     usable = [k for k in KERNELS if reasons[k] is None]
     if name == "auto" and usable:
         return usable[0]
@@ -499,7 +469,6 @@ def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
     if mask.documents is not None and len(q) > 1:
         o, lse = attention_forward(kernel, *one_row(q, k, v), mask)
         return o.view_as(q), lse
-    mask = mask.for_keys(k.shape[1])
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS:
         return kernel.forward(q, k, v, mask)
     o = torch.empty_like(q)
@@ -523,7 +492,6 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_
     if mask.documents is not None and len(q) > 1:
         grads = attention_backward(kernel, *one_row(do, q, k, v, o), lse, groups, in_place, mask)
         return tuple(grad.view_as(x) for grad, x in zip(grads, (q, k, v)))
-    mask = mask.for_keys(k.shape[1])
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS and groups == 1:
         return kernel.backward(do.contiguous(), q, k, v, o, lse, mask)
     cuts = list(cut_heads(q, k, groups))
@@ -568,129 +536,42 @@ class _Attention(Function):
         return *ctx.op.backward(do, *ctx.saved_tensors), None
 
 
-class Past:
-    """Keys and values of a sequence's segments up to now, in one layer, and what later segments
-    add to their gradients. From the first segment's forward to its backward, which is the last.
-    """
-
-    def __init__(self, tokens: int):
-        """tokens: of the sequence, T."""
-        self.tokens = tokens
-        self.keys: dict[int, Tensor] = {}  # by head group: k, v (2, B, T, h, D)
-        self.sums: dict[int, Tensor] = {}  # by head group: of their gradients, accumulation dtype
-
-    def keep(self, g: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Keep k, v (B, n, h, D) of a segment that begins at token `start`."""
-        if g not in self.keys:
-            self.keys[g] = k.new_empty(2, len(k), self.tokens, *k.shape[2:])
-        for place, x in zip(self.keys[g], (k, v)):
-            place[:, start : start + x.shape[1]] = x
-
-    def before(self, g: int, start: int) -> list[Tensor]:
-        """Return k, v (B, start, h, D) of all segments before. Of one sequence: views."""
-        return [x[:, :start].contiguous() for x in self.keys[g]]
-
-    def add(self, g: int, grads: list[Tensor], start: int) -> None:
-        """Add a segment's part of the gradients (B, start, h, D) of all keys and values before it.
-        """
-        if g not in self.sums:  # of the last segment: nobody attends to its own from later
-            self.sums[g] = torch.zeros(2, *grads[0].shape, device=grads[0].device,
-                                       dtype=accumulation_dtype(grads[0].dtype))
-        for total, grad in zip(self.sums[g], grads):
-            total[:, :start] += grad
-
-    def take(self, g: int, dk: Tensor, dv: Tensor, start: int) -> list[Tensor]:
-        """Return dk, dv (B, n, h, D) of a segment with what later ones have added."""
-        if g in self.sums and start < self.sums[g].shape[2]:
-            later = self.sums[g][:, :, start : start + dk.shape[1]]
-            dk, dv = ((total + x).to(x.dtype) for total, x in zip(later, (dk, dv)))
-        if start == 0:
-            self.keys.pop(g)
-            self.sums.pop(g, None)
-        return [dk, dv]
-
-
 def do_nothing() -> None:
     pass
-
-
-Make = Callable[[int], list[Tensor]]  # of a head group: its q, k, v
-Take = Callable[[int, list[Tensor]], None]  # of a head group: its dq, dk, dv
 
 
 class Attention:
     """A kernel of the table: called, with autograd; or forward and backward, as they are.
 
     A subclass may split the work over ranks; lse has then the shape that its own backward wants.
-
-    Where memory is short, q, k and v of all heads need not exist at once: *_by_heads take
-    make(g) -> q, k, v of head group g, (B, T, heads, D) each, and give take(g, [dq, dk, dv]).
     """
 
-    head_groups = 1  # that run one after the other, in backward or by heads
+    head_groups = 1  # that run one after the other, in backward
     ring = 1  # ranks that share a sequence by context
     mask = CAUSAL
-    past: Past | None = None  # of a sequence that comes in segments
-    start = 0  # of this segment
 
     def __init__(self, kernel: str):
         self.kernel = KERNELS[kernel]
 
     def within(self, documents: Documents) -> "Attention":
         """Return this op for a micro-batch whose tokens attend inside their documents alone."""
-        return self.masked(documents=documents)
-
-    def masked(self, **changes) -> "Attention":
-        assert self.ring == 1 and self.past is None, "documents and windows would cut rectangles"
+        assert self.ring == 1, "documents would cut rectangles"
         op = copy.copy(self)
-        op.mask = dataclasses.replace(self.mask, **changes)
+        op.mask = Mask(documents=documents)
         return op
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor,
-                 window: int = 0) -> tuple[Tensor, Tensor]:
-        return _Attention.apply(q, k, v, self.seeing(window))
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _Attention.apply(q, k, v, self)
 
-    def seeing(self, window: int) -> "Attention":
-        """Return this op for a layer with a sliding window of so many tokens; 0: without."""
-        return self.masked(window=window) if window else self
-
-    def after(self, past: Past, start: int) -> "Attention":
-        """Return this op for a segment of sequences that begins at token `start`."""
-        assert self.ring == 1 and self.mask == CAUSAL, "a segment's past is one whole rectangle"
-        op = copy.copy(self)
-        op.past = past
-        op.start = start
-        return op
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, g: int = 0) -> tuple[Tensor, Tensor]:
-        """Return o, lse of the q, k, v of head group g, (B, T, heads, D) each. (Ring: of a rank's
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return o, lse of the q, k, v of a head group, (B, T, heads, D) each. (Ring: of a rank's
         part of the tokens; its queries attend to the keys of all ring ranks.)"""
-        o, lse = attention_forward(self.kernel, q, k, v, self.mask)
-        if self.past is None:
-            return o, lse
-        self.past.keep(g, k, v, self.start)
-        if self.start:
-            o = o.to(accumulation_dtype(q.dtype))
-            merge_into(o, lse, *attention_forward(
-                self.kernel, q, *self.past.before(g, self.start), EVERYTHING))
-        return o.to(q.dtype), lse
+        return attention_forward(self.kernel, q, k, v, self.mask)
 
     def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                        g: int = 0, groups: int = 1, in_place: bool = False, passing=None):
+                        groups: int = 1, in_place: bool = False, passing=None):
         """Return their dq, dk, dv: attention_backward. passing: what Ring has under way."""
-        dq_past = None
-        if self.past is not None and self.start:
-            dq_past, *grads = attention_backward(
-                self.kernel, do, q, *self.past.before(g, self.start), o, lse, groups,
-                mask=EVERYTHING)
-            self.past.add(g, grads, self.start)
-        dq, dk, dv = attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place,
-                                        self.mask)
-        if dq_past is not None:
-            dq = (dq.to(accumulation_dtype(q.dtype)) + dq_past).to(q.dtype)
-        if self.past is not None:
-            dk, dv = self.past.take(g, dk, dv, self.start)
-        return dq, dk, dv
+        return attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place, self.mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.attend(q, k, v)
@@ -708,38 +589,7 @@ class Attention:
         """Return dq, dk, dv. while_waiting: work for the time in which a subclass brings the last
         gradients back. in_place: they may take the places of q, k and v."""
         while_waiting()
-        return self.attend_backward(do, q, k, v, o, lse, 0, self.head_groups, in_place, prefetched)
-
-    def forward_by_heads(self, make: Make, o: Tensor, kv_heads: int) -> Tensor:
-        """Fill o (B, T, H, D), and return lse, as `forward` does."""
-        lse = []
-        for g in range(self.head_groups):
-            heads, _ = self.heads_of(g, o.shape[2], kv_heads)
-            o[:, :, heads], part = self.attend(*make(g), g)
-            lse.append(part)
-        return torch.cat(lse, 1)
-
-    def prefetch_by_heads(self, make: Make, o: Tensor, kv_heads: int):
-        """As prefetch_backward."""
-
-    def backward_by_heads(self, make: Make, take: Take, do: Tensor, o: Tensor, lse: Tensor,
-                          kv_heads: int, prefetched=None,
-                          while_waiting: Callable[[], None] = do_nothing) -> None:
-        """Give `take` the gradients of each group's q, k and v."""
-        while_waiting()
-        for g in range(self.head_groups):
-            heads, _ = self.heads_of(g, o.shape[2], kv_heads)
-            q, k, v = make(g)
-            grads = self.attend_backward(do[:, :, heads].contiguous(), q, k, v,
-                                         o[:, :, heads].contiguous(), lse[:, heads].contiguous(),
-                                         g)
-            del q, k, v
-            take(g, list(grads))
-            del grads
-
-    def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
-        """Return the query heads of group g, and their key/value heads."""
-        return HeadPart(g, self.head_groups).slices(heads, kv_heads)
+        return self.attend_backward(do, q, k, v, o, lse, self.head_groups, in_place, prefetched)
 
 
 # ---------------------------------------------------------------------------- rings
@@ -854,9 +704,9 @@ class Ring(Attention):
             return slice(None), slice(0, half)
         return slice(half, None), slice(None)
 
-    def attend(self, q, k, v, g=0):
+    def attend(self, q, k, v):
         if self.ring_group is None:
-            return super().attend(q, k, v, g)
+            return super().attend(q, k, v)
         half = q.shape[1] // 2
         passing = self.pass_keys(k, v)  # hidden by the square
         o, lse = attention_forward(self.kernel, q, k, v)
@@ -872,9 +722,9 @@ class Ring(Attention):
         self.poison_if_testing([kv])
         return o.to(q.dtype), lse
 
-    def attend_backward(self, do, q, k, v, o, lse, g=0, groups=1, in_place=False, passing=None):
+    def attend_backward(self, do, q, k, v, o, lse, groups=1, in_place=False, passing=None):
         if self.ring_group is None:
-            return super().attend_backward(do, q, k, v, o, lse, g, groups, in_place)
+            return super().attend_backward(do, q, k, v, o, lse, groups, in_place)
         passing = passing or self.pass_keys(k, v)
         half = q.shape[1] // 2
         wide = accumulation_dtype(q.dtype)
@@ -1139,8 +989,7 @@ class Ulysses(Ring):
             while_waiting: Callable[[], None] = do_nothing) -> None:
         """Run run_kernel(g, group) -> outputs on heads for each group, and bring what it
         returns into outputs(g); then done(g) may read them. group: the first, under way;
-        inputs(g): the others', which are made under the way of the group before. Tensors are (B,
-        T/sp, U*h, D)."""
+        inputs(g): the others'. Tensors are (B, T/sp, U*h, D)."""
         recv_buffers, return_buffers = buffers
         returning = []  # send buffers of outputs on their way back
         came_back = None  # event: the outputs of the group before are there
@@ -1174,85 +1023,52 @@ class Ulysses(Ring):
 
     # -- attention
 
+    def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
+        """Return the query heads of group g, and their key/value heads."""
+        count = heads // self.head_groups
+        ratio = heads // kv_heads
+        first, last = g * count, (g + 1) * count
+        return slice(first, last), slice(first // ratio, -(-last // ratio))
+
+    def sent(self, g: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return a group's q, k, v (B, T/sp, heads, D) with as many copies of heads as are sent."""
+        kv_heads = k.shape[2]
+        queries, keys = self.heads_of(g, q.shape[2], kv_heads)
+        copies = self.copies(g, kv_heads)
+        return [q[:, :, queries], *(repeat_heads(x[:, :, keys], copies) for x in (k, v))]
+
     def forward(self, q, k, v):
         if self.group is None:
             return super().forward(q, k, v)
+        heads, kv_heads = q.shape[2], k.shape[2]
+        sent = self.sent_heads(kv_heads)
         o = torch.empty_like(q)
-        return o, self.forward_by_heads(self.cut(q, k, v), o, k.shape[2])
-
-    def prefetch_backward(self, q, k, v, o):
-        if self.group is None:
-            return super().prefetch_backward(q, k, v, o)
-        return self.prefetch_by_heads(self.cut(q, k, v), o, k.shape[2])
-
-    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
-                 in_place=False):
-        if self.group is None:
-            return super().backward(do, q, k, v, o, lse, prefetched, while_waiting, in_place)
-        kv_heads = k.shape[2]
-        shared = kv_heads % self.head_groups != 0  # groups have key/value heads in common
-        dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x) if shared else torch.empty_like(x) for x in (k, v))
-        whole = self.cut(dq, dk, dv)
-
-        def places(g):
-            views = whole(g)
-            return [views[0], *map(torch.empty_like, views[1:])] if shared else views
-
-        def take(g, grads):
-            if shared:
-                for view, part in zip(whole(g)[1:], grads[1:]):
-                    view += part
-
-        make = self.cut(q, k, v)
-        self.backward_by_heads(make, take, do, o, lse, kv_heads, prefetched, while_waiting, places)
-        return dq, dk, dv
-
-    def cut(self, q, k, v) -> Make:
-        """Return the function that gives views of a group's heads."""
-        def heads(g: int) -> list[Tensor]:
-            queries, keys = self.heads_of(g, q.shape[2], k.shape[2])
-            return [q[:, :, queries], k[:, :, keys], v[:, :, keys]]
-
-        return heads
-
-    def sent(self, g: int, qkv: list[Tensor], kv_heads: int) -> list[Tensor]:
-        """Return a group's q, k, v (B, T/sp, heads, D) with as many copies of heads as are sent."""
-        q, *kv = qkv
-        return [q, *(repeat_heads(x, self.copies(g, kv_heads)) for x in kv)]
-
-    def forward_by_heads(self, make, o, kv_heads):
-        if self.group is None:
-            return super().forward_by_heads(make, o, kv_heads)
-        heads, sent = o.shape[2], self.sent_heads(kv_heads)
         self.allocate_backward(o, kv_heads)  # as much as backward needs, from the start
         buffers = self.allocate(o, [heads, sent, sent], [heads])
         lse = []
-
-        def inputs(g):
-            return self.sent(g, make(g), kv_heads)
 
         def outputs(g):
             queries, _ = self.heads_of(g, heads, kv_heads)
             return [o[:, :, queries]]
 
         def run_kernel(g, group):
-            out, part = self.attend(*group.on_heads(), g)
+            out, part = self.attend(*group.on_heads())
             lse.append(part)
             return [out]
 
         first = HeadGroup(buffers[0][0])
-        self.send(first, inputs(0))
-        self.run(run_kernel, first, buffers, inputs, outputs, lambda g: None)
-        return torch.stack(lse)
+        self.send(first, self.sent(0, q, k, v))
+        self.run(run_kernel, first, buffers, lambda g: self.sent(g, q, k, v), outputs,
+                 lambda g: None)
+        return o, torch.stack(lse)
 
-    def prefetch_by_heads(self, make, o, kv_heads):
+    def prefetch_backward(self, q, k, v, o):
         if self.group is None:
-            return None
-        buffers = self.allocate_backward(o, kv_heads)
+            return super().prefetch_backward(q, k, v, o)
+        buffers = self.allocate_backward(o, k.shape[2])
         prefetched = Prefetched(buffers, HeadGroup(buffers[0][0], backward=True))
-        queries, _ = self.heads_of(0, o.shape[2], kv_heads)
-        self.send(prefetched.group, [*self.sent(0, make(0), kv_heads), o[:, :, queries]])
+        queries, _ = self.heads_of(0, o.shape[2], k.shape[2])
+        self.send(prefetched.group, [*self.sent(0, q, k, v), o[:, :, queries]])
         return prefetched
 
     def prefetch_do(self, prefetched, do):
@@ -1260,48 +1076,45 @@ class Ulysses(Ring):
             queries, _ = self.heads_of(0, do.shape[2], do.shape[2])
             self.send(prefetched.group, [do[:, :, queries]])
 
-    def backward_by_heads(self, make, take, do, o, lse, kv_heads, prefetched=None,
-                          while_waiting=do_nothing, places: Make | None = None):
-        """places(g): where the gradients go that take(g) gets; fresh memory by default."""
+    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
+                 in_place=False):
         if self.group is None:
-            super().backward_by_heads(make, take, do, o, lse, kv_heads, None, while_waiting)
-            return
+            return super().backward(do, q, k, v, o, lse, prefetched, while_waiting, in_place)
         do = do.contiguous()
         if prefetched is None:
-            prefetched = self.prefetch_by_heads(make, o, kv_heads)
+            prefetched = self.prefetch_backward(q, k, v, o)
             self.prefetch_do(prefetched, do)
-        heads = o.shape[2]
-        b, t, _, d = o.shape
-        arriving: dict[int, tuple] = {}  # by group: gradients of its heads, and of sent copies
-
-        def fresh(g):
-            queries, keys = self.heads_of(g, heads, kv_heads)
-            counts = [part.stop - part.start for part in (queries, keys, keys)]
-            return [o.new_empty(b, t, count, d) for count in counts]
+        heads, kv_heads = q.shape[2], k.shape[2]
+        shared = kv_heads % self.head_groups != 0  # groups have key/value heads in common
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x) if shared else torch.empty_like(x) for x in (k, v))
+        arriving: dict[int, list[Tensor]] = {}  # by group: gradients of the heads that were sent
 
         def inputs(g):
             queries, _ = self.heads_of(g, heads, kv_heads)
-            return [*self.sent(g, make(g), kv_heads), o[:, :, queries], do[:, :, queries]]
+            return [*self.sent(g, q, k, v), o[:, :, queries], do[:, :, queries]]
 
         def outputs(g):
-            dq, dk, dv = grads = (places or fresh)(g)
+            queries, keys = self.heads_of(g, heads, kv_heads)
             copies = self.copies(g, kv_heads)
-            of_copies = [x if max(copies) == 1 else o.new_empty(b, t, sum(copies), d)
-                         for x in (dk, dv)]
-            arriving[g] = grads, of_copies
-            return [dq, *of_copies]
+            whole = [x[:, :, keys] for x in (dk, dv)]
+            if shared or max(copies) > 1:
+                b, t, _, d = o.shape
+                whole = [o.new_empty(b, t, sum(copies), d) for _ in whole]
+                arriving[g] = whole
+            return [dq[:, :, queries], *whole]
 
         def done(g):
-            grads, of_copies = arriving.pop(g)
-            for x, parts in zip(grads[1:], of_copies):
-                if parts is not x:  # the gradients of a head's copies are its own
-                    x.copy_(sum_copies(parts, self.copies(g, kv_heads)))
-            del of_copies, parts
-            take(g, grads)
+            _, keys = self.heads_of(g, heads, kv_heads)
+            for x, parts in zip((dk, dv), arriving.pop(g, ())):
+                # the gradients of a head's copies are its own
+                found = sum_copies(parts, self.copies(g, kv_heads))
+                x[:, :, keys] = x[:, :, keys] + found if shared else found
 
         def run_kernel(g, group):
             q, k, v, o, do = group.on_heads()
-            return self.attend_backward(do, q, k, v, o, lse[g], g, passing=group.passing)
+            return self.attend_backward(do, q, k, v, o, lse[g], passing=group.passing)
 
         self.run(run_kernel, prefetched.group, prefetched.buffers, inputs, outputs, done,
                  while_waiting)
+        return dq, dk, dv

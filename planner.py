@@ -23,22 +23,21 @@ GPU, less host memory, fewer shards (`preference`).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node.
-What a stage's layers keep is planned for one item through its largest part, with the memory of the
-stage that has the least for it, over what is in flight there.
+What a stage's layers keep is planned for one micro-batch through its largest part, with the memory
+of the stage that has the least for it, over what is in flight there.
 
 Left out: other plans of what layers keep for other stages.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
 gradients and optimizer states, sp ranks that share a sequence; tp columns of layers, pp stages of a
-pipeline, pp_chunks parts of the model on one, pp_segments parts of a sequence; of what layers keep
-n layers, c chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
+pipeline, pp_chunks parts of the model on one; of what layers keep n layers, c chunks of one, k
+resident layers, m layers of which one keeps x, X layers without o.
 """
 import bisect
 import contextlib
 import dataclasses
 import functools
 import heapq
-import inspect
 import itertools
 import json
 import math
@@ -52,13 +51,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-import model as llama
 from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
-                   in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, longest_segment,
-                   loss_peak, resident_bytes, ring_traffic, rounding_bytes, segment_bytes,
-                   slowest_stage, stage_ends, stage_layers, stage_params, state_bytes, step_seconds,
-                   unit_seconds, visit_bytes, weight_buffer_bytes)
+                   in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, loss_peak,
+                   message_bytes, resident_bytes, ring_traffic, rounding_bytes, slowest_stage,
+                   stage_ends, stage_layers, stage_params, state_bytes, step_seconds, unit_seconds,
+                   visit_bytes, weight_buffer_bytes)
 from hardware import Profile, find_sheet, load_profile, profile_names, scaled
 from model import ModelConfig, flops_per_token, param_count
 from offload import GIB, ActivationPlan
@@ -81,7 +79,6 @@ class Sizes:
     recompute_s: float  # of it, what recomputing the intermediates takes
     attn_s: float  # of it, attention
     post_s: float  # of it, what follows attention
-    by_heads_s: float = 0.0  # more, of forward and backward, if q, k, v are made by heads
 
     @property
     def layer(self) -> tuple[int, int, int]:
@@ -106,7 +103,6 @@ class Constraints:
     tp_mode: str = "msp"
     pp: int | None = 1
     pp_chunks: int | None = None
-    pp_segments: int | None = None
     head_groups: int | None = None
     p: str | None = None
     g: str | None = None
@@ -209,8 +205,8 @@ class TooLarge(ValueError):
 
 
 def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
-                     resident: int | None = None, alpha: float | None = None, busy: float = 0.0,
-                     by_heads: bool = False) -> tuple[ActivationPlan, float]:
+                     resident: int | None = None, alpha: float | None = None,
+                     busy: float = 0.0) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward.
 
@@ -237,18 +233,15 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
                     (n - 2)*(input + attn + alpha*S_others) <= host
 
     Where X > 0, or copies are waited for, what drops x or o and keeps no intermediates may lose
-    less (`best_dropping`). by_heads: q, k, v are made a head group at a time; then no intermediates
-    stay. Raises TooLarge, a ValueError, with what is missing.
+    less (`best_dropping`). Raises TooLarge, a ValueError, with what is missing.
     """
     if (missing := bytes_missing(n, s, gpu, host)) > 0:
         raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), missing)
-    best = math.inf, None, 0.0
-    if not by_heads:
-        best = best_swapping(n, s, chunks, bandwidth, gpu, host, resident, alpha, busy)
+    best = best_swapping(n, s, chunks, bandwidth, gpu, host, resident, alpha, busy)
     value, activations, waits = best
-    if by_heads or alpha is None and (
+    if alpha is None and (
             value == math.inf or waits or activations.layers_recomputing_attention):
-        dropping = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy, by_heads)
+        dropping = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy)
         value, activations, waits = min(best, dropping, key=operator.itemgetter(0))
     if value == math.inf:
         missing = n * (s.input + s.attn) - max(0.0, gpu) - host
@@ -309,16 +302,16 @@ MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU
 
 
 def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
-                  resident: int | None, busy: float,
-                  by_heads: bool = False) -> tuple[float, ActivationPlan | None, float]:
+                  resident: int | None,
+                  busy: float) -> tuple[float, ActivationPlan | None, float]:
     """Return the least value of plan_activations' program if no intermediates are kept and layers
     drop x (all but one in m) or o (the first X), the plan, and the seconds of waiting; the value is
     infinite if nothing fits. All m, k and X are tried at once.
 
-        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w          (by_heads: X*pre_s)
+        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w
     """
     x, m, k = ways_to_drop(n)
-    plans = ActivationPlan(n, c, k, 0, 0, x, m, by_heads)
+    plans = ActivationPlan(n, c, k, 0, 0, x, m)
     kept = resident_bytes(plans, s.layer)
     # in forward, beside the buffers that backward will take, two layers that are leaving
     leaving = rounding_bytes(plans, s.layer) + 2 * (s.input + s.attn)
@@ -399,10 +392,7 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
     inputs, _, inputs_away, _ = kept_parts(activations)
     again += (activations.layers - inputs - inputs_away) * s.post_s
     dropped = activations.layers_recomputing_attention
-    with_qkv = dropped if activations.by_heads else dropped - dropped // activations.stride
-    again += with_qkv * (s.layer_s - s.attn_s - s.post_s)
-    if activations.by_heads:
-        again += activations.layers * s.by_heads_s
+    again += (dropped - dropped // activations.stride) * (s.layer_s - s.attn_s - s.post_s)
     return again + dropped * s.attn_s
 
 
@@ -420,9 +410,6 @@ def lost_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float,
     return recomputed_seconds(activations, s), waiting_seconds(activations, s, bandwidth, busy)
 
 
-def makes_parts(block_class) -> bool:
-    """Return whether a block makes q, k, v of a part of its heads."""
-    return "part" in inspect.signature(block_class.pre).parameters
 
 
 # ---------------------------------------------------------------------------- degrees
@@ -466,25 +453,20 @@ def legal_tensor(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
 
 
 def legal_pipeline(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (stages, parts of the model on one, segments of a sequence). Raises ValueError with
-    the nearest legal ones."""
+    """Return (stages, parts of the model on one). Raises ValueError with the nearest legal ones."""
     ranks, per_node, layers = hardware.ranks, hardware.per_node, plan.model.layers
-    pp, chunks, segments = constraints.pp, constraints.pp_chunks, constraints.pp_segments
-    for name, parts in (("chunks", chunks), ("segments", segments)):
-        if pp == 1 and (parts or 1) > 1:
-            raise ValueError(f"--pp-{name} {parts}: of a pipeline; --pp from 2, or auto")
+    pp, chunks = constraints.pp, constraints.pp_chunks
+    if pp == 1 and (chunks or 1) > 1:
+        raise ValueError(f"--pp-chunks {chunks}: of a pipeline; --pp from 2, or auto")
     stages = [n for n in divisors(ranks) if n <= layers
               and in_nodes(ranks // n, per_node) and ranks // n % plan.tp == 0]
     if pp not in (None, 1, *stages):
         raise ValueError(f"--pp {pp}: each of at most {layers} stages, one a layer, has "
                          f"whole nodes of {per_node}, or parts that divide one, of {ranks} ranks "
                          f"in columns of {plan.tp}; nearest: {nearest_of(pp, stages)}")
-    split = [1]
-    if segments or pp != 1:
-        split = segment_counts(constraints, plan)
     found = []
-    if pp in (None, 1) and (chunks or 1) == (segments or 1) == 1:
-        found.append((1, 1, 1))
+    if pp in (None, 1) and (chunks or 1) == 1:
+        found.append((1, 1))
     for n in stages:
         if n == 1 or pp not in (None, n):
             continue
@@ -492,36 +474,11 @@ def legal_pipeline(constraints: Constraints, hardware: Hardware, plan: Plan) -> 
         if chunks and chunks > most and pp:
             raise ValueError(f"--pp-chunks {chunks}: {n} stages x {chunks} parts are more than the "
                              f"{layers} layers; at most {most}")
-        found += [(n, v, k) for v in ([chunks] if chunks else (1, 2, 4)) if v <= most
-                  for k in split]
+        found += [(n, v) for v in ([chunks] if chunks else (1, 2, 4)) if v <= most]
     if not found:
-        raise ValueError(f"--pp-chunks {chunks} --pp-segments {segments}: no --pp that divides "
-                         f"{ranks} ranks has so many parts of {layers} layers")
+        raise ValueError(f"--pp-chunks {chunks}: no --pp that divides {ranks} ranks has so many "
+                         f"parts of {layers} layers")
     return found
-
-
-def segment_counts(constraints: Constraints, plan: Plan) -> list[int]:
-    """Return into how many segments a sequence may be cut. Raises ValueError."""
-    wanted, seq = constraints.pp_segments, constraints.seq
-    alone = ""  # why there may be one segment only
-    if constraints.in_documents:
-        alone = "with documents (--document-token; -1: none)"
-    elif 0 < plan.model.window < seq:
-        alone = f"with sliding windows of {plan.model.window} tokens"
-    elif (constraints.ring or 1) > 1:
-        alone = f"with --ring {constraints.ring}"
-    ranks = (constraints.sp or 1) * plan.tp
-    if wanted is None:
-        return [k for k in (1, 2, 4, 8) if k == 1 or (not alone and seq % (ranks * k) == 0)]
-    if wanted > 1 and alone:
-        raise ValueError(f"--pp-segments {wanted}: a later segment attends to all earlier ones; "
-                         f"{alone} --pp-segments 1")
-    if seq % (ranks * wanted):
-        legal = [k for k in range(1, seq // ranks + 1) if seq % (ranks * k) == 0]
-        raise ValueError(f"--pp-segments {wanted}: --seq {seq} is no multiple of sp x tp x "
-                         f"segments = {ranks * wanted}; nearest: "
-                         f"{nearest_of(wanted, legal or [1])}")
-    return [wanted]
 
 
 def in_nodes(ranks: int, per_node: int) -> bool:
@@ -545,24 +502,21 @@ def nearest_of(value: int, legal: list[int]) -> str:
 
 
 def legal_sequences(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (sp, ring): segments and columns share a sequence, too. Raises ValueError."""
+    """Return (sp, ring): columns share a sequence, too. Raises ValueError."""
     found = legal_degrees(constraints, plan)
-    cut = plan.tp * plan.pp_segments
-    if cut == 1:
+    if plan.tp == 1:
         return found
-    legal = [(sp, ring) for sp, ring in found
-             if constraints.seq % (sp * cut) == 0 and (ring == 1 or plan.pp_segments == 1)]
+    legal = [(sp, ring) for sp, ring in found if constraints.seq % (sp * plan.tp) == 0]
     if not legal:
         sp = min(sp for sp, _ in found)
-        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {plan.tp} x "
-                         f"segments {plan.pp_segments}; nearest: "
-                         f"{nearest(constraints.seq, sp * cut)}")
+        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {plan.tp}; "
+                         f"nearest: {nearest(constraints.seq, sp * plan.tp)}")
     return legal
 
 
 def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return (batch, micro-batch), largest micro-batch first: parts that alternate on a stage want
-    as many items as fill all stages. Raises ValueError with the nearest --batch."""
+    so many as fill all stages. Raises ValueError with the nearest --batch."""
     dp = plan.dp
     most = constraints.most_sequences
     batch = constraints.batch or -(-constraints.default_batch // dp) * dp
@@ -582,18 +536,16 @@ def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
         raise ValueError(
             f"--micro-batch {size}: does not divide the {each} sequences of a rank (--batch "
             f"{batch} over {dp}); nearest --batch: {nearest(batch, size * dp)}")
-    largest = min(each, max(1, 2**13 * plan.sp * plan.pp_segments // constraints.seq))
+    largest = min(each, max(1, 2**13 * plan.sp // constraints.seq))
     sizes = [n for n in reversed(divisors(each)) if n <= largest] if size is None else [size]
     if plan.pp_chunks == 1:
         return [(batch, size) for size in sizes]
-    why = {size: no_order(plan.pp, plan.pp_chunks, each // size, plan.pp_segments)
-           for size in sizes}
+    why = {size: no_order(plan.pp, plan.pp_chunks, each // size) for size in sizes}
     legal = [(batch, size) for size, reason in why.items() if reason is None]
     if not legal:
         size = sizes[-1]
-        step = dp * size * (plan.pp // math.gcd(plan.pp, plan.pp_segments))
         raise ValueError(f"--pp-chunks {plan.pp_chunks}: {why[size]}; --pp-chunks 1, or the "
-                         f"nearest --batch: {nearest(batch, step)}")
+                         f"nearest --batch: {nearest(batch, dp * size * plan.pp)}")
     return legal
 
 
@@ -696,13 +648,12 @@ def legal_layouts(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
 def kept_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     """Return what a stage's layers keep, of all that is in flight there."""
     layer = column_bytes(plan)
-    layers = in_flight(plan, stage).layers
+    layers = in_flight(plan, stage)
     kept = plan.activations
     if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
         return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
     if plan.recompute == "full":  # all layers' inputs, and one whole layer
-        whole = column_bytes(longest_segment(plan))
-        return {"activations": layers * layer[0] + sum(whole)}
+        return {"activations": layers * layer[0] + sum(layer)}
     return {"activations": layers * sum(layer)}
 
 
@@ -732,20 +683,18 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
     ranks = plan.state_ranks
     per_node = plan.in_node
     model = plan.column
-    slides = 0 < model.window < seq
-    masked = slides or constraints.in_documents
+    in_documents = constraints.in_documents
     legal = []
     for sp in (n for n in divisors(ranks) if seq % n == 0):
         for ring in divisors(sp):
             head_ranks = sp // ring
-            cut = not masked and per_node % head_ranks == 0 and seq % (2 * ring) == 0
+            cut = not in_documents and per_node % head_ranks == 0 and seq % (2 * ring) == 0
             if model.heads % head_ranks == 0 and (ring == 1 or cut):
                 legal.append((sp, ring))
     sp, ring = constraints.sp, constraints.ring
-    if masked and ring not in (None, 1):
-        within = (f"sliding windows of {model.window} tokens" if slides else
-                  "documents (--document-token; -1: none)")
-        raise ValueError(f"--ring {ring}: attention inside {within} goes by heads alone: --ring 1")
+    if in_documents and ring not in (None, 1):
+        raise ValueError(f"--ring {ring}: attention inside documents (--document-token; -1: none) "
+                         "goes by heads alone: --ring 1")
     asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
     if asked:
         return asked
@@ -756,7 +705,7 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
             f"inside a node of {per_node}, and --seq {seq} is cut in 2 x ring parts: one of "
             f"{listed(of_sp)}")
     if sp is not None:
-        alone = ", and ring is 1 with documents or windows" if masked else ""
+        alone = ", and ring is 1 with documents" if in_documents else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
             f"{model.heads} heads{alone}: one of {listed(sorted({n for n, _ in legal}))}")
@@ -787,8 +736,8 @@ def legal_head_groups(constraints: Constraints, hardware: Hardware, plan: Plan) 
 
 SHAPE = (  # of the computation
     Degree(("tp", "tp_mode"), legal_tensor, ("tensor exchanges",)),
-    Degree(("pp", "pp_chunks", "pp_segments"), legal_pipeline,
-           ("pipeline idle", "stage messages"), segment_bytes),
+    Degree(("pp", "pp_chunks"), legal_pipeline, ("pipeline idle", "stage messages"),
+           message_bytes),
     Degree(("sp", "ring"), legal_sequences, ("all-to-all",)),
     Degree(("batch", "micro_batch"), legal_batches, ("attention", "head and loss")),
     Degree(("head_groups",), legal_head_groups, ("all-to-all",)),
@@ -837,9 +786,9 @@ def preference(plan: Plan, hardware: Hardware) -> tuple:
     small micro-batches, states on the host, a twentieth of its memory, shards."""
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
-    return (plan.pp, plan.tp, plan.pp_segments, plan.pp_chunks,
-            plan.sp, plan.ring, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
-            plan.os_layout != "intra", plan.recompute != "none", plan.head_groups, -plan.chunk)
+    return (plan.pp, plan.tp, plan.pp_chunks, plan.sp, plan.ring, -plan.micro_batch,
+            plan.os_place != "gpu", share, f.p, f.g, f.os, plan.os_layout != "intra",
+            plan.recompute != "none", plan.head_groups, -plan.chunk)
 
 
 def same_step(plan: Plan) -> tuple:
@@ -900,7 +849,7 @@ class Search:
         start = replace(self.start, overlap=overlap, reduce_bytes=(
             self.start.accum_bytes if in_float32 else c.dtype.itemsize))
         for shape in self.choose(SHAPE, start):
-            yield replace(shape, accumulates=in_float32 or shape.items > 1)
+            yield replace(shape, accumulates=in_float32 or shape.micro_batches > 1)
 
     def shapes(self) -> Iterator[Plan]:
         """Yield plans without states, with the seconds of their computation alone; not those that
@@ -925,20 +874,15 @@ class Search:
 
     def prices(self, shape: Plan) -> tuple[float, ...]:
         """Return what a step with these shapes needs at least: seconds of a layer's passes, and of
-        what may run again, and bytes beside states and what layers keep; and these if q, k, v are
-        made by heads."""
+        what may run again, and bytes beside states and what layers keep."""
         layer = layer_seconds(self.est, shape)
-        return (layer.forward, sum(layer.backward), layer.attention, layer.by_heads,
-                self.working_bytes(shape, False),
-                math.inf if shape.head_groups == 1 else self.working_bytes(shape, True))
-
-    def working_bytes(self, shape: Plan, by_heads: bool) -> float:
         kept = None
         if shape.recompute == "auto":
             n = max(shape.parts)
-            kept = ActivationPlan(n, shape.chunks, n, by_heads=by_heads)
-        plan = longest_segment(replace(shape, activations=kept))
-        return Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
+            kept = ActivationPlan(n, shape.chunks, n)
+        plan = replace(shape, activations=kept)
+        working = Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
+        return layer.forward, sum(layer.backward), layer.attention, working
 
     def with_states(self, shape: Plan) -> Iterator[Plan]:
         """Yield the plans of a shape, with the seconds that they take at least."""
@@ -958,37 +902,20 @@ class Search:
             return 0.0
         everything = self.keeping_all(plan)
         sizes = layer_sizes(self.est, plan)
-        n = everything.activations.layers
-        lost = least_lost(n, sizes, sum(self.rooms(everything)))
-        all_by_heads = n * (sizes.recompute_s + sizes.by_heads_s)
-        if lost > all_by_heads and (by_heads := self.by_heads(everything)):
-            others = least_lost(n, sizes, sum(self.rooms(by_heads)))
-            lost = min(lost, max(all_by_heads, others + n * sizes.by_heads_s))
-        return lost
+        return least_lost(everything.activations.layers, sizes, sum(self.rooms(everything)))
 
     def rooms(self, plan: Plan) -> tuple[float, float]:
-        """Return the bytes of a GPU and of its host that there are for what one item's way through
-        a part keeps, on the stage that has least. Raises TooLarge."""
+        """Return the bytes of a GPU and of its host that there are for what one micro-batch's way
+        through a part keeps, on the stage that has least. Raises TooLarge."""
         host = self.host_left(plan)
         budget = self.hardware.gpu_budget
         if plan.pp == 1:
             return budget - plan.memory.beside_activations(), host
         stages = memory_of_stages(plan)
-        times = {stage: in_flight(plan, stage).layers / plan.activations.layers
-                 for stage in stages}
+        times = {stage: in_flight(plan, stage) / plan.activations.layers for stage in stages}
         gpu = min((budget - memory.beside_activations()) / times[stage]
                   for stage, memory in stages.items())
         return gpu, host / max(times.values())
-
-    def by_heads(self, everything: Plan) -> Plan | None:
-        """Return a plan in chunks that makes q, k, v by heads, with its bytes; None if it cannot.
-        """
-        kept = everything.activations
-        if (everything.head_groups == 1 or kept.chunks == 1 or self.constraints.alpha is not None
-                or not makes_parts(llama.Block)):
-            return None
-        by_heads = ActivationPlan(kept.layers, kept.chunks, kept.layers, by_heads=True)
-        return with_memory(replace(everything, activations=by_heads))
 
     def with_activations(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
@@ -1058,8 +985,6 @@ class Search:
         kept = ActivationPlan(n, plan.chunks, n, n * plan.chunks)
         plan = with_memory(replace(plan, activations=kept))
         without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
-        if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
-            without = Memory(without.lasting, by_heads.memory.peaks)
         try:
             self.check_memory(plan, without)
         except TooLarge as e:  # layers find no room, either
@@ -1075,45 +1000,24 @@ class Search:
         by_hand = c.alpha is not None or c.resident_layers
         if everything.memory.total() <= self.hardware.gpu_budget and not by_hand:
             return everything, (0.0, 0.0)
-        found = []
-        error = None
-        try:
-            found.append(self.fit_order(everything))
-        except TooLarge as e:
-            error = e
-        short = True
-        if found:
-            kept, (_, waits) = found[0][0].activations, found[0][1]
-            short = kept.stride > 1 or kept.layers_recomputing_attention > 0 or waits > 0
-        if short and (by_heads := self.by_heads(everything)):
-            with contextlib.suppress(TooLarge):
-                found.append(self.fit_order(by_heads))
-        if not found:
-            raise error
-        return min(found, key=lambda fitted: sum(fitted[1]))
-
-    def fit_order(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
-        """Return the plan with the solution of plan_activations in its order of heads."""
-        c = self.constraints
         budget = self.hardware.gpu_budget
         sizes = layer_sizes(self.est, plan)
         host_rate = self.est.profile.to_host
         busy = link_seconds(self.est, plan)
-        gpu, host = self.rooms(plan)
-        others = plan.memory.beside_activations()
-        start = plan
-        asked = start.activations
+        gpu, host = self.rooms(everything)
+        others = everything.memory.beside_activations()
+        asked = everything.activations
         for _ in range(3):
             try:
                 activations, _ = plan_activations(
                     asked.layers, sizes, asked.chunks, host_rate, gpu, host, c.resident_layers,
-                    c.alpha, busy, asked.by_heads)
+                    c.alpha, busy)
             except TooLarge as e:
                 f = plan.factors
                 raise TooLarge(
                     f"--seq {c.seq} with sp={sp_text(plan)} p={f.p} g={f.g} os={f.os}: {e} (of "
                     f"{budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all else: "
-                    f"{in_gib(start.memory)})", e.over) from e
+                    f"{in_gib(everything.memory)})", e.over) from e
             plan = with_memory(replace(plan, activations=activations))
             if plan.memory.total() <= budget:
                 break
@@ -1149,14 +1053,13 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
     layers = stage_layers(plan, stage)
     layer = unit_seconds(est, plan, plan.matrices)
     visits = stage_ends(plan, stage) * end_seconds(est, plan).visit + layers * layer.visit
-    return visits / layers / plan.items
+    return visits / layers / plan.micro_batches
 
 
 def layer_sizes(est: Estimator, plan: Plan) -> Sizes:
     """Return the bytes and the seconds of a layer, by a profile."""
     layer = layer_seconds(est, plan)
-    return Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post,
-                 layer.by_heads)
+    return Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post)
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
@@ -1175,7 +1078,7 @@ def with_memory(plan: Plan) -> Plan:
     kept = plan.activations
     host = {}
     if kept:
-        times = max(in_flight(plan, stage).layers for stage in stages) / kept.layers
+        times = max(in_flight(plan, stage) for stage in stages) / kept.layers
         host["activations"] = times * host_bytes(kept, column_bytes(plan))
     if plan.os_place == "host":
         on_gpu = replace(plan, os_place="gpu")
@@ -1185,14 +1088,13 @@ def with_memory(plan: Plan) -> Plan:
 
 def memory_of_stages(plan: Plan) -> dict[int, Memory]:
     """Return the bytes of the stages of which one needs the most."""
-    longest = longest_segment(plan)
     found = {}
     for stage in fullest_stages(plan):
         lasting: dict[str, float] = {}
         for degree in reversed(DEGREES):
             lasting |= degree.bytes(plan, stage)
-        peaks = {"head and loss": loss_peak(longest)} if stage == plan.pp - 1 else {}
-        found[stage] = Memory(lasting, peaks | layer_peaks(longest))
+        peaks = {"head and loss": loss_peak(plan)} if stage == plan.pp - 1 else {}
+        found[stage] = Memory(lasting, peaks | layer_peaks(plan))
     return found
 
 
@@ -1219,7 +1121,7 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
 
     return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp,
             "tp_mode": plan.tp_mode if plan.tp > 1 else None, "pp": plan.pp,
-            "pp_chunks": plan.pp_chunks, "pp_segments": plan.pp_segments,
+            "pp_chunks": plan.pp_chunks,
             "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
             "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,
@@ -1261,8 +1163,7 @@ def layers_text(plan: Plan) -> str:
     twice = kept.layers_recomputing_attention
     return (f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
             + (f", inputs of one in {kept.stride}" if kept.stride > 1 else "")
-            + (f", attention twice in {twice}" if twice else "")
-            + (", by heads" if kept.by_heads else ""))
+            + (f", attention twice in {twice}" if twice else ""))
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
@@ -1323,9 +1224,8 @@ def tp_text(plan: Plan) -> str:
 
 
 def pp_text(plan: Plan) -> str:
-    """Return stages x parts of each, and segments."""
-    chunks = f"x{plan.pp_chunks}" if plan.pp_chunks > 1 else ""
-    return f"{plan.pp}{chunks}" + (f" K={plan.pp_segments}" if plan.pp_segments > 1 else "")
+    """Return stages x parts of each."""
+    return f"{plan.pp}x{plan.pp_chunks}" if plan.pp_chunks > 1 else f"{plan.pp}"
 
 
 def choices(plan: Plan) -> dict[str, str]:

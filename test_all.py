@@ -12,8 +12,7 @@ test_gradient_pieces                  micro-batches summed in bf16, stale gradie
 test_factors*                         an illegal factor accepted, more shards than needed
 test_sharding_equals_one_process      a stale or early-read buffer, a sum over the wrong ranks
 test_sequences_and_chunks_*            a stale chunk, a position or gradient of another rank's
-test_pipeline*, test_segments_*       a message read early or late, keys of another sequence, stages
-                                      that wait for each other
+test_pipeline*                        a message read early or late, stages that wait for each other
 test_activation_plans_*, test_plan_*  memory that is promised twice, time lost for nothing
 test_rings_*, test_spine_*            a sum over other ranks or of other bytes than shard.py runs
 test_placement_*, test_leaf_flag      blocks that straddle leaves where they need not, a lost node
@@ -248,22 +247,6 @@ def test_counts_of_imports(sizes, fields, count):
         assert sum(p.numel() for p in m.LLaMA(few).parameters()) == m.param_count(few)
 
 
-@pytest.mark.parametrize("seq", [5, 6, 7, 40])
-def test_counts_of_windows(seq):
-    """Keys of each token, layer by layer; and a window is predicted to take less time."""
-    cfg = dataclasses.replace(SMALL, layers=4, window=6, full_layers=1)
-    keys = [min(i, most) for i in range(1, seq + 1) for most in (99, 6, 6, 6)]
-    seen = sum(2 * n - 1 for n in keys) / 4 / seq
-    assert m.keys_seen(cfg, seq) == pytest.approx(seen, rel=1e-12)
-    causal, full = m.flops_per_token(cfg, seq)
-    assert full - causal == pytest.approx(6 * 4 * cfg.heads * cfg.head_dim * seen)
-    assert m.flops_per_token(cfg, 99, seen) == (causal, full)
-    cfg = dataclasses.replace(m.MODELS["1b"], window=2**12)
-    est = costs.Estimator(hardware.load_profile("h100"))
-    long, short = (est.attention("forward", cfg, 2**16, seq) for seq in (2**16, 2**12))
-    assert short < long < 3 * short
-
-
 def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
@@ -349,7 +332,7 @@ def plain_llama(model: m.LLaMA, tokens, labels):
         return torch.cat((z.real, z.imag), -1).to(x.dtype)
 
     x = F.embedding(tokens, model.embed.weight)
-    for i, b in enumerate(model.blocks):
+    for b in model.blocks:
         bias = b.qkv_bias.weight if cfg.qkv_bias else None
         heads = F.linear(norm(x, b.norm1), b.qkv.weight, bias).unflatten(-1, (-1, cfg.head_dim))
         q, k, v = heads.transpose(1, 2).split([cfg.heads, cfg.kv_heads, cfg.kv_heads], dim=1)
@@ -357,8 +340,6 @@ def plain_llama(model: m.LLaMA, tokens, labels):
             q, k = norm(q, b.q_norm), norm(k, b.k_norm)
         k, v = (s.repeat_interleave(cfg.heads // cfg.kv_heads, dim=1) for s in (rotate(k), v))
         seen = torch.ones(t, t, dtype=torch.bool).tril()
-        if cfg.window and i >= cfg.full_layers:
-            seen = seen.triu(1 - cfg.window)
         o = F.scaled_dot_product_attention(rotate(q), k, v, seen)
         h = x + F.linear(o.transpose(1, 2).flatten(2), b.out.weight)
         gate, up = F.linear(norm(h, b.norm2), b.gate_up.weight).chunk(2, -1)
@@ -482,7 +463,7 @@ def test_attention_head_groups(heads, kv_heads, limit, monkeypatch):
 def test_attention_choice():
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32) == "cpu"
-    assert attention.pick_kernel("auto", cpu, torch.float32, "documents") == "cpu"
+    assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
     for name in ("fa4", "fa2", "cudnn", "flash"):
         with pytest.raises(ValueError, match=f"{name}.*needs a GPU.*usable: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
@@ -688,8 +669,8 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
         choose(8, 110, seq=2**22, host_memory=2**30, chunk=2**14, ring=1)
     with pytest.raises(ValueError, match=r"258.0 GiB a rank, 60.2 where layers drop all that"):
         choose(8, 110, seq=2**22, host_memory=2**30, ring=1)
-    ring = choose(8, 110, seq=2**22, host_memory=2**30)  # fewer ranks by heads: more head groups
-    assert ring.ring > 1 and ring.activations.by_heads and ring.head_groups == 16
+    ring = choose(8, 130, seq=2**22, host_memory=2**30)  # fewer ranks by heads: more head groups
+    assert ring.ring > 1 and ring.activations.stride > 1 and ring.head_groups == 16
     with pytest.raises(ValueError, match="needs .* GiB a GPU even with p=8 g=8 os=8.*room for 12"):
         choose(8, 12, recompute="none", os_place="gpu", **many)
     with pytest.raises(ValueError, match="a rank has 4 heads at a time; one of 1, 2, 4"):
@@ -887,15 +868,13 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-11)
 
 
-@pytest.mark.parametrize("kv_heads, window", [(6, 0), (2, 6)])
+@pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("plan", [
-    None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2), (2, 0, 0, 3, 2, True)], ids=str)
-def test_documents_equal_each_alone(kv_heads, window, plan, monkeypatch, group):
+    None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2)], ids=str)
+def test_documents_equal_each_alone(kv_heads, plan, monkeypatch, group):
     """Logits and gradients of two micro-batches of three sequences, whose layers run whole, again,
-    or in chunks that cross borders, of a kernel in parts, in head groups and by heads; with a
-    window in three of four layers."""
-    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True,
-                              window=window, full_layers=1 if window else 0)
+    or in chunks that cross borders, of a kernel in parts and in head groups."""
+    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True)
     monkeypatch.setattr(attention, "MAX_ELEMENTS", 3 * 24 * cfg.head_dim * 4)
     op = attention.Attention("cpu")
     op.head_groups = 2
@@ -912,9 +891,8 @@ def test_documents_equal_each_alone(kv_heads, window, plan, monkeypatch, group):
     batch = train.load_batch(run, 0)
     ends = windows[:, :-1] == END
     before = [len(row) for tokens in ends for row in np.split(tokens, np.flatnonzero(tokens) + 1)]
-    pairs = [min(i, most) for n in before for i in range(1, n + 1)
-             for most in (99, *3 * [window or 99])]  # of four layers
-    assert batch.seen.item() == pytest.approx(sum(2 * n - 1 for n in pairs) / 4 / ends.size)
+    pairs = [i for n in before for i in range(1, n + 1)]
+    assert batch.seen.item() == pytest.approx(sum(2 * n - 1 for n in pairs) / ends.size)
     if plan == "full":
         model.layer_runner = offload.recomputed_layers
     elif plan:
@@ -1208,17 +1186,16 @@ def test_another_optimizer_is_a_function_and_its_states(tmp_path, group):
 
 # ---------------------------------------------------------------------------- sequences, offload
 
-# eighths of the others swapped, resident layers of 5, chunks kept in them, layers that drop o, of
-# how many layers one keeps x, and whether q, k, v are made by heads
-PLANS = [(0, 2, 0, 0, 1, 0), (1, 2, 2, 0, 1, 0), (4, 3, 1, 1, 1, 0), (8, 2, 99, 0, 1, 0),
-         (0, 5, 99, 0, 1, 0), (0, 5, 0, 0, 1, 1), (3, 4, 6, 0, 1, 0), (0, 3, 0, 0, 2, 1),
-         (0, 2, 0, 4, 3, 1), (0, 5, 0, 2, 2, 0)]
+# eighths of the others swapped, resident layers of 5, chunks kept in them, layers that drop o, and
+# of how many layers one keeps x
+PLANS = [(0, 2, 0, 0, 1), (1, 2, 2, 0, 1), (4, 3, 1, 1, 1), (8, 2, 99, 0, 1), (0, 5, 99, 0, 1),
+         (0, 5, 0, 0, 1), (3, 4, 6, 0, 1), (0, 3, 0, 0, 2), (0, 2, 0, 4, 3), (0, 5, 0, 2, 2)]
 
 
 def sequence_worker():
     """Runs under torchrun: sequence degrees x rings x plans x chunk sizes x kv heads, of which some
-    have biases and norms on q and k, x documents in windows x factors, five steps each, against one
-    plain process. What was used is poisoned."""
+    have biases and norms on q and k, x documents x factors, five steps each, against one plain
+    process. What was used is poisoned."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     groups, count, cpu = attention.Groups(), 0, torch.device("cpu")
@@ -1227,35 +1204,30 @@ def sequence_worker():
         global SMALL
         SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
                                     layers=5, head_dim=4, qkv_bias=kv_heads < 4,
-                                    qk_norm=kv_heads == 2, window=0, full_layers=0)
+                                    qk_norm=kv_heads == 2)
         batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
         windows = [with_documents(8, 24, 67, seed=i) for i in range(STEPS)]
         whole = train_plainly(batch)
-        without = SMALL
-        SMALL = slides = dataclasses.replace(SMALL, window=6, full_layers=2)
         alone = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
             every = 2 if world == 4 and not ALL_COMBINATIONS else 1
             some = list(enumerate(PLANS))[count % every :: every]
-            for i, (eighths, resident, kept, dropped, stride, by_heads) in some:
+            for i, (eighths, resident, kept, dropped, stride) in some:
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
                 ring = 2 ** (count % sp.bit_length())  # 1 to sp
                 in_documents = ring == 1 and count % 4 < 2
-                SMALL = slides if in_documents else without  # with windows, too
                 head_ranks = sp // ring
                 head_groups = 1 + i % 2 if head_ranks > 1 else (1, 2, 4)[i % 3]
                 if head_ranks == 1:
                     head_groups = math.gcd(head_groups, kv_heads)
-                if by_heads:
-                    head_groups = 8 // sp if ring == 1 else 2
                 f = legal[(count + i) % len(legal)]
                 dp, part = world // sp, 24 // sp
                 rows = 8 // dp // several
                 chunks = -(-rows * part // chunk)
                 activations = offload.ActivationPlan(
                     5, chunks, resident, min(kept, resident * chunks),
-                    eighths * chunks * (5 - resident) // 8, dropped, stride, bool(by_heads))
+                    eighths * chunks * (5 - resident) // 8, dropped, stride)
                 op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True,
                                        ring=ring)
                 model, states = build(torch.float64, several, f, True, op, groups=groups,
@@ -1325,13 +1297,13 @@ def test_rings_equal_one_process(ranks, count, tmp_path):
     assert text.count(f"{count} rings equal") == ranks
 
 
-PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, dropped, stride, by heads)
-    "all", "input", (2, 3, 4, 0, 1, 0), (2, 2, 0, 1, 1, 0), (2, 1, 0, 1, 2, 0), (2, 0, 0, 0, 1, 1))
+PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, dropped, stride)
+    "all", "input", (2, 3, 4, 0, 1), (2, 2, 0, 1, 1), (2, 1, 0, 1, 2))
 
 
 def pipelined(case, groups, cpu, cfg, seq):
     """Return a stage of a model that is cut as a case says, its states, and its op."""
-    pp, chunks, segments, several, sp, mode, head_groups, f, layout, keep, rows = case
+    pp, chunks, several, sp, mode, head_groups, f, layout, keep, rows = case
     stage, stream = groups.stage, attention.CommStream(cpu)
     op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True)
     with torch.device("meta"):
@@ -1339,32 +1311,30 @@ def pipelined(case, groups, cpu, cfg, seq):
     columns = PoisonedColumns(mode, groups, stream)
     parallel.split_columns(model, columns)
     parts = parallel.keep_stage(model, stage, pp, chunks)
-    bounds = [b // sp for b in parallel.segment_bounds(cfg, seq, segments, sp * groups.tp)]
-    longest = max(end - start for start, end in zip(bounds, bounds[1:]))
     runners = [{"all": m.whole_layers, "input": offload.recomputed_layers}.get(keep)] * chunks
     pieces = 1
     if not isinstance(keep, str):
-        resident, eighths, kept, dropped, stride, by_heads = keep
-        chunk = -(-rows * longest // 3)
-        pieces = -(-rows * longest // chunk)  # two of 4 tokens
-        order = parallel.pipeline_order(stage, pp, chunks, several, segments)
+        resident, eighths, kept, dropped, stride = keep
+        pieces = 3
+        chunk = rows * seq // sp // pieces
+        order = parallel.pipeline_order(stage, pp, chunks, several)
         for v, part in enumerate(parts):
             n = len(part)
             k = max(min(resident, n), n % stride)
             plan = offload.ActivationPlan(
-                n, pieces, k, 0 if by_heads or stride > 1 else min(kept, k * pieces),
-                0 if by_heads or stride > 1 else eighths * pieces * (n - k) // 8,
-                min(dropped, n), stride if (n - k) % stride == 0 else 1, bool(by_heads))
-            offload.ChunkedLayers(model, (rows, longest), plan, chunk, cpu, torch.float64,
+                n, pieces, k, 0 if stride > 1 else min(kept, k * pieces),
+                0 if stride > 1 else eighths * pieces * (n - k) // 8,
+                min(dropped, n), stride if (n - k) % stride == 0 else 1)
+            offload.ChunkedLayers(model, (rows, seq // sp), plan, chunk, cpu, torch.float64,
                                   parallel.in_flight(order, v), part, poison=True)
             runners[v] = model.layer_runner
-    states = shard.States(model, cpu, torch.float64, several * segments, f, layout, groups,
+    states = shard.States(model, cpu, torch.float64, several, f, layout, groups,
                           gather_layers=keep != "all", num_chunks=pieces, poison=True)
     for name, shape in model.shapes.items():
         states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
-    pipeline = PoisonedPipeline(model, parts, runners, groups, several, bounds,
-                                columns.between_layers, cpu, torch.float64)
-    return pipeline, states, bounds
+    pipeline = PoisonedPipeline(model, parts, runners, groups, several, columns.between_layers,
+                                cpu, torch.float64)
+    return pipeline, states
 
 
 class PoisonedColumns(parallel.Columns):
@@ -1418,9 +1388,9 @@ class PoisonedPipeline(parallel.Pipeline):
 
 
 def pipeline_worker():
-    """Runs under torchrun: stages x parts x segments x micro-batches x ranks of a sequence x tensor
-    modes x factors x what layers keep, three steps each, against one plain process. Messages are
-    poisoned when they were read, and late."""
+    """Runs under torchrun: stages x parts x micro-batches x ranks of a sequence x tensor modes x
+    factors x what layers keep, three steps each, against one plain process. Messages are poisoned
+    when they were read, and late."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     cpu, seq = torch.device("cpu"), 24
@@ -1441,32 +1411,29 @@ def pipeline_worker():
     made = {(pp, tp): attention.Groups(pp=pp, tp=tp) for pp in (2, 4, 8) for tp in (1, 2)
             if pp * tp <= world}
 
-    def fits(pp, chunks, several, layout, sp, segments, mode, keep):
+    def fits(pp, chunks, several, layout, sp, mode, keep):
         groups = made.get((pp, 2 if mode else 1))
         if groups is None or pp * chunks > SMALL.layers or groups.ranks % sp:
             return False
         return (8 % (groups.ranks // sp * several) == 0
-                and parallel.no_order(pp, chunks, several, segments) is None)
+                and parallel.no_order(pp, chunks, several) is None)
 
     always = dict(pp=(2, 4, 8), chunks=(1, 2), several=(1, 2, 4), layout=("intra", "inter"))
-    rows = cover(fits, **always, sp=(1, 2, 4), segments=(1, 2, 3), mode=("",), keep=PIPELINE_PLANS)
-    rows += cover(fits, **always, sp=(1,), segments=(1, 2, 4), mode=("mtp", "msp", "fsp"),
-                  keep=("all", "input"))
+    rows = cover(fits, **always, sp=(1, 2, 4), mode=("",), keep=PIPELINE_PLANS)
+    rows += cover(fits, **always, sp=(1,), mode=("mtp", "msp", "fsp"), keep=("all", "input"))
     count = 0
     every = 1 if ALL_COMBINATIONS else {2: 1, 4: 2, 8: 3}[world]
-    for i, (pp, chunks, several, layout, sp, segments, mode, keep) in enumerate(rows[::every]):
+    for i, (pp, chunks, several, layout, sp, mode, keep) in enumerate(rows[::every]):
         groups = made[pp, 2 if mode else 1]
         legal = shard.legal_factors(groups.ranks, groups.ranks)
         f = legal[i % len(legal)]
         dp = groups.ranks // sp
         head_groups = 2 if sp < 4 and not mode and (not isinstance(keep, str) or i % 2) else 1
-        case = (pp, chunks, segments, several, sp, mode, head_groups, f, layout, keep,
-                8 // dp // several)
-        pipeline, states, bounds = pipelined(case, groups, cpu, SMALL, seq)
+        case = pp, chunks, several, sp, mode, head_groups, f, layout, keep, 8 // dp // several
+        pipeline, states = pipelined(case, groups, cpu, SMALL, seq)
         r = groups.rank
         mine = slice(r // sp * 8 // dp, (r // sp + 1) * 8 // dp)
-        positions = torch.cat([torch.arange(start * sp, end * sp).chunk(sp)[r % sp]
-                               for start, end in zip(bounds, bounds[1:])])
+        positions = torch.arange(seq).chunk(sp)[r % sp]
 
         def evaluate_and_warm_up(i, parts):
             if i == 1:
@@ -1497,48 +1464,28 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         found = [(one.computation_type == schedules.FORWARD, one.microbatch_index,
                   one.stage_index // stages)
                  for one in theirs._calculate_single_rank_operations(stage) if one]
-        ours = parallel.pipeline_order(stage, stages, chunks, micro_batches, 1)
+        ours = parallel.pipeline_order(stage, stages, chunks, micro_batches)
         assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
 
 
 def test_pipeline_bubbles_are_the_formulas():
-    """No order waits for ever, each pass comes once, keys are there before they are attended to,
-    and of equal passes a stage is idle as long as the formula says."""
-    for stages, chunks, several, segments in itertools.product(
-            range(2, 6), (1, 2, 3), (1, 2, 4, 5, 6, 8), (1, 2, 3, 4, 5, 8)):
-        if parallel.no_order(stages, chunks, several, segments):
+    """No order waits for ever, each pass comes once, and of equal passes a stage is idle as long as
+    the formula says."""
+    for case in itertools.product(range(2, 6), (1, 2, 3), (1, 2, 4, 5, 6, 8)):
+        if parallel.no_order(*case):
             continue
-        orders = [parallel.pipeline_order(s, stages, chunks, several, segments)
-                  for s in range(stages)]
-        case = stages, chunks, several, segments
+        stages, chunks, several = case
+        orders = [parallel.pipeline_order(s, *case) for s in range(stages)]
         for order in orders:
-            assert len(set(order)) == len(order) == 2 * chunks * several * segments
-            for chunk, micro_batch, forward in itertools.product(
-                    range(chunks), range(several), (True, False)):
-                of_one = [one.segment for one in order
-                          if (one.chunk, one.micro_batch, one.forward)
-                          == (chunk, micro_batch, forward)]
-                assert of_one == sorted(of_one, reverse=not forward)
+            assert len(set(order)) == len(order) == 2 * chunks * several
         times = parallel.run_times(orders, [1] * stages * chunks, [2] * stages * chunks)
         whole = max(end for done in times for _, end in done)
-        busy = 3 * chunks * several * segments
+        busy = 3 * chunks * several
         assert 1 - busy / whole == pytest.approx(parallel.bubble(*case)), case
-    assert parallel.draw_order(2, 1, 2, 1).splitlines() == [
+    assert parallel.draw_order(2, 1, 2).splitlines() == [
         "  stage 0  01..aa.bb", "  stage 1  .0aa1bb.."]
     with pytest.raises(ValueError, match="wait for each other"):
         parallel.run_times([order[::-1] for order in orders], [1] * 15, [2] * 15)
-
-
-def test_segments_take_equal_flops():
-    cfg = m.MODELS["7b"]
-    bounds = parallel.segment_bounds(cfg, 2**20, 4, 8)
-    assert bounds[0] == 0 and bounds[-1] == 2**20 and not any(b % 1024 for b in bounds)
-    done = [b * m.flops_per_token(cfg, b)[0] for b in bounds]  # of the first so many tokens
-    parts = [after - before for before, after in zip(done, done[1:])]
-    assert max(parts) / min(parts) < 1.01
-    assert parallel.segment_bounds(cfg, 10, 5, 2) == [0, 2, 4, 6, 8, 10]
-    with pytest.raises(ValueError, match="at most 5"):
-        parallel.segment_bounds(cfg, 10, 6, 2)
 
 
 @pytest.mark.parametrize("seq, sp, ring", [(24, 1, 1), (24, 4, 1), (24, 4, 2), (24, 6, 2),
@@ -1610,8 +1557,8 @@ class QKNormBlock(m.Block):
 
 def tensor_worker():
     """Runs under torchrun: modes x factors x layouts x micro-batches x recomputation x degrees and
-    rings of a sequence, of models with and without biases and norms on q and k, and of documents in
-    windows, against one plain process. What was sent, gathered or used is poisoned."""
+    rings of a sequence, of models with and without biases and norms on q and k, and of documents,
+    against one plain process. What was sent, gathered or used is poisoned."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     global SMALL
@@ -1625,9 +1572,9 @@ def tensor_worker():
         windows = [with_documents(count_of_step, 24, 67, seed=i) for i in range(STEPS)]
         heads = 3 if ranks == 1 else 4  # of a column
         small = dataclasses.replace(SMALL, dim=24, heads=heads * tp, kv_heads=tp, ffn=20 * tp,
-                                    vocab=67, head_dim=4, window=0, full_layers=0)
+                                    vocab=67, head_dim=4)
         models = {"plain": small, "norms": dataclasses.replace(small, qkv_bias=True, qk_norm=True),
-                  "documents": dataclasses.replace(small, qkv_bias=True, window=6, full_layers=1)}
+                  "documents": dataclasses.replace(small, qkv_bias=True)}
         wanted = {}
         for kind, SMALL in models.items():
             if kind == "documents":
@@ -1699,7 +1646,7 @@ def test_tensor_checkpoints_fit_each_other(tmp_path):
     last = tmp_path / "a" / "step-00000001"
     others = [(1, 2, "--tp 2 --tp-mode mtp"),  # the step that it resumes, ranks, flags
               (2, 4, "--tp 2 --sp 2 --p 2 --os-layout inter --recompute full --save-async"),
-              (3, 4, "--tp 2 --tp-mode fsp --pp 2 --pp-segments 2 --os-place host"),
+              (3, 4, "--tp 2 --tp-mode fsp --pp 2 --os-place host"),
               (3, 2, "--pp 2 --os-layout inter"), (3, 0, "")]
     for i, (step, ranks, flags) in enumerate(others):
         out, export = tmp_path / f"o{i}", tmp_path / f"x{i}"
@@ -1941,18 +1888,18 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
         return grads
 
     dy_plain, seen = [], []
-    want = gradients(plain, m.whole_layers(plain, rope, lambda i: plain.attention), dy_plain)
+    want = gradients(plain, m.whole_layers(plain, rope, plain.attention), dy_plain)
     plans = {10: [(2, 4, 8), (2, 4, 0), (2, 2, 4, 4), (2, 2, 1, 1, 1), (2, 2, 0, 0, 0, 2)],
              20: [(1, 4, 4), (1, 2, 2, 2), (1, 4, 0, 0, 3, 4)]}
     for chunk, plan in [(c, p) for c in plans for p in plans[c]]:
         layers = offload.ChunkedLayers(model, (1, 20), offload.ActivationPlan(4, *plan), chunk, cpu,
                                        torch.float64)  # the skip reads what poison would spoil
-        got = gradients(model, layers.start(model, rope, lambda i: model.attention), seen)
+        got = gradients(model, layers.start(model, rope, model.attention), seen)
         assert got.keys() == want.keys()
         for name, grad in got.items():
             assert relative(grad, want[name]) < 1e-12, (chunk, plan, name)
         assert relative(seen[-1], dy_plain[0]) < 1e-12
-    got = gradients(model, offload.recomputed_layers(model, rope, lambda i: model.attention), seen)
+    got = gradients(model, offload.recomputed_layers(model, rope, model.attention), seen)
     assert all(relative(grad, want[name]) < 1e-12 for name, grad in got.items())
     if block is Nested:  # no two matrices of a layer share a buffer
         with torch.device("meta"), monkeypatch.context() as patch:
@@ -2817,32 +2764,35 @@ def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
     ("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 1})])
 def test_hf_windows(kind, keys, tmp_path):
-    """Sequences as long as the window, and of several; there and back."""
+    """A window that is no shorter than the sequence is none, and goes along on export; which layers
+    have one does not count, whether any has does."""
     hf = hf_model(tmp_path / "in", kind, sliding_window=40, **keys)
     source = checkpoint.hf_source(tmp_path / "in")
-    window = 40, keys.get("max_window_layers", 0)
-    assert checkpoint.hf_window(source) == window
+    assert checkpoint.hf_window(source) == 40
     model = checkpoint.hf_model(tmp_path / "in")
-    for seq in (40, 41, 130):
-        hf_equal(model, hf, False, seq=seq)
+    hf_equal(model, hf, False, seq=40)
     weights = dict(model.named_parameters())
     checkpoint.hf_export(tmp_path / "out", model.cfg, lambda n: weights[n].data, torch.float32,
                          source=source)
+    exported = checkpoint.hf_source(tmp_path / "out")
+    for key in ("sliding_window", *keys, "layer_types"):
+        assert exported.get(key) == source.get(key), key
     hf_equal(model, type(hf).from_pretrained(tmp_path / "out", attn_implementation="eager"), False,
-             seq=130)
-    with pytest.raises(ValueError, match="no key for window=40"):
-        checkpoint.hf_architecture(dataclasses.replace(model.cfg), source | {"sliding_window": None,
-                                                                             "layer_types": None})
-    mixed = ["sliding_attention", "full_attention"]
-    for types, found in ((["full_attention"] * 2, (0, 0)), (mixed[::-1], (40, 1)), (mixed, None)):
+             seq=40)
+    full, sliding = "full_attention", "sliding_attention"
+    for types in ([full, full], [sliding, full], [full, sliding]):
         edited = json.loads(hf_edit(tmp_path / "in", layer_types=types).read_text())
-        if kind == "mistral":  # whose code reads no layer_types
-            assert checkpoint.hf_window(edited) == (40, 0)
-        elif found is None:
-            with pytest.raises(ValueError, match="only full_attention before sliding_attention"):
-                checkpoint.hf_window(edited)
-        else:
-            assert checkpoint.hf_window(edited) == found
+        # Mistral's code reads no layer_types
+        assert checkpoint.hf_window(edited) == 40 * (kind == "mistral" or sliding in types)
+        if sliding in types and kind != "mistral":
+            with pytest.raises(ValueError, match="sliding_window is None: a whole number from 1"):
+                checkpoint.hf_window(edited | {"sliding_window": None})
+    older = {key: value for key, value in source.items() if key != "layer_types"}
+    assert checkpoint.hf_window(older) == 40
+    assert checkpoint.hf_window(older | {"sliding_window": None}) == 0
+    if kind != "mistral":
+        assert checkpoint.hf_window(older | {"use_sliding_window": False}) == 0
+        assert checkpoint.hf_window(older | {"max_window_layers": 2}) == 0
 
 
 def test_hf_from_scratch_is_what_computes_it():
@@ -2889,6 +2839,7 @@ def test_hf_fuzz(name, tmp_path):
             cfg = checkpoint.hf_config(tmp_path)
             assert m.rope_frequencies(cfg)[0].isfinite().all(), variant
             checkpoint.hf_open(tmp_path, cfg)
+            assert checkpoint.hf_window(json.loads(text)) >= 0, variant
             legal += 1
         except ValueError:
             pass
@@ -3294,10 +3245,10 @@ def test_dry_run_and_zero_steps(tmp_path, capsys):
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
     assert "optimizer 75.31" in text and not (tmp_path / "a" / "log.jsonl").exists()
     train.main(["--dry-run", "--ranks", "4", "--model", "160m", "--device", "cpu", "--seq", "4K",
-                "--dtype", "bf16", "--batch", "1", "--sp", "2", "--pp", "2", "--pp-segments", "2",
+                "--dtype", "bf16", "--batch", "2", "--sp", "2", "--pp", "2", "--micro-batch", "1",
                 "--pp-chunks", "1", "--chunk", "512", "--out", f"{tmp_path}/a"])
     text = capsys.readouterr().out
-    assert "stage 1  .01bbaa" in text and "simulated on fake tensors" in text
+    assert "stage 1  .0aa1bb" in text and "simulated on fake tensors" in text
     train.main([*QUICK, "--steps", "0", "--out", f"{tmp_path}/b"])
     assert (tmp_path / "b" / "latest" / "meta.json").exists()
     train.main([*QUICK, "--steps", "2", "--resume", "--out", f"{tmp_path}/b"])
@@ -4228,8 +4179,8 @@ def hf_broken(tmp_path, what):
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "hf"
-    keys = {"window": ("mistral", {"sliding_window": 16}), "yarn over llama3": PUBLISHED[
-        "Llama 3.1"], "layer types": PUBLISHED["Qwen2"]}
+    keys = {"window": ("mistral", {"sliding_window": 16}),
+            "yarn over llama3": PUBLISHED["Llama 3.1"]}
     kind, more = keys.get(what, ("llama", {}))
     hf_model(folder, kind, **more)
     shard = sorted(folder.glob("*.safetensors"))[1]
@@ -4238,8 +4189,7 @@ def hf_broken(tmp_path, what):
     changes = {
         "shape": {"intermediate_size": 97}, "kind": {"model_type": "gpt2"},
         "kv heads": {"num_key_value_heads": 3}, "layers": {"num_hidden_layers": 10**9},
-        "quantized": {"quantization_config": {"quant_method": "gptq"}},
-        "layer types": {"layer_types": ["full_attention", "sliding_attention"]}}
+        "quantized": {"quantization_config": {"quant_method": "gptq"}}}
     if what in changes:
         hf_edit(folder, **changes[what])
     elif what == "truncated":
@@ -4371,8 +4321,7 @@ def test_refused(case, tmp_path, monkeypatch):
     ("config", "config.json cannot be read"),
     ("pickle", r"pytorch_model.bin is a pickle.*save_pretrained\('.*/hf'\)"),
     ("pth", "consolidated.00.pth is a pickle.*convert_llama_weights_to_hf --input_dir .*/hf "),
-    ("window", r"--attention cudnn: it has no sliding windows \(of 16 tokens\); usable: cpu"),
-    ("layer types", "layer_types has sliding_attention, and use_sliding_window"),
+    ("window", "--seq 32: .*sliding windows of 16 tokens.*; at most --seq 16"),
     ("yarn over llama3", "yarn:2: its rotary.* llama3 scaling already; extend it with llama3:F"),
     ("quantized", "quantization_config is .*gptq.* only null is built"),
     ("two files", "model.safetensors and model.safetensors.index.json, which names model-00001.*"
@@ -4381,10 +4330,19 @@ def test_refused(case, tmp_path, monkeypatch):
     ("fp8", "model.*weight is stored as F8_E4M3; F64, F32, F16 and BF16 are read")])
 def test_refused_hf(what, message, tmp_path):
     args = QUICK[2:]  # without --model
-    flags = {"yarn over llama3": ["--rope-scaling", "yarn:2"], "window": ["--attention", "cudnn"]}
-    args += flags.get(what, [])
+    if what == "yarn over llama3":
+        args += ["--rope-scaling", "yarn:2"]
     with pytest.raises(ValueError, match=message):
         train.main([*args, "--init", hf_broken(tmp_path, what), "--out", f"{tmp_path}/o"])
+
+
+def test_refused_windows_of_a_resumed_import(tmp_path):
+    folder = tmp_path / "hf"
+    hf_model(folder, "mistral", sliding_window=40)
+    args = [*QUICK[2:], "--steps", "1", "--out", f"{tmp_path}/o"]  # without --model
+    train.main([*args, "--init", f"hf:{folder}"])
+    with pytest.raises(ValueError, match="--seq 41: .*windows of 40 tokens.*at most --seq 40"):
+        train.main([*args, "--resume", f"{tmp_path}/o/latest", "--seq", "41"])
 
 
 def changed_meta(path: Path, change) -> None:
@@ -4482,7 +4440,7 @@ train.checkpoint.write_states = write
     ("--ring 4", "--ring 4: it must divide --sp, which divides 2 ranks.*: one of 1, 2"),
     ("--chunk 8 --alpha 1 --host-memory 4K", "do not fit.*0.0 on the host"),
     ("--tp 2 --chunk 8", "--tp 2: its layers run whole, without --chunk, --alpha"),
-    ("--tp 2 --seq 33", "--seq 33: no multiple of sp 1 x tp 2 x segments 1; nearest: 32 or 34"),
+    ("--tp 2 --seq 33", "--seq 33: no multiple of sp 1 x tp 2; nearest: 32 or 34"),
     ("--data {tmp}/one", r"no such file or folder \(on ranks \[1\]\)")])
 def test_refused_on_all_ranks(flags, message, tmp_path):
     """Also what one rank alone finds: all end, none waits for the others."""
@@ -4585,21 +4543,17 @@ def gpu_swap_worker():
                              exact_kernel(device))
     kinds = {"plain, NCCL": None, "plain": None, "kept": (8, 8 * c), "recomputed": (8, 0),
              "attention again": (2, 2 * c, 3 * c, 3), "inputs of one in 3": (2, 0, 0, 0, 3),
-             "both": (4, 0, 0, 6, 2), "by heads": (8, 0, 0, 0, 1, True),
-             "by heads, both": (2, 0, 0, 5, 2, True), "by heads, poisoned": (2, 0, 0, 5, 2, True)}
+             "both": (4, 0, 0, 6, 2)}
     kinds |= {f"alpha {alpha}": (2, 2 * c, round(6 * c * alpha)) for alpha in (0, 0.25, 1)}
     kinds |= {f"{name}, {how}": kinds[name] for name in ("alpha 0.25", "alpha 1")
               for how in ("poisoned", "without waits", "NCCL", "NCCL, poisoned")}
-    kinds |= {"by heads, NCCL": kinds["by heads"]}
     if world == 1:  # nothing travels
         kinds = {kind: plan for kind, plan in kinds.items() if "NCCL" not in kind}
     found = {}
     for kind, plan in kinds.items():
         hard = "poisoned" in kind or "without" in kind
         stream = attention.CommStream(device)
-        head_groups = 4 if "by heads" in kind else 2
-        op = attention.Ulysses(kernel, world, groups, stream, head_groups, world, hard,
-                               3 * 10**6 * hard)
+        op = attention.Ulysses(kernel, world, groups, stream, 2, world, hard, 3 * 10**6 * hard)
         if "NCCL" in kind:
             op.exchange.peer_access = False  # as GPUs that do not reach each other's memory
         model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
@@ -4617,10 +4571,9 @@ def gpu_swap_worker():
         found[kind] = torch.stack(curve)
     offload.wait = attention.wait
     for kind, curve in found.items():
-        like = found["by heads" if "by heads" in kind else "plain" if "plain" in kind else "kept"]
+        like = found["plain" if "plain" in kind else "kept"]
         assert torch.equal(curve, like) != ("without waits" in kind), kind
-    for kind in ("kept", "by heads"):
-        assert (found[kind] - found["plain"])[:, 0].abs().max() < 0.05, kind
+    assert (found["kept"] - found["plain"])[:, 0].abs().max() < 0.05
     print(f"rank {rank}: {len(kinds) - 2} ways equal, 2 without waits are not", flush=True)
     os._exit(0)
 
@@ -4634,9 +4587,9 @@ def gpu_ring_worker():
     groups, kernel = attention.Groups(), exact_kernel(device)
     here = attention.sequence_positions(seq, world, world, rank).to(device)
 
-    def ring(hard: bool, head_groups: int = 1) -> attention.Ulysses:
-        return attention.Ulysses(kernel, world, groups, attention.CommStream(device), head_groups,
-                                 world, hard, 3 * 10**6 * hard, world, attention.CommStream(device))
+    def ring(hard: bool) -> attention.Ulysses:
+        return attention.Ulysses(kernel, world, groups, attention.CommStream(device), 1, world,
+                                 hard, 3 * 10**6 * hard, world, attention.CommStream(device))
 
     random = torch.Generator(device).manual_seed(0)
     q, k, v, do = (torch.randn(1, seq, heads, 64, generator=random, device=device).bfloat16()
@@ -4654,14 +4607,14 @@ def gpu_ring_worker():
 
     ids = learnable(cfg, 2 * steps, seq).view(steps, 2, seq + 1).to(device)
     c = -(-seq // world // chunk)
-    kinds = {"whole": None, "plain": None, "by heads": (2, 0, 0, 5, 2, True), "kept": (8, 8 * c),
+    kinds = {"whole": None, "plain": None, "kept": (8, 8 * c),
              "attention again": (2, 2 * c, 3 * c, 3), "alpha 0.25": (2, 2 * c, round(1.5 * c))}
-    kinds |= {f"{name}, poisoned": kinds[name] for name in ("plain", "alpha 0.25", "by heads")}
+    kinds |= {f"{name}, poisoned": kinds[name] for name in ("plain", "alpha 0.25")}
     kinds |= {f"{name}, without waits": kinds[name] for name in ("plain", "alpha 0.25")}
     curves = {}
     for kind, plan in kinds.items():
         hard = "poisoned" in kind or "without" in kind
-        op = whole if kind == "whole" else ring(hard, 4 if "by heads" in kind else 1)
+        op = whole if kind == "whole" else ring(hard)
         tokens = torch.arange(seq, device=device) if kind == "whole" else here
         copies = world if kind == "whole" else 1  # of each token
         scale = torch.tensor(1 / (2 * copies * seq), device=device)
@@ -4682,9 +4635,9 @@ def gpu_ring_worker():
     attention.wait = offload.wait
     for kind, curve in curves.items():
         way = kind.partition(",")[0]
-        like = curves[way if way in ("whole", "plain", "by heads") else "kept"]
+        like = curves[way if way in ("whole", "plain") else "kept"]
         assert torch.equal(curve, like) != ("without waits" in kind), kind
-    for kind in ("plain", "kept", "by heads"):
+    for kind in ("plain", "kept"):
         loss, norm = (curves[kind] - curves["whole"]).abs().unbind(1)
         assert loss.max() < 0.05 and norm[0] < 0.01 * curves["whole"][0, 1], (kind, loss, norm)
     print(f"rank {rank}: {len(kinds) - 2} ways alike, 2 without waits are not", flush=True)
@@ -4706,8 +4659,8 @@ class LateStream(attention.CommStream):
 
 
 def gpu_pipeline_worker():
-    """Pipelines over all ranks, with parts, segments and layers that swap: 12 steps near those of
-    one GPU, and equal to the last bit where messages are poisoned after use and late. Without waits
+    """Pipelines over all ranks, with parts and layers that swap: 12 steps near those of one GPU,
+    and equal to the last bit where messages are poisoned after use and late. Without waits
     this must fail."""
     parallel.use_more_queues()
     rank, world, device = gpu_ranks()
@@ -4716,28 +4669,27 @@ def gpu_pipeline_worker():
     ids = learnable(cfg, several * steps, seq).view(steps, several, seq + 1).to(device)
     positions = torch.arange(seq, device=device)
 
-    def curve_of(chunks: int, segments: int, swaps: bool, hard: bool) -> torch.Tensor:
+    def curve_of(chunks: int, swaps: bool, hard: bool) -> torch.Tensor:
         with torch.device("meta"):
             model = m.LLaMA(cfg, attention.Attention(kernel))
         parts = parallel.keep_stage(model, rank, world, chunks)
-        bounds = parallel.segment_bounds(cfg, seq, segments, 1)
-        order = parallel.pipeline_order(rank, world, chunks, several, segments)
+        order = parallel.pipeline_order(rank, world, chunks, several)
         runners = [m.whole_layers] * chunks
         pieces = 4 if swaps else 1
         for v, part in enumerate(parts if swaps else ()):
-            n, longest = len(part), max(np.diff(bounds).tolist())
+            n = len(part)
             plan = offload.ActivationPlan(n, pieces, 2, 2 * pieces, (n - 2) * 2)
             runners[v] = offload.ChunkedLayers(
-                model, (1, longest), plan, -(-longest // pieces), device, torch.bfloat16,
+                model, (1, seq), plan, seq // pieces, device, torch.bfloat16,
                 parallel.in_flight(order, v), part, hard, 10**6 * hard).start
-        states = shard.States(model, device, torch.bfloat16, several * segments, groups=groups,
+        states = shard.States(model, device, torch.bfloat16, several, groups=groups,
                               gather_layers=swaps, num_chunks=pieces, poison=hard)
         for name, shape in model.shapes.items():
             if states.holds(name):
                 states.load(name, m.initial_weight(cfg, name, shape, 0, device))
         parallel.CommStream = functools.partial(LateStream, delay=3 * 10**6 * hard)
         make = PoisonedPipeline if hard else parallel.Pipeline
-        pipeline = make(model, parts, runners, groups, several, bounds, 1, device, torch.bfloat16)
+        pipeline = make(model, parts, runners, groups, several, 1, device, torch.bfloat16)
         parallel.CommStream = attention.CommStream
         tokens = ids[0, :1, :-1]
         pipeline.warm_up((tokens, tokens, torch.ones((), device=device), positions))
@@ -4754,16 +4706,15 @@ def gpu_pipeline_worker():
 
     whole = learn(*on_gpu(cfg, device, attention.Attention(kernel), micro_batches=several,
                           groups=attention.Groups()), 1 / (world * several * seq))
-    kinds = {"stages": (1, 1, False), "parts": (2, 1, False), "segments": (1, 4, False),
-             "both": (2, world, False), "segments that swap": (1, 2, True)}
+    kinds = {"stages": (1, False), "parts": (2, False), "stages that swap": (1, True)}
     unlike = 0
-    for kind, (chunks, segments, swaps) in kinds.items():
-        curve = curve_of(chunks, segments, swaps, False)
+    for kind, (chunks, swaps) in kinds.items():
+        curve = curve_of(chunks, swaps, False)
         loss, norm = (curve - whole).abs().unbind(1)
         assert loss.max() < 0.05 and norm[0] < 0.01 * whole[0, 1], (kind, loss, norm)
-        assert torch.equal(curve_of(chunks, segments, swaps, True), curve), kind
+        assert torch.equal(curve_of(chunks, swaps, True), curve), kind
         parallel.wait = lambda _: None
-        unlike += not torch.equal(curve_of(chunks, segments, swaps, True), curve)
+        unlike += not torch.equal(curve_of(chunks, swaps, True), curve)
         parallel.wait = attention.wait
     assert unlike == len(kinds)
     print(f"rank {rank}: {len(kinds)} pipelines alike, without waits they are not", flush=True)
@@ -4919,20 +4870,19 @@ def test_gpu_attention_past_two_to_the_31():
 
 
 @needs_gpu
-@pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
-def test_gpu_masks(kernel, window):
+def test_gpu_documents(kernel):
     """Of two sequences, with documents of one token and of thousands, against each document alone
-    and against the definition in float64; and with a sliding window."""
+    and against the definition in float64."""
     device = torch.device("cuda")
-    if why := attention.why_not(kernel, device, torch.bfloat16, "masks"):
+    if why := attention.why_not(kernel, device, torch.bfloat16, documents=True):
         pytest.skip(why)
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(2, 6000, heads, 128, device=device).bfloat16()
                    for heads in (8, 2, 2, 8))
     bounds = (0, 1, 2, 130, 131, 5000, 6000, 6064, 6065, 6600, 11999, 12000)
     offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-    op = attention.Attention(kernel).seeing(window)
+    op = attention.Attention(kernel)
     ours = op.within(attention.Documents(bounds, offsets))
     o, lse = ours.forward(q, k, v)
     found = [o, *ours.backward(do, q, k, v, o, lse)]
@@ -4942,8 +4892,7 @@ def test_gpu_masks(kernel, window):
         o, lse = op.forward(*alone[:3])
         same = [o, *op.backward(alone[3], *alone[:3], o, lse)]
         q1, k1, v1 = (t[0].transpose(0, 1).double().requires_grad_() for t in alone[:3])
-        mask = m.in_window(q1.shape[1], window or 2**20, device)
-        exact = F.scaled_dot_product_attention(q1, k1, v1, mask, enable_gqa=True)
+        exact = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)
         exact.backward(alone[3][0].transpose(0, 1).double())
         for name, x, y, z in zip("o dq dk dv".split(), found, same, (exact, q1.grad, k1.grad,
                                                                     v1.grad)):
@@ -5156,8 +5105,8 @@ class Recorded(costs.StepTimeline):
         """Run each micro-batch, none counted for others."""
         self.update()
         self.alone["host_update"] = sum(unit.visit for unit in self.units)
-        for i in range(self.plan.items):
-            self.micro_batch(i == self.plan.items - 1)
+        for i in range(self.plan.micro_batches):
+            self.micro_batch(i == self.plan.micro_batches - 1)
         return self
 
 
@@ -5294,25 +5243,23 @@ def test_bytes_are_those_of_the_degrees():
             counted.memory.total() / 2**30)
 
 
-@pytest.mark.parametrize("pp, v, k", [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 2), (2, 2, 4),
-                                      (4, 1, 8), (8, 1, 2)])
-def test_pipelines_are_idle_as_long_as_their_passes(pp, v, k):
-    """Of equal passes idle / total = (P - 1) / (V*M*K + P - 1), and the bound of the search is it;
+@pytest.mark.parametrize("pp, v", [(2, 1), (4, 1), (4, 2), (4, 4), (2, 2), (8, 1)])
+def test_pipelines_are_idle_as_long_as_their_passes(pp, v):
+    """Of equal passes idle / total = (P - 1) / (V*M + P - 1), and the bound of the search is it;
     of others it is what parallel.py's order takes, also of so many micro-batches that some are
     simulated for all; messages only add."""
     cfg = dataclasses.replace(COSTED, layers=pp * v)
     for m_ in (pp, 2 * pp, 40 * pp):
-        plan = costs.Plan(cfg, torch.bfloat16, 8 * pp, 8, 2**13, batch=8 * m_, pp=pp, pp_chunks=v,
-                          pp_segments=k)
-        assert plan.micro_batches == m_ and plan.items == m_ * k
+        plan = costs.Plan(cfg, torch.bfloat16, 8 * pp, 8, 2**13, batch=8 * m_, pp=pp, pp_chunks=v)
+        assert plan.micro_batches == m_
         found = costs.makespan(plan, (1.0,) * (pp * v), (2.0,) * (pp * v), 0.0)
-        busy = 3.0 * m_ * k * v
-        assert 1 - busy / found == pytest.approx(parallel.bubble(pp, v, m_, k)), m_
+        busy = 3.0 * m_ * v
+        assert 1 - busy / found == pytest.approx(parallel.bubble(pp, v, m_)), m_
         assert found == pytest.approx(busy + 3.0 * (pp - 1))
         with_messages = costs.makespan(plan, (1.0,) * (pp * v), (2.0,) * (pp * v), 0.1)
         assert with_messages >= found + 2 * 0.1 * (pp - 1) * (1 - 1e-9)
         if m_ == pp:
-            orders = [parallel.pipeline_order(s, pp, v, m_, k) for s in range(pp)]
+            orders = [parallel.pipeline_order(s, pp, v, m_) for s in range(pp)]
             times = parallel.run_times(orders, [1.0] * pp * v, [2.0] * pp * v)
             assert found == pytest.approx(max(end for done in times for _, end in done))
     est = costs.Estimator(cluster(8, pp))
@@ -5324,32 +5271,23 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, k):
 
 
 def test_bytes_of_stages_are_those_in_flight():
-    """A stage has its layers' states, and what waits for its backward: of the first P items, of the
-    last one; with segments less than a sequence, whose first one is the longest, and its keys."""
+    """A stage has its layers' states, and what waits for its backward: of the first P
+    micro-batches, of the last one."""
     cfg = dataclasses.replace(COSTED, layers=8)
     whole = costs.Plan(cfg, torch.bfloat16, 8, 8, 2**15, batch=8, chunk=2**15)
     plan = dataclasses.replace(whole, ranks=32, pp=4, batch=64)
     params = [costs.stage_params(plan, stage) for stage in range(4)]
     assert sum(params) == pytest.approx(m.param_count(cfg), rel=1e-5)  # the last norm
     assert params[0] == params[3] > params[1] == params[2]
-    assert [costs.in_flight(plan, stage).layers for stage in range(4)] == [8, 6, 4, 2]
+    assert [costs.in_flight(plan, stage) for stage in range(4)] == [8, 6, 4, 2]
     one = planner.kept_bytes(whole)["activations"]
     assert planner.kept_bytes(plan)["activations"] == one
     assert planner.kept_bytes(plan, 3)["activations"] == one / 4
     memory = planner.with_memory(plan).memory
     assert "head and loss" not in memory.peaks and memory.lasting["messages"] == 8 * 2**15 * cfg.dim
-    cut = dataclasses.replace(plan, pp_segments=4)
-    bounds = costs.segments_of(cut)
-    assert costs.longest_segment(cut).seq == bounds[1] > 2**13
-    waiting = costs.in_flight(cut, 0)
-    assert 2 * 7 < waiting.layers < 2 * 8  # P - 1 + K segments of two layers, long ones first
-    assert waiting.keys == 2 * 3 and waiting.sums == 2  # 1 + 4 + 2 segments; of one in backward
-    kv = 2 * 2**15 * cfg.kv_heads * cfg.head_dim
-    keys = costs.segment_bytes(cut)["keys of segments"]
-    assert keys == 2 * kv * (6 + 2 * 2 + 1)
-    for v, k in ((1, 1), (2, 1), (2, 2), (1, 4)):  # as the engine counts passes
-        order = parallel.pipeline_order(1, 4, v, 16, k)
-        equal = costs._in_flight((1,) * v, (1.0,) * k, 1, 4, 12).layers
+    for v in (1, 2):  # as the engine counts passes
+        order = parallel.pipeline_order(1, 4, v, 16)
+        equal = costs._in_flight((1,) * v, 1, 4, 12)
         most = [parallel.in_flight(order, chunk) for chunk in range(v)]
         assert max(most) <= equal <= sum(most)
 
@@ -5392,14 +5330,13 @@ def test_columns_exchange_what_no_product_hides(mode, forward, backward):
 
 
 def every_cut(constraints, model, there):
-    """All tp, pp, pp_chunks, pp_segments that constraints leave open, of powers of two."""
+    """All tp, pp, pp_chunks that constraints leave open, of powers of two."""
     if constraints.tp == constraints.pp == 1:
-        return [(1, 1, 1, 1)]
+        return [(1, 1, 1)]
     sizes = [n for n in (1, 2, 4, 8) if there.ranks % n == 0]
-    return [(tp, pp, v, k) for tp, pp, v, k in itertools.product(sizes, sizes, (1, 2, 4),
-                                                                 (1, 2, 4, 8))
+    return [(tp, pp, v) for tp, pp, v in itertools.product(sizes, sizes, (1, 2, 4))
             if model.kv_heads % tp == there.per_node % tp == 0 and tp * pp <= there.ranks
-            and pp * v <= model.layers and (pp > 1 or v == k == 1)]
+            and pp * v <= model.layers and (pp > 1 or v == 1)]
 
 
 def every_plan(constraints, model, there, filters=True):
@@ -5412,7 +5349,7 @@ def every_plan(constraints, model, there, filters=True):
 
 
 def every_plan_of(cut, constraints, model, there, filters):
-    tp, pp, v, k = cut
+    tp, pp, v = cut
     ranks, seq = there.ranks // (tp * pp), constraints.seq
     per_node = min(there.per_node, there.ranks // pp) // tp
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -5420,7 +5357,7 @@ def every_plan_of(cut, constraints, model, there, filters):
         each = constraints.batch * sp // ranks
         heads = model.heads // tp
         if (constraints.batch * sp % ranks or sp % ring or heads % (sp // ring)
-                or ring > 1 and (per_node % (sp // ring) or seq % (2 * ring) or k > 1)):
+                or ring > 1 and (per_node % (sp // ring) or seq % (2 * ring))):
             continue
         of_rank = heads // (sp // ring)
         heads = [n for n in range(1, of_rank + 1) if of_rank % n == 0]
@@ -5429,11 +5366,11 @@ def every_plan_of(cut, constraints, model, there, filters):
         for micro_batch, groups, run, size, f, layout, place in itertools.product(
                 [n for n in range(1, each + 1) if each % n == 0], heads, ("none", "auto", "full"),
                 (2**14, 2**13, 2**12), states, ("intra", "inter"), ("gpu", "host")):
-            tokens = micro_batch * seq // sp // k
+            tokens = micro_batch * seq // sp
             usual = (micro_batch == 1 or tokens <= 2**13) and groups <= 4
             params = m.param_count(model) / (tp * pp)
             held = costs.state_bytes(params, f, constraints.dtype, False)["optimizer"]
-            if v > 1 and each // micro_batch * k % pp or tp > 1 and run == "auto":
+            if v > 1 and each // micro_batch % pp or tp > 1 and run == "auto":
                 continue
             usual = usual and (place == "gpu" or held > there.gpu_budget / 20)
             if (filters and not usual or sp == ring and groups > 1
@@ -5444,8 +5381,8 @@ def every_plan_of(cut, constraints, model, there, filters):
             yield costs.Plan(
                 model, constraints.dtype, there.ranks, there.per_node, seq, sp, ring,
                 constraints.batch, micro_batch, groups, run, chunk, f, layout, place,
-                accumulates=each * k > micro_batch, tp=tp, tp_mode=constraints.tp_mode, pp=pp,
-                pp_chunks=v, pp_segments=k)
+                accumulates=each > micro_batch, tp=tp, tp_mode=constraints.tp_mode, pp=pp,
+                pp_chunks=v)
 
 
 def best_of_all(constraints, model, there, filters=True) -> costs.Plan | None:
@@ -5620,9 +5557,9 @@ def test_twice_as_many_gpus_never_take_longer(name, seq, gpu):
 # -- the program
 
 
-JSON_KEYS = ("dp sp ring tp tp_mode pp pp_chunks pp_segments p g os os_layout os_place micro_batch "
-             "recompute alpha resident_layers chunk head_groups step_s tgs mfu_causal mfu_full "
-             "gpu_gib host_gib").split()
+JSON_KEYS = ("dp sp ring tp tp_mode pp pp_chunks p g os os_layout os_place micro_batch recompute "
+             "alpha resident_layers chunk head_groups step_s tgs mfu_causal mfu_full gpu_gib "
+             "host_gib").split()
 ASKED = "--model 1b --ranks 4 --per-node 2 --seq 8K --batch 16 --cluster h200x2".split()
 
 
@@ -5682,20 +5619,17 @@ def test_planner_places_rings(capsys, tmp_path):
     ("--ranks 8 --sp 8 --ring 3", "--ring 3: with --sp 8 .* 16 heads .* one of 1, 2, 4, 8"),
     ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .* --seq 40 .* one of 1, 2, 4$"),
     ("--ranks 8 --ring 2 --document-token 0", "--ring 2: attention inside documents .*: --ring 1"),
-    ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* and ring is 1 with documents or windows: one"),
+    ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* and ring is 1 with documents: one"),
     ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value heads, .*: one of 1, 2, 4, 8$"),
     ("--ranks 8 --per-node 4 --tp 8", "--tp 8: it must divide 4 GPUs of a node"),
     ("--ranks 8 --per-node 4 --pp 16", "--pp 16: .* nearest: 8$"),
     ("--ranks 24 --per-node 4 --pp 4", "--pp 4: .* whole nodes of 4, .* nearest: 3 or 6$"),
     ("--ranks 8 --pp 8 --pp-chunks 4", "--pp-chunks 4: 8 stages x 4 parts .* 24 layers; at most 3"),
-    ("--ranks 8 --pp-segments 2", "--pp-segments 2: of a pipeline; --pp from 2, or auto"),
-    ("--ranks 8 --pp 4 --pp-segments 3", "--pp-segments 3: --seq 4096 is no .* nearest: 2 or 4"),
-    ("--ranks 8 --pp 4 --pp-segments 2 --ring 2", "--pp-segments 2: .* with --ring 2 "),
-    ("--ranks 8 --pp 4 --pp-segments 2 --document-token 0", "--pp-segments 2: .* with documents"),
-    ("--ranks 8 --pp 4 --pp-chunks 2 --pp-segments 1 --sp 1 --batch 6",
-     "--pp-chunks 2: 3 micro-batches of 1 segments are no multiple of 4 stages.* --batch: 8"),
+    ("--ranks 8 --pp-chunks 2", "--pp-chunks 2: of a pipeline; --pp from 2, or auto"),
+    ("--ranks 8 --pp 4 --pp-chunks 2 --sp 1 --batch 6",
+     "--pp-chunks 2: 3 micro-batches are no multiple of 4 stages.* --batch: 8"),
     ("--ranks 4 --tp 4 --sp 4", "--sp 4: it must divide 1 ranks"),
-    ("--ranks 4 --tp 4 --seq 18", "--seq 18: no multiple of sp 1 x tp 4 x .* nearest: 16 or 20$"),
+    ("--ranks 4 --tp 4 --seq 18", "--seq 18: no multiple of sp 1 x tp 4; nearest: 16 or 20$"),
     ("--ranks 4 --tp 4 --alpha 0.5", "--tp 4: its layers run whole, without --chunk, --alpha"),
     ("--top 0", "--top 0: from 1"),
     ("--ranks 8 --leaf 0", "--leaf 0: neither a number"), ("--seq x", "a whole number"),
@@ -6136,11 +6070,10 @@ def test_place_table_has_states_where_it_says(monkeypatch, group):
     assert rows[0]["host_gib"] == rows[1]["host_gib"] > 0 and rows[2]["host_gib"] is None
 
 
-@pytest.mark.parametrize("by_heads", [False, True])
-def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch, group):
+def test_kernels_of_a_long_step_are_compiled_on_two_chunks(monkeypatch, group):
     """With the shapes of its chunks, whatever its layers keep."""
     ran, run_step, planned = [], train.run_step, bench.plan_run
-    kept = offload.ActivationPlan(4, 2, 4, 0, 0, 3, 1, by_heads)
+    kept = offload.ActivationPlan(4, 2, 4, 0, 0, 3)
 
     def plan_run(table, cfg):
         run = planned(table, cfg)
@@ -6153,52 +6086,16 @@ def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch
     cfg = train.Config(model="tiny", seq=64, batch=1, chunk=16, head_groups=2, device="cpu")
     bench.make_long_step(bench.Bench(torch.device("cpu"), 0, 1), cfg)
     (plan, shape), = ran
-    assert shape == (1, 1, 32) and plan == offload.ActivationPlan(2, 2, 2, 0, 0, 2, 1, by_heads)
-
-
-def test_heads_are_made_by_groups_where_memory_is_short(monkeypatch):
-    """7B at 1.75M tokens on two GPUs fits by heads alone; of a block that cannot make a part of its
-    heads, it does not. Where memory is not short, all are made at once."""
-    flags = dict(seq=112 * 2**14, sp=2, batch=1, host_memory=224 * 2**30)
-    assert choose(2, 132, **flags).activations.by_heads
-    assert not choose(2, 132, **flags | {"seq": 2**18}).activations.by_heads
-
-    class Whole(m.Block):
-        def pre(self, x, rope):
-            return super().pre(x, rope)
-
-    monkeypatch.setattr(m, "Block", Whole)
-    with pytest.raises(ValueError, match="activations do not fit|a step needs"):
-        choose(2, 132, **flags)
-
-
-@pytest.mark.parametrize("heads, kv_heads, of", [
-    (8, 8, 4), (8, 2, 4), (12, 6, 4), (6, 1, 3), (32, 8, 1)])
-def test_parts_of_heads_are_all_heads_once(heads, kv_heads, of):
-    """A part's key/value heads are those that its query heads attend to, and so are its rows."""
-    cfg = m.ModelConfig(64, 64, 1, heads, kv_heads, 64, 2)
-    seen = []
-    for g in range(of):
-        part = m.HeadPart(g, of)
-        q, kv = part.slices(heads, kv_heads)
-        seen += range(heads)[q]
-        assert sorted({h * kv_heads // heads for h in range(heads)[q]}) == [*range(kv_heads)[kv]]
-        rows = torch.cat([torch.arange(2 * (heads + 2 * kv_heads))[r] for r in part.rows(cfg)])
-        want = [*range(heads)[q], *(heads + h for h in range(kv_heads)[kv]),
-                *(heads + kv_heads + h for h in range(kv_heads)[kv])]
-        assert (rows.view(-1, 2)[:, 0] // 2).tolist() == want
-        assert len(want) == sum(part.counts(cfg))
-    assert seen == [*range(heads)]
+    assert shape == (1, 1, 32) and plan == offload.ActivationPlan(2, 2, 2, 0, 0, 2)
 
 
 def test_one_layer_gains_nothing_by_dropping():
     s = planner.Sizes(2**20, 2**20, 2**23, 1.0, 0.5, 0.2, 0.3)
-    for by_heads in (False, True):
-        plan, lost = planner.plan_activations(1, s, 2, 1e9, 2.5 * 2**20, 0.0, by_heads=by_heads)
-        assert (plan.resident, plan.layers_recomputing_attention) == (1, 0)
-        assert lost == pytest.approx(s.recompute_s)
-        with pytest.raises(planner.TooLarge):
-            planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0, by_heads=by_heads)
+    plan, lost = planner.plan_activations(1, s, 2, 1e9, 2.5 * 2**20, 0.0)
+    assert (plan.resident, plan.layers_recomputing_attention) == (1, 0)
+    assert lost == pytest.approx(s.recompute_s)
+    with pytest.raises(planner.TooLarge):
+        planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0)
 
 
 def test_longest_sequence_table_on_little_memory(monkeypatch, group):

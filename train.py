@@ -62,7 +62,7 @@ from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_s
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
-                   initial_weight, keys_seen, param_count, whole_layers)
+                   initial_weight, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan, nearest
@@ -106,8 +106,6 @@ class Config:
     pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
     pp_chunks: int | None = flag(None, "parts of the model on a stage, interleaved; auto: by"
                                  " predicted time")
-    pp_segments: int | None = flag(None, "parts of a sequence that follow each other through the"
-                                   " pipeline; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
                       " with --eval-every 1: evaluate, save nothing; states and gradients"
                       " are allocated nevertheless")
@@ -246,7 +244,7 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (1, 1e30): "rope_theta",
     TIMEOUTS: "timeout",
     (0, 2**20): "eval_passkey",
-    (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
+    (1, 2**20): "sp ring tp pp pp_chunks head_groups ranks",
     (2, 2**20): "resident_layers",
     (0, 2**31 - 1): "seed",
     (-1, 2**32): "ignore_token document_token",
@@ -506,10 +504,7 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     repeated or left out. Raises ValueError."""
     old = recorded_flags(resumed)
     try:
-        window, full_layers = checkpoint.hf_window(resumed.meta["source"] or
-                                                   {"model_type": "llama"})
-        before = {"window": window, "full_layers": full_layers}  # where meta.json lacks them
-        model = ModelConfig(**before | resumed.meta["model"])
+        model = ModelConfig(**resumed.meta["model"])
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = replace(cfg, model=old.model, init=old.init,
@@ -552,9 +547,11 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     cfg = with_batch(cfg)
     dtype = DTYPES[cfg.dtype]
     cfg = with_documents(cfg, model, resumed)
-    masks = [f"sliding windows (of {model.window} tokens)"] if 0 < model.window < cfg.seq else []
-    masks += ["documents (--document-token)"] if cfg.document_token != -1 else []
-    kernel = pick_kernel(cfg.attention, device, dtype, " and ".join(masks))
+    window = checkpoint.hf_window(source)
+    if 0 < window < cfg.seq:
+        raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
+                         f"{window} tokens, which are not built; at most --seq {window}")
+    kernel = pick_kernel(cfg.attention, device, dtype, cfg.document_token != -1)
     untried_versions(kernel)  # refuses a torch that is too old
     cfg = replace(cfg, attention=kernel)
     run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
@@ -653,8 +650,7 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     samples = 0
     if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        new = {"window", "full_layers"} - set(resumed.meta["model"])  # older ones lack them
-        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand | new)
+        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
@@ -725,7 +721,7 @@ def with_hardware(run: Run) -> Run:
     return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
 
-PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
+PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "batch", "micro_batch",
            "head_groups", "chunk", "os_layout", "os_place")
 
 
@@ -803,10 +799,9 @@ def describe(run: Run) -> None:
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.pp > 1:
-        idle = parallel.bubble(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)
+        idle = parallel.bubble(plan.pp, plan.pp_chunks, plan.micro_batches)
         print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts of {run.model.layers} layers, "
-               f"{plan.micro_batches} micro-batches x {plan.pp_segments} segments: idle {idle:.1%} "
-               "if all passes take as long")
+               f"{plan.micro_batches} micro-batches: idle {idle:.1%} if all passes take as long")
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
@@ -847,17 +842,16 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage))
     model.layer_runner = runners[0]  # of one stage, the only one
     states = States(
-        model, run.device, run.dtype, plan.micro_batches * plan.pp_segments, plan.factors,
-        plan.os_layout, groups, overlap=cfg.overlaps,
+        model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
+        overlap=cfg.overlaps,
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
         decay=cfg.weight_decay, place=plan.os_place)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
-        model = Pipeline(model, parts, runners, groups, plan.micro_batches, local_bounds(run),
-                         columns.between_layers, run.device, run.dtype,
-                         "pipeline" in cfg.overlaps)
+        model = Pipeline(model, parts, runners, groups, plan.micro_batches, columns.between_layers,
+                         run.device, run.dtype, "pipeline" in cfg.overlaps)
     return model, states
 
 
@@ -867,24 +861,11 @@ def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int) -> lis
     kept = plan.activations
     if kept is None:
         return len(parts) * [recomputed_layers if plan.recompute == "full" else whole_layers]
-    longest = local_bounds(run)[1]  # tokens of the first segment
-    tokens = plan.micro_batch * longest
-    chunk = plan.chunk if plan.pp_segments == 1 else -(-tokens // kept.chunks)
-    if -(-tokens // chunk) != kept.chunks:
-        raise ValueError(f"--chunk {plan.chunk}: {kept.chunks} parts of the {tokens} tokens of a "
-                         "segment are not equal; a larger one")
-    order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches,
-                                    plan.pp_segments)
-    return [ChunkedLayers(model, (plan.micro_batch, longest), kept.of_part(len(part)), chunk,
-                          run.device, run.dtype, parallel.in_flight(order, v), part).start
+    order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches)
+    shape = (plan.micro_batch, plan.seq // plan.sp)
+    return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
+                          parallel.in_flight(order, v), part).start
             for v, part in enumerate(parts)]
-
-
-def local_bounds(run: Run) -> list[int]:
-    """Return where segments begin among this rank's tokens of a sequence, and its tokens."""
-    plan = run.plan
-    bounds = parallel.segment_bounds(run.model, plan.seq, plan.pp_segments, plan.sp * plan.tp)
-    return [bound // plan.sp for bound in bounds]
 
 
 def wait_for_host_memory(model: LLaMA | Pipeline) -> None:
@@ -912,7 +893,7 @@ class Batch:
     positions: Tensor | None = None  # (T/sp,); (M, B, T/sp) of documents; None: 0, 1, ...
     documents: list[Documents] | None = None  # of each micro-batch
     scale: Tensor | None = None  # 1 / valid labels of all ranks
-    seen: Tensor | None = None  # model.keys_seen, the mean of all ranks' tokens
+    seen: Tensor | None = None  # flops_per_token's, the mean of all ranks' tokens
     unread: str = ""  # why this rank could not read its part, which is blank then
 
     def micro_batches(self) -> Iterator[tuple]:
@@ -1001,8 +982,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
     gpu = run.device.type == "cuda" or run.cfg.ranks is not None
     kind = "cuda" if gpu else "cpu"
-    no_window = replace(run.model, window=0)  # the CPU's has memory of its own
-    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0, model=no_window)
+    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0)
     running: list = [None]
 
     def make():
@@ -1079,23 +1059,16 @@ def local_positions(run: Run) -> np.ndarray:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
     plan = run.plan
     _, _, rank, _ = run.coordinates
-    if plan.pp_segments == 1:
-        return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
-    bounds = plan.sp * np.array(local_bounds(run))
-    return np.concatenate([np.arange(start, end).reshape(plan.sp, -1)[rank]
-                           for start, end in zip(bounds, bounds[1:])])
+    return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
 
 
 def own_labels(labels: Tensor, run: Run) -> Tensor:
-    """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of its part of
-    each segment's tokens, which its column has at the model's ends, on the last stage."""
+    """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of the tokens
+    that its column has at the model's ends, on the last stage."""
     stage, _, _, column = run.coordinates
     mine = torch.zeros(labels.shape[-1], dtype=torch.bool, device=labels.device)
-    bounds = local_bounds(run)
-    for start, end in zip(bounds, bounds[1:]):
-        size = (end - start) // run.plan.tp
-        first = start + column * size
-        mine[first : first + size] = stage == run.plan.pp - 1
+    size = labels.shape[-1] // run.plan.tp
+    mine[column * size : (column + 1) * size] = stage == run.plan.pp - 1
     return labels.masked_fill(~mine, IGNORE)
 
 
@@ -1142,7 +1115,7 @@ def load_batch(run: Run, samples: int) -> Batch:
     lengths = each * [run.cfg.seq]
     if batch.documents is not None:
         lengths = [n for documents in batch.documents for n in documents.lengths()]
-    seen = sum(n * keys_seen(run.model, n) for n in lengths)
+    seen = sum(n * n for n in lengths)
     sums = torch.stack([(batch.labels != IGNORE).sum().double(), torch.full(
         (), seen * run.plan.dp / run.world, device=run.device, dtype=torch.float64)])
     dist.all_reduce(sums)
@@ -1370,7 +1343,7 @@ class Facts:
     loss: float
     norm: float
     finite: float  # 0 or 1
-    seen: float  # model.keys_seen, the mean
+    seen: float  # flops_per_token's
     signal: float  # that a rank has got, else 0
     writing: float  # whether a rank still writes a checkpoint
     unread: float  # whether a rank could not read the next batch
@@ -1518,7 +1491,7 @@ def dry_run(run: Run) -> None:
     describe(run)
     plan = run.plan
     if plan.pp > 1:
-        print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments))
+        print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches))
     dist.destroy_process_group()  # a simulated step has its own
     if not run.cfg.ranks or run.rank:
         return
