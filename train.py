@@ -56,9 +56,8 @@ import shard
 from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel,
                        place_of, sequence_positions, untried_versions)
 from checkpoint import Checkpoint
-from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_starts, end_of_text,
-                  find_files, fingerprint, load_tokenizer, open_corpus, split, text_encoder,
-                  tokenise)
+from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
+                  fingerprint, load_tokenizer, open_corpus, split, tokenise)
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
@@ -147,8 +146,6 @@ class Config:
                                       " else what --tokenizer ends each text with; -1: none")
     eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
     eval_sequences: int = flag(64, "most sequences of a validation")
-    eval_passkey: int = flag(0, "sequences a depth in which a number must be found again, at 0, 25,"
-                             " 50, 75 and 100 % of filler text, with each validation; 0: none")
     out: str = flag("out", "folder of log.jsonl, loss.png, position.png (validation loss by"
                     " position) and checkpoints")
     save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
@@ -250,7 +247,6 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (1, 1e30): "rope_theta",
     TIMEOUTS: "timeout",
     (1, 100): "verify",
-    (0, 2**20): "eval_passkey",
     (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
     (2, 2**20): "resident_layers",
     (0, 2**31 - 1): "seed",
@@ -347,9 +343,6 @@ def check_flags(cfg: Config) -> None:
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
     if cfg.token_bytes not in (None, 2, 4):
         raise ValueError(f"--token-bytes {cfg.token_bytes}: 2 (uint16) or 4 (uint32)")
-    if cfg.eval_passkey and cfg.eval_every < 0:
-        raise ValueError(f"--eval-passkey {cfg.eval_passkey} and --eval-every {cfg.eval_every}, "
-                         "which never evaluates: drop one")
 
 
 # ---------------------------------------------------------------------------- setup
@@ -388,7 +381,6 @@ class Run:
     tokens: Path | None = None  # the .bin file that --tokenizer made of --data
     train: Sequences | None = None
     val: Sequences | None = None
-    passkeys: Passkeys | None = None
     resume: Checkpoint | None = None
     samples: int = 0  # sequences that a resumed run has seen
     data: dict = field(default_factory=dict)  # fingerprint of both
@@ -608,26 +600,6 @@ def with_tokens(run: Run) -> Run:
     return run.but(cfg=cfg, tokens=tokens)
 
 
-def tokenizer_folder(cfg: Config) -> str:
-    """Return --tokenizer, else the folder of --init if it has one, else an empty string."""
-    folder = cfg.import_folder
-    if folder and not (Path(folder) / "tokenizer.json").exists():
-        folder = ""
-    return cfg.tokenizer or folder
-
-
-def make_passkeys(run: Run) -> Passkeys | None:
-    """Return the sequences of --eval-passkey. Raises ValueError."""
-    cfg = run.cfg
-    if not cfg.eval_passkey:
-        return None
-    folder = tokenizer_folder(cfg)
-    if not folder and are_ids(find_files(cfg.data)[0]):
-        raise ValueError(f"--eval-passkey {cfg.eval_passkey}: --data {cfg.data} are token ids; name"
-                         " what made them: --tokenizer DIR")
-    return Passkeys(text_encoder(folder), cfg.eval_passkey, run.model.vocab, cfg.seq, cfg.seed)
-
-
 SCHEDULE = ("lr", "schedule", "min_lr", "warmup", "decay_steps")
 
 
@@ -648,7 +620,6 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     corpora = [c for c in (corpus, val_corpus) if c is not None]
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
-    passkeys = make_passkeys(run)
     if not cfg.dry_run:
         check_folders(cfg, run)
     asked = cfg.decay_steps
@@ -670,8 +641,8 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     cfg = replace(cfg, **cfg.where_open(usual))
     if asked is not None and asked < cfg.warmup:
         raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
-    return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=resumed,
-                   samples=samples, data=fingerprint(corpora))
+    return run.but(cfg=cfg, train=train, val=val, resume=resumed, samples=samples,
+                   data=fingerprint(corpora))
 
 
 def recorded_flags(resumed: Checkpoint) -> Config:
@@ -1056,7 +1027,7 @@ def simulated_buffers(run: Run) -> list[Buffer]:
     that fails. A collective of all ranks."""
     found = []
     if run.rank == 0:
-        bare = run.but(train=None, val=None, passkeys=None, pretrained=None)
+        bare = run.but(train=None, val=None, pretrained=None)
         try:
             with get_context("spawn").Pool(1) as other:  # whose end ends it; others wait, too
                 job = other.apply_async(simulate_step, (bare,))
@@ -1190,32 +1161,30 @@ def load_batch(run: Run, samples: int) -> Batch:
                    seen=sums[1] / (run.plan.batch * run.cfg.seq))
 
 
-def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
-    """Run the first `count` windows, whatever R. Yields of this rank's micro-batches which windows
-    they are (B,), their positions, (T/sp,) or (B, T/sp), labels, losses, and whether each label is
-    the likeliest (B, T/sp). Ranks without one run a blank, whose labels are IGNORE. A collective of
-    all ranks."""
+def score(run: Run, model: LLaMA, count: int):
+    """Run the first `count` windows of the validation, whatever R. Yields of this rank's
+    micro-batches positions, (T/sp,) or (B, T/sp), labels and losses (B, T/sp). Ranks without one
+    run a blank, whose labels are IGNORE. A collective of all ranks."""
     size = run.plan.micro_batch
     _, data_rank, _, _ = run.coordinates
     for first in range(0, count, run.plan.dp * size):
         mine = first + data_rank * size
         ids = [min(mine + i, count - 1) for i in range(size)]
-        batch = local_batch([sequences.window(i) for i in ids], run)
+        batch = local_batch([run.val.window(i) for i in ids], run)
         (tokens, labels, _, *where), = batch.micro_batches()
         labels[[row for row in range(size) if mine + row >= count]] = IGNORE
-        losses, hits = model(tokens, labels, None, *where, each=True)
-        yield torch.tensor(ids, device=run.device), where[0], labels, losses, hits
+        yield where[0], labels, model(tokens, labels, None, *where, each=True)
 
 
 @torch.no_grad()
 def evaluate(run: Run, model: LLaMA) -> dict:
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
-    None if all their labels are ignored; that of positions from 0, 1, 2, 4, 8 ... on, in their
-    document, as [first position, loss]; and pass keys. A collective of all ranks."""
+    None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
+    document, as [first position, loss]. A collective of all ranks."""
     count = min(run.val.count, run.cfg.eval_sequences)
     firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
     total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
-    for _, positions, labels, losses, _ in score(run, model, run.val, count):
+    for positions, labels, losses in score(run, model, count):
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, T/sp, 2)
         part = torch.bucketize(positions, firsts, right=True)  # 0 for position 0
         total.index_add_(0, part.expand_as(labels).flatten(), both.flatten(0, 1))
@@ -1223,41 +1192,13 @@ def evaluate(run: Run, model: LLaMA) -> dict:
     loss, valid = total.sum(0).tolist()
     by_position = [[first, loss / n]
                    for first, (loss, n) in zip([0, *firsts.tolist()], total.tolist()) if n]
-    found = {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
-    return found | (evaluate_passkeys(run, model) if run.passkeys else {})
-
-
-def evaluate_passkeys(run: Run, model: LLaMA) -> dict:
-    """Return by depth, in percent: the fraction of pass keys' tokens that are predicted right where
-    those before are given, that of whole keys, and the mean loss of a token. A collective of all
-    ranks."""
-    keys = run.passkeys
-    begins = run.cfg.seq - torch.tensor(keys.key_tokens, device=run.device)  # whose label is first
-    positions = to_device(local_positions(run), run)
-    total = torch.zeros(keys.count, 3, dtype=torch.float64, device=run.device)
-    for ids, _, labels, losses, hits in score(run, model, keys, keys.count):
-        of_key = (positions >= begins[ids][:, None]) & (labels != IGNORE)  # (B, T/sp)
-        sums = [(x * of_key).double().sum(1) for x in (hits, losses, of_key)]
-        total.index_add_(0, ids, torch.stack(sums, 1))
-    dist.all_reduce(total)
-    hits, losses, tokens = total.unflatten(0, (len(DEPTHS), -1)).unbind(-1)  # (depths, keys) each
-    by_depth = {"passkey": hits.sum(1) / tokens.sum(1),
-                "passkey_exact": (hits == tokens).double().mean(1),
-                "passkey_loss": losses.sum(1) / tokens.sum(1)}
-    return {name: dict(zip(DEPTHS, values.tolist())) for name, values in by_depth.items()}
+    return {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
 
 
 def describe_evaluation(found: dict) -> str:
-    text = "val_loss none (all labels are ignored)"
-    if found["val_loss"] is not None:
-        text = f"val_loss {found['val_loss']:.4f}"
-    if "passkey" in found:
-        right = " ".join(f"{fraction:.2f}" for fraction in found["passkey"].values())
-        whole, loss = (sum(found[name].values()) / len(DEPTHS)
-                       for name in ("passkey_exact", "passkey_loss"))
-        text += (f" passkey {right} at {' '.join(map(str, DEPTHS))} %, whole keys {whole:.2f}, loss"
-                 f" {loss:.4f}")
-    return text
+    if found["val_loss"] is None:
+        return "val_loss none (all labels are ignored)"
+    return f"val_loss {found['val_loss']:.4f}"
 
 
 def load_random_weights(run: Run, states: States) -> None:
@@ -1622,14 +1563,15 @@ def introduce(run: Run) -> None:
     print0(f"data {cfg.data}{as_tokens}: {len(run.train.corpus):,} tokens, {run.train.count:,} "
            f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
     if cfg.model == "hf" and run.train.corpus.dtype.itemsize == 1 and run.model.vocab != 256:
+        has_one = (Path(cfg.import_folder) / "tokenizer.json").exists()
         print0(f"bytes are read as ids of {cfg.init}, which they hardly are: --tokenizer "
-               f"{tokenizer_folder(cfg) or 'DIR'} makes tokens of the text")
+               f"{cfg.import_folder if has_one else 'DIR'} makes tokens of the text")
     if are_ids(run.train.corpus.files) and not run.tokens:
         others = [f for f in Path(cfg.data).rglob("*") if f.is_file() and f.suffix != ".bin"
                   and not f.name.endswith(".bin.json")]
         if others or cfg.tokenizer:
             print0(f"--data {cfg.data} is read as ids: {len(others)} other files there are not "
-                   "read, and --tokenizer is for pass keys alone")
+                   "read, nor is --tokenizer")
     if run.model.tied:
         print0("the head of the import is its embedding: here they are trained as two matrices, "
                "and exported as two unless they are still equal")
