@@ -52,7 +52,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig, rope_kind
-from offload import GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
+from offload import Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
 from ranks import ConfigError, error_of_any, on_all_ranks
 from shard import StatePart, States
 
@@ -692,23 +692,6 @@ def put_aside(out: Path) -> None:
     for path in old:
         os.rename(path, aside / path.name)
     print(f"moved an earlier run to {aside}")
-
-
-def check_disk(need: dict[Path, float]) -> None:
-    """Compare what will be written to each folder, in bytes, with what is free on the disks that
-    they lie on. Raises ValueError."""
-    by_disk: dict[int, list[Path]] = {}
-    for folder in need:
-        by_disk.setdefault(os.stat(folder).st_dev, []).append(folder)
-    for folders in by_disk.values():
-        free = shutil.disk_usage(folders[0]).free
-        wanted = sum(need[folder] for folder in folders)
-        if wanted > free:
-            names = " and ".join(map(str, folders))
-            raise ValueError(
-                f"{names}: {free / GIB:.1f} GiB are free, and {wanted / GIB:.1f} will be written: "
-                "name another --out or --export, save less often (--save-every), keep fewer "
-                "(--keep), or save none (--save-every -1)")
 
 
 # ---------------------------------------------------------------------------- Hugging Face files

@@ -4013,30 +4013,6 @@ def test_learning_rate_of_zero_changes_nothing(tmp_path):
     assert torch.equal(embed, first)
 
 
-def test_checkpoints_that_the_disk_has_no_room_for_are_refused(tmp_path, monkeypatch, capsys):
-    gib = 2**30
-    free = {"bytes": 0.1 * gib}
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage",
-                        lambda _: SimpleNamespace(free=free["bytes"]))
-    args = [*QUICK, "--model", "160m", "--seq", "16", "--batch", "1", "--out", f"{tmp_path}/o"]
-    with pytest.raises(ValueError, match=r"/o: 0.1 GiB are free, and 1.8 will be written.*"
-                       "--save-every -1"):
-        train.main([*args, "--steps", "1"])
-    dist.destroy_process_group()
-    free["bytes"] = 4 * gib
-    with pytest.raises(ValueError, match="4.0 GiB are free, and 5.4 will be written"):
-        train.main([*args, "--steps", "9", "--save-every", "1"])
-    dist.destroy_process_group()
-    free["bytes"] = 0.1 * gib
-    train.main([*QUICK, "--steps", "1", "--save-every", "-1", "--out", f"{tmp_path}/none"])
-    assert "0.00 GiB at most will be written" in capsys.readouterr().out
-    train.main([*QUICK, "--steps", "1", "--out", f"{tmp_path}/tiny"])
-    assert f"0.02 GiB at most will be written to {tmp_path}/tiny" in capsys.readouterr().out
-    free["bytes"] = 2 * gib  # a checkpoint, and an export beside it, which lie on one disk
-    with pytest.raises(ValueError, match="o2 and .*hf: 2.0 GiB are free, and 2.4 will be written"):
-        train.main([*args[:-1], f"{tmp_path}/o2", "--steps", "1", "--export", f"{tmp_path}/hf"])
-
-
 @pytest.fixture(scope="module")
 def straight_on_two(tmp_path_factory):
     """An uninterrupted run of two ranks."""

@@ -766,21 +766,6 @@ def cap_gpu(run: Run) -> None:
         torch.cuda.set_per_process_memory_fraction(share, run.device)
 
 
-def disk_bytes(run: Run) -> dict[Path, float]:
-    """Return what will be written to --out and --export: the checkpoints that lie there at once,
-    --keep of them and the one that is written, and the weights."""
-    cfg = run.cfg
-    out = Path(cfg.out)
-    need = {out: 0.0}
-    if cfg.save_every >= 0 and not cfg.evaluates_alone:
-        most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every)) if cfg.save_every else 1
-        there = len(checkpoint.whole_checkpoints(out)) if run.resume else 0
-        need[out] = max(1, most - there) * costs.checkpoint_bytes(run.model, run.dtype)
-    if cfg.export:
-        need[Path(cfg.export)] = param_count(run.model) * run.dtype.itemsize
-    return need
-
-
 def describe(run: Run) -> None:
     """Print what was chosen and why."""
     cfg = run.cfg
@@ -1523,8 +1508,6 @@ def draw_lines(path: Path, lines: list[tuple], xlabel: str, xbase: int = 0) -> N
 
 def dry_run(run: Run) -> None:
     """Print what a run would need, and with --ranks what a simulated step requests."""
-    disk = costs.checkpoint_bytes(run.model, run.dtype)
-    print0(f"a checkpoint: {disk / GIB:.2f} GiB")
     describe(run)
     plan = run.plan
     if plan.pp > 1:
@@ -1688,10 +1671,6 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
     torch.compiler.set_stance("default" if fused else "force_eager")
     print0(f"attention kernel: {run.kernel}; element-wise parts: "
            f"{'compiled' if fused else 'eager'}")
-    disk = on_all_ranks(lambda: disk_bytes(run))
-    on_all_ranks(lambda: checkpoint.check_disk(disk))
-    for folder, size in disk.items():
-        print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
     made: dict[tuple[int, int], Groups] = {}
     if cfg.verify > 1:
         run = verified(run, made)
