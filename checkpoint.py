@@ -62,8 +62,8 @@ VERSION = 2  # of the format; the first one's files were pickles
 DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # safetensors' names
 SUM_BYTES = 2**24  # under one checksum: what is read to believe any of them
 THREADS = 8  # of a rank, that copy, sum and write: zlib and the system let go of Python's lock
-META = {"version": int, "number": int, "step": int, "samples": int, "launch": str, "model": dict,
-        "config": dict, "source": dict, "data": dict, "files": dict, "tensors": dict}
+META = {"version": int, "number": int, "step": int, "samples": int, "model": dict, "config": dict,
+        "source": dict, "data": dict, "files": dict, "tensors": dict}
 
 
 @dataclass(frozen=True)
@@ -558,14 +558,9 @@ def newest_checkpoint(out: Path) -> Checkpoint | None:
     return open_checkpoint(folder)
 
 
-def find_checkpoint(out: Path, resume: str, launch: str) -> Checkpoint | None:
+def find_checkpoint(out: Path, resume: str) -> Checkpoint | None:
     """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
-    if there is one) or a folder. launch: what started the ranks (ranks.launch_name); what the same
-    launch has saved, before torchrun restarted them, goes before what `resume` says. Raises
-    ValueError."""
-    whole = whole_checkpoints(out) if launch else []
-    if whole and set(launch.split("; ")) & set(whole[-1].meta["launch"].split("; ")):
-        return whole[-1]
+    if there is one) or a folder. Raises ValueError."""
     if resume == "never":
         return None
     if resume in ("auto", "latest"):

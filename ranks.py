@@ -4,7 +4,6 @@ A rank is a process with a device of its own. torchrun starts one a GPU on every
 all of them again when one dies. What can go wrong between them is settled here:
 
     start_ranks(timeout)     join the others, whatever a restart has left in torchrun's store
-    launch_name()            what started these ranks: the same after a restart
     print0(text)             rank 0 says it, for all
     on_all_ranks(check)      all raise what one of them finds, so that none waits for it
     on_rank_0(work)          all have what one does
@@ -20,9 +19,7 @@ import signal
 import sys
 import threading
 import time
-import uuid
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -47,57 +44,12 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-        store = dist.PrefixStore(start_name(store, rank, world, timeout), store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # outlives dead ranks
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     else:
         store, rank, world = dist.HashStore(), 0, 1
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     return rank, world, int(os.environ.get("LOCAL_RANK", 0))
-
-
-def start_name(store: dist.Store, rank: int, world: int, timeout: float) -> str:
-    """Return a name that these ranks share, and none had that wrote to the store before them.
-
-    torchrun's store outlives a restart, with the addresses of dead ranks. Its count of restarts
-    does not tell them apart: a node whose ranks were stopped for another's sake, or that is new,
-    counts fewer. So rank 0 answers whoever has written, also the dead, until all have read it.
-    """
-    mine = uuid.uuid4().hex
-    store.set(f"start-{rank}", mine)
-    if rank:
-        name = store.get(mine).decode()  # waits until it is there
-        store.add(f"{name}-read", 1)
-        return name
-    deadline = time.monotonic() + timeout
-    while (read := store.add(f"{mine}-read", 0)) < world - 1:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{world - 1 - read} of {world} ranks have not started within "
-                               f"--timeout {timeout}")
-        for start in store.multi_get([f"start-{r}" for r in range(1, world)]):
-            store.set(start.decode(), mine)
-        time.sleep(0.1)
-    return mine
-
-
-def launch_name() -> str:
-    """Return the processes of torchrun that started these ranks, one a node; without it nothing.
-    A collective of all ranks.
-
-    Two starts of ranks are of one launch if they share one: it outlives restarts of its ranks, as
-    no store does for certain, and another launch has others, whatever its --rdzv-id.
-    """
-    agent = ""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        with contextlib.suppress(OSError):  # of another user's process nothing is told
-            while b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{parent}/environ").read_bytes():
-                # a script between torchrun and this: each restart has another
-                parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        since_boot = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        agent = f"host {os.uname().nodename}, boot {boot}, process {parent}, since {since_boot}"
-    agents = [""] * dist.get_world_size()
-    dist.all_gather_object(agents, agent)
-    return "; ".join(sorted(set(agents)))
 
 
 # ---------------------------------------------------------------------------- agree

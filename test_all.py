@@ -40,7 +40,6 @@ test_ranks_and_micro_batches          a loss that depends on how a batch is spli
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
 test_going_back_*                     a log with a hole, under a checkpoint that it does not reach
 test_signals                          a stop without a checkpoint, or a hang
-test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
 test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
 test_node_*                           a measurement that is lost, twice, or of untested code
 test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
@@ -74,7 +73,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1595,11 +1593,11 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
         checkpoint.hf_architecture(Config(**small, span=64), {})
     old = tmp_path / "step-00000001"
     old.mkdir()
-    meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1, "launch": "",
-            "source": {}, "data": {}, "files": {}, "tensors": {},
+    meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1, "source": {},
+            "data": {}, "files": {}, "tensors": {},
             "model": dataclasses.asdict(SMALL), "config": {"model": "tiny", "init": "random"}}
     checkpoint.write_meta(old, meta)
-    found = checkpoint.find_checkpoint(tmp_path, str(old), "")
+    found = checkpoint.find_checkpoint(tmp_path, str(old))
     assert found.folder == old
     checkpoint.check_same_model(found, Config(**small), set())
     with pytest.raises(ValueError, match=r"another model: span 0 \(here 64\)"):
@@ -3142,12 +3140,11 @@ def test_hf_train_and_export(tmp_path, capsys):
         assert torch.equal(a, b), n
 
 
-def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
-    """The model comes from the checkpoint, whether or not flags name it again, after a restart by
-    torchrun, too; a factor counts from the import; an export does without a tokenizer."""
+def test_hf_resumes_without_its_folder(tmp_path, capsys):
+    """The model comes from the checkpoint, whether or not flags name it again; a factor counts from
+    the import; an export does without a tokenizer."""
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as if torchrun were this process's parent
     kind, keys = PUBLISHED["Qwen3"]
     hf_model(tmp_path / "in", kind, **keys, eos_token_id=[7, 8])
     init = ["--init", f"hf:{tmp_path}/in", "--rope-scaling", "yarn:2"]
@@ -3168,7 +3165,7 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="linear:2: .*yarn scaling already; extend it with yarn:F"):
         train.main([*args, "--rope-scaling", "linear:2", "--resume", "--out", f"{tmp_path}/a"])
     dist.destroy_process_group()
-    train.main([*args, *init, "--steps", "4", "--out", f"{tmp_path}/a", "--export",
+    train.main([*args, *init, "--steps", "4", "--resume", "--out", f"{tmp_path}/a", "--export",
                 f"{tmp_path}/hf"])
     said = capsys.readouterr().out
     assert f"resumed {tmp_path}/a/step-00000003 at step 3" in said
@@ -3702,7 +3699,7 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
         latest.unlink()
         if link:
             latest.symlink_to(link)
-        found = checkpoint.find_checkpoint(tmp_path, "auto", "")
+        found = checkpoint.find_checkpoint(tmp_path, "auto")
         assert found.folder == tmp_path / "step-00000003"
         assert "leads nowhere" in capsys.readouterr().out
         latest.unlink(missing_ok=True)
@@ -3715,11 +3712,11 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     assert [c.folder.name for c in checkpoint.whole_checkpoints(tmp_path)] == whole
     latest.unlink()
     with pytest.raises(ValueError, match="no checkpoint in"):
-        checkpoint.find_checkpoint(tmp_path / "empty", "latest", "")
-    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto", "") is None
+        checkpoint.find_checkpoint(tmp_path / "empty", "latest")
+    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto") is None
     part = next((tmp_path / whole[-1]).glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
-    assert checkpoint.find_checkpoint(tmp_path, "auto", "").folder.name == whole[0]
+    assert checkpoint.find_checkpoint(tmp_path, "auto").folder.name == whole[0]
 
 
 def test_going_back_is_one_with_the_log(tmp_path, monkeypatch):
@@ -3870,7 +3867,7 @@ def test_meta_of_another_kind_is_refused_in_words(tmp_path):
             changed_meta(meta, change)
             for cfg in flags:  # the model by its name, or from the checkpoint
                 try:
-                    found = checkpoint.find_checkpoint(tmp_path, "latest", "")
+                    found = checkpoint.find_checkpoint(tmp_path, "latest")
                     train.with_files(train.machine(cfg, 0, 1, 0, found), found)
                 except ValueError as e:
                     assert f"--resume: {meta.parent}" in str(e), (path, value)
@@ -4023,7 +4020,7 @@ def straight_on_two(tmp_path_factory):
 
 def test_restart(straight_on_two, tmp_path):
     """One of two ranks dies; torchrun starts both again, and they go on where they had saved."""
-    args = [*QUICK, "--save-every", "2"]
+    args = [*QUICK, "--save-every", "2", "--resume", "auto"]
     code = f"""
 old, flag, count = train.States.update, Path(r'{tmp_path}/died'), [0]
 def fatal(*args):
@@ -4063,45 +4060,6 @@ def test_signals(ranks, number, tmp_path):
 # ---------------------------------------------------------------------------- several nodes
 
 
-def test_launches_of_one_name_are_two(tmp_path, monkeypatch, capsys):
-    """What torchrun's process has started goes on after a restart; another torchrun with the same
-    --rdzv-id starts anew, and so does what it starts again."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "same")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    agents = [subprocess.Popen(["sleep", "600"], env={}) for _ in range(2)]
-
-    def start(agent, steps):
-        monkeypatch.setattr(train.os, "getppid", lambda: agent.pid)
-        train.main([*QUICK, "--out", f"{tmp_path}", "--steps", f"{steps}"])
-        return [r["step"] for r in log(tmp_path)], capsys.readouterr().out
-
-    try:
-        start(agents[0], 2)
-        steps, text = start(agents[0], 3)
-        assert steps == [1, 2, 3] and "step-00000002 at step 2" in text
-        steps, text = start(agents[1], 1)
-        assert steps == [1] and "resumed" not in text and "moved an earlier run to" in text
-        (tmp_path / "latest").unlink()  # the newest whole one is found without it, too
-        assert "step-00000001 at step 1" in start(agents[1], 2)[1]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
-
-
-def test_starts_have_names_of_their_own():
-    """Also in a store that earlier starts, of more ranks, have written to."""
-    store = dist.HashStore()
-    names = set()
-    for world in (3, 3, 2):
-        with ThreadPoolExecutor(world) as pool:
-            found = set(pool.map(lambda r: ranks.start_name(store, r, world, 60), range(world)))
-        assert len(found) == 1 and not found & names
-        names |= found
-    with pytest.raises(TimeoutError, match="1 of 2 ranks have not started within --timeout 0.3"):
-        ranks.start_name(store, 0, 2, 0.3)
-
-
 def test_lost_node_comes_back(straight_on_two, tmp_path):
     """Two torchruns, a rank each; one is killed with its rank. The other rank names it, and both go
     on when it is there again, though counts of restarts differ, and one sees OUT as it was."""
@@ -4113,7 +4071,7 @@ import ranks
 ranks.BEAT_S = 0.2
 old, count = train.States.update, [0]
 if os.environ['RANK'] == '1':
-    train.checkpoint.whole_checkpoints = lambda out: []
+    train.checkpoint.newest_checkpoint = lambda out: None
 def fatal(*args):
     count[0] += 1
     if count[0] == 4 and 'LOST' in os.environ:
@@ -4126,8 +4084,8 @@ train.States.update = fatal
 
     def node(name, **env):
         (tmp_path / name).mkdir()
-        return launch([*QUICK, "--save-every", "2", "--per-node", "2", "--out", tmp_path / "out"],
-                      1, code, tmp=tmp_path / name, rendezvous=rendezvous,
+        return launch([*QUICK, "--save-every", "2", "--resume", "auto", "--per-node", "2", "--out",
+                       tmp_path / "out"], 1, code, tmp=tmp_path / name, rendezvous=rendezvous,
                       TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
 
     first = node("first")  # holds the rendezvous

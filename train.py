@@ -65,8 +65,8 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan, nearest
-from ranks import (ConfigError, Heartbeat, check_same, launch_name, most_of_ranks, of_rank_0,
-                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
+from ranks import (ConfigError, Heartbeat, check_same, most_of_ranks, of_rank_0, on_all_ranks,
+                   on_rank_0, patient_group, print0, start_ranks)
 from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -152,8 +152,8 @@ class Config:
     keep: int = flag(2, "checkpoints kept")
     save_async: bool = flag(False, "write checkpoints while steps go on, from copies in host"
                             " memory")
-    resume: str = flag("", "never, latest, auto (latest if there is one), or a checkpoint's folder;"
-                       " alone: latest; without it: never, but auto under a torchrun restart")
+    resume: str = flag("never", "never, latest, auto (latest if there is one: what a torchrun that"
+                       " restarts ranks needs), or a checkpoint's folder; alone: latest")
     init: str = flag("random", "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral,"
                      " Qwen2, Qwen2.5 or Qwen3, in safetensors; a resumed run needs neither the"
                      " flag nor DIR")
@@ -1286,9 +1286,9 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
         lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, background, group))
 
 
-def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
+def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
     """Return what a resumed run must know."""
-    return {"step": step, "samples": samples, "launch": launch, "data": run.data,
+    return {"step": step, "samples": samples, "data": run.data,
             "model": asdict(run.model), "config": asdict(run.cfg),
             "source": run.source}
 
@@ -1565,7 +1565,7 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int, launch: str,
+def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int,
           heartbeat: Heartbeat) -> str:
     """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
     many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
@@ -1626,7 +1626,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         if in_a_row == cfg.max_skips:
             print0(f"{in_a_row} steps in a row were not finite: the run ends here")
         if saves:
-            saver.begin(checkpoint_meta(run, step, samples, launch))
+            saver.begin(checkpoint_meta(run, step, samples))
             saved = step
         if ends:
             break
@@ -1638,7 +1638,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     saver.finish()
     first_weights = step == 0 and not run.resume and not cfg.evaluates_alone  # of --steps 0
     if cfg.save_every >= 0 and (saved != step or saver.failed or first_weights):
-        saver.begin(checkpoint_meta(run, step, samples, launch))
+        saver.begin(checkpoint_meta(run, step, samples))
         saver.finish()
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
@@ -1663,7 +1663,7 @@ def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
     print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
 
-def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
+def build_and_train(run: Run, heartbeat: Heartbeat) -> str:
     """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
     ranks."""
     cfg = run.cfg
@@ -1686,7 +1686,7 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
     on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps))
     saver = make_saver(run, states)
-    return train(run, model, states, saver, start, launch, heartbeat)
+    return train(run, model, states, saver, start, heartbeat)
 
 
 def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> str:
@@ -1694,10 +1694,8 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
     on_all_ranks(lambda: check_flags(cfg))
     check_same({flag_name(name): value for name, value in vars(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
-    launch = launch_name()
     # rank 0's choice: for a minute, another node may see a shared folder as it was
-    resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume or "never",
-                                                           launch))
+    resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume))
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank, resumed))
     run = with_tokens(run)
     run = on_all_ranks(lambda: with_files(run, resumed))
@@ -1719,7 +1717,7 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
         on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out))))
         if cfg.save_every >= 0:
             checkpoint.check_shared(Path(cfg.out))
-        trouble = build_and_train(run, launch, heartbeat)
+        trouble = build_and_train(run, heartbeat)
     dist.barrier()
     return trouble
 
