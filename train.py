@@ -1565,8 +1565,7 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int,
-          heartbeat: Heartbeat) -> str:
+def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int) -> str:
     """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
     many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
     ranks."""
@@ -1604,7 +1603,6 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
             batch = load_batch(run, samples)
         facts = agree(run, result, stop, saver.writing)
         seconds = time.perf_counter() - clock
-        heartbeat.started()
         progress.end()
 
         # ---- what follows from it
@@ -1663,7 +1661,7 @@ def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
     print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
 
-def build_and_train(run: Run, heartbeat: Heartbeat) -> str:
+def build_and_train(run: Run) -> str:
     """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
     ranks."""
     cfg = run.cfg
@@ -1686,10 +1684,10 @@ def build_and_train(run: Run, heartbeat: Heartbeat) -> str:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
     on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps))
     saver = make_saver(run, states)
-    return train(run, model, states, saver, start, heartbeat)
+    return train(run, model, states, saver, start)
 
 
-def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> str:
+def run_ranks(cfg: Config, rank: int, world: int, local_rank: int) -> str:
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
     on_all_ranks(lambda: check_flags(cfg))
     check_same({flag_name(name): value for name, value in vars(cfg).items()
@@ -1717,7 +1715,7 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
         on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out))))
         if cfg.save_every >= 0:
             checkpoint.check_shared(Path(cfg.out))
-        trouble = build_and_train(run, heartbeat)
+        trouble = build_and_train(run)
     dist.barrier()
     return trouble
 
@@ -1730,8 +1728,8 @@ def main(argv: list[str] | None = None) -> None:
         parallel.use_more_queues()
     rank, world, local_rank = start_ranks(timeout)
     saved = "What was saved is whole: start it again, or continue with --resume"
-    with Heartbeat(rank, world, saved) as heartbeat:
-        trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
+    with Heartbeat(rank, world, saved):
+        trouble = run_ranks(cfg, rank, world, local_rank)
     if dist.is_initialized():
         dist.destroy_process_group()
     if trouble:
