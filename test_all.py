@@ -2227,35 +2227,24 @@ def test_planned_run_is_bit_equal(tmp_path):
     """train.py --memplan on: with sequences over ranks, chunks, evaluation, a checkpoint in between
     and resuming from it, the losses are those without it."""
     args = [*QUICK, "--sp", "2", "--chunk", "16", "--alpha", "0.5", "--steps", "8",
-            "--eval-every", "5", "--eval-sequences", "8", "--save-every", "6"]
+            "--eval-every", "5", "--eval-sequences", "8", "--save-every", "4"]
     run([*args, "--out", tmp_path / "off"], 2)
     levels = run([*args, "--out", tmp_path / "levels", "--memplan", "bilevel", "--steps", "4"], 2)
     assert re.search("plan of a step: .*two levels", levels)  # by the passes that States has marked
     assert losses(tmp_path / "levels")[:2] == losses(tmp_path / "off")[:2]
     text = run([*args, "--out", tmp_path / "on", "--memplan", "on"], 2)
-    for kind in ("a simulated step", "a step"):  # the first for steps 1 to 3, which is recorded
-        assert re.search(f"plan of {kind}: \\d+ buffers, peak [\\d,]+, .*proved optimal", text)
+    assert re.search("plan of a step: \\d+ buffers, peak [\\d,]+, .*proved optimal", text)
     rows = [json.loads(x) for x in (tmp_path / "on" / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows if "memplan" in r] == [1, 2, 4, 5, 6, 7, 8]
-    assert rows[1]["memplan"]["hits"] > 0.5 * rows[3]["memplan"]["hits"]
+    assert [r["step"] for r in rows if "memplan" in r] == [4, 5, 6, 7, 8]
     for r in rows[3:]:
         c = r["memplan"]  # gloo's threads let go of some tensors when they come to it
         assert c["hits"] > 0.9 * (c["hits"] + c["unmatched"] + c["occupied"]) > 100, c
     run([*args, "--out", tmp_path / "on", "--memplan", "on", "--resume",
-         tmp_path / "on" / "step-00000006"], 2)
+         tmp_path / "on" / "step-00000004"], 2)
     for key in ("loss", "grad_norm", "val_loss"):
         a, b = ([json.loads(x).get(key) for x in (tmp_path / k / "log.jsonl").read_text()
                  .splitlines()] for k in ("off", "on"))
         assert a == b, key
-
-
-def test_slow_simulation_gives_way(group, capsys):
-    """No guess, said so, and no process left behind, long before other ranks give up."""
-    run = make_run(m.MODELS["tiny"], 256, dtype=torch.float32, timeout=0.02)
-    assert train.simulated_buffers(run) == []
-    said, = capsys.readouterr().out.splitlines()
-    assert "run unplanned" in said and "TimeoutError" in said
-    assert not multiprocessing.active_children()
 
 
 def test_slots_are_unregistered_before_they_are_unmapped(monkeypatch):
@@ -2280,6 +2269,76 @@ def test_slots_are_unregistered_before_they_are_unmapped(monkeypatch):
     assert gone == [True, True] and not any(map(mapped, where))
 
 
+def simulated_backward(do, q, k, v, o, lse, mask):
+    """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
+    grads = attention.KERNELS["cpu"].backward(do, q, k, v, o, lse, mask)
+    _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
+    return grads
+
+
+@contextlib.contextmanager
+def simulation(running: list):
+    """Inside, a step on fake tensors of the CPU, in a process group that sends nothing, requests
+    what it does on GPUs. running: a stack, whose last is a token of the fused kernel or side stream
+    that would run; what is born and dies in it is left out."""
+    @contextlib.contextmanager
+    def one_kernel():
+        running.append(object())
+        try:
+            yield
+        finally:
+            running.pop()
+
+    def after_compute(stream):
+        return one_kernel() if stream.overlap else contextlib.nullcontext()
+
+    def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
+        exchange.memory = like.new_empty(elements)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
+        for module in (train, shard):  # nobody else is there
+            patch.setattr(module, "on_all_ranks", lambda check: check())
+        for module in (m, shard, attention):
+            for name, fn in list(vars(module).items()):
+                casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
+                if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
+                    patch.setattr(module, name, one_kernel()(fn))
+        for name in ("update_param", "update_vectors"):  # one kernel, if compiled
+            patch.setattr(shard.States, name, one_kernel()(getattr(shard.States, name)))
+        patch.setattr(attention.CommStream, "after_compute", after_compute)
+        patch.setattr(attention.Exchange, "map_memory", map_memory)
+        yield
+
+
+def simulate_step(run: train.Run) -> tuple[list[memplan.Buffer], int]:
+    """Return the first rank's buffers in a step on GPUs, as large as are planned, and the bytes of
+    what lasts between steps, on fake tensors."""
+    no_window = dataclasses.replace(run.model, window=0)  # the CPU's has memory of its own
+    run = run.but(model=no_window)
+    running = [None]
+
+    def make():
+        groups = train.make_groups(run, {})
+        op = train.make_attention(run, groups)
+        op.kernel = dataclasses.replace(op.kernel, backward=simulated_backward)
+        if run.plan.head_ranks > 1:
+            op.exchange.peer_access = op.one_node
+        model, states = train.build(run, op, groups)
+        shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        batch = train.Batch(tokens, tokens, torch.arange(shape[2]),
+                            scale=torch.ones((), dtype=states.accum_dtype))
+        return lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
+
+    torch.compiler.set_stance("force_eager")
+    with simulation(running):
+        buffers, lasting = memplan.simulate(
+            make, run.world, lambda: running[-1], memplan.MIN_PLANNED_BYTES["cuda"],
+            memplan.ALLOCATOR_ALIGN_BYTES["cuda"])
+    return buffers, lasting - round(run.plan.host_bytes)  # on the CPU here, too
+
+
 @pytest.mark.parametrize("kv_heads, groups", [(8, 1), (8, 2), (2, 2), (1, 4)])
 def test_places_of_all_to_alls_take_what_is_counted(kv_heads, groups):
     """The memory that ranks of a node map, as a simulated forward makes it."""
@@ -2290,7 +2349,7 @@ def test_places_of_all_to_alls_take_what_is_counted(kv_heads, groups):
         stream = attention.CommStream(torch.device("cpu"))
         op = attention.Ulysses("cpu", sp, attention.Groups(), stream, groups, sp)
         op.exchange.peer_access = True
-        with train.simulation([None], gpu=True):
+        with simulation([None]):
             op.forward(*(torch.zeros(1, tokens, h, 64) for h in (8, kv_heads, kv_heads)))
         counted = costs.all_to_all_bytes(cfg, tokens, torch.float32, sp, groups)
         assert op.exchange.memory.nbytes == counted > 0
@@ -2389,7 +2448,7 @@ def test_counted_memory_is_what_a_step_needs(case):
     run = make_run(model, seq, ranks, shard.Factors(*factors),
                    offload.ActivationPlan(4, *activations), several,
                    head_groups=4 if ranks > 1 else 1 + 7 * (seq > 2**16), ring=sum(ring) or 1)
-    requests, lasting = train.simulate_step(run)
+    requests, lasting = simulate_step(run)
     simulated = lasting + memplan.lower_bound(requests)
     norm = 2 * 4 * model.dim * seq // ranks  # the last one's backward is fused on a GPU alone
     assert simulated - norm <= run.plan.memory.total() <= 1.2 * simulated
@@ -2413,7 +2472,7 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
     _, real = memplan.read_trace(trace)
     known = offload.ActivationPlan.__dataclass_fields__
     activations = {k: v for k, v in row["activations"].items() if k in known}
-    requests, _ = train.simulate_step(make_run(
+    requests, _ = simulate_step(make_run(
         m.MODELS["7b"], row["seq"], row["gpus"], shard.Factors(row["p"], row["g"], row["os"]),
         offload.ActivationPlan(**activations), 1, row["chunk"], row["head_groups"]))
     assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
@@ -2465,8 +2524,7 @@ def test_dry_run_of_ranks_that_are_not_there():
     args = "--model 160m --seq 4K --dtype bf16 --gpu-memory 20G --host-memory 64G --batch 2".split()
     text = run([*args, "--ranks", "8", "--dry-run", "--sp", "4", "--chunk", "512"], 0)
     counted = float(re.search(r"([\d.]+) GiB in all", text)[1])
-    simulated = float(re.search(r"or more\); ([\d.]+) GiB", text)[1])
-    assert "of 8 ranks" in text and simulated == pytest.approx(counted, rel=0.15)
+    assert "of 8 ranks" in text and 0 < counted < 20
     alone = launch(["--ranks", "8"])
     assert alone.communicate()[0] == (
         "train.py: error: --ranks 8: of a plan alone; with --dry-run\n") and alone.returncode == 2
@@ -3446,7 +3504,7 @@ def test_dry_run_and_zero_steps(tmp_path, capsys):
                 "--dtype", "bf16", "--batch", "1", "--sp", "2", "--pp", "2", "--pp-segments", "2",
                 "--pp-chunks", "1", "--chunk", "512", "--out", f"{tmp_path}/a"])
     text = capsys.readouterr().out
-    assert "stage 1  .01bbaa" in text and "simulated on fake tensors" in text
+    assert "stage 1  .01bbaa" in text
     train.main([*QUICK, "--steps", "0", "--out", f"{tmp_path}/b"])
     assert (tmp_path / "b" / "latest" / "meta.json").exists()
     train.main([*QUICK, "--steps", "2", "--resume", "--out", f"{tmp_path}/b"])

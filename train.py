@@ -36,9 +36,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
@@ -52,14 +50,12 @@ import hardware
 import model as llama
 import parallel
 import planner
-import shard
-from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel,
-                       place_of, sequence_positions, untried_versions)
+from attention import (CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel, place_of,
+                       sequence_positions, untried_versions)
 from checkpoint import Checkpoint
 from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
                   fingerprint, load_tokenizer, open_corpus, split, tokenise)
-from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
-                     live_arena, lower_bound, mark, simulate)
+from memplan import StepMemory, library, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, keys_seen, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
@@ -210,8 +206,8 @@ class Config:
     verify: int = flag(1, "best plans to run for two steps each before the first, on random"
                        " weights; the fastest is taken")
     dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
-    ranks: int | None = flag(None, "with --dry-run: plan for so many, and simulate the first one's"
-                             " step; none of them need be there; auto: the ranks that are")
+    ranks: int | None = flag(None, "with --dry-run: plan for so many; none of them need be there;"
+                             " auto: the ranks that are")
 
     @property
     def evaluates_alone(self) -> bool:
@@ -796,7 +792,7 @@ def describe(run: Run) -> None:
     print0(plan.memory.describe(), flush=True)
 
 
-# ---------------------------------------------------------------------------- build, step, simulate
+# ---------------------------------------------------------------------------- build, step
 
 
 def make_groups(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
@@ -933,105 +929,14 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
     return loss, *states.update(lr, clip, loss)
 
 
-def simulated_backward(do, q, k, v, o, lse, mask):
-    """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
-    grads = KERNELS["cpu"].backward(do, q, k, v, o, lse, mask)
-    _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
-    return grads
-
-
-@contextlib.contextmanager
-def simulation(running: list, gpu: bool):
-    """Inside, a step on fake tensors of the CPU, in a process group that sends nothing, requests
-    what it does elsewhere: gpu, on GPUs. running: a stack, whose last is a token of the fused
-    kernel or side stream that would run; what is born and dies in it is left out."""
-    @contextlib.contextmanager
-    def one_kernel():
-        running.append(object())
-        try:
-            yield
-        finally:
-            running.pop()
-
-    def after_compute(stream):
-        return one_kernel() if stream.overlap else contextlib.nullcontext()
-
-    def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
-        exchange.memory = like.new_empty(elements)
-
-    with contextlib.ExitStack() as patches:
-        def patch(owner, name: str, new) -> None:
-            patches.enter_context(mock.patch.object(owner, name, new))
-
-        patch(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
-        if gpu:
-            for module in (llama, shard, attention):
-                for name, fn in list(vars(module).items()):
-                    casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
-                    if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
-                        patch(module, name, one_kernel()(fn))
-            for name in ("update_param", "update_vectors"):  # one kernel, if compiled
-                patch(States, name, one_kernel()(getattr(States, name)))
-            patch(CommStream, "after_compute", after_compute)
-            patch(Exchange, "map_memory", map_memory)
-        yield
-
-
-def simulate_step(run: Run) -> tuple[list[Buffer], int]:
-    """Return the first rank's buffers in a step, as large as are planned, and the bytes of what
-    lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
-    gpu = run.device.type == "cuda" or run.cfg.ranks is not None
-    kind = "cuda" if gpu else "cpu"
-    no_window = replace(run.model, window=0)  # the CPU's has memory of its own
-    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0, model=no_window)
-    running: list = [None]
-
-    def make():
-        groups = make_groups(run, {})
-        op = make_attention(run, groups)
-        if gpu:
-            op.kernel = replace(op.kernel, backward=simulated_backward)
-        if gpu and run.plan.head_ranks > 1:
-            op.exchange.peer_access = op.one_node
-        model, states = build(run, op, groups)
-        shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        batch = Batch(tokens, tokens, torch.arange(shape[2]),
-                      scale=torch.ones((), dtype=states.accum_dtype))
-        return lambda: run_step(model, states, batch, 1e-4, run.cfg.clip)
-
-    torch.compiler.set_stance("force_eager")
-    with simulation(running, gpu):
-        buffers, lasting = simulate(make, run.world, lambda: running[-1], MIN_PLANNED_BYTES[kind],
-                                    ALLOCATOR_ALIGN_BYTES[kind])
-    return buffers, lasting - round(run.plan.host_bytes)  # on the CPU here, too
-
-
-def simulated_buffers(run: Run) -> list[Buffer]:
-    """Return those of a step that is simulated in a process that has no process group; none, if
-    that fails. A collective of all ranks."""
-    found = []
-    if run.rank == 0:
-        bare = run.but(train=None, val=None, pretrained=None)
-        try:
-            with get_context("spawn").Pool(1) as other:  # whose end ends it; others wait, too
-                job = other.apply_async(simulate_step, (bare,))
-                found, _ = job.get(run.cfg.timeout / 2)
-        except Exception as e:
-            print0(f"the first steps run unplanned, since none could be simulated: {e!r}")
-    return of_rank_0(found)
-
-
-def plan_memory(run: Run, trains: bool) -> StepMemory | None:
-    """Return what plans a step's memory, for --memplan; of layers in chunks by a simulated step at
-    first. Raises ConfigError if its allocator cannot be built. A collective of all ranks."""
+def plan_memory(run: Run) -> StepMemory | None:
+    """Return what plans a step's memory, for --memplan. Raises ConfigError if its allocator cannot
+    be built. A collective of all ranks."""
     mode = run.cfg.memplan
     if mode == "off" or (mode == "auto" and run.device.type == "cpu"):
         return None
-    simulates = mode != "auto" and run.plan.activations and trains
-    guess = simulated_buffers(run) if simulates else []
 
-    def load_and_solve() -> StepMemory | None:
+    def load_allocator() -> StepMemory | None:
         try:
             library(run.device.type)
         except RuntimeError as e:
@@ -1039,12 +944,9 @@ def plan_memory(run: Run, trains: bool) -> StepMemory | None:
                 raise ValueError(f"--memplan {mode}: {e}") from None
             print0(f"--memplan auto is off: {e}")
             return None
-        return StepMemory(str(run.device), guess=guess, method="auto" if mode == "on" else mode)
+        return StepMemory(str(run.device), method="auto" if mode == "on" else mode)
 
-    memory = on_all_ranks(load_and_solve)
-    if guess:
-        print0(f"memory plan of a simulated step: {memory.plan}", flush=True)
-    return memory
+    return on_all_ranks(load_allocator)
 
 
 def run_planned(run: Run, memory: StepMemory | None,
@@ -1507,22 +1409,11 @@ def draw_lines(path: Path, lines: list[tuple], xlabel: str, xbase: int = 0) -> N
 
 
 def dry_run(run: Run) -> None:
-    """Print what a run would need, and with --ranks what a simulated step requests."""
+    """Print what a run would need."""
     describe(run)
     plan = run.plan
     if plan.pp > 1:
         print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments))
-    dist.destroy_process_group()  # a simulated step has its own
-    if not run.cfg.ranks or run.rank:
-        return
-    if plan.activations is None:
-        print0("not simulated: what autograd saves is known for layers in chunks alone")
-        return
-    buffers, lasting = simulate_step(run)
-    most = lower_bound(buffers)
-    print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
-           f"{most / GIB:.2f} come in one ({len(buffers):,} requests of 1 MiB or more); "
-           f"{(lasting + most) / GIB:.2f} GiB")
 
 
 def introduce(run: Run) -> None:
@@ -1573,17 +1464,16 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     log = Log(run, open(Path(cfg.out) / "log.jsonl", "a") if run.rank == 0 else None)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
-    trains = start < cfg.steps
     samples = run.samples
-    if trains:
+    if start < cfg.steps:
         batch = load_batch(run, samples)
     stop = Stop()
     stop.listen()  # until here there is nothing to save
     clock = time.perf_counter()
     progress = Progress(states, run.rank == 0)
-    memory = plan_memory(run, trains)
+    memory = plan_memory(run)
     wait_for_host_memory(model)
-    if trains:
+    if start < cfg.steps:
         warm_up(model, batch)
     elif cfg.eval_every > 0:
         log.write_evaluation(start, evaluate(run, model))
@@ -1730,8 +1620,7 @@ def main(argv: list[str] | None = None) -> None:
     saved = "What was saved is whole: start it again, or continue with --resume"
     with Heartbeat(rank, world, saved):
         trouble = run_ranks(cfg, rank, world, local_rank)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     if trouble:
         sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
 
