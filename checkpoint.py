@@ -58,7 +58,7 @@ from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
 
-VERSION = 2  # of the format; the first one's files were pickles
+VERSION = 2  # of the format
 DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # safetensors' names
 SUM_BYTES = 2**24  # under one checksum: what is read to believe any of them
 THREADS = 8  # of a rank, that copy, sum and write: zlib and the system let go of Python's lock
@@ -154,10 +154,6 @@ def write_meta(folder: Path, meta: dict) -> None:
 def read_meta(folder: Path) -> dict:
     """Return a checkpoint's meta.json, whose "tensors" become {name: (dtype, shape, {cut: its
     parts})}. Raises ValueError if it is of another version, or not what was written."""
-    if (folder / ".metadata").exists():
-        raise ValueError(f"--resume: {folder} was saved by an earlier version of this program as "
-                         "pickles, which can run anybody's code and are not read; --export its "
-                         "weights with that version, and start from them with --init")
     try:
         meta = json.loads((folder / "meta.json").read_text())
         if not isinstance(meta, dict):

@@ -322,10 +322,6 @@ def check_flags(cfg: Config) -> None:
     if cfg.batch is not None and cfg.batch_tokens is not None:
         raise ValueError(f"--batch {cfg.batch} and --batch-tokens {cfg.batch_tokens} say the same "
                          "in sequences and in tokens: drop one")
-    old = {"gather": "param_gather", "scatter": "grad_scatter", "reduce": "grad_reduce",
-           "spread": "param_broadcast"}
-    if renamed := [f"{word} is now {old[word]}" for word in old if word in cfg.overlaps]:
-        raise ValueError(f"--overlap {cfg.overlap}: {', '.join(renamed)}")
     if not set(cfg.overlaps) <= set(OVERLAPS):
         raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
     by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
@@ -499,10 +495,7 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     repeated or left out. Raises ValueError."""
     old = recorded_flags(resumed)
     try:
-        window, full_layers = checkpoint.hf_window(resumed.meta["source"] or
-                                                   {"model_type": "llama"})
-        before = {"window": window, "full_layers": full_layers}  # where meta.json lacks them
-        model = ModelConfig(**before | resumed.meta["model"])
+        model = ModelConfig(**resumed.meta["model"])
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = replace(cfg, model=old.model, init=old.init,
@@ -564,7 +557,6 @@ def with_documents(cfg: Config, model: ModelConfig, resumed: Checkpoint | None) 
     end = cfg.document_token
     if end is None and resumed:
         end = recorded_flags(resumed).document_token
-        end = -1 if end is None else end  # older ones had none
     if end is None and (not cfg.tokenizer or are_ids(find_files(cfg.data)[0])):
         end = -1
     if end is not None and end >= model.vocab:
@@ -625,8 +617,7 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     samples = 0
     if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        new = {"window", "full_layers"} - set(resumed.meta["model"])  # older ones lack them
-        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand | new)
+        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
@@ -1164,7 +1155,7 @@ def load_weights(run: Run, states: States) -> int:
     if meta["data"] != run.data:
         print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
                "what was drawn may come again")
-    then = {"document_token": -1} | meta["config"]  # which older checkpoints do not know
+    then = meta["config"]
     changed = [f"{name} {then.get(name)} -> {value}" for name, value in vars(cfg).items()
                if then.get(name) != value and name not in ("resume", "out", "device")]
     text = f"; changed: {', '.join(changed)}" if changed else ""
