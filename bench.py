@@ -1152,11 +1152,9 @@ def system_of(r: dict) -> str:
     if r.get("idle_share") is not None:
         name += f", idle {r['idle_share']:.1%} (formula {r['bubble']:.1%}),"
     name += f" {r['p']},{r['g']},{r['os']}"
-    kept = r.get("activations") or r.get("fates")  # as older files call them
-    if kept:
+    if kept := r.get("activations"):
         name += f" k={kept['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
-        twice = kept.get("layers_recomputing_attention") or kept.get("dropped")
-        if twice:
+        if twice := kept["layers_recomputing_attention"]:
             name += f", attention twice in {twice}"
     return name
 

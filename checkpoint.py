@@ -53,18 +53,18 @@ from torch import Tensor
 
 from data import regular
 from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig, rope_kind
-from offload import GIB, Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
+from offload import Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
 from ranks import ConfigError, error_of_any, on_all_ranks
 from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
 
-VERSION = 3  # of the format; the first one's files were pickles, the second's lack threads
+VERSION = 3  # of the format
 DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # safetensors' names
 SUM_BYTES = 2**24  # under one checksum: what is read to believe any of them
 THREADS = 8  # of a rank, that copy, sum and write: zlib and the system let go of Python's lock
-META = {"version": int, "number": int, "step": int, "samples": int, "launch": str, "model": dict,
-        "config": dict, "source": dict, "data": dict, "threads": int, "files": dict,
+META = {"version": int, "number": int, "step": int, "samples": int, "decay_steps": int,
+        "model": dict, "config": dict, "source": dict, "data": dict, "threads": int, "files": dict,
         "tensors": dict}
 
 
@@ -156,10 +156,6 @@ def write_meta(folder: Path, meta: dict) -> None:
 def read_meta(folder: Path) -> dict:
     """Return a checkpoint's meta.json, whose "tensors" become {name: (dtype, shape, {cut: its
     parts})}. Raises ValueError if it is of another version, or not what was written."""
-    if (folder / ".metadata").exists():
-        raise ValueError(f"--resume: {folder} was saved by an earlier version of this program as "
-                         "pickles, which can run anybody's code and are not read; --export its "
-                         "weights with that version, and start from them with --init")
     try:
         meta = json.loads(regular(folder / "meta.json").read_text())
         if not isinstance(meta, dict):
@@ -174,7 +170,7 @@ def read_meta(folder: Path) -> dict:
                 raise TypeError(f"{key} is {meta[key]!r}")
         if meta["source"] and meta["source"].get("model_type") not in list(_ARCHITECTURES):
             raise ValueError("its source is of an architecture that is not built")
-        check_counts(meta["step"], meta["samples"], meta["number"])
+        check_counts(meta["step"], meta["samples"], meta["decay_steps"], meta["number"])
         for entry in meta["files"].values():
             check_counts(entry["bytes"], *entry["header"])
         meta["tensors"] = {name: read_tensor(meta["files"], entry)
@@ -564,14 +560,9 @@ def newest_checkpoint(out: Path) -> Checkpoint | None:
     return open_checkpoint(folder)
 
 
-def find_checkpoint(out: Path, resume: str, launch: str) -> Checkpoint | None:
+def find_checkpoint(out: Path, resume: str) -> Checkpoint | None:
     """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
-    if there is one) or a folder. launch: what started the ranks (ranks.launch_name); what the same
-    launch has saved, before torchrun restarted them, goes before what `resume` says. Raises
-    ValueError."""
-    whole = whole_checkpoints(out) if launch else []
-    if whole and set(launch.split("; ")) & set(whole[-1].meta["launch"].split("; ")):
-        return whole[-1]
+    if there is one) or a folder. Raises ValueError."""
     if resume == "never":
         return None
     if resume in ("auto", "latest"):
@@ -698,23 +689,6 @@ def put_aside(out: Path) -> None:
     for path in old:
         os.rename(path, aside / path.name)
     print(f"moved an earlier run to {aside}")
-
-
-def check_disk(need: dict[Path, float]) -> None:
-    """Compare what will be written to each folder, in bytes, with what is free on the disks that
-    they lie on. Raises ValueError."""
-    by_disk: dict[int, list[Path]] = {}
-    for folder in need:
-        by_disk.setdefault(os.stat(folder).st_dev, []).append(folder)
-    for folders in by_disk.values():
-        free = shutil.disk_usage(folders[0]).free
-        wanted = sum(need[folder] for folder in folders)
-        if wanted > free:
-            names = " and ".join(map(str, folders))
-            raise ValueError(
-                f"{names}: {free / GIB:.1f} GiB are free, and {wanted / GIB:.1f} will be written: "
-                "name another --out or --export, save less often (--save-every), keep fewer "
-                "(--keep), or save none (--save-every -1)")
 
 
 # ---------------------------------------------------------------------------- Hugging Face files

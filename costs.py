@@ -456,11 +456,6 @@ def weight_buffer_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
             "whole gradients": gradients}
 
 
-def checkpoint_bytes(cfg: ModelConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a checkpoint: the optimizer's states, float32 or wider."""
-    return len(OPTIMIZER.states) * accumulation_dtype(dtype).itemsize * param_count(cfg)
-
-
 def kept_parts(plan: ActivationPlan) -> tuple:
     """Return how many of the resident layers keep x, and o, and how many of those that leave. Also
     of many plans at once, whose numbers are arrays."""

@@ -12,8 +12,7 @@ samples it has seen, and goes on.
 
 A token is a byte of text, or an id in a .bin file (uint16 or uint32, as nanoGPT writes them).
 FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256}, the width of an id, and
-what all ids lie below. tokenise() writes such a pair from text. Passkeys are sequences that are
-generated, and ask at their end for what they said before.
+what all ids lie below. tokenise() writes such a pair from text.
 
 Left out: mixtures of corpora, packing that cuts no document, shuffling within a sequence.
 
@@ -291,14 +290,6 @@ def load_tokenizer(folder: str):
     return tokenizer
 
 
-def text_encoder(folder: str) -> Callable[[str], list[int]]:
-    """Return text -> ids by the tokenizer of a folder, without one by bytes. Raises ValueError."""
-    if not folder:
-        return lambda text: list(text.encode())
-    tokenizer = load_tokenizer(folder)
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-
-
 def end_of_text(folder: str, tokenizer) -> int:
     """Return the id that ends a text, as the folder's files or the usual names have it. Raises
     ValueError if there is none."""
@@ -412,45 +403,3 @@ def tokenise_progress(total: int) -> Callable[[int, int], None]:
             print(line, flush=True)
 
     return show
-
-
-# ---------------------------------------------------------------------------- pass keys
-
-DEPTHS = (0, 25, 50, 75, 100)  # percent of the filler that stand before the key
-FILLER = (" The grass is green. The sky is blue. The sun is yellow. Here we go. There and back"
-          " again.")
-QUESTION = " What is the pass key? The pass key is "
-
-
-class Passkeys:
-    """Generated windows of T + 1 tokens that tell a random number once, at one of DEPTHS, and end
-    with it: only a model that uses its context predicts the last tokens."""
-
-    def __init__(self, encode: Callable[[str], list[int]], each: int, vocab: int, seq: int,
-                 seed: int):
-        """encode: text -> ids; each: windows a depth. Raises ValueError."""
-        self.count = len(DEPTHS) * each
-        self.each = each
-        self.seq = seq
-        self.filler = encode(FILLER)
-        keys = np.random.default_rng(seed).integers(10**4, 10**5, self.count)
-        self.told = [encode(f" The pass key is {key}. Remember it.") for key in keys]
-        self.asked = [encode(f"{QUESTION}{key}") for key in keys]
-        question = encode(QUESTION)
-        self.key_tokens = [len(asked) - len(os.path.commonprefix([asked, question]))
-                           for asked in self.asked]  # the last ones of each window
-        texts = [told + asked for told, asked in zip(self.told, self.asked)]
-        if (largest := max(itertools.chain(self.filler, *texts))) >= vocab:
-            raise ValueError(f"--eval-passkey {each}: its text has token {largest}, the model's "
-                             f"vocabulary ends at {vocab - 1}; name its tokenizer: --tokenizer DIR")
-        least = max(map(len, texts)) - 1
-        if seq < least:
-            raise ValueError(f"--eval-passkey {each}: --seq {seq} is too short for a key and its "
-                             f"question; the shortest is --seq {least}")
-
-    def window(self, i: int) -> np.ndarray:
-        """Return the i-th window (T + 1,); the first `each` are of the first depth."""
-        room = self.seq + 1 - len(self.told[i]) - len(self.asked[i])
-        filler = np.resize(self.filler, room).astype(np.int64)
-        before = room * DEPTHS[i // self.each] // 100
-        return np.concatenate([filler[:before], self.told[i], filler[before:], self.asked[i]])

@@ -7,7 +7,7 @@ A layer is token-wise but for one operator, and the code is cut along that line:
     y       = block.post(x, o)          # output projection, norm, SwiGLU        token-wise
 
 This file knows neither ranks nor streams. The outside acts on a model in four ways, and no other
-(where a step is simulated, train.simulation also wraps the operators that are one fused kernel):
+(where tests simulate a step, they also wrap the operators that are one fused kernel):
 
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
                          shard.py gathers weights and reduces gradients there; the weights that it
@@ -799,18 +799,17 @@ def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> Tens
                            torch.is_grad_enabled())
 
 
-def token_losses(x: Tensor, head: nn.Module, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return of each token its cross-entropy (0 if its label is IGNORE), and whether its label is
-    the likeliest, both (B, T), in chunks as head_loss and without gradients: x (B, T, C)."""
+def token_losses(x: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
+    """Return of each token its cross-entropy (B, T), 0 if its label is IGNORE, in chunks as
+    head_loss and without gradients: x (B, T, C)."""
     chunk = max(1, LOSS_ELEMENTS // head.shape[0])
     w = head.events.unshard(head, backward=False)  # (V, C)
-    losses, hits = [], []
+    losses = []
     for rows, wanted in zip(x.flatten(0, 1).split(chunk), labels.flatten().split(chunk)):
         logits = matmul_fp32(rows, w.t())
         losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="none"))
-        hits.append(logits.argmax(-1) == wanted)
     head.events.reshard(head)
-    return torch.cat(losses).view_as(labels), torch.cat(hits).view_as(labels)
+    return torch.cat(losses).view_as(labels)
 
 
 # ---------------------------------------------------------------------------- the model

@@ -236,7 +236,7 @@ def split_ends(model: LLaMA, columns: Columns) -> None:
 
     def result(x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool):
         """Return what model.result does; labels (B, T/sp) are IGNORE but for the own tokens, as are
-        those of `each` 0 and False. Logits are of the own tokens alone."""
+        those of `each` 0. Logits are of the own tokens alone."""
         if columns.mode == "mtp":
             x = _ThereAndBack.apply(x, columns.take_own, columns.gather_now)
         if labels is None:
@@ -245,8 +245,7 @@ def split_ends(model: LLaMA, columns: Columns) -> None:
         found = whole_result(x, labels[:, own], scale, each)
         if not each:
             return found
-        around = own.start, labels.shape[1] - own.stop
-        return tuple(F.pad(part, around) for part in found)
+        return F.pad(found, (own.start, labels.shape[1] - own.stop))
 
     model.embedded, model.result = embedded, result
 
@@ -644,14 +643,13 @@ class Pipeline:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, labels: Tensor, scale: Tensor | None, positions: Tensor,
-                 *documents, each: bool = True) -> tuple[Tensor, Tensor]:
-        """Return of each token its loss, and whether its label is the likeliest (B, T), as
-        model.token_losses does: on the last stage; 0 and False elsewhere."""
+                 *documents, each: bool = True) -> Tensor:
+        """Return of each token its loss (B, T), as model.token_losses does: on the last stage; 0
+        elsewhere."""
         assert each, "a stage has no logits of its own"
         micro_batch = tokens, labels, scale, positions, *documents
         losses = torch.zeros(labels.shape, device=self.device,
                              dtype=accumulation_dtype(self.dtype))
-        hits = torch.zeros_like(labels, dtype=torch.bool)
         for chunk in range(len(self.parts)):
             this = Pass(True, 0, chunk)
             x = self.arrived(self.receive(this, micro_batch))
@@ -659,6 +657,6 @@ class Pipeline:
             if not self.is_last(this):
                 self.links["forward_out"].send(y)
                 continue
-            losses, hits = self.model.result(y, labels, scale, True)
+            losses = self.model.result(y, labels, scale, True)
         self.finish_messages()
-        return losses, hits
+        return losses

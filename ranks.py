@@ -4,38 +4,27 @@ A rank is a process with a device of its own. torchrun starts one a GPU on every
 all of them again when one dies. What can go wrong between them is settled here:
 
     start_ranks(timeout)     join the others, whatever a restart has left in torchrun's store
-    launch_name()            what started these ranks: the same after a restart
     print0(text)             rank 0 says it, for all
     on_all_ranks(check)      all raise what one of them finds, so that none waits for it
     on_rank_0(work)          all have what one does
     check_same(facts)        all raise if they were not started alike
-    with Heartbeat(...):     a rank that dies ends the others, with its name
+    with Heartbeat(...):     a rank that is dead or unreachable ends the others, with its name
 
 Left out: fewer or more ranks than torchrun has started; its own time-outs.
 """
 import contextlib
 import os
-import re
 import signal
 import sys
 import threading
 import time
-import uuid
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-BEAT_S = 1.0  # between a rank's signs of life: the store then has some 3 R small requests a second
-# How many beats the next rank waits for a sign. It counts beats, not seconds: hosts' clocks do not
-# matter, and a run that is suspended as a whole goes on. A rank that lives is silent while Python's
-# lock is held: for seconds by a garbage collection, or a launch into a full queue; until its first
-# step is done, for much longer by compilers.
-SILENT_BEATS = 15
-STARTING_BEATS = 120
-# what gloo, NCCL or the store say of a peer that has gone
-LOST_PEER = re.compile("connection|broken pipe|timed out|remote process", re.IGNORECASE)
+BEAT_S = 2.0  # between a rank's signs of life
+SILENT_BEATS = 10  # without one, that end the others; beats, since hosts' clocks do not matter so
 
 # ---------------------------------------------------------------------------- start
 
@@ -47,59 +36,14 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=limit))
-        store = dist.PrefixStore(start_name(store, rank, world, timeout), store)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # outlives dead ranks
+            store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     else:
         store, rank, world = dist.HashStore(), 0, 1
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     # sums on a CPU depend on the threads that share them, and each launcher has a number of its own
     torch.set_num_threads(1 if world > 1 else len(os.sched_getaffinity(0)))
     return rank, world, int(os.environ.get("LOCAL_RANK", 0))
-
-
-def start_name(store: dist.Store, rank: int, world: int, timeout: float) -> str:
-    """Return a name that these ranks share, and none had that wrote to the store before them.
-
-    torchrun's store outlives a restart, with the addresses of dead ranks. Its count of restarts
-    does not tell them apart: a node whose ranks were stopped for another's sake, or that is new,
-    counts fewer. So rank 0 answers whoever has written, also the dead, until all have read it.
-    """
-    mine = uuid.uuid4().hex
-    store.set(f"start-{rank}", mine)
-    if rank:
-        name = store.get(mine).decode()  # waits until it is there
-        store.add(f"{name}-read", 1)
-        return name
-    deadline = time.monotonic() + timeout
-    while (read := store.add(f"{mine}-read", 0)) < world - 1:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{world - 1 - read} of {world} ranks have not started within "
-                               f"--timeout {timeout}")
-        for start in store.multi_get([f"start-{r}" for r in range(1, world)]):
-            store.set(start.decode(), mine)
-        time.sleep(0.1)
-    return mine
-
-
-def launch_name() -> str:
-    """Return the processes of torchrun that started these ranks, one a node; without it nothing.
-    A collective of all ranks.
-
-    Two starts of ranks are of one launch if they share one: it outlives restarts of its ranks, as
-    no store does for certain, and another launch has others, whatever its --rdzv-id.
-    """
-    agent = ""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        with contextlib.suppress(OSError):  # of another user's process nothing is told
-            while b"TORCHELASTIC_RUN_ID=" in Path(f"/proc/{parent}/environ").read_bytes():
-                # a script between torchrun and this: each restart has another
-                parent = int(Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[1])
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        since_boot = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-        agent = f"host {os.uname().nodename}, boot {boot}, process {parent}, since {since_boot}"
-    agents = [""] * dist.get_world_size()
-    dist.all_gather_object(agents, agent)
-    return "; ".join(sorted(set(agents)))
 
 
 # ---------------------------------------------------------------------------- agree
@@ -118,8 +62,6 @@ def print0(*text, **options) -> None:
 def on_all_ranks(check, group: dist.ProcessGroup | None = None):
     """Return check() of every rank; if one fails, the same ConfigError on all: none hangs. They
     wait for each other as long as the group does. A collective; check holds none."""
-    if dist.get_backend() == "fake":  # of a simulated step: nobody else is there
-        return check()
     result = None
     error = ""
     try:
@@ -185,75 +127,54 @@ def check_same(facts: dict[str, object]) -> None:
 
 
 class Heartbeat:
-    """Ends all ranks, with one sentence that says why, when one of them dies: their collectives
-    would hang, or fail without a name. For the time of a `with`.
+    """Ends this process by the name of a rank that is dead or unreachable: a collective with it
+    would hang. For the time of a `with`.
 
-    Every BEAT_S a rank writes a sign to the store, and reads the next rank's, which it alone can
-    miss, and why the run ends:
-
-        beat-RANK   how often it has beaten, its patience and its name; "" when it has ended well
-        cause       "", until a rank raises, or is missed by the one before it
-        lost        "", until a rank has lost a connection: then nobody is given time to start
-
-    A second thread watches that the first comes back: a store on a lost node hangs or raises.
+    A thread writes a sign to the store, whatever the main thread waits for, and reads those of all
+    ranks: how often they have beaten, and their names; "" of one that has ended well. A second
+    thread watches that the first comes back: a store on a lost node hangs or raises.
     """
 
     def __init__(self, rank: int, world: int, advice: str):
-        """advice: what every rank says when all end."""
+        """advice: what a rank says that ends."""
         self.rank = rank
         self.world = world
         self.advice = advice
         self.name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
-        self.patience = STARTING_BEATS  # beats that others wait for this rank's next sign
         self.beats = 0
         self.over = threading.Event()
-        self.last_words = ""
+        self.ended_well = False
         self.talking = threading.Thread(target=self.talk, daemon=True)
-        self.watching = threading.Thread(target=self.watch_store, daemon=True)
 
-    def __enter__(self) -> "Heartbeat":
+    def __enter__(self) -> None:
         if self.world > 1:
             # a client of its own: in another's, a call of the main thread that waits holds a lock
             self.store = dist.distributed_c10d._get_default_store().clone()
-            for key in ("cause", "lost"):
-                self.store.compare_set(key, "", "")
             on_all_ranks(self.beat)  # so each has a sign to read
             self.talking.start()
-            self.watching.start()
-        return self
-
-    def started(self) -> None:
-        """Say that from now on this rank is never silent for long: its first step is done."""
-        self.patience = SILENT_BEATS
+            threading.Thread(target=self.watch_store, daemon=True).start()
 
     def beat(self) -> None:
         self.beats += 1
-        self.store.set(f"beat-{self.rank}", f"{self.beats} {self.patience} {self.name}")
+        self.store.set(f"beat-{self.rank}", f"{self.beats} {self.name}")
 
     def talk(self) -> None:
-        keys = [f"beat-{(self.rank + 1) % self.world}", "cause", "lost"]
-        last = ""
-        silent = 0  # beats without a new sign
+        keys = [f"beat-{rank}" for rank in range(self.world)]
+        last = self.world * [b""]
+        silent = self.world * [0]  # beats without a new sign
         with contextlib.suppress(RuntimeError):  # of the store: watch_store misses this thread
             while not self.over.wait(BEAT_S):
                 self.beat()
-                sign, cause, lost = (value.decode() for value in self.store.multi_get(keys))
-                silent = silent + 1 if sign and sign == last else 0
-                last = sign
-                if silent and silent >= (SILENT_BEATS if lost else int(sign.split()[1])):
-                    name = sign.split(maxsplit=2)[2]
-                    cause = self.publish(f"{name} gave no sign for {silent * BEAT_S:.0f} s: it is "
-                                         "dead or unreachable")
-                if cause:
-                    self.end(cause)
-            if not self.last_words:
+                signs = self.store.multi_get(keys)
+                for rank, sign in enumerate(signs):
+                    silent[rank] = silent[rank] + 1 if sign and sign == last[rank] else 0
+                    if silent[rank] == SILENT_BEATS:
+                        name = sign.decode().partition(" ")[2]
+                        self.end(f"{name} gave no sign for {SILENT_BEATS * BEAT_S:.0f} s: it is "
+                                 "dead or unreachable")
+                last = signs
+            if self.ended_well:
                 self.store.set(f"beat-{self.rank}", "")
-            elif (cause := self.publish(self.last_words)) != self.last_words:
-                self.end(cause)
-
-    def publish(self, cause: str) -> str:
-        """Return the first cause that a rank has published."""
-        return self.store.compare_set("cause", "", cause).decode()
 
     def watch_store(self) -> None:
         last = silent = 0
@@ -266,28 +187,16 @@ class Heartbeat:
                          "unreachable")
 
     def end(self, cause: str) -> None:
-        """End this process, wherever its main thread hangs, in a few beats: others may read the
-        cause from a store that is here, and the rank that is to blame should end before."""
-        signal.alarm(10)  # by the system, should even the output hang
         print(f"rank {self.rank}: {cause}; this run ends. {self.advice}", file=sys.stderr,
               flush=True)
         sys.stdout.flush()
-        time.sleep(4 * BEAT_S)
+        time.sleep(2 * BEAT_S)  # others find the same, in a store that may be here
         os._exit(1)
 
     def __exit__(self, kind, error, _) -> None:
-        if self.world == 1:
-            return
-        if error is not None and not isinstance(error, ConfigError):  # that one all have raised
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # there is nothing left to save
-            if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
-                with contextlib.suppress(RuntimeError):  # it may be what is lost
-                    self.store.set("lost", "1")
-                self.watching.join((SILENT_BEATS + 4) * BEAT_S)  # it or `talk` ends with a name
-            line = (str(error).strip() or "no message").splitlines()[0]
-            self.last_words = f"{self.name} ended by {kind.__name__}: {line}"
-        self.over.set()
-        self.talking.join(2 * BEAT_S)
-        if self.last_words:
-            time.sleep(2 * BEAT_S)  # others read it, before a store that is here ends
-            signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
+        if self.world > 1:
+            self.ended_well = error is None or isinstance(error, ConfigError)  # all have raised it
+            if not self.ended_well:
+                signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
+            self.over.set()
+            self.talking.join(2 * BEAT_S)

@@ -33,13 +33,12 @@ test_hf_*                             rows of a fused matrix in the wrong order,
                                       architecture, a resume that needs what it was made from
 test_data_*                           a sample drawn twice, windows cut wrong at a file's end, ids
                                       read at another width, text that is lost between tokens
-test_eval_*                           a loss or a pass key at another position or of another rank
+test_eval_*                           a loss at another position or of another rank
 test_schedule_*                       a rate that rises again where a run is extended
 test_ranks_and_micro_batches          a loss that depends on how a batch is split
 test_killed_*, test_restart           a torn checkpoint, an order of data that forgets the step
 test_going_back_*                     a log with a hole, under a checkpoint that it does not reach
 test_signals                          a stop without a checkpoint, or a hang
-test_launches_*, test_starts_*        another launch's checkpoint resumed, or its addresses read
 test_lost_*, test_failed_*            a dead rank that nobody names, a node that cannot come back
 test_gpu*                             a missing wait, a stale copy, an index past 2^31: on GPUs
 test_refused                          bad input that is found late, or on one rank only
@@ -69,11 +68,9 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import weakref
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,7 +93,6 @@ import offload
 import parallel
 import placement
 import planner
-import ranks
 import shard
 import train
 
@@ -851,7 +847,7 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
 def test_swapping_run_equals_plain_and_resumes(tmp_path):
     """train.py itself: sequences over ranks, chunks, swapping; saved, resumed with others."""
-    args = [*QUICK, "--dtype", "fp64", "--keep", "9", "--eval-sequences", "8"]
+    args = [*QUICK, "--dtype", "fp64", "--keep", "9"]
     run([*args, "--out", tmp_path / "a", "--eval-every", "6"], 0)
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --g 2 --os 2 --head-groups 3".split()
     text = run([*args, *swap, "--out", tmp_path / "b", "--save-every", "3", "--eval-every", "6"], 2)
@@ -913,12 +909,12 @@ def test_documents_equal_each_alone(kv_heads, plan, monkeypatch, group):
 
 def test_documents_run(tmp_path):
     """train.py itself, whose documents are lines of text: on one rank, and swapping on two."""
-    args = [*QUICK, "--dtype", "fp64", "--steps", 2, "--eval-every", 2, "--eval-sequences", 5,
-            "--document-token", 10]
-    text = run([*args, "--out", tmp_path / "a"], 0)
+    args = [*QUICK, "--dtype", "fp64", "--steps", 2, "--eval-every", 2, "--document-token", 10]
+    few = "train.EVAL_SEQUENCES = 5"
+    text = run([*args, "--out", tmp_path / "a"], 0, few)
     assert "documents end with token 10" in text
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --micro-batch 2"
-    run([*args, *swap.split(), "--os", 2, "--out", tmp_path / "b"], 2)
+    run([*args, *swap.split(), "--os", 2, "--out", tmp_path / "b"], 2, few)
     for a, b in zip(log(tmp_path / "a"), log(tmp_path / "b"), strict=True):
         for name in ("loss", "grad_norm", "val_loss"):
             assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-10), name
@@ -1111,8 +1107,7 @@ def test_wire_and_recomputation_flags(tmp_path):
 
 def test_sharded_checkpoints_fit_each_other(tmp_path):
     """Saved under some factors, ranks and layout; resumed, evaluated and exported under others."""
-    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5",
-            "--eval-sequences", "8"]
+    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5"]
     run([*args, "--out", tmp_path / "a", "--save-every", "3", "--export", tmp_path / "x"], 0)
     want, others = losses(tmp_path / "a"), [
         (2, "--p 2 --os-layout inter --os-place host"), (3, "--strategy zero3 --overlap none"),
@@ -1520,11 +1515,11 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
         checkpoint.hf_architecture(Config(**small, span=64), {})
     old = tmp_path / "step-00000001"
     old.mkdir()
-    meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1, "launch": "",
-            "source": {}, "data": {}, "files": {}, "tensors": {},
+    meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1,
+            "decay_steps": 1, "source": {}, "data": {}, "files": {}, "tensors": {},
             "model": dataclasses.asdict(SMALL), "config": {"model": "tiny", "init": "random"}}
     checkpoint.write_meta(old, meta)
-    found = checkpoint.find_checkpoint(tmp_path, str(old), "")
+    found = checkpoint.find_checkpoint(tmp_path, str(old))
     assert found.folder == old
     checkpoint.check_same_model(found, Config(**small), set())
     with pytest.raises(ValueError, match=r"another model: span 0 \(here 64\)"):
@@ -1616,8 +1611,8 @@ def tensor_worker():
                     return
                 first = next(parts.micro_batches())
                 with torch.no_grad():
-                    losses, hits = model(*first, each=True)
-                    assert losses.shape == hits.shape == first[1].shape
+                    losses = model(*first, each=True)
+                    assert losses.shape == first[1].shape
                     assert abs(losses.sum() * first[2] - model(*first)) < 1e-12, case
 
             equals_plain(model, states, steps, wanted[kind], case, evaluate)
@@ -1637,10 +1632,10 @@ def test_tensor_checkpoints_fit_each_other(tmp_path):
     """Saved by columns and stages; resumed, evaluated and exported by others, and by none."""
     code = "from model import MODELS, ModelConfig\n"
     code += "MODELS['tiny'] = ModelConfig(256, 48, 2, 8, 4, 80, 8, qkv_bias=True)\n"
+    code += "train.EVAL_SEQUENCES = 5\n"
     code += "train.draw_losses = lambda out: None"  # which takes longer than the steps
     args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--steps", "4",
-            "--eval-every", "4", "--eval-sequences", "5", "--save-every", "1",
-            "--data", HERE / "test_all.py"]
+            "--eval-every", "4", "--save-every", "1", "--data", HERE / "test_all.py"]
     run([*args, "--out", tmp_path / "a", "--export", tmp_path / "x"], 0, code)
     want, rows = losses(tmp_path / "a"), log(tmp_path / "a")
     last = tmp_path / "a" / "step-00000001"
@@ -2099,33 +2094,22 @@ def test_planned_run_is_bit_equal(tmp_path):
     """train.py --memplan on: with sequences over ranks, chunks, evaluation, a checkpoint in between
     and resuming from it, the losses are those without it."""
     args = [*QUICK, "--sp", "2", "--chunk", "16", "--alpha", "0.5", "--steps", "8",
-            "--eval-every", "5", "--eval-sequences", "8", "--save-every", "6"]
+            "--eval-every", "5", "--save-every", "4"]
     run([*args, "--out", tmp_path / "off"], 2)
     text = run([*args, "--out", tmp_path / "on", "--memplan", "on"], 2)
-    for kind in ("a simulated step", "a step"):  # the first for steps 1 to 3, which is recorded
-        assert re.search(f"plan of {kind}: \\d+ buffers, peak [\\d,]+, .*proved optimal", text)
+    assert re.search("plan of a step: \\d+ buffers, peak [\\d,]+, .*proved optimal", text)
     assert re.search("plan of a step: .*two levels", text)  # by the passes that States has marked
     rows = [json.loads(x) for x in (tmp_path / "on" / "log.jsonl").read_text().splitlines()]
-    assert [r["step"] for r in rows if "memplan" in r] == [1, 2, 4, 5, 6, 7, 8]
-    assert rows[1]["memplan"]["hits"] > 0.5 * rows[3]["memplan"]["hits"]
+    assert [r["step"] for r in rows if "memplan" in r] == [4, 5, 6, 7, 8]
     for r in rows[3:]:
         c = r["memplan"]  # gloo's threads let go of some tensors when they come to it
         assert c["hits"] > 0.9 * (c["hits"] + c["unmatched"] + c["occupied"]) > 100, c
     run([*args, "--out", tmp_path / "on", "--memplan", "on", "--resume",
-         tmp_path / "on" / "step-00000006"], 2)
+         tmp_path / "on" / "step-00000004"], 2)
     for key in ("loss", "grad_norm", "val_loss"):
         a, b = ([json.loads(x).get(key) for x in (tmp_path / k / "log.jsonl").read_text()
                  .splitlines()] for k in ("off", "on"))
         assert a == b, key
-
-
-def test_slow_simulation_gives_way(group, capsys):
-    """No guess, said so, and no process left behind, long before other ranks give up."""
-    run = make_run(m.MODELS["tiny"], 256, dtype=torch.float32, timeout=0.02)
-    assert train.simulated_buffers(run) == []
-    said, = capsys.readouterr().out.splitlines()
-    assert "run unplanned" in said and "TimeoutError" in said
-    assert not multiprocessing.active_children()
 
 
 def test_slots_are_unregistered_before_they_are_unmapped(monkeypatch):
@@ -2150,6 +2134,76 @@ def test_slots_are_unregistered_before_they_are_unmapped(monkeypatch):
     assert gone == [True, True] and not any(map(mapped, where))
 
 
+def simulated_backward(do, q, k, v, o, lse, mask):
+    """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
+    grads = attention.KERNELS["cpu"].backward(do, q, k, v, o, lse, mask)
+    _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
+    return grads
+
+
+@contextlib.contextmanager
+def simulation(running: list):
+    """Inside, a step on fake tensors of the CPU, in a process group that sends nothing, requests
+    what it does on GPUs. running: a stack, whose last is a token of the fused kernel or side stream
+    that would run; what is born and dies in it is left out."""
+    @contextlib.contextmanager
+    def one_kernel():
+        running.append(object())
+        try:
+            yield
+        finally:
+            running.pop()
+
+    def after_compute(stream):
+        return one_kernel() if stream.overlap else contextlib.nullcontext()
+
+    def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
+        exchange.memory = like.new_empty(elements)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
+        for module in (train, shard):  # nobody else is there
+            patch.setattr(module, "on_all_ranks", lambda check: check())
+        for module in (m, shard, attention):
+            for name, fn in list(vars(module).items()):
+                casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
+                if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
+                    patch.setattr(module, name, one_kernel()(fn))
+        for name in ("update_param", "update_vectors"):  # one kernel, if compiled
+            patch.setattr(shard.States, name, one_kernel()(getattr(shard.States, name)))
+        patch.setattr(attention.CommStream, "after_compute", after_compute)
+        patch.setattr(attention.Exchange, "map_memory", map_memory)
+        yield
+
+
+def simulate_step(run: train.Run) -> tuple[list[memplan.Buffer], int]:
+    """Return the first rank's buffers in a step on GPUs, as large as are planned, and the bytes of
+    what lasts between steps, on fake tensors."""
+    no_window = dataclasses.replace(run.model, window=0)  # the CPU's has memory of its own
+    run = run.but(model=no_window)
+    running = [None]
+
+    def make():
+        groups = train.make_groups(run, {})
+        op = train.make_attention(run, groups)
+        op.kernel = dataclasses.replace(op.kernel, backward=simulated_backward)
+        if run.plan.head_ranks > 1:
+            op.exchange.peer_access = op.one_node
+        model, states = train.build(run, op, groups)
+        shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        batch = train.Batch(tokens, tokens, torch.arange(shape[2]),
+                            scale=torch.ones((), dtype=states.accum_dtype))
+        return lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
+
+    torch.compiler.set_stance("force_eager")
+    with simulation(running):
+        buffers, lasting = memplan.simulate(
+            make, run.world, lambda: running[-1], memplan.MIN_PLANNED_BYTES["cuda"],
+            memplan.ALLOCATOR_ALIGN_BYTES["cuda"])
+    return buffers, lasting - round(run.plan.host_bytes)  # on the CPU here, too
+
+
 @pytest.mark.parametrize("kv_heads, groups", [(8, 1), (8, 2), (2, 2), (1, 4)])
 def test_places_of_all_to_alls_take_what_is_counted(kv_heads, groups):
     """The memory that ranks of a node map, as a simulated forward makes it."""
@@ -2160,7 +2214,7 @@ def test_places_of_all_to_alls_take_what_is_counted(kv_heads, groups):
         stream = attention.CommStream(torch.device("cpu"))
         op = attention.Ulysses("cpu", sp, attention.Groups(), stream, groups, sp)
         op.exchange.peer_access = True
-        with train.simulation([None], gpu=True):
+        with simulation([None]):
             op.forward(*(torch.zeros(1, tokens, h, 64) for h in (8, kv_heads, kv_heads)))
         counted = costs.all_to_all_bytes(cfg, tokens, torch.float32, sp, groups)
         assert op.exchange.memory.nbytes == counted > 0
@@ -2259,7 +2313,7 @@ def test_counted_memory_is_what_a_step_needs(case):
     run = make_run(model, seq, ranks, shard.Factors(*factors),
                    offload.ActivationPlan(4, *activations), several,
                    head_groups=4 if ranks > 1 else 1 + 7 * (seq > 2**16), ring=sum(ring) or 1)
-    requests, lasting = train.simulate_step(run)
+    requests, lasting = simulate_step(run)
     simulated = lasting + memplan.lower_bound(requests)
     norm = 2 * 4 * model.dim * seq // ranks  # the last one's backward is fused on a GPU alone
     assert simulated - norm <= run.plan.memory.total() <= 1.2 * simulated
@@ -2283,7 +2337,7 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
     _, real = memplan.read_trace(trace)
     known = offload.ActivationPlan.__dataclass_fields__
     activations = {k: v for k, v in row["activations"].items() if k in known}
-    requests, _ = train.simulate_step(make_run(
+    requests, _ = simulate_step(make_run(
         m.MODELS["7b"], row["seq"], row["gpus"], shard.Factors(row["p"], row["g"], row["os"]),
         offload.ActivationPlan(**activations), 1, row["chunk"], row["head_groups"]))
     assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
@@ -2335,8 +2389,7 @@ def test_dry_run_of_ranks_that_are_not_there():
     args = "--model 160m --seq 4K --dtype bf16 --gpu-memory 20G --host-memory 64G --batch 2".split()
     text = run([*args, "--ranks", "8", "--dry-run", "--sp", "4", "--chunk", "512"], 0)
     counted = float(re.search(r"([\d.]+) GiB in all", text)[1])
-    simulated = float(re.search(r"or more\); ([\d.]+) GiB", text)[1])
-    assert "of 8 ranks" in text and simulated == pytest.approx(counted, rel=0.15)
+    assert "of 8 ranks" in text and 0 < counted < 20
     alone = launch(["--ranks", "8"])
     assert alone.communicate()[0] == (
         "train.py: error: --ranks 8: of a plan alone; with --dry-run\n") and alone.returncode == 2
@@ -2961,12 +3014,11 @@ def test_hf_train_and_export(tmp_path, capsys):
         assert torch.equal(a, b), n
 
 
-def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
-    """The model comes from the checkpoint, whether or not flags name it again, after a restart by
-    torchrun, too; a factor counts from the import; an export does without a tokenizer."""
+def test_hf_resumes_without_its_folder(tmp_path, capsys):
+    """The model comes from the checkpoint, whether or not flags name it again; a factor counts from
+    the import; an export does without a tokenizer."""
     from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as if torchrun were this process's parent
     kind, keys = PUBLISHED["Qwen3"]
     hf_model(tmp_path / "in", kind, **keys, eos_token_id=[7, 8])
     init = ["--init", f"hf:{tmp_path}/in", "--rope-scaling", "yarn:2"]
@@ -2987,7 +3039,7 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys, monkeypatch):
     with pytest.raises(ValueError, match="linear:2: .*yarn scaling already; extend it with yarn:F"):
         train.main([*args, "--rope-scaling", "linear:2", "--resume", "--out", f"{tmp_path}/a"])
     dist.destroy_process_group()
-    train.main([*args, *init, "--steps", "4", "--out", f"{tmp_path}/a", "--export",
+    train.main([*args, *init, "--steps", "4", "--resume", "--out", f"{tmp_path}/a", "--export",
                 f"{tmp_path}/hf"])
     said = capsys.readouterr().out
     assert f"resumed {tmp_path}/a/step-00000003 at step 3" in said
@@ -3248,7 +3300,7 @@ def test_dry_run_and_zero_steps(tmp_path, capsys):
                 "--dtype", "bf16", "--batch", "2", "--sp", "2", "--pp", "2", "--micro-batch", "1",
                 "--pp-chunks", "1", "--chunk", "512", "--out", f"{tmp_path}/a"])
     text = capsys.readouterr().out
-    assert "stage 1  .0aa1bb" in text and "simulated on fake tensors" in text
+    assert "stage 1  .0aa1bb" in text
     train.main([*QUICK, "--steps", "0", "--out", f"{tmp_path}/b"])
     assert (tmp_path / "b" / "latest" / "meta.json").exists()
     train.main([*QUICK, "--steps", "2", "--resume", "--out", f"{tmp_path}/b"])
@@ -3263,88 +3315,35 @@ def test_eval_losses_of_tokens(loss_elements, monkeypatch):
     model.init_weights(3)
     tokens, labels = example()
     logits, _ = plain_llama(model, tokens, labels)
-    labels[:, ::3] = logits.argmax(-1)[:, ::3]
     with torch.no_grad():
-        losses, hits = model(tokens, labels, each=True)
+        losses = model(tokens, labels, each=True)
     plain = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    assert relative(losses, plain.view(2, 40)) < 1e-13 and losses.count_nonzero() == 80 - 9
-    assert torch.equal(hits, logits.argmax(-1) == labels) and 28 <= hits.sum() < 40
+    assert relative(losses, plain.view(2, 40)) < 1e-13
+    assert losses.count_nonzero() == (labels != m.IGNORE).sum() < 80
 
 
 def test_eval_of_ranks_equals_one_model(tmp_path):
     """Quarters 0, 3 and 1, 2 of each sequence on two pairs of ranks, some of which have none: the
-    loss, that of every position and of pass keys are those of the bare model."""
+    loss and that of every position are those of the bare model."""
     args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
-            "--eval-every", 1, "--eval-sequences", 7, "--eval-passkey", 1, "--ignore-token", 32]
-    run([*args, "--sp", 2, "--ring", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4)
+            "--eval-every", 1, "--ignore-token", 32]
+    run([*args, "--sp", 2, "--ring", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4,
+        "train.EVAL_SEQUENCES = 7")
     row, = log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "position.png").exists()
     model = m.LLaMA(m.MODELS["tiny"]).double()
     model.init_weights(0)
 
-    def losses(sequences, count):
-        windows = torch.from_numpy(np.stack([sequences.window(i) for i in range(count)]))
-        logits, labels = model(windows[:, :-1]), windows[:, 1:]
-        losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").detach()
-        return losses.masked_fill(labels == 32, float("nan"))
-
     _, val = data.split(data.open_corpus("stdlib", 256)[0], None, 96, 0)
-    want = losses(val, 7)
+    windows = torch.from_numpy(np.stack([val.window(i) for i in range(7)]))
+    logits, labels = model(windows[:, :-1]), windows[:, 1:]
+    want = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").detach()
+    want = want.masked_fill(labels == 32, float("nan"))
     assert row["val_loss"] == pytest.approx(want.nanmean().item(), rel=1e-12)
     ends = [0, 1, 2, 4, 8, 16, 32, 64, 96]
     assert row["val_loss_by_position"] == [
         [a, pytest.approx(want[:, a:b].nanmean().item(), rel=1e-12)]
         for a, b in zip(ends, ends[1:])]
-    keys = losses(data.Passkeys(data.text_encoder(""), 1, 256, 96, 0), 5)[:, -5:].mean(1)
-    assert row["passkey_loss"] == pytest.approx(dict(zip("0 25 50 75 100".split(), keys.tolist())),
-                                                rel=1e-12)
-
-
-@pytest.mark.parametrize("blunders, right, whole", [(False, 1, 1), (True, 0.8, 0)])
-def test_eval_passkeys_are_found_within_reach(blunders, right, whole, group):
-    """By an oracle that sees 250 tokens, and says what followed the last 7 where it saw them last;
-    it may be wrong at the last digit."""
-    keys = data.Passkeys(data.text_encoder(""), 3, 256, 400, 0)
-
-    def oracle(tokens, labels, scale, positions, each):
-        guess = torch.zeros_like(tokens)
-        for row, t in itertools.product(range(len(tokens)), range(6, 400 - blunders)):
-            seen = bytes(tokens[row, max(0, t - 249) : t + 1].tolist())
-            at = seen.rfind(seen[-7:], 0, -1)
-            guess[row, t] = seen[at + 7] if at >= 0 else 0
-        return (guess != labels).double(), guess == labels
-
-    run = make_run(SMALL, 400, eval_passkey=3)
-    plan = dataclasses.replace(run.plan, micro_batch=2)  # of 15: the last has one
-    found = train.evaluate_passkeys(run.but(plan=plan, passkeys=keys), oracle)
-    depths = (0, 25, 50, 75, 100)
-    expected = {"passkey": right, "passkey_exact": whole}
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(dict(zip(depths, (0, 0, value, value, value)))), name
-    assert found["passkey_loss"] == pytest.approx({d: 1 - r for d, r in found["passkey"].items()})
-    line = train.describe_evaluation({"val_loss": 2.0, **found})
-    assert f"passkey 0.00 0.00 {right:.2f} {right:.2f} {right:.2f} at 0 25 50 75 100 %" in line
-
-
-def test_eval_passkeys_stand_where_they_should(tmp_path):
-    """Of bytes, and of tokens that join digits to each other."""
-    text = data.FILLER + data.QUESTION + " 12 34 56 78 90" * 9
-    tokenizer = make_tokenizer(tmp_path, text, 280)
-    of_bytes, of_ids = (data.Passkeys(data.text_encoder(folder), 2, 280, 500, seed=3)
-                        for folder in ("", str(tmp_path)))
-    assert len({n for n in of_ids.key_tokens}) > 1 and set(of_bytes.key_tokens) == {5}
-    for keys, decode in ((of_bytes, bytes), (of_ids, tokenizer.decode)):
-        for i in range(10):
-            window = keys.window(i).tolist()
-            assert len(window) == 501
-            key = decode(window[-keys.key_tokens[i] :])
-            text = decode(window)
-            key, text = (x.decode() if isinstance(x, bytes) else x for x in (key, text))
-            told = f" The pass key is {key}. Remember it."
-            assert re.fullmatch(r"[1-9]\d{4}", key) and text.count(key) == 2
-            before, after = text.removesuffix(data.QUESTION + key).split(told)
-            assert len(before) == pytest.approx((len(before) + len(after)) * (i // 2) / 4, abs=15)
-            assert (data.FILLER * 99).startswith(before + after)
 
 
 def test_eval_alone(tmp_path, capsys, monkeypatch):
@@ -3384,25 +3383,20 @@ def test_eval_alone(tmp_path, capsys, monkeypatch):
 
 def test_schedule_equals_torchs():
     """torch.optim's, from the end of the warm-up to the end of the decay; then nothing changes."""
-    of = torch.optim.lr_scheduler
-    plain = {"cosine": lambda opt: of.CosineAnnealingLR(opt, 20, 0.002),
-             "linear": lambda opt: of.LinearLR(opt, 1.0, 0.2, 20),
-             "constant": lambda opt: of.ConstantLR(opt, 1.0)}
-    for name in train.CHOICES["schedule"][1:]:
-        cfg = train.Config(lr=0.01, warmup=5, steps=90, decay_steps=25, min_lr=0.2, schedule=name)
-        rates = [train.learning_rate(cfg, step) for step in range(90)]
-        opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
-        schedule = plain[name](opt)
-        assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
-        for rate in rates[5:26]:
-            assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), name
-            opt.step()
-            schedule.step()
-        assert set(rates[25:]) == {rates[25]}
+    cfg = train.Config(lr=0.01, warmup=5, min_lr=0.2)
+    rates = [train.learning_rate(cfg, 25, step) for step in range(90)]
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20, 0.002)
+    assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+    for rate in rates[5:26]:
+        assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
+        opt.step()
+        schedule.step()
+    assert set(rates[25:]) == {rates[25]}
 
 
 def test_schedule_of_an_extended_run(tmp_path, capsys):
-    """It stays where the checkpoint's ended, unless it is asked to decay until later."""
+    """It stays where the checkpoint's ended, also of a run that is extended again."""
     args = [*QUICK, "--out", f"{tmp_path}", "--keep", "9"]
 
     def rates(*flags):
@@ -3413,23 +3407,23 @@ def test_schedule_of_an_extended_run(tmp_path, capsys):
     assert first[1] == 3e-3 and first[5] < first[4]
     resume = ("--resume", f"{tmp_path}/step-00000006")
     assert rates("--steps", "8", *resume) == pytest.approx([*first, 3e-4, 3e-4])
-    assert ("step-00000006: --lr 0.003 --schedule cosine --min-lr 0.1 --warmup 2 --decay-steps 6\n"
+    assert ("step-00000006: --lr 0.003 --min-lr 0.1 --warmup 2; --lr decays until step 6\n"
             in capsys.readouterr().out)
     assert len(rates("--steps", "0", "--eval-every", "1", *resume)) == 8  # it takes no row back
-    assert checkpoint.read_meta(tmp_path / "latest")["config"]["decay_steps"] == 6
-    further = rates("--steps", "8", "--decay-steps", "12", "--schedule", "linear", *resume)
-    assert further[6:] == pytest.approx([3e-3 * (0.1 + 0.9 * x) for x in (0.6, 0.5)])
+    assert checkpoint.read_meta(tmp_path / "latest")["decay_steps"] == 6
+    assert rates("--steps", "9", "--resume") == pytest.approx([*first, 3e-4, 3e-4, 3e-4])
 
 
-def test_diverging_run_skips_stops_and_saves(tmp_path):
+def test_diverging_run_skips_stops_and_saves(tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "MAX_SKIPS", 3)
     with pytest.raises(SystemExit, match="not finite"):
         train.main([*QUICK, "--steps", "20", "--lr", "1e30", "--warmup", "0", "--clip", "0",
-                    "--max-skips", "3", "--out", f"{tmp_path}"])
+                    "--out", f"{tmp_path}"])
     rows = log(tmp_path)
     assert [r.get("skipped", False) for r in rows[-3:]] == [True] * 3 and len(rows) < 20
     assert rows[-1]["grad_norm"] is None and (tmp_path / "latest" / "meta.json").exists()
-    text = run([*QUICK, "--lr", "1e30", "--warmup", "0", "--clip", "0", "--max-skips", "1",
-                "--save-every", "-1", "--out", tmp_path / "two"], 2, expect=1)
+    text = run([*QUICK, "--lr", "1e30", "--warmup", "0", "--clip", "0", "--save-every", "-1",
+                "--out", tmp_path / "two"], 2, "train.MAX_SKIPS = 1", expect=1)
     assert text.count("train.py: the loss or the gradient was not finite") == 1  # of all ranks
 
 
@@ -3447,10 +3441,11 @@ def test_eval_that_is_not_finite_is_drawn(tmp_path, monkeypatch, capsys):
 def test_ranks_and_micro_batches(tmp_path):
     """float64, labels ignored unevenly (32 is the space): the same losses for every split."""
     args = [*QUICK, "--dtype", "fp64", "--ignore-token", "32", "--eval-every", "3",
-            "--eval-sequences", "7", "--steps", "5", "--save-every", "-1"]
+            "--steps", "5", "--save-every", "-1"]
     splits = {"one": (0, 6), "micro": (0, 1), "two": (2, 3), "three": (3, 1)}
     for name, (ranks, micro) in splits.items():
-        run([*args, "--micro-batch", micro, "--out", tmp_path / name], ranks)
+        run([*args, "--micro-batch", micro, "--out", tmp_path / name], ranks,
+            "train.EVAL_SEQUENCES = 7")
     want = losses(tmp_path / "one")
     vals = [r["val_loss"] for r in log(tmp_path / "one") if "val_loss" in r]
     assert len(vals) == 2
@@ -3534,7 +3529,7 @@ def test_order_of_data_follows_from_samples_seen(tmp_path, monkeypatch):
         assert a == pytest.approx(b, rel=1e-4)
     drawn.clear()
     train.main([*args, "--out", f"{tmp_path}/c", "--steps", "4", "--resume", f"{first}",
-                "--batch-tokens", "1K"])
+                "--batch", "32"])
     assert drawn == list(range(256, 256 + 2 * 32))
     meta = json.loads((tmp_path / "c" / "latest" / "meta.json").read_text())
     assert (meta["samples"], meta["step"]) == (256 + 64, 4)
@@ -3548,13 +3543,13 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     latest, second = tmp_path / "latest", tmp_path / "step-00000002"
     os.utime(second, (2e9, 2e9))  # from the future
     torn = tmp_path / "step-00000009"
-    torn.mkdir()  # killed inside a deletion, by an older version
+    torn.mkdir()
     (tmp_path / "step-00000001.old").mkdir()
     for link in ("nowhere", "latest", None):
         latest.unlink()
         if link:
             latest.symlink_to(link)
-        found = checkpoint.find_checkpoint(tmp_path, "auto", "")
+        found = checkpoint.find_checkpoint(tmp_path, "auto")
         assert found.folder == tmp_path / "step-00000003"
         assert "leads nowhere" in capsys.readouterr().out
         latest.unlink(missing_ok=True)
@@ -3567,11 +3562,11 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     assert [c.folder.name for c in checkpoint.whole_checkpoints(tmp_path)] == whole
     latest.unlink()
     with pytest.raises(ValueError, match="no checkpoint in"):
-        checkpoint.find_checkpoint(tmp_path / "empty", "latest", "")
-    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto", "") is None
+        checkpoint.find_checkpoint(tmp_path / "empty", "latest")
+    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto") is None
     part = next((tmp_path / whole[-1]).glob("*.safetensors"))
     part.write_bytes(part.read_bytes()[:-1])
-    assert checkpoint.find_checkpoint(tmp_path, "auto", "").folder.name == whole[0]
+    assert checkpoint.find_checkpoint(tmp_path, "auto").folder.name == whole[0]
 
 
 def test_going_back_is_one_with_the_log(tmp_path, monkeypatch):
@@ -3665,7 +3660,7 @@ def test_damaged_checkpoints_are_not_believed(tmp_path):
 
 
 def test_checkpoints_run_no_code(tmp_path):
-    """A pickle that would, as older checkpoints held them; a path that leads out of the folder."""
+    """A pickle that would, by a path that leads out of the folder."""
     class Evil:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path}/ran",)
@@ -3676,11 +3671,6 @@ def test_checkpoints_run_no_code(tmp_path):
     meta = folder / "meta.json"
     whole = meta.read_bytes()
     evil = pickle.dumps(Evil())
-    (folder / ".metadata").write_bytes(evil)
-    with pytest.raises(ValueError, match="saved by an earlier version .* pickles.* not read"):
-        train.main([*args, "--steps", "2", "--resume", f"{folder}"])
-    dist.destroy_process_group()
-    (folder / ".metadata").unlink()
     (tmp_path / "rank-1.safetensors").write_bytes(evil)
     escape = "../rank-1.safetensors"
     changed_meta(meta, lambda c: [part.update(file=escape) for entry in c["tensors"].values()
@@ -3722,7 +3712,7 @@ def test_meta_of_another_kind_is_refused_in_words(tmp_path):
             changed_meta(meta, change)
             for cfg in flags:  # the model by its name, or from the checkpoint
                 try:
-                    found = checkpoint.find_checkpoint(tmp_path, "latest", "")
+                    found = checkpoint.find_checkpoint(tmp_path, "latest")
                     train.with_files(train.machine(cfg, 0, 1, 0, found), found)
                 except ValueError as e:
                     assert f"--resume: {meta.parent}" in str(e), (path, value)
@@ -3865,30 +3855,6 @@ def test_learning_rate_of_zero_changes_nothing(tmp_path):
     assert torch.equal(embed, first)
 
 
-def test_checkpoints_that_the_disk_has_no_room_for_are_refused(tmp_path, monkeypatch, capsys):
-    gib = 2**30
-    free = {"bytes": 0.1 * gib}
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage",
-                        lambda _: SimpleNamespace(free=free["bytes"]))
-    args = [*QUICK, "--model", "160m", "--seq", "16", "--batch", "1", "--out", f"{tmp_path}/o"]
-    with pytest.raises(ValueError, match=r"/o: 0.1 GiB are free, and 1.8 will be written.*"
-                       "--save-every -1"):
-        train.main([*args, "--steps", "1"])
-    dist.destroy_process_group()
-    free["bytes"] = 4 * gib
-    with pytest.raises(ValueError, match="4.0 GiB are free, and 5.4 will be written"):
-        train.main([*args, "--steps", "9", "--save-every", "1"])
-    dist.destroy_process_group()
-    free["bytes"] = 0.1 * gib
-    train.main([*QUICK, "--steps", "1", "--save-every", "-1", "--out", f"{tmp_path}/none"])
-    assert "0.00 GiB at most will be written" in capsys.readouterr().out
-    train.main([*QUICK, "--steps", "1", "--out", f"{tmp_path}/tiny"])
-    assert f"0.02 GiB at most will be written to {tmp_path}/tiny" in capsys.readouterr().out
-    free["bytes"] = 2 * gib  # a checkpoint, and an export beside it, which lie on one disk
-    with pytest.raises(ValueError, match="o2 and .*hf: 2.0 GiB are free, and 2.4 will be written"):
-        train.main([*args[:-1], f"{tmp_path}/o2", "--steps", "1", "--export", f"{tmp_path}/hf"])
-
-
 @pytest.fixture(scope="module")
 def straight_on_two(tmp_path_factory):
     """An uninterrupted run of two ranks."""
@@ -3899,7 +3865,7 @@ def straight_on_two(tmp_path_factory):
 
 def test_restart(straight_on_two, tmp_path):
     """One of two ranks dies; torchrun starts both again, and they go on where they had saved."""
-    args = [*QUICK, "--save-every", "2"]
+    args = [*QUICK, "--save-every", "2", "--resume", "auto"]
     code = f"""
 old, flag, count = train.States.update, Path(r'{tmp_path}/died'), [0]
 def fatal(*args):
@@ -4038,57 +4004,16 @@ def test_weights_that_are_not_finite_are_not_resumed(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------- several nodes
 
 
-def test_launches_of_one_name_are_two(tmp_path, monkeypatch, capsys):
-    """What torchrun's process has started goes on after a restart; another torchrun with the same
-    --rdzv-id starts anew, and so does what it starts again."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "same")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    agents = [subprocess.Popen(["sleep", "600"], env={}) for _ in range(2)]
-
-    def start(agent, steps):
-        monkeypatch.setattr(train.os, "getppid", lambda: agent.pid)
-        train.main([*QUICK, "--out", f"{tmp_path}", "--steps", f"{steps}"])
-        return [r["step"] for r in log(tmp_path)], capsys.readouterr().out
-
-    try:
-        start(agents[0], 2)
-        steps, text = start(agents[0], 3)
-        assert steps == [1, 2, 3] and "step-00000002 at step 2" in text
-        steps, text = start(agents[1], 1)
-        assert steps == [1] and "resumed" not in text and "moved an earlier run to" in text
-        (tmp_path / "latest").unlink()  # the newest whole one is found without it, too
-        assert "step-00000001 at step 1" in start(agents[1], 2)[1]
-    finally:
-        for agent in agents:
-            agent.kill()
-            agent.wait()
-
-
-def test_starts_have_names_of_their_own():
-    """Also in a store that earlier starts, of more ranks, have written to."""
-    store = dist.HashStore()
-    names = set()
-    for world in (3, 3, 2):
-        with ThreadPoolExecutor(world) as pool:
-            found = set(pool.map(lambda r: ranks.start_name(store, r, world, 60), range(world)))
-        assert len(found) == 1 and not found & names
-        names |= found
-    with pytest.raises(TimeoutError, match="1 of 2 ranks have not started within --timeout 0.3"):
-        ranks.start_name(store, 0, 2, 0.3)
-
-
 def test_lost_node_comes_back(straight_on_two, tmp_path):
-    """Two torchruns, a rank each; one is killed with its rank. The other rank names it, and both go
-    on when it is there again, though counts of restarts differ, and one sees OUT as it was."""
+    """Two torchruns, a rank each; one is killed with its rank. Both go on when it is there again,
+    though counts of restarts differ, and one sees OUT as it was."""
     rendezvous = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                   f"127.0.0.1:{free_port()}", "--rdzv-id", "x", "--max-restarts", "2",
                   "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2"]
     code = """
-import ranks
-ranks.BEAT_S = 0.2
 old, count = train.States.update, [0]
 if os.environ['RANK'] == '1':
-    train.checkpoint.whole_checkpoints = lambda out: []
+    train.checkpoint.newest_checkpoint = lambda out: None
 def fatal(*args):
     count[0] += 1
     if count[0] == 4 and 'LOST' in os.environ:
@@ -4101,8 +4026,8 @@ train.States.update = fatal
 
     def node(name, **env):
         (tmp_path / name).mkdir()
-        return launch([*QUICK, "--save-every", "2", "--per-node", "2", "--out", tmp_path / "out"],
-                      1, code, tmp=tmp_path / name, rendezvous=rendezvous,
+        return launch([*QUICK, "--save-every", "2", "--resume", "auto", "--per-node", "2", "--out",
+                       tmp_path / "out"], 1, code, tmp=tmp_path / name, rendezvous=rendezvous,
                       TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
 
     first = node("first")  # holds the rendezvous
@@ -4111,11 +4036,6 @@ train.States.update = fatal
         assert time.time() < deadline and first.poll() is None
         time.sleep(0.1)
     node("second", LOST="1").wait(120)
-    too_late = threading.Timer(60, first.kill)
-    too_late.start()
-    named = next((line for line in first.stdout if "this run ends" in line), "nobody")
-    too_late.cancel()
-    assert re.search("(gave no sign|has not answered) for 3 s", named), named
     again = node("again")
     texts = [process.communicate(timeout=120)[0] for process in (first, again)]
     assert first.returncode == again.returncode == 0, texts
@@ -4123,53 +4043,44 @@ train.States.update = fatal
     assert losses(tmp_path / "out") == straight_on_two
 
 
-FAILED = {  # how it fails, in which function and call, which rank; what the other one says
-    "in a step": ("raise", "train.States.update", 4, 1, r"{} ended by LookupError: no such"),
-    "in a check": ("raise", "train.machine", 1, 1, r"{} ended by LookupError: no such"),
-    "a stage": ("raise", "train.parallel.Pipeline.run_backward", 9, 1,
-                r"{} ended by LookupError: no such"),
-    "unreachable": ("stop", "train.States.update", 4, 1, r"{} gave no sign for 3 s: it is dead"),
-    "killed as it starts": ("kill", "train.load_weights", 1, 1, r"{} gave no sign for 3 s: it is"),
-    "with the store": ("stop", "train.States.update", 4, 0,
-                       "the store on rank 0's node, 127.0.0.1, has not answered for 3 s"),
-}
-
-
-@pytest.mark.parametrize("case", FAILED)
-def test_failed_rank_is_named(case, tmp_path):
+@pytest.mark.parametrize("victim, says", [
+    (1, "rank 1 on host {host} .process {pid}. gave no sign for 2 s: it is dead or unreachable"),
+    (0, "the store on rank 0's node, 127.0.0.1, has not answered for 2 s")])
+def test_failed_rank_is_named(victim, says, tmp_path):
     """The other one, in a collective that hangs as its sockets stay open, ends and says why."""
-    how, where, call, victim, says = FAILED[case]
     code = f"""
-import ranks, time
 ranks.BEAT_S = 0.2
-owner, _, name = {where!r}.rpartition('.')
-owner = eval(owner)
-old, calls = getattr(owner, name), [0]
-def fail(*args):
-    calls[0] += 1
-    if calls[0] == {call} and os.environ['RANK'] == '{victim}':
-        time.sleep(1)  # its last sign says that a step is done
-        if {how != "raise"}:
-            os.kill(os.getpid(), signal.SIG{how.upper()})
-        raise LookupError('no such\\nthing')
+old, count = train.States.update, [0]
+def stop(*args):
+    count[0] += 1
+    if count[0] == 4 and os.environ['RANK'] == '{victim}':
+        os.kill(os.getpid(), signal.SIGSTOP)
     return old(*args)
-setattr(owner, name, fail)
+train.States.update = stop
 """
     file = tmp_path / "said"
     file.touch()
-    args = [*QUICK, "--save-every", "-1", "--out", tmp_path]
-    args += ["--pp", "2", "--micro-batch", "2"] if case == "a stage" else []
-    both = fork_ranks(args, 2, code, file, {})
-    name = rf"rank {victim} on host \S+ \(process {both[victim].pid}\)"
+    both = fork_ranks([*QUICK, "--save-every", "-1", "--out", tmp_path], 2, code, file, {})
     both[1 - victim].join(120)
-    if how == "stop":
-        assert both[victim].is_alive()
-        both[victim].kill()
+    assert both[victim].is_alive()
+    both[victim].kill()
     both[victim].join(30)
     text = file.read_text()
-    assert both[1 - victim].exitcode == 1, text
-    assert re.search(f"rank {1 - victim}: {says.format(name)}.*; this run ends", text), text
-    assert how != "stop" or "Traceback" not in text, text
+    says = says.format(host=r"\S+", pid=both[victim].pid)
+    assert both[1 - victim].exitcode == 1 and "Traceback" not in text, text
+    assert re.search(f"rank {1 - victim}: {says}.*; this run ends", text), text
+
+
+def test_ranks_that_wait_or_have_ended_are_not_dead(tmp_path):
+    """One loads for longer than a silent rank has, and ends as much earlier than the other."""
+    code = """
+ranks.BEAT_S = 0.05
+load, rank = train.load_weights, int(os.environ['RANK'])
+train.load_weights = lambda *args: (train.time.sleep(2 * rank), load(*args))[1]
+train.dist.barrier = lambda: train.time.sleep(2 - 2 * rank)
+"""
+    text = run([*QUICK, "--steps", "2", "--save-every", "-1", "--out", tmp_path], 2, code)
+    assert "step 2/2" in text and "this run ends" not in text
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -4244,19 +4155,13 @@ REFUSED = {
     "init without a folder": ("--init hf:", "hf:: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
     "export to out": ("--export {tmp}/o", "or --out"),
-    "schedule": ("--schedule wsd", "--schedule wsd: one of auto, cosine, linear, constant"),
-    "decay steps": ("--decay-steps -1", "--decay-steps -1: from 0"),
     "token bytes": ("--token-bytes 3", "--token-bytes 3: 2 .uint16. or 4"),
     "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*--token-bytes 4"),
     "said vocabulary": ("--data {tmp}/said.bin", "said.bin.json says a vocabulary of 300.* 256"),
     "tokenizer": ("--tokenizer {tmp}/empty", "empty: no tokenizer.json"),
-    "no evaluation": ("--eval-passkey 1", "--eval-passkey 1 and --eval-every -1"),
-    "short for a key": ("--eval-passkey 1 --eval-every 6", "--seq 32.*the shortest is --seq 79"),
-    "key in ids": ("--eval-passkey 1 --eval-every 6 --data {tmp}/ids.bin", "are token ids; name"),
     "learning rate": ("--lr nan", "--lr nan: from 0"),
     "beta": ("--beta2 1", "--beta2 1.0: from 0"),
     "seed": ("--seed -1", "--seed -1: from 0"),
-    "decay before the warm-up ends": ("--warmup 3 --decay-steps 2", "2 is before .* --warmup 3"),
     "time-out": ("--timeout 0", "--timeout 0.0: from 1"),
     "rope base": ("--rope-theta 0.5", "--rope-theta 0.5: from 1"),
     "time-out, not a number": ("--timeout nan", "--timeout nan: from 1"),
@@ -4265,8 +4170,7 @@ REFUSED = {
     "sp 0": ("--sp 0", "--sp 0: from 1"),
     "batch 0": ("--batch 0", "--batch 0: from 1"),
     "batch of tokens": ("--batch 4M", "--batch 4194304: the data has [0-9]+ training sequences of "
-                        "32 tokens.*--batch-tokens tokens"),
-    "batch twice": ("--batch-tokens 4K", "--batch 6 and --batch-tokens 4096 say the same"),
+                        "32 tokens.*--batch counts sequences"),
     "unreadable": ("--data {tmp}/locked.txt", "Permission denied.*locked.txt"),
     "p": ("--p 2", "p=2 g=1 os=1: 2 shards do not fit 1 ranks.*nearest: --p 1"),
     "mesh": ("--os 2x", "factor '2x': a number or"),
@@ -4278,7 +4182,6 @@ REFUSED = {
     "columns": ("--tp 2", "--tp 2: it must divide 1 GPUs of a node, .*: one of 1$"),
     "tensor mode": ("--tp-mode isp", "--tp-mode isp: one of mtp, msp, fsp"),
     "streams": ("--overlap grad_reduce,all", "all: a list of param_gather"),
-    "old streams": ("--overlap gather,spread", "gather is now param_gather, spread is now param_b"),
     "per node": ("--per-node 2", "--per-node 2: does not divide 1 ranks"),
     "resume nothing": ("--resume", "there is no"),
     "resume path": ("--resume {tmp}/short.txt", "not a whole checkpoint"),

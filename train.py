@@ -36,38 +36,32 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import attention
 import checkpoint
 import costs
 import hardware
 import model as llama
 import parallel
 import planner
-import shard
-from attention import (KERNELS, CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel,
-                       place_of, sequence_positions, untried_versions)
+from attention import (CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel, place_of,
+                       sequence_positions, untried_versions)
 from checkpoint import Checkpoint
-from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_starts, end_of_text,
-                  find_files, fingerprint, load_tokenizer, open_corpus, regular, split,
-                  text_encoder, tokenise)
-from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
-                     live_arena, lower_bound, mark, simulate)
+from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
+                  fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
+from memplan import StepMemory, library, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
-from planner import Constraints, Hardware, Plan, nearest
-from ranks import (ConfigError, Heartbeat, check_same, error_of_any, launch_name, most_of_ranks,
-                   of_rank_0, on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
+from planner import Constraints, Hardware, Plan
+from ranks import (ConfigError, Heartbeat, check_same, error_of_any, most_of_ranks, of_rank_0,
+                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
 from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -83,6 +77,8 @@ def size(text: str) -> int:
 
 
 OVERLAPS = (*STREAMS, "pipeline")
+EVAL_SEQUENCES = 64  # most of a validation
+MAX_SKIPS = 5  # non-finite steps in a row that end the run
 
 
 def flag(default, text: str):
@@ -111,24 +107,18 @@ class Config:
                       " are allocated nevertheless")
     batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
                              " tokens for tiny and 512K tokens for others")
-    batch_tokens: int | None = flag(None, "the same in tokens (as 4M), a multiple of --seq")
     micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
                                    " within 8K tokens a rank")
     lr: float | None = flag(None, "peak learning rate; auto: a resumed run's, else 3e-3 for tiny,"
                             " 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4")
-    schedule: str = flag("auto", "of the learning rate after the warm-up, down to --min-lr: cosine,"
-                         " linear; or constant; auto: a resumed run's, else cosine")
-    decay_steps: int | None = flag(None, "step at which --min-lr is reached; auto: a resumed run's,"
-                                   " else --steps")
-    min_lr: float | None = flag(None, "the decay's end, as a fraction of --lr; auto: a resumed"
-                                " run's, else 0.1")
+    min_lr: float | None = flag(None, "the cosine decay's end at --steps, as a fraction of --lr;"
+                                " auto: a resumed run's, else 0.1")
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
                               " quarter of --steps, at most 500")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
-    max_skips: int = flag(5, "non-finite steps in a row that end the run")
     seed: int = flag(0, "of the weights and of the order of the data")
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
                      " --tokenizer), a .bin file of token ids, a folder with .bin files (val.bin is"
@@ -144,17 +134,14 @@ class Config:
                                       " behind one's end does not count; auto: a resumed run's,"
                                       " else what --tokenizer ends each text with; -1: none")
     eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
-    eval_sequences: int = flag(64, "most sequences of a validation")
-    eval_passkey: int = flag(0, "sequences a depth in which a number must be found again, at 0, 25,"
-                             " 50, 75 and 100 % of filler text, with each validation; 0: none")
     out: str = flag("out", "folder of log.jsonl, loss.png, position.png (validation loss by"
                     " position) and checkpoints")
     save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
     keep: int = flag(2, "checkpoints kept")
     save_async: bool = flag(False, "write checkpoints while steps go on, from copies in host"
                             " memory")
-    resume: str = flag("", "never, latest, auto (latest if there is one), or a checkpoint's folder;"
-                       " alone: latest; without it: never, but auto under a torchrun restart")
+    resume: str = flag("never", "never, latest, auto (latest if there is one: what a torchrun that"
+                       " restarts ranks needs), or a checkpoint's folder; alone: latest")
     init: str = flag("random", "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral,"
                      " Qwen2, Qwen2.5 or Qwen3, in safetensors; a resumed run needs neither the"
                      " flag nor DIR")
@@ -207,8 +194,8 @@ class Config:
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
-    ranks: int | None = flag(None, "with --dry-run: plan for so many, and simulate the first one's"
-                             " step; none of them need be there; auto: the ranks that are")
+    ranks: int | None = flag(None, "with --dry-run: plan for so many; none of them need be there;"
+                             " auto: the ranks that are")
 
     @property
     def evaluates_alone(self) -> bool:
@@ -233,7 +220,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
            "reduce_dtype": ("auto", "fp32"), "recompute": ("auto", "none", "full"),
            "dtype": ("auto", *DTYPES), "tp_mode": ("mtp", "msp", "fsp"),
-           "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on")}
 TIMEOUTS = (1, 1e9)  # seconds
 LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
@@ -243,19 +229,17 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (0, 1e30): "lr clip",
     (1, 1e30): "rope_theta",
     TIMEOUTS: "timeout",
-    (0, 2**20): "eval_passkey",
     (1, 2**20): "sp ring tp pp pp_chunks head_groups ranks",
     (2, 2**20): "resident_layers",
     (0, 2**31 - 1): "seed",
     (-1, 2**32): "ignore_token document_token",
     (-1, 2**40): "eval_every save_every",
-    (0, 2**40): "steps warmup decay_steps",
-    (1, 2**40): "seq batch micro_batch max_skips eval_sequences keep per_node chunk",
+    (0, 2**40): "steps warmup",
+    (1, 2**40): "seq batch micro_batch keep per_node chunk",
     (0, 2**60): "host_memory",
-    (1, 2**60): "batch_tokens gpu_memory",
+    (1, 2**60): "gpu_memory",
 }
-SIZES = ("seq", "steps", "decay_steps", "batch", "batch_tokens", "micro_batch", "chunk",
-         "host_memory", "gpu_memory")
+SIZES = ("seq", "steps", "batch", "micro_batch", "chunk", "host_memory", "gpu_memory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -320,13 +304,6 @@ def check_flags(cfg: Config) -> None:
             value = getattr(cfg, name)
             if value is not None and not least <= value <= most:  # a NaN is not, either
                 raise ValueError(f"{flag_name(name)} {value}: from {least} to {most}")
-    if cfg.batch is not None and cfg.batch_tokens is not None:
-        raise ValueError(f"--batch {cfg.batch} and --batch-tokens {cfg.batch_tokens} say the same "
-                         "in sequences and in tokens: drop one")
-    old = {"gather": "param_gather", "scatter": "grad_scatter", "reduce": "grad_reduce",
-           "spread": "param_broadcast"}
-    if renamed := [f"{word} is now {old[word]}" for word in old if word in cfg.overlaps]:
-        raise ValueError(f"--overlap {cfg.overlap}: {', '.join(renamed)}")
     if not set(cfg.overlaps) <= set(OVERLAPS):
         raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
     by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
@@ -340,9 +317,6 @@ def check_flags(cfg: Config) -> None:
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
     if cfg.token_bytes not in (None, 2, 4):
         raise ValueError(f"--token-bytes {cfg.token_bytes}: 2 (uint16) or 4 (uint32)")
-    if cfg.eval_passkey and cfg.eval_every < 0:
-        raise ValueError(f"--eval-passkey {cfg.eval_passkey} and --eval-every {cfg.eval_every}, "
-                         "which never evaluates: drop one")
 
 
 # ---------------------------------------------------------------------------- setup
@@ -381,9 +355,9 @@ class Run:
     tokens: Path | None = None  # the .bin file that --tokenizer made of --data
     train: Sequences | None = None
     val: Sequences | None = None
-    passkeys: Passkeys | None = None
     resume: Checkpoint | None = None
     samples: int = 0  # sequences that a resumed run has seen
+    decay_steps: int = 0  # the step at which --min-lr is reached: a resumed run's, else --steps
     data: dict = field(default_factory=dict)  # fingerprint of both
     budgets: tuple[float, float] = (2.0**60, 2.0**60)  # bytes of a GPU, of host memory of a rank
     hardware: Hardware | None = None
@@ -523,16 +497,6 @@ def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
         "per_node": math.gcd(8, world) if cfg.ranks else per_node}))
 
 
-def with_batch(cfg: Config) -> Config:
-    """Return the flags with --batch-tokens in sequences. Raises ValueError."""
-    if cfg.batch_tokens is None:
-        return cfg
-    if cfg.batch_tokens % cfg.seq:
-        raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
-                         f"{cfg.seq}; nearest: {nearest(cfg.batch_tokens, cfg.seq)}")
-    return replace(cfg, batch=cfg.batch_tokens // cfg.seq)
-
-
 def machine(cfg: Config, rank: int, world: int, local_rank: int,
             resumed: Checkpoint | None = None) -> Run:
     """Return the run as far as flags, devices and the model settle it; resumed: the checkpoint that
@@ -544,7 +508,6 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
         model = replace(model, max_positions=max(model.max_positions, cfg.seq))
-    cfg = with_batch(cfg)
     dtype = DTYPES[cfg.dtype]
     cfg = with_documents(cfg, model, resumed)
     window = checkpoint.hf_window(source)
@@ -568,7 +531,6 @@ def with_documents(cfg: Config, model: ModelConfig, resumed: Checkpoint | None) 
     end = cfg.document_token
     if end is None and resumed:
         end = recorded_flags(resumed).document_token
-        end = -1 if end is None else end  # older ones had none
     if end is None and (not cfg.tokenizer or are_ids(find_files(cfg.data)[0])):
         end = -1
     if end is not None and end >= model.vocab:
@@ -600,27 +562,7 @@ def with_tokens(run: Run) -> Run:
     return run.but(cfg=cfg, tokens=tokens)
 
 
-def tokenizer_folder(cfg: Config) -> str:
-    """Return --tokenizer, else the folder of --init if it has one, else an empty string."""
-    folder = cfg.import_folder
-    if folder and not (Path(folder) / "tokenizer.json").exists():
-        folder = ""
-    return cfg.tokenizer or folder
-
-
-def make_passkeys(run: Run) -> Passkeys | None:
-    """Return the sequences of --eval-passkey. Raises ValueError."""
-    cfg = run.cfg
-    if not cfg.eval_passkey:
-        return None
-    folder = tokenizer_folder(cfg)
-    if not folder and are_ids(find_files(cfg.data)[0]):
-        raise ValueError(f"--eval-passkey {cfg.eval_passkey}: --data {cfg.data} are token ids; name"
-                         " what made them: --tokenizer DIR")
-    return Passkeys(text_encoder(folder), cfg.eval_passkey, run.model.vocab, cfg.seq, cfg.seed)
-
-
-SCHEDULE = ("lr", "schedule", "min_lr", "warmup", "decay_steps")
+SCHEDULE = ("lr", "min_lr", "warmup")
 
 
 def kept_flags(cfg: Config, old: Config, step: int) -> dict:
@@ -640,29 +582,28 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     corpora = [c for c in (corpus, val_corpus) if c is not None]
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
-    passkeys = make_passkeys(run)
     if not cfg.dry_run:
         check_folders(cfg, run)
-    asked = cfg.decay_steps
     usual = {"lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
-             "schedule": "cosine", "min_lr": 0.1, "warmup": min(cfg.steps // 4, 500),
-             "decay_steps": cfg.steps}
+             "min_lr": 0.1, "warmup": min(cfg.steps // 4, 500)}
     samples = 0
+    decay_steps = cfg.steps
     if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
         checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
+        if resumed.meta["step"]:
+            decay_steps = resumed.meta["decay_steps"]
         if kept:
             print0(f"kept from {resumed.folder}: " + " ".join(
-                f"{flag_name(name)} {value}" for name, value in kept.items()))
+                f"{flag_name(name)} {value}" for name, value in kept.items())
+                + f"; --lr decays until step {decay_steps}")
         usual |= kept
     cfg = replace(cfg, **cfg.where_open(usual))
-    if asked is not None and asked < cfg.warmup:
-        raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
-    return run.but(cfg=cfg, train=train, val=val, passkeys=passkeys, resume=resumed,
-                   samples=samples, data=fingerprint(corpora))
+    return run.but(cfg=cfg, train=train, val=val, resume=resumed, samples=samples,
+                   decay_steps=decay_steps, data=fingerprint(corpora))
 
 
 def recorded_flags(resumed: Checkpoint) -> Config:
@@ -747,8 +688,7 @@ def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
     cfg, model, _, _ = choose_model(cfg, torch.device("cuda"), None)
     ranks = cfg.ranks or per_node
     cfg = replace(cfg, ranks=ranks, per_node=cfg.per_node or math.gcd(per_node, ranks))
-    cfg = with_batch(default_flags(cfg, ranks, torch.device("cuda")))
-    return cfg, model
+    return default_flags(cfg, ranks, torch.device("cuda")), model
 
 
 def device_name(device: torch.device) -> str:
@@ -764,21 +704,6 @@ def cap_gpu(run: Run) -> None:
         if run.cfg.gpu_memory:
             share = min(1.0, (run.cfg.gpu_memory - mapped) / total)
         torch.cuda.set_per_process_memory_fraction(share, run.device)
-
-
-def disk_bytes(run: Run) -> dict[Path, float]:
-    """Return what will be written to --out and --export: the checkpoints that lie there at once,
-    --keep of them and the one that is written, and the weights."""
-    cfg = run.cfg
-    out = Path(cfg.out)
-    need = {out: 0.0}
-    if cfg.save_every >= 0 and not cfg.evaluates_alone:
-        most = min(cfg.keep + 1, -(-cfg.steps // cfg.save_every)) if cfg.save_every else 1
-        there = len(checkpoint.whole_checkpoints(out)) if run.resume else 0
-        need[out] = max(1, most - there) * costs.checkpoint_bytes(run.model, run.dtype)
-    if cfg.export:
-        need[Path(cfg.export)] = param_count(run.model) * run.dtype.itemsize
-    return need
 
 
 def describe(run: Run) -> None:
@@ -809,7 +734,7 @@ def describe(run: Run) -> None:
     print0(plan.memory.describe(), flush=True)
 
 
-# ---------------------------------------------------------------------------- build, step, simulate
+# ---------------------------------------------------------------------------- build, step
 
 
 def make_groups(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
@@ -933,112 +858,20 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
     return loss, *states.update(lr, clip, loss)
 
 
-def simulated_backward(do, q, k, v, o, lse, mask):
-    """The CPU's, requesting what FlashAttention-4's does: its sums of dq, and two rows."""
-    grads = KERNELS["cpu"].backward(do, q, k, v, o, lse, mask)
-    _ = q.new_empty(q.shape, dtype=torch.float32), lse.clone(), lse.clone()
-    return grads
-
-
-@contextlib.contextmanager
-def simulation(running: list, gpu: bool):
-    """Inside, a step on fake tensors of the CPU, in a process group that sends nothing, requests
-    what it does elsewhere: gpu, on GPUs. running: a stack, whose last is a token of the fused
-    kernel or side stream that would run; what is born and dies in it is left out."""
-    @contextlib.contextmanager
-    def one_kernel():
-        running.append(object())
-        try:
-            yield
-        finally:
-            running.pop()
-
-    def after_compute(stream):
-        return one_kernel() if stream.overlap else contextlib.nullcontext()
-
-    def map_memory(exchange, elements: int, like: torch.Tensor) -> None:
-        exchange.memory = like.new_empty(elements)
-
-    with contextlib.ExitStack() as patches:
-        def patch(owner, name: str, new) -> None:
-            patches.enter_context(mock.patch.object(owner, name, new))
-
-        patch(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
-        if gpu:
-            for module in (llama, shard, attention):
-                for name, fn in list(vars(module).items()):
-                    casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
-                    if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
-                        patch(module, name, one_kernel()(fn))
-            for name in ("update_param", "update_vectors"):  # one kernel, if compiled
-                patch(States, name, one_kernel()(getattr(States, name)))
-            patch(CommStream, "after_compute", after_compute)
-            patch(Exchange, "map_memory", map_memory)
-        yield
-
-
-def simulate_step(run: Run) -> tuple[list[Buffer], int]:
-    """Return the first rank's buffers in a step, as large as are planned, and the bytes of what
-    lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
-    gpu = run.device.type == "cuda" or run.cfg.ranks is not None
-    kind = "cuda" if gpu else "cpu"
-    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0)
-    running: list = [None]
-
-    def make():
-        groups = make_groups(run, {})
-        op = make_attention(run, groups)
-        if gpu:
-            op.kernel = replace(op.kernel, backward=simulated_backward)
-        if gpu and run.plan.head_ranks > 1:
-            op.exchange.peer_access = op.one_node
-        model, states = build(run, op, groups)
-        shape = (run.plan.micro_batches, run.plan.micro_batch, run.cfg.seq // run.plan.sp)
-        tokens = torch.zeros(shape, dtype=torch.int64)
-        batch = Batch(tokens, tokens, torch.arange(shape[2]),
-                      scale=torch.ones((), dtype=states.accum_dtype))
-        return lambda: run_step(model, states, batch, 1e-4, run.cfg.clip)
-
-    torch.compiler.set_stance("force_eager")
-    with simulation(running, gpu):
-        buffers, lasting = simulate(make, run.world, lambda: running[-1], MIN_PLANNED_BYTES[kind],
-                                    ALLOCATOR_ALIGN_BYTES[kind])
-    return buffers, lasting - round(run.plan.host_bytes)  # on the CPU here, too
-
-
-def simulated_buffers(run: Run) -> list[Buffer]:
-    """Return those of a step that is simulated in a process that has no process group; none, if
-    that fails. A collective of all ranks."""
-    found = []
-    if run.rank == 0:
-        bare = run.but(train=None, val=None, passkeys=None, pretrained=None)
-        try:
-            with get_context("spawn").Pool(1) as other:  # whose end ends it; others wait, too
-                job = other.apply_async(simulate_step, (bare,))
-                found, _ = job.get(run.cfg.timeout / 2)
-        except Exception as e:
-            print0(f"the first steps run unplanned, since none could be simulated: {e!r}")
-    return of_rank_0(found)
-
-
-def plan_memory(run: Run, trains: bool) -> StepMemory | None:
-    """Return what plans a step's memory, for --memplan; of layers in chunks by a simulated step at
-    first. Raises ConfigError if its allocator cannot be built. A collective of all ranks."""
+def plan_memory(run: Run) -> StepMemory | None:
+    """Return what plans a step's memory, for --memplan. Raises ConfigError if its allocator cannot
+    be built. A collective of all ranks."""
     if run.cfg.memplan == "off":
         return None
-    guess = simulated_buffers(run) if run.plan.activations and trains else []
 
-    def load_and_solve() -> StepMemory:
+    def load_allocator() -> StepMemory:
         try:
             library(run.device.type)
         except RuntimeError as e:
             raise ValueError(f"--memplan on: {e}") from None
-        return StepMemory(str(run.device), guess=guess)
+        return StepMemory(str(run.device))
 
-    memory = on_all_ranks(load_and_solve)
-    if guess:
-        print0(f"memory plan of a simulated step: {memory.plan}", flush=True)
-    return memory
+    return on_all_ranks(load_allocator)
 
 
 def run_planned(memory: StepMemory | None, step: Callable[[], tuple]) -> tuple:
@@ -1134,34 +967,33 @@ def read_windows(run: Run, read: Callable[[int], np.ndarray],
         return [np.zeros(run.cfg.seq + 1, np.int64) for _ in ids], str(e)
 
 
-def score(run: Run, model: LLaMA, sequences: Sequences | Passkeys, count: int):
-    """Run the first `count` windows, whatever R. Yields of this rank's micro-batches which windows
-    they are (B,), their positions, (T/sp,) or (B, T/sp), labels, losses, whether each label is the
-    likeliest (B, T/sp), and why they could not be read. Ranks without one run a blank, whose labels
-    are IGNORE. A collective of all ranks."""
+def score(run: Run, model: LLaMA, count: int):
+    """Run the first `count` windows of the validation, whatever R. Yields of this rank's
+    micro-batches positions, (T/sp,) or (B, T/sp), labels and losses (B, T/sp), and why they could
+    not be read. Ranks without one run a blank, whose labels are IGNORE. A collective of all ranks.
+    """
     size = run.plan.micro_batch
     _, data_rank, _, _ = run.coordinates
     for first in range(0, count, run.plan.dp * size):
         mine = first + data_rank * size
         ids = [min(mine + i, count - 1) for i in range(size)]
-        windows, unread = read_windows(run, sequences.window, ids)
+        windows, unread = read_windows(run, run.val.window, ids)
         (tokens, labels, _, *where), = local_batch(windows, run).micro_batches()
         labels[[row for row in range(size) if mine + row >= count or unread]] = IGNORE
-        losses, hits = model(tokens, labels, None, *where, each=True)
-        yield torch.tensor(ids, device=run.device), where[0], labels, losses, hits, unread
+        yield where[0], labels, model(tokens, labels, None, *where, each=True), unread
 
 
 @torch.no_grad()
 def evaluate(run: Run, model: LLaMA) -> dict:
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
-    None if all their labels are ignored; that of positions from 0, 1, 2, 4, 8 ... on, in their
-    document, as [first position, loss]; and pass keys. Raises ConfigError if a rank could not read
-    its data. A collective of all ranks."""
-    count = min(run.val.count, run.cfg.eval_sequences)
+    None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
+    document, as [first position, loss]. Raises ConfigError if a rank could not read its data. A
+    collective of all ranks."""
+    count = min(run.val.count, EVAL_SEQUENCES)
     firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
     total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
     error = ""
-    for _, positions, labels, losses, _, unread in score(run, model, run.val, count):
+    for positions, labels, losses, unread in score(run, model, count):
         error = error or unread
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, T/sp, 2)
         part = torch.bucketize(positions, firsts, right=True)  # 0 for position 0
@@ -1172,41 +1004,13 @@ def evaluate(run: Run, model: LLaMA) -> dict:
     loss, valid = total.sum(0).tolist()
     by_position = [[first, loss / n]
                    for first, (loss, n) in zip([0, *firsts.tolist()], total.tolist()) if n]
-    found = {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
-    return found | (evaluate_passkeys(run, model) if run.passkeys else {})
-
-
-def evaluate_passkeys(run: Run, model: LLaMA) -> dict:
-    """Return by depth, in percent: the fraction of pass keys' tokens that are predicted right where
-    those before are given, that of whole keys, and the mean loss of a token. A collective of all
-    ranks."""
-    keys = run.passkeys
-    begins = run.cfg.seq - torch.tensor(keys.key_tokens, device=run.device)  # whose label is first
-    positions = to_device(local_positions(run), run)
-    total = torch.zeros(keys.count, 3, dtype=torch.float64, device=run.device)
-    for ids, _, labels, losses, hits, _ in score(run, model, keys, keys.count):
-        of_key = (positions >= begins[ids][:, None]) & (labels != IGNORE)  # (B, T/sp)
-        sums = [(x * of_key).double().sum(1) for x in (hits, losses, of_key)]
-        total.index_add_(0, ids, torch.stack(sums, 1))
-    dist.all_reduce(total)
-    hits, losses, tokens = total.unflatten(0, (len(DEPTHS), -1)).unbind(-1)  # (depths, keys) each
-    by_depth = {"passkey": hits.sum(1) / tokens.sum(1),
-                "passkey_exact": (hits == tokens).double().mean(1),
-                "passkey_loss": losses.sum(1) / tokens.sum(1)}
-    return {name: dict(zip(DEPTHS, values.tolist())) for name, values in by_depth.items()}
+    return {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
 
 
 def describe_evaluation(found: dict) -> str:
-    text = "val_loss none (all labels are ignored)"
-    if found["val_loss"] is not None:
-        text = f"val_loss {found['val_loss']:.4f}"
-    if "passkey" in found:
-        right = " ".join(f"{fraction:.2f}" for fraction in found["passkey"].values())
-        whole, loss = (sum(found[name].values()) / len(DEPTHS)
-                       for name in ("passkey_exact", "passkey_loss"))
-        text += (f" passkey {right} at {' '.join(map(str, DEPTHS))} %, whole keys {whole:.2f}, loss"
-                 f" {loss:.4f}")
-    return text
+    if found["val_loss"] is None:
+        return "val_loss none (all labels are ignored)"
+    return f"val_loss {found['val_loss']:.4f}"
 
 
 def load_random_weights(run: Run, states: States) -> None:
@@ -1235,7 +1039,7 @@ def load_weights(run: Run, states: States) -> int:
     if meta["data"] != run.data:
         print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
                "what was drawn may come again")
-    then = {"document_token": -1} | meta["config"]  # which older checkpoints do not know
+    then = meta["config"]
     changed = [f"{name} {then.get(name)} -> {value}" for name, value in vars(cfg).items()
                if then.get(name) != value and name not in ("resume", "out", "device")]
     text = f"; changed: {', '.join(changed)}" if changed else ""
@@ -1263,20 +1067,19 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
         lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, background, group))
 
 
-def checkpoint_meta(run: Run, step: int, samples: int, launch: str) -> dict:
+def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
     """Return what a resumed run must know."""
-    return {"step": step, "samples": samples, "launch": launch, "data": run.data,
-            "model": asdict(run.model), "config": asdict(run.cfg),
-            "source": run.source, "threads": torch.get_num_threads()}
+    return {"step": step, "samples": samples, "decay_steps": run.decay_steps, "data": run.data,
+            "model": asdict(run.model), "config": asdict(run.cfg), "source": run.source,
+            "threads": torch.get_num_threads()}
 
 
-def learning_rate(cfg: Config, step: int) -> float:
-    """Linear warm-up, then from lr to min_lr * lr by --schedule; step counts from 0."""
+def learning_rate(cfg: Config, decay_steps: int, step: int) -> float:
+    """Linear warm-up, then a cosine from lr to min_lr * lr at decay_steps; step counts from 0."""
     if step < cfg.warmup:
         return cfg.lr * (step + 1) / cfg.warmup
-    done = min(1, (step - cfg.warmup) / max(1, cfg.decay_steps - cfg.warmup))
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1}
-    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * left[cfg.schedule])
+    done = min(1, (step - cfg.warmup) / max(1, decay_steps - cfg.warmup))
+    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class Progress(threading.Thread):
@@ -1485,24 +1288,11 @@ def draw_lines(path: Path, lines: list[tuple], xlabel: str, xbase: int = 0) -> N
 
 
 def dry_run(run: Run) -> None:
-    """Print what a run would need, and with --ranks what a simulated step requests."""
-    disk = costs.checkpoint_bytes(run.model, run.dtype)
-    print0(f"a checkpoint: {disk / GIB:.2f} GiB")
+    """Print what a run would need."""
     describe(run)
     plan = run.plan
     if plan.pp > 1:
         print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches))
-    dist.destroy_process_group()  # a simulated step has its own
-    if not run.cfg.ranks or run.rank:
-        return
-    if plan.activations is None:
-        print0("not simulated: what autograd saves is known for layers in chunks alone")
-        return
-    buffers, lasting = simulate_step(run)
-    most = lower_bound(buffers)
-    print0(f"simulated on fake tensors: {lasting / GIB:.2f} GiB last between steps, "
-           f"{most / GIB:.2f} come in one ({len(buffers):,} requests of 1 MiB or more); "
-           f"{(lasting + most) / GIB:.2f} GiB")
 
 
 def introduce(run: Run) -> None:
@@ -1526,14 +1316,15 @@ def introduce(run: Run) -> None:
     print0(f"data {cfg.data}{as_tokens}: {len(run.train.corpus):,} tokens, {run.train.count:,} "
            f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
     if cfg.model == "hf" and run.train.corpus.dtype.itemsize == 1 and run.model.vocab != 256:
+        has_one = (Path(cfg.import_folder) / "tokenizer.json").exists()
         print0(f"bytes are read as ids of {cfg.init}, which they hardly are: --tokenizer "
-               f"{tokenizer_folder(cfg) or 'DIR'} makes tokens of the text")
+               f"{cfg.import_folder if has_one else 'DIR'} makes tokens of the text")
     if are_ids(run.train.corpus.files) and not run.tokens:
         others = [f for f in Path(cfg.data).rglob("*") if f.is_file() and f.suffix != ".bin"
                   and not f.name.endswith(".bin.json")]
         if others or cfg.tokenizer:
             print0(f"--data {cfg.data} is read as ids: {len(others)} other files there are not "
-                   "read, and --tokenizer is for pass keys alone")
+                   "read, nor is --tokenizer")
     if run.model.tied:
         print0("the head of the import is its embedding: here they are trained as two matrices, "
                "and exported as two unless they are still equal")
@@ -1544,8 +1335,7 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int, launch: str,
-          heartbeat: Heartbeat) -> str:
+def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int) -> str:
     """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
     many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
     ranks."""
@@ -1553,9 +1343,8 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     log = Log(run, open(regular(Path(cfg.out) / "log.jsonl"), "a") if run.rank == 0 else None)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
-    trains = start < cfg.steps
     samples = run.samples
-    if trains:
+    if start < cfg.steps:
         batch = load_batch(run, samples)
         if error := error_of_any(batch.unread):
             raise ConfigError(error)
@@ -1563,9 +1352,9 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     stop.listen()  # until here there is nothing to save
     clock = time.perf_counter()
     progress = Progress(states, run.rank == 0)
-    memory = plan_memory(run, trains)
+    memory = plan_memory(run)
     wait_for_host_memory(model)
-    if trains:
+    if start < cfg.steps:
         warm_up(model, batch)
     elif cfg.eval_every > 0:
         log.write_evaluation(start, evaluate(run, model))
@@ -1576,7 +1365,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         # ---- the step, and while the GPU works at it the next batch
         step += 1
         progress.begin(step)
-        lr = learning_rate(cfg, step - 1)
+        lr = learning_rate(cfg, run.decay_steps, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
         result = *run_planned(memory, work), batch.seen
         del work  # it holds the batch
@@ -1585,7 +1374,6 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
             batch = load_batch(run, samples)
         facts = agree(run, result, stop, saver.writing, bool(batch.unread))
         seconds = time.perf_counter() - clock
-        heartbeat.started()
         progress.end()
 
         # ---- what follows from it
@@ -1595,7 +1383,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
 
         # ---- evaluate, log, save
-        if memory and (evaluates or unread or facts.signal or in_a_row == cfg.max_skips
+        if memory and (evaluates or unread or facts.signal or in_a_row == MAX_SKIPS
                        or due(step, cfg.save_every)):
             memory.give_back()  # what is not a step must not starve beside the arena
         found = None
@@ -1604,19 +1392,19 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
                 found = evaluate(run, model)
             except ConfigError as e:
                 unread = str(e)
-        ends = facts.signal or in_a_row == cfg.max_skips or unread
+        ends = facts.signal or in_a_row == MAX_SKIPS or unread
         saves = due(step, cfg.save_every) or (ends and cfg.save_every >= 0)
         if not facts.writing:
             saver.finish()
         log.write(step, facts, lr, seconds, start + 1, found, memory, saver.failed)
         if facts.signal:
             print0(f"stopped by {signal.Signals(int(facts.signal)).name} after step {step}")
-        if in_a_row == cfg.max_skips:
+        if in_a_row == MAX_SKIPS:
             print0(f"{in_a_row} steps in a row were not finite: the run ends here")
         if unread:
             print0(f"the data cannot be read any more, the run ends after step {step}: {unread}")
         if saves:
-            saver.begin(checkpoint_meta(run, step, samples, launch))
+            saver.begin(checkpoint_meta(run, step, samples))
             saved = step
         if ends:
             break
@@ -1628,14 +1416,14 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     saver.finish()
     first_weights = step == 0 and not run.resume and not cfg.evaluates_alone  # of --steps 0
     if cfg.save_every >= 0 and (saved != step or saver.failed or first_weights):
-        saver.begin(checkpoint_meta(run, step, samples, launch))
+        saver.begin(checkpoint_meta(run, step, samples))
         saver.finish()
     if skipped:
         print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
     log.close()
-    if cfg.export and step >= cfg.steps and in_a_row < cfg.max_skips:
+    if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
-    if in_a_row == cfg.max_skips:
+    if in_a_row == MAX_SKIPS:
         return "the loss or the gradient was not finite; see the log"
     return unread or saver.failed
 
@@ -1653,7 +1441,7 @@ def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
     print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
 
 
-def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
+def build_and_train(run: Run) -> str:
     """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
     ranks."""
     cfg = run.cfg
@@ -1661,10 +1449,6 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
     torch.compiler.set_stance("default" if fused else "force_eager")
     print0(f"attention kernel: {run.kernel}; element-wise parts: "
            f"{'compiled' if fused else 'eager'}")
-    disk = on_all_ranks(lambda: disk_bytes(run))
-    on_all_ranks(lambda: checkpoint.check_disk(disk))
-    for folder, size in disk.items():
-        print0(f"disk: {size / GIB:.2f} GiB at most will be written to {folder}")
     groups = make_groups(run, {})
     op = make_attention(run, groups)
     describe(run)
@@ -1676,18 +1460,16 @@ def build_and_train(run: Run, launch: str, heartbeat: Heartbeat) -> str:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
     on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps))
     saver = make_saver(run, states)
-    return train(run, model, states, saver, start, launch, heartbeat)
+    return train(run, model, states, saver, start)
 
 
-def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: Heartbeat) -> str:
+def run_ranks(cfg: Config, rank: int, world: int, local_rank: int) -> str:
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
     on_all_ranks(lambda: check_flags(cfg))
     check_same({flag_name(name): value for name, value in vars(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
-    launch = launch_name()
     # rank 0's choice: for a minute, another node may see a shared folder as it was
-    resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume or "never",
-                                                           launch))
+    resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume))
     run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank, resumed))
     run = with_tokens(run)
     run = on_all_ranks(lambda: with_files(run, resumed))
@@ -1709,7 +1491,7 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int, heartbeat: He
         on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out))))
         if cfg.save_every >= 0:
             checkpoint.check_shared(Path(cfg.out))
-        trouble = build_and_train(run, launch, heartbeat)
+        trouble = build_and_train(run)
     dist.barrier()
     return trouble
 
@@ -1722,10 +1504,9 @@ def main(argv: list[str] | None = None) -> None:
         parallel.use_more_queues()
     rank, world, local_rank = start_ranks(timeout)
     saved = "What was saved is whole: start it again, or continue with --resume"
-    with Heartbeat(rank, world, saved) as heartbeat:
-        trouble = run_ranks(cfg, rank, world, local_rank, heartbeat)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    with Heartbeat(rank, world, saved):
+        trouble = run_ranks(cfg, rank, world, local_rank)
+    dist.destroy_process_group()
     if trouble:
         sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
 
