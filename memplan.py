@@ -559,36 +559,28 @@ class StepMemory:
     what ranks map from each other lies outside the allocator; what all-to-alls and copies to the
     host read or write is held until this stream has waited for their event.
     Requests below min_bytes, and those that outlive the step, stay with PyTorch's allocator.
-    guess: the buffers that `simulate` finds, where a step might not fit unplanned; then none runs
-    unplanned: the first ones run by a plan of these, as far as it is met, while one is recorded.
     Marks (`mark`, from within the step) name the passes of a plan's two levels.
     One StepMemory a kind of device at a time: its arena must live as long as any tensor in it, so
     an arena is not loaded (RuntimeError) while tensors of another's steps are in use.
     """
 
-    RECORD, REPLAY = 1, 2  # what the allocator does, or both
+    RECORD, REPLAY = 1, 2  # what the allocator does
     COUNTS = ("hits", "unplanned", "unmatched", "occupied", "hit_bytes", "bytes")
 
-    def __init__(self, device: str = "cpu", min_bytes: int = 0, guess: Iterable[Buffer] = ()):
+    def __init__(self, device: str = "cpu", min_bytes: int = 0):
         self.kind = str(device).partition(":")[0]
         self.device = device
         self.align = ALLOCATOR_ALIGN_BYTES[self.kind]
         self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.kind]
-        self.buffers = sorted(guess, key=lambda b: b.start)
+        self.buffers: list[Buffer] = []  # of the recorded step
         self.plan: Plan | None = None
         self.arena = None  # memory, while the allocator points into it
         self.counts: dict[str, int] = {}  # of the last replay
         self.runs = 0
         self.plans = 0  # made of recorded steps
-        if guess:
-            self.sizes = [b.size for b in self.buffers]  # of all requests
-            self.planned = range(len(self.buffers))  # the requests that buffers are of
-            self.solve()
-            self.plans = 0
 
     def run(self, step):
-        """Run the step: the first two as they are (or by the guess), for what lasts; the third is
-        recorded; then by plan, and recorded again (three times in all) after one that met less than
+        """Run the step: the first two as they are, for what lasts; the third is recorded; then by plan, and recorded again (three times in all) after one that met less than
         nine tenths of its plan."""
         self.runs += 1
         missed = self.plans and self.counts and self.counts["hits"] < 0.9 * len(self.planned)
@@ -596,8 +588,8 @@ class StepMemory:
             self.counts = {}
             self.plan = None
         if self.runs < 3:
-            return self.replay(step) if self.plan else step()
-        if self.plan is None or not self.plans:
+            return step()
+        if self.plan is None:
             result = self.record(step)
             if self.give_back():  # else what is in the arena outlives the step: the next one, maybe
                 self.solve()
@@ -605,17 +597,13 @@ class StepMemory:
         return self.replay(step)
 
     def record(self, step):
-        """Run the step, by the guess if there is one, and note its requests: sizes, lifetimes
-        counted in events, and passes."""
+        """Run the step, and note its requests: sizes, lifetimes counted in events, and passes."""
         lib = library(self.kind)
-        if self.plan and self.arena is None:
-            self._load()
-        if self.kind == "cuda" and not self.plan:  # what it reserves is to be what the step needs
+        if self.kind == "cuda":  # what it reserves is to be what the step needs
             import torch
 
             torch.cuda.empty_cache()
-        mode = self.RECORD + self.REPLAY if self.plan else self.RECORD
-        lib.begin(mode, self.min_bytes, self.align)
+        lib.begin(self.RECORD, self.min_bytes, self.align)
         with noting_marks(lib.num_events) as marks:
             try:
                 result = step()
@@ -629,8 +617,8 @@ class StepMemory:
                 born.append((now, size, address))
             else:
                 died[request] = now
-        self.sizes = [size for _, size, _ in born]
-        self.planned = sorted(died)  # others outlive the step
+        self.sizes = [size for _, size, _ in born]  # of all requests
+        self.planned = sorted(died)  # the requests that buffers are of; others outlive the step
         self.addresses = [born[i][2] for i in self.planned]  # that PyTorch's allocator gave
         buffers = []
         for i in self.planned:

@@ -2345,10 +2345,7 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
     assert (ours & theirs).total() > 0.999 * len(real)
     assert len(requests) < 1.002 * len(real)
 
-    def small(requests):  # a thousandth of the sizes
-        return [memplan.Buffer(r.start, r.end, r.size >> 10) for r in requests]
-
-    def step():
+    def step():  # a thousandth of the sizes
         alive = {}
         for _, born, i in events:
             if born:
@@ -2358,11 +2355,8 @@ def test_simulated_step_requests_what_a_gpu_did(row, trace):
 
     events = sorted([(r.start, 1, i) for i, r in enumerate(real)]
                     + [(r.end, 0, i) for i, r in enumerate(real)])
-    memory = memplan.StepMemory(min_bytes=512, guess=small(requests))
-    memory.run(step)  # the first step of a run, by the guess
-    assert memory.counts["hits"] > 0.98 * len(real), memory.counts
-    assert memory.counts["hit_bytes"] > 0.98 * memory.counts["bytes"]
-    for _ in range(3):  # the last by what was recorded
+    memory = memplan.StepMemory(min_bytes=512)
+    for _ in range(4):  # the last by what was recorded
         memory.run(step)
     assert memory.counts["hits"] == len(real), memory.counts
     memory.give_back()
@@ -2592,11 +2586,6 @@ def test_memory_recorder_forgets_earlier_steps():
 
     memory.record(lambda: kept.append(torch.ones(5000)))
     memory.record(second)
-    assert memory.buffers == [] and len(memory.sizes) == 1
-    memory = memplan.StepMemory(guess=[memplan.Buffer(0, 2, 20032), memplan.Buffer(1, 3, 8000)])
-    memory.run(lambda: kept.append(torch.ones(5000)))
-    assert memory.counts["hits"] == 1
-    memory.record(lambda: (kept.append(torch.zeros(2000)), kept.pop(1)) and None)
     assert memory.buffers == [] and len(memory.sizes) == 1
     kept.clear()
     memory.give_back()
