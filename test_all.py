@@ -2179,8 +2179,6 @@ def simulation(running: list):
 def simulate_step(run: train.Run) -> tuple[list[memplan.Buffer], int]:
     """Return the first rank's buffers in a step on GPUs, as large as are planned, and the bytes of
     what lasts between steps, on fake tensors."""
-    no_window = dataclasses.replace(run.model, window=0)  # the CPU's has memory of its own
-    run = run.but(model=no_window)
     running = [None]
 
     def make():
