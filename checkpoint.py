@@ -62,8 +62,8 @@ VERSION = 2  # of the format
 DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}  # safetensors' names
 SUM_BYTES = 2**24  # under one checksum: what is read to believe any of them
 THREADS = 8  # of a rank, that copy, sum and write: zlib and the system let go of Python's lock
-META = {"version": int, "number": int, "step": int, "samples": int, "model": dict, "config": dict,
-        "source": dict, "data": dict, "files": dict, "tensors": dict}
+META = {"version": int, "number": int, "step": int, "samples": int, "decay_steps": int,
+        "model": dict, "config": dict, "source": dict, "data": dict, "files": dict, "tensors": dict}
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def read_meta(folder: Path) -> dict:
                 raise TypeError(f"{key} is {meta[key]!r}")
         if meta["source"] and meta["source"].get("model_type") not in list(_ARCHITECTURES):
             raise ValueError("its source is of an architecture that is not built")
-        check_counts(meta["step"], meta["samples"], meta["number"])
+        check_counts(meta["step"], meta["samples"], meta["decay_steps"], meta["number"])
         for entry in meta["files"].values():
             check_counts(entry["bytes"], *entry["header"])
         meta["tensors"] = {name: read_tensor(meta["files"], entry)

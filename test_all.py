@@ -1592,8 +1592,8 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
         checkpoint.hf_architecture(Config(**small, span=64), {})
     old = tmp_path / "step-00000001"
     old.mkdir()
-    meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1, "source": {},
-            "data": {}, "files": {}, "tensors": {},
+    meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1,
+            "decay_steps": 1, "source": {}, "data": {}, "files": {}, "tensors": {},
             "model": dataclasses.asdict(SMALL), "config": {"model": "tiny", "init": "random"}}
     checkpoint.write_meta(old, meta)
     found = checkpoint.find_checkpoint(tmp_path, str(old))
@@ -3586,25 +3586,20 @@ def test_eval_alone(tmp_path, capsys, monkeypatch):
 
 def test_schedule_equals_torchs():
     """torch.optim's, from the end of the warm-up to the end of the decay; then nothing changes."""
-    of = torch.optim.lr_scheduler
-    plain = {"cosine": lambda opt: of.CosineAnnealingLR(opt, 20, 0.002),
-             "linear": lambda opt: of.LinearLR(opt, 1.0, 0.2, 20),
-             "constant": lambda opt: of.ConstantLR(opt, 1.0)}
-    for name in train.CHOICES["schedule"][1:]:
-        cfg = train.Config(lr=0.01, warmup=5, steps=90, decay_steps=25, min_lr=0.2, schedule=name)
-        rates = [train.learning_rate(cfg, step) for step in range(90)]
-        opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
-        schedule = plain[name](opt)
-        assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
-        for rate in rates[5:26]:
-            assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12), name
-            opt.step()
-            schedule.step()
-        assert set(rates[25:]) == {rates[25]}
+    cfg = train.Config(lr=0.01, warmup=5, min_lr=0.2)
+    rates = [train.learning_rate(cfg, 25, step) for step in range(90)]
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20, 0.002)
+    assert rates[:5] == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.01])
+    for rate in rates[5:26]:
+        assert rate == pytest.approx(schedule.get_last_lr()[0], rel=1e-12)
+        opt.step()
+        schedule.step()
+    assert set(rates[25:]) == {rates[25]}
 
 
 def test_schedule_of_an_extended_run(tmp_path, capsys):
-    """It stays where the checkpoint's ended, unless it is asked to decay until later."""
+    """It stays where the checkpoint's ended, also of a run that is extended again."""
     args = [*QUICK, "--out", f"{tmp_path}", "--keep", "9"]
 
     def rates(*flags):
@@ -3615,12 +3610,11 @@ def test_schedule_of_an_extended_run(tmp_path, capsys):
     assert first[1] == 3e-3 and first[5] < first[4]
     resume = ("--resume", f"{tmp_path}/step-00000006")
     assert rates("--steps", "8", *resume) == pytest.approx([*first, 3e-4, 3e-4])
-    assert ("step-00000006: --lr 0.003 --schedule cosine --min-lr 0.1 --warmup 2 --decay-steps 6\n"
+    assert ("step-00000006: --lr 0.003 --min-lr 0.1 --warmup 2; --lr decays until step 6\n"
             in capsys.readouterr().out)
     assert len(rates("--steps", "0", "--eval-every", "1", *resume)) == 8  # it takes no row back
-    assert checkpoint.read_meta(tmp_path / "latest")["config"]["decay_steps"] == 6
-    further = rates("--steps", "8", "--decay-steps", "12", "--schedule", "linear", *resume)
-    assert further[6:] == pytest.approx([3e-3 * (0.1 + 0.9 * x) for x in (0.6, 0.5)])
+    assert checkpoint.read_meta(tmp_path / "latest")["decay_steps"] == 6
+    assert rates("--steps", "9", "--resume") == pytest.approx([*first, 3e-4, 3e-4, 3e-4])
 
 
 def test_diverging_run_skips_stops_and_saves(tmp_path):
@@ -4264,8 +4258,6 @@ REFUSED = {
     "init without a folder": ("--init hf:", "hf:: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
     "export to out": ("--export {tmp}/o", "or --out"),
-    "schedule": ("--schedule wsd", "--schedule wsd: one of auto, cosine, linear, constant"),
-    "decay steps": ("--decay-steps -1", "--decay-steps -1: from 0"),
     "token bytes": ("--token-bytes 3", "--token-bytes 3: 2 .uint16. or 4"),
     "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*--token-bytes 4"),
     "said vocabulary": ("--data {tmp}/said.bin", "said.bin.json says a vocabulary of 300.* 256"),
@@ -4273,7 +4265,6 @@ REFUSED = {
     "learning rate": ("--lr nan", "--lr nan: from 0"),
     "beta": ("--beta2 1", "--beta2 1.0: from 0"),
     "seed": ("--seed -1", "--seed -1: from 0"),
-    "decay before the warm-up ends": ("--warmup 3 --decay-steps 2", "2 is before .* --warmup 3"),
     "time-out": ("--timeout 0", "--timeout 0.0: from 1"),
     "rope base": ("--rope-theta 0.5", "--rope-theta 0.5: from 1"),
     "time-out, not a number": ("--timeout nan", "--timeout nan: from 1"),

@@ -113,12 +113,8 @@ class Config:
                                    " within 8K tokens a rank")
     lr: float | None = flag(None, "peak learning rate; auto: a resumed run's, else 3e-3 for tiny,"
                             " 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4")
-    schedule: str = flag("auto", "of the learning rate after the warm-up, down to --min-lr: cosine,"
-                         " linear; or constant; auto: a resumed run's, else cosine")
-    decay_steps: int | None = flag(None, "step at which --min-lr is reached; auto: a resumed run's,"
-                                   " else --steps")
-    min_lr: float | None = flag(None, "the decay's end, as a fraction of --lr; auto: a resumed"
-                                " run's, else 0.1")
+    min_lr: float | None = flag(None, "the cosine decay's end at --steps, as a fraction of --lr;"
+                                " auto: a resumed run's, else 0.1")
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
                               " twentieth of --steps")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
@@ -232,7 +228,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
            "reduce_dtype": ("auto", "fp32"), "recompute": ("auto", "none", "full"),
            "dtype": ("auto", *DTYPES), "tp_mode": ("mtp", "msp", "fsp"),
-           "schedule": ("auto", "cosine", "linear", "constant"),
            "memplan": ("off", "on", "auto", "flat", "bilevel")}
 TIMEOUTS = (1, 1e9)  # seconds
 LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
@@ -248,13 +243,13 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (0, 2**31 - 1): "seed",
     (-1, 2**32): "ignore_token document_token",
     (-1, 2**40): "eval_every save_every",
-    (0, 2**40): "steps warmup decay_steps",
+    (0, 2**40): "steps warmup",
     (1, 2**40): "seq batch micro_batch max_skips eval_sequences keep per_node chunk",
     (0, 2**60): "host_memory",
     (1, 2**60): "batch_tokens gpu_memory",
 }
-SIZES = ("seq", "steps", "decay_steps", "batch", "batch_tokens", "micro_batch", "chunk",
-         "host_memory", "gpu_memory")
+SIZES = ("seq", "steps", "batch", "batch_tokens", "micro_batch", "chunk", "host_memory",
+         "gpu_memory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -375,6 +370,7 @@ class Run:
     val: Sequences | None = None
     resume: Checkpoint | None = None
     samples: int = 0  # sequences that a resumed run has seen
+    decay_steps: int = 0  # the step at which --min-lr is reached: a resumed run's, else --steps
     data: dict = field(default_factory=dict)  # fingerprint of both
     budgets: tuple[float, float] = (2.0**60, 2.0**60)  # bytes of a GPU, of host memory of a rank
     hardware: Hardware | None = None
@@ -588,7 +584,7 @@ def with_tokens(run: Run) -> Run:
     return run.but(cfg=cfg, tokens=tokens)
 
 
-SCHEDULE = ("lr", "schedule", "min_lr", "warmup", "decay_steps")
+SCHEDULE = ("lr", "min_lr", "warmup")
 
 
 def kept_flags(cfg: Config, old: Config, step: int) -> dict:
@@ -610,26 +606,26 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
     if not cfg.dry_run:
         check_folders(cfg, run)
-    asked = cfg.decay_steps
     usual = {"lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
-             "schedule": "cosine", "min_lr": 0.1, "warmup": cfg.steps // 20,
-             "decay_steps": cfg.steps}
+             "min_lr": 0.1, "warmup": cfg.steps // 20}
     samples = 0
+    decay_steps = cfg.steps
     if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
         checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
+        if resumed.meta["step"]:
+            decay_steps = resumed.meta["decay_steps"]
         if kept:
             print0(f"kept from {resumed.folder}: " + " ".join(
-                f"{flag_name(name)} {value}" for name, value in kept.items()))
+                f"{flag_name(name)} {value}" for name, value in kept.items())
+                + f"; --lr decays until step {decay_steps}")
         usual |= kept
     cfg = replace(cfg, **cfg.where_open(usual))
-    if asked is not None and asked < cfg.warmup:
-        raise ValueError(f"--decay-steps {asked} is before the end of --warmup {cfg.warmup}")
     return run.but(cfg=cfg, train=train, val=val, resume=resumed, samples=samples,
-                   data=fingerprint(corpora))
+                   decay_steps=decay_steps, data=fingerprint(corpora))
 
 
 def recorded_flags(resumed: Checkpoint) -> Config:
@@ -1181,18 +1177,16 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
 
 def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
     """Return what a resumed run must know."""
-    return {"step": step, "samples": samples, "data": run.data,
-            "model": asdict(run.model), "config": asdict(run.cfg),
-            "source": run.source}
+    return {"step": step, "samples": samples, "decay_steps": run.decay_steps, "data": run.data,
+            "model": asdict(run.model), "config": asdict(run.cfg), "source": run.source}
 
 
-def learning_rate(cfg: Config, step: int) -> float:
-    """Linear warm-up, then from lr to min_lr * lr by --schedule; step counts from 0."""
+def learning_rate(cfg: Config, decay_steps: int, step: int) -> float:
+    """Linear warm-up, then a cosine from lr to min_lr * lr at decay_steps; step counts from 0."""
     if step < cfg.warmup:
         return cfg.lr * (step + 1) / cfg.warmup
-    done = min(1, (step - cfg.warmup) / max(1, cfg.decay_steps - cfg.warmup))
-    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1}
-    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * left[cfg.schedule])
+    done = min(1, (step - cfg.warmup) / max(1, decay_steps - cfg.warmup))
+    return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class Progress(threading.Thread):
@@ -1474,7 +1468,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         # ---- the step, and while the GPU works at it the next batch
         step += 1
         progress.begin(step)
-        lr = learning_rate(cfg, step - 1)
+        lr = learning_rate(cfg, run.decay_steps, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
         result, memory = run_planned(run, memory, work)
         result = *result, batch.seen
