@@ -78,6 +78,7 @@ def size(text: str) -> int:
 
 
 OVERLAPS = (*STREAMS, "pipeline")
+MAX_SKIPS = 5  # non-finite steps in a row that end the run
 
 
 def flag(default, text: str):
@@ -121,7 +122,6 @@ class Config:
     beta1: float = flag(0.9, "AdamW's")
     beta2: float = flag(0.95, "AdamW's")
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
-    max_skips: int = flag(5, "non-finite steps in a row that end the run")
     seed: int = flag(0, "of the weights and of the order of the data")
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
                      " --tokenizer), a .bin file of token ids, a folder with .bin files (val.bin is"
@@ -244,7 +244,7 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (-1, 2**32): "ignore_token document_token",
     (-1, 2**40): "eval_every save_every",
     (0, 2**40): "steps warmup",
-    (1, 2**40): "seq batch micro_batch max_skips eval_sequences keep per_node chunk",
+    (1, 2**40): "seq batch micro_batch eval_sequences keep per_node chunk",
     (0, 2**60): "host_memory",
     (1, 2**60): "batch_tokens gpu_memory",
 }
@@ -1483,7 +1483,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         # ---- what follows from it
         skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
-        ends = facts.signal or in_a_row == cfg.max_skips
+        ends = facts.signal or in_a_row == MAX_SKIPS
         saves = due(step, cfg.save_every) or (ends and cfg.save_every >= 0)
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
 
@@ -1496,7 +1496,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         log.write(step, facts, lr, seconds, start + 1, found, memory, saver.failed)
         if facts.signal:
             print0(f"stopped by {signal.Signals(int(facts.signal)).name} after step {step}")
-        if in_a_row == cfg.max_skips:
+        if in_a_row == MAX_SKIPS:
             print0(f"{in_a_row} steps in a row were not finite: the run ends here")
         if saves:
             saver.begin(checkpoint_meta(run, step, samples))
@@ -1518,7 +1518,7 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     log.close()
     if cfg.export and (step == start or not ends):
         export(run, states, saver.group)
-    if in_a_row == cfg.max_skips:
+    if in_a_row == MAX_SKIPS:
         return "the loss or the gradient was not finite; see the log"
     return saver.failed
 
