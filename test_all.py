@@ -889,7 +889,7 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
 def test_swapping_run_equals_plain_and_resumes(tmp_path):
     """train.py itself: sequences over ranks, chunks, swapping; saved, resumed with others."""
-    args = [*QUICK, "--dtype", "fp64", "--keep", "9", "--eval-sequences", "8"]
+    args = [*QUICK, "--dtype", "fp64", "--keep", "9"]
     run([*args, "--out", tmp_path / "a", "--eval-every", "6"], 0)
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --g 2 --os 2 --head-groups 3".split()
     text = run([*args, *swap, "--out", tmp_path / "b", "--save-every", "3", "--eval-every", "6"], 2)
@@ -954,12 +954,12 @@ def test_documents_equal_each_alone(kv_heads, window, plan, monkeypatch, group):
 
 def test_documents_run(tmp_path):
     """train.py itself, whose documents are lines of text: on one rank, and swapping on two."""
-    args = [*QUICK, "--dtype", "fp64", "--steps", 2, "--eval-every", 2, "--eval-sequences", 5,
-            "--document-token", 10]
-    text = run([*args, "--out", tmp_path / "a"], 0)
+    args = [*QUICK, "--dtype", "fp64", "--steps", 2, "--eval-every", 2, "--document-token", 10]
+    few = "train.EVAL_SEQUENCES = 5"
+    text = run([*args, "--out", tmp_path / "a"], 0, few)
     assert "documents end with token 10" in text
     swap = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --micro-batch 2"
-    run([*args, *swap.split(), "--os", 2, "--out", tmp_path / "b"], 2)
+    run([*args, *swap.split(), "--os", 2, "--out", tmp_path / "b"], 2, few)
     for a, b in zip(log(tmp_path / "a"), log(tmp_path / "b"), strict=True):
         for name in ("loss", "grad_norm", "val_loss"):
             assert a.get(name, 0) == pytest.approx(b.get(name, 0), rel=1e-10), name
@@ -1152,8 +1152,7 @@ def test_wire_and_recomputation_flags(tmp_path):
 
 def test_sharded_checkpoints_fit_each_other(tmp_path):
     """Saved under some factors, ranks and layout; resumed, evaluated and exported under others."""
-    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5",
-            "--eval-sequences", "8"]
+    args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--eval-every", "5"]
     run([*args, "--out", tmp_path / "a", "--save-every", "3", "--export", tmp_path / "x"], 0)
     want, others = losses(tmp_path / "a"), [
         (2, "--p 2 --os-layout inter --os-place host"), (3, "--strategy zero3 --overlap none"),
@@ -1709,10 +1708,10 @@ def test_tensor_checkpoints_fit_each_other(tmp_path):
     """Saved by columns and stages; resumed, evaluated and exported by others, and by none."""
     code = "from model import MODELS, ModelConfig\n"
     code += "MODELS['tiny'] = ModelConfig(256, 48, 2, 8, 4, 80, 8, qkv_bias=True)\n"
+    code += "train.EVAL_SEQUENCES = 5\n"
     code += "train.draw_losses = lambda out: None"  # which takes longer than the steps
     args = [*QUICK, "--dtype", "fp64", "--micro-batch", "1", "--keep", "99", "--steps", "4",
-            "--eval-every", "4", "--eval-sequences", "5", "--save-every", "1",
-            "--data", HERE / "test_all.py"]
+            "--eval-every", "4", "--save-every", "1", "--data", HERE / "test_all.py"]
     run([*args, "--out", tmp_path / "a", "--export", tmp_path / "x"], 0, code)
     want, rows = losses(tmp_path / "a"), log(tmp_path / "a")
     last = tmp_path / "a" / "step-00000001"
@@ -2227,7 +2226,7 @@ def test_planned_run_is_bit_equal(tmp_path):
     """train.py --memplan on: with sequences over ranks, chunks, evaluation, a checkpoint in between
     and resuming from it, the losses are those without it."""
     args = [*QUICK, "--sp", "2", "--chunk", "16", "--alpha", "0.5", "--steps", "8",
-            "--eval-every", "5", "--eval-sequences", "8", "--save-every", "4"]
+            "--eval-every", "5", "--save-every", "4"]
     run([*args, "--out", tmp_path / "off"], 2)
     levels = run([*args, "--out", tmp_path / "levels", "--memplan", "bilevel", "--steps", "4"], 2)
     assert re.search("plan of a step: .*two levels", levels)  # by the passes that States has marked
@@ -3530,8 +3529,9 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     """Quarters 0, 3 and 1, 2 of each sequence on two pairs of ranks, some of which have none: the
     loss and that of every position are those of the bare model."""
     args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
-            "--eval-every", 1, "--eval-sequences", 7, "--ignore-token", 32]
-    run([*args, "--sp", 2, "--ring", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4)
+            "--eval-every", 1, "--ignore-token", 32]
+    run([*args, "--sp", 2, "--ring", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4,
+        "train.EVAL_SEQUENCES = 7")
     row, = log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "position.png").exists()
     model = m.LLaMA(m.MODELS["tiny"]).double()
@@ -3644,10 +3644,11 @@ def test_eval_that_is_not_finite_is_drawn(tmp_path, monkeypatch, capsys):
 def test_ranks_and_micro_batches(tmp_path):
     """float64, labels ignored unevenly (32 is the space): the same losses for every split."""
     args = [*QUICK, "--dtype", "fp64", "--ignore-token", "32", "--eval-every", "3",
-            "--eval-sequences", "7", "--steps", "5", "--save-every", "-1"]
+            "--steps", "5", "--save-every", "-1"]
     splits = {"one": (0, 6), "micro": (0, 1), "two": (2, 3), "three": (3, 1)}
     for name, (ranks, micro) in splits.items():
-        run([*args, "--micro-batch", micro, "--out", tmp_path / name], ranks)
+        run([*args, "--micro-batch", micro, "--out", tmp_path / name], ranks,
+            "train.EVAL_SEQUENCES = 7")
     want = losses(tmp_path / "one")
     vals = [r["val_loss"] for r in log(tmp_path / "one") if "val_loss" in r]
     assert len(vals) == 2

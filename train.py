@@ -78,6 +78,7 @@ def size(text: str) -> int:
 
 
 OVERLAPS = (*STREAMS, "pipeline")
+EVAL_SEQUENCES = 64  # most of a validation
 MAX_SKIPS = 5  # non-finite steps in a row that end the run
 
 
@@ -137,7 +138,6 @@ class Config:
                                       " behind one's end does not count; auto: a resumed run's,"
                                       " else what --tokenizer ends each text with; -1: none")
     eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
-    eval_sequences: int = flag(64, "most sequences of a validation")
     out: str = flag("out", "folder of log.jsonl, loss.png, position.png (validation loss by"
                     " position) and checkpoints")
     save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
@@ -244,7 +244,7 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (-1, 2**32): "ignore_token document_token",
     (-1, 2**40): "eval_every save_every",
     (0, 2**40): "steps warmup",
-    (1, 2**40): "seq batch micro_batch eval_sequences keep per_node chunk",
+    (1, 2**40): "seq batch micro_batch keep per_node chunk",
     (0, 2**60): "host_memory",
     (1, 2**60): "batch_tokens gpu_memory",
 }
@@ -1055,7 +1055,7 @@ def evaluate(run: Run, model: LLaMA) -> dict:
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
     None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
     document, as [first position, loss]. A collective of all ranks."""
-    count = min(run.val.count, run.cfg.eval_sequences)
+    count = min(run.val.count, EVAL_SEQUENCES)
     firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
     total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
     for positions, labels, losses in score(run, model, count):
