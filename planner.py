@@ -648,8 +648,7 @@ def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
         batch = min(batch, most // dp * dp)
     if most is not None and batch > most:
         raise ValueError(f"--batch {batch}: the data has {most} training sequences of "
-                         f"{constraints.seq} tokens; --batch counts sequences, --batch-tokens "
-                         "tokens")
+                         f"{constraints.seq} tokens; --batch counts sequences")
     if batch % dp:
         kept = ", which a resumed run keeps" if constraints.resumes else ""
         raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "

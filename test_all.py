@@ -3732,7 +3732,7 @@ def test_order_of_data_follows_from_samples_seen(tmp_path, monkeypatch):
         assert a == pytest.approx(b, rel=1e-4)
     drawn.clear()
     train.main([*args, "--out", f"{tmp_path}/c", "--steps", "4", "--resume", f"{first}",
-                "--batch-tokens", "1K"])
+                "--batch", "32"])
     assert drawn == list(range(256, 256 + 2 * 32))
     meta = json.loads((tmp_path / "c" / "latest" / "meta.json").read_text())
     assert (meta["samples"], meta["step"]) == (256 + 64, 4)
@@ -4275,8 +4275,7 @@ REFUSED = {
     "sp 0": ("--sp 0", "--sp 0: from 1"),
     "batch 0": ("--batch 0", "--batch 0: from 1"),
     "batch of tokens": ("--batch 4M", "--batch 4194304: the data has [0-9]+ training sequences of "
-                        "32 tokens.*--batch-tokens tokens"),
-    "batch twice": ("--batch-tokens 4K", "--batch 6 and --batch-tokens 4096 say the same"),
+                        "32 tokens.*--batch counts sequences"),
     "unreadable": ("--data {tmp}/locked.txt", "Permission denied.*locked.txt"),
     "p": ("--p 2", "p=2 g=1 os=1: 2 shards do not fit 1 ranks.*nearest: --p 1"),
     "mesh": ("--os 2x", "factor '2x': a number or"),

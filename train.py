@@ -60,7 +60,7 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
                    initial_weight, keys_seen, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
-from planner import Constraints, Hardware, Plan, nearest
+from planner import Constraints, Hardware, Plan
 from ranks import (ConfigError, Heartbeat, check_same, most_of_ranks, of_rank_0, on_all_ranks,
                    on_rank_0, patient_group, print0, start_ranks)
 from shard import STREAMS, States
@@ -110,7 +110,6 @@ class Config:
                       " are allocated nevertheless")
     batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
                              " tokens for tiny and 512K tokens for others")
-    batch_tokens: int | None = flag(None, "the same in tokens (as 4M), a multiple of --seq")
     micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
                                    " within 8K tokens a rank")
     lr: float | None = flag(None, "peak learning rate; auto: a resumed run's, else 3e-3 for tiny,"
@@ -246,10 +245,9 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (0, 2**40): "steps warmup",
     (1, 2**40): "seq batch micro_batch keep per_node chunk",
     (0, 2**60): "host_memory",
-    (1, 2**60): "batch_tokens gpu_memory",
+    (1, 2**60): "gpu_memory",
 }
-SIZES = ("seq", "steps", "batch", "batch_tokens", "micro_batch", "chunk", "host_memory",
-         "gpu_memory")
+SIZES = ("seq", "steps", "batch", "micro_batch", "chunk", "host_memory", "gpu_memory")
 
 
 class Parser(argparse.ArgumentParser):
@@ -314,9 +312,6 @@ def check_flags(cfg: Config) -> None:
             value = getattr(cfg, name)
             if value is not None and not least <= value <= most:  # a NaN is not, either
                 raise ValueError(f"{flag_name(name)} {value}: from {least} to {most}")
-    if cfg.batch is not None and cfg.batch_tokens is not None:
-        raise ValueError(f"--batch {cfg.batch} and --batch-tokens {cfg.batch_tokens} say the same "
-                         "in sequences and in tokens: drop one")
     if not set(cfg.overlaps) <= set(OVERLAPS):
         raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
     by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
@@ -510,16 +505,6 @@ def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
         "per_node": math.gcd(8, world) if cfg.ranks else per_node}))
 
 
-def with_batch(cfg: Config) -> Config:
-    """Return the flags with --batch-tokens in sequences. Raises ValueError."""
-    if cfg.batch_tokens is None:
-        return cfg
-    if cfg.batch_tokens % cfg.seq:
-        raise ValueError(f"--batch-tokens {cfg.batch_tokens}: not a multiple of --seq "
-                         f"{cfg.seq}; nearest: {nearest(cfg.batch_tokens, cfg.seq)}")
-    return replace(cfg, batch=cfg.batch_tokens // cfg.seq)
-
-
 def machine(cfg: Config, rank: int, world: int, local_rank: int,
             resumed: Checkpoint | None = None) -> Run:
     """Return the run as far as flags, devices and the model settle it; resumed: the checkpoint that
@@ -531,7 +516,6 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
         model = replace(model, max_positions=max(model.max_positions, cfg.seq))
-    cfg = with_batch(cfg)
     dtype = DTYPES[cfg.dtype]
     cfg = with_documents(cfg, model, resumed)
     masks = [f"sliding windows (of {model.window} tokens)"] if 0 < model.window < cfg.seq else []
@@ -730,8 +714,7 @@ def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
     cfg, model, _, _ = choose_model(cfg, torch.device("cuda"), None)
     ranks = cfg.ranks or per_node
     cfg = replace(cfg, ranks=ranks, per_node=cfg.per_node or math.gcd(per_node, ranks))
-    cfg = with_batch(default_flags(cfg, ranks, torch.device("cuda")))
-    return cfg, model
+    return default_flags(cfg, ranks, torch.device("cuda")), model
 
 
 def device_name(device: torch.device) -> str:
