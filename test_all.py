@@ -4265,7 +4265,6 @@ REFUSED = {
     "said vocabulary": ("--data {tmp}/said.bin", "said.bin.json says a vocabulary of 300.* 256"),
     "tokenizer": ("--tokenizer {tmp}/empty", "empty: no tokenizer.json"),
     "learning rate": ("--lr nan", "--lr nan: from 0"),
-    "beta": ("--beta2 1", "--beta2 1.0: from 0"),
     "seed": ("--seed -1", "--seed -1: from 0"),
     "time-out": ("--timeout 0", "--timeout 0.0: from 1"),
     "rope base": ("--rope-theta 0.5", "--rope-theta 0.5: from 1"),

@@ -119,8 +119,6 @@ class Config:
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
                               " twentieth of --steps")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
-    beta1: float = flag(0.9, "AdamW's")
-    beta2: float = flag(0.95, "AdamW's")
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
     seed: int = flag(0, "of the weights and of the order of the data")
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
@@ -231,7 +229,6 @@ CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", 
 TIMEOUTS = (1, 1e9)  # seconds
 LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
     (0, 1): "alpha min_lr",
-    (0, 1 - 1e-9): "beta1 beta2",
     (0, 1e6): "weight_decay",
     (0, 1e30): "lr clip",
     (1, 1e30): "rope_theta",
@@ -799,8 +796,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
         plan.os_layout, groups, overlap=cfg.overlaps,
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
-        num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
-        decay=cfg.weight_decay, place=plan.os_place)
+        num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, plan.micro_batches, local_bounds(run),
