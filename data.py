@@ -59,7 +59,7 @@ class Corpus:
                 size = handle.seek(0, os.SEEK_END)
             if size % token_bytes:
                 raise ValueError(f"--data: {file} is not a whole number of {token_bytes}-byte "
-                                 "tokens (--token-bytes)")
+                                 "tokens")
             counts.append(size // token_bytes)
         self.bounds = np.cumsum(counts)  # where each file begins, in tokens, and the end
 
@@ -106,20 +106,19 @@ def are_ids(files: list[Path]) -> bool:
     return any(file.suffix == ".bin" for file in files)
 
 
-def open_corpus(data: str, vocab: int,
-                token_bytes: int | None = None) -> tuple[Corpus, Corpus | None]:
+def open_corpus(data: str, vocab: int) -> tuple[Corpus, Corpus | None]:
     """Return the corpus of --data, and a validation corpus of its own if the folder has a val.bin.
-    vocab: the model's; token_bytes: --token-bytes, None: auto. Raises ValueError."""
+    vocab: the model's. Raises ValueError."""
     train, val = find_files(data)
-    width = id_bytes(train + val, vocab, token_bytes) if are_ids(train + val) else 1
+    width = id_bytes(train + val, vocab) if are_ids(train + val) else 1
     return Corpus(train, width), Corpus(val, width) if val else None
 
 
-def id_bytes(files: list[Path], vocab: int, asked: int | None) -> int:
-    """Return the width of an id in .bin files: what FILE.json or --token-bytes says, else what the
-    vocabulary needs. Raises ValueError if these contradict each other, the model or the ids."""
-    width = asked
-    source = f"--token-bytes {asked}"
+def id_bytes(files: list[Path], vocab: int) -> int:
+    """Return the width of an id in .bin files: what FILE.json says, else 2. Raises ValueError if
+    these contradict each other, the model or the ids."""
+    width = None
+    source = ""
     silent = []
     for file in files:
         said = read_sidecar(file)
@@ -130,16 +129,16 @@ def id_bytes(files: list[Path], vocab: int, asked: int | None) -> int:
             raise ValueError(f"--data: {file}.json says a vocabulary of {said['vocab']}, the "
                              f"model's has {vocab}: take another model, or other tokens")
         if width not in (None, said["token_bytes"]):
-            raise ValueError(f"{source}: {file}.json says {said['token_bytes']}")
+            raise ValueError(f"--data: {source}: {file}.json says {said['token_bytes']}")
         width = said["token_bytes"]
         source = f"{file}.json, token_bytes {width}"
-    width = width or (4 if vocab > 2**16 else 2)
+    width = width or 2
     for file in silent:
         if width == 2 and looks_like_four_bytes(file):
             raise ValueError(
                 f"--data: every second 2-byte id of {file} is next to 0, as in a file of 4-byte "
-                f"ids: --token-bytes 4; if they are right, say so in {file.name}.json beside it: "
-                '{"token_bytes": 2}')
+                f'ids: say {{"token_bytes": 4}} in {file.name}.json beside it, or 2 if they are '
+                "right")
     return width
 
 
@@ -238,7 +237,7 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
             tokens = corpus.read(start, min(start + SCAN_TOKENS, len(corpus)))
             largest = int(tokens.max(initial=0))
             if largest >= vocab:
-                other = f", or --token-bytes {6 - width} if ids are so wide" if width > 1 else ""
+                other = ", or another token_bytes in FILE.bin.json" if width > 1 else ""
                 raise ValueError(
                     f"--data: token {start + int(tokens.argmax())} is {largest}, the model's "
                     f"vocabulary ends at {vocab - 1}; take another model{other}")

@@ -3284,6 +3284,8 @@ def test_data_token_files(token_bytes, dtype, tmp_path):
     ids[77] = 2 ** (8 * token_bytes) - 1
     ids.astype(dtype).tofile(tmp_path / "train.bin")
     ids[:100].astype(dtype).tofile(tmp_path / "val.bin")
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin.json").write_text(f'{{"token_bytes": {token_bytes}}}')
     corpus, val = data.open_corpus(str(tmp_path), 2 ** (8 * token_bytes))
     assert np.array_equal(corpus.read(0, 500), ids) and len(val) == 100
     sequences, held = data.split(corpus, val, 20, 0)
@@ -3299,34 +3301,38 @@ def refuse_data(message, *args):
 
 
 def test_data_width_of_ids_is_found_or_refused(tmp_path):
-    """By FILE.bin.json, --token-bytes or the vocabulary; what contradicts it is refused."""
+    """By FILE.bin.json, else two bytes; what contradicts it is refused."""
     rng = np.random.default_rng(0)
     path, side = tmp_path / "train.bin", tmp_path / "train.bin.json"
     open_file = functools.partial(data.open_corpus, str(path))
 
-    def opens(ids, *args):
-        assert np.array_equal(open_file(*args)[0].read(0, len(ids)), ids)
+    def opens(ids, vocab):
+        assert np.array_equal(open_file(vocab)[0].read(0, len(ids)), ids)
 
     gpt2 = rng.zipf(1.2, 50_000) % 50_257
     gpt2.astype("<u2").tofile(path)
     opens(gpt2, 50_304)  # as nanoGPT writes it
-    opens(gpt2, 128_256, 2)
-    refuse_data("token .* the model's vocabulary ends at 128255.*--token-bytes 2", str(path),
+    opens(gpt2, 128_256)
+    side.write_text('{"token_bytes": 4}')
+    refuse_data("token .* the model's vocabulary ends at 128255.*another token_bytes", str(path),
                 128_256)
+    side.unlink()
     dna = np.where(np.arange(9000) % 500, rng.integers(0, 4, 9000), 50_256)  # ends at even places
     dna.astype("<u2").tofile(path)
     opens(dna, 50_304)
     for most in (4, 300, 50_257, 128_256):
         wide = rng.integers(0, most, 20_001)
         wide.astype("<u4").tofile(path)
+        refuse_data('train.bin is next to 0.*say {"token_bytes": 4} in train.bin.json', str(path),
+                    50_304)
+        refuse_data("train.bin is next to 0", str(path), 128_256)
+        side.write_text('{"token_bytes": 4}')
         opens(wide, 128_256)
-        opens(wide, 32_000 if most < 32_000 else most, 4)
-        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 50_304)
-        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 128_256, 2)
+        opens(wide, 32_000 if most < 32_000 else most)
+        side.unlink()
     side.write_text('{"token_bytes": 4, "vocab": 128256, "tokenizer": "x"}')
     opens(wide, 128_256)
-    opens(wide, 200_000, 4)
-    refuse_data("--token-bytes 2: .*train.bin.json says 4", str(path), 128_256, 2)
+    opens(wide, 200_000)
     refuse_data("train.bin.json says a vocabulary of 128256, the model's has 32000", str(path),
                 32_000)
     wide.astype("<u4").tofile(tmp_path / "val.bin")
@@ -4260,8 +4266,7 @@ REFUSED = {
     "init without a folder": ("--init hf:", "hf:: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
     "export to out": ("--export {tmp}/o", "or --out"),
-    "token bytes": ("--token-bytes 3", "--token-bytes 3: 2 .uint16. or 4"),
-    "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*--token-bytes 4"),
+    "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*token_bytes.: 4"),
     "said vocabulary": ("--data {tmp}/said.bin", "said.bin.json says a vocabulary of 300.* 256"),
     "tokenizer": ("--tokenizer {tmp}/empty", "empty: no tokenizer.json"),
     "learning rate": ("--lr nan", "--lr nan: from 0"),

@@ -122,13 +122,11 @@ class Config:
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
     seed: int = flag(0, "of the weights and of the order of the data")
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
-                     " --tokenizer), a .bin file of token ids, a folder with .bin files (val.bin is"
+                     " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside it"
+                     ' says: {"token_bytes": 4, "vocab": 128256}), a folder with them (val.bin is'
                      " the validation split), or stdlib: the sources of Python's standard library")
     tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
                           " are kept in OUT/tokens")
-    token_bytes: int | None = flag(None, "of an id in .bin files: 2 (uint16) or 4 (uint32); auto:"
-                                   ' as FILE.bin.json beside it says, {"token_bytes": 4, "vocab":'
-                                   " 128256}, else 4 for a model of more than 65536 ids")
     ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
     document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
                                       " documents, positions restart with each, and the label"
@@ -320,8 +318,6 @@ def check_flags(cfg: Config) -> None:
         raise ValueError(f"--ranks {cfg.ranks}: of a plan alone; with --dry-run")
     if not re.fullmatch("random|hf:.+", cfg.init):
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
-    if cfg.token_bytes not in (None, 2, 4):
-        raise ValueError(f"--token-bytes {cfg.token_bytes}: 2 (uint16) or 4 (uint32)")
 
 
 # ---------------------------------------------------------------------------- setup
@@ -581,7 +577,7 @@ def kept_flags(cfg: Config, old: Config, step: int) -> dict:
 def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
     cfg = run.cfg
-    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab, cfg.token_bytes)
+    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     corpora = [c for c in (corpus, val_corpus) if c is not None]
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
