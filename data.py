@@ -11,8 +11,9 @@ samples it has seen, and goes on.
     train.sample(0)                     # (T + 1,) int64: the first sample of step 0
 
 A token is a byte of text, or an id in a .bin file (uint16 or uint32, as nanoGPT writes them).
-FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256}, the width of an id, and
-what all ids lie below. tokenise() writes such a pair from text.
+FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, the width
+of an id, what all ids lie below, and one (padding, say) that is never a label. tokenise() writes
+such a pair from text.
 
 Left out: mixtures of corpora, packing that cuts no document, shuffling within a sequence.
 
@@ -55,19 +56,21 @@ def regular(path: Path) -> Path:
 class Corpus:
     """Tokens of one or many files as one long sequence, read where and when they are asked for."""
 
-    def __init__(self, files: list[Path], token_bytes: int):
-        """token_bytes: 1 for text. Raises OSError or ValueError if a file is unreadable or torn."""
+    def __init__(self, files: list[Path], token_bytes: int, ignored_id: int = -1):
+        """token_bytes: 1 for text. ignored_id: never a label; -1: none. Raises OSError or
+        ValueError if a file is unreadable or torn."""
         if not files:
             raise ValueError("--data: no files with text or .bin tokens there")
         self.dtype = np.dtype(f"<u{token_bytes}")
         self.files = files
+        self.ignored_id = ignored_id
         counts = [0]
         for file in files:
             with open(regular(file), "rb") as handle:  # an unreadable one fails before any work
                 size = handle.seek(0, os.SEEK_END)
             if size % token_bytes:
                 raise ValueError(f"--data: {file} is not a whole number of {token_bytes}-byte "
-                                 "tokens (--token-bytes)")
+                                 "tokens")
             counts.append(size // token_bytes)
         self.bounds = np.cumsum(counts)  # where each file begins, in tokens, and the end
 
@@ -120,20 +123,20 @@ def are_ids(files: list[Path]) -> bool:
     return any(file.suffix == ".bin" for file in files)
 
 
-def open_corpus(data: str, vocab: int,
-                token_bytes: int | None = None) -> tuple[Corpus, Corpus | None]:
+def open_corpus(data: str, vocab: int) -> tuple[Corpus, Corpus | None]:
     """Return the corpus of --data, and a validation corpus of its own if the folder has a val.bin.
-    vocab: the model's; token_bytes: --token-bytes, None: auto. Raises ValueError."""
+    vocab: the model's. Raises ValueError."""
     train, val = find_files(data)
-    width = id_bytes(train + val, vocab, token_bytes) if are_ids(train + val) else 1
-    return Corpus(train, width), Corpus(val, width) if val else None
+    width, ignored = id_format(train + val, vocab) if are_ids(train + val) else (1, -1)
+    return Corpus(train, width, ignored), Corpus(val, width, ignored) if val else None
 
 
-def id_bytes(files: list[Path], vocab: int, asked: int | None) -> int:
-    """Return the width of an id in .bin files: what FILE.json or --token-bytes says, else what the
-    vocabulary needs. Raises ValueError if these contradict each other, the model or the ids."""
-    width = asked
-    source = f"--token-bytes {asked}"
+def id_format(files: list[Path], vocab: int) -> tuple[int, int]:
+    """Return the width of an id in .bin files, and the id that is never a label: what FILE.json
+    says, else 2 and -1. Raises ValueError if these contradict each other, the model or the ids."""
+    width = None
+    ignored = set()
+    source = ""
     silent = []
     for file in files:
         said = read_sidecar(file)
@@ -144,17 +147,20 @@ def id_bytes(files: list[Path], vocab: int, asked: int | None) -> int:
             raise ValueError(f"--data: {file}.json says a vocabulary of {said['vocab']}, the "
                              f"model's has {vocab}: take another model, or other tokens")
         if width not in (None, said["token_bytes"]):
-            raise ValueError(f"{source}: {file}.json says {said['token_bytes']}")
+            raise ValueError(f"--data: {source}: {file}.json says {said['token_bytes']}")
         width = said["token_bytes"]
         source = f"{file}.json, token_bytes {width}"
-    width = width or (4 if vocab > 2**16 else 2)
+        ignored.add(said.get("ignore", -1))
+    if len(ignored) > 1:
+        raise ValueError(f"--data: files say to ignore ids {sorted(ignored)}, which differ")
+    width = width or 2
     for file in silent:
         if width == 2 and looks_like_four_bytes(file):
             raise ValueError(
                 f"--data: every second 2-byte id of {file} is next to 0, as in a file of 4-byte "
-                f"ids: --token-bytes 4; if they are right, say so in {file.name}.json beside it: "
-                '{"token_bytes": 2}')
-    return width
+                f'ids: say {{"token_bytes": 4}} in {file.name}.json beside it, or 2 if they are '
+                "right")
+    return width, max(ignored, default=-1)
 
 
 def read_sidecar(file: Path) -> dict:
@@ -165,12 +171,13 @@ def read_sidecar(file: Path) -> dict:
         return {}
     try:
         said = json.loads(regular(sidecar).read_text())
-        width, vocab = said["token_bytes"], said.get("vocab", 0)
-        if type(width) is type(vocab) is int and width in (2, 4) and vocab >= 0:
+        width, vocab, ignore = said["token_bytes"], said.get("vocab", 0), said.get("ignore", -1)
+        if type(width) is type(vocab) is type(ignore) is int and width in (2, 4) and vocab >= 0:
             return said
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "vocab": N}}')
+    raise ValueError(f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "vocab": N, '
+                     '"ignore": ID}')
 
 
 def looks_like_four_bytes(file: Path) -> bool:
@@ -252,7 +259,7 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
             tokens = corpus.read(start, min(start + SCAN_TOKENS, len(corpus)))
             largest = int(tokens.max(initial=0))
             if largest >= vocab:
-                other = f", or --token-bytes {6 - width} if ids are so wide" if width > 1 else ""
+                other = ", or another token_bytes in FILE.bin.json" if width > 1 else ""
                 raise ValueError(
                     f"--data: token {start + int(tokens.argmax())} is {largest}, the model's "
                     f"vocabulary ends at {vocab - 1}; take another model{other}")

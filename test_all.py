@@ -2297,12 +2297,12 @@ def test_simulated_step_requests_what_a_step_does(several, group):
     ("7b", 4, 2**17, (2, 4, 4), (2, 4, 8), 1), ("7b", 4, 2**16, (1, 1, 2), (1, 4, 2), 1),
     ("7b", 1, 2**14, (), (1, 2), 1), ("7b", 1, 2**15, (), (2, 2), 1),
     ("7b", 4, 2**18, (1, 1, 4), (4, 2, 0, 0, 0, 2), 1), ("7b", 1, 2**17, (), (8, 2, 10), 1),
-    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2, True), 1),
+    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2), 1),
     ("llama3-8b", 8, 2**16, (1, 1, 8), (1, 2, 2), 2),
     # in rings of 2 and 4
     ("7b", 4, 2**18, (1, 1, 4), (4, 2, 5), 1, 4),
     ("llama3-8b", 2, 2**17, (1, 1, 2), (4, 2, 0, 4), 1, 2),
-    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2, True), 1, 2)])
+    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2), 1, 2)])
 def test_counted_memory_is_what_a_step_needs(case):
     """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured
     122.2 GiB where 122.1 were simulated, of 32 layers in the first case)."""
@@ -3089,6 +3089,8 @@ def test_data_token_files(token_bytes, dtype, tmp_path):
     ids[77] = 2 ** (8 * token_bytes) - 1
     ids.astype(dtype).tofile(tmp_path / "train.bin")
     ids[:100].astype(dtype).tofile(tmp_path / "val.bin")
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.bin.json").write_text(f'{{"token_bytes": {token_bytes}}}')
     corpus, val = data.open_corpus(str(tmp_path), 2 ** (8 * token_bytes))
     assert np.array_equal(corpus.read(0, 500), ids) and len(val) == 100
     sequences, held = data.split(corpus, val, 20, 0)
@@ -3104,34 +3106,38 @@ def refuse_data(message, *args):
 
 
 def test_data_width_of_ids_is_found_or_refused(tmp_path):
-    """By FILE.bin.json, --token-bytes or the vocabulary; what contradicts it is refused."""
+    """By FILE.bin.json, else two bytes; what contradicts it is refused."""
     rng = np.random.default_rng(0)
     path, side = tmp_path / "train.bin", tmp_path / "train.bin.json"
     open_file = functools.partial(data.open_corpus, str(path))
 
-    def opens(ids, *args):
-        assert np.array_equal(open_file(*args)[0].read(0, len(ids)), ids)
+    def opens(ids, vocab):
+        assert np.array_equal(open_file(vocab)[0].read(0, len(ids)), ids)
 
     gpt2 = rng.zipf(1.2, 50_000) % 50_257
     gpt2.astype("<u2").tofile(path)
     opens(gpt2, 50_304)  # as nanoGPT writes it
-    opens(gpt2, 128_256, 2)
-    refuse_data("token .* the model's vocabulary ends at 128255.*--token-bytes 2", str(path),
+    opens(gpt2, 128_256)
+    side.write_text('{"token_bytes": 4}')
+    refuse_data("token .* the model's vocabulary ends at 128255.*another token_bytes", str(path),
                 128_256)
+    side.unlink()
     dna = np.where(np.arange(9000) % 500, rng.integers(0, 4, 9000), 50_256)  # ends at even places
     dna.astype("<u2").tofile(path)
     opens(dna, 50_304)
     for most in (4, 300, 50_257, 128_256):
         wide = rng.integers(0, most, 20_001)
         wide.astype("<u4").tofile(path)
+        refuse_data('train.bin is next to 0.*say {"token_bytes": 4} in train.bin.json', str(path),
+                    50_304)
+        refuse_data("train.bin is next to 0", str(path), 128_256)
+        side.write_text('{"token_bytes": 4}')
         opens(wide, 128_256)
-        opens(wide, 32_000 if most < 32_000 else most, 4)
-        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 50_304)
-        refuse_data("train.bin is next to 0.*--token-bytes 4", str(path), 128_256, 2)
+        opens(wide, 32_000 if most < 32_000 else most)
+        side.unlink()
     side.write_text('{"token_bytes": 4, "vocab": 128256, "tokenizer": "x"}')
     opens(wide, 128_256)
-    opens(wide, 200_000, 4)
-    refuse_data("--token-bytes 2: .*train.bin.json says 4", str(path), 128_256, 2)
+    opens(wide, 200_000)
     refuse_data("train.bin.json says a vocabulary of 128256, the model's has 32000", str(path),
                 32_000)
     wide.astype("<u4").tofile(tmp_path / "val.bin")
@@ -3141,7 +3147,11 @@ def test_data_width_of_ids_is_found_or_refused(tmp_path):
     refuse_data("train.bin.json, token_bytes 4: .*val.bin.json says 2", str(tmp_path), 128_256)
     side.write_text('{"token_bytes": 2}')  # its word goes before the look of the ids
     assert len(open_file(200_000)[0]) == 40_002
-    for broken in ('{"vocab": 5}', '{"token_bytes": 3}', "[]", '{"token_bytes"'):
+    side.write_text('{"token_bytes": 2, "ignore": 5}')
+    assert open_file(200_000)[0].ignored_id == 5
+    refuse_data("ignore ids .-1, 5., which differ", str(tmp_path), 200_000)
+    for broken in ('{"vocab": 5}', '{"token_bytes": 3}', "[]", '{"token_bytes"',
+                   '{"token_bytes": 2, "ignore": "5"}'):
         side.write_text(broken)
         refuse_data("train.bin.json is not of the form", str(path), 128_256)
 
@@ -3309,11 +3319,19 @@ def test_eval_losses_of_tokens(loss_elements, monkeypatch):
     assert losses.count_nonzero() == (labels != m.IGNORE).sum() < 80
 
 
+def ids_without_spaces(path: Path) -> Path:
+    """Write the standard library's bytes as ids of which spaces (32) are never labels."""
+    corpus, _ = data.open_corpus("stdlib", 256)
+    corpus.read(0, 10**6).astype("<u2").tofile(path)
+    Path(f"{path}.json").write_text('{"token_bytes": 2, "ignore": 32}')
+    return path
+
+
 def test_eval_of_ranks_equals_one_model(tmp_path):
     """Quarters 0, 3 and 1, 2 of each sequence on two pairs of ranks, some of which have none: the
     loss and that of every position are those of the bare model."""
     args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
-            "--eval-every", 1, "--ignore-token", 32]
+            "--eval-every", 1, "--data", ids_without_spaces(tmp_path / "ids.bin")]
     run([*args, "--sp", 2, "--ring", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4,
         "train.EVAL_SEQUENCES = 7")
     row, = log(tmp_path)
@@ -3321,7 +3339,7 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     model = m.LLaMA(m.MODELS["tiny"]).double()
     model.init_weights(0)
 
-    _, val = data.split(data.open_corpus("stdlib", 256)[0], None, 96, 0)
+    _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"), 256)[0], None, 96, 0)
     windows = torch.from_numpy(np.stack([val.window(i) for i in range(7)]))
     logits, labels = model(windows[:, :-1]), windows[:, 1:]
     want = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").detach()
@@ -3354,9 +3372,10 @@ def test_eval_alone(tmp_path, capsys, monkeypatch):
     assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
     assert drawn[2:4] == [("step 4", [1, 2, 4, 8, 16, 32]), ("step 2", [1, 2, 4, 8, 16, 32])]
     assert (tmp_path / "a" / "position.png").read_bytes()[1:4] == b"PNG"
-    (tmp_path / "same.txt").write_text("x" * 999)  # whose every label is ignored
+    np.full(999, 7, "<u2").tofile(tmp_path / "same.bin")  # whose every label is ignored
+    (tmp_path / "same.bin.json").write_text('{"token_bytes": 2, "ignore": 7}')
     train.main([*QUICK, "--steps", "0", "--eval-every", "1", "--out", f"{tmp_path}/b", "--data",
-                f"{tmp_path}/same.txt", "--ignore-token", str(ord("x"))])
+                f"{tmp_path}/same.bin"])
     assert "step 0 val_loss none (all labels are ignored)\n" in capsys.readouterr().out
     assert log(tmp_path / "b") == [{"step": 0, "val_loss": None, "val_loss_by_position": []}]
     hf_model(tmp_path / "in")
@@ -3427,8 +3446,8 @@ def test_eval_that_is_not_finite_is_drawn(tmp_path, monkeypatch, capsys):
 
 def test_ranks_and_micro_batches(tmp_path):
     """float64, labels ignored unevenly (32 is the space): the same losses for every split."""
-    args = [*QUICK, "--dtype", "fp64", "--ignore-token", "32", "--eval-every", "3",
-            "--steps", "5", "--save-every", "-1"]
+    args = [*QUICK, "--dtype", "fp64", "--eval-every", "3", "--steps", "5", "--save-every", "-1",
+            "--data", ids_without_spaces(tmp_path / "ids.bin")]
     splits = {"one": (0, 6), "micro": (0, 1), "two": (2, 3), "three": (3, 1)}
     for name, (ranks, micro) in splits.items():
         run([*args, "--micro-batch", micro, "--out", tmp_path / name], ranks,
@@ -4137,20 +4156,18 @@ REFUSED = {
     "data torn": ("--data {tmp}/odd.bin", "odd.bin is not a whole number of 2-byte"),
     "data vocabulary": ("--data {tmp}/big.bin", "token 3 is 999.*255"),
     "out": ("--out {tmp}/short.txt/x", "short.txt/x cannot be written"),
-    "scaling": ("--rope-scaling ntk:2", "ntk:2.*llama3:FACTOR or yarn:FACTOR"),
+    "scaling": ("--rope-scaling ntk:2", "ntk:2.*llama3:FACTOR, yarn:FACTOR or theta:BASE"),
     "init": ("--init gpt2", "gpt2: random or hf:DIR"),
     "init without a folder": ("--init hf:", "hf:: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
     "export to out": ("--export {tmp}/o", "or --out"),
-    "token bytes": ("--token-bytes 3", "--token-bytes 3: 2 .uint16. or 4"),
-    "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*--token-bytes 4"),
+    "four bytes as two": ("--data {tmp}/wide.bin", "wide.bin is next to 0.*token_bytes.: 4"),
     "said vocabulary": ("--data {tmp}/said.bin", "said.bin.json says a vocabulary of 300.* 256"),
     "tokenizer": ("--tokenizer {tmp}/empty", "empty: no tokenizer.json"),
     "learning rate": ("--lr nan", "--lr nan: from 0"),
-    "beta": ("--beta2 1", "--beta2 1.0: from 0"),
     "seed": ("--seed -1", "--seed -1: from 0"),
     "time-out": ("--timeout 0", "--timeout 0.0: from 1"),
-    "rope base": ("--rope-theta 0.5", "--rope-theta 0.5: from 1"),
+    "rope base": ("--rope-scaling theta:0.5", "theta:0.5: .*theta:BASE, from 1"),
     "time-out, not a number": ("--timeout nan", "--timeout nan: from 1"),
     "time-out, infinite": ("--timeout inf", "--timeout inf: from 1"),
     "time-out, negative": ("--timeout -1", "--timeout -1.0: from 1"),
@@ -4259,7 +4276,8 @@ def test_refused_checkpoints(tmp_path):
     text = meta.read_text()
     changed_meta(meta, lambda c: c["model"].update(rope_theta=5e5))
     refused("--resume", r"another model: rope_theta 500000.0 \(here 10000.0\)")
-    train.main([*args, "--steps", "1", "--resume", "--rope-theta", "70000"])  # knowingly another
+    train.main([*args, "--steps", "1", "--resume", "--rope-scaling",
+                "theta:70000"])  # knowingly another
     meta.write_text(text)
     part.write_bytes(whole[:-1])
     refused("--resume", f"{len(whole) - 1} bytes, not {len(whole)}")

@@ -116,19 +116,15 @@ class Config:
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
                               " quarter of --steps, at most 500")
     weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
-    beta1: float = flag(0.9, "AdamW's")
-    beta2: float = flag(0.95, "AdamW's")
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
     seed: int = flag(0, "of the weights and of the order of the data")
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
-                     " --tokenizer), a .bin file of token ids, a folder with .bin files (val.bin is"
-                     " the validation split), or stdlib: the sources of Python's standard library")
+                     " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside"
+                     ' it says: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, of which 0 is'
+                     " never a label), a folder with .bin files (val.bin is the validation split),"
+                     " or stdlib: the sources of Python's standard library")
     tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
                           " are kept in OUT/tokens")
-    token_bytes: int | None = flag(None, "of an id in .bin files: 2 (uint16) or 4 (uint32); auto:"
-                                   ' as FILE.bin.json beside it says, {"token_bytes": 4, "vocab":'
-                                   " 128256}, else 4 for a model of more than 65536 ids")
-    ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
     document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
                                       " documents, positions restart with each, and the label"
                                       " behind one's end does not count; auto: a resumed run's,"
@@ -148,11 +144,10 @@ class Config:
     export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype,"
                        " of the architecture that was imported (else Llama), with its tokenizer and"
                        " license")
-    rope_theta: float | None = flag(None, "rotary base; auto: the model's")
     rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
                              " llama3:FACTOR or yarn:FACTOR, times the length that a checkpoint"
                              " reaches; one that is scaled takes its own kind alone (Llama 3.1's"
-                             " 128K, llama3:2: 256K)")
+                             " 128K, llama3:2: 256K); or theta:BASE, another rotary base")
     p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
                          " auto: by predicted time, then the fewest shards, p before g before os")
     g: str | None = flag(None, "gradient shards, p or os; auto: likewise")
@@ -224,15 +219,13 @@ CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", 
 TIMEOUTS = (1, 1e9)  # seconds
 LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
     (0, 1): "alpha min_lr",
-    (0, 1 - 1e-9): "beta1 beta2",
     (0, 1e6): "weight_decay",
     (0, 1e30): "lr clip",
-    (1, 1e30): "rope_theta",
     TIMEOUTS: "timeout",
     (1, 2**20): "sp ring tp pp pp_chunks head_groups ranks",
     (2, 2**20): "resident_layers",
     (0, 2**31 - 1): "seed",
-    (-1, 2**32): "ignore_token document_token",
+    (-1, 2**32): "document_token",
     (-1, 2**40): "eval_every save_every",
     (0, 2**40): "steps warmup",
     (1, 2**40): "seq batch micro_batch keep per_node chunk",
@@ -315,8 +308,6 @@ def check_flags(cfg: Config) -> None:
         raise ValueError(f"--ranks {cfg.ranks}: of a plan alone; with --dry-run")
     if not re.fullmatch("random|hf:.+", cfg.init):
         raise ValueError(f"--init {cfg.init}: random or hf:DIR")
-    if cfg.token_bytes not in (None, 2, 4):
-        raise ValueError(f"--token-bytes {cfg.token_bytes}: 2 (uint16) or 4 (uint32)")
 
 
 # ---------------------------------------------------------------------------- setup
@@ -356,6 +347,7 @@ class Run:
     train: Sequences | None = None
     val: Sequences | None = None
     resume: Checkpoint | None = None
+    ignored_id: int = -1  # that is never a label, as the data says; -1: none
     samples: int = 0  # sequences that a resumed run has seen
     decay_steps: int = 0  # the step at which --min-lr is reached: a resumed run's, else --steps
     data: dict = field(default_factory=dict)  # fingerprint of both
@@ -407,21 +399,21 @@ def rope_factor(text: str) -> tuple[str, float]:
     """Return kind and factor of a --rope-scaling. Raises ValueError."""
     kind, _, number = text.partition(":")
     factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
-    if kind not in llama.ROPE_KEYS or not 1 <= factor < 1e9:
-        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR or yarn:FACTOR, "
-                         "from 1")
+    if kind not in ("theta", *llama.ROPE_KEYS) or not 1 <= factor < 1e9:
+        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
+                         "theta:BASE, from 1")
     return kind, factor
 
 
 def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
-    """Return the model with --rope-theta and --rope-scaling, and the positions that it reaches;
-    made: a --rope-scaling that it has already. Raises ValueError."""
-    if cfg.rope_theta:
-        model = replace(model, rope_theta=cfg.rope_theta)
+    """Return the model with --rope-scaling, and the positions that it reaches; made: a
+    --rope-scaling that it has already. Raises ValueError."""
     if not cfg.rope_scaling:
         return model
     kind, factor = rope_factor(cfg.rope_scaling)
-    if made:
+    if kind == "theta":
+        return replace(model, rope_theta=factor)
+    if made.startswith(kind):
         factor /= rope_factor(made)[1]
     old = model.rope_scaling
     has = llama.rope_kind(old)
@@ -482,8 +474,7 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = replace(cfg, model=old.model, init=old.init,
-                  rope_scaling=cfg.rope_scaling or old.rope_scaling,
-                  rope_theta=cfg.rope_theta or old.rope_theta)
+                  rope_scaling=cfg.rope_scaling or old.rope_scaling)
     return cfg, with_rope(cfg, model, old.rope_scaling), None, resumed.meta["source"]
 
 
@@ -505,7 +496,8 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     cfg, model, pretrained, source = choose_model(cfg, device, resumed)
     cfg = default_flags(cfg, world, device)
     # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
-    by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
+    new_base = cfg.rope_scaling.startswith("theta")
+    by_length = resumed is None and (cfg.model != "hf" or new_base)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
         model = replace(model, max_positions=max(model.max_positions, cfg.seq))
     dtype = DTYPES[cfg.dtype]
@@ -578,7 +570,7 @@ def kept_flags(cfg: Config, old: Config, step: int) -> dict:
 def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
     cfg = run.cfg
-    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab, cfg.token_bytes)
+    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab)
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     corpora = [c for c in (corpus, val_corpus) if c is not None]
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
@@ -589,8 +581,11 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     samples = 0
     decay_steps = cfg.steps
     if resumed:
-        by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
+        may_differ = {"max_positions", "tied"}
+        if cfg.rope_scaling:
+            is_base = cfg.rope_scaling.startswith("theta")
+            may_differ.add("rope_theta" if is_base else "rope_scaling")
+        checkpoint.check_same_model(resumed, run.model, may_differ)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
@@ -602,8 +597,8 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
                 + f"; --lr decays until step {decay_steps}")
         usual |= kept
     cfg = replace(cfg, **cfg.where_open(usual))
-    return run.but(cfg=cfg, train=train, val=val, resume=resumed, samples=samples,
-                   decay_steps=decay_steps, data=fingerprint(corpora))
+    return run.but(cfg=cfg, train=train, val=val, ignored_id=corpus.ignored_id, resume=resumed,
+                   samples=samples, decay_steps=decay_steps, data=fingerprint(corpora))
 
 
 def recorded_flags(resumed: Checkpoint) -> Config:
@@ -771,8 +766,7 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
         overlap=cfg.overlaps,
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
-        num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
-        decay=cfg.weight_decay, place=plan.os_place)
+        num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, plan.micro_batches, columns.between_layers,
@@ -920,7 +914,7 @@ def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
     here = local_positions(run)
     both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
     tokens, labels = to_device(both, run).view(2, -1, size, len(here))
-    labels = labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    labels = labels.masked_fill(labels == run.ignored_id, IGNORE)
     if run.plan.tp * run.plan.pp > 1:
         labels = own_labels(labels, run)
     end = run.cfg.document_token
@@ -1306,7 +1300,8 @@ def introduce(run: Run) -> None:
     reached = run.model.max_positions
     if cfg.seq > reached:
         kind = llama.rope_kind(run.model.rope_scaling).replace("default", "yarn")
-        factor = float(cfg.rope_scaling.partition(":")[2] or 1)
+        asked, _, factor = cfg.rope_scaling.partition(":")
+        factor = float(factor) if asked == kind else 1.0
         print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
                f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
     if cfg.document_token >= 0:
