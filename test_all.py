@@ -5981,7 +5981,7 @@ def test_place_table_has_states_where_it_says(monkeypatch, group):
 def test_kernels_of_a_long_step_are_compiled_on_two_chunks(monkeypatch, group):
     """With the shapes of its chunks, whatever its layers keep."""
     ran, run_step, planned = [], train.run_step, bench.plan_run
-    kept = offload.ActivationPlan(4, 2, 4, 0, 0, 3)
+    kept = offload.ActivationPlan(4, 4, 4, 0, 0, 3)
 
     def plan_run(table, cfg):
         run = planned(table, cfg)
