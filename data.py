@@ -11,8 +11,9 @@ samples it has seen, and goes on.
     train.sample(0)                     # (T + 1,) int64: the first sample of step 0
 
 A token is a byte of text, or an id in a .bin file (uint16 or uint32, as nanoGPT writes them).
-FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256}, the width of an id, and
-what all ids lie below. tokenise() writes such a pair from text.
+FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, the width of
+an id, what all ids lie below, and one (padding, say) that is never a label. tokenise() writes such a
+pair from text.
 
 Left out: mixtures of corpora, packing that cuts no document, shuffling within a sequence.
 
@@ -47,12 +48,14 @@ NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "_
 class Corpus:
     """Tokens of one or many files as one long sequence, read where and when they are asked for."""
 
-    def __init__(self, files: list[Path], token_bytes: int):
-        """token_bytes: 1 for text. Raises OSError or ValueError if a file is unreadable or torn."""
+    def __init__(self, files: list[Path], token_bytes: int, ignored_id: int = -1):
+        """token_bytes: 1 for text. ignored_id: never a label; -1: none. Raises OSError or
+        ValueError if a file is unreadable or torn."""
         if not files:
             raise ValueError("--data: no files with text or .bin tokens there")
         self.dtype = np.dtype(f"<u{token_bytes}")
         self.files = files
+        self.ignored_id = ignored_id
         counts = [0]
         for file in files:
             with open(file, "rb") as handle:  # an unreadable file fails here, before any work
@@ -110,14 +113,15 @@ def open_corpus(data: str, vocab: int) -> tuple[Corpus, Corpus | None]:
     """Return the corpus of --data, and a validation corpus of its own if the folder has a val.bin.
     vocab: the model's. Raises ValueError."""
     train, val = find_files(data)
-    width = id_bytes(train + val, vocab) if are_ids(train + val) else 1
-    return Corpus(train, width), Corpus(val, width) if val else None
+    width, ignored = id_format(train + val, vocab) if are_ids(train + val) else (1, -1)
+    return Corpus(train, width, ignored), Corpus(val, width, ignored) if val else None
 
 
-def id_bytes(files: list[Path], vocab: int) -> int:
-    """Return the width of an id in .bin files: what FILE.json says, else 2. Raises ValueError if
-    these contradict each other, the model or the ids."""
+def id_format(files: list[Path], vocab: int) -> tuple[int, int]:
+    """Return the width of an id in .bin files, and the id that is never a label: what FILE.json
+    says, else 2 and -1. Raises ValueError if these contradict each other, the model or the ids."""
     width = None
+    ignored = set()
     source = ""
     silent = []
     for file in files:
@@ -132,6 +136,9 @@ def id_bytes(files: list[Path], vocab: int) -> int:
             raise ValueError(f"--data: {source}: {file}.json says {said['token_bytes']}")
         width = said["token_bytes"]
         source = f"{file}.json, token_bytes {width}"
+        ignored.add(said.get("ignore", -1))
+    if len(ignored) > 1:
+        raise ValueError(f"--data: files say to ignore ids {sorted(ignored)}, which differ")
     width = width or 2
     for file in silent:
         if width == 2 and looks_like_four_bytes(file):
@@ -139,7 +146,7 @@ def id_bytes(files: list[Path], vocab: int) -> int:
                 f"--data: every second 2-byte id of {file} is next to 0, as in a file of 4-byte "
                 f'ids: say {{"token_bytes": 4}} in {file.name}.json beside it, or 2 if they are '
                 "right")
-    return width
+    return width, max(ignored, default=-1)
 
 
 def read_sidecar(file: Path) -> dict:
@@ -150,12 +157,13 @@ def read_sidecar(file: Path) -> dict:
         return {}
     try:
         said = json.loads(sidecar.read_text())
-        width, vocab = said["token_bytes"], said.get("vocab", 0)
-        if type(width) is type(vocab) is int and width in (2, 4) and vocab >= 0:
+        width, vocab, ignore = said["token_bytes"], said.get("vocab", 0), said.get("ignore", -1)
+        if type(width) is type(vocab) is type(ignore) is int and width in (2, 4) and vocab >= 0:
             return said
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    raise ValueError(f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "vocab": N}}')
+    raise ValueError(f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "vocab": N, '
+                     '"ignore": ID}')
 
 
 def looks_like_four_bytes(file: Path) -> bool:

@@ -3342,7 +3342,11 @@ def test_data_width_of_ids_is_found_or_refused(tmp_path):
     refuse_data("train.bin.json, token_bytes 4: .*val.bin.json says 2", str(tmp_path), 128_256)
     side.write_text('{"token_bytes": 2}')  # its word goes before the look of the ids
     assert len(open_file(200_000)[0]) == 40_002
-    for broken in ('{"vocab": 5}', '{"token_bytes": 3}', "[]", '{"token_bytes"'):
+    side.write_text('{"token_bytes": 2, "ignore": 5}')
+    assert open_file(200_000)[0].ignored_id == 5
+    refuse_data("ignore ids .-1, 5., which differ", str(tmp_path), 200_000)
+    for broken in ('{"vocab": 5}', '{"token_bytes": 3}', "[]", '{"token_bytes"',
+                   '{"token_bytes": 2, "ignore": "5"}'):
         side.write_text(broken)
         refuse_data("train.bin.json is not of the form", str(path), 128_256)
 
@@ -3531,11 +3535,19 @@ def test_eval_losses_of_tokens(loss_elements, monkeypatch):
     assert losses.count_nonzero() == (labels != m.IGNORE).sum() < 80
 
 
+def ids_without_spaces(path: Path) -> Path:
+    """Write the standard library's bytes as ids of which spaces (32) are never labels."""
+    corpus, _ = data.open_corpus("stdlib", 256)
+    corpus.read(0, 10**6).astype("<u2").tofile(path)
+    Path(f"{path}.json").write_text('{"token_bytes": 2, "ignore": 32}')
+    return path
+
+
 def test_eval_of_ranks_equals_one_model(tmp_path):
     """Quarters 0, 3 and 1, 2 of each sequence on two pairs of ranks, some of which have none: the
     loss and that of every position are those of the bare model."""
     args = [*QUICK, "--seq", 96, "--micro-batch", 3, "--dtype", "fp64", "--steps", 0,
-            "--eval-every", 1, "--ignore-token", 32]
+            "--eval-every", 1, "--data", ids_without_spaces(tmp_path / "ids.bin")]
     run([*args, "--sp", 2, "--ring", 2, "--p", 2, "--g", 2, "--os", 2, "--out", tmp_path], 4,
         "train.EVAL_SEQUENCES = 7")
     row, = log(tmp_path)
@@ -3543,7 +3555,7 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     model = m.LLaMA(m.MODELS["tiny"]).double()
     model.init_weights(0)
 
-    _, val = data.split(data.open_corpus("stdlib", 256)[0], None, 96, 0)
+    _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"), 256)[0], None, 96, 0)
     windows = torch.from_numpy(np.stack([val.window(i) for i in range(7)]))
     logits, labels = model(windows[:, :-1]), windows[:, 1:]
     want = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").detach()
@@ -3576,9 +3588,10 @@ def test_eval_alone(tmp_path, capsys, monkeypatch):
     assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
     assert drawn[2:4] == [("step 4", [1, 2, 4, 8, 16, 32]), ("step 2", [1, 2, 4, 8, 16, 32])]
     assert (tmp_path / "a" / "position.png").read_bytes()[1:4] == b"PNG"
-    (tmp_path / "same.txt").write_text("x" * 999)  # whose every label is ignored
+    np.full(999, 7, "<u2").tofile(tmp_path / "same.bin")  # whose every label is ignored
+    (tmp_path / "same.bin.json").write_text('{"token_bytes": 2, "ignore": 7}')
     train.main([*QUICK, "--steps", "0", "--eval-every", "1", "--out", f"{tmp_path}/b", "--data",
-                f"{tmp_path}/same.txt", "--ignore-token", str(ord("x"))])
+                f"{tmp_path}/same.bin"])
     assert "step 0 val_loss none (all labels are ignored)\n" in capsys.readouterr().out
     assert log(tmp_path / "b") == [{"step": 0, "val_loss": None, "val_loss_by_position": []}]
     hf_model(tmp_path / "in")
@@ -3649,8 +3662,8 @@ def test_eval_that_is_not_finite_is_drawn(tmp_path, monkeypatch, capsys):
 
 def test_ranks_and_micro_batches(tmp_path):
     """float64, labels ignored unevenly (32 is the space): the same losses for every split."""
-    args = [*QUICK, "--dtype", "fp64", "--ignore-token", "32", "--eval-every", "3",
-            "--steps", "5", "--save-every", "-1"]
+    args = [*QUICK, "--dtype", "fp64", "--eval-every", "3", "--steps", "5", "--save-every", "-1",
+            "--data", ids_without_spaces(tmp_path / "ids.bin")]
     splits = {"one": (0, 6), "micro": (0, 1), "two": (2, 3), "three": (3, 1)}
     for name, (ranks, micro) in splits.items():
         run([*args, "--micro-batch", micro, "--out", tmp_path / name], ranks,

@@ -127,7 +127,6 @@ class Config:
                      " the validation split), or stdlib: the sources of Python's standard library")
     tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
                           " are kept in OUT/tokens")
-    ignore_token: int = flag(-1, "an id (padding, say) that is never a label; -1: none")
     document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
                                       " documents, positions restart with each, and the label"
                                       " behind one's end does not count; auto: a resumed run's,"
@@ -235,7 +234,7 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
     (2, 2**20): "resident_layers",
     (0, 2**31 - 1): "seed",
-    (-1, 2**32): "ignore_token document_token",
+    (-1, 2**32): "document_token",
     (-1, 2**40): "eval_every save_every",
     (0, 2**40): "steps warmup",
     (1, 2**40): "seq batch micro_batch keep per_node chunk",
@@ -357,6 +356,7 @@ class Run:
     train: Sequences | None = None
     val: Sequences | None = None
     resume: Checkpoint | None = None
+    ignored_id: int = -1  # that is never a label, as the data says; -1: none
     samples: int = 0  # sequences that a resumed run has seen
     decay_steps: int = 0  # the step at which --min-lr is reached: a resumed run's, else --steps
     data: dict = field(default_factory=dict)  # fingerprint of both
@@ -601,8 +601,8 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
                 + f"; --lr decays until step {decay_steps}")
         usual |= kept
     cfg = replace(cfg, **cfg.where_open(usual))
-    return run.but(cfg=cfg, train=train, val=val, resume=resumed, samples=samples,
-                   decay_steps=decay_steps, data=fingerprint(corpora))
+    return run.but(cfg=cfg, train=train, val=val, ignored_id=corpus.ignored_id, resume=resumed,
+                   samples=samples, decay_steps=decay_steps, data=fingerprint(corpora))
 
 
 def recorded_flags(resumed: Checkpoint) -> Config:
@@ -974,7 +974,7 @@ def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
     here = local_positions(run)
     both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
     tokens, labels = to_device(both, run).view(2, -1, size, len(here))
-    labels = labels.masked_fill(labels == run.cfg.ignore_token, IGNORE)
+    labels = labels.masked_fill(labels == run.ignored_id, IGNORE)
     if run.plan.tp * run.plan.pp > 1:
         labels = own_labels(labels, run)
     end = run.cfg.document_token
