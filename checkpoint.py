@@ -582,7 +582,7 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
         made = saved.meta["config"]
         source = f"--model {made.get('model')}"
         if made.get("model") == "hf":
-            flags = ("init", "rope_scaling", "rope_theta")
+            flags = ("init", "rope_scaling")
             source = " ".join(f"--{name.replace('_', '-')} {made[name]}" for name in flags
                               if made.get(name)) + "; a resume needs none of these flags"
         raise ValueError(f"--resume: {saved.folder} is of another model: {', '.join(wrong)}; it "

@@ -11,9 +11,9 @@ samples it has seen, and goes on.
     train.sample(0)                     # (T + 1,) int64: the first sample of step 0
 
 A token is a byte of text, or an id in a .bin file (uint16 or uint32, as nanoGPT writes them).
-FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, the width of
-an id, what all ids lie below, and one (padding, say) that is never a label. tokenise() writes such a
-pair from text.
+FILE.bin.json may lie beside FILE.bin: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, the width
+of an id, what all ids lie below, and one (padding, say) that is never a label. tokenise() writes
+such a pair from text.
 
 Left out: mixtures of corpora, packing that cuts no document, shuffling within a sequence.
 

@@ -4274,7 +4274,7 @@ REFUSED = {
     "data torn": ("--data {tmp}/odd.bin", "odd.bin is not a whole number of 2-byte"),
     "data vocabulary": ("--data {tmp}/big.bin", "token 3 is 999.*255"),
     "out": ("--out {tmp}/short.txt/x", "short.txt/x cannot be written"),
-    "scaling": ("--rope-scaling ntk:2", "ntk:2.*llama3:FACTOR or yarn:FACTOR"),
+    "scaling": ("--rope-scaling ntk:2", "ntk:2.*llama3:FACTOR, yarn:FACTOR or theta:BASE"),
     "init": ("--init gpt2", "gpt2: random or hf:DIR"),
     "init without a folder": ("--init hf:", "hf:: random or hf:DIR"),
     "export": ("--export {tmp}", "not empty"),
@@ -4285,7 +4285,7 @@ REFUSED = {
     "learning rate": ("--lr nan", "--lr nan: from 0"),
     "seed": ("--seed -1", "--seed -1: from 0"),
     "time-out": ("--timeout 0", "--timeout 0.0: from 1"),
-    "rope base": ("--rope-theta 0.5", "--rope-theta 0.5: from 1"),
+    "rope base": ("--rope-scaling theta:0.5", "theta:0.5: .*theta:BASE, from 1"),
     "time-out, not a number": ("--timeout nan", "--timeout nan: from 1"),
     "time-out, infinite": ("--timeout inf", "--timeout inf: from 1"),
     "time-out, negative": ("--timeout -1", "--timeout -1.0: from 1"),
@@ -4386,7 +4386,8 @@ def test_refused_checkpoints(tmp_path):
     text = meta.read_text()
     changed_meta(meta, lambda c: c["model"].update(rope_theta=5e5))
     refused("--resume", r"another model: rope_theta 500000.0 \(here 10000.0\)")
-    train.main([*args, "--steps", "1", "--resume", "--rope-theta", "70000"])  # knowingly another
+    train.main([*args, "--steps", "1", "--resume", "--rope-scaling",
+                "theta:70000"])  # knowingly another
     meta.write_text(text)
     part.write_bytes(whole[:-1])
     refused("--resume", f"{len(whole) - 1} bytes, not {len(whole)}")

@@ -122,9 +122,10 @@ class Config:
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
     seed: int = flag(0, "of the weights and of the order of the data")
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
-                     " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside it"
-                     ' says: {"token_bytes": 4, "vocab": 128256}), a folder with them (val.bin is'
-                     " the validation split), or stdlib: the sources of Python's standard library")
+                     " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside"
+                     ' it says: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, of which 0 is'
+                     " never a label), a folder with .bin files (val.bin is the validation split),"
+                     " or stdlib: the sources of Python's standard library")
     tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
                           " are kept in OUT/tokens")
     document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
@@ -146,11 +147,10 @@ class Config:
     export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype,"
                        " of the architecture that was imported (else Llama), with its tokenizer and"
                        " license")
-    rope_theta: float | None = flag(None, "rotary base; auto: the model's")
     rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
                              " llama3:FACTOR or yarn:FACTOR, times the length that a checkpoint"
                              " reaches; one that is scaled takes its own kind alone (Llama 3.1's"
-                             " 128K, llama3:2: 256K)")
+                             " 128K, llama3:2: 256K); or theta:BASE, another rotary base")
     p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
                          " auto: by predicted time, then the fewest shards, p before g before os")
     g: str | None = flag(None, "gradient shards, p or os; auto: likewise")
@@ -228,7 +228,6 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     (0, 1): "alpha min_lr",
     (0, 1e6): "weight_decay",
     (0, 1e30): "lr clip",
-    (1, 1e30): "rope_theta",
     TIMEOUTS: "timeout",
     (1, 100): "verify",
     (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
@@ -408,21 +407,21 @@ def rope_factor(text: str) -> tuple[str, float]:
     """Return kind and factor of a --rope-scaling. Raises ValueError."""
     kind, _, number = text.partition(":")
     factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
-    if kind not in llama.ROPE_KEYS or not 1 <= factor < 1e9:
-        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR or yarn:FACTOR, "
-                         "from 1")
+    if kind not in ("theta", *llama.ROPE_KEYS) or not 1 <= factor < 1e9:
+        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
+                         "theta:BASE, from 1")
     return kind, factor
 
 
 def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
-    """Return the model with --rope-theta and --rope-scaling, and the positions that it reaches;
-    made: a --rope-scaling that it has already. Raises ValueError."""
-    if cfg.rope_theta:
-        model = replace(model, rope_theta=cfg.rope_theta)
+    """Return the model with --rope-scaling, and the positions that it reaches; made: a
+    --rope-scaling that it has already. Raises ValueError."""
     if not cfg.rope_scaling:
         return model
     kind, factor = rope_factor(cfg.rope_scaling)
-    if made:
+    if kind == "theta":
+        return replace(model, rope_theta=factor)
+    if made.startswith(kind):
         factor /= rope_factor(made)[1]
     old = model.rope_scaling
     has = llama.rope_kind(old)
@@ -483,8 +482,7 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = replace(cfg, model=old.model, init=old.init,
-                  rope_scaling=cfg.rope_scaling or old.rope_scaling,
-                  rope_theta=cfg.rope_theta or old.rope_theta)
+                  rope_scaling=cfg.rope_scaling or old.rope_scaling)
     return cfg, with_rope(cfg, model, old.rope_scaling), None, resumed.meta["source"]
 
 
@@ -506,7 +504,8 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     cfg, model, pretrained, source = choose_model(cfg, device, resumed)
     cfg = default_flags(cfg, world, device)
     # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
-    by_length = resumed is None and (cfg.model != "hf" or cfg.rope_theta)
+    new_base = cfg.rope_scaling.startswith("theta")
+    by_length = resumed is None and (cfg.model != "hf" or new_base)
     if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
         model = replace(model, max_positions=max(model.max_positions, cfg.seq))
     dtype = DTYPES[cfg.dtype]
@@ -588,8 +587,11 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     samples = 0
     decay_steps = cfg.steps
     if resumed:
-        by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
+        may_differ = {"max_positions", "tied"}
+        if cfg.rope_scaling:
+            is_base = cfg.rope_scaling.startswith("theta")
+            may_differ.add("rope_theta" if is_base else "rope_scaling")
+        checkpoint.check_same_model(resumed, run.model, may_differ)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
@@ -1387,7 +1389,8 @@ def introduce(run: Run) -> None:
     reached = run.model.max_positions
     if cfg.seq > reached:
         kind = llama.rope_kind(run.model.rope_scaling).replace("default", "yarn")
-        factor = float(cfg.rope_scaling.partition(":")[2] or 1)
+        asked, _, factor = cfg.rope_scaling.partition(":")
+        factor = float(factor) if asked == kind else 1.0
         print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
                f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
     if cfg.document_token >= 0:
