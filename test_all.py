@@ -5938,12 +5938,11 @@ def test_help(program):
 
 
 @pytest.mark.parametrize("flags, ranks, message", [
-    ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step, alpha"),
+    ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step$"),
     ("nodes --nodes 2", 2, "table nodes measures GPUs"),
-    ("step --nodes 2", 0, "--nodes 2: splits the ranks of tables nodes, ring, pipeline, not of "
-     "step"),
+    ("step --nodes 2", 0, "--nodes 2: splits the ranks of tables nodes, ring, not of step"),
     ("step --model 1b", 0, "--model 1b: of table long alone, not of step"),
-    ("steps", 0, "no table steps; there are: step, alpha"),
+    ("steps", 0, "no table steps; there are: step, long"),
     ("--out {tmp}/file/x", 2, "file/x cannot be written.*name another --out")])
 def test_bench_refuses_before_it_measures(flags, ranks, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
@@ -6014,8 +6013,6 @@ def test_bench_of_what_does_not_fit_is_a_row(monkeypatch, group):
     assert bench.cells(too_large)[3] == "does not fit" and bench.cells(missed)[3] == "out of memory"
     assert ours["model"] == longest["model"] == "tiny" and not ours["oom"]
     assert missed["seq"] == 2 * longest["seq"] == 1024 and longest["step_s"] > 0
-    with pytest.raises(torch.OutOfMemoryError):  # it ends all: the other stage waits for this one
-        bench.attempt(table, "a stage", train.Config(model="tiny", seq=1024, batch=1, pp=2))
 
 
 def test_bench_writes_results(tmp_path):
@@ -6054,8 +6051,6 @@ def test_node_pieces_are_commands_that_measure(gpus, monkeypatch):
             monkeypatch.setattr(sys, "argv", ["bench.py", *flags])
             args = bench.parse()
             assert bench.command_line(args, *args.tables, gpus)[0] == command
-            assert "predict" not in command or any(
-                s.held_out and s.ranks == gpus for s in bench.SETTINGS)
         assert f"gpu_{piece.test}_worker" in globals()
     assert "--seq 256K" in node.PIECES[0].on(2) and "--seq 1024K" in node.PIECES[0].on(8)
 
@@ -6068,7 +6063,7 @@ def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(node, "HERE", out)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(node, "name_of_gpu", lambda: "NVIDIA H200")
-    broken = {"gpu_tensor_worker", "longest"}
+    broken = {"gpu_ring_worker", "shard"}
     begun = []
     monkeypatch.setattr(node, "time", SimpleNamespace(monotonic=lambda: 120 * len(begun)))
 
@@ -6102,15 +6097,15 @@ def test_node_goes_on_where_it_was_cut(tmp_path, monkeypatch, capsys):
     assert main() == 1
     measured = [command for command in begun if command.startswith("torchrun")]
     assert measured == [piece.on(2) for piece in for_two
-                        if piece.test != "tensor" and piece not in fit]
+                        if piece.test != "ring" and piece not in fit]
     assert begun.count("gpu_swap_worker") == 0 and begun.count("gpu_ring_worker") == 1
     # one json is from before; rows of one that was cut short are no result
     assert len(list(out.glob("*.json"))) == 1 + len(measured) - 1
     broken.clear()
     capsys.readouterr()
     assert main() == 0
-    again = [piece.on(2) for piece in for_two if "longest" in piece.command or
-             piece.test == "tensor"]
+    again = [piece.on(2) for piece in for_two if "shard" in piece.command or
+             piece.test == "ring"]
     assert [command for command in begun if command.startswith("torchrun")] == again
     assert main() == 0 and not begun
 
@@ -6119,7 +6114,8 @@ def test_longest_sequence_is_the_last_that_fits():
     gib = 2**30
     four = planner.Hardware(4, 4, H200, 40 * gib, 30 * gib)
     asked = planner.Constraints(1, torch.bfloat16)
-    longest, plan = bench.longest(asked, m.MODELS["1b"], four)
+    longest = planner.of_one_sequence(asked, four, planner.longest(asked, m.MODELS["1b"], four))
+    plan = planner.plan(longest, m.MODELS["1b"], four, top=1)[0]
     need, host = plan.memory.total(), plan.host_bytes
     assert 39 * gib < need <= 40 * gib or 29 * gib < host <= 30 * gib
     longer = dataclasses.replace(longest, seq=longest.seq + 4 * 2**14)
@@ -6127,18 +6123,7 @@ def test_longest_sequence_is_the_last_that_fits():
         planner.plan(longer, m.MODELS["1b"], four)
     assert e.value.over > 0
     alone = dataclasses.replace(four, ranks=1, per_node=1)
-    assert bench.longest(asked, m.MODELS["7b"], alone) is None
-
-
-def test_place_table_has_states_where_it_says(monkeypatch, group):
-    """On the host, updated in the open, and on the GPU; the same model, of another size."""
-    monkeypatch.setitem(m.MODELS, "7b", m.ModelConfig(64, 64, 3, 8, 8, 64, 8))
-    table = bench.Bench(torch.device("cpu"), 0, 1, seqs=[64])
-    bench.table_place(table)
-    bound, *rows = table.rows
-    assert bound["system"] == "kernels alone" and not any(r["oom"] for r in rows)
-    assert [r["os_place"] for r in rows] == ["host", "host", "gpu"]
-    assert rows[0]["host_gib"] == rows[1]["host_gib"] > 0 and rows[2]["host_gib"] is None
+    assert not planner.longest(asked, m.MODELS["7b"], alone)
 
 
 @pytest.mark.parametrize("by_heads", [False, True])
@@ -6204,29 +6189,6 @@ def test_one_layer_gains_nothing_by_dropping():
         assert lost == pytest.approx(s.recompute_s)
         with pytest.raises(planner.TooLarge):
             planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0, by_heads=by_heads)
-
-
-def test_longest_sequence_table_on_little_memory(monkeypatch, group):
-    """The steps that prove it run, of a small model under the name of the large one."""
-    small = m.ModelConfig(64, 64, 6, 1, 1, 64, 64, max_positions=2**40)
-    for name in ("7b", "7b/4"):
-        monkeypatch.setitem(m.MODELS, name, small)
-    longest = bench.longest  # of large GPUs, too, in a moment
-    monkeypatch.setattr(bench, "longest", lambda asked, model, there, seq: longest(
-        asked, model, dataclasses.replace(
-            there, gpu_budget=min(there.gpu_budget, 2**28),
-            host_budget=min(there.host_budget, 2**28)), seq))
-    table = bench.Bench(torch.device("cpu"), 0, 1, seqs=[2**14],
-                        memory={"gpu_memory": 84 * 2**20, "host_memory": 2**23})
-    bench.table_longest(table)
-    planned, most, own, proof = table.rows
-    assert planned["seq"] > most["seq"] >= own["seq"] == proof["seq"] == 2**14
-    assert proof["step_s"] > 0 and not proof["oom"], proof
-    assert proof["activations"] == own["activations"]  # of all layers, not of those that ran
-    monkeypatch.setattr(planner, "longest", lambda *_: 2**14)
-    table.seqs = [2**24]
-    with pytest.raises(train.ConfigError, match="more ranks"):
-        bench.table_longest(table)
 
 
 def fsdp2_worker():
