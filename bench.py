@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import offload
 import planner
 import train
 from attention import Attention, Groups, pick_kernel
@@ -49,8 +48,7 @@ from memplan import StepMemory, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
-from parallel import Pipeline, bubble, no_order, use_more_queues
-from planner import Constraints, Hardware, Plan, state_bytes
+from planner import state_bytes
 from ranks import (ConfigError, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks)
 from shard import STREAMS, Factors, States
@@ -171,7 +169,7 @@ class Step:
     states: object  # States, or what has their methods
     batch: train.Batch
     update: bool = True  # or forward, backward and reductions alone
-    held: list = field(default_factory=list)  # memory that is taken besides
+    held: Tensor | None = None  # memory that is taken besides
     memory: StepMemory | None = None  # that plans it
 
     def __call__(self):
@@ -238,9 +236,8 @@ def release(device: torch.device) -> None:
 def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int = 2,
             bound: dict | None = None, build: Callable[[], Step] | None = None, **more) -> dict:
     """Build a step of these flags (or what `build` returns, of their model, sequence and batch),
-    time it, and add its row, which is returned; out of memory on any rank is a row too, but of a
-    pipeline, whose other stages wait for this one: there it is raised, and ends all. A collective.
-    """
+    time it, and add its row, which is returned; out of memory on any rank is a row too. A
+    collective."""
     release(bench.device)
     seconds = math.inf
     step = None
@@ -248,8 +245,6 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
         step = build() if build else make_step(bench, cfg)
         seconds = clock(step, repeats, bench.device, warmup)
     except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
-        if cfg.pp not in (None, 1) and not isinstance(e, ConfigError):
-            raise
         more["error"] = str(e)[:600]
     if step and isinstance(step.states, States):  # not FSDP2's
         more |= chosen(step.run)
@@ -258,8 +253,6 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
             param_count(step.run.model), step.states.factors, step.states.dtype,
             step.states.accumulates)
     seconds = most_of_ranks(seconds, bench.device)  # infinite on all ranks, if on one
-    if bench.gpu and math.isfinite(seconds) and isinstance(step.model, Pipeline):
-        more |= idle_share(step)
     found = row(bench, label, MODELS[cfg.model], cfg.model, cfg.seq,
                 cfg.batch * cfg.seq // bench.world, seconds if math.isfinite(seconds) else None,
                 bound, bench.world, **more)
@@ -277,22 +270,6 @@ def attempt_beside_kernels(bench: Bench, model: str, seq: int, kinds: dict[str, 
     for label, own in kinds.items():
         cfg = Config(model=model, seq=seq, **flags | own)
         attempt(bench, label, cfg, repeats, warmup, bound)
-
-
-def idle_share(step: Step) -> dict:
-    """Return the share of a step in which a stage waits for messages, the mean of all, beside what
-    passes that all take as long would leave. A collective."""
-    pipeline, plan = step.model, step.run.plan
-    pipeline.idle = []
-    sync(step.run.device)
-    start = time.perf_counter()
-    step()
-    idle = pipeline.idle_seconds()
-    share = torch.tensor(idle / (time.perf_counter() - start), device=step.run.device)
-    pipeline.idle = None
-    dist.all_reduce(share)
-    return {"idle_share": share.item() / step.run.world,
-            "bubble": bubble(plan.pp, plan.pp_chunks, plan.micro_batches)}
 
 
 def chosen(run: Run) -> dict:
@@ -649,48 +626,6 @@ def table_ring(bench: Bench) -> None:
                                    sp=world, batch=1, per_node=world // bench.nodes)
 
 
-def table_pipeline(bench: Bench) -> None:
-    """All ranks as stages, with parts, beside one sequence over them and, of short sequences, data
-    parallelism. --nodes: as in table nodes; beside a ring, and states in a node."""
-    world = bench.world
-    per_node = world // bench.nodes
-    for seq in bench.seqs or (2**12, 2**16):
-        batch = 4 * world if seq < 2**14 else 1
-        kinds = {f"pipeline of {world}": {"pp": world, "pp_chunks": 1},
-                 f"... in {2 * world} parts": {"pp": world, "pp_chunks": 2},
-                 "one sequence over all": {"sp": world}}
-        if no_order(world, 2, batch):
-            kinds.pop(f"... in {2 * world} parts")
-        if bench.nodes > 1:
-            kinds["a ring over nodes"] = {"sp": world, "ring": bench.nodes}
-        if batch % world == 0:
-            kinds["data parallel"] = {"sp": 1}
-        if batch % world == 0 and bench.nodes > 1:
-            states = {"p": "1", "g": "1", "os": str(per_node)}
-            kinds["data parallel, states in a node"] = {"sp": 1} | states
-        kinds = {f"ours, {kind}, nodes={bench.nodes}": flags for kind, flags in kinds.items()}
-        attempt_beside_kernels(bench, "7b", seq, kinds, batch=batch, micro_batch=1,
-                               per_node=per_node)
-
-
-def table_tensor(bench: Bench) -> None:
-    """A layer's matrices over all ranks in three modes, beside one sequence over them whose weights
-    are whole or gathered (isp): with what a rank sends of activations, and what layers keep."""
-    world = bench.world
-    for seq in bench.seqs or [2**n for n in range(12, 17)]:
-        bound = kernel_bound(bench, "7b", seq)
-        bench.add(bound)
-        fixed = {"model": "7b", "seq": seq, "batch": 1, "recompute": "none"}
-        kinds = {mode: {"tp": world, "tp_mode": mode} for mode in ("mtp", "msp", "fsp")}
-        kinds["isp"] = {"sp": world}
-        layer = MODELS["7b"].layers * seq * MODELS["7b"].dim * (1 - 1 / world)
-        for mode, flags in kinds.items():
-            # elements a rank sends: 4 ways of (N, C) in both passes (fsp: 5), isp: 12 of (N/sp, C)
-            sent = {"fsp": 10, "isp": 12 / world}.get(mode, 8) * layer * bench.dtype.itemsize
-            attempt(bench, f"ours, {mode}", Config(**fixed | flags), 3, 1, bound,
-                    sent_gib=sent / GIB)
-
-
 def union_ms(spans: list[tuple[float, float]]) -> float:
     """Return the milliseconds that spans (begin, end) in microseconds cover together."""
     total = 0.0
@@ -808,32 +743,6 @@ def of_layers(run: Run, kept: ActivationPlan, **planned) -> Run:
     return run.but(model=model, plan=planner.with_memory(plan))
 
 
-def table_place(bench: Bench) -> None:
-    """7B with optimizer states on the host, whose update runs under the next forward or in the
-    open, and on the GPU, beside the kernels alone. (Longer ones: table long.)"""
-    world = bench.world
-    in_the_open = ",".join(stream for stream in STREAMS if stream != "host_update")
-    on_host = {"ours, states on the host": {"os_place": "host"}}
-    others = {"ours, updated in the open": {"os_place": "host", "overlap": in_the_open},
-              "ours, states on the GPU": {"os_place": "gpu"}}
-    for seq in bench.seqs or [2**13 * world * i for i in (1, 4, 8)]:
-        long = seq // world > 2**15
-        attempt_beside_kernels(bench, "7b", seq, on_host if long else on_host | others,
-                               1 if seq // world > 2**14 else 3, 1 if long else 2, sp=world,
-                               batch=1)
-
-
-def longest(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-            seq: int | None = None) -> tuple[Constraints, Plan] | None:
-    """Return the most tokens of one sequence over all ranks that there is a plan for, in steps of
-    16K a rank, or so many, and the plan; None if there is none."""
-    seq = seq or planner.longest(constraints, model, hardware)
-    if not seq:
-        return None
-    asked = planner.of_one_sequence(constraints, hardware, seq)
-    return asked, planner.plan(asked, model, hardware, top=1)[0]
-
-
 def first_and_last_layers(run: Run) -> Run:
     """Return the run of a model of the first two layers (two groups of one, or one of two) and the
     last two, as they are planned."""
@@ -849,105 +758,17 @@ def first_and_last_layers(run: Run) -> Run:
     return of_layers(run, few)
 
 
-def proof_step(bench: Bench, run: Run, pin: bool = True) -> Step:
-    """Build a step of the first and the last two layers, with all else allocated as planned (pin:
-    on the host, too). It shows that memory suffices; its time, of a first step, is none of
-    training."""
+def proof_step(bench: Bench, run: Run) -> Step:
+    """Build a step of the first and the last two layers, with all else allocated as planned on the
+    GPU."""
     few = first_and_last_layers(run)
     gpu = int(run.plan.memory.total() - few.plan.memory.total())
-    held = [torch.empty(max(0, gpu), dtype=torch.uint8, device=bench.device)]
-    if pin:
-        host = run.plan.host_bytes - few.plan.host_bytes
-        sizes = [2**32] * int(host / 2**32)
-        held += [pinned.result() for pinned in offload.pin_host_buffers(sizes, bench.gpu)]
+    held = torch.empty(max(0, gpu), dtype=torch.uint8, device=bench.device)
     step = make_step(bench, run=few)
     step.held = held
     return step
 
 
-def table_longest(bench: Bench) -> None:
-    """The longest sequence of 7B: of 8 H200s with 560 GiB of host memory by plan, and of this
-    machine by plan and by a step of its first and last layers, at that length or at --seq."""
-    MODELS["7b/4"] = replace(MODELS["7b"], layers=4)
-    own = machine(bench, Config(model="7b", seq=2**14 * bench.world, batch=1, sp=bench.world))
-    eight = Hardware(8, 8, own.hardware.profile, planner.GPU_SHARE * 139.8 * GIB, 490 * GIB / 8)
-    lengths = [("8 x H200, 560 GiB host, by plan", eight, None)]
-    lengths += [("this machine, by plan", own.hardware, seq) for seq in (None, *bench.seqs)]
-    for label, hardware, seq in lengths:
-        found = on_all_ranks(lambda: longest(own.constraints, own.model, hardware, seq))
-        if found is None:
-            raise ConfigError(f"{label}: not even {hardware.ranks * 2**14:,} tokens")
-        constraints, plan = found
-        cfg = replace(own.cfg, seq=constraints.seq, per_node=hardware.per_node)
-        run = own.but(cfg=cfg, plan=plan)
-        bench.add(row(bench, label, run.model, "7b", cfg.seq, 0, None, gpus=hardware.ranks,
-                      **chosen(run)) | {"oom": False, "gpu_gib": None})
-    seq = run.cfg.seq
-    proof = attempt(bench, "its first and last layers", Config(model="7b/4", seq=seq, batch=1), 1,
-                    0, build=lambda: proof_step(bench, run))
-    proof.update(dict.fromkeys(TIMES[1:]), **chosen(run))
-
-
-# ---------------------------------------------------------------------------- tables: predictions
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A step whose time and memory planner.py predicts. Settings of one question have the same
-    model, tokens and ranks; the planner's pick is the one with nothing set by hand."""
-
-    question: str
-    ranks: int
-    model: str
-    seq: int
-    batch: int
-    by_hand: dict = field(default_factory=dict)
-    held_out: bool = False  # measured once, after the model of costs.py was last changed
-
-
-SETTINGS = (
-    Setting("A", 1, "1b", 2**12, 8, {"micro_batch": 2}),
-    Setting("A", 1, "1b", 2**12, 8, {"micro_batch": 1}, True),
-    Setting("B", 1, "1b", 2**16, 1, {}, True),
-    Setting("C", 1, "1b", 2**17, 1),
-    Setting("D", 1, "7b", 2**12, 1),
-    Setting("E", 1, "llama3-8b", 2**13, 1, {}, True),
-    Setting("F", 2, "7b", 2**12, 16, {"p": "1", "g": "1", "os": "2", "micro_batch": 1}),
-    Setting("F", 2, "7b", 2**12, 16, {"p": "1", "g": "2", "os": "2", "micro_batch": 1}, True),
-    Setting("F", 2, "7b", 2**12, 16, {"p": "2", "g": "2", "os": "2", "micro_batch": 1}),
-    Setting("G", 2, "7b", 2**16, 1, {"sp": 2}),
-    Setting("G", 2, "7b", 2**16, 1, {"sp": 2, "recompute": "full"}, True),
-    Setting("H", 2, "7b", 2**14, 1, {"sp": 2, "alpha": 1.0, "resident_layers": 2}),
-    Setting("I", 2, "llama3-8b", 2**14, 4, {"sp": 2}, True),
-    Setting("J", 2, "llama3-8b", 2**18, 1, {"sp": 2}, True),
-    *(setting for ranks in (4, 8) for setting in (  # K: of other tables
-        Setting("L", ranks, "7b", 2**13 * ranks, 1, {}, True),
-        Setting("M", ranks, "7b", 2**12, 8 * ranks, {}, True),
-        Setting("M", ranks, "7b", 2**12, 8 * ranks,
-                {"p": str(ranks), "g": str(ranks), "os": str(ranks), "micro_batch": 1}, True),
-        Setting("N", ranks, "llama3-8b", 2**15 * ranks, 1, {}, True))),
-)
-
-
-def table_predict(bench: Bench, held_out: bool) -> None:
-    """Predicted beside measured, step time and peak memory, of the settings of so many GPUs."""
-    settings = [s for s in SETTINGS if (s.ranks, s.held_out) == (bench.world, held_out)]
-    if not settings:
-        raise ConfigError(f"no such setting is of {bench.world} GPUs, only of "
-                          f"{sorted({s.ranks for s in SETTINGS if s.held_out == held_out})}")
-    for setting in settings:
-        cfg = Config(model=setting.model, seq=setting.seq, batch=setting.batch, **setting.by_hand)
-        tokens = setting.seq * setting.batch // bench.world
-        long = tokens > 2**16
-        by_hand = " ".join(f"{name}={value}" for name, value in setting.by_hand.items())
-        found = attempt(bench, by_hand or "as planned", cfg, 1 if long else 3, 1 if long else 2,
-                        question=setting.question, held_out=setting.held_out)
-        if not found["oom"]:
-            print0(f"predicted {found['predicted_s']:.4f} s, measured {found['step_s']:.4f}: "
-                   f"{found['predicted_s'] / found['step_s'] - 1:+.1%}; "
-                   f"{found['predicted_gib']:.2f} GiB, measured {found['gpu_gib']:.2f}: "
-                   f"{found['predicted_gib'] / found['gpu_gib'] - 1:+.1%}; "
-                   f"{ {k: round(v, 4) for k, v in found['predicted'].items()} }", flush=True)
 
 
 # ---------------------------------------------------------------------------- tables: memory
@@ -998,7 +819,7 @@ def table_memplan(bench: Bench) -> None:
         def build() -> Step:
             if whole:
                 return make_step(bench, cfg)
-            return proof_step(bench, plan_run(bench, cfg), pin=False)
+            return proof_step(bench, plan_run(bench, cfg))
 
         for label in ALLOCATORS:
             memory = memory_planner(bench, label)
@@ -1017,75 +838,6 @@ def table_memplan(bench: Bench) -> None:
     train.expandable_segments()
 
 
-def table_capped(bench: Bench) -> None:
-    """The longest sequence of 7B, all kept, of which a step fits under a cap of GPU memory (80 GiB
-    without --gpu-memory), to 512 tokens a rank: as above, by what gives the memory (a plan's step
-    is recorded with segments that expand)."""
-    world = bench.world
-    unit = 512  # tokens of a rank
-    cap = bench.memory.get("gpu_memory") or 80 * GIB
-
-    whole = replace(bench, memory={})  # here not the plan is to set the limit
-
-    def planned(tokens: int) -> Run:
-        cfg = Config(model="7b", seq=tokens * world, sp=world, batch=1,
-                     resident_layers=MODELS["7b"].layers, p=str(world), g=str(world), os=str(world))
-        run = plan_run(whole, cfg)
-        return run.but(cfg=replace(run.cfg, gpu_memory=cap))
-
-    counted = unit  # the most that would fit as planner.py counts it
-    while planned(counted + unit).plan.memory.total() <= cap:
-        counted += unit
-    for label in ALLOCATORS:
-        good = counted - 4 * unit
-        bad = counted + 4 * unit
-        best = None
-        while bad - good > unit:
-            middle = (good + bad) // 2 // unit * unit
-            run = planned(middle)
-            memory = memory_planner(bench, label)
-            tried = attempt(bench, label, run.cfg, 1, 0, build=lambda: warm_step(
-                bench, label, memory, lambda: make_step(bench, run=run)))
-            bench.rows.pop()
-            if memory:
-                memory.give_back()
-            if tried["oom"]:
-                bad = middle
-            else:
-                good = middle
-                best = tried
-        bench.add((best or tried) | dict.fromkeys(TIMES))  # of one step each
-    torch.cuda.set_per_process_memory_fraction(1.0, bench.device)
-    train.expandable_segments()
-
-
-# ---------------------------------------------------------------------------- tables: no device
-
-MEMO = {64: 52.34, 128: 50.96, 256: 53.62, 384: 53.04, 512: 51.84, 640: 52.59, 768: 51.89,
-        896: 52.71, 1024: 52.30}  # K tokens: published MFU of 7B on 8 A800s (table 3)
-MEMO_ALPHA = {256: 1.0, 384: 0.5, 512: 0.125, 768: 0.0, 896: 0.0, 1024: 0.0}  # table 7
-
-
-def table_alpha(bench: Bench) -> None:
-    """Memo's rule for 7B on 8 A800s (2 TB of host memory, 32 GB/s and 80 GB a GPU), from sizes and
-    the published MFU, beside the published alpha. No device is used."""
-    cfg = MODELS["7b"]
-    for k, mfu in MEMO.items():
-        n = k * 1024 // 8
-        seconds = flops_per_token(cfg, k * 1024)[0] * n / (312e12 * mfu / 100)
-        layer_s = seconds / 3 / cfg.layers  # of a forward
-        io = 2 * n * cfg.dim * 2  # bytes of x and o, bf16
-        others = 14 * n * cfg.dim * 2  # Memo's 16 bsh elements
-        swapped = cfg.layers - 2
-        by_bandwidth = (32e9 * layer_s - io) / others
-        by_host = (2e12 / 8 / swapped - io) / others
-        bench.add({
-            "system": f"7b, {k}K tokens", "rule_alpha": min(1.0, by_bandwidth, by_host),
-            "by_bandwidth": by_bandwidth, "by_host": by_host,
-            "published_alpha": MEMO_ALPHA.get(k),
-            "host_gib": swapped * (io + MEMO_ALPHA.get(k, 0) * others) / GIB,
-            "buffers_gib": 2 * (io + others) / GIB, "buffers_alpha0_gib": (2 * io + others) / GIB})
-
 
 @dataclass(frozen=True)
 class Table:
@@ -1096,24 +848,16 @@ class Table:
 
 TABLES = {
     "step": Table(table_step, cpu=True),
-    "alpha": Table(table_alpha, cpu=True),
     "long": Table(table_long),
-    "place": Table(table_place),
-    "longest": Table(table_longest),
-    "predict-seen": Table(functools.partial(table_predict, held_out=False)),
-    "predict-held": Table(functools.partial(table_predict, held_out=True)),
     "memplan": Table(table_memplan),
-    "capped": Table(table_capped, 2),
     "shard": Table(table_shard, 2),
     "trace": Table(table_trace, 2),
     "overlap": Table(table_overlap, 2),
     "nodes": Table(table_nodes, 4),
     "ring": Table(table_ring, 2),
-    "pipeline": Table(table_pipeline, 2),
-    "tensor": Table(table_tensor, 2),
 }
-SPLIT = ("nodes", "ring", "pipeline")  # tables that --nodes splits
-SIZED = ("long", "memplan", "ring", "place", "pipeline", "tensor", "longest")  # that --seq sizes
+SPLIT = ("nodes", "ring")  # tables that --nodes splits
+SIZED = ("long", "memplan", "ring")  # that --seq sizes
 SKIPPED = ("full", "swap", "fsdp2")  # what --skip may name
 
 
@@ -1146,11 +890,6 @@ def system_of(r: dict) -> str:
         return name + f", {r['flops'] / 1e12:.3g} TFLOP/s"
     if not r.get("sp") or name.startswith("fsdp2"):  # whose row may name factors of ours
         return name
-    if r.get("sent_gib") is not None:
-        kept = r["planned_gib"]["activations"]
-        name += f", {r['sent_gib']:.1f} GiB sent, {kept:.1f} kept,"
-    if r.get("idle_share") is not None:
-        name += f", idle {r['idle_share']:.1%} (formula {r['bubble']:.1%}),"
     name += f" {r['p']},{r['g']},{r['os']}"
     if kept := r.get("activations"):
         name += f" k={kept['resident']} alpha={r['alpha']:.2f} chunk={r['chunk']}"
@@ -1171,11 +910,6 @@ MEMORY_FORMS = {
     "lower bound": "{lower_bound_gib:.2f}", "solved in s": "{solve_s:.1f}",
     "hits": "{hit_requests:.2%}", "of bytes": "{hit_bytes:.2%}"}
 FORMS_BY_KEY = {  # what rows of a table hold -> title -> a row's cell
-    "rule_alpha": {
-        "system": "{system}", "alpha by bandwidth": "{by_bandwidth:.2f}",
-        "by host memory": "{by_host:.2f}", "rule": "{rule_alpha:.2f}",
-        "published": "{published_alpha:.3f}", "host GiB": "{host_gib:.1f}",
-        "buffers GiB": "{buffers_gib:.1f}", "at alpha 0": "{buffers_alpha0_gib:.1f}"},
     "exposed_ms": {
         "system": "{system}", "step ms": "{took_ms}",
         "communication ms": "{communication_ms:.1f}", "of it exposed ms": "{exposed_ms:.1f}"},
@@ -1264,8 +998,8 @@ def parse() -> argparse.Namespace:
                         " that reach each other by sockets alone, as nodes do (tables "
                         f"{', '.join(SPLIT)})")
     parser.add_argument("--seq", type=lambda text: [size(x) for x in text.split(",")], default=[],
-                        help="tokens of the sequences of the tables long, place, memplan, ring, "
-                        "pipeline, tensor and longest: 64K,128K")
+                        help="tokens of the sequences of the tables long, memplan and ring: "
+                        "64K,128K")
     parser.add_argument("--model", default="7b", choices=list(MODELS),
                         help="of the table long; default: 7b")
     parser.add_argument("--batch", type=int, default=1,
@@ -1332,10 +1066,7 @@ def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) ->
     measured. Returns what is written, and whether Ctrl-C has stopped it."""
     release(bench.device)
     command, file = command_line(args, name, bench.world)
-    if name == "alpha":
-        hardware = "no device (calculated)"
-    else:
-        file += f"-{in_file_names(hardware)}"
+    file += f"-{in_file_names(hardware)}"
     results = {"hardware": hardware, "versions": versions(), "commit": commit(),
                "command": command, "rows": []}
 
@@ -1383,8 +1114,6 @@ def main() -> None:
         node = int(os.environ.get("LOCAL_RANK", 0)) * args.nodes // int(os.environ["WORLD_SIZE"])
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         os.environ["NCCL_HOSTID"] = f"node{node}"
-    if "pipeline" in args.tables:
-        use_more_queues()
     rank, world, local_rank = start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))

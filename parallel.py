@@ -510,7 +510,6 @@ class Pipeline:
     device: torch.device
     dtype: torch.dtype  # of activations
     overlap: bool = True  # messages are received ahead
-    idle: list | None = None  # gets, while it is one, CUDA events around each wait for a message
 
     def __post_init__(self):
         self.stage = self.groups.stage
@@ -540,23 +539,7 @@ class Pipeline:
 
     def arrived(self, message: Message | None) -> Tensor | None:
         """Let compute wait for a message."""
-        if message is None:
-            return None
-        if self.idle is None:
-            return message.wait()
-        before = torch.cuda.Event(enable_timing=True)
-        after = torch.cuda.Event(enable_timing=True)
-        before.record()
-        message.wait()
-        after.record()
-        self.idle.append((before, after))
-        return message.tensor
-
-    def idle_seconds(self) -> float:
-        """Return the seconds in which compute has waited for messages since `idle` became a list.
-        Waits for the device."""
-        torch.cuda.synchronize(self.device)
-        return sum(before.elapsed_time(after) for before, after in self.idle) / 1e3
+        return None if message is None else message.wait()
 
     # -- a step
 

@@ -5851,12 +5851,11 @@ def test_help(program):
 
 
 @pytest.mark.parametrize("flags, ranks, message", [
-    ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step, alpha"),
+    ("long", 0, "table long measures GPUs, and there are none here; a CPU can measure step$"),
     ("nodes --nodes 2", 2, "table nodes measures GPUs"),
-    ("step --nodes 2", 0, "--nodes 2: splits the ranks of tables nodes, ring, pipeline, not of "
-     "step"),
+    ("step --nodes 2", 0, "--nodes 2: splits the ranks of tables nodes, ring, not of step"),
     ("step --model 1b", 0, "--model 1b: of table long alone, not of step"),
-    ("steps", 0, "no table steps; there are: step"),
+    ("steps", 0, "no table steps; there are: step, long"),
     ("step --nodes 0", 0, "--nodes 0: at least 1"),
     ("long --seq 0", 0, "--seq 0: at least 1 token"),
     ("step --seq 64K", 0, "--seq: of tables long, .*, not of step"),
@@ -5932,8 +5931,6 @@ def test_bench_of_what_does_not_fit_is_a_row(monkeypatch, group):
     assert bench.cells(too_large)[3] == "does not fit" and bench.cells(missed)[3] == "out of memory"
     assert ours["model"] == longest["model"] == "tiny" and not ours["oom"]
     assert missed["seq"] == 2 * longest["seq"] == 1024 and longest["step_s"] > 0
-    with pytest.raises(torch.OutOfMemoryError):  # it ends all: the other stage waits for this one
-        bench.attempt(table, "a stage", train.Config(model="tiny", seq=1024, batch=1, pp=2))
 
 
 def test_bench_writes_results(tmp_path):
@@ -5957,7 +5954,8 @@ def test_longest_sequence_is_the_last_that_fits():
     gib = 2**30
     four = planner.Hardware(4, 4, H200, 40 * gib, 30 * gib)
     asked = planner.Constraints(1, torch.bfloat16)
-    longest, plan = bench.longest(asked, m.MODELS["1b"], four)
+    longest = planner.of_one_sequence(asked, four, planner.longest(asked, m.MODELS["1b"], four))
+    plan = planner.plan(longest, m.MODELS["1b"], four, top=1)[0]
     need, host = plan.memory.total(), plan.host_bytes
     assert 39 * gib < need <= 40 * gib or 29 * gib < host <= 30 * gib
     longer = dataclasses.replace(longest, seq=longest.seq + 4 * 2**14)
@@ -5965,18 +5963,7 @@ def test_longest_sequence_is_the_last_that_fits():
         planner.plan(longer, m.MODELS["1b"], four)
     assert e.value.over > 0
     alone = dataclasses.replace(four, ranks=1, per_node=1)
-    assert bench.longest(asked, m.MODELS["7b"], alone) is None
-
-
-def test_place_table_has_states_where_it_says(monkeypatch, group):
-    """On the host, updated in the open, and on the GPU; the same model, of another size."""
-    monkeypatch.setitem(m.MODELS, "7b", m.ModelConfig(64, 64, 3, 8, 8, 64, 8))
-    table = bench.Bench(torch.device("cpu"), 0, 1, seqs=[64])
-    bench.table_place(table)
-    bound, *rows = table.rows
-    assert bound["system"] == "kernels alone" and not any(r["oom"] for r in rows)
-    assert [r["os_place"] for r in rows] == ["host", "host", "gpu"]
-    assert rows[0]["host_gib"] == rows[1]["host_gib"] > 0 and rows[2]["host_gib"] is None
+    assert not planner.longest(asked, m.MODELS["7b"], alone)
 
 
 def test_kernels_of_a_long_step_are_compiled_on_two_chunks(monkeypatch, group):
@@ -6005,29 +5992,6 @@ def test_one_layer_gains_nothing_by_dropping():
     assert lost == pytest.approx(s.recompute_s)
     with pytest.raises(planner.TooLarge):
         planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0)
-
-
-def test_longest_sequence_table_on_little_memory(monkeypatch, group):
-    """The steps that prove it run, of a small model under the name of the large one."""
-    small = m.ModelConfig(64, 64, 6, 1, 1, 64, 64, max_positions=2**40)
-    for name in ("7b", "7b/4"):
-        monkeypatch.setitem(m.MODELS, name, small)
-    longest = bench.longest  # of large GPUs, too, in a moment
-    monkeypatch.setattr(bench, "longest", lambda asked, model, there, seq: longest(
-        asked, model, dataclasses.replace(
-            there, gpu_budget=min(there.gpu_budget, 2**28),
-            host_budget=min(there.host_budget, 2**28)), seq))
-    table = bench.Bench(torch.device("cpu"), 0, 1, seqs=[2**14],
-                        memory={"gpu_memory": 84 * 2**20, "host_memory": 2**23})
-    bench.table_longest(table)
-    planned, most, own, proof = table.rows
-    assert planned["seq"] > most["seq"] >= own["seq"] == proof["seq"] == 2**14
-    assert proof["step_s"] > 0 and not proof["oom"], proof
-    assert proof["activations"] == own["activations"]  # of all layers, not of those that ran
-    monkeypatch.setattr(planner, "longest", lambda *_: 2**14)
-    table.seqs = [2**24]
-    with pytest.raises(train.ConfigError, match="more ranks"):
-        bench.table_longest(table)
 
 
 def fsdp2_worker():

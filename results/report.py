@@ -63,14 +63,6 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         " two GPUs, each as train.py plans it; *nodes=2*: the two reach each other by sockets over"
         " loopback alone. There the keys and values of llama3-8b, a quarter of its queries, go"
         " around hidden by attention, and all-to-alls of everything do not.",
-        "pipeline": "Shows all GPUs as the stages of a pipeline, with several parts of the model on"
-        " one, with sequences in segments, beside one sequence over all of them and data"
-        " parallelism. *idle* is the share of a step in which a stage waits for messages, the mean"
-        " of all, and the formula's for passes that all take as long; *nodes=2*: the two halves of"
-        " the GPUs reach each other by sockets over loopback alone.",
-        "tensor": "Shows a layer's matrices over all GPUs in three modes, and *isp*, one sequence"
-        " over them whose weights are whole or gathered: GiB of activations that a rank sends in a"
-        " step, and GiB that its layers keep.",
         "place": "Shows 7B with optimizer states on the host (75 GiB), from which they visit the"
         " GPU: updated under the next forward, or in the open, where compute waits; and on the GPU,"
         " if they fit there. Short sequences do not hide 12 bytes a parameter there and 12 back.",
@@ -178,6 +170,15 @@ EARLIER_FORMS = {  # as FORMS_BY_KEY, of tables that bench.py measured once, and
         "system": "{system}", "first loss": "{loss_first:.4f}", "last loss": "{loss_last:.4f}",
         "difference": "{largest_loss_difference:.4f}",
         "of the norm": "{largest_norm_difference:.4f}"},
+    "rule_alpha": {
+        "system": "{system}", "alpha by bandwidth": "{by_bandwidth:.2f}",
+        "by host memory": "{by_host:.2f}", "rule": "{rule_alpha:.2f}",
+        "published": "{published_alpha:.3f}", "host GiB": "{host_gib:.1f}",
+        "buffers GiB": "{buffers_gib:.1f}", "at alpha 0": "{buffers_alpha0_gib:.1f}"},
+    "distinct_passes": {
+        "step": "{system}", "method": "{method}", "requests": "{requests:,}",
+        "peak GiB": "{peak_gib:.3f}", "bound GiB": "{bound_gib:.3f}", "gap": "{gap:.2%}",
+        "seconds": "{seconds:.3f}", "distinct passes": "{passes:d}"},
     "imbalance": {
         "system": "{system}", "parameters": "{parameters}", "gradients": "{gradients}",
         "optimizer": "{optimizer}", "deviation": "{deviation:.2%}"},
@@ -200,6 +201,12 @@ def with_states(r: dict) -> dict:
     return r | texts | {"deviation": worst}
 
 
+def with_gib(r: dict) -> dict:
+    """Return a row of a table of methods with its bytes in GiB; without passes it has none."""
+    return r | {"peak_gib": r["peak"] / 2**30, "bound_gib": r["bound"] / 2**30,
+                "passes": r["distinct_passes"] or None}
+
+
 def read(name: str) -> dict:
     return json.loads((HERE / f"{name}.json").read_text())
 
@@ -214,6 +221,7 @@ def section(path: Path) -> str:
     """Return the section of a results file."""
     r = read(path.stem)
     rows = [with_states(x) if "imbalance" in x else x for x in r["rows"]]
+    rows = [with_gib(x) if "distinct_passes" in x else x for x in rows]
     head, write = layout(rows, EARLIER_FORMS | FORMS_BY_KEY)
     versions = ", ".join(f"{k} {v}" for k, v in r["versions"].items())
     return (f"\n### {path.name}\n\n`{r['command']}` as of commit `{r['commit']}`, "
