@@ -4427,7 +4427,7 @@ def gpu_factors_worker():
         curve = []
         for batch in mine:
             parts = in_parts(batch[:, :-1], batch[:, 1:], several, scale)
-            curve.append(torch.stack(train.run_step(model, states, parts, 3e-3, 1.0)[:2]))
+            curve.append(torch.stack(train.run_step(model, states, parts, 5e-4, 1.0)[:2]))
         curve = torch.stack(curve)
         first = curve if first is None else first
         assert curve[-1, 0] < 0.8 * curve[0, 0], "it learns"
