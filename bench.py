@@ -553,8 +553,8 @@ def attempt_longest(bench: Bench, name: str, last: dict, limit: float) -> None:
 def sharded(bench: Bench, name: str, f: Factors, m: int, **flags) -> Config:
     """Return the flags of a step of whole layers under these factors, M micro-batches of one
     sequence a rank."""
-    return Config(model=name, seq=4096, sp=1, batch=m * bench.world, micro_batch=1, p=str(f.p),
-                  g=str(f.g), os=str(f.os), recompute="none", **flags)
+    return Config(model=name, seq=4096, sp=1, batch=m * bench.world, micro_batch=1, p=f.p, g=f.g,
+                  os=f.os, recompute="none", **flags)
 
 
 def table_shard(bench: Bench) -> None:
