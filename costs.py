@@ -83,7 +83,6 @@ class Plan:
     os_layout: str = "intra"
     os_place: str = "gpu"  # or host: where optimizer states lie
     overlap: tuple[str, ...] = STREAMS
-    reduce_bytes: int = 2  # of a gradient's element on its way
     accumulates: bool = False  # gradients add up in float32
     activations: ActivationPlan | None = None  # of layers in chunks
     memory: "Memory | None" = None
@@ -974,8 +973,8 @@ def end_seconds(est: Estimator, plan: Plan) -> UnitSeconds:
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     """Return the table in shard.py's docstring in seconds."""
     key = (plan.model, plan.dtype, plan.ranks, plan.per_node, plan.tp, plan.pp, plan.pp_chunks,
-           plan.factors, plan.os_layout, plan.os_place, plan.reduce_bytes, plan.accumulates,
-           plan.chunks > 1, matrices)
+           plan.factors, plan.os_layout, plan.os_place, plan.accumulates, plan.chunks > 1,
+           matrices)
     if key not in est.cache:
         est.cache[key] = compute_unit_seconds(est, plan, matrices)
     return est.cache[key]
@@ -996,7 +995,7 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     broadcast = seconds("all_gather" if plan.os_layout == "intra" else "broadcast", e, f.p,
                         plan.mesh(f.os, f.p))
     scatter, last_scatter, reduce = grad_seconds(plan, matrices, seconds)
-    wire = plan.reduce_bytes
+    wire = plan.dtype.itemsize
     held = grad_bytes(plan)
     moved = sum(counts) / f.g / est.profile.memory
     keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
@@ -1020,7 +1019,7 @@ def grad_seconds(plan: Plan, matrices: tuple[tuple[int, int], ...],
     """Return the seconds in which a micro-batch's gradients are scattered, the last one's, and in
     which they are reduced once a step. seconds: of each matrix's collective."""
     f = plan.factors
-    wire = plan.reduce_bytes
+    wire = plan.dtype.itemsize
     subgroup = plan.mesh(f.os, f.p)
     replicas = plan.mesh(plan.state_ranks, f.p)
     cross_os = plan.mesh(plan.state_ranks, f.os)

@@ -111,7 +111,6 @@ class Constraints:
     os_place: str = "auto"
     layers_run: str = ""  # none, auto, full: of these alone
     overlap: str = ",".join(STREAMS)
-    reduce_dtype: str = "auto"
     recompute: str = "auto"
     chunk: int | None = None
     alpha: float | None = None
@@ -843,12 +842,9 @@ class Search:
     def choose_shape(self) -> Iterator[Plan]:
         """Yield plans without states and costs."""
         c = self.constraints
-        in_float32 = c.reduce_dtype == "fp32"
         overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
-        start = replace(self.start, overlap=overlap, reduce_bytes=(
-            self.start.accum_bytes if in_float32 else c.dtype.itemsize))
-        for shape in self.choose(SHAPE, start):
-            yield replace(shape, accumulates=in_float32 or shape.micro_batches > 1)
+        for shape in self.choose(SHAPE, replace(self.start, overlap=overlap)):
+            yield replace(shape, accumulates=shape.micro_batches > 1)
 
     def shapes(self) -> Iterator[Plan]:
         """Yield plans without states, with the seconds of their computation alone; not those that
@@ -1383,7 +1379,7 @@ def place(plan: Plan, leaf: str) -> str:
     exchanged = 3 * width * plan.tokens * e * model.layers * plan.micro_batches
     rings = make_rings(
         plan.ranks, plan.factors, plan.os_layout, plan.micro_batches,
-        param_count(model) * e, param_count(model) * plan.reduce_bytes,
+        param_count(model) * e, param_count(model) * e,
         plan.head_ranks, exchanged)
     if plan.ring > 1:
         rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(plan)))

@@ -388,21 +388,20 @@ class States:
     their events here: unshard, reshard, add_grad. micro_batches: forward and backward passes
     between two updates. layout: "inter" (whole p-shards have one owner in a subgroup, AMSP's) or
     "intra" (each is split evenly). overlap: those of STREAMS that run under computation.
-    reduce_dtype: of gradients that travel, the compute dtype by default. gather_layers: a layer's
-    backward uses its matrices more than once, so they are gathered together. num_chunks: of
-    tokens, if layers run in chunks, and so contributions to a gradient in each pass. poison:
-    released weights and used gradients become NaN, for tests. optimizer: of matrices; vectors have
-    AdamW. place: of its states, "gpu" or "host" (HostStates; delay: its). Raises ValueError if the
-    optimizer needs whole matrices and a rank has parts.
+    gather_layers: a layer's backward uses its matrices more than once, so they are gathered
+    together. num_chunks: of tokens, if layers run in chunks, and so contributions to a gradient in
+    each pass. poison: released weights and used gradients become NaN, for tests. optimizer: of
+    matrices; vectors have AdamW. place: of its states, "gpu" or "host" (HostStates; delay: its).
+    Raises ValueError if the optimizer needs whole matrices and a rank has parts.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
                  micro_batches: int = 1, factors: Factors = Factors(), layout: str = "intra",
                  groups: Groups | None = None, overlap: tuple[str, ...] = STREAMS,
-                 reduce_dtype: torch.dtype | None = None, gather_layers: bool = False,
-                 num_chunks: int = 1, bucket_bytes: int = 2**25, poison: bool = False,
-                 optimizer: Optimizer = OPTIMIZER, betas: tuple[float, float] = (0.9, 0.95),
-                 eps: float = 1e-8, decay: float = 0.1, place: str = "gpu", delay: int = 0):
+                 gather_layers: bool = False, num_chunks: int = 1, bucket_bytes: int = 2**25,
+                 poison: bool = False, optimizer: Optimizer = OPTIMIZER,
+                 betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1,
+                 place: str = "gpu", delay: int = 0):
         if optimizer.whole and (layout != "inter" or factors.p != 1):
             raise ValueError(f"layout={layout} p={factors.p}: this optimizer needs whole matrices, "
                              "which a rank owns with layout=inter p=1")
@@ -421,8 +420,7 @@ class States:
         self.eps = eps
         self.decay = decay
         self.accum_dtype = accumulation_dtype(dtype)
-        self.reduce_dtype = reduce_dtype or dtype
-        self.accumulates = micro_batches > 1 or self.reduce_dtype != dtype
+        self.accumulates = micro_batches > 1
         self.grad_dtype = self.accum_dtype if self.accumulates else dtype
         self.streams = {name: CommStream(device, name in overlap) for name in STREAMS}
         self.prefetch = "param_gather" in overlap
@@ -731,7 +729,7 @@ class States:
         """Enqueue the way of a whole gradient (S,) to grad_shard (S/g,)."""
         x = param.unsharded_grad.data
         if self.factors.g > 1:
-            x = x.to(self.reduce_dtype)  # else bucket_all_reduce sends it
+            x = x.to(self.dtype)  # else bucket_all_reduce sends it
         if self.grad_scatter_group is not None:  # (S,) -> (S/p,)
             x = sum_and_scatter(x, param.param_shard.numel(), self.grad_scatter_group)
         self.keep_grad(param, x, last)
@@ -778,7 +776,7 @@ class States:
     def sum_bucket(self) -> None:
         """Enqueue the sums of launch_bucket."""
         intra = self.layout == "intra"
-        parts = [param.grad_shard.to(self.reduce_dtype) for param in self.bucket]
+        parts = [param.grad_shard.to(self.dtype) for param in self.bucket]
         if intra and self.factors.g == self.factors.p and self.subgroup_size > 1:
             parts = [sum_and_scatter(x, param.size, self.grad_subgroup)  # (S/p,) -> (S/os,)
                      for param, x in zip(self.bucket, parts)]

@@ -25,7 +25,7 @@ test_documents_*                      attention, a position or a label across a 
 test_tensor_modes_*                   a sum or a gather that is missing, twice or stale
 test_tensor_checkpoints_*, test_cuts_*  a column's part of a matrix in another one's place
 test_swapping_run_*                   the same through train.py, saved and resumed
-test_wire_and_recomputation_flags     a flag that does nothing, or more than it says
+test_recomputation_flags              a flag that does nothing, or more than it says
 test_sharded_checkpoints_*            states read back into the wrong place
 test_memory_*, test_memplan_*         addresses that overlap, a peak wrongly called optimal
 test_hf_*                             rows of a fused matrix in the wrong order, a tied head lost,
@@ -1083,19 +1083,18 @@ def test_sharding_equals_one_process(ranks, per_node, cases, count, tmp_path):
     assert text.count(f"{count} cases equal") == ranks
 
 
-def test_wire_and_recomputation_flags(tmp_path):
-    """bf16 gradients summed in float32, and layers run again, lie on the plain bf16 curve of as
-    many ranks; of one rank, layers that run again change no bit."""
+def test_recomputation_flags(tmp_path):
+    """Layers run again lie on the plain bf16 curve of as many ranks; of one rank, they change no
+    bit."""
     args = [*QUICK, "--dtype", "bf16", "--save-every", "-1"]
     run([*args, "--out", tmp_path / "one"], 0)
     run([*args, "--out", tmp_path / "again", "--recompute", "full"], 0)
     assert losses(tmp_path / "one") == losses(tmp_path / "again")
     run([*args, "--out", tmp_path / "plain"], 2)
-    for flags in ("--p 2 --reduce-dtype fp32 --recompute full", "--g 2 --os 2 --reduce-dtype fp32"):
-        text = run([*args, *flags.split(), "--out", tmp_path / flags[:3]], 2)
-        assert f"recomputed: {'full' if 'full' in flags else 'auto'}" in text
-        for a, b in zip(losses(tmp_path / "plain"), losses(tmp_path / flags[:3]), strict=True):
-            assert a == pytest.approx(b, rel=1e-2), flags
+    text = run([*args, "--p", "2", "--recompute", "full", "--out", tmp_path / "full"], 2)
+    assert "recomputed: full" in text
+    for a, b in zip(losses(tmp_path / "plain"), losses(tmp_path / "full"), strict=True):
+        assert a == pytest.approx(b, rel=1e-2)
 
 
 def test_sharded_checkpoints_fit_each_other(tmp_path):
@@ -2226,25 +2225,26 @@ def test_alpha_needs_a_layer_that_swaps(monkeypatch, group, tmp_path):
 
 
 def test_pieces_add_up_in_float32(group):
-    """Gradients of bf16 matrices in four pieces: kept in float32 they are what is kept in bf16,
-    before it is rounded."""
+    """Gradients of bf16 matrices in four pieces: kept in float32, as of two micro-batches (here the
+    second has no labels), they are what is kept in bf16, before it is rounded."""
     kept, tokens = [], torch.arange(64).remainder(SMALL.vocab)[None]
-    for reduce_dtype in (None, torch.float32):
+    for several in (1, 2):
         with torch.device("meta"):
             model = m.LLaMA(SMALL, attention.Attention("cpu"))
-        states = shard.States(model, torch.device("cpu"), torch.bfloat16, gather_layers=True,
-                              num_chunks=4, reduce_dtype=reduce_dtype, poison=True)
+        states = shard.States(model, torch.device("cpu"), torch.bfloat16, several,
+                              gather_layers=True, num_chunks=4, poison=True)
         for name, p in model.named_parameters():
             states.load(name, m.initial_weight(SMALL, name, p.shape, 0, "cpu"))
         plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers)
         offload.ChunkedLayers(model, (1, 64), plan, 16, torch.device("cpu"), torch.bfloat16)
         for _ in range(2):
-            parts = in_parts(tokens, tokens, 1, torch.ones(()))
+            labels = torch.cat([tokens, torch.full_like(tokens, m.IGNORE)])[:several]
+            parts = in_parts(tokens.expand(several, -1), labels, several, torch.ones(()))
             train.run_step(model, states, parts, None, 0.0)
         kept.append({s.name: s.grad_shard for s in states.sharded_params.values()})
         count = m.param_count(SMALL) - states.vector_grad.numel()
         formula = costs.state_bytes(count, states.factors, torch.bfloat16,
-                                      reduce_dtype is not None)
+                                      several > 1)
         assert states.bytes()["gradients"] == pytest.approx(formula["gradients"], rel=0.1)
     for name, narrow in kept[0].items():
         assert narrow.dtype == torch.bfloat16 and narrow.abs().sum() > 0
@@ -5121,7 +5121,7 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
 def test_bytes_are_those_of_the_degrees():
     """Every field of a plan that is a choice is in the table of degrees, and with_memory counts
     the terms of all."""
-    given = {"model", "dtype", "ranks", "per_node", "seq", "overlap", "reduce_bytes", "accumulates"}
+    given = {"model", "dtype", "ranks", "per_node", "seq", "overlap", "accumulates"}
     found = {"activations", "memory", "host", "seconds"}
     names = [name for degree in planner.DEGREES for name in degree.names]
     assert len(set(names)) == len(names)
@@ -5618,7 +5618,7 @@ def test_rings_are_what_shard_launches(f, layout, micro_batches, monkeypatch):
         with torch.device("meta"):
             model = m.LLaMA(cfg, m.plain_attention)
         states = shard.States(model, torch.device("cpu"), torch.bfloat16, micro_batches, f, layout,
-                              groups, reduce_dtype=torch.float32)
+                              groups)
         tokens = torch.arange(32 * micro_batches).remainder(cfg.vocab).view(micro_batches, 1, 32)
         launched.clear()  # what making groups has sent
         batch = train.Batch(tokens, tokens, scale=torch.ones(()))
@@ -5627,7 +5627,7 @@ def test_rings_are_what_shard_launches(f, layout, micro_batches, monkeypatch):
         dist.destroy_process_group()
     elements = [param.param_shard.numel() * f.p for unit in states.units for param in unit]
     layers = sum(param.param_shard.numel() * f.p for unit in states.units[1:-1] for param in unit)
-    rings = placement.make_rings(8, f, layout, micro_batches, 2 * sum(elements), 4 * sum(elements))
+    rings = placement.make_rings(8, f, layout, micro_batches, 2 * sum(elements), 2 * sum(elements))
     sent = Counter()
     for ring in rings:
         name = ring.kind.replace("scatter", "reduce")  # they share communicators

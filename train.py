@@ -164,7 +164,6 @@ class Config:
                         " matrix's gradient to its shards), grad_reduce (shards over replicas),"
                         " param_broadcast (updated weights to those who hold them), host_update (of"
                         " states on the host), pipeline (messages between stages)")
-    reduce_dtype: str = flag("auto", "of gradients on the wire: auto (--dtype) or fp32")
     recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
                           " program of planner.py says; none: they keep everything; full: their"
                           " input alone, and all of them runs again, attention included")
@@ -212,9 +211,8 @@ class Config:
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
-           "reduce_dtype": ("auto", "fp32"), "recompute": ("auto", "none", "full"),
-           "dtype": ("auto", *DTYPES), "tp_mode": ("mtp", "msp", "fsp"),
-           "memplan": ("off", "on")}
+           "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
+           "tp_mode": ("mtp", "msp", "fsp"), "memplan": ("off", "on")}
 TIMEOUTS = (1, 1e9)  # seconds
 LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
     (0, 1): "alpha min_lr",
@@ -762,7 +760,6 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=cfg.overlaps,
-        reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place)
     states.on_phase = mark  # a layer's pass, for plans of two levels
