@@ -18,7 +18,6 @@ import numpy as np
 from matplotlib.patches import Patch
 
 BLUE, ORANGE, GREEN, RED, GREY = "#3b6ea8", "#d9822b", "#4f9a62", "#b5485d", "#8a8f98"
-PURPLE = "#7a5ea8"
 
 
 def figure(height: float, rows: int = 1, cols: int = 1, dpi: int = 200):
