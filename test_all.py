@@ -1422,7 +1422,7 @@ def pipeline_worker():
 
         def evaluate_and_warm_up(i, parts):
             if i == 1:
-                losses, _ = pipeline(*next(parts.micro_batches()))
+                losses = pipeline(*next(parts.micro_batches()))
                 assert losses.isfinite().all() and losses.any() == (groups.stage == pp - 1)
                 pipeline.warm_up(next(parts.micro_batches()))
 
@@ -1506,7 +1506,7 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
     old = tmp_path / "step-00000001"
     old.mkdir()
     meta = {"version": checkpoint.VERSION, "number": 1, "step": 1, "samples": 1,
-            "decay_steps": 1, "source": {}, "data": {}, "files": {}, "tensors": {},
+            "decay_steps": 1, "threads": 1, "source": {}, "data": {}, "files": {}, "tensors": {},
             "model": dataclasses.asdict(SMALL), "config": {"model": "tiny", "init": "random"}}
     checkpoint.write_meta(old, meta)
     found = checkpoint.find_checkpoint(tmp_path, str(old))
@@ -2218,10 +2218,10 @@ def test_alpha_by_hand_finds_chunks(alpha, chunks):
     assert plan.activations.chunks == chunks and plan.activations.alpha == alpha
 
 
-def test_alpha_needs_a_layer_that_swaps(monkeypatch, group, tmp_path):
+def test_alpha_needs_a_layer_that_swaps(monkeypatch, tmp_path):
     monkeypatch.setitem(m.MODELS, "tiny", dataclasses.replace(m.MODELS["tiny"], layers=2))
     with pytest.raises(ValueError, match="--alpha 0.5: the last two layers never swap.* has 2"):
-        train.machine(train.Config(model="tiny", alpha=0.5, out=str(tmp_path)), 0, 1, 0)
+        train.main([*QUICK, "--alpha", "0.5", "--out", str(tmp_path)])
 
 
 def test_pieces_add_up_in_float32(group):
