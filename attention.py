@@ -568,48 +568,6 @@ class _Attention(Function):
         return *ctx.op.backward(do, *ctx.saved_tensors), None
 
 
-class Past:
-    """Keys and values of a sequence's segments up to now, in one layer, and what later segments
-    add to their gradients. From the first segment's forward to its backward, which is the last.
-    """
-
-    def __init__(self, tokens: int):
-        """tokens: of the sequence, T."""
-        self.tokens = tokens
-        self.keys: dict[int, Tensor] = {}  # by head group: k, v (2, B, T, h, D)
-        self.sums: dict[int, Tensor] = {}  # by head group: of their gradients, accumulation dtype
-
-    def keep(self, g: int, k: Tensor, v: Tensor, start: int) -> None:
-        """Keep k, v (B, n, h, D) of a segment that begins at token `start`."""
-        if g not in self.keys:
-            self.keys[g] = k.new_empty(2, len(k), self.tokens, *k.shape[2:])
-        for place, x in zip(self.keys[g], (k, v)):
-            place[:, start : start + x.shape[1]] = x
-
-    def before(self, g: int, start: int) -> list[Tensor]:
-        """Return k, v (B, start, h, D) of all segments before. Of one sequence: views."""
-        return [x[:, :start].contiguous() for x in self.keys[g]]
-
-    def add(self, g: int, grads: list[Tensor], start: int) -> None:
-        """Add a segment's part of the gradients (B, start, h, D) of all keys and values before it.
-        """
-        if g not in self.sums:  # of the last segment: nobody attends to its own from later
-            self.sums[g] = torch.zeros(2, *grads[0].shape, device=grads[0].device,
-                                       dtype=accumulation_dtype(grads[0].dtype))
-        for total, grad in zip(self.sums[g], grads):
-            total[:, :start] += grad
-
-    def take(self, g: int, dk: Tensor, dv: Tensor, start: int) -> list[Tensor]:
-        """Return dk, dv (B, n, h, D) of a segment with what later ones have added."""
-        if g in self.sums and start < self.sums[g].shape[2]:
-            later = self.sums[g][:, :, start : start + dk.shape[1]]
-            dk, dv = ((total + x).to(x.dtype) for total, x in zip(later, (dk, dv)))
-        if start == 0:
-            self.keys.pop(g)
-            self.sums.pop(g, None)
-        return [dk, dv]
-
-
 def do_nothing() -> None:
     pass
 
@@ -630,8 +588,6 @@ class Attention:
     head_groups = 1  # that run one after the other, in backward or by heads
     ring = 1  # ranks that share a sequence by context
     mask = CAUSAL
-    past: Past | None = None  # of a sequence that comes in segments
-    start = 0  # of this segment
 
     def __init__(self, kernel: str):
         self.kernel = KERNELS[kernel]
@@ -641,7 +597,7 @@ class Attention:
         return self.masked(documents=documents)
 
     def masked(self, **changes) -> "Attention":
-        assert self.ring == 1 and self.past is None, "documents and windows would cut rectangles"
+        assert self.ring == 1, "documents and windows would cut rectangles"
         op = copy.copy(self)
         op.mask = dataclasses.replace(self.mask, **changes)
         return op
@@ -654,43 +610,15 @@ class Attention:
         """Return this op for a layer with a sliding window of so many tokens; 0: without."""
         return self.masked(window=window) if window else self
 
-    def after(self, past: Past, start: int) -> "Attention":
-        """Return this op for a segment of sequences that begins at token `start`."""
-        assert self.ring == 1 and self.mask == CAUSAL, "a segment's past is one whole rectangle"
-        op = copy.copy(self)
-        op.past = past
-        op.start = start
-        return op
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, g: int = 0) -> tuple[Tensor, Tensor]:
-        """Return o, lse of the q, k, v of head group g, (B, T, heads, D) each. (Ring: of a rank's
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return o, lse of the q, k, v of a head group, (B, T, heads, D) each. (Ring: of a rank's
         part of the tokens; its queries attend to the keys of all ring ranks.)"""
-        o, lse = attention_forward(self.kernel, q, k, v, self.mask)
-        if self.past is None:
-            return o, lse
-        self.past.keep(g, k, v, self.start)
-        if self.start:
-            o = o.to(accumulation_dtype(q.dtype))
-            merge_into(o, lse, *attention_forward(
-                self.kernel, q, *self.past.before(g, self.start), EVERYTHING))
-        return o.to(q.dtype), lse
+        return attention_forward(self.kernel, q, k, v, self.mask)
 
     def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                        g: int = 0, groups: int = 1, in_place: bool = False, passing=None):
+                        groups: int = 1, in_place: bool = False, passing=None):
         """Return their dq, dk, dv: attention_backward. passing: what Ring has under way."""
-        dq_past = None
-        if self.past is not None and self.start:
-            dq_past, *grads = attention_backward(
-                self.kernel, do, q, *self.past.before(g, self.start), o, lse, groups,
-                mask=EVERYTHING)
-            self.past.add(g, grads, self.start)
-        dq, dk, dv = attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place,
-                                        self.mask)
-        if dq_past is not None:
-            dq = (dq.to(accumulation_dtype(q.dtype)) + dq_past).to(q.dtype)
-        if self.past is not None:
-            dk, dv = self.past.take(g, dk, dv, self.start)
-        return dq, dk, dv
+        return attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place, self.mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return self.attend(q, k, v)
@@ -708,14 +636,14 @@ class Attention:
         """Return dq, dk, dv. while_waiting: work for the time in which a subclass brings the last
         gradients back. in_place: they may take the places of q, k and v."""
         while_waiting()
-        return self.attend_backward(do, q, k, v, o, lse, 0, self.head_groups, in_place, prefetched)
+        return self.attend_backward(do, q, k, v, o, lse, self.head_groups, in_place, prefetched)
 
     def forward_by_heads(self, make: Make, o: Tensor, kv_heads: int) -> Tensor:
         """Fill o (B, T, H, D), and return lse, as `forward` does."""
         lse = []
         for g in range(self.head_groups):
             heads, _ = self.heads_of(g, o.shape[2], kv_heads)
-            o[:, :, heads], part = self.attend(*make(g), g)
+            o[:, :, heads], part = self.attend(*make(g))
             lse.append(part)
         return torch.cat(lse, 1)
 
@@ -731,8 +659,7 @@ class Attention:
             heads, _ = self.heads_of(g, o.shape[2], kv_heads)
             q, k, v = make(g)
             grads = self.attend_backward(do[:, :, heads].contiguous(), q, k, v,
-                                         o[:, :, heads].contiguous(), lse[:, heads].contiguous(),
-                                         g)
+                                         o[:, :, heads].contiguous(), lse[:, heads].contiguous())
             del q, k, v
             take(g, list(grads))
             del grads
@@ -854,9 +781,9 @@ class Ring(Attention):
             return slice(None), slice(0, half)
         return slice(half, None), slice(None)
 
-    def attend(self, q, k, v, g=0):
+    def attend(self, q, k, v):
         if self.ring_group is None:
-            return super().attend(q, k, v, g)
+            return super().attend(q, k, v)
         half = q.shape[1] // 2
         passing = self.pass_keys(k, v)  # hidden by the square
         o, lse = attention_forward(self.kernel, q, k, v)
@@ -872,9 +799,9 @@ class Ring(Attention):
         self.poison_if_testing([kv])
         return o.to(q.dtype), lse
 
-    def attend_backward(self, do, q, k, v, o, lse, g=0, groups=1, in_place=False, passing=None):
+    def attend_backward(self, do, q, k, v, o, lse, groups=1, in_place=False, passing=None):
         if self.ring_group is None:
-            return super().attend_backward(do, q, k, v, o, lse, g, groups, in_place)
+            return super().attend_backward(do, q, k, v, o, lse, groups, in_place)
         passing = passing or self.pass_keys(k, v)
         half = q.shape[1] // 2
         wide = accumulation_dtype(q.dtype)
@@ -1237,7 +1164,7 @@ class Ulysses(Ring):
             return [o[:, :, queries]]
 
         def run_kernel(g, group):
-            out, part = self.attend(*group.on_heads(), g)
+            out, part = self.attend(*group.on_heads())
             lse.append(part)
             return [out]
 
@@ -1301,7 +1228,7 @@ class Ulysses(Ring):
 
         def run_kernel(g, group):
             q, k, v, o, do = group.on_heads()
-            return self.attend_backward(do, q, k, v, o, lse[g], g, passing=group.passing)
+            return self.attend_backward(do, q, k, v, o, lse[g], passing=group.passing)
 
         self.run(run_kernel, prefetched.group, prefetched.buffers, inputs, outputs, done,
                  while_waiting)

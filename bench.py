@@ -286,7 +286,7 @@ def idle_share(step: Step) -> dict:
     pipeline.idle = None
     dist.all_reduce(share)
     return {"idle_share": share.item() / step.run.world,
-            "bubble": bubble(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)}
+            "bubble": bubble(plan.pp, plan.pp_chunks, plan.micro_batches)}
 
 
 def chosen(run: Run) -> dict:
@@ -295,8 +295,8 @@ def chosen(run: Run) -> dict:
     f = plan.factors
     kept = plan.activations
     memory = plan.memory
-    names = ("sp", "ring", "chunk", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
-             "os_layout", "os_place", "recompute", "head_groups")
+    names = ("sp", "ring", "chunk", "tp", "pp", "pp_chunks", "batch", "micro_batch", "os_layout",
+             "os_place", "recompute", "head_groups")
     return {"p": f.p, "g": f.g, "os": f.os, **{name: getattr(plan, name) for name in names},
             "predicted": plan.seconds,
             "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,
@@ -417,7 +417,7 @@ def layers_alone(bench: Bench, name: str, seq: int, repeats: int) -> dict:
         model = LLaMA(few, Attention(bench.kernel())).to(bench.dtype)
     model.init_weights(0)
     rope = rope_tables(few, torch.arange(seq, device=device), torch.float32)
-    run_layer = whole_layers(model, rope, lambda i: model.attention)
+    run_layer = whole_layers(model, rope, model.attention)
     x = bench.random(1, seq, few.dim).requires_grad_()
 
     def layers() -> None:
@@ -645,17 +645,16 @@ def table_ring(bench: Bench) -> None:
 
 
 def table_pipeline(bench: Bench) -> None:
-    """All ranks as stages, with parts and segments, beside one sequence over them and, of short
-    sequences, data parallelism. --nodes: as in table nodes; beside a ring, and states in a node."""
+    """All ranks as stages, with parts, beside one sequence over them and, of short sequences, data
+    parallelism. --nodes: as in table nodes; beside a ring, and states in a node."""
     world = bench.world
     per_node = world // bench.nodes
     for seq in bench.seqs or (2**12, 2**16):
         batch = 4 * world if seq < 2**14 else 1
-        kinds = {f"pipeline of {world}": {"pp": world, "pp_chunks": 1, "pp_segments": 1},
-                 f"... in {2 * world} parts": {"pp": world, "pp_chunks": 2, "pp_segments": 1},
-                 "... of 4 segments": {"pp": world, "pp_chunks": 1, "pp_segments": 4},
+        kinds = {f"pipeline of {world}": {"pp": world, "pp_chunks": 1},
+                 f"... in {2 * world} parts": {"pp": world, "pp_chunks": 2},
                  "one sequence over all": {"sp": world}}
-        if no_order(world, 2, batch, 1):
+        if no_order(world, 2, batch):
             kinds.pop(f"... in {2 * world} parts")
         if bench.nodes > 1:
             kinds["a ring over nodes"] = {"sp": world, "ring": bench.nodes}

@@ -11,7 +11,7 @@ three stages,
 and no number is fitted to whole steps: they follow from a Profile (hardware.py).
 
 Of a pipeline the bytes are those of the stage that needs most, and the seconds those of the stage
-with most layers, which runs its M*K items one after the other and waits for the other stages:
+with most layers, which runs its M micro-batches one after the other and waits for the others:
 
     step = a stage's timeline + idle + messages      idle     = makespan - the stage's passes
                                                      messages = makespan with messages - without
@@ -31,14 +31,14 @@ other model; what the columns exchange is added. With e bytes an element and N t
 Left out: ranks that wait for a slower one, the first step's compilation, gathers of weights that
 the host still updates or that inputs which are made again need, and of a forker's other block
 whatever its matrices do not say (element-wise parts are counted as model.Block's); of pipelines
-that segments differ in more than their length, that parts alternate (a stage's layers are gathered
-as if an item ran through all of them), and that the rounding buffers of what is swapped are not
-needed once an item in flight, as they are counted.
+that parts alternate (a stage's layers are gathered as if a micro-batch ran through all of them),
+and that the rounding buffers of what is swapped are not needed once a micro-batch in flight, as
+they are counted.
 
 Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width,
 H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
 mesh (GPUs in a node, nodes) of a group of ranks; of pipelines P stages, V parts of the model on
-one, K segments of a sequence: M*K items go through each part.
+one.
 """
 import functools
 import heapq
@@ -57,7 +57,7 @@ from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, keys_seen, param_count
 from offload import GIB, ActivationPlan, block_saves
-from parallel import column_model, part_layers, pipeline_order, run_times, segment_bounds
+from parallel import column_model, part_layers, pipeline_order, run_times
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -93,7 +93,6 @@ class Plan:
     tp_mode: str = "msp"
     pp: int = 1  # stages of a pipeline
     pp_chunks: int = 1  # V: parts of the model on a stage
-    pp_segments: int = 1  # K: parts of a sequence, one after the other
 
     @property
     def column(self) -> ModelConfig:
@@ -118,7 +117,7 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Return N."""
-        return self.micro_batch * self.seq // self.sp // self.pp_segments
+        return self.micro_batch * self.seq // self.sp
 
     @property
     def chunks(self) -> int:
@@ -155,11 +154,6 @@ class Plan:
     def micro_batches(self) -> int:
         """Return M."""
         return self.batch // self.dp // self.micro_batch
-
-    @property
-    def items(self) -> int:
-        """Return M*K: what goes through each part of the model in a step."""
-        return self.micro_batches * self.pp_segments
 
     @property
     def splits_tokens(self) -> bool:
@@ -229,62 +223,22 @@ def stage_params(plan: Plan, stage: int) -> float:
     return layers * share + stage_ends(plan, stage) * end
 
 
-def longest_segment(plan: Plan) -> Plan:
-    """Return the plan of a sequence that is as long as the longest segment: the first, since later
-    tokens attend to more. (plan.tokens are those of one in the mean.)"""
-    if plan.pp_segments == 1:
-        return plan
-    bounds = segments_of(plan)
-    return replace(plan, seq=bounds[1], pp_segments=1)
-
-
-cached_bounds = functools.cache(segment_bounds)
 cached_order = functools.lru_cache(1024)(pipeline_order)
 
 
-def segments_of(plan: Plan) -> list[int]:
-    """Return where the segments of a sequence begin, and the last one's end."""
-    return cached_bounds(plan.model, plan.seq, plan.pp_segments, plan.sp * plan.tp)
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """What waits on a stage for its backward, at the most."""
-
-    layers: float  # that have kept what an item needs, times its tokens over a mean item's
-    keys: float  # of how many sequences they hold all keys and values, since they have segments
-    sums: float  # of how many the gradients of those
-
-
-def in_flight(plan: Plan, stage: int) -> InFlight:
-    """Return what is in flight on a stage: all its layers, if there is one."""
+def in_flight(plan: Plan, stage: int) -> int:
+    """Return how many layers' activations wait for their backward on a stage, at the most."""
     if plan.pp == 1:
-        return InFlight(plan.model.layers, 0, 0)
-    bounds = segments_of(plan)
-    lengths = tuple((end - start) * plan.pp_segments / plan.seq
-                    for start, end in itertools.pairwise(bounds))
+        return plan.model.layers
     count = min(plan.micro_batches, 3 * plan.pp)  # more than are ever in flight
-    return _in_flight(plan.parts[stage :: plan.pp], lengths, stage, plan.pp, count)
+    return _in_flight(plan.parts[stage :: plan.pp], stage, plan.pp, count)
 
 
 @functools.cache
-def _in_flight(parts: tuple[int, ...], lengths: tuple[float, ...], stage: int, stages: int,
-               micro_batches: int) -> InFlight:
-    now = {"layers": 0.0, "keys": 0.0, "sums": 0.0}
-    most = dict(now)
-    last = len(lengths) - 1
-    for one in cached_order(stage, stages, len(parts), micro_batches, last + 1):
-        layers = parts[one.chunk]
-        if one.forward and one.segment == 0 < last:
-            now["keys"] += layers
-        if not one.forward and one.segment == last > 0:
-            now["sums"] += layers
-        now["layers"] += (1 if one.forward else -1) * layers * lengths[one.segment]
-        most = {name: max(value, now[name]) for name, value in most.items()}
-        if not one.forward and one.segment == 0 < last:
-            now["keys"] -= layers
-            now["sums"] -= layers
-    return InFlight(**most)
+def _in_flight(parts: tuple[int, ...], stage: int, stages: int, micro_batches: int) -> int:
+    order = cached_order(stage, stages, len(parts), micro_batches)
+    changes = (parts[one.chunk] if one.forward else -parts[one.chunk] for one in order)
+    return max(itertools.accumulate(changes))
 
 
 # ---------------------------------------------------------------------------- bytes
@@ -339,7 +293,7 @@ def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int,
 
 
 def column_bytes(plan: Plan) -> tuple[float, float, float]:
-    """Return layer_bytes of a plan's item on one rank."""
+    """Return layer_bytes of a plan's micro-batch on one rank."""
     x, attn, intermediates = layer_bytes(plan.column, plan.tokens, plan.dtype)
     if not plan.splits_tokens:
         return x, attn, intermediates
@@ -510,22 +464,15 @@ def loss_peak(plan: Plan) -> dict[str, float]:
             "all-to-all buffers": sent_bytes(plan)}
 
 
-def segment_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
+def message_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     """Return what a stage of a pipeline needs beside its layers' activations: messages, sent and
-    received, forward and back; and, with segments, keys and values of sequences in flight, the
-    sums of their gradients, and what one layer adds to them."""
+    received, forward and back."""
     if plan.pp == 1:
         return {}
-    messages = 4 * longest_segment(plan).tokens * plan.model.dim * plan.dtype.itemsize
+    messages = 4 * plan.tokens * plan.model.dim * plan.dtype.itemsize
     if plan.splits_tokens:
         messages /= plan.tp
-    if plan.pp_segments == 1:
-        return {"messages": messages}
-    waiting = in_flight(plan, stage)
-    *_, k_sent, _ = attention_bytes(replace(plan, pp_segments=1))
-    wide = plan.accum_bytes / plan.dtype.itemsize
-    return {"messages": messages,
-            "keys of segments": 2 * k_sent * (waiting.keys + wide * waiting.sums + 1)}
+    return {"messages": messages}
 
 
 def weight_buffer_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
@@ -1035,7 +982,8 @@ def part_seconds(plan: Plan, layer: float, end: float) -> tuple[float, ...]:
 
 
 def message_seconds(est: Estimator, plan: Plan) -> float:
-    """Return the seconds of an item's way from one stage to the next, across nodes if any are."""
+    """Return the seconds of a micro-batch's way from one stage to the next, across nodes if any
+    are."""
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     if plan.splits_tokens:
         size /= plan.tp
@@ -1048,11 +996,10 @@ def makespan(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...]
     """Return the seconds from the first pass to the last, whose parts take so long; message: from a
     stage to the next. What many micro-batches add is that of some of them, once stages run as they
     do from then on."""
-    # micro-batches that go through a part before they go through the next
-    round_of = plan.pp // math.gcd(plan.pp, plan.pp_segments)
-    few = round_of * -(-4 * plan.pp // (plan.pp_segments * round_of))
+    round_of = plan.pp  # micro-batches that go through a part before they go through the next
+    few = 4 * round_of
     count = plan.micro_batches
-    shape = plan.pp, plan.pp_chunks, plan.pp_segments, forward, backward, message
+    shape = plan.pp, plan.pp_chunks, forward, backward, message
     if count <= few + round_of:
         return simulated_makespan(count, *shape)
     start = simulated_makespan(few, *shape)
@@ -1060,11 +1007,10 @@ def makespan(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...]
 
 
 @functools.lru_cache(4096)
-def simulated_makespan(micro_batches: int, stages: int, chunks: int, segments: int,
-                       forward: tuple[float, ...], backward: tuple[float, ...],
-                       message: float) -> float:
+def simulated_makespan(micro_batches: int, stages: int, chunks: int, forward: tuple[float, ...],
+                       backward: tuple[float, ...], message: float) -> float:
     """Return the makespan of parallel.pipeline_order."""
-    orders = [cached_order(s, stages, chunks, micro_batches, segments) for s in range(stages)]
+    orders = [cached_order(s, stages, chunks, micro_batches) for s in range(stages)]
     times = run_times(orders, forward, backward, message)
     return max(end for done in times for _, end in done[-1:])
 
@@ -1293,7 +1239,7 @@ class StepTimeline(Timeline):
 
     def had_buffers(self, unit: int) -> int:
         """Return the unit that had a layer's buffers last: the layer but one behind; of a stage's
-        last layers one of its first, in the item before."""
+        last layers one of its first, in the micro-batch before."""
         if unit + 2 <= self.layers or self.plan.pp == 1:
             return unit + 2
         return 2 - unit % 2
@@ -1335,9 +1281,9 @@ class StepTimeline(Timeline):
                 self.wait(job)
 
     def micro_batches(self) -> None:
-        """Run all of a step's, or their segments; those between the second and the last are alike,
-        or, of a few layers, once so many have passed as fill the wires."""
-        count = self.plan.items
+        """Run all of a step's; those between the second and the last are alike, or, of a few
+        layers, once so many have passed as fill the wires."""
+        count = self.plan.micro_batches
         second = 1 if self.plan.pp == 1 else 1 + 8 // self.layers
         for m in sorted({*range(min(second + 1, count)), count - 1}):
             before = self.now, self.slowed, dict(self.exposed)
@@ -1361,9 +1307,9 @@ class StepTimeline(Timeline):
 
 def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
                  waits: float = 0.0) -> dict[str, float]:
-    """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of an
-    item's way through the largest part of the model, what plan_activations loses to recomputation
-    and to copies."""
+    """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of a
+    micro-batch's way through the largest part of the model, what plan_activations loses to
+    recomputation and to copies."""
     layers = max(plan.parts)
     if plan.recompute == "full":
         recomputed = layers * layer_seconds(est, plan).whole
@@ -1375,13 +1321,13 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     parts = line.computed | line.exposed
     parts["small sums"] = 5 * small  # loss, norm, vectors, labels, facts
     parts["slowed by communication"] = line.slowed
-    parts["copies"] = float(waits) * plan.items * line.layers / layers
+    parts["copies"] = float(waits) * plan.micro_batches * line.layers / layers
     if plan.pp > 1:
         forward = part_seconds(plan, line.seconds["forward"], line.head + line.gathers)
         backward = part_seconds(plan, line.seconds["backward"], 0.0)
-        passes = plan.items * sum(forward[line.stage :: plan.pp] + backward[line.stage :: plan.pp])
+        passes = sum(forward[line.stage :: plan.pp] + backward[line.stage :: plan.pp])
         alone = makespan(plan, forward, backward, 0.0)
-        parts["pipeline idle"] = alone - passes
+        parts["pipeline idle"] = alone - plan.micro_batches * passes
         with_messages = makespan(plan, forward, backward, message_seconds(est, plan))
         parts["stage messages"] = with_messages - alone
     return {name: seconds for name, seconds in parts.items() if seconds}
@@ -1394,14 +1340,14 @@ def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
     Before its first pass a stage waits for those in front, and after its last they wait for it, so
     with t_c seconds of part c, there and back, on stage c mod P
 
-        makespan >= max over s:  M K (sum of t_c on s) + sum_(c < s) t_c
+        makespan >= max over s:  M (sum of t_c on s) + sum_(c < s) t_c
     """
     least = math.inf
     for accumulates in {plan.accumulates, False}:
         layer = layer_seconds(est, replace(plan, accumulates=accumulates))
         least = min(least, layer.forward + sum(layer.backward))
     parts = part_seconds(plan, least, head_seconds(est, plan))
-    return {"computation": max(plan.items * sum(parts[s :: plan.pp]) + sum(parts[:s])
+    return {"computation": max(plan.micro_batches * sum(parts[s :: plan.pp]) + sum(parts[:s])
                                for s in range(plan.pp))}
 
 
@@ -1409,7 +1355,7 @@ def bound_seconds(est: Estimator, plan: Plan, computed: float) -> dict[str, floa
     """Return seconds that a step takes at least: its computation with the update, and communication
     that is all hidden, which slows computation down; or the communication of one wire alone, or the
     visits of states that lie on the host. computed: computation_seconds, in all."""
-    m = plan.items
+    m = plan.micro_batches
     stage = slowest_stage(plan)
     layer = unit_seconds(est, plan, plan.matrices)
     across = crosses_nodes(plan)

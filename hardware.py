@@ -401,7 +401,7 @@ def sample_layers(layers: int, width: int, tokens: int, device: torch.device, dt
     model.init_weights(0)
     rope = rope_tables(cfg, torch.arange(tokens, device=device), torch.float32)
     x = random_tensor(1, tokens, width, device=device, dtype=dtype).requires_grad_()
-    return model, llama.whole_layers(model, rope, lambda i: model.attention), x
+    return model, llama.whole_layers(model, rope, model.attention), x
 
 
 class Layer:

@@ -18,10 +18,10 @@ This file knows neither ranks nor streams. The outside acts on a model in four w
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
                          (its `within` gives that of documents)
-    model.layer_runner   called at the start of a forward pass with the model, angles and each
-                         layer's attention, returns run_layer(i, x) -> y: offload.py runs layers in
-                         chunks of tokens, and says what it wants of operators in backward
-                         (recomputation and deferred_weight_grads, below)
+    model.layer_runner   called at the start of a forward pass with the model, angles and
+                         attention, returns run_layer(i, x) -> y: offload.py runs layers in chunks
+                         of tokens, and says what it wants of operators in backward (recomputation
+                         and deferred_weight_grads, below)
 
 Another block changes class Block alone (and param_count, if FLOPs are to count it). Its operators
 may be any of PyTorch's that draw no random numbers, since they may run again; those of this file
@@ -207,7 +207,7 @@ def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
     for any shape from the second one on. `torch.compiler.set_stance("force_eager")` turns the
     compilation off.
     """
-    # with or without gradients, whole or in chunks, of segments ...
+    # with or without gradients, whole or in chunks ...
     torch._dynamo.config.recompile_limit = 256
     kernel = torch.compile(fn, dynamic=dynamic)
 
@@ -1077,10 +1077,10 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> tuple[T
 
 
 def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor],
-                 attention_of: Callable[[int], Callable]) -> Callable[[int, Tensor], Tensor]:
+                 attention: Callable) -> Callable[[int, Tensor], Tensor]:
     """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
     def run_layer(i: int, x: Tensor) -> Tensor:
-        return model.blocks[i](x, rope, attention_of(i))
+        return model.blocks[i](x, rope, attention)
 
     return run_layer
 
@@ -1122,7 +1122,7 @@ class LLaMA(nn.Module):
         x = self.embedded(tokens)
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
         attention = self.attention if documents is None else self.attention.within(documents)
-        run_layer = self.layer_runner(self, rope, lambda i: attention)
+        run_layer = self.layer_runner(self, rope, attention)
         for i in range(len(self.blocks)):
             x = run_layer(i, x)
         return self.result(x, labels, scale, each)

@@ -42,7 +42,6 @@ width, H query heads, K key/value heads, D head width; i a layer, j a chunk of i
 swapped.
 """
 import contextlib
-import copy
 import functools
 import math
 import mmap
@@ -158,7 +157,7 @@ class _ChunkInput(Function):
 
 
 class ChunkGraph:
-    """The autograd graph of one chunk's pass through block.pre or block.post (or of a segment's
+    """The autograd graph of one chunk's pass through block.pre or block.post (or of a micro-batch's
     through a part of the model: parallel.py). It holds what autograd saves, and neither inputs nor
     outputs."""
 
@@ -408,14 +407,14 @@ def carve(memory: Tensor, fields: list[Field]) -> dict[str, Tensor]:
 
 
 class MicroBatch:
-    """One micro-batch's way through the layers, or that of a segment of it, forward and back.
-    Several may be in flight, if ChunkedLayers has host buffers for so many."""
+    """One micro-batch's way through the layers, forward and back. Several may be in flight, if
+    ChunkedLayers has host buffers for so many."""
 
     def __init__(self, layers: "ChunkedLayers", rope: tuple[Tensor, Tensor],
-                 attention_of: Callable[[int], Attention], host_buffers: list[Tensor]):
+                 attention: Attention, host_buffers: list[Tensor]):
         self.layers = layers
         self.rope = rope  # cos, sin (N, D/2)
-        self.attention_of = attention_of  # a layer of the model
+        self.attention = attention
         self.host_buffers = host_buffers  # by layer
         self.saved: dict[int, SavedLayer] = {}  # from a layer's forward to its backward
         self.offload_done: dict[int, object] = {}  # layer: event, its tensors are on the host
@@ -424,10 +423,9 @@ class MicroBatch:
         self.entered: int | None = None  # the group in which backward is
         self.finished = False  # its last backward is done: its host buffers are free
 
-    def attention(self, i: int) -> Attention:
+    def attention_of(self, i: int) -> Attention:
         """Return what layer i attends by."""
-        layers = self.layers
-        return self.attention_of(layers.first + i).seeing(layers.blocks[i].window)
+        return self.attention.seeing(self.layers.blocks[i].window)
 
     def run_layer(self, i: int, x: Tensor) -> Tensor:
         """Layer i of the model: x (B, T, C) -> y (B, T, C)."""
@@ -530,32 +528,19 @@ class ChunkedLayers:
         self.pinning = []
 
     def start(self, model: LLaMA, rope: tuple[Tensor, Tensor],
-              attention_of: Callable[[int], Attention]) -> Callable[[int, Tensor], Tensor]:
+              attention: Attention) -> Callable[[int, Tensor], Tensor]:
         """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer."""
         if self.pinning:
             self.wait_for_host_memory()
         # (N, D/2)
         rope = tuple(angles.expand(self.batch_size, -1, -1).flatten(0, 1) for angles in rope)
-        micro_batch = MicroBatch(self.of_length(len(rope[0])), rope, attention_of, [])
+        micro_batch = MicroBatch(self, rope, attention, [])
         if torch.is_grad_enabled() and self.host_buffers:
             place = self.free_place()
             self.owners[place] = weakref.ref(micro_batch)
             count = len(self.host_buffers) // self.in_flight
             micro_batch.host_buffers = self.host_buffers[place * count : (place + 1) * count]
         return micro_batch.run_layer
-
-    def of_length(self, tokens: int) -> "ChunkedLayers":
-        """Return these layers for at most as many tokens, in as many chunks: of a segment of a
-        sequence. All have the same buffers."""
-        if tokens == self.tokens:
-            return self
-        assert tokens < self.tokens, f"{tokens} tokens, buffers are for {self.tokens}"
-        shorter = copy.copy(self)
-        shorter.tokens = tokens
-        count = len(self.chunks)
-        shorter.chunks = [slice(j * tokens // count, (j + 1) * tokens // count)
-                          for j in range(count)]
-        return shorter
 
     def free_place(self) -> int:
         """Return whose host buffers no micro-batch needs: its backward is done, or it is gone.
@@ -623,7 +608,7 @@ class ChunkedLayers:
         """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), empty ones if
         they are made by heads; they leave the graphs of saved chunks."""
         block = self.blocks[i]
-        attention = micro_batch.attention(i)
+        attention = micro_batch.attention_of(i)
         if not self.plan.by_heads:
             qkv = self.project(block, micro_batch, saved, num_saved)
             o, saved.lse = attention.forward(*(self.split(t) for t in qkv))
@@ -701,7 +686,7 @@ class ChunkedLayers:
                        num_saved: int) -> Tensor:
         """dy -> dx (1, N, C), with q, k, v of all heads at once."""
         block = self.blocks[i]
-        attention = micro_batch.attention(i)
+        attention = micro_batch.attention_of(i)
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
             o, saved.lse = attention.forward(*(self.split(t) for t in (q, k, v)))
@@ -726,7 +711,7 @@ class ChunkedLayers:
             with recomputation():
                 self.attend(i, micro_batch, saved)
         block = self.blocks[i]
-        attention = micro_batch.attention(i)
+        attention = micro_batch.attention_of(i)
         graphs: dict[int, list[ChunkGraph]] = {}  # by head group, of chunks
 
         def make(g: int) -> list[Tensor]:
@@ -961,10 +946,10 @@ class _RecomputedLayer(Function):
 
 
 def recomputed_layers(model: LLaMA, rope: tuple[Tensor, Tensor],
-                      attention_of: Callable[[int], Callable]) -> Callable:
+                      attention: Callable) -> Callable:
     """A layer_runner that keeps a layer's input alone and runs all of it again in backward,
     attention included, as others do."""
-    run_whole_layer = llama.whole_layers(model, rope, attention_of)
+    run_whole_layer = llama.whole_layers(model, rope, attention)
 
     def run_layer(i: int, x: Tensor) -> Tensor:
         run = functools.partial(run_whole_layer, i)

@@ -26,15 +26,15 @@ a layer that `measure` took on this machine.
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node.
-What a stage's layers keep is planned for one item through its largest part, with the memory of the
-stage that has the least for it, over what is in flight there.
+What a stage's layers keep is planned for one micro-batch through its largest part, with the memory
+of the stage that has the least for it, over what is in flight there.
 
 Left out: other plans of what layers keep for other stages.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
 gradients and optimizer states, sp ranks that share a sequence; tp columns of layers, pp stages of a
-pipeline, pp_chunks parts of the model on one, pp_segments parts of a sequence; of what layers keep
-n layers, c chunks of one, k resident layers, m layers of which one keeps x, X layers without o.
+pipeline, pp_chunks parts of the model on one; of what layers keep n layers, c chunks of one, k
+resident layers, m layers of which one keeps x, X layers without o.
 """
 import bisect
 import contextlib
@@ -60,10 +60,10 @@ import model as llama
 from attention import Attention
 from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
-                   in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, longest_segment,
-                   loss_peak, resident_bytes, ring_traffic, rounding_bytes, segment_bytes,
-                   slowest_stage, stage_ends, stage_layers, stage_params, state_bytes, step_seconds,
-                   unit_seconds, visit_bytes, weight_buffer_bytes)
+                   in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, loss_peak,
+                   message_bytes, resident_bytes, ring_traffic, rounding_bytes, slowest_stage,
+                   stage_ends, stage_layers, stage_params, state_bytes, step_seconds, unit_seconds,
+                   visit_bytes, weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names,
                       random_tensor, scaled, with_network)
 from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
@@ -113,7 +113,6 @@ class Constraints:
     tp_mode: str = "msp"
     pp: int | None = 1
     pp_chunks: int | None = None
-    pp_segments: int | None = None
     head_groups: int | None = None
     p: str | None = None
     g: str | None = None
@@ -458,10 +457,10 @@ def recomputed_share(block: llama.Block) -> float:
 
 
 def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chunk: int,
-            device: torch.device, dtype: torch.dtype, segments: int = 1) -> tuple[Sizes, float]:
+            device: torch.device, dtype: torch.dtype) -> tuple[Sizes, float]:
     """Time a layer's forward on this machine, part by part, and the bytes/s to the host with all
-    ranks copying at once. shape: (B, T) of this rank, or of one of `segments` of its sequences. A
-    collective of all ranks; needs the memory of a layer."""
+    ranks copying at once. shape: (B, T) of this rank. A collective of all ranks; needs the memory
+    of a layer."""
     watch = Stopwatch(device, 0.02)
     n = shape[0] * shape[1]
     with torch.device(device):
@@ -483,7 +482,6 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
         for window, layers in Counter(map(cfg.window_of, range(cfg.layers))).items():
             op = attention.seeing(window)
             attn += layers / cfg.layers * watch.least(lambda: op.forward(q, kv, kv), 1)
-    attn *= segments  # a segment attends to those before it, too: as much more, in the mean
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(block)
@@ -544,25 +542,20 @@ def legal_tensor(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
 
 
 def legal_pipeline(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (stages, parts of the model on one, segments of a sequence). Raises ValueError with
-    the nearest legal ones."""
+    """Return (stages, parts of the model on one). Raises ValueError with the nearest legal ones."""
     ranks, per_node, layers = hardware.ranks, hardware.per_node, plan.model.layers
-    pp, chunks, segments = constraints.pp, constraints.pp_chunks, constraints.pp_segments
-    for name, parts in (("chunks", chunks), ("segments", segments)):
-        if pp == 1 and (parts or 1) > 1:
-            raise ValueError(f"--pp-{name} {parts}: of a pipeline; --pp from 2, or auto")
+    pp, chunks = constraints.pp, constraints.pp_chunks
+    if pp == 1 and (chunks or 1) > 1:
+        raise ValueError(f"--pp-chunks {chunks}: of a pipeline; --pp from 2, or auto")
     stages = [n for n in divisors(ranks) if n <= layers
               and in_nodes(ranks // n, per_node) and ranks // n % plan.tp == 0]
     if pp not in (None, 1, *stages):
         raise ValueError(f"--pp {pp}: each of at most {layers} stages, one a layer, has "
                          f"whole nodes of {per_node}, or parts that divide one, of {ranks} ranks "
                          f"in columns of {plan.tp}; nearest: {nearest_of(pp, stages)}")
-    split = [1]
-    if segments or pp != 1:
-        split = segment_counts(constraints, plan)
     found = []
-    if pp in (None, 1) and (chunks or 1) == (segments or 1) == 1:
-        found.append((1, 1, 1))
+    if pp in (None, 1) and (chunks or 1) == 1:
+        found.append((1, 1))
     for n in stages:
         if n == 1 or pp not in (None, n):
             continue
@@ -570,36 +563,11 @@ def legal_pipeline(constraints: Constraints, hardware: Hardware, plan: Plan) -> 
         if chunks and chunks > most and pp:
             raise ValueError(f"--pp-chunks {chunks}: {n} stages x {chunks} parts are more than the "
                              f"{layers} layers; at most {most}")
-        found += [(n, v, k) for v in ([chunks] if chunks else (1, 2, 4)) if v <= most
-                  for k in split]
+        found += [(n, v) for v in ([chunks] if chunks else (1, 2, 4)) if v <= most]
     if not found:
-        raise ValueError(f"--pp-chunks {chunks} --pp-segments {segments}: no --pp that divides "
-                         f"{ranks} ranks has so many parts of {layers} layers")
+        raise ValueError(f"--pp-chunks {chunks}: no --pp that divides {ranks} ranks has so many "
+                         f"parts of {layers} layers")
     return found
-
-
-def segment_counts(constraints: Constraints, plan: Plan) -> list[int]:
-    """Return into how many segments a sequence may be cut. Raises ValueError."""
-    wanted, seq = constraints.pp_segments, constraints.seq
-    alone = ""  # why there may be one segment only
-    if constraints.in_documents:
-        alone = "with documents (--document-token; -1: none)"
-    elif 0 < plan.model.window < seq:
-        alone = f"with sliding windows of {plan.model.window} tokens"
-    elif (constraints.ring or 1) > 1:
-        alone = f"with --ring {constraints.ring}"
-    ranks = (constraints.sp or 1) * plan.tp
-    if wanted is None:
-        return [k for k in (1, 2, 4, 8) if k == 1 or (not alone and seq % (ranks * k) == 0)]
-    if wanted > 1 and alone:
-        raise ValueError(f"--pp-segments {wanted}: a later segment attends to all earlier ones; "
-                         f"{alone} --pp-segments 1")
-    if seq % (ranks * wanted):
-        legal = [k for k in range(1, seq // ranks + 1) if seq % (ranks * k) == 0]
-        raise ValueError(f"--pp-segments {wanted}: --seq {seq} is no multiple of sp x tp x "
-                         f"segments = {ranks * wanted}; nearest: "
-                         f"{nearest_of(wanted, legal or [1])}")
-    return [wanted]
 
 
 def in_nodes(ranks: int, per_node: int) -> bool:
@@ -623,24 +591,21 @@ def nearest_of(value: int, legal: list[int]) -> str:
 
 
 def legal_sequences(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (sp, ring): segments and columns share a sequence, too. Raises ValueError."""
+    """Return (sp, ring): columns share a sequence, too. Raises ValueError."""
     found = legal_degrees(constraints, plan)
-    cut = plan.tp * plan.pp_segments
-    if cut == 1:
+    if plan.tp == 1:
         return found
-    legal = [(sp, ring) for sp, ring in found
-             if constraints.seq % (sp * cut) == 0 and (ring == 1 or plan.pp_segments == 1)]
+    legal = [(sp, ring) for sp, ring in found if constraints.seq % (sp * plan.tp) == 0]
     if not legal:
         sp = min(sp for sp, _ in found)
-        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {plan.tp} x "
-                         f"segments {plan.pp_segments}; nearest: "
-                         f"{nearest(constraints.seq, sp * cut)}")
+        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {plan.tp}; "
+                         f"nearest: {nearest(constraints.seq, sp * plan.tp)}")
     return legal
 
 
 def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return (batch, micro-batch), largest micro-batch first: parts that alternate on a stage want
-    as many items as fill all stages. Raises ValueError with the nearest --batch."""
+    so many as fill all stages. Raises ValueError with the nearest --batch."""
     dp = plan.dp
     most = constraints.most_sequences
     batch = constraints.batch or -(-constraints.default_batch // dp) * dp
@@ -660,18 +625,16 @@ def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
         raise ValueError(
             f"--micro-batch {size}: does not divide the {each} sequences of a rank (--batch "
             f"{batch} over {dp}); nearest --batch: {nearest(batch, size * dp)}")
-    largest = min(each, max(1, 2**13 * plan.sp * plan.pp_segments // constraints.seq))
+    largest = min(each, max(1, 2**13 * plan.sp // constraints.seq))
     sizes = [n for n in reversed(divisors(each)) if n <= largest] if size is None else [size]
     if plan.pp_chunks == 1:
         return [(batch, size) for size in sizes]
-    why = {size: no_order(plan.pp, plan.pp_chunks, each // size, plan.pp_segments)
-           for size in sizes}
+    why = {size: no_order(plan.pp, plan.pp_chunks, each // size) for size in sizes}
     legal = [(batch, size) for size, reason in why.items() if reason is None]
     if not legal:
         size = sizes[-1]
-        step = dp * size * (plan.pp // math.gcd(plan.pp, plan.pp_segments))
         raise ValueError(f"--pp-chunks {plan.pp_chunks}: {why[size]}; --pp-chunks 1, or the "
-                         f"nearest --batch: {nearest(batch, step)}")
+                         f"nearest --batch: {nearest(batch, dp * size * plan.pp)}")
     return legal
 
 
@@ -763,13 +726,12 @@ def legal_layouts(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
 def kept_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     """Return what a stage's layers keep, of all that is in flight there."""
     layer = column_bytes(plan)
-    layers = in_flight(plan, stage).layers
+    layers = in_flight(plan, stage)
     kept = plan.activations
     if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
         return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
     if plan.recompute == "full":  # all layers' inputs, and one whole layer
-        whole = column_bytes(longest_segment(plan))
-        return {"activations": layers * layer[0] + sum(whole)}
+        return {"activations": layers * layer[0] + sum(layer)}
     return {"activations": layers * sum(layer)}
 
 
@@ -854,8 +816,8 @@ def legal_head_groups(constraints: Constraints, hardware: Hardware, plan: Plan) 
 
 SHAPE = (  # of the computation
     Degree(("tp", "tp_mode"), legal_tensor, ("tensor exchanges",)),
-    Degree(("pp", "pp_chunks", "pp_segments"), legal_pipeline,
-           ("pipeline idle", "stage messages"), segment_bytes),
+    Degree(("pp", "pp_chunks"), legal_pipeline, ("pipeline idle", "stage messages"),
+           message_bytes),
     Degree(("sp", "ring"), legal_sequences, ("all-to-all",)),
     Degree(("batch", "micro_batch"), legal_batches, ("attention", "head and loss")),
     Degree(("head_groups",), legal_head_groups, ("all-to-all",)),
@@ -904,9 +866,9 @@ def preference(plan: Plan, hardware: Hardware) -> tuple:
     small micro-batches, states on the host, a twentieth of its memory, shards."""
     f = plan.factors
     share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
-    return (plan.pp, plan.tp, plan.pp_segments, plan.pp_chunks,
-            plan.sp, plan.ring, -plan.micro_batch, plan.os_place != "gpu", share, f.p, f.g, f.os,
-            plan.os_layout != "intra", plan.recompute != "none", plan.head_groups, -plan.chunk)
+    return (plan.pp, plan.tp, plan.pp_chunks, plan.sp, plan.ring, -plan.micro_batch,
+            plan.os_place != "gpu", share, f.p, f.g, f.os, plan.os_layout != "intra",
+            plan.recompute != "none", plan.head_groups, -plan.chunk)
 
 
 def same_step(plan: Plan) -> tuple:
@@ -967,7 +929,7 @@ class Search:
         start = replace(self.start, overlap=overlap, reduce_bytes=(
             self.start.accum_bytes if in_float32 else c.dtype.itemsize))
         for shape in self.choose(SHAPE, start):
-            yield replace(shape, accumulates=in_float32 or shape.items > 1)
+            yield replace(shape, accumulates=in_float32 or shape.micro_batches > 1)
 
     def shapes(self) -> Iterator[Plan]:
         """Yield plans without states, with the seconds of their computation alone; not those that
@@ -1004,7 +966,7 @@ class Search:
         if shape.recompute == "auto":
             n = max(shape.parts)
             kept = ActivationPlan(n, shape.chunks, n, by_heads=by_heads)
-        plan = longest_segment(replace(shape, activations=kept))
+        plan = replace(shape, activations=kept)
         return Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
 
     def with_states(self, shape: Plan) -> Iterator[Plan]:
@@ -1034,15 +996,14 @@ class Search:
         return lost
 
     def rooms(self, plan: Plan) -> tuple[float, float]:
-        """Return the bytes of a GPU and of its host that there are for what one item's way through
-        a part keeps, on the stage that has least. Raises TooLarge."""
+        """Return the bytes of a GPU and of its host that there are for what one micro-batch's way
+        through a part keeps, on the stage that has least. Raises TooLarge."""
         host = self.host_left(plan)
         budget = self.hardware.gpu_budget
         if plan.pp == 1:
             return budget - plan.memory.beside_activations(), host
         stages = memory_of_stages(plan)
-        times = {stage: in_flight(plan, stage).layers / plan.activations.layers
-                 for stage in stages}
+        times = {stage: in_flight(plan, stage) / plan.activations.layers for stage in stages}
         gpu = min((budget - memory.beside_activations()) / times[stage]
                   for stage, memory in stages.items())
         return gpu, host / max(times.values())
@@ -1210,7 +1171,7 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
     layers = stage_layers(plan, stage)
     layer = unit_seconds(est, plan, plan.matrices)
     visits = stage_ends(plan, stage) * end_seconds(est, plan).visit + layers * layer.visit
-    return visits / layers / plan.items
+    return visits / layers / plan.micro_batches
 
 
 def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
@@ -1235,7 +1196,7 @@ def with_memory(plan: Plan) -> Plan:
     kept = plan.activations
     host = {}
     if kept:
-        times = max(in_flight(plan, stage).layers for stage in stages) / kept.layers
+        times = max(in_flight(plan, stage) for stage in stages) / kept.layers
         host["activations"] = times * host_bytes(kept, column_bytes(plan))
     if plan.os_place == "host":
         on_gpu = replace(plan, os_place="gpu")
@@ -1245,14 +1206,13 @@ def with_memory(plan: Plan) -> Plan:
 
 def memory_of_stages(plan: Plan) -> dict[int, Memory]:
     """Return the bytes of the stages of which one needs the most."""
-    longest = longest_segment(plan)
     found = {}
     for stage in fullest_stages(plan):
         lasting: dict[str, float] = {}
         for degree in reversed(DEGREES):
             lasting |= degree.bytes(plan, stage)
-        peaks = {"head and loss": loss_peak(longest)} if stage == plan.pp - 1 else {}
-        found[stage] = Memory(lasting, peaks | layer_peaks(longest))
+        peaks = {"head and loss": loss_peak(plan)} if stage == plan.pp - 1 else {}
+        found[stage] = Memory(lasting, peaks | layer_peaks(plan))
     return found
 
 
@@ -1279,7 +1239,7 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
 
     return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp,
             "tp_mode": plan.tp_mode if plan.tp > 1 else None, "pp": plan.pp,
-            "pp_chunks": plan.pp_chunks, "pp_segments": plan.pp_segments,
+            "pp_chunks": plan.pp_chunks,
             "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
             "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,
@@ -1383,9 +1343,8 @@ def tp_text(plan: Plan) -> str:
 
 
 def pp_text(plan: Plan) -> str:
-    """Return stages x parts of each, and segments."""
-    chunks = f"x{plan.pp_chunks}" if plan.pp_chunks > 1 else ""
-    return f"{plan.pp}{chunks}" + (f" K={plan.pp_segments}" if plan.pp_segments > 1 else "")
+    """Return stages x parts of each."""
+    return f"{plan.pp}x{plan.pp_chunks}" if plan.pp_chunks > 1 else f"{plan.pp}"
 
 
 def choices(plan: Plan) -> dict[str, str]:

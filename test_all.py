@@ -12,8 +12,7 @@ test_gradient_pieces                  micro-batches summed in bf16, stale gradie
 test_factors*                         an illegal factor accepted, more shards than needed
 test_sharding_equals_one_process      a stale or early-read buffer, a sum over the wrong ranks
 test_sequences_and_chunks_*            a stale chunk, a position or gradient of another rank's
-test_pipeline*, test_segments_*       a message read early or late, keys of another sequence, stages
-                                      that wait for each other
+test_pipeline*                        a message read early or late, stages that wait for each other
 test_activation_plans_*, test_plan_*  memory that is promised twice, time lost for nothing
 test_rings_*, test_spine_*            a sum over other ranks or of other bytes than shard.py runs
 test_placement_*, test_leaf_flag      blocks that straddle leaves where they need not, a lost node
@@ -1353,7 +1352,7 @@ PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, droppe
 
 def pipelined(case, groups, cpu, cfg, seq):
     """Return a stage of a model that is cut as a case says, its states, and its op."""
-    pp, chunks, segments, several, sp, mode, head_groups, f, layout, keep, rows = case
+    pp, chunks, several, sp, mode, head_groups, f, layout, keep, rows = case
     stage, stream = groups.stage, attention.CommStream(cpu)
     op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True)
     with torch.device("meta"):
@@ -1361,15 +1360,13 @@ def pipelined(case, groups, cpu, cfg, seq):
     columns = PoisonedColumns(mode, groups, stream)
     parallel.split_columns(model, columns)
     parts = parallel.keep_stage(model, stage, pp, chunks)
-    bounds = [b // sp for b in parallel.segment_bounds(cfg, seq, segments, sp * groups.tp)]
-    longest = max(end - start for start, end in zip(bounds, bounds[1:]))
     runners = [{"all": m.whole_layers, "input": offload.recomputed_layers}.get(keep)] * chunks
     pieces = 1
     if not isinstance(keep, str):
         resident, eighths, kept, dropped, stride, by_heads = keep
-        chunk = -(-rows * longest // 3)
-        pieces = -(-rows * longest // chunk)  # two of 4 tokens
-        order = parallel.pipeline_order(stage, pp, chunks, several, segments)
+        pieces = 3
+        chunk = rows * seq // sp // pieces
+        order = parallel.pipeline_order(stage, pp, chunks, several)
         for v, part in enumerate(parts):
             n = len(part)
             k = max(min(resident, n), n % stride)
@@ -1377,16 +1374,16 @@ def pipelined(case, groups, cpu, cfg, seq):
                 n, pieces, k, 0 if by_heads or stride > 1 else min(kept, k * pieces),
                 0 if by_heads or stride > 1 else eighths * pieces * (n - k) // 8,
                 min(dropped, n), stride if (n - k) % stride == 0 else 1, bool(by_heads))
-            offload.ChunkedLayers(model, (rows, longest), plan, chunk, cpu, torch.float64,
+            offload.ChunkedLayers(model, (rows, seq // sp), plan, chunk, cpu, torch.float64,
                                   parallel.in_flight(order, v), part, poison=True)
             runners[v] = model.layer_runner
-    states = shard.States(model, cpu, torch.float64, several * segments, f, layout, groups,
+    states = shard.States(model, cpu, torch.float64, several, f, layout, groups,
                           gather_layers=keep != "all", num_chunks=pieces, poison=True)
     for name, shape in model.shapes.items():
         states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
-    pipeline = PoisonedPipeline(model, parts, runners, groups, several, bounds,
-                                columns.between_layers, cpu, torch.float64)
-    return pipeline, states, bounds
+    pipeline = PoisonedPipeline(model, parts, runners, groups, several, columns.between_layers,
+                                cpu, torch.float64)
+    return pipeline, states
 
 
 class PoisonedColumns(parallel.Columns):
@@ -1440,9 +1437,9 @@ class PoisonedPipeline(parallel.Pipeline):
 
 
 def pipeline_worker():
-    """Runs under torchrun: stages x parts x segments x micro-batches x ranks of a sequence x tensor
-    modes x factors x what layers keep, three steps each, against one plain process. Messages are
-    poisoned when they were read, and late."""
+    """Runs under torchrun: stages x parts x micro-batches x ranks of a sequence x tensor modes x
+    factors x what layers keep, three steps each, against one plain process. Messages are poisoned
+    when they were read, and late."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     cpu, seq = torch.device("cpu"), 24
@@ -1463,32 +1460,29 @@ def pipeline_worker():
     made = {(pp, tp): attention.Groups(pp=pp, tp=tp) for pp in (2, 4, 8) for tp in (1, 2)
             if pp * tp <= world}
 
-    def fits(pp, chunks, several, layout, sp, segments, mode, keep):
+    def fits(pp, chunks, several, layout, sp, mode, keep):
         groups = made.get((pp, 2 if mode else 1))
         if groups is None or pp * chunks > SMALL.layers or groups.ranks % sp:
             return False
         return (8 % (groups.ranks // sp * several) == 0
-                and parallel.no_order(pp, chunks, several, segments) is None)
+                and parallel.no_order(pp, chunks, several) is None)
 
     always = dict(pp=(2, 4, 8), chunks=(1, 2), several=(1, 2, 4), layout=("intra", "inter"))
-    rows = cover(fits, **always, sp=(1, 2, 4), segments=(1, 2, 3), mode=("",), keep=PIPELINE_PLANS)
-    rows += cover(fits, **always, sp=(1,), segments=(1, 2, 4), mode=("mtp", "msp", "fsp"),
-                  keep=("all", "input"))
+    rows = cover(fits, **always, sp=(1, 2, 4), mode=("",), keep=PIPELINE_PLANS)
+    rows += cover(fits, **always, sp=(1,), mode=("mtp", "msp", "fsp"), keep=("all", "input"))
     count = 0
     every = 1 if ALL_COMBINATIONS else {2: 1, 4: 2, 8: 3}[world]
-    for i, (pp, chunks, several, layout, sp, segments, mode, keep) in enumerate(rows[::every]):
+    for i, (pp, chunks, several, layout, sp, mode, keep) in enumerate(rows[::every]):
         groups = made[pp, 2 if mode else 1]
         legal = shard.legal_factors(groups.ranks, groups.ranks)
         f = legal[i % len(legal)]
         dp = groups.ranks // sp
         head_groups = 2 if sp < 4 and not mode and (not isinstance(keep, str) or i % 2) else 1
-        case = (pp, chunks, segments, several, sp, mode, head_groups, f, layout, keep,
-                8 // dp // several)
-        pipeline, states, bounds = pipelined(case, groups, cpu, SMALL, seq)
+        case = pp, chunks, several, sp, mode, head_groups, f, layout, keep, 8 // dp // several
+        pipeline, states = pipelined(case, groups, cpu, SMALL, seq)
         r = groups.rank
         mine = slice(r // sp * 8 // dp, (r // sp + 1) * 8 // dp)
-        positions = torch.cat([torch.arange(start * sp, end * sp).chunk(sp)[r % sp]
-                               for start, end in zip(bounds, bounds[1:])])
+        positions = torch.arange(seq).chunk(sp)[r % sp]
 
         def evaluate_and_warm_up(i, parts):
             if i == 1:
@@ -1519,48 +1513,28 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         found = [(one.computation_type == schedules.FORWARD, one.microbatch_index,
                   one.stage_index // stages)
                  for one in theirs._calculate_single_rank_operations(stage) if one]
-        ours = parallel.pipeline_order(stage, stages, chunks, micro_batches, 1)
+        ours = parallel.pipeline_order(stage, stages, chunks, micro_batches)
         assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
 
 
 def test_pipeline_bubbles_are_the_formulas():
-    """No order waits for ever, each pass comes once, keys are there before they are attended to,
-    and of equal passes a stage is idle as long as the formula says."""
-    for stages, chunks, several, segments in itertools.product(
-            range(2, 6), (1, 2, 3), (1, 2, 4, 5, 6, 8), (1, 2, 3, 4, 5, 8)):
-        if parallel.no_order(stages, chunks, several, segments):
+    """No order waits for ever, each pass comes once, and of equal passes a stage is idle as long as
+    the formula says."""
+    for case in itertools.product(range(2, 6), (1, 2, 3), (1, 2, 4, 5, 6, 8)):
+        if parallel.no_order(*case):
             continue
-        orders = [parallel.pipeline_order(s, stages, chunks, several, segments)
-                  for s in range(stages)]
-        case = stages, chunks, several, segments
+        stages, chunks, several = case
+        orders = [parallel.pipeline_order(s, *case) for s in range(stages)]
         for order in orders:
-            assert len(set(order)) == len(order) == 2 * chunks * several * segments
-            for chunk, micro_batch, forward in itertools.product(
-                    range(chunks), range(several), (True, False)):
-                of_one = [one.segment for one in order
-                          if (one.chunk, one.micro_batch, one.forward)
-                          == (chunk, micro_batch, forward)]
-                assert of_one == sorted(of_one, reverse=not forward)
+            assert len(set(order)) == len(order) == 2 * chunks * several
         times = parallel.run_times(orders, [1] * stages * chunks, [2] * stages * chunks)
         whole = max(end for done in times for _, end in done)
-        busy = 3 * chunks * several * segments
+        busy = 3 * chunks * several
         assert 1 - busy / whole == pytest.approx(parallel.bubble(*case)), case
-    assert parallel.draw_order(2, 1, 2, 1).splitlines() == [
+    assert parallel.draw_order(2, 1, 2).splitlines() == [
         "  stage 0  01..aa.bb", "  stage 1  .0aa1bb.."]
     with pytest.raises(ValueError, match="wait for each other"):
         parallel.run_times([order[::-1] for order in orders], [1] * 15, [2] * 15)
-
-
-def test_segments_take_equal_flops():
-    cfg = m.MODELS["7b"]
-    bounds = parallel.segment_bounds(cfg, 2**20, 4, 8)
-    assert bounds[0] == 0 and bounds[-1] == 2**20 and not any(b % 1024 for b in bounds)
-    done = [b * m.flops_per_token(cfg, b)[0] for b in bounds]  # of the first so many tokens
-    parts = [after - before for before, after in zip(done, done[1:])]
-    assert max(parts) / min(parts) < 1.01
-    assert parallel.segment_bounds(cfg, 10, 5, 2) == [0, 2, 4, 6, 8, 10]
-    with pytest.raises(ValueError, match="at most 5"):
-        parallel.segment_bounds(cfg, 10, 6, 2)
 
 
 @pytest.mark.parametrize("seq, sp, ring", [(24, 1, 1), (24, 4, 1), (24, 4, 2), (24, 6, 2),
@@ -1721,7 +1695,7 @@ def test_tensor_checkpoints_fit_each_other(tmp_path):
     last = tmp_path / "a" / "step-00000001"
     others = [(1, 2, "--tp 2 --tp-mode mtp"),  # the step that it resumes, ranks, flags
               (2, 4, "--tp 2 --sp 2 --p 2 --os-layout inter --recompute full --save-async"),
-              (3, 4, "--tp 2 --tp-mode fsp --pp 2 --pp-segments 2 --os-place host"),
+              (3, 4, "--tp 2 --tp-mode fsp --pp 2 --os-place host"),
               (3, 2, "--pp 2 --os-layout inter"), (3, 0, "")]
     for i, (step, ranks, flags) in enumerate(others):
         out, export = tmp_path / f"o{i}", tmp_path / f"x{i}"
@@ -1963,18 +1937,18 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
         return grads
 
     dy_plain, seen = [], []
-    want = gradients(plain, m.whole_layers(plain, rope, lambda i: plain.attention), dy_plain)
+    want = gradients(plain, m.whole_layers(plain, rope, plain.attention), dy_plain)
     plans = {10: [(2, 4, 8), (2, 4, 0), (2, 2, 4, 4), (2, 2, 1, 1, 1), (2, 2, 0, 0, 0, 2)],
              20: [(1, 4, 4), (1, 2, 2, 2), (1, 4, 0, 0, 3, 4)]}
     for chunk, plan in [(c, p) for c in plans for p in plans[c]]:
         layers = offload.ChunkedLayers(model, (1, 20), offload.ActivationPlan(4, *plan), chunk, cpu,
                                        torch.float64)  # the skip reads what poison would spoil
-        got = gradients(model, layers.start(model, rope, lambda i: model.attention), seen)
+        got = gradients(model, layers.start(model, rope, model.attention), seen)
         assert got.keys() == want.keys()
         for name, grad in got.items():
             assert relative(grad, want[name]) < 1e-12, (chunk, plan, name)
         assert relative(seen[-1], dy_plain[0]) < 1e-12
-    got = gradients(model, offload.recomputed_layers(model, rope, lambda i: model.attention), seen)
+    got = gradients(model, offload.recomputed_layers(model, rope, model.attention), seen)
     assert all(relative(grad, want[name]) < 1e-12 for name, grad in got.items())
     if block is Nested:  # no two matrices of a layer share a buffer
         with torch.device("meta"), monkeypatch.context() as patch:
@@ -3447,10 +3421,10 @@ def test_dry_run_and_zero_steps(tmp_path, capsys):
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
     assert "optimizer 75.31" in text and not (tmp_path / "a" / "log.jsonl").exists()
     train.main(["--dry-run", "--ranks", "4", "--model", "160m", "--device", "cpu", "--seq", "4K",
-                "--dtype", "bf16", "--batch", "1", "--sp", "2", "--pp", "2", "--pp-segments", "2",
+                "--dtype", "bf16", "--batch", "2", "--sp", "2", "--pp", "2", "--micro-batch", "1",
                 "--pp-chunks", "1", "--chunk", "512", "--out", f"{tmp_path}/a"])
     text = capsys.readouterr().out
-    assert "stage 1  .01bbaa" in text and "simulated on fake tensors" in text
+    assert "stage 1  .0aa1bb" in text and "simulated on fake tensors" in text
     train.main([*QUICK, "--steps", "0", "--out", f"{tmp_path}/b"])
     assert (tmp_path / "b" / "latest" / "meta.json").exists()
     train.main([*QUICK, "--steps", "2", "--resume", "--out", f"{tmp_path}/b"])
@@ -4533,7 +4507,7 @@ train.checkpoint.write_states = write
     ("--ring 4", "--ring 4: it must divide --sp, which divides 2 ranks.*: one of 1, 2"),
     ("--chunk 8 --alpha 1 --host-memory 4K", "do not fit.*0.0 on the host"),
     ("--tp 2 --chunk 8", "--tp 2: its layers run whole, without --chunk, --alpha"),
-    ("--tp 2 --seq 33", "--seq 33: no multiple of sp 1 x tp 2 x segments 1; nearest: 32 or 34"),
+    ("--tp 2 --seq 33", "--seq 33: no multiple of sp 1 x tp 2; nearest: 32 or 34"),
     ("--data {tmp}/one", r"no such file or folder \(on ranks \[1\]\)")])
 def test_refused_on_all_ranks(flags, message, tmp_path):
     """Also what one rank alone finds: all end, none waits for the others."""
@@ -4757,8 +4731,8 @@ class LateStream(attention.CommStream):
 
 
 def gpu_pipeline_worker():
-    """Pipelines over all ranks, with parts, segments and layers that swap: 12 steps near those of
-    one GPU, and equal to the last bit where messages are poisoned after use and late. Without waits
+    """Pipelines over all ranks, with parts and layers that swap: 12 steps near those of one GPU,
+    and equal to the last bit where messages are poisoned after use and late. Without waits
     this must fail."""
     parallel.use_more_queues()
     rank, world, device = gpu_ranks()
@@ -4767,28 +4741,27 @@ def gpu_pipeline_worker():
     ids = learnable(cfg, several * steps, seq).view(steps, several, seq + 1).to(device)
     positions = torch.arange(seq, device=device)
 
-    def curve_of(chunks: int, segments: int, swaps: bool, hard: bool) -> torch.Tensor:
+    def curve_of(chunks: int, swaps: bool, hard: bool) -> torch.Tensor:
         with torch.device("meta"):
             model = m.LLaMA(cfg, attention.Attention(kernel))
         parts = parallel.keep_stage(model, rank, world, chunks)
-        bounds = parallel.segment_bounds(cfg, seq, segments, 1)
-        order = parallel.pipeline_order(rank, world, chunks, several, segments)
+        order = parallel.pipeline_order(rank, world, chunks, several)
         runners = [m.whole_layers] * chunks
         pieces = 4 if swaps else 1
         for v, part in enumerate(parts if swaps else ()):
-            n, longest = len(part), max(np.diff(bounds).tolist())
+            n = len(part)
             plan = offload.ActivationPlan(n, pieces, 2, 2 * pieces, (n - 2) * 2)
             runners[v] = offload.ChunkedLayers(
-                model, (1, longest), plan, -(-longest // pieces), device, torch.bfloat16,
+                model, (1, seq), plan, seq // pieces, device, torch.bfloat16,
                 parallel.in_flight(order, v), part, hard, 10**6 * hard).start
-        states = shard.States(model, device, torch.bfloat16, several * segments, groups=groups,
+        states = shard.States(model, device, torch.bfloat16, several, groups=groups,
                               gather_layers=swaps, num_chunks=pieces, poison=hard)
         for name, shape in model.shapes.items():
             if states.holds(name):
                 states.load(name, m.initial_weight(cfg, name, shape, 0, device))
         parallel.CommStream = functools.partial(LateStream, delay=3 * 10**6 * hard)
         make = PoisonedPipeline if hard else parallel.Pipeline
-        pipeline = make(model, parts, runners, groups, several, bounds, 1, device, torch.bfloat16)
+        pipeline = make(model, parts, runners, groups, several, 1, device, torch.bfloat16)
         parallel.CommStream = attention.CommStream
         tokens = ids[0, :1, :-1]
         pipeline.warm_up((tokens, tokens, torch.ones((), device=device), positions))
@@ -4805,16 +4778,15 @@ def gpu_pipeline_worker():
 
     whole = learn(*on_gpu(cfg, device, attention.Attention(kernel), micro_batches=several,
                           groups=attention.Groups()), 1 / (world * several * seq))
-    kinds = {"stages": (1, 1, False), "parts": (2, 1, False), "segments": (1, 4, False),
-             "both": (2, world, False), "segments that swap": (1, 2, True)}
+    kinds = {"stages": (1, False), "parts": (2, False), "stages that swap": (1, True)}
     unlike = 0
-    for kind, (chunks, segments, swaps) in kinds.items():
-        curve = curve_of(chunks, segments, swaps, False)
+    for kind, (chunks, swaps) in kinds.items():
+        curve = curve_of(chunks, swaps, False)
         loss, norm = (curve - whole).abs().unbind(1)
         assert loss.max() < 0.05 and norm[0] < 0.01 * whole[0, 1], (kind, loss, norm)
-        assert torch.equal(curve_of(chunks, segments, swaps, True), curve), kind
+        assert torch.equal(curve_of(chunks, swaps, True), curve), kind
         parallel.wait = lambda _: None
-        unlike += not torch.equal(curve_of(chunks, segments, swaps, True), curve)
+        unlike += not torch.equal(curve_of(chunks, swaps, True), curve)
         parallel.wait = attention.wait
     assert unlike == len(kinds)
     print(f"rank {rank}: {len(kinds)} pipelines alike, without waits they are not", flush=True)
@@ -5161,8 +5133,8 @@ class Recorded(costs.StepTimeline):
         """Run each micro-batch, none counted for others."""
         self.update()
         self.alone["host_update"] = sum(unit.visit for unit in self.units)
-        for i in range(self.plan.items):
-            self.micro_batch(i == self.plan.items - 1)
+        for i in range(self.plan.micro_batches):
+            self.micro_batch(i == self.plan.micro_batches - 1)
         return self
 
 
@@ -5299,25 +5271,23 @@ def test_bytes_are_those_of_the_degrees():
             counted.memory.total() / 2**30)
 
 
-@pytest.mark.parametrize("pp, v, k", [(2, 1, 1), (4, 1, 1), (4, 2, 1), (4, 4, 2), (2, 2, 4),
-                                      (4, 1, 8), (8, 1, 2)])
-def test_pipelines_are_idle_as_long_as_their_passes(pp, v, k):
-    """Of equal passes idle / total = (P - 1) / (V*M*K + P - 1), and the bound of the search is it;
+@pytest.mark.parametrize("pp, v", [(2, 1), (4, 1), (4, 2), (4, 4), (2, 2), (8, 1)])
+def test_pipelines_are_idle_as_long_as_their_passes(pp, v):
+    """Of equal passes idle / total = (P - 1) / (V*M + P - 1), and the bound of the search is it;
     of others it is what parallel.py's order takes, also of so many micro-batches that some are
     simulated for all; messages only add."""
     cfg = dataclasses.replace(COSTED, layers=pp * v)
     for m_ in (pp, 2 * pp, 40 * pp):
-        plan = costs.Plan(cfg, torch.bfloat16, 8 * pp, 8, 2**13, batch=8 * m_, pp=pp, pp_chunks=v,
-                          pp_segments=k)
-        assert plan.micro_batches == m_ and plan.items == m_ * k
+        plan = costs.Plan(cfg, torch.bfloat16, 8 * pp, 8, 2**13, batch=8 * m_, pp=pp, pp_chunks=v)
+        assert plan.micro_batches == m_
         found = costs.makespan(plan, (1.0,) * (pp * v), (2.0,) * (pp * v), 0.0)
-        busy = 3.0 * m_ * k * v
-        assert 1 - busy / found == pytest.approx(parallel.bubble(pp, v, m_, k)), m_
+        busy = 3.0 * m_ * v
+        assert 1 - busy / found == pytest.approx(parallel.bubble(pp, v, m_)), m_
         assert found == pytest.approx(busy + 3.0 * (pp - 1))
         with_messages = costs.makespan(plan, (1.0,) * (pp * v), (2.0,) * (pp * v), 0.1)
         assert with_messages >= found + 2 * 0.1 * (pp - 1) * (1 - 1e-9)
         if m_ == pp:
-            orders = [parallel.pipeline_order(s, pp, v, m_, k) for s in range(pp)]
+            orders = [parallel.pipeline_order(s, pp, v, m_) for s in range(pp)]
             times = parallel.run_times(orders, [1.0] * pp * v, [2.0] * pp * v)
             assert found == pytest.approx(max(end for done in times for _, end in done))
     est = costs.Estimator(cluster(8, pp))
@@ -5329,32 +5299,23 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, k):
 
 
 def test_bytes_of_stages_are_those_in_flight():
-    """A stage has its layers' states, and what waits for its backward: of the first P items, of the
-    last one; with segments less than a sequence, whose first one is the longest, and its keys."""
+    """A stage has its layers' states, and what waits for its backward: of the first P
+    micro-batches, of the last one."""
     cfg = dataclasses.replace(COSTED, layers=8)
     whole = costs.Plan(cfg, torch.bfloat16, 8, 8, 2**15, batch=8, chunk=2**15)
     plan = dataclasses.replace(whole, ranks=32, pp=4, batch=64)
     params = [costs.stage_params(plan, stage) for stage in range(4)]
     assert sum(params) == pytest.approx(m.param_count(cfg), rel=1e-5)  # the last norm
     assert params[0] == params[3] > params[1] == params[2]
-    assert [costs.in_flight(plan, stage).layers for stage in range(4)] == [8, 6, 4, 2]
+    assert [costs.in_flight(plan, stage) for stage in range(4)] == [8, 6, 4, 2]
     one = planner.kept_bytes(whole)["activations"]
     assert planner.kept_bytes(plan)["activations"] == one
     assert planner.kept_bytes(plan, 3)["activations"] == one / 4
     memory = planner.with_memory(plan).memory
     assert "head and loss" not in memory.peaks and memory.lasting["messages"] == 8 * 2**15 * cfg.dim
-    cut = dataclasses.replace(plan, pp_segments=4)
-    bounds = costs.segments_of(cut)
-    assert costs.longest_segment(cut).seq == bounds[1] > 2**13
-    waiting = costs.in_flight(cut, 0)
-    assert 2 * 7 < waiting.layers < 2 * 8  # P - 1 + K segments of two layers, long ones first
-    assert waiting.keys == 2 * 3 and waiting.sums == 2  # 1 + 4 + 2 segments; of one in backward
-    kv = 2 * 2**15 * cfg.kv_heads * cfg.head_dim
-    keys = costs.segment_bytes(cut)["keys of segments"]
-    assert keys == 2 * kv * (6 + 2 * 2 + 1)
-    for v, k in ((1, 1), (2, 1), (2, 2), (1, 4)):  # as the engine counts passes
-        order = parallel.pipeline_order(1, 4, v, 16, k)
-        equal = costs._in_flight((1,) * v, (1.0,) * k, 1, 4, 12).layers
+    for v in (1, 2):  # as the engine counts passes
+        order = parallel.pipeline_order(1, 4, v, 16)
+        equal = costs._in_flight((1,) * v, 1, 4, 12)
         most = [parallel.in_flight(order, chunk) for chunk in range(v)]
         assert max(most) <= equal <= sum(most)
 
@@ -5397,14 +5358,13 @@ def test_columns_exchange_what_no_product_hides(mode, forward, backward):
 
 
 def every_cut(constraints, model, there):
-    """All tp, pp, pp_chunks, pp_segments that constraints leave open, of powers of two."""
+    """All tp, pp, pp_chunks that constraints leave open, of powers of two."""
     if constraints.tp == constraints.pp == 1:
-        return [(1, 1, 1, 1)]
+        return [(1, 1, 1)]
     sizes = [n for n in (1, 2, 4, 8) if there.ranks % n == 0]
-    return [(tp, pp, v, k) for tp, pp, v, k in itertools.product(sizes, sizes, (1, 2, 4),
-                                                                 (1, 2, 4, 8))
+    return [(tp, pp, v) for tp, pp, v in itertools.product(sizes, sizes, (1, 2, 4))
             if model.kv_heads % tp == there.per_node % tp == 0 and tp * pp <= there.ranks
-            and pp * v <= model.layers and (pp > 1 or v == k == 1)]
+            and pp * v <= model.layers and (pp > 1 or v == 1)]
 
 
 def every_plan(constraints, model, there, filters=True):
@@ -5417,7 +5377,7 @@ def every_plan(constraints, model, there, filters=True):
 
 
 def every_plan_of(cut, constraints, model, there, filters):
-    tp, pp, v, k = cut
+    tp, pp, v = cut
     ranks, seq = there.ranks // (tp * pp), constraints.seq
     per_node = min(there.per_node, there.ranks // pp) // tp
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
@@ -5425,7 +5385,7 @@ def every_plan_of(cut, constraints, model, there, filters):
         each = constraints.batch * sp // ranks
         heads = model.heads // tp
         if (constraints.batch * sp % ranks or sp % ring or heads % (sp // ring)
-                or ring > 1 and (per_node % (sp // ring) or seq % (2 * ring) or k > 1)):
+                or ring > 1 and (per_node % (sp // ring) or seq % (2 * ring))):
             continue
         of_rank = heads // (sp // ring)
         heads = [n for n in range(1, of_rank + 1) if of_rank % n == 0]
@@ -5434,11 +5394,11 @@ def every_plan_of(cut, constraints, model, there, filters):
         for micro_batch, groups, run, size, f, layout, place in itertools.product(
                 [n for n in range(1, each + 1) if each % n == 0], heads, ("none", "auto", "full"),
                 (2**14, 2**13, 2**12), states, ("intra", "inter"), ("gpu", "host")):
-            tokens = micro_batch * seq // sp // k
+            tokens = micro_batch * seq // sp
             usual = (micro_batch == 1 or tokens <= 2**13) and groups <= 4
             params = m.param_count(model) / (tp * pp)
             held = costs.state_bytes(params, f, constraints.dtype, False)["optimizer"]
-            if v > 1 and each // micro_batch * k % pp or tp > 1 and run == "auto":
+            if v > 1 and each // micro_batch % pp or tp > 1 and run == "auto":
                 continue
             usual = usual and (place == "gpu" or held > there.gpu_budget / 20)
             if (filters and not usual or sp == ring and groups > 1
@@ -5449,8 +5409,8 @@ def every_plan_of(cut, constraints, model, there, filters):
             yield costs.Plan(
                 model, constraints.dtype, there.ranks, there.per_node, seq, sp, ring,
                 constraints.batch, micro_batch, groups, run, chunk, f, layout, place,
-                accumulates=each * k > micro_batch, tp=tp, tp_mode=constraints.tp_mode, pp=pp,
-                pp_chunks=v, pp_segments=k)
+                accumulates=each > micro_batch, tp=tp, tp_mode=constraints.tp_mode, pp=pp,
+                pp_chunks=v)
 
 
 def best_of_all(constraints, model, there, filters=True) -> costs.Plan | None:
@@ -5625,9 +5585,9 @@ def test_twice_as_many_gpus_never_take_longer(name, seq, gpu):
 # -- the program
 
 
-JSON_KEYS = ("dp sp ring tp tp_mode pp pp_chunks pp_segments p g os os_layout os_place micro_batch "
-             "recompute alpha resident_layers chunk head_groups step_s tgs mfu_causal mfu_full "
-             "gpu_gib host_gib").split()
+JSON_KEYS = ("dp sp ring tp tp_mode pp pp_chunks p g os os_layout os_place micro_batch recompute "
+             "alpha resident_layers chunk head_groups step_s tgs mfu_causal mfu_full gpu_gib "
+             "host_gib").split()
 ASKED = "--model 1b --ranks 4 --per-node 2 --seq 8K --batch 16 --cluster h200x2".split()
 
 
@@ -5695,14 +5655,11 @@ def test_planner_places_rings(capsys, tmp_path):
     ("--ranks 8 --per-node 4 --pp 16", "--pp 16: .* nearest: 8$"),
     ("--ranks 24 --per-node 4 --pp 4", "--pp 4: .* whole nodes of 4, .* nearest: 3 or 6$"),
     ("--ranks 8 --pp 8 --pp-chunks 4", "--pp-chunks 4: 8 stages x 4 parts .* 24 layers; at most 3"),
-    ("--ranks 8 --pp-segments 2", "--pp-segments 2: of a pipeline; --pp from 2, or auto"),
-    ("--ranks 8 --pp 4 --pp-segments 3", "--pp-segments 3: --seq 4096 is no .* nearest: 2 or 4"),
-    ("--ranks 8 --pp 4 --pp-segments 2 --ring 2", "--pp-segments 2: .* with --ring 2 "),
-    ("--ranks 8 --pp 4 --pp-segments 2 --document-token 0", "--pp-segments 2: .* with documents"),
-    ("--ranks 8 --pp 4 --pp-chunks 2 --pp-segments 1 --sp 1 --batch 6",
-     "--pp-chunks 2: 3 micro-batches of 1 segments are no multiple of 4 stages.* --batch: 8"),
+    ("--ranks 8 --pp-chunks 2", "--pp-chunks 2: of a pipeline; --pp from 2, or auto"),
+    ("--ranks 8 --pp 4 --pp-chunks 2 --sp 1 --batch 6",
+     "--pp-chunks 2: 3 micro-batches are no multiple of 4 stages.* --batch: 8"),
     ("--ranks 4 --tp 4 --sp 4", "--sp 4: it must divide 1 ranks"),
-    ("--ranks 4 --tp 4 --seq 18", "--seq 18: no multiple of sp 1 x tp 4 x .* nearest: 16 or 20$"),
+    ("--ranks 4 --tp 4 --seq 18", "--seq 18: no multiple of sp 1 x tp 4; nearest: 16 or 20$"),
     ("--ranks 4 --tp 4 --alpha 0.5", "--tp 4: its layers run whole, without --chunk, --alpha"),
     ("--top 0", "--top 0: from 1"),
     ("--ranks 8 --leaf 0", "--leaf 0: neither a number"), ("--seq x", "a whole number"),

@@ -106,8 +106,6 @@ class Config:
     pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
     pp_chunks: int | None = flag(None, "parts of the model on a stage, interleaved; auto: by"
                                  " predicted time")
-    pp_segments: int | None = flag(None, "parts of a sequence that follow each other through the"
-                                   " pipeline; auto: by predicted time")
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
                       " with --eval-every 1: evaluate, save nothing; states and gradients"
                       " are allocated nevertheless")
@@ -251,7 +249,7 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     TIMEOUTS: "timeout",
     (1, 100): "verify",
     (0, 2**20): "eval_passkey",
-    (1, 2**20): "sp ring tp pp pp_chunks pp_segments head_groups ranks",
+    (1, 2**20): "sp ring tp pp pp_chunks head_groups ranks",
     (2, 2**20): "resident_layers",
     (0, 2**31 - 1): "seed",
     (-1, 2**32): "ignore_token document_token",
@@ -744,8 +742,8 @@ def with_plan(run: Run) -> Run:
     return with_choice(run.but(others=tuple(plans[1:])), best)
 
 
-PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "pp_segments", "batch", "micro_batch",
-           "head_groups", "chunk", "os_layout", "os_place")
+PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "batch", "micro_batch", "head_groups", "chunk",
+           "os_layout", "os_place")
 
 
 def with_choice(run: Run, plan: Plan) -> Run:
@@ -761,8 +759,7 @@ def with_measured_plan(run: Run, op: Ulysses) -> Run:
         return run
     print0(f"measuring a layer, in chunks of {run.plan.chunk:,} tokens", flush=True)
     shape = (run.plan.micro_batch, run.plan.tokens // run.plan.micro_batch)
-    measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype,
-                               run.plan.pp_segments)
+    measured = planner.measure(run.model, op, shape, run.plan.chunk, run.device, run.dtype)
     constraints = planner.fix(run.constraints, run.plan)
     there = replace(run.hardware, measured=measured)
     plan = on_all_ranks(lambda: planner.plan(constraints, run.model, there, top=1)[0])
@@ -828,10 +825,9 @@ def describe(run: Run) -> None:
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.pp > 1:
-        idle = parallel.bubble(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments)
+        idle = parallel.bubble(plan.pp, plan.pp_chunks, plan.micro_batches)
         print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts of {run.model.layers} layers, "
-               f"{plan.micro_batches} micro-batches x {plan.pp_segments} segments: idle {idle:.1%} "
-               "if all passes take as long")
+               f"{plan.micro_batches} micro-batches: idle {idle:.1%} if all passes take as long")
     if plan.activations:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
@@ -873,17 +869,16 @@ def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, Stat
     runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage))
     model.layer_runner = runners[0]  # of one stage, the only one
     states = States(
-        model, run.device, run.dtype, plan.micro_batches * plan.pp_segments, plan.factors,
-        plan.os_layout, groups, overlap=cfg.overlaps,
+        model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
+        overlap=cfg.overlaps,
         reduce_dtype=torch.float32 if cfg.reduce_dtype == "fp32" else None,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, betas=(cfg.beta1, cfg.beta2),
         decay=cfg.weight_decay, place=plan.os_place)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
-        model = Pipeline(model, parts, runners, groups, plan.micro_batches, local_bounds(run),
-                         columns.between_layers, run.device, run.dtype,
-                         "pipeline" in cfg.overlaps)
+        model = Pipeline(model, parts, runners, groups, plan.micro_batches, columns.between_layers,
+                         run.device, run.dtype, "pipeline" in cfg.overlaps)
     return model, states
 
 
@@ -893,24 +888,11 @@ def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int) -> lis
     kept = plan.activations
     if kept is None:
         return len(parts) * [recomputed_layers if plan.recompute == "full" else whole_layers]
-    longest = local_bounds(run)[1]  # tokens of the first segment
-    tokens = plan.micro_batch * longest
-    chunk = plan.chunk if plan.pp_segments == 1 else -(-tokens // kept.chunks)
-    if -(-tokens // chunk) != kept.chunks:
-        raise ValueError(f"--chunk {plan.chunk}: {kept.chunks} parts of the {tokens} tokens of a "
-                         "segment are not equal; a larger one")
-    order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches,
-                                    plan.pp_segments)
-    return [ChunkedLayers(model, (plan.micro_batch, longest), kept.of_part(len(part)), chunk,
-                          run.device, run.dtype, parallel.in_flight(order, v), part).start
+    order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches)
+    shape = (plan.micro_batch, plan.seq // plan.sp)
+    return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
+                          parallel.in_flight(order, v), part).start
             for v, part in enumerate(parts)]
-
-
-def local_bounds(run: Run) -> list[int]:
-    """Return where segments begin among this rank's tokens of a sequence, and its tokens."""
-    plan = run.plan
-    bounds = parallel.segment_bounds(run.model, plan.seq, plan.pp_segments, plan.sp * plan.tp)
-    return [bound // plan.sp for bound in bounds]
 
 
 def wait_for_host_memory(model: LLaMA | Pipeline, say: Callable = print0) -> None:
@@ -1119,23 +1101,16 @@ def local_positions(run: Run) -> np.ndarray:
     """Return where this rank's tokens (T/sp,) stand in their sequence."""
     plan = run.plan
     _, _, rank, _ = run.coordinates
-    if plan.pp_segments == 1:
-        return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
-    bounds = plan.sp * np.array(local_bounds(run))
-    return np.concatenate([np.arange(start, end).reshape(plan.sp, -1)[rank]
-                           for start, end in zip(bounds, bounds[1:])])
+    return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
 
 
 def own_labels(labels: Tensor, run: Run) -> Tensor:
-    """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of its part of
-    each segment's tokens, which its column has at the model's ends, on the last stage."""
+    """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of the tokens
+    that its column has at the model's ends, on the last stage."""
     stage, _, _, column = run.coordinates
     mine = torch.zeros(labels.shape[-1], dtype=torch.bool, device=labels.device)
-    bounds = local_bounds(run)
-    for start, end in zip(bounds, bounds[1:]):
-        size = (end - start) // run.plan.tp
-        first = start + column * size
-        mine[first : first + size] = stage == run.plan.pp - 1
+    size = labels.shape[-1] // run.plan.tp
+    mine[column * size : (column + 1) * size] = stage == run.plan.pp - 1
     return labels.masked_fill(~mine, IGNORE)
 
 
@@ -1587,7 +1562,7 @@ def dry_run(run: Run) -> None:
     describe(run)
     plan = run.plan
     if plan.pp > 1:
-        print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches, plan.pp_segments))
+        print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches))
     dist.destroy_process_group()  # a simulated step has its own
     if not run.cfg.ranks or run.rank:
         return
