@@ -38,10 +38,8 @@ another's kernel (Ulysses.run):
     ring: sums of dk, dv pass_on      the ring's next step                       attend_backward
 
 (Where layers run whole, autograd calls backward alone: without prefetch and while_waiting, its
-first and last groups' ways are not hidden.) By heads, a group's q, k, v are made just before they
-are sent, under the way of the group before, and its gradients are taken as they come back, under
-the way of the group behind; the order is the same. Each kind of communication has a CUDA stream of
-its own (CommStream): launch, compute, wait.
+first and last groups' ways are not hidden.) Each kind of communication has a CUDA stream of its own
+(CommStream): launch, compute, wait.
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
 of its own (`Attention.within` the documents of a micro-batch); in a layer with a sliding window,
@@ -75,7 +73,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
-from model import HeadPart, accumulation_dtype, compiled, copy_heads, in_window
+from model import accumulation_dtype, compiled, copy_heads, in_window
 
 SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 # torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
@@ -572,20 +570,13 @@ def do_nothing() -> None:
     pass
 
 
-Make = Callable[[int], list[Tensor]]  # of a head group: its q, k, v
-Take = Callable[[int, list[Tensor]], None]  # of a head group: its dq, dk, dv
-
-
 class Attention:
     """A kernel of the table: called, with autograd; or forward and backward, as they are.
 
     A subclass may split the work over ranks; lse has then the shape that its own backward wants.
-
-    Where memory is short, q, k and v of all heads need not exist at once: *_by_heads take
-    make(g) -> q, k, v of head group g, (B, T, heads, D) each, and give take(g, [dq, dk, dv]).
     """
 
-    head_groups = 1  # that run one after the other, in backward or by heads
+    head_groups = 1  # that run one after the other, in backward
     ring = 1  # ranks that share a sequence by context
     mask = CAUSAL
 
@@ -637,36 +628,6 @@ class Attention:
         gradients back. in_place: they may take the places of q, k and v."""
         while_waiting()
         return self.attend_backward(do, q, k, v, o, lse, self.head_groups, in_place, prefetched)
-
-    def forward_by_heads(self, make: Make, o: Tensor, kv_heads: int) -> Tensor:
-        """Fill o (B, T, H, D), and return lse, as `forward` does."""
-        lse = []
-        for g in range(self.head_groups):
-            heads, _ = self.heads_of(g, o.shape[2], kv_heads)
-            o[:, :, heads], part = self.attend(*make(g))
-            lse.append(part)
-        return torch.cat(lse, 1)
-
-    def prefetch_by_heads(self, make: Make, o: Tensor, kv_heads: int):
-        """As prefetch_backward."""
-
-    def backward_by_heads(self, make: Make, take: Take, do: Tensor, o: Tensor, lse: Tensor,
-                          kv_heads: int, prefetched=None,
-                          while_waiting: Callable[[], None] = do_nothing) -> None:
-        """Give `take` the gradients of each group's q, k and v."""
-        while_waiting()
-        for g in range(self.head_groups):
-            heads, _ = self.heads_of(g, o.shape[2], kv_heads)
-            q, k, v = make(g)
-            grads = self.attend_backward(do[:, :, heads].contiguous(), q, k, v,
-                                         o[:, :, heads].contiguous(), lse[:, heads].contiguous())
-            del q, k, v
-            take(g, list(grads))
-            del grads
-
-    def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
-        """Return the query heads of group g, and their key/value heads."""
-        return HeadPart(g, self.head_groups).slices(heads, kv_heads)
 
 
 # ---------------------------------------------------------------------------- rings
@@ -1066,8 +1027,7 @@ class Ulysses(Ring):
             while_waiting: Callable[[], None] = do_nothing) -> None:
         """Run run_kernel(g, group) -> outputs on heads for each group, and bring what it
         returns into outputs(g); then done(g) may read them. group: the first, under way;
-        inputs(g): the others', which are made under the way of the group before. Tensors are (B,
-        T/sp, U*h, D)."""
+        inputs(g): the others'. Tensors are (B, T/sp, U*h, D)."""
         recv_buffers, return_buffers = buffers
         returning = []  # send buffers of outputs on their way back
         came_back = None  # event: the outputs of the group before are there
@@ -1101,63 +1061,29 @@ class Ulysses(Ring):
 
     # -- attention
 
+    def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
+        """Return the query heads of group g, and their key/value heads."""
+        count = heads // self.head_groups
+        ratio = heads // kv_heads
+        first, last = g * count, (g + 1) * count
+        return slice(first, last), slice(first // ratio, -(-last // ratio))
+
+    def sent(self, g: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Return a group's q, k, v (B, T/sp, heads, D) with as many copies of heads as are sent."""
+        kv_heads = k.shape[2]
+        queries, keys = self.heads_of(g, q.shape[2], kv_heads)
+        copies = self.copies(g, kv_heads)
+        return [q[:, :, queries], *(repeat_heads(x[:, :, keys], copies) for x in (k, v))]
+
     def forward(self, q, k, v):
         if self.group is None:
             return super().forward(q, k, v)
+        heads, kv_heads = q.shape[2], k.shape[2]
+        sent = self.sent_heads(kv_heads)
         o = torch.empty_like(q)
-        return o, self.forward_by_heads(self.cut(q, k, v), o, k.shape[2])
-
-    def prefetch_backward(self, q, k, v, o):
-        if self.group is None:
-            return super().prefetch_backward(q, k, v, o)
-        return self.prefetch_by_heads(self.cut(q, k, v), o, k.shape[2])
-
-    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
-                 in_place=False):
-        if self.group is None:
-            return super().backward(do, q, k, v, o, lse, prefetched, while_waiting, in_place)
-        kv_heads = k.shape[2]
-        shared = kv_heads % self.head_groups != 0  # groups have key/value heads in common
-        dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x) if shared else torch.empty_like(x) for x in (k, v))
-        whole = self.cut(dq, dk, dv)
-
-        def places(g):
-            views = whole(g)
-            return [views[0], *map(torch.empty_like, views[1:])] if shared else views
-
-        def take(g, grads):
-            if shared:
-                for view, part in zip(whole(g)[1:], grads[1:]):
-                    view += part
-
-        make = self.cut(q, k, v)
-        self.backward_by_heads(make, take, do, o, lse, kv_heads, prefetched, while_waiting, places)
-        return dq, dk, dv
-
-    def cut(self, q, k, v) -> Make:
-        """Return the function that gives views of a group's heads."""
-        def heads(g: int) -> list[Tensor]:
-            queries, keys = self.heads_of(g, q.shape[2], k.shape[2])
-            return [q[:, :, queries], k[:, :, keys], v[:, :, keys]]
-
-        return heads
-
-    def sent(self, g: int, qkv: list[Tensor], kv_heads: int) -> list[Tensor]:
-        """Return a group's q, k, v (B, T/sp, heads, D) with as many copies of heads as are sent."""
-        q, *kv = qkv
-        return [q, *(repeat_heads(x, self.copies(g, kv_heads)) for x in kv)]
-
-    def forward_by_heads(self, make, o, kv_heads):
-        if self.group is None:
-            return super().forward_by_heads(make, o, kv_heads)
-        heads, sent = o.shape[2], self.sent_heads(kv_heads)
         self.allocate_backward(o, kv_heads)  # as much as backward needs, from the start
         buffers = self.allocate(o, [heads, sent, sent], [heads])
         lse = []
-
-        def inputs(g):
-            return self.sent(g, make(g), kv_heads)
 
         def outputs(g):
             queries, _ = self.heads_of(g, heads, kv_heads)
@@ -1169,17 +1095,18 @@ class Ulysses(Ring):
             return [out]
 
         first = HeadGroup(buffers[0][0])
-        self.send(first, inputs(0))
-        self.run(run_kernel, first, buffers, inputs, outputs, lambda g: None)
-        return torch.stack(lse)
+        self.send(first, self.sent(0, q, k, v))
+        self.run(run_kernel, first, buffers, lambda g: self.sent(g, q, k, v), outputs,
+                 lambda g: None)
+        return o, torch.stack(lse)
 
-    def prefetch_by_heads(self, make, o, kv_heads):
+    def prefetch_backward(self, q, k, v, o):
         if self.group is None:
-            return None
-        buffers = self.allocate_backward(o, kv_heads)
+            return super().prefetch_backward(q, k, v, o)
+        buffers = self.allocate_backward(o, k.shape[2])
         prefetched = Prefetched(buffers, HeadGroup(buffers[0][0], backward=True))
-        queries, _ = self.heads_of(0, o.shape[2], kv_heads)
-        self.send(prefetched.group, [*self.sent(0, make(0), kv_heads), o[:, :, queries]])
+        queries, _ = self.heads_of(0, o.shape[2], k.shape[2])
+        self.send(prefetched.group, [*self.sent(0, q, k, v), o[:, :, queries]])
         return prefetched
 
     def prefetch_do(self, prefetched, do):
@@ -1187,44 +1114,40 @@ class Ulysses(Ring):
             queries, _ = self.heads_of(0, do.shape[2], do.shape[2])
             self.send(prefetched.group, [do[:, :, queries]])
 
-    def backward_by_heads(self, make, take, do, o, lse, kv_heads, prefetched=None,
-                          while_waiting=do_nothing, places: Make | None = None):
-        """places(g): where the gradients go that take(g) gets; fresh memory by default."""
+    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
+                 in_place=False):
         if self.group is None:
-            super().backward_by_heads(make, take, do, o, lse, kv_heads, None, while_waiting)
-            return
+            return super().backward(do, q, k, v, o, lse, prefetched, while_waiting, in_place)
         do = do.contiguous()
         if prefetched is None:
-            prefetched = self.prefetch_by_heads(make, o, kv_heads)
+            prefetched = self.prefetch_backward(q, k, v, o)
             self.prefetch_do(prefetched, do)
-        heads = o.shape[2]
-        b, t, _, d = o.shape
-        arriving: dict[int, tuple] = {}  # by group: gradients of its heads, and of sent copies
-
-        def fresh(g):
-            queries, keys = self.heads_of(g, heads, kv_heads)
-            counts = [part.stop - part.start for part in (queries, keys, keys)]
-            return [o.new_empty(b, t, count, d) for count in counts]
+        heads, kv_heads = q.shape[2], k.shape[2]
+        shared = kv_heads % self.head_groups != 0  # groups have key/value heads in common
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x) if shared else torch.empty_like(x) for x in (k, v))
+        arriving: dict[int, list[Tensor]] = {}  # by group: gradients of the heads that were sent
 
         def inputs(g):
             queries, _ = self.heads_of(g, heads, kv_heads)
-            return [*self.sent(g, make(g), kv_heads), o[:, :, queries], do[:, :, queries]]
+            return [*self.sent(g, q, k, v), o[:, :, queries], do[:, :, queries]]
 
         def outputs(g):
-            dq, dk, dv = grads = (places or fresh)(g)
+            queries, keys = self.heads_of(g, heads, kv_heads)
             copies = self.copies(g, kv_heads)
-            of_copies = [x if max(copies) == 1 else o.new_empty(b, t, sum(copies), d)
-                         for x in (dk, dv)]
-            arriving[g] = grads, of_copies
-            return [dq, *of_copies]
+            whole = [x[:, :, keys] for x in (dk, dv)]
+            if shared or max(copies) > 1:
+                b, t, _, d = o.shape
+                whole = [o.new_empty(b, t, sum(copies), d) for _ in whole]
+                arriving[g] = whole
+            return [dq[:, :, queries], *whole]
 
         def done(g):
-            grads, of_copies = arriving.pop(g)
-            for x, parts in zip(grads[1:], of_copies):
-                if parts is not x:  # the gradients of a head's copies are its own
-                    x.copy_(sum_copies(parts, self.copies(g, kv_heads)))
-            del of_copies, parts
-            take(g, grads)
+            _, keys = self.heads_of(g, heads, kv_heads)
+            for x, parts in zip((dk, dv), arriving.pop(g, ())):
+                # the gradients of a head's copies are its own
+                found = sum_copies(parts, self.copies(g, kv_heads))
+                x[:, :, keys] = x[:, :, keys] + found if shared else found
 
         def run_kernel(g, group):
             q, k, v, o, do = group.on_heads()
@@ -1232,3 +1155,4 @@ class Ulysses(Ring):
 
         self.run(run_kernel, prefetched.group, prefetched.buffers, inputs, outputs, done,
                  while_waiting)
+        return dq, dk, dv

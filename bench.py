@@ -782,7 +782,7 @@ def compile_kernels(bench: Bench, run: Run) -> None:
     """Compile the kernels of a step in chunks by two of them in two layers."""
     kept = run.plan.activations
     dropped = min(2, kept.layers_recomputing_attention)
-    few = ActivationPlan(2, 2, 2, 0, 0, dropped, by_heads=kept.by_heads)
+    few = ActivationPlan(2, 2, 2, 0, 0, dropped)
     seq = 2 * run.plan.chunk * run.plan.sp
     short = of_layers(run.but(cfg=replace(run.cfg, seq=seq)), few, seq=seq)
     make_step(bench, run=short)()
@@ -840,7 +840,7 @@ def first_and_last_layers(run: Run) -> Run:
     if in_resident >= 0:
         dropped = away + min(2, in_resident)
     few = ActivationPlan(away + 2, kept.chunks, 2, min(kept.kept_chunks, 2 * kept.chunks),
-                         away * kept.most_swapped_chunks(), dropped, stride, kept.by_heads)
+                         away * kept.most_swapped_chunks(), dropped, stride)
     return of_layers(run, few)
 
 

@@ -323,8 +323,6 @@ def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     attention's backward, and in those of the products before and after it. Where layers run whole,
     or all chunks of that layer stay, its q, k, v are among the activations."""
     kept = plan.activations
-    if kept is not None and kept.by_heads:
-        return by_heads_peaks(plan)
     cfg = plan.column
     head_groups = plan.head_groups
     x, q, k, k_sent, sums = attention_bytes(plan)
@@ -366,42 +364,6 @@ def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
             "tokens of all columns": gathered, "saved by block.pre": pre}}
 
 
-def by_heads_peaks(plan: Plan) -> dict[str, dict[str, float]]:
-    """Return layer_peaks of a layer whose q, k, v are made a head group at a time."""
-    cfg = plan.column
-    head_groups = plan.head_groups
-    x, q, k, k_sent, sums = attention_bytes(plan)
-    ring, ring_prefetch = ring_bytes(plan)
-    group = (q + 2 * k) / head_groups  # q, k, v of one, or their gradients
-    pre = saved_by_pre(plan) / head_groups
-    repeated = 2 * k_sent / head_groups if k_sent > k else 0
-    always = {"dy, dx": 3 * x, "do": q, "repeated k, v": repeated}
-    element = min(plan.chunk, plan.tokens) * plan.dtype.itemsize  # of a chunk's tokens
-    before = always | {"dy, dx": 2 * x,
-                       "temporaries of a chunk": element * (8 * cfg.ffn + 6 * cfg.dim)}
-    after = always | {"dq, dk, dv": group, "temporaries of a chunk": element * 4 * cfg.dim,
-                      "saved by block.pre": pre}
-    kernel = always | {"q, k, v": group, "sums of the kernel": 2 * sums / head_groups,
-                       "ring": ring}
-    if plan.head_ranks == 1:  # copies of a group's o and do
-        kernel |= {"dq, dk, dv": group, "head groups": 2 * q / head_groups,
-                   "saved by block.pre": pre}
-        return {"attention's backward": kernel, "block.post's backward": before,
-                "block.pre's backward": after}
-    there = (3 * q + 2 * k_sent) / head_groups  # q, k, v, o, do of a group
-    back = (q + 2 * k_sent) / head_groups
-    mapped = {"all-to-all buffers": sent_bytes(plan)}
-    # of one sequence, what has arrived is not copied
-    kernel |= {"dq, dk, dv": 2 * group, "head groups": 3 * there + 3 * back,
-               "saved by block.pre": 3 * pre}
-    leaving = always | {"q, k, v": 2 * group, "dq, dk, dv": group,
-                        "head groups": 4 * there + 3 * back, "saved by block.pre": 3 * pre}
-    before |= mapped | {"q, k, v": group, "first head group": there, "ring": ring_prefetch,
-                        "saved by block.pre": pre}
-    return {"attention's backward": kernel, "a head group's way": leaving,
-            "block.post's backward": before, "block.pre's backward": after | mapped}
-
-
 def bytes_of_sums(plan: Plan) -> int:
     """Return the bytes of an element of dk, dv on its way around a ring."""
     return plan.dtype.itemsize if plan.ring == 2 else plan.accum_bytes
@@ -413,8 +375,7 @@ def ring_bytes(plan: Plan) -> tuple[float, float]:
     if plan.ring == 1:
         return 0.0, 0.0
     _, q, _, k_sent, _ = attention_bytes(plan)
-    kept = plan.activations
-    if plan.head_ranks > 1 or (kept is not None and kept.by_heads):  # a group at a time
+    if plan.head_ranks > 1:  # a group at a time
         q, k_sent = q / plan.head_groups, k_sent / plan.head_groups
     kv = 2 * k_sent
     wide = plan.accum_bytes / plan.dtype.itemsize
@@ -738,7 +699,6 @@ class LayerSeconds:
     kernels: float  # of both passes, attention alone
     recompute: float  # of the intermediates of all tokens, in backward
     post: float  # of what makes the next layer's input again
-    by_heads: float  # more, of both passes, if q, k, v are made a head group at a time
     whole: float  # of a forward that runs again, if a layer keeps its input alone
     columns: float  # of both passes, what columns exchange that no computation hides
 
@@ -775,8 +735,7 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     return LayerSeconds(
         layer, attention, tuple(map(operator.add, backward, more)),
         attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
-        pre + post - last, post, by_heads_seconds(est, plan), layer - last - there_again,
-        columns + sum(more))
+        pre + post - last, post, layer - last - there_again, columns + sum(more))
 
 
 def product_seconds(est: Estimator, plan: Plan, kind: str, matrix: tuple[int, int]) -> float:
@@ -876,24 +835,6 @@ def end_exchanges(est: Estimator, plan: Plan) -> float:
         return 0.0
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     return est.collective("all_gather", size, (plan.tp, 1))
-
-
-def by_heads_seconds(est: Estimator, plan: Plan) -> float:
-    """Return how much longer a layer takes whose q, k, v are made a head group at a time, forward,
-    again in backward, and backward: smaller products, norms and sums of each group, and copies of
-    its rows of the matrix."""
-    groups = plan.head_groups
-    rows, cols = plan.matrices[0]
-
-    def longer(kind: str, parts: int) -> float:
-        tokens = plan.tokens / plan.chunks
-        return plan.chunks * (parts * est.product(kind, tokens, rows // parts, cols)
-                              - est.product(kind, tokens, rows, cols))
-
-    products = (2 * longer("forward", groups) + longer("input_grad", groups)
-                + longer("weight_grad_sum", 3 * groups))  # q, k and v each
-    moved = (groups - 1) * plan.tokens * plan.model.dim * (2 * 2 + 5 + 3)
-    return max(0.0, products) + est.moved(plan, moved + 3 * plan.chunks * 2 * rows * cols)
 
 
 def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, kv: int,

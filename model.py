@@ -373,10 +373,10 @@ class PlainEvents:
     unshard(module, backward) -> weight    it is about to be used, in a backward pass or not, and
                                            stays until ...
     reshard(module)                        ... here
-    add_grad(module, compute, of) -> grad  a contribution to its gradient is due, or one of `of`
-                                           parts of it: compute(out, beta) returns beta * out +
-                                           contribution (out=None: a new tensor). The result goes to
-                                           autograd: None if the outside has put it elsewhere.
+    add_grad(module, compute) -> grad      a contribution to its gradient is due: compute(out, beta)
+                                           returns beta * out + contribution (out=None: a new
+                                           tensor). The result goes to autograd: None if the outside
+                                           has put it elsewhere.
     """
 
     def unshard(self, module: nn.Module, backward: bool) -> Tensor:
@@ -385,7 +385,7 @@ class PlainEvents:
     def reshard(self, module: nn.Module) -> None:
         pass
 
-    def add_grad(self, module: nn.Module, compute: Callable, of: int = 1) -> Tensor | None:
+    def add_grad(self, module: nn.Module, compute: Callable) -> Tensor | None:
         return compute(None, 0)
 
 
@@ -451,105 +451,43 @@ def deferred_weight_grads(on: bool = True):
         _mode.deferred = before
 
 
-@dataclass(frozen=True)
-class HeadPart:
-    """Part `index` of `of` of a layer's query heads, with the key/value heads that they attend to,
-    which neighbouring parts may share."""
-
-    index: int
-    of: int
-
-    def slices(self, heads: int, kv_heads: int) -> tuple[slice, slice]:
-        """Return the part's query heads, and its key/value heads."""
-        first = self.index * heads // self.of
-        last = (self.index + 1) * heads // self.of
-        ratio = heads // kv_heads
-        return slice(first, last), slice(first // ratio, -(-last // ratio))
-
-    def counts(self, cfg: ModelConfig) -> tuple[int, int, int]:
-        """Return how many heads q, k and v have."""
-        q, kv = self.slices(cfg.heads, cfg.kv_heads)
-        return q.stop - q.start, kv.stop - kv.start, kv.stop - kv.start
-
-    def rows(self, cfg: ModelConfig, kinds: int = 3) -> tuple[slice, ...]:
-        """Return the part's rows of the matrix q|k|v; kinds: 2 for q and k alone."""
-        if self.of == 1:  # they follow each other
-            return (slice(0, (cfg.heads + (kinds - 1) * cfg.kv_heads) * cfg.head_dim),)
-        q, kv = self.slices(cfg.heads, cfg.kv_heads)
-        firsts = (0, cfg.heads, cfg.heads + cfg.kv_heads)
-        found = [(first + heads.start, first + heads.stop)
-                 for first, heads in zip(firsts, (q, kv, kv))]
-        return tuple(slice(start * cfg.head_dim, stop * cfg.head_dim)
-                     for start, stop in found[:kinds])
-
-
-ALL_HEADS = HeadPart(0, 1)
-
-
-def rows_of(t: Tensor, rows: tuple[slice, ...] | None) -> Tensor:
-    """Return some rows, all for None: a copy if they do not follow each other."""
-    if rows is None:
-        return t
-    return t[rows[0]] if len(rows) == 1 else torch.cat([t[part] for part in rows])
-
-
-def project(module: nn.Module, x: Tensor, bias: Tensor | None = None,
-            rows: tuple[slice, ...] | None = None) -> Tensor:
-    """Return x W^T (..., rows), + bias (rows,) if there is one. rows: of W, all by default."""
+def project(module: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T (..., rows), + bias (rows,) if there is one."""
     bias = bias if bias is None else bias.to(x.dtype)
-    weight = module.events.unshard(module, backward=_mode.recomputing)
-    y = F.linear(x, rows_of(weight, rows), bias)
+    y = F.linear(x, module.events.unshard(module, backward=_mode.recomputing), bias)
     module.events.reshard(module)
     module.split.used(x)
     return module.split.output(y)()  # nothing hides it: what follows needs it
 
 
-def input_grad(module: nn.Module, dy: Tensor, rows: tuple[slice, ...] | None = None) -> Tensor:
+def input_grad(module: nn.Module, dy: Tensor) -> Tensor:
     """Return dx = dy W (..., cols) of a projection, from dy (..., rows)."""
-    dx = torch.matmul(dy, rows_of(module.events.unshard(module, backward=True), rows))
+    dx = torch.matmul(dy, module.events.unshard(module, backward=True))
     module.events.reshard(module)
     return dx
 
 
-def weight_grad(module: nn.Module, dy: Tensor, x: Tensor | Callable[[], Tensor],
-                rows: tuple[slice, ...] | None = None, of: int = 1) -> Tensor | None:
+def weight_grad(module: nn.Module, dy: Tensor, x: Tensor | Callable[[], Tensor]) -> Tensor | None:
     """Raise add_grad with dW = dy^T x of a projection, or defer it: dy (..., rows), x (..., cols),
-    or a function that waits for it. rows: of W, one of `of` parts. Returns what autograd gets."""
+    or a function that waits for it. Returns what autograd gets."""
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
     if not callable(x):  # (N, cols), without the graph that it was saved from
         x = x.detach().reshape(-1, x.shape[-1])
 
     def compute(out: Tensor | None, beta: int) -> Tensor:
         arrived = x().flatten(0, -2) if callable(x) else x
-        out = product(arrived, out, beta)
+        out = weight_grad_into(dy, arrived, out, beta)
         module.split.used(arrived, dy)
         return out
 
-    def product(x: Tensor, out: Tensor | None, beta: int) -> Tensor:
-        if of == 1:
-            return weight_grad_into(dy, x, out, beta)
-        if out is None:
-            out = dy.new_zeros(module.shape)
-        elif not beta:
-            out.zero_()  # the other parts add to what this one leaves
-        start = 0
-        for part in rows:
-            end = start + part.stop - part.start
-            weight_grad_into(dy[:, start:end], x, out[part], 1)
-            start = end
-        return out
-
-    def add_grad() -> Tensor | None:
-        return module.events.add_grad(module, compute, of)
-
     def add_grad_later() -> None:
-        grad = add_grad()
+        grad = module.events.add_grad(module, compute)
         if grad is not None and module.weight.requires_grad:  # autograd has gone on without it
             old = module.weight.grad
             module.weight.grad = grad if old is None else old + grad
 
     if _mode.deferred is None:
-        return add_grad()
+        return module.events.add_grad(module, compute)
     _mode.deferred.append(add_grad_later)
     return None
 
@@ -630,20 +568,19 @@ class _Linear(Function):
 
 
 def norm_linear_backward(module: nn.Module, norm: nn.Module, eps: float, x: Tensor,
-                         n: Tensor | None, dy: Tensor, residual: Tensor | None = None,
-                         rows: tuple[slice, ...] | None = None, of: int = 1):
+                         n: Tensor | None, dy: Tensor, residual: Tensor | None = None):
     """Return the gradients of x, with that of a residual path added, of the norm's weight and of W,
     of norm(x) W^T; n: what the product took, if it was kept. What travels between parts of a matrix
     is hidden: that of n by the product for dn, that of dn by the product for W."""
     split = module.split
     if split.alone:
-        dn = input_grad(module, dy, rows)
+        dn = input_grad(module, dy)
         again, dx, dnorm = norm_backward(x, norm.weight, eps, dn, residual)  # both in one pass
-        return dx, dnorm, weight_grad(module, dy, again if n is None else n, rows, of)
+        return dx, dnorm, weight_grad(module, dy, again if n is None else n)
     if n is None:
         n = split.input(norm_forward(x, norm.weight, eps))
-    dn = split.input_grad(input_grad(module, dy, rows))
-    dweight = weight_grad(module, dy, n, rows, of)
+    dn = split.input_grad(input_grad(module, dy))
+    dweight = weight_grad(module, dy, n)
     _, dx, dnorm = norm_backward(x, norm.weight, eps, dn(), residual)
     return dx, dnorm, dweight
 
@@ -653,24 +590,22 @@ class _NormLinear(Function):
     keeps it."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, weight, bias, norm, module, eps, rows, of):
+    def forward(ctx, x, norm_weight, weight, bias, norm, module, eps):
         n = module.split.input(norm_forward(x, norm_weight, eps))()  # nothing hides it
         ctx.save_for_backward(x, n if module.split.keeps_input else None)
         ctx.norm = norm
         ctx.module = module
         ctx.eps = eps
-        ctx.rows = rows
-        ctx.of = of
         ctx.has_bias = bias is not None
-        return project(module, n, bias, rows)
+        return project(module, n, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        dx, dnorm, dweight = norm_linear_backward(
-            ctx.module, ctx.norm, ctx.eps, *ctx.saved_tensors, dy, rows=ctx.rows, of=ctx.of)
+        dx, dnorm, dweight = norm_linear_backward(ctx.module, ctx.norm, ctx.eps,
+                                                  *ctx.saved_tensors, dy)
         dbias = bias_grad(dy) if ctx.has_bias else None
-        return dx, dnorm, dweight, dbias, None, None, None, None, None
+        return dx, dnorm, dweight, dbias, None, None, None
 
 
 class _NormLinearHeads(Function):
@@ -678,15 +613,15 @@ class _NormLinearHeads(Function):
     x: what the inner norms had is computed again, by a product with the rows of W for q and k."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, weight, bias, q_weight, k_weight, cos, sin, block, part):
+    def forward(ctx, x, norm_weight, weight, bias, q_weight, k_weight, cos, sin, block):
         ctx.block = block
-        ctx.part = part
         cfg = block.cfg
         split = block.qkv.split
         n = split.input(norm_forward(x, norm_weight, cfg.norm_eps))()  # nothing hides it
         ctx.save_for_backward(x, n if split.keeps_input else None, cos, sin)
-        qkv = project(block.qkv, n, bias, part.rows(cfg))
-        q, k, v = qkv.unflatten(-1, (-1, cfg.head_dim)).split(part.counts(cfg), 2)
+        qkv = project(block.qkv, n, bias)
+        heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
+        q, k, v = qkv.unflatten(-1, (-1, cfg.head_dim)).split(heads, 2)
         q = rotate_forward(norm_forward(q, q_weight, cfg.norm_eps), cos, sin)
         k = rotate_forward(norm_forward(k, k_weight, cfg.norm_eps), cos, sin)
         return q, k, v.contiguous()
@@ -698,13 +633,13 @@ class _NormLinearHeads(Function):
         block = ctx.block
         module = block.qkv
         eps = block.cfg.norm_eps
-        rows_qk = ctx.part.rows(block.cfg, 2)
+        of_qk = slice((dq.shape[2] + dk.shape[2]) * dq.shape[3])  # rows
         if n is None:
             n = module.split.input(norm_forward(x, block.norm1.weight, eps))()  # needed at once
         bias = None
         if block.qkv_bias is not None:
-            bias = rows_of(block.qkv_bias.here(), rows_qk).to(x.dtype)
-        qk = F.linear(n, rows_of(module.events.unshard(module, backward=True), rows_qk), bias)
+            bias = block.qkv_bias.here()[of_qk].to(x.dtype)
+        qk = F.linear(n, module.events.unshard(module, backward=True)[of_qk], bias)
         module.events.reshard(module)
         q, k = qk.unflatten(-1, (-1, dq.shape[3])).split((dq.shape[2], dk.shape[2]), 2)
         dqkv, (dq_part, dk_part, _) = split_rotate_backward(dq, dk, dv, cos, sin)
@@ -712,10 +647,9 @@ class _NormLinearHeads(Function):
         _, dk_before, dk_norm = norm_backward(k, block.k_norm.weight, eps, dk_part, None)
         dq_part.copy_(dq_before)
         dk_part.copy_(dk_before)
-        dx, dnorm, dweight = norm_linear_backward(module, block.norm1, eps, x, n, dqkv,
-                                                  rows=ctx.part.rows(block.cfg), of=ctx.part.of)
+        dx, dnorm, dweight = norm_linear_backward(module, block.norm1, eps, x, n, dqkv)
         dbias = None if bias is None else bias_grad(dqkv)
-        return dx, dnorm, dweight, dbias, dq_norm, dk_norm, None, None, None, None
+        return dx, dnorm, dweight, dbias, dq_norm, dk_norm, None, None, None
 
 
 class _AddNormLinear(Function):
@@ -776,20 +710,17 @@ def split_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads:
 
 
 def norm_linear(x: Tensor, norm: nn.Module, matrix: nn.Module, eps: float,
-                bias: nn.Module | None = None, rows: tuple[slice, ...] | None = None,
-                of: int = 1) -> Tensor:
-    """Return norm(x) W^T, + bias if there is one. rows: of W and bias, one of `of` parts."""
-    bias = None if bias is None else rows_of(bias.here(), rows)
-    return _NormLinear.apply(x, norm.weight, matrix.weight, bias, norm, matrix, eps, rows, of)
+                bias: nn.Module | None = None) -> Tensor:
+    """Return norm(x) W^T, + bias if there is one."""
+    bias = None if bias is None else bias.here()
+    return _NormLinear.apply(x, norm.weight, matrix.weight, bias, norm, matrix, eps)
 
 
-def norm_linear_heads(x: Tensor, block: nn.Module, rope: tuple[Tensor, Tensor], part: HeadPart):
-    """Return q, k, v of a part of the heads of a block with norms on q and k, turned."""
-    bias = None
-    if block.qkv_bias is not None:
-        bias = rows_of(block.qkv_bias.here(), part.rows(block.cfg))
+def norm_linear_heads(x: Tensor, block: nn.Module, rope: tuple[Tensor, Tensor]):
+    """Return q, k, v of a block with norms on q and k, turned."""
+    bias = None if block.qkv_bias is None else block.qkv_bias.here()
     return _NormLinearHeads.apply(x, block.norm1.weight, block.qkv.weight, bias,
-                                  block.q_norm.weight, block.k_norm.weight, *rope, block, part)
+                                  block.q_norm.weight, block.k_norm.weight, *rope, block)
 
 
 def add_norm_linear(x: Tensor, branch: Tensor, norm: nn.Module, matrix: nn.Module,
@@ -1005,7 +936,9 @@ class Vector(nn.Module):
 
     def here(self) -> Tensor:
         """Return the rows that are used here."""
-        return rows_of(self.weight, self.rows)
+        if self.rows is None:
+            return self.weight
+        return torch.cat([self.weight[part] for part in self.rows])
 
 
 class Block(nn.Module):
@@ -1038,16 +971,12 @@ class Block(nn.Module):
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim)
         self.down = Matrix(cfg.dim, cfg.ffn)
 
-    def pre(self, x: Tensor, rope: tuple[Tensor, Tensor],
-            part: HeadPart = ALL_HEADS) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D), or a part of their heads. (A block
-        whose pre has no `part` makes all heads at once, whatever memory that takes.)"""
+    def pre(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
         if self.cfg.qk_norm:
-            return norm_linear_heads(x, self, rope, part)
-        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps, self.qkv_bias,
-                          part.rows(self.cfg), part.of)
-        heads, kv_heads, _ = part.counts(self.cfg)
-        return split_rotate(qkv, rope, heads, kv_heads)
+            return norm_linear_heads(x, self, rope)
+        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps, self.qkv_bias)
+        return split_rotate(qkv, rope, self.cfg.heads, self.cfg.kv_heads)
 
     def post(self, x: Tensor, o: Tensor) -> Tensor:
         """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C)."""

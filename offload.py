@@ -17,10 +17,6 @@ others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even
               token-wise work alone
     drop o    of the first X layers, whose attention runs twice: the last resort
 
-and where the tensors of attention itself bind, q, k and v are made *by heads*: of one head group
-when its turn comes, forward and backward, whose gradients are used at once, so that no q, k, v of
-all heads exist (arXiv 2602.21196).
-
 Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
 uses buffer g mod 2, which may be overwritten once compute is done with group g + 2; a host buffer
 may be once the backward that read it last has waited for its prefetch_done.
@@ -37,9 +33,8 @@ how much is kept and swapped (ActivationPlan).
 Left out: swapping to disk, and layers of different shapes.
 
 Legend: B sequences, T tokens of one on a rank, N = B*T, n layers, k resident layers, m layers a
-group (`stride`), g a group of layers, or of heads in what is by heads, c chunks of a layer, C
-width, H query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved*: kept or
-swapped.
+group (`stride`), g a group of layers, c chunks of a layer, C width, H query heads, K key/value
+heads, D head width; i a layer, j a chunk of it, *saved*: kept or swapped.
 """
 import contextlib
 import functools
@@ -59,8 +54,8 @@ from torch.autograd.function import once_differentiable
 
 import model as llama
 from attention import Attention, CommStream, do_nothing, wait
-from model import (ALL_HEADS, HeadPart, LLaMA, ModelConfig, accumulation_dtype,
-                   deferred_weight_grads, recomputation)
+from model import (LLaMA, ModelConfig, accumulation_dtype, deferred_weight_grads,
+                   recomputation)
 
 GIB = 2**30
 HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
@@ -79,7 +74,6 @@ class ActivationPlan:
     swapped_chunks: int = 0  # over all other layers, evenly
     layers_recomputing_attention: int = 0  # X, the first ones: they drop o
     stride: int = 1  # m: every m-th layer keeps its input x; if not all do, no intermediates stay
-    by_heads: bool = False  # a head group's q, k, v are made at a time; no intermediates stay
 
     def keeps_input(self, i: int) -> bool:
         return i % self.stride == 0
@@ -131,8 +125,6 @@ class ActivationPlan:
             text += f"; one layer in {self.stride} keeps its input, the others' are made again"
         if self.layers_recomputing_attention:
             text += f"; ATTENTION RUNS TWICE in {self.layers_recomputing_attention} layers"
-        if self.by_heads:
-            text += "; q, k, v are made a head group at a time"
         return text
 
 
@@ -480,7 +472,6 @@ class ChunkedLayers:
         assert swapped % plan.stride == 0, f"{swapped} swapped layers are whole groups"
         intermediates = plan.kept_chunks + plan.swapped_chunks
         assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
-        assert not (plan.by_heads and intermediates), "q, k, v of all heads would stay"
         self.device = device
         self.dtype = dtype
         self.poison = poison
@@ -605,30 +596,16 @@ class ChunkedLayers:
 
     def attend(self, i: int, micro_batch: MicroBatch, saved: SavedLayer,
                num_saved: int = 0) -> list[Tensor]:
-        """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), empty ones if
-        they are made by heads; they leave the graphs of saved chunks."""
-        block = self.blocks[i]
-        attention = micro_batch.attention_of(i)
-        if not self.plan.by_heads:
-            qkv = self.project(block, micro_batch, saved, num_saved)
-            o, saved.lse = attention.forward(*(self.split(t) for t in qkv))
-            saved.o = self.join(o)
-            return qkv
-        cfg = self.cfg
-
-        def make(g: int) -> list[Tensor]:
-            part = HeadPart(g, attention.head_groups)
-            return [self.split(t) for t in self.project(block, micro_batch, saved, 0, part)]
-
-        o = saved.x.new_empty(1, self.tokens, cfg.heads, cfg.head_dim)
-        saved.lse = attention.forward_by_heads(make, self.split(o), cfg.kv_heads)
-        saved.o = o
-        return [o[:, :0], *2 * [o[:, :0, : cfg.kv_heads]]]
-
-    def project(self, block, micro_batch: MicroBatch, saved: SavedLayer, num_saved: int,
-                part: HeadPart = ALL_HEADS) -> list[Tensor]:
-        """Return q, k, v (1, N, heads, D) of saved.x, or a part of their heads; they leave the
+        """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), which leave the
         graphs of saved chunks."""
+        qkv = self.project(self.blocks[i], micro_batch, saved, num_saved)
+        o, saved.lse = micro_batch.attention_of(i).forward(*(self.split(t) for t in qkv))
+        saved.o = self.join(o)
+        return qkv
+
+    def project(self, block, micro_batch: MicroBatch, saved: SavedLayer,
+                num_saved: int) -> list[Tensor]:
+        """Return q, k, v (1, N, heads, D) of saved.x, which leave the graphs of saved chunks."""
         qkv = [None, None, None]
         for j, chunk in enumerate(self.chunks):
             if j < num_saved:
@@ -636,15 +613,10 @@ class ChunkedLayers:
                     graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
                 saved.pre_graphs.append(graph)
             else:
-                parts = self.pre(block, micro_batch, part, saved.x[:, chunk], chunk)
+                parts = block.pre(saved.x[:, chunk], micro_batch.rope_of(chunk))
             qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
             del parts  # before the next chunk's are made
         return qkv
-
-    def pre(self, block, micro_batch: MicroBatch, part: HeadPart, x: Tensor, chunk: slice):
-        """Return q, k, v (1, n, heads, D) of a chunk x (1, n, C)."""
-        rope = micro_batch.rope_of(chunk)
-        return block.pre(x, rope) if part is ALL_HEADS else block.pre(x, rope, part)
 
     def output(self, block, saved: SavedLayer, num_saved: int) -> Tensor:
         """Return y (1, N, C) of saved.x and saved.o, which leaves the graphs of saved chunks."""
@@ -661,30 +633,26 @@ class ChunkedLayers:
             del part
         return y
 
-    def run_pre(self, block, micro_batch: MicroBatch, x: Tensor, chunk: slice,
-                part: HeadPart = ALL_HEADS):
+    def run_pre(self, block, micro_batch: MicroBatch, x: Tensor, chunk: slice):
         """Return the graph of a chunk's block.pre, and its q, k, v (1, n, heads, D)."""
-        return ChunkGraph.run(self.root, lambda x: self.pre(block, micro_batch, part, x, chunk),
-                              x[:, chunk])
+        rope = micro_batch.rope_of(chunk)
+        return ChunkGraph.run(self.root, lambda x: block.pre(x, rope), x[:, chunk])
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
         shape = dy.shape
         dy = self.join(dy)
         saved = self.fetch(micro_batch, i)
-        if self.plan.by_heads:
-            dx = self.backward_by_heads(i, micro_batch, saved, dy)
-        else:
-            dx = self.backward_whole(i, micro_batch, saved, dy, self.plan.num_saved_chunks(i))
+        dx = self.backward_layer(i, micro_batch, saved, dy, self.plan.num_saved_chunks(i))
         if self.plan.keeps_input(i):  # the last of its group
             micro_batch.prefetched.discard(i // self.plan.stride)
         micro_batch.finished = not micro_batch.saved
         self.poison_if_testing(saved.tensors())
         return dx.view(shape)
 
-    def backward_whole(self, i: int, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
+    def backward_layer(self, i: int, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
                        num_saved: int) -> Tensor:
-        """dy -> dx (1, N, C), with q, k, v of all heads at once."""
+        """dy -> dx (1, N, C)."""
         block = self.blocks[i]
         attention = micro_batch.attention_of(i)
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
@@ -701,39 +669,7 @@ class ChunkedLayers:
         grads = [self.join(t) for t in grads]
         del do, inputs, q, k, v, first_group, while_waiting, deferred
         dx = torch.empty_like(saved.x)
-        self.backward_pre(saved.pre_graphs, saved, grads, dx, False, dx_parts)
-        return dx
-
-    def backward_by_heads(self, i: int, micro_batch: MicroBatch, saved: SavedLayer,
-                          dy: Tensor) -> Tensor:
-        """dy -> dx (1, N, C), with q, k, v of one head group after the other."""
-        if saved.o is None:
-            with recomputation():
-                self.attend(i, micro_batch, saved)
-        block = self.blocks[i]
-        attention = micro_batch.attention_of(i)
-        graphs: dict[int, list[ChunkGraph]] = {}  # by head group, of chunks
-
-        def make(g: int) -> list[Tensor]:
-            part = HeadPart(g, attention.head_groups)
-            graphs[g] = []
-            return [self.split(t) for t in self.project_again(
-                block, micro_batch, saved, graphs[g], self.chunks, [None, None, None], part)]
-
-        def take(g: int, grads: list[Tensor]) -> None:
-            grads = [self.join(t) for t in grads]
-            # the residual path's gradient is larger than each group's: it comes last
-            last = g == attention.head_groups - 1
-            self.backward_pre(graphs.pop(g), saved, grads, dx, g > 0, dx_parts if last else None)
-
-        o = self.split(saved.o)
-        kv_heads = self.cfg.kv_heads
-        first_group = attention.prefetch_by_heads(make, o, kv_heads)
-        do, dx_parts, deferred = self.backward_post(block, saved, dy, 0)
-        while_waiting = self.send_do(attention, first_group, do, deferred)
-        dx = torch.empty_like(saved.x)
-        attention.backward_by_heads(make, take, do, o, saved.lse, kv_heads, first_group,
-                                    while_waiting)
+        self.backward_pre(saved, grads, dx, dx_parts)
         return dx
 
     def backward_post(self, block, saved: SavedLayer, dy: Tensor,
@@ -763,20 +699,16 @@ class ChunkedLayers:
             deferred.pop(0)()
         return deferred.pop() if deferred else do_nothing
 
-    def backward_pre(self, graphs: list[ChunkGraph], saved: SavedLayer, dqkv: list[Tensor],
-                     dx: Tensor, adds: bool, residual: list[Tensor] | None) -> None:
-        """Write to dx (1, N, C) what comes by way of q, k, v (1, N, heads, D), or add it; and add
-        the chunks' gradients by way of the residual path (1, n, C), which are let go."""
+    def backward_pre(self, saved: SavedLayer, dqkv: list[Tensor], dx: Tensor,
+                     residual: list[Tensor]) -> None:
+        """Write to dx (1, N, C) what comes by way of q, k, v (1, N, heads, D), with the chunks'
+        gradients by way of the residual path (1, n, C), which are let go."""
+        graphs = saved.pre_graphs
         for j, chunk in enumerate(self.chunks):
             (dx_part,) = graphs[j].backward(tuple(t[:, chunk] for t in dqkv), saved.x[:, chunk])
             graphs[j] = None
-            if adds:
-                dx_part = dx_part + dx[:, chunk]
-            if residual is None:
-                dx[:, chunk] = dx_part
-            else:
-                torch.add(residual[j], dx_part, out=dx[:, chunk])
-                residual[j] = None
+            torch.add(residual[j], dx_part, out=dx[:, chunk])
+            residual[j] = None
             del dx_part
 
     def recompute_qkv(self, block, micro_batch: MicroBatch, saved: SavedLayer,
@@ -789,18 +721,10 @@ class ChunkedLayers:
         if num_saved:
             tokens = slice(0, self.chunks[num_saved - 1].stop)
             qkv = [self.put(None, tokens, part) for part in saved.qkv]
-        return self.project_again(block, micro_batch, saved, saved.pre_graphs,
-                                  self.chunks[num_saved:], qkv)
-
-    def project_again(self, block, micro_batch: MicroBatch, saved: SavedLayer,
-                      graphs: list[ChunkGraph], chunks: list[slice], qkv: list[Tensor | None],
-                      part: HeadPart = ALL_HEADS) -> list[Tensor]:
-        """Return q, k, v (1, N, heads, D) with those of some chunks made again, whose graphs wait
-        for the gradients."""
-        for chunk in chunks:
+        for chunk in self.chunks[num_saved:]:
             with recomputation():
-                graph, parts = self.run_pre(block, micro_batch, saved.x, chunk, part)
-            graphs.append(graph)
+                graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
+            saved.pre_graphs.append(graph)
             qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
             del parts
         return qkv

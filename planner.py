@@ -41,7 +41,6 @@ import contextlib
 import dataclasses
 import functools
 import heapq
-import inspect
 import itertools
 import json
 import math
@@ -66,8 +65,7 @@ from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    visit_bytes, weight_buffer_bytes)
 from hardware import (Profile, Stopwatch, load_profile, measure_copies, profile_names,
                       random_tensor, scaled, with_network)
-from model import (HeadPart, ModelConfig, accumulation_dtype, flops_per_token, param_count,
-                   rope_tables)
+from model import ModelConfig, accumulation_dtype, flops_per_token, param_count, rope_tables
 from offload import GIB, ActivationPlan, block_saves
 from parallel import no_order
 from placement import Ring, make_rings, parse_leaf, place_nodes
@@ -88,7 +86,6 @@ class Sizes:
     recompute_s: float  # of it, what recomputing the intermediates takes
     attn_s: float  # of it, attention
     post_s: float  # of it, what follows attention
-    by_heads_s: float = 0.0  # more, of forward and backward, if q, k, v are made by heads
 
     @property
     def layer(self) -> tuple[int, int, int]:
@@ -236,8 +233,8 @@ class TooLarge(ValueError):
 
 
 def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
-                     resident: int | None = None, alpha: float | None = None, busy: float = 0.0,
-                     by_heads: bool = False) -> tuple[ActivationPlan, float]:
+                     resident: int | None = None, alpha: float | None = None,
+                     busy: float = 0.0) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward.
 
@@ -264,18 +261,15 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
                     (n - 2)*(input + attn + alpha*S_others) <= host
 
     Where X > 0, or copies are waited for, what drops x or o and keeps no intermediates may lose
-    less (`best_dropping`). by_heads: q, k, v are made a head group at a time; then no intermediates
-    stay. Raises TooLarge, a ValueError, with what is missing.
+    less (`best_dropping`). Raises TooLarge, a ValueError, with what is missing.
     """
     if (missing := bytes_missing(n, s, gpu, host)) > 0:
         raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), missing)
-    best = math.inf, None, 0.0
-    if not by_heads:
-        best = best_swapping(n, s, chunks, bandwidth, gpu, host, resident, alpha, busy)
+    best = best_swapping(n, s, chunks, bandwidth, gpu, host, resident, alpha, busy)
     value, activations, waits = best
-    if by_heads or alpha is None and (
+    if alpha is None and (
             value == math.inf or waits or activations.layers_recomputing_attention):
-        dropping = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy, by_heads)
+        dropping = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy)
         value, activations, waits = min(best, dropping, key=operator.itemgetter(0))
     if value == math.inf:
         missing = n * (s.input + s.attn) - max(0.0, gpu) - host
@@ -336,16 +330,16 @@ MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU
 
 
 def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
-                  resident: int | None, busy: float,
-                  by_heads: bool = False) -> tuple[float, ActivationPlan | None, float]:
+                  resident: int | None,
+                  busy: float) -> tuple[float, ActivationPlan | None, float]:
     """Return the least value of plan_activations' program if no intermediates are kept and layers
     drop x (all but one in m) or o (the first X), the plan, and the seconds of waiting; the value is
     infinite if nothing fits. All m, k and X are tried at once.
 
-        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w          (by_heads: X*pre_s)
+        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w
     """
     x, m, k = ways_to_drop(n)
-    plans = ActivationPlan(n, c, k, 0, 0, x, m, by_heads)
+    plans = ActivationPlan(n, c, k, 0, 0, x, m)
     kept = resident_bytes(plans, s.layer)
     # in forward, beside the buffers that backward will take, two layers that are leaving
     leaving = rounding_bytes(plans, s.layer) + 2 * (s.input + s.attn)
@@ -426,10 +420,7 @@ def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
     inputs, _, inputs_away, _ = kept_parts(activations)
     again += (activations.layers - inputs - inputs_away) * s.post_s
     dropped = activations.layers_recomputing_attention
-    with_qkv = dropped if activations.by_heads else dropped - dropped // activations.stride
-    again += with_qkv * (s.layer_s - s.attn_s - s.post_s)
-    if activations.by_heads:
-        again += activations.layers * s.by_heads_s
+    again += (dropped - dropped // activations.stride) * (s.layer_s - s.attn_s - s.post_s)
     return again + dropped * s.attn_s
 
 
@@ -485,20 +476,8 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(block)
-    longer = 0.0
-    if makes_parts(llama.Block) and attention.head_groups > 1:
-        parts = attention.head_groups
-        with torch.no_grad():
-            part = watch.least(lambda: block.pre(x, rope, HeadPart(0, parts)), 3)
-        longer = 4 * max(0.0, parts * part - pre) * n / c  # backward: again, and twice as much
-    sizes = Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn, post * n / c,
-                  longer)
+    sizes = Sizes(*layer_bytes(cfg, n, dtype), tokenwise + attn, recompute, attn, post * n / c)
     return sizes, rate
-
-
-def makes_parts(block_class) -> bool:
-    """Return whether a block makes q, k, v of a part of its heads."""
-    return "part" in inspect.signature(block_class.pre).parameters
 
 
 # ---------------------------------------------------------------------------- degrees
@@ -954,20 +933,15 @@ class Search:
 
     def prices(self, shape: Plan) -> tuple[float, ...]:
         """Return what a step with these shapes needs at least: seconds of a layer's passes, and of
-        what may run again, and bytes beside states and what layers keep; and these if q, k, v are
-        made by heads."""
+        what may run again, and bytes beside states and what layers keep."""
         layer = layer_seconds(self.est, shape)
-        return (layer.forward, sum(layer.backward), layer.attention, layer.by_heads,
-                self.working_bytes(shape, False),
-                math.inf if shape.head_groups == 1 else self.working_bytes(shape, True))
-
-    def working_bytes(self, shape: Plan, by_heads: bool) -> float:
         kept = None
         if shape.recompute == "auto":
             n = max(shape.parts)
-            kept = ActivationPlan(n, shape.chunks, n, by_heads=by_heads)
+            kept = ActivationPlan(n, shape.chunks, n)
         plan = replace(shape, activations=kept)
-        return Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
+        working = Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
+        return layer.forward, sum(layer.backward), layer.attention, working
 
     def with_states(self, shape: Plan) -> Iterator[Plan]:
         """Yield the plans of a shape, with the seconds that they take at least."""
@@ -987,13 +961,7 @@ class Search:
             return 0.0
         everything = self.keeping_all(plan)
         sizes, _ = self.hardware.measured or layer_sizes(self.est, plan)
-        n = everything.activations.layers
-        lost = least_lost(n, sizes, sum(self.rooms(everything)))
-        all_by_heads = n * (sizes.recompute_s + sizes.by_heads_s)
-        if lost > all_by_heads and (by_heads := self.by_heads(everything)):
-            others = least_lost(n, sizes, sum(self.rooms(by_heads)))
-            lost = min(lost, max(all_by_heads, others + n * sizes.by_heads_s))
-        return lost
+        return least_lost(everything.activations.layers, sizes, sum(self.rooms(everything)))
 
     def rooms(self, plan: Plan) -> tuple[float, float]:
         """Return the bytes of a GPU and of its host that there are for what one micro-batch's way
@@ -1007,16 +975,6 @@ class Search:
         gpu = min((budget - memory.beside_activations()) / times[stage]
                   for stage, memory in stages.items())
         return gpu, host / max(times.values())
-
-    def by_heads(self, everything: Plan) -> Plan | None:
-        """Return a plan in chunks that makes q, k, v by heads, with its bytes; None if it cannot.
-        """
-        kept = everything.activations
-        if (everything.head_groups == 1 or kept.chunks == 1 or self.constraints.alpha is not None
-                or not makes_parts(llama.Block)):
-            return None
-        by_heads = ActivationPlan(kept.layers, kept.chunks, kept.layers, by_heads=True)
-        return with_memory(replace(everything, activations=by_heads))
 
     def with_activations(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
@@ -1080,8 +1038,6 @@ class Search:
         kept = ActivationPlan(n, plan.chunks, n, n * plan.chunks)
         plan = with_memory(replace(plan, activations=kept))
         without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
-        if without.total() > hardware.gpu_budget and (by_heads := self.by_heads(plan)):
-            without = Memory(without.lasting, by_heads.memory.peaks)
         try:
             self.host_left(plan)
             self.check_memory(plan, without)
@@ -1098,44 +1054,23 @@ class Search:
         by_hand = c.alpha is not None or c.resident_layers
         if everything.memory.total() <= self.hardware.gpu_budget and not by_hand:
             return everything, (0.0, 0.0)
-        found = []
-        error = None
-        try:
-            found.append(self.fit_order(everything))
-        except TooLarge as e:
-            error = e
-        short = True
-        if found:
-            kept, (_, waits) = found[0][0].activations, found[0][1]
-            short = kept.stride > 1 or kept.layers_recomputing_attention > 0 or waits > 0
-        if short and (by_heads := self.by_heads(everything)):
-            with contextlib.suppress(TooLarge):
-                found.append(self.fit_order(by_heads))
-        if not found:
-            raise error
-        return min(found, key=lambda fitted: sum(fitted[1]))
-
-    def fit_order(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
-        """Return the plan with the solution of plan_activations in its order of heads."""
-        c = self.constraints
         budget = self.hardware.gpu_budget
         sizes, host_rate = self.hardware.measured or layer_sizes(self.est, plan)
         busy = link_seconds(self.est, plan)
-        gpu, host = self.rooms(plan)
-        others = plan.memory.beside_activations()
-        start = plan
-        asked = start.activations
+        gpu, host = self.rooms(everything)
+        others = everything.memory.beside_activations()
+        asked = everything.activations
         for _ in range(3):
             try:
                 activations, _ = plan_activations(
                     asked.layers, sizes, asked.chunks, host_rate, gpu, host, c.resident_layers,
-                    c.alpha, busy, asked.by_heads)
+                    c.alpha, busy)
             except TooLarge as e:
                 f = plan.factors
                 raise TooLarge(
                     f"--seq {c.seq} with sp={sp_text(plan)} p={f.p} g={f.g} os={f.os}: {e} (of "
                     f"{budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all else: "
-                    f"{in_gib(start.memory)})", e.over) from e
+                    f"{in_gib(everything.memory)})", e.over) from e
             plan = with_memory(replace(plan, activations=activations))
             if plan.memory.total() <= budget:
                 break
@@ -1177,8 +1112,8 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
 def layer_sizes(est: Estimator, plan: Plan) -> tuple[Sizes, float]:
     """Return what `measure` would find, by a profile."""
     layer = layer_seconds(est, plan)
-    return (Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post,
-                  layer.by_heads), est.profile.to_host)
+    return (Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post),
+            est.profile.to_host)
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
@@ -1281,8 +1216,7 @@ def layers_text(plan: Plan) -> str:
     twice = kept.layers_recomputing_attention
     return (f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
             + (f", inputs of one in {kept.stride}" if kept.stride > 1 else "")
-            + (f", attention twice in {twice}" if twice else "")
-            + (", by heads" if kept.by_heads else ""))
+            + (f", attention twice in {twice}" if twice else ""))
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:

@@ -279,7 +279,7 @@ class ShardedParam:
     states: dict[str, Tensor]  # (size,) each, of the optimizer; on the GPU or the host
     num_chunks: int  # contributions to its gradient in one backward pass
     replicas: Replicas
-    parts_done: int = 0  # of them, or of parts of them, in this pass
+    chunks_done: int = 0  # of them, in this pass
     passes_done: int = 0  # backward passes of this step
     # event of param_broadcast, or of host_update alone: new parameters are in param_shard
     broadcast_done: object = None
@@ -729,27 +729,25 @@ class States:
         """Begin a step: no gradient of the last one counts."""
         self.bucket: list[ShardedParam] = []
         for param in self.sharded_params.values():
-            param.passes_done = param.parts_done = 0
+            param.passes_done = param.chunks_done = 0
         self.vector_grad.zero_()
 
-    def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor],
-                 of: int = 1) -> None:
-        """Add a chunk's contribution to a gradient, or one of `of` parts of it, and launch the
-        reductions after the last one.
+    def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor]) -> None:
+        """Add a chunk's contribution to a gradient, and launch the reductions after the last one.
 
         compute(out, beta) writes beta * out + contribution into out (rows, cols). Returns None:
         nothing is left to autograd.
         """
         param = self.sharded_params[module]
         buffer = param.unsharded_grad
-        if param.parts_done == 0:
+        if param.chunks_done == 0:
             wait(buffer.scattered)  # its place is free; hidden by the backward of layer i + 1
-        adds = param.parts_done > 0 or (param.grad_stays and param.passes_done > 0)
+        adds = param.chunks_done > 0 or (param.grad_stays and param.passes_done > 0)
         compute(param.as_matrix(buffer.data), int(adds))
-        param.parts_done += 1
-        if param.parts_done < param.num_chunks * of:
+        param.chunks_done += 1
+        if param.chunks_done < param.num_chunks:
             return
-        param.parts_done = 0
+        param.chunks_done = 0
         last = param.passes_done == self.micro_batches - 1
         if not param.grad_stays:
             self.scatter_grad(param, last)

@@ -687,8 +687,8 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
         choose(8, 110, seq=2**22, host_memory=2**30, chunk=2**14, ring=1)
     with pytest.raises(ValueError, match=r"258.0 GiB a rank, 60.2 where layers drop all that"):
         choose(8, 110, seq=2**22, host_memory=2**30, ring=1)
-    ring = choose(8, 110, seq=2**22, host_memory=2**30)  # fewer ranks by heads: more head groups
-    assert ring.ring > 1 and ring.activations.by_heads and ring.head_groups == 16
+    ring = choose(8, 130, seq=2**22, host_memory=2**30)  # fewer ranks by heads: more head groups
+    assert ring.ring > 1 and ring.activations.stride > 1 and ring.head_groups == 16
     with pytest.raises(ValueError, match="needs .* GiB a GPU even with p=8 g=8 os=8.*room for 12"):
         choose(8, 12, recompute="none", os_place="gpu", **many)
     with pytest.raises(ValueError, match="a rank has 4 heads at a time; one of 1, 2, 4"):
@@ -910,11 +910,11 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
 
 @pytest.mark.parametrize("kv_heads, window", [(6, 0), (2, 6)])
 @pytest.mark.parametrize("plan", [
-    None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2), (2, 0, 0, 3, 2, True)], ids=str)
+    None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2)], ids=str)
 def test_documents_equal_each_alone(kv_heads, window, plan, monkeypatch, group):
     """Logits and gradients of two micro-batches of three sequences, whose layers run whole, again,
-    or in chunks that cross borders, of a kernel in parts, in head groups and by heads; with a
-    window in three of four layers."""
+    or in chunks that cross borders, of a kernel in parts and in head groups; with a window in three
+    of four layers."""
     cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True,
                               window=window, full_layers=1 if window else 0)
     monkeypatch.setattr(attention, "MAX_ELEMENTS", 3 * 24 * cfg.head_dim * 4)
@@ -1229,11 +1229,10 @@ def test_another_optimizer_is_a_function_and_its_states(tmp_path, group):
 
 # ---------------------------------------------------------------------------- sequences, offload
 
-# eighths of the others swapped, resident layers of 5, chunks kept in them, layers that drop o, of
-# how many layers one keeps x, and whether q, k, v are made by heads
-PLANS = [(0, 2, 0, 0, 1, 0), (1, 2, 2, 0, 1, 0), (4, 3, 1, 1, 1, 0), (8, 2, 99, 0, 1, 0),
-         (0, 5, 99, 0, 1, 0), (0, 5, 0, 0, 1, 1), (3, 4, 6, 0, 1, 0), (0, 3, 0, 0, 2, 1),
-         (0, 2, 0, 4, 3, 1), (0, 5, 0, 2, 2, 0)]
+# eighths of the others swapped, resident layers of 5, chunks kept in them, layers that drop o, and
+# of how many layers one keeps x
+PLANS = [(0, 2, 0, 0, 1), (1, 2, 2, 0, 1), (4, 3, 1, 1, 1), (8, 2, 99, 0, 1), (0, 5, 99, 0, 1),
+         (0, 5, 0, 0, 1), (3, 4, 6, 0, 1), (0, 3, 0, 0, 2), (0, 2, 0, 4, 3), (0, 5, 0, 2, 2)]
 
 
 def sequence_worker():
@@ -1259,7 +1258,7 @@ def sequence_worker():
         for sp in [n for n in degrees if n <= world]:
             every = 2 if world == 4 and not ALL_COMBINATIONS else 1
             some = list(enumerate(PLANS))[count % every :: every]
-            for i, (eighths, resident, kept, dropped, stride, by_heads) in some:
+            for i, (eighths, resident, kept, dropped, stride) in some:
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
                 ring = 2 ** (count % sp.bit_length())  # 1 to sp
                 in_documents = ring == 1 and count % 4 < 2
@@ -1268,15 +1267,13 @@ def sequence_worker():
                 head_groups = 1 + i % 2 if head_ranks > 1 else (1, 2, 4)[i % 3]
                 if head_ranks == 1:
                     head_groups = math.gcd(head_groups, kv_heads)
-                if by_heads:
-                    head_groups = 8 // sp if ring == 1 else 2
                 f = legal[(count + i) % len(legal)]
                 dp, part = world // sp, 24 // sp
                 rows = 8 // dp // several
                 chunks = -(-rows * part // chunk)
                 activations = offload.ActivationPlan(
                     5, chunks, resident, min(kept, resident * chunks),
-                    eighths * chunks * (5 - resident) // 8, dropped, stride, bool(by_heads))
+                    eighths * chunks * (5 - resident) // 8, dropped, stride)
                 op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True,
                                        ring=ring)
                 model, states = build(torch.float64, several, f, True, op, groups=groups,
@@ -1346,8 +1343,8 @@ def test_rings_equal_one_process(ranks, count, tmp_path):
     assert text.count(f"{count} rings equal") == ranks
 
 
-PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, dropped, stride, by heads)
-    "all", "input", (2, 3, 4, 0, 1, 0), (2, 2, 0, 1, 1, 0), (2, 1, 0, 1, 2, 0), (2, 0, 0, 0, 1, 1))
+PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, dropped, stride)
+    "all", "input", (2, 3, 4, 0, 1), (2, 2, 0, 1, 1), (2, 1, 0, 1, 2))
 
 
 def pipelined(case, groups, cpu, cfg, seq):
@@ -1363,7 +1360,7 @@ def pipelined(case, groups, cpu, cfg, seq):
     runners = [{"all": m.whole_layers, "input": offload.recomputed_layers}.get(keep)] * chunks
     pieces = 1
     if not isinstance(keep, str):
-        resident, eighths, kept, dropped, stride, by_heads = keep
+        resident, eighths, kept, dropped, stride = keep
         pieces = 3
         chunk = rows * seq // sp // pieces
         order = parallel.pipeline_order(stage, pp, chunks, several)
@@ -1371,9 +1368,9 @@ def pipelined(case, groups, cpu, cfg, seq):
             n = len(part)
             k = max(min(resident, n), n % stride)
             plan = offload.ActivationPlan(
-                n, pieces, k, 0 if by_heads or stride > 1 else min(kept, k * pieces),
-                0 if by_heads or stride > 1 else eighths * pieces * (n - k) // 8,
-                min(dropped, n), stride if (n - k) % stride == 0 else 1, bool(by_heads))
+                n, pieces, k, 0 if stride > 1 else min(kept, k * pieces),
+                0 if stride > 1 else eighths * pieces * (n - k) // 8,
+                min(dropped, n), stride if (n - k) % stride == 0 else 1)
             offload.ChunkedLayers(model, (rows, seq // sp), plan, chunk, cpu, torch.float64,
                                   parallel.in_flight(order, v), part, poison=True)
             runners[v] = model.layer_runner
@@ -2352,12 +2349,12 @@ def test_simulated_step_requests_what_a_step_does(several, group):
     ("7b", 4, 2**17, (2, 4, 4), (2, 4, 8), 1), ("7b", 4, 2**16, (1, 1, 2), (1, 4, 2), 1),
     ("7b", 1, 2**14, (), (1, 2), 1), ("7b", 1, 2**15, (), (2, 2), 1),
     ("7b", 4, 2**18, (1, 1, 4), (4, 2, 0, 0, 0, 2), 1), ("7b", 1, 2**17, (), (8, 2, 10), 1),
-    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2, True), 1),
+    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2), 1),
     ("llama3-8b", 8, 2**16, (1, 1, 8), (1, 2, 2), 2),
     # in rings of 2 and 4
     ("7b", 4, 2**18, (1, 1, 4), (4, 2, 5), 1, 4),
     ("llama3-8b", 2, 2**17, (1, 1, 2), (4, 2, 0, 4), 1, 2),
-    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2, True), 1, 2)])
+    ("7b", 8, 2**19, (8, 8, 8), (4, 2, 0, 0, 3, 2), 1, 2)])
 def test_counted_memory_is_what_a_step_needs(case):
     """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured
     122.2 GiB where 122.1 were simulated, of 32 layers in the first case)."""
@@ -4610,21 +4607,17 @@ def gpu_swap_worker():
                              exact_kernel(device))
     kinds = {"plain, NCCL": None, "plain": None, "kept": (8, 8 * c), "recomputed": (8, 0),
              "attention again": (2, 2 * c, 3 * c, 3), "inputs of one in 3": (2, 0, 0, 0, 3),
-             "both": (4, 0, 0, 6, 2), "by heads": (8, 0, 0, 0, 1, True),
-             "by heads, both": (2, 0, 0, 5, 2, True), "by heads, poisoned": (2, 0, 0, 5, 2, True)}
+             "both": (4, 0, 0, 6, 2)}
     kinds |= {f"alpha {alpha}": (2, 2 * c, round(6 * c * alpha)) for alpha in (0, 0.25, 1)}
     kinds |= {f"{name}, {how}": kinds[name] for name in ("alpha 0.25", "alpha 1")
               for how in ("poisoned", "without waits", "NCCL", "NCCL, poisoned")}
-    kinds |= {"by heads, NCCL": kinds["by heads"]}
     if world == 1:  # nothing travels
         kinds = {kind: plan for kind, plan in kinds.items() if "NCCL" not in kind}
     found = {}
     for kind, plan in kinds.items():
         hard = "poisoned" in kind or "without" in kind
         stream = attention.CommStream(device)
-        head_groups = 4 if "by heads" in kind else 2
-        op = attention.Ulysses(kernel, world, groups, stream, head_groups, world, hard,
-                               3 * 10**6 * hard)
+        op = attention.Ulysses(kernel, world, groups, stream, 2, world, hard, 3 * 10**6 * hard)
         if "NCCL" in kind:
             op.exchange.peer_access = False  # as GPUs that do not reach each other's memory
         model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
@@ -4642,10 +4635,9 @@ def gpu_swap_worker():
         found[kind] = torch.stack(curve)
     offload.wait = attention.wait
     for kind, curve in found.items():
-        like = found["by heads" if "by heads" in kind else "plain" if "plain" in kind else "kept"]
+        like = found["plain" if "plain" in kind else "kept"]
         assert torch.equal(curve, like) != ("without waits" in kind), kind
-    for kind in ("kept", "by heads"):
-        assert (found[kind] - found["plain"])[:, 0].abs().max() < 0.05, kind
+    assert (found["kept"] - found["plain"])[:, 0].abs().max() < 0.05
     print(f"rank {rank}: {len(kinds) - 2} ways equal, 2 without waits are not", flush=True)
     os._exit(0)
 
@@ -4659,9 +4651,9 @@ def gpu_ring_worker():
     groups, kernel = attention.Groups(), exact_kernel(device)
     here = attention.sequence_positions(seq, world, world, rank).to(device)
 
-    def ring(hard: bool, head_groups: int = 1) -> attention.Ulysses:
-        return attention.Ulysses(kernel, world, groups, attention.CommStream(device), head_groups,
-                                 world, hard, 3 * 10**6 * hard, world, attention.CommStream(device))
+    def ring(hard: bool) -> attention.Ulysses:
+        return attention.Ulysses(kernel, world, groups, attention.CommStream(device), 1, world,
+                                 hard, 3 * 10**6 * hard, world, attention.CommStream(device))
 
     random = torch.Generator(device).manual_seed(0)
     q, k, v, do = (torch.randn(1, seq, heads, 64, generator=random, device=device).bfloat16()
@@ -4679,14 +4671,14 @@ def gpu_ring_worker():
 
     ids = learnable(cfg, 2 * steps, seq).view(steps, 2, seq + 1).to(device)
     c = -(-seq // world // chunk)
-    kinds = {"whole": None, "plain": None, "by heads": (2, 0, 0, 5, 2, True), "kept": (8, 8 * c),
+    kinds = {"whole": None, "plain": None, "kept": (8, 8 * c),
              "attention again": (2, 2 * c, 3 * c, 3), "alpha 0.25": (2, 2 * c, round(1.5 * c))}
-    kinds |= {f"{name}, poisoned": kinds[name] for name in ("plain", "alpha 0.25", "by heads")}
+    kinds |= {f"{name}, poisoned": kinds[name] for name in ("plain", "alpha 0.25")}
     kinds |= {f"{name}, without waits": kinds[name] for name in ("plain", "alpha 0.25")}
     curves = {}
     for kind, plan in kinds.items():
         hard = "poisoned" in kind or "without" in kind
-        op = whole if kind == "whole" else ring(hard, 4 if "by heads" in kind else 1)
+        op = whole if kind == "whole" else ring(hard)
         tokens = torch.arange(seq, device=device) if kind == "whole" else here
         copies = world if kind == "whole" else 1  # of each token
         scale = torch.tensor(1 / (2 * copies * seq), device=device)
@@ -4707,9 +4699,9 @@ def gpu_ring_worker():
     attention.wait = offload.wait
     for kind, curve in curves.items():
         way = kind.partition(",")[0]
-        like = curves[way if way in ("whole", "plain", "by heads") else "kept"]
+        like = curves[way if way in ("whole", "plain") else "kept"]
         assert torch.equal(curve, like) != ("without waits" in kind), kind
-    for kind in ("plain", "kept", "by heads"):
+    for kind in ("plain", "kept"):
         loss, norm = (curves[kind] - curves["whole"]).abs().unbind(1)
         assert loss.max() < 0.05 and norm[0] < 0.01 * curves["whole"][0, 1], (kind, loss, norm)
     print(f"rank {rank}: {len(kinds) - 2} ways alike, 2 without waits are not", flush=True)
@@ -6174,11 +6166,10 @@ def test_place_table_has_states_where_it_says(monkeypatch, group):
     assert rows[0]["host_gib"] == rows[1]["host_gib"] > 0 and rows[2]["host_gib"] is None
 
 
-@pytest.mark.parametrize("by_heads", [False, True])
-def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch, group):
+def test_kernels_of_a_long_step_are_compiled_on_two_chunks(monkeypatch, group):
     """With the shapes of its chunks, whatever its layers keep."""
     ran, run_step, planned = [], train.run_step, bench.plan_run
-    kept = offload.ActivationPlan(4, 2, 4, 0, 0, 3, 1, by_heads)
+    kept = offload.ActivationPlan(4, 2, 4, 0, 0, 3)
 
     def plan_run(table, cfg):
         run = planned(table, cfg)
@@ -6191,52 +6182,16 @@ def test_kernels_of_a_long_step_are_compiled_on_two_chunks(by_heads, monkeypatch
     cfg = train.Config(model="tiny", seq=64, batch=1, chunk=16, head_groups=2, device="cpu")
     bench.make_long_step(bench.Bench(torch.device("cpu"), 0, 1), cfg)
     (plan, shape), = ran
-    assert shape == (1, 1, 32) and plan == offload.ActivationPlan(2, 2, 2, 0, 0, 2, 1, by_heads)
-
-
-def test_heads_are_made_by_groups_where_memory_is_short(monkeypatch):
-    """7B at 1.75M tokens on two GPUs fits by heads alone; of a block that cannot make a part of its
-    heads, it does not. Where memory is not short, all are made at once."""
-    flags = dict(seq=112 * 2**14, sp=2, batch=1, host_memory=224 * 2**30)
-    assert choose(2, 132, **flags).activations.by_heads
-    assert not choose(2, 132, **flags | {"seq": 2**18}).activations.by_heads
-
-    class Whole(m.Block):
-        def pre(self, x, rope):
-            return super().pre(x, rope)
-
-    monkeypatch.setattr(m, "Block", Whole)
-    with pytest.raises(ValueError, match="activations do not fit|a step needs"):
-        choose(2, 132, **flags)
-
-
-@pytest.mark.parametrize("heads, kv_heads, of", [
-    (8, 8, 4), (8, 2, 4), (12, 6, 4), (6, 1, 3), (32, 8, 1)])
-def test_parts_of_heads_are_all_heads_once(heads, kv_heads, of):
-    """A part's key/value heads are those that its query heads attend to, and so are its rows."""
-    cfg = m.ModelConfig(64, 64, 1, heads, kv_heads, 64, 2)
-    seen = []
-    for g in range(of):
-        part = m.HeadPart(g, of)
-        q, kv = part.slices(heads, kv_heads)
-        seen += range(heads)[q]
-        assert sorted({h * kv_heads // heads for h in range(heads)[q]}) == [*range(kv_heads)[kv]]
-        rows = torch.cat([torch.arange(2 * (heads + 2 * kv_heads))[r] for r in part.rows(cfg)])
-        want = [*range(heads)[q], *(heads + h for h in range(kv_heads)[kv]),
-                *(heads + kv_heads + h for h in range(kv_heads)[kv])]
-        assert (rows.view(-1, 2)[:, 0] // 2).tolist() == want
-        assert len(want) == sum(part.counts(cfg))
-    assert seen == [*range(heads)]
+    assert shape == (1, 1, 32) and plan == offload.ActivationPlan(2, 2, 2, 0, 0, 2)
 
 
 def test_one_layer_gains_nothing_by_dropping():
     s = planner.Sizes(2**20, 2**20, 2**23, 1.0, 0.5, 0.2, 0.3)
-    for by_heads in (False, True):
-        plan, lost = planner.plan_activations(1, s, 2, 1e9, 2.5 * 2**20, 0.0, by_heads=by_heads)
-        assert (plan.resident, plan.layers_recomputing_attention) == (1, 0)
-        assert lost == pytest.approx(s.recompute_s)
-        with pytest.raises(planner.TooLarge):
-            planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0, by_heads=by_heads)
+    plan, lost = planner.plan_activations(1, s, 2, 1e9, 2.5 * 2**20, 0.0)
+    assert (plan.resident, plan.layers_recomputing_attention) == (1, 0)
+    assert lost == pytest.approx(s.recompute_s)
+    with pytest.raises(planner.TooLarge):
+        planner.plan_activations(1, s, 2, 1e9, 1.5 * 2**20, 0.0)
 
 
 def test_longest_sequence_table_on_little_memory(monkeypatch, group):
