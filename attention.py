@@ -42,18 +42,15 @@ first and last groups' ways are not hidden.) Each kind of communication has a CU
 (CommStream): launch, compute, wait.
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
-of its own (`Attention.within` the documents of a micro-batch); in a layer with a sliding window,
-the last ones (`Attention.seeing`).
+of its own (`Attention.within` the documents of a micro-batch).
 
-Left out: dropout, rings of documents or windows, and two rings, one inside nodes (Ulysses serves
-there).
+Left out: dropout, rings of documents, and two rings, one inside nodes (Ulysses serves there).
 
 Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
 sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
 """
 import contextlib
 import copy
-import dataclasses
 import functools
 import importlib
 import math
@@ -73,7 +70,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
-from model import accumulation_dtype, compiled, copy_heads, in_window
+from model import accumulation_dtype, compiled, copy_heads
 
 SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 # torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
@@ -221,16 +218,7 @@ class Mask:
     """Which keys a query attends to."""
 
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
-    window: int = 0  # of those up to its own the last so many; 0: all
     documents: Documents | None = None  # those of its own document; all sequences are one row
-
-    def for_keys(self, count: int) -> "Mask":
-        """Return the mask of so many keys: a window that has them all is none."""
-        return dataclasses.replace(self, window=0) if self.window >= count else self
-
-    def of_one(self, cut: slice) -> "Mask":
-        """Return the mask of one document alone."""
-        return dataclasses.replace(self, documents=None).for_keys(cut.stop - cut.start)
 
 
 CAUSAL = Mask()
@@ -261,13 +249,6 @@ def _batch(mask: Mask, *tensors):
     return tensors if mask.documents is None else [t[None] for t in tensors]
 
 
-def _window(mask: Mask, none: int | None) -> dict:
-    """Return how far a query sees to the left and right, as FlashAttention's functions want it."""
-    if not mask.window:
-        return {"window_size_left": none, "window_size_right": none}
-    return {"window_size_left": mask.window - 1, "window_size_right": 0}
-
-
 def _lengths(mask: Mask) -> dict:
     """Return where documents lie, as FlashAttention's functions want it."""
     if mask.documents is None:
@@ -280,8 +261,7 @@ def _lengths(mask: Mask) -> dict:
 def _fa4_forward(q, k, v, mask):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask),
-        **_window(mask, None))
+        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask))
     return _batch(mask, o, lse)
 
 
@@ -289,18 +269,19 @@ def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
     grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
         *_rows(mask, q, k, v, o, do, lse), causal=mask.causal, deterministic=exact,
-        **_lengths(mask), **_window(mask, None))
+        **_lengths(mask))
     return _batch(mask, *grads[:3])
 
 
-_FA2 = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None)
+_FA2 = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None, window_size_left=-1,
+            window_size_right=-1)
 
 
 def _fa2_forward(q, k, v, mask):
     module = _module("flash_attn.flash_attn_interface")
     run = module._flash_attn_varlen_forward if mask.documents else module._flash_attn_forward
     o, lse, *_ = run(*_rows(mask, q, k, v), softmax_scale=q.shape[-1] ** -0.5, causal=mask.causal,
-                     return_softmax=False, **_lengths(mask), **_window(mask, -1), **_FA2)
+                     return_softmax=False, **_lengths(mask), **_FA2)
     return _batch(mask, o, lse)
 
 
@@ -310,7 +291,7 @@ def _fa2_backward(do, q, k, v, o, lse, mask):
     grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     run(*_rows(mask, do, q, k, v, o, lse, *grads), softmax_scale=q.shape[-1] ** -0.5,
         causal=mask.causal, deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_lengths(mask), **_window(mask, -1), **_FA2)
+        **_lengths(mask), **_FA2)
     return grads
 
 
@@ -338,8 +319,7 @@ def _flash_lengths(q, k, mask: Mask) -> tuple:
 
 def _flash_forward(q, k, v, mask):
     o, lse, *_ = _aten._flash_attention_forward(
-        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False,
-        **_window(mask, None))
+        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
     return _batch(mask, o, lse)
 
 
@@ -347,37 +327,27 @@ def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _batch(mask, *_aten._flash_attention_backward(
         *_rows(mask, do, q, k, v, o, lse), *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed,
-        no_seed, **_window(mask, None)))
-
-
-def _cpu_mask(q, mask: Mask) -> dict:
-    """Return the window as a bias (T, T) of the scores: for tests, which are short."""
-    if not mask.window:
-        return {"is_causal": mask.causal}
-    seen = in_window(q.shape[1], mask.window, q.device)
-    return {"attn_mask": torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, -math.inf)}
+        no_seed))
 
 
 def _cpu_forward(q, k, v, mask):
     if mask.documents is not None:
-        parts = [_cpu_forward(*(t[:, cut] for t in (q, k, v)), mask.of_one(cut))
+        parts = [_cpu_forward(*(t[:, cut] for t in (q, k, v)), CAUSAL)
                  for cut in mask.documents.cuts()]
         o, lse = zip(*parts)
         return torch.cat(o, 1), torch.cat(lse, 2)
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *_swap(q, k, v), 0.0, **_cpu_mask(q, mask))
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
     return o.transpose(1, 2), lse
 
 
 def _cpu_backward(do, q, k, v, o, lse, mask):
     if mask.documents is not None:
-        parts = [_cpu_backward(*(t[:, cut] for t in (do, q, k, v, o)), lse[:, :, cut],
-                               mask.of_one(cut)) for cut in mask.documents.cuts()]
+        parts = [_cpu_backward(*(t[:, cut] for t in (do, q, k, v, o)), lse[:, :, cut], CAUSAL)
+                 for cut in mask.documents.cuts()]
         return [torch.cat(grads, 1) for grads in zip(*parts)]
-    options = {"is_causal": False} | _cpu_mask(q, mask)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, **options))
+        do, q, k, v, o, lse, 0.0, mask.causal))
 
 
 @dataclass(frozen=True)
@@ -387,14 +357,14 @@ class Kernel:
     capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
     module: str = ""  # what must be importable
     package: str = ""  # and where it comes from
-    masks: bool = True  # it takes documents and windows; else it would leave them out
+    documents: bool = True  # it takes them; else it would leave them out
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
     "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
                   "flash-attn-4[cu13]"),
     # for each document a graph for its length is built, and none for one of a single token
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), masks=False),
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False),
     "fa2": Kernel(_fa2_forward, _fa2_backward, (8, 9), "flash_attn.flash_attn_interface",
                   "flash-attn"),
     "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
@@ -402,12 +372,13 @@ KERNELS = {  # best first: "auto" takes the first usable one
 }
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype, masks: str = "") -> str | None:
-    """Return the reason why a kernel cannot run here, None if it can. masks: what of Mask is
-    wanted, in words."""
+def why_not(name: str, device: torch.device, dtype: torch.dtype,
+            documents: bool = False) -> str | None:
+    """Return the reason why a kernel cannot run here, None if it can. documents: it is to take
+    them."""
     kernel = KERNELS[name]
-    if masks and not kernel.masks:
-        return f"it has no {masks}"
+    if documents and not kernel.documents:
+        return "it has no documents (--document-token)"
     if device.type != "cuda":
         return f"it needs a GPU, this is {device.type}" if kernel.capability else None
     if (major := torch.cuda.get_device_capability(device)[0]) not in kernel.capability:
@@ -422,9 +393,10 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype, masks: str = ""
     return None
 
 
-def pick_kernel(name: str, device: torch.device, dtype: torch.dtype, masks: str = "") -> str:
+def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
+                documents: bool = False) -> str:
     """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
-    reasons = {k: why_not(k, device, dtype, masks) for k in KERNELS}
+    reasons = {k: why_not(k, device, dtype, documents) for k in KERNELS}
     usable = [k for k in KERNELS if reasons[k] is None]
     if name == "auto" and usable:
         return usable[0]
@@ -497,7 +469,6 @@ def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
     if mask.documents is not None and len(q) > 1:
         o, lse = attention_forward(kernel, *one_row(q, k, v), mask)
         return o.view_as(q), lse
-    mask = mask.for_keys(k.shape[1])
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS:
         return kernel.forward(q, k, v, mask)
     o = torch.empty_like(q)
@@ -521,7 +492,6 @@ def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_
     if mask.documents is not None and len(q) > 1:
         grads = attention_backward(kernel, *one_row(do, q, k, v, o), lse, groups, in_place, mask)
         return tuple(grad.view_as(x) for grad, x in zip(grads, (q, k, v)))
-    mask = mask.for_keys(k.shape[1])
     if max(q.numel(), k.numel()) <= MAX_ELEMENTS and groups == 1:
         return kernel.backward(do.contiguous(), q, k, v, o, lse, mask)
     cuts = list(cut_heads(q, k, groups))
@@ -585,21 +555,13 @@ class Attention:
 
     def within(self, documents: Documents) -> "Attention":
         """Return this op for a micro-batch whose tokens attend inside their documents alone."""
-        return self.masked(documents=documents)
-
-    def masked(self, **changes) -> "Attention":
-        assert self.ring == 1, "documents and windows would cut rectangles"
+        assert self.ring == 1, "documents would cut rectangles"
         op = copy.copy(self)
-        op.mask = dataclasses.replace(self.mask, **changes)
+        op.mask = Mask(documents=documents)
         return op
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor,
-                 window: int = 0) -> tuple[Tensor, Tensor]:
-        return _Attention.apply(q, k, v, self.seeing(window))
-
-    def seeing(self, window: int) -> "Attention":
-        """Return this op for a layer with a sliding window of so many tokens; 0: without."""
-        return self.masked(window=window) if window else self
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _Attention.apply(q, k, v, self)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o, lse of the q, k, v of a head group, (B, T, heads, D) each. (Ring: of a rank's

@@ -832,9 +832,7 @@ def _hf_model(c: dict, architecture: Architecture) -> ModelConfig:
     if c.get("num_key_value_heads") is None:
         c["num_key_value_heads"] = heads
     ours = {field: c[key] for field, key in _HF_KEYS.items() if not field.startswith("rope")}
-    window, full_layers = hf_window(c)
-    cfg = ModelConfig(**ours, rope_theta=theta, rope_scaling=scaling, window=window,
-                      full_layers=full_layers, **architecture.implied)
+    cfg = ModelConfig(**ours, rope_theta=theta, rope_scaling=scaling, **architecture.implied)
     if scaling.get("rope_type") == "linear" and type(c.get("max_sequence_length")) is int:
         positions = max(positions, c["max_sequence_length"])  # of files that leave it as it was
     if scaling.get("rope_type") == "yarn":  # what it reaches, whether or not the file says it
@@ -875,42 +873,25 @@ def _hf_rope(c: dict) -> tuple[float, dict]:
     return rope
 
 
-def hf_window(c: dict) -> tuple[int, int]:
-    """Return how many tokens a token attends to, itself among them, in a config.json c with sliding
-    windows, and how many layers come before those that have them; 0, 0 if there are none. Raises
-    ValueError."""
-    kind = c["model_type"]
+def hf_window(source: dict) -> int:
+    """Return how many tokens a token attends to, itself among them, in layers with a sliding window
+    of an import; 0: no layer has one. source: its config.json, or {}. Raises ValueError."""
+    kind = source.get("model_type", "llama")
+    window = source.get("sliding_window", 4096)
+    types = source.get("layer_types")
+    first = source.get("max_window_layers", 28)
     if kind == "llama":  # whose code reads none of the keys
-        return 0, 0
-    slides = kind == "mistral" or c.get("use_sliding_window", False)
-    if type(slides) is not bool:
-        raise ValueError(f"use_sliding_window is {slides!r}: true or false")
-    window = c.get("sliding_window", 4096) if slides else None
-    if window is not None and (type(window) is not int or window < 1):
-        raise ValueError(f"sliding_window is {window!r}: a whole number from 1, or null")
+        return 0
     if kind == "mistral":
-        return window or 0, 0
-    layers = c.get("num_hidden_layers")
-    types = c.get("layer_types")
-    full, sliding = "full_attention", "sliding_attention"
-    if types is None:
-        first = c.get("max_window_layers", 28)
-    elif isinstance(types, list) and len(types) == layers and {*map(str, types)} <= {
-            full, sliding}:
-        first = types.count(full)
-        if types != first * [full] + (layers - first) * [sliding]:
-            raise ValueError(f"layer_types is {types!r}: only {full} before {sliding} is built")
-        if first < layers and window is None:
-            raise ValueError("layer_types has sliding_attention, and use_sliding_window or "
-                             "sliding_window says that nothing slides")
+        slides = window is not None
+    elif isinstance(types, list):
+        slides = "sliding_attention" in types
     else:
-        raise ValueError(f"layer_types is {types!r}: a {full} or {sliding} for each of {layers} "
-                         "layers")
-    if window is None:
-        return 0, 0
-    if type(first) is not int or first < 0:
-        raise ValueError(f"max_window_layers is {first!r}: a whole number from 0")
-    return (window, first) if type(layers) is int and first < layers else (0, 0)
+        slides = (source.get("use_sliding_window", False) and window is not None
+                  and (type(first) is not int or first < source["num_hidden_layers"]))
+    if slides and (type(window) is not int or window < 1):
+        raise ValueError(f"sliding_window is {window!r}: a whole number from 1")
+    return window if slides else 0
 
 
 def _hf_files(root: Path) -> list[str]:
@@ -1010,8 +991,6 @@ def hf_architecture(cfg: ModelConfig, source: dict) -> str:
     source: config.json of the import, or {}. Raises ValueError for a field that it has no key for:
     an export would drop it in silence."""
     defaults = {f.name: f.default for f in fields(ModelConfig) if f.name not in _HF_KEYS}
-    if source:  # its keys go along
-        defaults["window"], defaults["full_layers"] = hf_window(source)
     wrong = {}  # model_type: fields
     for kind in [source["model_type"]] if source else _ARCHITECTURES:
         implied = defaults | _ARCHITECTURES[kind].implied

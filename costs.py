@@ -55,7 +55,7 @@ import torch
 import model as llama
 from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
-from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, keys_seen, param_count
+from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
 from parallel import column_model, part_layers, pipeline_order, run_times
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
@@ -583,11 +583,10 @@ class Estimator:
     def attention(self, kind: str, cfg: ModelConfig, tokens: int, seq: int, ring: int = 1) -> float:
         """Return seconds of the kernel for a rank's share of sequences, all heads of `tokens`;
         ring: at the rate of a square of so many parts of the sequence."""
-        seen = keys_seen(cfg, seq)
-        flops = 2 * cfg.heads * cfg.head_dim * seen * tokens
+        flops = 2 * cfg.heads * cfg.head_dim * seq * tokens
         if kind == "backward":
             flops *= 2.5
-        return flops / interpolate(self.profile.attention[kind], seen / ring)
+        return flops / interpolate(self.profile.attention[kind], seq / ring)
 
     def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /

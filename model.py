@@ -88,8 +88,6 @@ class ModelConfig:
     tied: bool = False  # the head was imported from the embedding; here they are two matrices
     qkv_bias: bool = False  # q, k and v have biases (Qwen2)
     qk_norm: bool = False  # each head of q and k is normalised before it is turned (Qwen3)
-    window: int = 0  # tokens that one attends to, itself among them (Mistral); 0: all before it
-    full_layers: int = 0  # the first so many, which have no window (Qwen2)
 
     def __post_init__(self):
         """Raise ValueError for what no kernel computes, or computes wrongly in silence: where
@@ -101,10 +99,6 @@ class ModelConfig:
         for name in ("tied", "qkv_bias", "qk_norm"):
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: true or false")
-        for name, most in (("window", LARGEST["max_positions"]), ("full_layers", self.layers)):
-            value = getattr(self, name)
-            if type(value) is not int or not 0 <= value <= most:
-                raise ValueError(f"{name} is {value!r}: a whole number from 0 to {most}")
         check_number("norm_eps", self.norm_eps, 0, 1)
         check_number("rope_theta", self.rope_theta, 1, 1e30)
         check_rope_scaling(self.rope_scaling)
@@ -116,10 +110,6 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
                              f"even; nearest: {self.head_dim + 1}")
-
-    def window_of(self, layer: int) -> int:
-        """Return how many tokens one attends to in a layer; 0: all."""
-        return self.window if layer >= self.full_layers else 0
 
 
 def check_number(name: str, value, low: float, high: float) -> None:
@@ -172,18 +162,9 @@ def param_count(cfg: ModelConfig) -> int:
     return 2 * cfg.vocab * cfg.dim + cfg.layers * layer + cfg.dim
 
 
-def keys_seen(cfg: ModelConfig, seq: int) -> float:
-    """Return twice the keys that a token of a sequence attends to, less one, the mean over tokens
-    and layers: seq, and less with a sliding window."""
-    if not cfg.window or cfg.window >= seq:
-        return seq
-    sliding = 1 - cfg.full_layers / cfg.layers
-    return seq + sliding * (2 * cfg.window - 1 - cfg.window * (cfg.window - 1) / seq - seq)
-
-
 def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:
-    """Return model FLOPs a token, forward and backward: (causal, full). seen: keys_seen, if
-    sequences have documents.
+    """Return model FLOPs a token, forward and backward: (causal, full). seen: if sequences have
+    documents, twice the keys that a token attends to, less one, the mean over tokens.
 
     A parameter costs one multiply-add in forward and two in backward: 6P (the embedding is counted
     although it is a look-up, as the field does). Attention multiplies each query with s keys and
@@ -191,7 +172,7 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     the convention of AMSP and Megatron); causality halves the pairs: 6*L*H*D*s (Memo's, 5.1).
     Recomputation is never counted.
     """
-    seen = keys_seen(cfg, seq) if seen is None else seen
+    seen = seq if seen is None else seen
     attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * seen
     return 6.0 * param_count(cfg) + attention, 6.0 * param_count(cfg) + 2 * attention
 
@@ -955,8 +936,6 @@ class Block(nn.Module):
     A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
     """
 
-    window = 0  # tokens that one attends to; 0: all
-
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
@@ -986,22 +965,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
         """The whole layer: x (B, T, C) -> y (B, T, C)."""
-        o, _ = attention(*self.pre(x, rope), self.window)
+        o, _ = attention(*self.pre(x, rope))
         return self.post(x, o)
 
 
-def in_window(queries: int, window: int, device: torch.device) -> Tensor:
-    """Return (T, T): whether a query attends to a key, which is at most window - 1 before it."""
-    at = torch.arange(queries, device=device)
-    behind = at[:, None] - at
-    return (behind >= 0) & (behind < window)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> tuple[Tensor, None]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
     """Causal attention of (B, T, heads, D) tensors by PyTorch alone; attention.py has kernels."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    mask = in_window(q.shape[2], window, q.device) if window else None
-    o = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not window, enable_gqa=True)
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return o.transpose(1, 2), None
 
 
@@ -1015,8 +986,8 @@ def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor],
 
 
 class LLaMA(nn.Module):
-    """attention: called with (q, k, v, window), returns (o, lse); its within(documents) is that of
-    a micro-batch in which tokens attend inside documents alone."""
+    """attention: called with (q, k, v), returns (o, lse); its within(documents) is that of a
+    micro-batch in which tokens attend inside documents alone."""
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
         super().__init__()
@@ -1025,8 +996,6 @@ class LLaMA(nn.Module):
         self.layer_runner = whole_layers
         self.embed = Matrix(cfg.vocab, cfg.dim)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
-        for i, block in enumerate(self.blocks):
-            block.window = cfg.window_of(i)
         self.norm = Vector(cfg.dim)
         self.head = Matrix(cfg.vocab, cfg.dim)
         # of the whole model, whatever other ranks have of it

@@ -415,10 +415,6 @@ class MicroBatch:
         self.entered: int | None = None  # the group in which backward is
         self.finished = False  # its last backward is done: its host buffers are free
 
-    def attention_of(self, i: int) -> Attention:
-        """Return what layer i attends by."""
-        return self.attention.seeing(self.layers.blocks[i].window)
-
     def run_layer(self, i: int, x: Tensor) -> Tensor:
         """Layer i of the model: x (B, T, C) -> y (B, T, C)."""
         i -= self.layers.first
@@ -599,7 +595,7 @@ class ChunkedLayers:
         """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), which leave the
         graphs of saved chunks."""
         qkv = self.project(self.blocks[i], micro_batch, saved, num_saved)
-        o, saved.lse = micro_batch.attention_of(i).forward(*(self.split(t) for t in qkv))
+        o, saved.lse = micro_batch.attention.forward(*(self.split(t) for t in qkv))
         saved.o = self.join(o)
         return qkv
 
@@ -654,7 +650,7 @@ class ChunkedLayers:
                        num_saved: int) -> Tensor:
         """dy -> dx (1, N, C)."""
         block = self.blocks[i]
-        attention = micro_batch.attention_of(i)
+        attention = micro_batch.attention
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
             o, saved.lse = attention.forward(*(self.split(t) for t in (q, k, v)))

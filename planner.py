@@ -46,7 +46,6 @@ import json
 import math
 import operator
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -469,10 +468,7 @@ def measure(cfg: ModelConfig, attention: Attention, shape: tuple[int, int], chun
     with torch.no_grad():
         pre = watch.least(lambda: block.pre(x, rope), 3)
         post = watch.least(lambda: block.post(x, o), 3)
-        attn = 0.0  # the mean of layers with a window and without
-        for window, layers in Counter(map(cfg.window_of, range(cfg.layers))).items():
-            op = attention.seeing(window)
-            attn += layers / cfg.layers * watch.least(lambda: op.forward(q, kv, kv), 1)
+        attn = watch.least(lambda: attention.forward(q, kv, kv), 1)
     tokenwise = (pre + post) * n / c
     rate, _ = measure_copies(watch, 2**28 if device.type == "cuda" else 2**22)
     recompute = tokenwise * recomputed_share(block)
@@ -740,20 +736,18 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
     ranks = plan.state_ranks
     per_node = plan.in_node
     model = plan.column
-    slides = 0 < model.window < seq
-    masked = slides or constraints.in_documents
+    in_documents = constraints.in_documents
     legal = []
     for sp in (n for n in divisors(ranks) if seq % n == 0):
         for ring in divisors(sp):
             head_ranks = sp // ring
-            cut = not masked and per_node % head_ranks == 0 and seq % (2 * ring) == 0
+            cut = not in_documents and per_node % head_ranks == 0 and seq % (2 * ring) == 0
             if model.heads % head_ranks == 0 and (ring == 1 or cut):
                 legal.append((sp, ring))
     sp, ring = constraints.sp, constraints.ring
-    if masked and ring not in (None, 1):
-        within = (f"sliding windows of {model.window} tokens" if slides else
-                  "documents (--document-token; -1: none)")
-        raise ValueError(f"--ring {ring}: attention inside {within} goes by heads alone: --ring 1")
+    if in_documents and ring not in (None, 1):
+        raise ValueError(f"--ring {ring}: attention inside documents (--document-token; -1: none) "
+                         "goes by heads alone: --ring 1")
     asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
     if asked:
         return asked
@@ -764,7 +758,7 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
             f"inside a node of {per_node}, and --seq {seq} is cut in 2 x ring parts: one of "
             f"{listed(of_sp)}")
     if sp is not None:
-        alone = ", and ring is 1 with documents or windows" if masked else ""
+        alone = ", and ring is 1 with documents" if in_documents else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
             f"{model.heads} heads{alone}: one of {listed(sorted({n for n, _ in legal}))}")

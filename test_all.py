@@ -247,22 +247,6 @@ def test_counts_of_imports(sizes, fields, count):
         assert sum(p.numel() for p in m.LLaMA(few).parameters()) == m.param_count(few)
 
 
-@pytest.mark.parametrize("seq", [5, 6, 7, 40])
-def test_counts_of_windows(seq):
-    """Keys of each token, layer by layer; and a window is predicted to take less time."""
-    cfg = dataclasses.replace(SMALL, layers=4, window=6, full_layers=1)
-    keys = [min(i, most) for i in range(1, seq + 1) for most in (99, 6, 6, 6)]
-    seen = sum(2 * n - 1 for n in keys) / 4 / seq
-    assert m.keys_seen(cfg, seq) == pytest.approx(seen, rel=1e-12)
-    causal, full = m.flops_per_token(cfg, seq)
-    assert full - causal == pytest.approx(6 * 4 * cfg.heads * cfg.head_dim * seen)
-    assert m.flops_per_token(cfg, 99, seen) == (causal, full)
-    cfg = dataclasses.replace(m.MODELS["1b"], window=2**12)
-    est = costs.Estimator(hardware.load_profile("h100"))
-    long, short = (est.attention("forward", cfg, 2**16, seq) for seq in (2**16, 2**12))
-    assert short < long < 3 * short
-
-
 def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
@@ -348,7 +332,7 @@ def plain_llama(model: m.LLaMA, tokens, labels):
         return torch.cat((z.real, z.imag), -1).to(x.dtype)
 
     x = F.embedding(tokens, model.embed.weight)
-    for i, b in enumerate(model.blocks):
+    for b in model.blocks:
         bias = b.qkv_bias.weight if cfg.qkv_bias else None
         heads = F.linear(norm(x, b.norm1), b.qkv.weight, bias).unflatten(-1, (-1, cfg.head_dim))
         q, k, v = heads.transpose(1, 2).split([cfg.heads, cfg.kv_heads, cfg.kv_heads], dim=1)
@@ -356,8 +340,6 @@ def plain_llama(model: m.LLaMA, tokens, labels):
             q, k = norm(q, b.q_norm), norm(k, b.k_norm)
         k, v = (s.repeat_interleave(cfg.heads // cfg.kv_heads, dim=1) for s in (rotate(k), v))
         seen = torch.ones(t, t, dtype=torch.bool).tril()
-        if cfg.window and i >= cfg.full_layers:
-            seen = seen.triu(1 - cfg.window)
         o = F.scaled_dot_product_attention(rotate(q), k, v, seen)
         h = x + F.linear(o.transpose(1, 2).flatten(2), b.out.weight)
         gate, up = F.linear(norm(h, b.norm2), b.gate_up.weight).chunk(2, -1)
@@ -481,7 +463,7 @@ def test_attention_head_groups(heads, kv_heads, limit, monkeypatch):
 def test_attention_choice():
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32) == "cpu"
-    assert attention.pick_kernel("auto", cpu, torch.float32, "documents") == "cpu"
+    assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
     for name in ("fa4", "fa2", "cudnn", "flash"):
         with pytest.raises(ValueError, match=f"{name}.*needs a GPU.*usable: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
@@ -908,15 +890,13 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-11)
 
 
-@pytest.mark.parametrize("kv_heads, window", [(6, 0), (2, 6)])
+@pytest.mark.parametrize("kv_heads", [6, 2])
 @pytest.mark.parametrize("plan", [
     None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2)], ids=str)
-def test_documents_equal_each_alone(kv_heads, window, plan, monkeypatch, group):
+def test_documents_equal_each_alone(kv_heads, plan, monkeypatch, group):
     """Logits and gradients of two micro-batches of three sequences, whose layers run whole, again,
-    or in chunks that cross borders, of a kernel in parts and in head groups; with a window in three
-    of four layers."""
-    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True,
-                              window=window, full_layers=1 if window else 0)
+    or in chunks that cross borders, of a kernel in parts and in head groups."""
+    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True)
     monkeypatch.setattr(attention, "MAX_ELEMENTS", 3 * 24 * cfg.head_dim * 4)
     op = attention.Attention("cpu")
     op.head_groups = 2
@@ -933,9 +913,8 @@ def test_documents_equal_each_alone(kv_heads, window, plan, monkeypatch, group):
     batch = train.load_batch(run, 0)
     ends = windows[:, :-1] == END
     before = [len(row) for tokens in ends for row in np.split(tokens, np.flatnonzero(tokens) + 1)]
-    pairs = [min(i, most) for n in before for i in range(1, n + 1)
-             for most in (99, *3 * [window or 99])]  # of four layers
-    assert batch.seen.item() == pytest.approx(sum(2 * n - 1 for n in pairs) / 4 / ends.size)
+    pairs = [i for n in before for i in range(1, n + 1)]
+    assert batch.seen.item() == pytest.approx(sum(2 * n - 1 for n in pairs) / ends.size)
     if plan == "full":
         model.layer_runner = offload.recomputed_layers
     elif plan:
@@ -1237,8 +1216,8 @@ PLANS = [(0, 2, 0, 0, 1), (1, 2, 2, 0, 1), (4, 3, 1, 1, 1), (8, 2, 99, 0, 1), (0
 
 def sequence_worker():
     """Runs under torchrun: sequence degrees x rings x plans x chunk sizes x kv heads, of which some
-    have biases and norms on q and k, x documents in windows x factors, five steps each, against one
-    plain process. What was used is poisoned."""
+    have biases and norms on q and k, x documents x factors, five steps each, against one plain
+    process. What was used is poisoned."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     groups, count, cpu = attention.Groups(), 0, torch.device("cpu")
@@ -1247,12 +1226,10 @@ def sequence_worker():
         global SMALL
         SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
                                     layers=5, head_dim=4, qkv_bias=kv_heads < 4,
-                                    qk_norm=kv_heads == 2, window=0, full_layers=0)
+                                    qk_norm=kv_heads == 2)
         batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
         windows = [with_documents(8, 24, 67, seed=i) for i in range(STEPS)]
         whole = train_plainly(batch)
-        without = SMALL
-        SMALL = slides = dataclasses.replace(SMALL, window=6, full_layers=2)
         alone = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
         legal = shard.legal_factors(world, world)
         for sp in [n for n in degrees if n <= world]:
@@ -1262,7 +1239,6 @@ def sequence_worker():
                 chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
                 ring = 2 ** (count % sp.bit_length())  # 1 to sp
                 in_documents = ring == 1 and count % 4 < 2
-                SMALL = slides if in_documents else without  # with windows, too
                 head_ranks = sp // ring
                 head_groups = 1 + i % 2 if head_ranks > 1 else (1, 2, 4)[i % 3]
                 if head_ranks == 1:
@@ -1603,8 +1579,8 @@ class QKNormBlock(m.Block):
 
 def tensor_worker():
     """Runs under torchrun: modes x factors x layouts x micro-batches x recomputation x degrees and
-    rings of a sequence, of models with and without biases and norms on q and k, and of documents in
-    windows, against one plain process. What was sent, gathered or used is poisoned."""
+    rings of a sequence, of models with and without biases and norms on q and k, and of documents,
+    against one plain process. What was sent, gathered or used is poisoned."""
     torch.set_num_threads(1)
     rank, world, _ = train.start_ranks(100)
     global SMALL
@@ -1618,9 +1594,9 @@ def tensor_worker():
         windows = [with_documents(count_of_step, 24, 67, seed=i) for i in range(STEPS)]
         heads = 3 if ranks == 1 else 4  # of a column
         small = dataclasses.replace(SMALL, dim=24, heads=heads * tp, kv_heads=tp, ffn=20 * tp,
-                                    vocab=67, head_dim=4, window=0, full_layers=0)
+                                    vocab=67, head_dim=4)
         models = {"plain": small, "norms": dataclasses.replace(small, qkv_bias=True, qk_norm=True),
-                  "documents": dataclasses.replace(small, qkv_bias=True, window=6, full_layers=1)}
+                  "documents": dataclasses.replace(small, qkv_bias=True)}
         wanted = {}
         for kind, SMALL in models.items():
             if kind == "documents":
@@ -2920,32 +2896,35 @@ def test_hf_both_directions(rope, kv_heads, tie, tmp_path, monkeypatch):
     ("mistral", {}), ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}),
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 1})])
 def test_hf_windows(kind, keys, tmp_path):
-    """Sequences as long as the window, and of several; there and back."""
+    """A window that is no shorter than the sequence is none, and goes along on export; which layers
+    have one does not count, whether any has does."""
     hf = hf_model(tmp_path / "in", kind, sliding_window=40, **keys)
     source = checkpoint.hf_source(tmp_path / "in")
-    window = 40, keys.get("max_window_layers", 0)
-    assert checkpoint.hf_window(source) == window
+    assert checkpoint.hf_window(source) == 40
     model = checkpoint.hf_model(tmp_path / "in")
-    for seq in (40, 41, 130):
-        hf_equal(model, hf, False, seq=seq)
+    hf_equal(model, hf, False, seq=40)
     weights = dict(model.named_parameters())
     checkpoint.hf_export(tmp_path / "out", model.cfg, lambda n: weights[n].data, torch.float32,
                          source=source)
+    exported = checkpoint.hf_source(tmp_path / "out")
+    for key in ("sliding_window", *keys, "layer_types"):
+        assert exported.get(key) == source.get(key), key
     hf_equal(model, type(hf).from_pretrained(tmp_path / "out", attn_implementation="eager"), False,
-             seq=130)
-    with pytest.raises(ValueError, match="no key for window=40"):
-        checkpoint.hf_architecture(dataclasses.replace(model.cfg), source | {"sliding_window": None,
-                                                                             "layer_types": None})
-    mixed = ["sliding_attention", "full_attention"]
-    for types, found in ((["full_attention"] * 2, (0, 0)), (mixed[::-1], (40, 1)), (mixed, None)):
+             seq=40)
+    full, sliding = "full_attention", "sliding_attention"
+    for types in ([full, full], [sliding, full], [full, sliding]):
         edited = json.loads(hf_edit(tmp_path / "in", layer_types=types).read_text())
-        if kind == "mistral":  # whose code reads no layer_types
-            assert checkpoint.hf_window(edited) == (40, 0)
-        elif found is None:
-            with pytest.raises(ValueError, match="only full_attention before sliding_attention"):
-                checkpoint.hf_window(edited)
-        else:
-            assert checkpoint.hf_window(edited) == found
+        # Mistral's code reads no layer_types
+        assert checkpoint.hf_window(edited) == 40 * (kind == "mistral" or sliding in types)
+        if sliding in types and kind != "mistral":
+            with pytest.raises(ValueError, match="sliding_window is None: a whole number from 1"):
+                checkpoint.hf_window(edited | {"sliding_window": None})
+    older = {key: value for key, value in source.items() if key != "layer_types"}
+    assert checkpoint.hf_window(older) == 40
+    assert checkpoint.hf_window(older | {"sliding_window": None}) == 0
+    if kind != "mistral":
+        assert checkpoint.hf_window(older | {"use_sliding_window": False}) == 0
+        assert checkpoint.hf_window(older | {"max_window_layers": 2}) == 0
 
 
 def test_hf_from_scratch_is_what_computes_it():
@@ -2992,6 +2971,7 @@ def test_hf_fuzz(name, tmp_path):
             cfg = checkpoint.hf_config(tmp_path)
             assert m.rope_frequencies(cfg)[0].isfinite().all(), variant
             checkpoint.hf_open(tmp_path, cfg)
+            assert checkpoint.hf_window(json.loads(text)) >= 0, variant
             legal += 1
         except ValueError:
             pass
@@ -4253,8 +4233,8 @@ def hf_broken(tmp_path, what):
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "hf"
-    keys = {"window": ("mistral", {"sliding_window": 16}), "yarn over llama3": PUBLISHED[
-        "Llama 3.1"], "layer types": PUBLISHED["Qwen2"]}
+    keys = {"window": ("mistral", {"sliding_window": 16}),
+            "yarn over llama3": PUBLISHED["Llama 3.1"]}
     kind, more = keys.get(what, ("llama", {}))
     hf_model(folder, kind, **more)
     shard = sorted(folder.glob("*.safetensors"))[1]
@@ -4263,8 +4243,7 @@ def hf_broken(tmp_path, what):
     changes = {
         "shape": {"intermediate_size": 97}, "kind": {"model_type": "gpt2"},
         "kv heads": {"num_key_value_heads": 3}, "layers": {"num_hidden_layers": 10**9},
-        "quantized": {"quantization_config": {"quant_method": "gptq"}},
-        "layer types": {"layer_types": ["full_attention", "sliding_attention"]}}
+        "quantized": {"quantization_config": {"quant_method": "gptq"}}}
     if what in changes:
         hf_edit(folder, **changes[what])
     elif what == "truncated":
@@ -4394,8 +4373,7 @@ def test_refused(case, tmp_path, monkeypatch):
     ("config", "config.json cannot be read"),
     ("pickle", r"pytorch_model.bin is a pickle.*save_pretrained\('.*/hf'\)"),
     ("pth", "consolidated.00.pth is a pickle.*convert_llama_weights_to_hf --input_dir .*/hf "),
-    ("window", r"--attention cudnn: it has no sliding windows \(of 16 tokens\); usable: cpu"),
-    ("layer types", "layer_types has sliding_attention, and use_sliding_window"),
+    ("window", "--seq 32: .*sliding windows of 16 tokens.*; at most --seq 16"),
     ("yarn over llama3", "yarn:2: its rotary.* llama3 scaling already; extend it with llama3:F"),
     ("quantized", "quantization_config is .*gptq.* only null is built"),
     ("two files", "model.safetensors and model.safetensors.index.json, which names model-00001.*"
@@ -4404,10 +4382,19 @@ def test_refused(case, tmp_path, monkeypatch):
     ("fp8", "model.*weight is stored as F8_E4M3; F64, F32, F16 and BF16 are read")])
 def test_refused_hf(what, message, tmp_path):
     args = QUICK[2:]  # without --model
-    flags = {"yarn over llama3": ["--rope-scaling", "yarn:2"], "window": ["--attention", "cudnn"]}
-    args += flags.get(what, [])
+    if what == "yarn over llama3":
+        args += ["--rope-scaling", "yarn:2"]
     with pytest.raises(ValueError, match=message):
         train.main([*args, "--init", hf_broken(tmp_path, what), "--out", f"{tmp_path}/o"])
+
+
+def test_refused_windows_of_a_resumed_import(tmp_path):
+    folder = tmp_path / "hf"
+    hf_model(folder, "mistral", sliding_window=40)
+    args = [*QUICK[2:], "--steps", "1", "--out", f"{tmp_path}/o"]  # without --model
+    train.main([*args, "--init", f"hf:{folder}"])
+    with pytest.raises(ValueError, match="--seq 41: .*windows of 40 tokens.*at most --seq 40"):
+        train.main([*args, "--resume", f"{tmp_path}/o/latest", "--seq", "41"])
 
 
 def changed_meta(path: Path, change) -> None:
@@ -4934,20 +4921,19 @@ def test_gpu_attention_past_two_to_the_31():
 
 
 @needs_gpu
-@pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("kernel", attention.KERNELS)
-def test_gpu_masks(kernel, window):
+def test_gpu_documents(kernel):
     """Of two sequences, with documents of one token and of thousands, against each document alone
-    and against the definition in float64; and with a sliding window."""
+    and against the definition in float64."""
     device = torch.device("cuda")
-    if why := attention.why_not(kernel, device, torch.bfloat16, "masks"):
+    if why := attention.why_not(kernel, device, torch.bfloat16, documents=True):
         pytest.skip(why)
     torch.manual_seed(0)
     q, k, v, do = (torch.randn(2, 6000, heads, 128, device=device).bfloat16()
                    for heads in (8, 2, 2, 8))
     bounds = (0, 1, 2, 130, 131, 5000, 6000, 6064, 6065, 6600, 11999, 12000)
     offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-    op = attention.Attention(kernel).seeing(window)
+    op = attention.Attention(kernel)
     ours = op.within(attention.Documents(bounds, offsets))
     o, lse = ours.forward(q, k, v)
     found = [o, *ours.backward(do, q, k, v, o, lse)]
@@ -4957,8 +4943,7 @@ def test_gpu_masks(kernel, window):
         o, lse = op.forward(*alone[:3])
         same = [o, *op.backward(alone[3], *alone[:3], o, lse)]
         q1, k1, v1 = (t[0].transpose(0, 1).double().requires_grad_() for t in alone[:3])
-        mask = m.in_window(q1.shape[1], window or 2**20, device)
-        exact = F.scaled_dot_product_attention(q1, k1, v1, mask, enable_gqa=True)
+        exact = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)
         exact.backward(alone[3][0].transpose(0, 1).double())
         for name, x, y, z in zip("o dq dk dv".split(), found, same, (exact, q1.grad, k1.grad,
                                                                     v1.grad)):
@@ -5641,7 +5626,7 @@ def test_planner_places_rings(capsys, tmp_path):
     ("--ranks 8 --sp 8 --ring 3", "--ring 3: with --sp 8 .* 16 heads .* one of 1, 2, 4, 8"),
     ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .* --seq 40 .* one of 1, 2, 4$"),
     ("--ranks 8 --ring 2 --document-token 0", "--ring 2: attention inside documents .*: --ring 1"),
-    ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* and ring is 1 with documents or windows: one"),
+    ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* and ring is 1 with documents: one"),
     ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value heads, .*: one of 1, 2, 4, 8$"),
     ("--ranks 8 --per-node 4 --tp 8", "--tp 8: it must divide 4 GPUs of a node"),
     ("--ranks 8 --per-node 4 --pp 16", "--pp 16: .* nearest: 8$"),

@@ -62,7 +62,7 @@ from data import (DEPTHS, Passkeys, Sequences, are_ids, check_tokens, document_s
 from memplan import (ALLOCATOR_ALIGN_BYTES, MIN_PLANNED_BYTES, Buffer, StepMemory, library,
                      live_arena, lower_bound, mark, simulate)
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
-                   initial_weight, keys_seen, param_count, whole_layers)
+                   initial_weight, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan, nearest
@@ -509,10 +509,7 @@ def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
     repeated or left out. Raises ValueError."""
     old = recorded_flags(resumed)
     try:
-        window, full_layers = checkpoint.hf_window(resumed.meta["source"] or
-                                                   {"model_type": "llama"})
-        before = {"window": window, "full_layers": full_layers}  # where meta.json lacks them
-        model = ModelConfig(**before | resumed.meta["model"])
+        model = ModelConfig(**resumed.meta["model"])
     except (TypeError, ValueError) as e:
         raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
     cfg = replace(cfg, model=old.model, init=old.init,
@@ -555,9 +552,11 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     cfg = with_batch(cfg)
     dtype = DTYPES[cfg.dtype]
     cfg = with_documents(cfg, model, resumed)
-    masks = [f"sliding windows (of {model.window} tokens)"] if 0 < model.window < cfg.seq else []
-    masks += ["documents (--document-token)"] if cfg.document_token != -1 else []
-    kernel = pick_kernel(cfg.attention, device, dtype, " and ".join(masks))
+    window = checkpoint.hf_window(source)
+    if 0 < window < cfg.seq:
+        raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
+                         f"{window} tokens, which are not built; at most --seq {window}")
+    kernel = pick_kernel(cfg.attention, device, dtype, cfg.document_token != -1)
     untried_versions(kernel)  # refuses a torch that is too old
     cfg = replace(cfg, attention=kernel)
     run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
@@ -656,8 +655,7 @@ def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     samples = 0
     if resumed:
         by_hand = {name for name in ("rope_theta", "rope_scaling") if getattr(cfg, name)}
-        new = {"window", "full_layers"} - set(resumed.meta["model"])  # older ones lack them
-        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand | new)
+        checkpoint.check_same_model(resumed, run.model, {"max_positions", "tied"} | by_hand)
         old = recorded_flags(resumed)
         samples = resumed.meta["samples"] * old.seq // cfg.seq
         kept = kept_flags(cfg, old, resumed.meta["step"])
@@ -920,7 +918,7 @@ class Batch:
     positions: Tensor | None = None  # (T/sp,); (M, B, T/sp) of documents; None: 0, 1, ...
     documents: list[Documents] | None = None  # of each micro-batch
     scale: Tensor | None = None  # 1 / valid labels of all ranks
-    seen: Tensor | None = None  # model.keys_seen, the mean of all ranks' tokens
+    seen: Tensor | None = None  # flops_per_token's, the mean of all ranks' tokens
 
     def micro_batches(self) -> Iterator[tuple]:
         """Yield tokens, labels, scale, positions and documents of each, as a model takes them."""
@@ -1008,8 +1006,7 @@ def simulate_step(run: Run) -> tuple[list[Buffer], int]:
     lasts between steps, on fake tensors. Raises RuntimeError where there is a process group."""
     gpu = run.device.type == "cuda" or run.cfg.ranks is not None
     kind = "cuda" if gpu else "cpu"
-    no_window = replace(run.model, window=0)  # the CPU's has memory of its own
-    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0, model=no_window)
+    run = run.but(device=torch.device("cpu"), kernel="cpu", rank=0)
     running: list = [None]
 
     def make():
@@ -1156,7 +1153,7 @@ def load_batch(run: Run, samples: int) -> Batch:
     lengths = each * [run.cfg.seq]
     if batch.documents is not None:
         lengths = [n for documents in batch.documents for n in documents.lengths()]
-    seen = sum(n * keys_seen(run.model, n) for n in lengths)
+    seen = sum(n * n for n in lengths)
     sums = torch.stack([(batch.labels != IGNORE).sum().double(), torch.full(
         (), seen * run.plan.dp / run.world, device=run.device, dtype=torch.float64)])
     dist.all_reduce(sums)
@@ -1415,7 +1412,7 @@ class Facts:
     loss: float
     norm: float
     finite: float  # 0 or 1
-    seen: float  # model.keys_seen, the mean
+    seen: float  # flops_per_token's
     signal: float  # that a rank has got, else 0
     writing: float  # whether a rank still writes a checkpoint
     gpu_gib: float  # of the rank that has most
