@@ -273,28 +273,6 @@ def _fa4_backward(do, q, k, v, o, lse, mask):
     return _batch(mask, *grads[:3])
 
 
-_FA2 = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None, window_size_left=-1,
-            window_size_right=-1)
-
-
-def _fa2_forward(q, k, v, mask):
-    module = _module("flash_attn.flash_attn_interface")
-    run = module._flash_attn_varlen_forward if mask.documents else module._flash_attn_forward
-    o, lse, *_ = run(*_rows(mask, q, k, v), softmax_scale=q.shape[-1] ** -0.5, causal=mask.causal,
-                     return_softmax=False, **_lengths(mask), **_FA2)
-    return _batch(mask, o, lse)
-
-
-def _fa2_backward(do, q, k, v, o, lse, mask):
-    module = _module("flash_attn.flash_attn_interface")
-    run = module._flash_attn_varlen_backward if mask.documents else module._flash_attn_backward
-    grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    run(*_rows(mask, do, q, k, v, o, lse, *grads), softmax_scale=q.shape[-1] ** -0.5,
-        causal=mask.causal, deterministic=torch.are_deterministic_algorithms_enabled(),
-        **_lengths(mask), **_FA2)
-    return grads
-
-
 def _cudnn_forward(q, k, v, mask):
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         *_swap(q, k, v), None, True, 0.0, mask.causal)
@@ -365,8 +343,6 @@ KERNELS = {  # best first: "auto" takes the first usable one
                   "flash-attn-4[cu13]"),
     # for each document a graph for its length is built, and none for one of a single token
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False),
-    "fa2": Kernel(_fa2_forward, _fa2_backward, (8, 9), "flash_attn.flash_attn_interface",
-                  "flash-attn"),
     "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
     "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
 }
@@ -411,7 +387,6 @@ def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
 VERSIONS = {  # package: the first and the last release that this ran with (README.md, On GPUs)
     "torch": ("2.11", "2.13"),
     "flash-attn-4": ("4.0.0b36", "4.0.0b36"),
-    "flash-attn": ("2.8", "2.8"),
 }
 
 

@@ -1228,7 +1228,7 @@ def show(rows: list[dict], head: bool = True) -> None:
 
 def versions() -> dict:
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("flash-attn-4", "flash-attn", "triton"):
+    for package in ("flash-attn-4", "triton"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

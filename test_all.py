@@ -464,7 +464,7 @@ def test_attention_choice():
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32) == "cpu"
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
-    for name in ("fa4", "fa2", "cudnn", "flash"):
+    for name in ("fa4", "cudnn", "flash"):
         with pytest.raises(ValueError, match=f"{name}.*needs a GPU.*usable: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
     with pytest.raises(ValueError, match="fa5.*no such kernel.*usable: cpu"):

@@ -200,7 +200,7 @@ class Config:
                                    " auto: what the control group or the machine allows, less an"
                                    " eighth")
     gpu_memory: int | None = flag(None, "bytes of a GPU that may be used (as 80G); auto: all")
-    attention: str = flag("auto", "kernel: auto, fa4, cudnn, fa2, flash, cpu")
+    attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
     dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
     memplan: str = flag("off", "addresses of a step's tensors, planned once: off; on, by the best"

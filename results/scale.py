@@ -140,7 +140,7 @@ def a800() -> Profile:
         "visits": "assumed: both ways together as fast as one",
         "overlap": "Galvatron's coefficient, measured on other machines"}
     return Profile(
-        "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12, "fa2",
+        "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12, "flash",
         {kind: [[4096, 4096, 245e12]] for kind in PRODUCTS}, attention, 0.85 * 2039e9,
         0.85 * 2039e9, 12e9, 12e9, 6e9, {"forward": 0.001, "backward": 0.002},
         network(8, 158e9, across),
