@@ -746,18 +746,6 @@ class Ring(Attention):
 # ---------------------------------------------------------------------------- sequences over ranks
 
 
-def repeat_heads(x: Tensor, copies: list[int]) -> Tensor:
-    """(B, T, heads, D) -> (B, T, sum(copies), D): each head so often."""
-    if max(copies) == 1:
-        return x
-    return torch.cat([x[:, :, i : i + 1].expand(-1, -1, n, -1) for i, n in enumerate(copies)], 2)
-
-
-def sum_copies(x: Tensor, copies: list[int]) -> Tensor:
-    """(B, T, sum(copies), D) -> (B, T, heads, D): the sum of each head's copies."""
-    return torch.stack([part.sum(2) for part in x.split(copies, 2)], 2)
-
-
 def gpus_reach_each_other() -> bool:
     """Return whether this GPU reads and writes the memory of the node's others."""
     here = torch.cuda.current_device()
@@ -840,7 +828,6 @@ class HeadGroup:
 
     recv_buffers: list[Tensor]  # (U, B, T/sp, h, D) each: the tokens of every rank
     send_buffers: list[Tensor] = field(default_factory=list)  # read until `arrival`
-    sources: list[Tensor] = field(default_factory=list)  # what was packed into them: likewise
     arrival: object = None  # event: all that was sent so far is in recv_buffers
     backward: bool = False  # its k, v go around the ring as soon as they are there
     passing: Passing | None = None  # to the next ring rank
@@ -864,9 +851,8 @@ class Ulysses(Ring):
 
         q (B, T/sp, G*U*h, D) -> group by group (B, T/R, h, D) -> Ring -> o (B, T/sp, H, D)
 
-    Two groups are on heads at a time, in two sets of receive buffers. Key/value heads that G * U
-    does not divide are repeated until it does; their gradients are summed. lse: (G, B, h, T/R), of
-    documents (G, 1, h, B*T).
+    Two groups are on heads at a time, in two sets of receive buffers. G * U divides the key/value
+    heads (more ranks than these take a ring). lse: (G, B, h, T/R), of documents (G, 1, h, B*T).
 
     per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
     received becomes NaN after use, and the streams start so many GPU cycles late.
@@ -891,25 +877,14 @@ class Ulysses(Ring):
 
     # -- layouts
 
-    def sent_heads(self, kv_heads: int) -> int:
-        """Return how many key/value heads are sent, so that each of G * U parts has whole ones."""
-        return math.lcm(kv_heads, self.head_groups * self.head_ranks)
-
-    def copies(self, g: int, kv_heads: int) -> list[int]:
-        """Return how often each of group g's key/value heads is sent."""
-        sent = self.sent_heads(kv_heads)
-        count = sent // self.head_groups
-        originals = [i * kv_heads // sent for i in range(g * count, (g + 1) * count)]
-        return [originals.count(head) for head in range(originals[0], originals[-1] + 1)]
-
     def by_rank(self, x: Tensor) -> Tensor:
         """A group's heads (B, T/sp, U*h, D) -> a view (U, B, T/sp, h, D): each rank's part."""
         return x.unflatten(2, (self.head_ranks, -1)).permute(2, 0, 1, 3, 4)
 
     def allocate(self, like: Tensor, inputs: list[int], outputs: list[int]):
         """Return receive buffers (U, B, T/sp, h, D): two lists for inputs, which groups take in
-        turn, and one for outputs on their way back. like: (B, T/sp, H, D); inputs, outputs: heads
-        that are sent, of all groups."""
+        turn, and one for outputs on their way back. like: (B, T/sp, H, D); inputs, outputs: heads,
+        of all groups."""
         n = len(inputs)
         b, t, _, d = like.shape
         shapes = [(self.head_ranks, b, t, heads // (self.head_groups * self.head_ranks), d)
@@ -919,8 +894,9 @@ class Ulysses(Ring):
 
     def allocate_backward(self, o: Tensor, kv_heads: int):
         """Return receive buffers of q, k, v, o, do; and of dq, dk, dv."""
-        heads, sent = o.shape[2], self.sent_heads(kv_heads)
-        return self.allocate(o, [heads, sent, sent, heads, heads], [heads, sent, sent])
+        heads = o.shape[2]
+        return self.allocate(o, [heads, kv_heads, kv_heads, heads, heads],
+                             [heads, kv_heads, kv_heads])
 
     # -- one group's way
 
@@ -936,7 +912,6 @@ class Ulysses(Ring):
             for x, buffer in zip(parts, send_buffers):
                 copy_heads(x, buffer)
             self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
-        group.sources += inputs
         group.send_buffers += send_buffers
         group.arrival = self.stream.last_event()
         one_sequence = len(inputs[0]) == 1  # what has arrived is in order, without a copy
@@ -959,72 +934,49 @@ class Ulysses(Ring):
                 self.poison_if_testing([buffer])
         return send_buffers
 
-    def run(self, run_kernel: Callable, group: HeadGroup, buffers: tuple, inputs: Callable,
-            outputs: Callable, done: Callable[[int], None],
+    def run(self, run_kernel: Callable, group: HeadGroup, buffers: tuple,
+            inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...],
             while_waiting: Callable[[], None] = do_nothing) -> None:
-        """Run run_kernel(g, group) -> outputs on heads for each group, and bring what it
-        returns into outputs(g); then done(g) may read them. group: the first, under way;
-        inputs(g): the others'. Tensors are (B, T/sp, U*h, D)."""
+        """Run run_kernel(g, group) -> outputs on heads for each group of inputs, and bring what it
+        returns into outputs, (B, T/sp, heads, D) each. group: the first, under way."""
         recv_buffers, return_buffers = buffers
         returning = []  # send buffers of outputs on their way back
-        came_back = None  # event: the outputs of the group before are there
         for g in range(self.head_groups):
             arriving = None
             if g + 1 < self.head_groups:  # the next group's way, hidden by this group's kernel
                 # its receive buffers are free: the stream is behind kernel g - 1, on every rank
                 arriving = HeadGroup(recv_buffers[(g + 1) % 2], backward=group.backward)
-                self.send(arriving, inputs(g + 1))
+                self.send(arriving, self.of_group(g + 1, *inputs))
             # hidden: by the kernel before; of the first group, by what the caller ran since it was
             # sent
             wait(group.arrival)
-            group.sources.clear()  # they have been read
-            group.send_buffers.clear()
+            group.send_buffers.clear()  # they have been read
             del returning[:-1]  # the stream sent these before it brought this group
             results = run_kernel(g, group)
             # return_buffers are free: the stream has copied what came back before
-            returning.append(self.send_back(results, return_buffers, outputs(g)))
-            returned = self.stream.last_event()
+            returning.append(self.send_back(results, return_buffers, self.of_group(g, *outputs)))
+            came_back = self.stream.last_event()
             self.poison_if_testing(group.recv_buffers)
-            if g > 0:
-                wait(came_back)  # hidden by this group's kernel
-                done(g - 1)
-            came_back = returned
             group = arriving
             del results
         while_waiting()
-        wait(came_back)  # hidden by while_waiting and what is done with the group before
+        wait(came_back)  # hidden by while_waiting, those of the groups before by kernels
         returning.clear()
-        done(self.head_groups - 1)
 
     # -- attention
 
-    def heads_of(self, g: int, heads: int, kv_heads: int) -> tuple[slice, slice]:
-        """Return the query heads of group g, and their key/value heads."""
-        count = heads // self.head_groups
-        ratio = heads // kv_heads
-        first, last = g * count, (g + 1) * count
-        return slice(first, last), slice(first // ratio, -(-last // ratio))
-
-    def sent(self, g: int, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """Return a group's q, k, v (B, T/sp, heads, D) with as many copies of heads as are sent."""
-        kv_heads = k.shape[2]
-        queries, keys = self.heads_of(g, q.shape[2], kv_heads)
-        copies = self.copies(g, kv_heads)
-        return [q[:, :, queries], *(repeat_heads(x[:, :, keys], copies) for x in (k, v))]
+    def of_group(self, g: int, *tensors: Tensor) -> list[Tensor]:
+        """Return views of group g's heads (B, T/sp, U*h, D) of (B, T/sp, heads, D) tensors."""
+        return [x.chunk(self.head_groups, 2)[g] for x in tensors]
 
     def forward(self, q, k, v):
         if self.group is None:
             return super().forward(q, k, v)
         heads, kv_heads = q.shape[2], k.shape[2]
-        sent = self.sent_heads(kv_heads)
         o = torch.empty_like(q)
         self.allocate_backward(o, kv_heads)  # as much as backward needs, from the start
-        buffers = self.allocate(o, [heads, sent, sent], [heads])
+        buffers = self.allocate(o, [heads, kv_heads, kv_heads], [heads])
         lse = []
-
-        def outputs(g):
-            queries, _ = self.heads_of(g, heads, kv_heads)
-            return [o[:, :, queries]]
 
         def run_kernel(g, group):
             out, part = self.attend(*group.on_heads())
@@ -1032,9 +984,8 @@ class Ulysses(Ring):
             return [out]
 
         first = HeadGroup(buffers[0][0])
-        self.send(first, self.sent(0, q, k, v))
-        self.run(run_kernel, first, buffers, lambda g: self.sent(g, q, k, v), outputs,
-                 lambda g: None)
+        self.send(first, self.of_group(0, q, k, v))
+        self.run(run_kernel, first, buffers, (q, k, v), (o,))
         return o, torch.stack(lse)
 
     def prefetch_backward(self, q, k, v, o):
@@ -1042,14 +993,12 @@ class Ulysses(Ring):
             return super().prefetch_backward(q, k, v, o)
         buffers = self.allocate_backward(o, k.shape[2])
         prefetched = Prefetched(buffers, HeadGroup(buffers[0][0], backward=True))
-        queries, _ = self.heads_of(0, o.shape[2], k.shape[2])
-        self.send(prefetched.group, [*self.sent(0, q, k, v), o[:, :, queries]])
+        self.send(prefetched.group, self.of_group(0, q, k, v, o))
         return prefetched
 
     def prefetch_do(self, prefetched, do):
         if prefetched is not None and self.group is not None:
-            queries, _ = self.heads_of(0, do.shape[2], do.shape[2])
-            self.send(prefetched.group, [do[:, :, queries]])
+            self.send(prefetched.group, self.of_group(0, do))
 
     def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
                  in_place=False):
@@ -1059,37 +1008,12 @@ class Ulysses(Ring):
         if prefetched is None:
             prefetched = self.prefetch_backward(q, k, v, o)
             self.prefetch_do(prefetched, do)
-        heads, kv_heads = q.shape[2], k.shape[2]
-        shared = kv_heads % self.head_groups != 0  # groups have key/value heads in common
-        dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x) if shared else torch.empty_like(x) for x in (k, v))
-        arriving: dict[int, list[Tensor]] = {}  # by group: gradients of the heads that were sent
-
-        def inputs(g):
-            queries, _ = self.heads_of(g, heads, kv_heads)
-            return [*self.sent(g, q, k, v), o[:, :, queries], do[:, :, queries]]
-
-        def outputs(g):
-            queries, keys = self.heads_of(g, heads, kv_heads)
-            copies = self.copies(g, kv_heads)
-            whole = [x[:, :, keys] for x in (dk, dv)]
-            if shared or max(copies) > 1:
-                b, t, _, d = o.shape
-                whole = [o.new_empty(b, t, sum(copies), d) for _ in whole]
-                arriving[g] = whole
-            return [dq[:, :, queries], *whole]
-
-        def done(g):
-            _, keys = self.heads_of(g, heads, kv_heads)
-            for x, parts in zip((dk, dv), arriving.pop(g, ())):
-                # the gradients of a head's copies are its own
-                found = sum_copies(parts, self.copies(g, kv_heads))
-                x[:, :, keys] = x[:, :, keys] + found if shared else found
 
         def run_kernel(g, group):
             q, k, v, o, do = group.on_heads()
             return self.attend_backward(do, q, k, v, o, lse[g], passing=group.passing)
 
-        self.run(run_kernel, prefetched.group, prefetched.buffers, inputs, outputs, done,
+        grads = tuple(map(torch.empty_like, (q, k, v)))
+        self.run(run_kernel, prefetched.group, prefetched.buffers, (q, k, v, o, do), grads,
                  while_waiting)
-        return dq, dk, dv
+        return grads

@@ -308,8 +308,8 @@ def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ran
     of one (attention.Ulysses)."""
     if head_ranks == 1:
         return 0
-    kv = math.lcm(cfg.kv_heads, head_ranks * head_groups)  # with the heads that are repeated
-    return tokens * cfg.head_dim * dtype.itemsize * (7 * cfg.heads + 6 * kv) // head_groups
+    heads = 7 * cfg.heads + 6 * cfg.kv_heads
+    return tokens * cfg.head_dim * dtype.itemsize * heads // head_groups
 
 
 def sent_bytes(plan: Plan) -> int:
@@ -325,12 +325,12 @@ def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     kept = plan.activations
     cfg = plan.column
     head_groups = plan.head_groups
-    x, q, k, k_sent, sums = attention_bytes(plan)
+    x, q, k, sums = attention_bytes(plan)
     ring, ring_prefetch = ring_bytes(plan)
     first_group = groups = 0
     if plan.head_ranks > 1:  # of two head groups what is sent and received; the first, its buffers
-        first_group = (3 * q + 2 * k_sent) / head_groups
-        groups = (4 * (3 * q + 2 * k_sent) + 4 * (q + 2 * k_sent)) / head_groups
+        first_group = (3 * q + 2 * k) / head_groups
+        groups = (4 * (3 * q + 2 * k) + 4 * (q + 2 * k)) / head_groups
     elif head_groups > 1:  # a group's copies, and its gradients
         groups = (4 * q + 4 * k) / head_groups
     elif plan.tokens * cfg.heads * cfg.head_dim > MAX_ELEMENTS:  # copies of a part of the heads
@@ -350,16 +350,14 @@ def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     if plan.splits_tokens:  # dy and dx of all tokens; in fsp what the product took, too
         gathered = (3 if plan.tp_mode == "fsp" else 2) * x
         x /= plan.tp
-    repeated = 2 * k_sent if k_sent > k else 0
     return {
         "attention's backward": {
             "dy, dx": 2 * x, "q, k, v": inputs, "do": q,
-            "dq, dk, dv": 0 if in_place else q + 2 * k_sent,
-            "repeated k, v": repeated, "head groups": groups, "ring": ring,
+            "dq, dk, dv": 0 if in_place else q + 2 * k, "head groups": groups, "ring": ring,
             "sums of the kernel": 2 * sums / head_groups, "saved by block.pre": pre},
         "block.post's backward": {
-            "dy, dx": 2 * x, "q, k, v": inputs, "do": q, "repeated k, v": repeated,
-            "first head group": first_group, "ring": ring_prefetch,
+            "dy, dx": 2 * x, "q, k, v": inputs, "do": q, "first head group": first_group,
+            "ring": ring_prefetch,
             "all-to-all buffers": sent_bytes(plan), "temporaries of a chunk": temporaries,
             "tokens of all columns": gathered, "saved by block.pre": pre}}
 
@@ -374,10 +372,10 @@ def ring_bytes(plan: Plan) -> tuple[float, float]:
     what travels before attention's backward."""
     if plan.ring == 1:
         return 0.0, 0.0
-    _, q, _, k_sent, _ = attention_bytes(plan)
+    _, q, k, _ = attention_bytes(plan)
     if plan.head_ranks > 1:  # a group at a time
-        q, k_sent = q / plan.head_groups, k_sent / plan.head_groups
-    kv = 2 * k_sent
+        q, k = q / plan.head_groups, k / plan.head_groups
+    kv = 2 * k
     wide = plan.accum_bytes / plan.dtype.itemsize
     sums = kv * bytes_of_sums(plan) / plan.dtype.itemsize
     arriving = kv if plan.ring == 2 else 2 * kv
@@ -391,21 +389,19 @@ def ring_bytes(plan: Plan) -> tuple[float, float]:
 
 def ring_traffic(plan: Plan) -> float:
     """Return the bytes that a rank sends around its ring in a step."""
-    *_, k_sent, _ = attention_bytes(plan)
-    of_layer = 2 * k_sent * (2 + bytes_of_sums(plan) / plan.dtype.itemsize)
+    _, _, k, _ = attention_bytes(plan)
+    of_layer = 2 * k * (2 + bytes_of_sums(plan) / plan.dtype.itemsize)
     return (plan.ring - 1) * of_layer * plan.model.layers * plan.micro_batches
 
 
-def attention_bytes(plan: Plan) -> tuple[int, int, int, int, int]:
-    """Return the bytes of x; of q, o or do; of k or v; of k or v as they are sent, with heads that
-    are repeated; and of the kernel's sums, in float32."""
+def attention_bytes(plan: Plan) -> tuple[int, int, int, int]:
+    """Return the bytes of x; of q, o or do; of k or v; and of the kernel's sums, in float32."""
     cfg = plan.column
     token = plan.tokens * plan.dtype.itemsize
     q = token * cfg.heads * cfg.head_dim
     k = token * cfg.kv_heads * cfg.head_dim
-    k_sent = token * math.lcm(cfg.kv_heads, plan.head_ranks * plan.head_groups) * cfg.head_dim
     summed = cfg.heads if cfg.heads == cfg.kv_heads else cfg.heads + 2 * cfg.kv_heads
-    return token * cfg.dim, q, k, k_sent, plan.tokens * cfg.head_dim * 4 * summed
+    return token * cfg.dim, q, k, plan.tokens * cfg.head_dim * 4 * summed
 
 
 def saved_by_pre(plan: Plan) -> int:
@@ -786,7 +782,7 @@ def attention_seconds(est: Estimator, plan: Plan, kind: str, before: float = 0.0
         kernel += moved(8 * (cfg.heads + cfg.kv_heads) * cfg.head_dim)
     if plan.sp == 1:
         return kernel, kernel
-    kv = math.lcm(cfg.kv_heads, plan.head_ranks * plan.head_groups) * cfg.head_dim  # repeated
+    kv = cfg.kv_heads * cfg.head_dim
     there, back = (3 * q + 2 * kv, q + 2 * kv) if backward else (q + 2 * kv, q)
     if plan.ring > 1:  # merged, and summed, in float32
         steps = 3.75 * (plan.ring - 1)

@@ -742,7 +742,7 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
         for ring in divisors(sp):
             head_ranks = sp // ring
             cut = not in_documents and per_node % head_ranks == 0 and seq % (2 * ring) == 0
-            if model.heads % head_ranks == 0 and (ring == 1 or cut):
+            if model.kv_heads % head_ranks == 0 and (ring == 1 or cut):
                 legal.append((sp, ring))
     sp, ring = constraints.sp, constraints.ring
     if in_documents and ring not in (None, 1):
@@ -754,14 +754,15 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
     of_sp = sorted({pair[1] for pair in legal if pair[0] == sp})
     if ring is not None and of_sp:
         raise ValueError(
-            f"--ring {ring}: with --sp {sp} the other {sp} / ring ranks share {model.heads} heads "
-            f"inside a node of {per_node}, and --seq {seq} is cut in 2 x ring parts: one of "
-            f"{listed(of_sp)}")
+            f"--ring {ring}: with --sp {sp} the other {sp} / ring ranks share {model.kv_heads} "
+            f"key/value heads inside a node of {per_node}, and --seq {seq} is cut in 2 x ring "
+            f"parts: one of {listed(of_sp)}")
     if sp is not None:
         alone = ", and ring is 1 with documents" if in_documents else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
-            f"{model.heads} heads{alone}: one of {listed(sorted({n for n, _ in legal}))}")
+            f"{model.kv_heads} key/value heads{alone}: one of "
+            f"{listed(sorted({n for n, _ in legal}))}")
     raise ValueError(f"--ring {ring}: it must divide --sp, which divides {ranks} ranks, and "
                      f"--seq {seq} must be a multiple of 2 x ring: one of "
                      f"{listed(sorted({n for _, n in legal}))}")
@@ -771,12 +772,12 @@ def legal_head_groups(constraints: Constraints, hardware: Hardware, plan: Plan) 
     """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
     ranks, or 16 of a long one, and 1 or at most 8 of a long one on one rank, for less memory.
     Raises ValueError with the legal ones."""
-    heads = plan.column.heads // plan.head_ranks
-    legal = [n for n in divisors(heads) if plan.head_ranks > 1 or plan.column.kv_heads % n == 0]
+    heads = plan.column.kv_heads // plan.head_ranks
+    legal = divisors(heads)
     wanted = constraints.head_groups
     if wanted is not None and wanted not in legal:
-        raise ValueError(f"--head-groups {wanted}: a rank has {heads} heads at a time; one of "
-                         f"{listed(legal)}")
+        raise ValueError(f"--head-groups {wanted}: a rank has {heads} key/value heads at a time; "
+                         f"one of {listed(legal)}")
     if wanted is not None:
         return [(wanted,)]
     usual, most = (4, 16) if plan.head_ranks > 1 else (1, 8)
