@@ -571,8 +571,8 @@ def attempt_longest(bench: Bench, name: str, bound: dict, last: dict, limit: flo
 def sharded(bench: Bench, name: str, f: Factors, m: int, **flags) -> Config:
     """Return the flags of a step of whole layers under these factors, M micro-batches of one
     sequence a rank."""
-    return Config(model=name, seq=4096, sp=1, batch=m * bench.world, micro_batch=1, p=str(f.p),
-                  g=str(f.g), os=str(f.os), recompute="none", **flags)
+    return Config(model=name, seq=4096, sp=1, batch=m * bench.world, micro_batch=1, p=f.p, g=f.g,
+                  os=f.os, recompute="none", **flags)
 
 
 def table_shard(bench: Bench) -> None:
@@ -661,7 +661,7 @@ def table_pipeline(bench: Bench) -> None:
         if batch % world == 0:
             kinds["data parallel"] = {"sp": 1}
         if batch % world == 0 and bench.nodes > 1:
-            states = {"p": "1", "g": "1", "os": str(per_node)}
+            states = {"p": 1, "g": 1, "os": per_node}
             kinds["data parallel, states in a node"] = {"sp": 1} | states
         kinds = {f"ours, {kind}, nodes={bench.nodes}": flags for kind, flags in kinds.items()}
         attempt_beside_kernels(bench, "7b", seq, kinds, batch=batch, micro_batch=1,
@@ -907,9 +907,9 @@ SETTINGS = (
     Setting("C", 1, "1b", 2**17, 1),
     Setting("D", 1, "7b", 2**12, 1),
     Setting("E", 1, "llama3-8b", 2**13, 1, {}, True),
-    Setting("F", 2, "7b", 2**12, 16, {"p": "1", "g": "1", "os": "2", "micro_batch": 1}),
-    Setting("F", 2, "7b", 2**12, 16, {"p": "1", "g": "2", "os": "2", "micro_batch": 1}, True),
-    Setting("F", 2, "7b", 2**12, 16, {"p": "2", "g": "2", "os": "2", "micro_batch": 1}),
+    Setting("F", 2, "7b", 2**12, 16, {"p": 1, "g": 1, "os": 2, "micro_batch": 1}),
+    Setting("F", 2, "7b", 2**12, 16, {"p": 1, "g": 2, "os": 2, "micro_batch": 1}, True),
+    Setting("F", 2, "7b", 2**12, 16, {"p": 2, "g": 2, "os": 2, "micro_batch": 1}),
     Setting("G", 2, "7b", 2**16, 1, {"sp": 2}),
     Setting("G", 2, "7b", 2**16, 1, {"sp": 2, "recompute": "full"}, True),
     Setting("H", 2, "7b", 2**14, 1, {"sp": 2, "alpha": 1.0, "resident_layers": 2}),
@@ -919,7 +919,7 @@ SETTINGS = (
         Setting("L", ranks, "7b", 2**13 * ranks, 1, {}, True),
         Setting("M", ranks, "7b", 2**12, 8 * ranks, {}, True),
         Setting("M", ranks, "7b", 2**12, 8 * ranks,
-                {"p": str(ranks), "g": str(ranks), "os": str(ranks), "micro_batch": 1}, True),
+                {"p": ranks, "g": ranks, "os": ranks, "micro_batch": 1}, True),
         Setting("N", ranks, "llama3-8b", 2**15 * ranks, 1, {}, True))),
 )
 
@@ -1024,7 +1024,7 @@ def table_capped(bench: Bench) -> None:
 
     def planned(tokens: int) -> Run:
         cfg = Config(model="7b", seq=tokens * world, sp=world, batch=1,
-                     resident_layers=MODELS["7b"].layers, p=str(world), g=str(world), os=str(world))
+                     resident_layers=MODELS["7b"].layers, p=world, g=world, os=world)
         run = plan_run(whole, cfg)
         return run.but(cfg=replace(run.cfg, gpu_memory=cap))
 

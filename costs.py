@@ -548,8 +548,7 @@ def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) 
     add up, in float32."""
     e = dtype.itemsize
     accum_bytes = accumulation_dtype(dtype).itemsize
-    secondary = e * params / f.secondary if f.secondary else 0
-    return {"parameters": e * params / f.p + secondary,
+    return {"parameters": e * params / f.p,
             "gradients": (accum_bytes if accumulates else e) * params / f.g,
             "optimizer": len(OPTIMIZER.states) * accum_bytes * params / f.os}
 
@@ -959,7 +958,6 @@ class UnitSeconds:
     """Seconds of one unit's communication, each alone: of a layer, the embedding or the head."""
 
     gather: tuple[float, ...]  # by matrix, in the order of use
-    gather_back: tuple[float, ...]
     scatter: float  # of a micro-batch's gradients
     last_scatter: float  # of the last micro-batch's
     keep: float  # a micro-batch's gradients are added to grad_shard: beside compute, but computed
@@ -970,7 +968,7 @@ class UnitSeconds:
     visit: float  # of its states, if they lie on the host: there and back, the update between
 
 
-NOTHING = UnitSeconds((), (), 0, 0, 0, 0, 0, 0, 0, 0)  # of an end that another stage has
+NOTHING = UnitSeconds((), 0, 0, 0, 0, 0, 0, 0, 0)  # of an end that another stage has
 
 
 def end_seconds(est: Estimator, plan: Plan) -> UnitSeconds:
@@ -992,16 +990,13 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
                          matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     f = plan.factors
     counts = [rows * cols for rows, cols in matrices]
-    by_param = plan.mesh(f.p)
 
     def seconds(op: str, element_bytes: int, shards: int, mesh: tuple[int, int]) -> list[float]:
         """Return the seconds of each matrix's collective, of a 1/shards of it."""
         return [est.collective(op, element_bytes * count / shards, mesh) for count in counts]
 
     e = plan.dtype.itemsize
-    gather = gather_back = tuple(seconds("all_gather", e, 1, by_param))
-    if f.secondary:
-        gather_back = tuple(seconds("all_gather", e, 1, plan.mesh(f.secondary)))
+    gather = tuple(seconds("all_gather", e, 1, plan.mesh(f.p)))
     # with inter a matrix has one owner
     broadcast = seconds("all_gather" if plan.os_layout == "intra" else "broadcast", e, f.p,
                         plan.mesh(f.os, f.p))
@@ -1021,8 +1016,8 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     visit = 0.0
     if plan.os_place == "host":
         visit = owned * len(OPTIMIZER.states) * plan.accum_bytes / est.profile.visits
-    return UnitSeconds(gather, gather_back, scatter, last_scatter, keep, reduce, cast,
-                       sum(broadcast), update, visit)
+    return UnitSeconds(gather, scatter, last_scatter, keep, reduce, cast, sum(broadcast), update,
+                       visit)
 
 
 def grad_seconds(plan: Plan, matrices: tuple[tuple[int, int], ...],
@@ -1131,11 +1126,10 @@ class StepTimeline(Timeline):
             self.fresh.append(self.send("param_broadcast", fresh.broadcast))
         self.wait(self.fresh[unit])
 
-    def gather(self, unit: int, backward: bool) -> None:
+    def gather(self, unit: int) -> None:
         """Launch the all-gathers of a unit's weights, unless its buffers hold them."""
         if unit not in self.gathered:
-            seconds = self.units[unit].gather_back if backward else self.units[unit].gather
-            self.gathered[unit] = self.send("param_gather", sum(seconds))
+            self.gathered[unit] = self.send("param_gather", sum(self.units[unit].gather))
 
     def forward(self) -> None:
         """All of the next layer's weights are gathered under a layer."""
@@ -1143,9 +1137,9 @@ class StepTimeline(Timeline):
         for unit in range(last + 1):
             self.arrive(unit)
             if self.sharded:
-                self.gather(unit, False)
+                self.gather(unit)
                 if unit < last:
-                    self.gather(unit + 1, False)
+                    self.gather(unit + 1)
                 self.wait(self.gathered[unit])
                 if 2 < unit < last:  # the layer after the next takes a layer's buffers
                     self.gathered.pop(unit - 2, None)
@@ -1163,9 +1157,9 @@ class StepTimeline(Timeline):
                 self.backward_by_matrix(unit)
             else:
                 if self.sharded:
-                    self.gather(unit, True)
+                    self.gather(unit)
                     if unit > 1:
-                        self.gather(unit - 1, True)
+                        self.gather(unit - 1)
                     self.wait(self.gathered[unit])
                     if unit + 2 <= self.layers:
                         self.gathered.pop(unit + 2, None)
@@ -1184,7 +1178,7 @@ class StepTimeline(Timeline):
         """While a matrix's gradients are computed, the next one's weight arrives."""
         last = len(self.plan.matrices) - 1
         held = unit in self.gathered  # the last two layers' weights are still there
-        seconds = self.units[unit].gather_back
+        seconds = self.units[unit].gather
         job = self.gathered.pop((unit, last), None)
         if not held and job is None:
             job = self.send("param_gather", seconds[last])

@@ -68,8 +68,7 @@ def make_rings(ranks: int, f: Factors, layout: str, micro_batches: int, param_by
     """
     gathers = "grad_scatter" if f.g > f.p else "grad_reduce"  # where the subgroup's sum runs
     rows = [  # kind, block, stride, bytes of all shards together, times that they go round
-        ("param_gather", f.p, 1, param_bytes, micro_batches),  # forward
-        ("param_gather", f.secondary or f.p, 1, param_bytes, micro_batches),  # backward
+        ("param_gather", f.p, 1, param_bytes, 2 * micro_batches),  # forward and backward
         ("grad_scatter", f.p, 1, grad_bytes, micro_batches),
         ("param_broadcast", f.os, f.p, param_bytes / f.p, 1)]
     if layout == "intra":

@@ -68,8 +68,7 @@ from model import ModelConfig, accumulation_dtype, flops_per_token, param_count,
 from offload import GIB, ActivationPlan, block_saves
 from parallel import no_order
 from placement import Ring, make_rings, parse_leaf, place_nodes
-from shard import (OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_mesh,
-                   parse_strategy)
+from shard import OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_strategy
 
 # ---------------------------------------------------------------------------- constraints
 
@@ -110,9 +109,9 @@ class Constraints:
     pp: int | None = 1
     pp_chunks: int | None = None
     head_groups: int | None = None
-    p: str | None = None
-    g: str | None = None
-    os: str | None = None
+    p: int | None = None
+    g: int | None = None
+    os: int | None = None
     strategy: str = ""
     os_layout: str = "auto"
     os_place: str = "auto"
@@ -176,7 +175,7 @@ def fix(constraints: Constraints, chosen: Plan) -> Constraints:
     fixed = values(chosen, DEGREES)
     f = fixed.pop("factors")
     if not constraints.strategy:
-        fixed |= {"p": str(f.p), "g": str(f.g), "os": str(f.os)}
+        fixed |= {"p": f.p, "g": f.g, "os": f.os}
     layers_run = fixed.pop("recompute")
     return replace(constraints, **fixed, layers_run=layers_run)
 
@@ -655,8 +654,8 @@ def legal_states(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
         closest = min(divisors(world), key=lambda n: abs(n - per_node))
         raise ValueError(f"--per-node {per_node}: does not divide {world} ranks; nearest: "
                          f"{closest}")
-    wish = {name: parse_mesh(getattr(constraints, name), per_node) for name in ("p", "g", "os")
-            if getattr(constraints, name) is not None}
+    asked = {"p": constraints.p, "g": constraints.g, "os": constraints.os}
+    wish = {name: count for name, count in asked.items() if count is not None}
     if constraints.strategy:
         if wish:
             raise ValueError(f"--strategy {constraints.strategy} sets all factors: drop "
@@ -1163,14 +1162,10 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
     peak = hardware.profile.peak_flops
     causal, full = (peak and flops * tgs / peak for flops in flops_per_token(plan.model, plan.seq))
 
-    def mesh(shards: int) -> list[int]:
-        in_node = min(shards, plan.in_node)
-        return [in_node, shards // in_node]
-
     return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp,
             "tp_mode": plan.tp_mode if plan.tp > 1 else None, "pp": plan.pp,
-            "pp_chunks": plan.pp_chunks,
-            "p": mesh(f.p), "g": mesh(f.g), "os": mesh(f.os), "os_layout": plan.os_layout,
+            "pp_chunks": plan.pp_chunks, "p": f.p, "g": f.g, "os": f.os,
+            "os_layout": plan.os_layout,
             "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
             "alpha": kept.alpha if kept else None,
             "resident_layers": kept.resident if kept else None, "chunk": plan.chunk,
@@ -1190,15 +1185,10 @@ def table(rows: list[dict[str, str]]) -> str:
 
 
 def shards_text(plan: Plan) -> str:
-    """Return p, g, os as flags take them: GPUs of a node x nodes where they cross one."""
-    def text(shards: int) -> str:
-        nodes = shards // plan.in_node
-        return f"{plan.in_node}x{nodes}" if nodes > 1 else f"{shards}"
-
+    """Return p, g, os, and how and where optimizer states lie."""
     f = plan.factors
-    second = f", hpZ {f.secondary}" if f.secondary else ""
     place = ", os on the host" if plan.os_place == "host" else ""
-    return f"{text(f.p)},{text(f.g)},{text(f.os)}{second} {plan.os_layout}{place}"
+    return f"{f.p},{f.g},{f.os} {plan.os_layout}{place}"
 
 
 def layers_text(plan: Plan) -> str:

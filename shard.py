@@ -89,7 +89,6 @@ class Factors:
     p: int = 1
     g: int = 1
     os: int = 1
-    secondary: int = 0  # of ZeRO++'s secondary parameter shard, for backward's gathers; 0: none
 
 
 def strategies(ranks: int, k: int) -> dict[str, Factors]:
@@ -100,7 +99,6 @@ def strategies(ranks: int, k: int) -> dict[str, Factors]:
         "zero2": Factors(1, ranks, ranks),
         "zero3": Factors(ranks, ranks, ranks),
         "mics": Factors(k, k, k),
-        "zero++": Factors(ranks, ranks, ranks, k),
         "zero1.5": Factors(1, 1, k),
     }
 
@@ -110,23 +108,11 @@ def parse_strategy(text: str, ranks: int) -> Factors:
     name, _, number = text.partition(":")
     k = int(number) if number.isdigit() else 0
     table = strategies(ranks, k)
-    with_k = ("mics", "zero++", "zero1.5")
+    with_k = ("mics", "zero1.5")
     if name not in table or (name in with_k) != (k > 0):
         names = ", ".join(row + ":K" if row in with_k else row for row in table)
         raise ValueError(f"--strategy {text}: one of {names}")
     return table[name]
-
-
-def parse_mesh(text: str, per_node: int) -> int:
-    """Return the number of shards of '8' or '8x4' (GPUs in a node x nodes). Raises ValueError."""
-    counts = text.lower().split("x")
-    if len(counts) > 2 or not all(n.isdigit() and int(n) for n in counts):
-        raise ValueError(f"factor {text!r}: a number or GPUs-in-a-node x nodes, as 8 or 8x4")
-    in_node = int(counts[0])
-    nodes = int(counts[-1]) if len(counts) == 2 else 1
-    if nodes > 1 and in_node != per_node:
-        raise ValueError(f"factor {text}: fill a node before crossing it: {per_node}x{nodes}")
-    return in_node * nodes
 
 
 @functools.cache
@@ -145,11 +131,9 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     grad_shard and its owned part (shard), and what runs on them (keep_grad, bucket_all_reduce,
     sum_bucket); States asserts that g is p or os."""
     sizes = legal_sizes(ranks, per_node)
-    for count in (f.p, f.g, f.os, f.secondary or 1):
+    for count in (f.p, f.g, f.os):
         if count not in sizes:
             return f"{count} shards do not fit {ranks} ranks, {per_node} a node: {sizes}"
-    if f.secondary and f.p % f.secondary:
-        return f"the secondary shard, {f.secondary}, must divide p"
     if f.os % f.p:
         return "the dependency rule is p <= g <= os, each dividing the next"
     if f.g not in (f.p, f.os):
@@ -166,11 +150,6 @@ def legal_factors(ranks: int, per_node: int) -> list[Factors]:
 
 def nearest_legal(f: Factors, ranks: int, per_node: int) -> str:
     """Return the flags of the legal factors that are nearest to f."""
-    if f.secondary:
-        fitting = [n for n in legal_sizes(ranks, per_node)
-                   if illegal(Factors(ranks, ranks, ranks, n), ranks, per_node) is None]
-        return f"--strategy zero++:{min(fitting, key=lambda n: abs(n - f.secondary))}"
-
     def distance(legal: Factors) -> int:
         return abs(legal.p - f.p) + abs(legal.g - f.g) + abs(legal.os - f.os)
 
@@ -270,7 +249,6 @@ class ShardedParam:
     start: int  # of what this rank updates, within the matrix
     size: int  # of it, elements; S/os, or S/p and 0 in layout inter
     param_shard: Tensor  # (S/p,) newest after broadcast_done
-    secondary_shard: Tensor | None  # (S/secondary,) newest after the step's first gather
     unsharded_param: ParamBuffer  # (S,) from `gathered` until the layer after the next; p=1: shard
     grad_shard: Tensor  # (S/g,) sum of the step's micro-batches, final after finish_gradients
     unsharded_grad: GradBuffer  # (S,) from the first chunk until `scattered`; or grad_shard itself
@@ -479,7 +457,6 @@ class States:
         self.subgroup_size = f.os // f.p
         self.subgroup_index = rank % f.os // f.p
         self.param_index = rank % f.p
-        self.secondary_index = rank % f.secondary if f.secondary else 0
 
         def by_param_group(r):
             return r // f.p
@@ -488,9 +465,6 @@ class States:
             return r // f.os, r % f.p
 
         self.param_gather_group = groups.get("param_gather", by_param_group)
-        self.secondary_group = None
-        if f.secondary:
-            self.secondary_group = groups.get("param_gather", lambda r: r // f.secondary)
         self.grad_scatter_group = groups.get("grad_reduce", by_param_group)
         self.grad_subgroup = groups.get("grad_reduce", by_subgroup)
         self.param_subgroup = groups.get("param_broadcast", by_subgroup)
@@ -577,9 +551,6 @@ class States:
         of_layer = name.split(".", 2)[2:] or [name]
         key = padded, *of_layer, unit % 2
         param_shard = self.zeros(part, self.dtype)
-        secondary_shard = None
-        if f.secondary:
-            secondary_shard = self.zeros(padded // f.secondary, self.dtype)
         if f.p == 1:
             unsharded_param = ParamBuffer(param_shard)
         else:
@@ -596,9 +567,9 @@ class States:
             unsharded_grad = self.grad_buffers[key]
         owned_grad = grad_shard[owned] if f.g == f.p else grad_shard
         start = self.param_index * part + offset
-        return ShardedParam(name, module, unit, owner, start, size, param_shard, secondary_shard,
-                            unsharded_param, grad_shard, unsharded_grad, param_shard[owned],
-                            owned_grad, {}, num_chunks,
+        return ShardedParam(name, module, unit, owner, start, size, param_shard, unsharded_param,
+                            grad_shard, unsharded_grad, param_shard[owned], owned_grad, {},
+                            num_chunks,
                             self.replicas_of_layers if self.is_layer(unit)
                             else self.replicas_of_ends)
 
@@ -644,9 +615,9 @@ class States:
             wait(param.broadcast_done)  # they are new; hidden by the update and layers before
             param.broadcast_done = None
             return module.weight
-        self.launch_param_gather([param], backward)  # if it was not launched ahead
+        self.launch_param_gather([param])  # if it was not launched ahead
         if self.prefetch:
-            self.launch_param_gather(self.params_ahead(param, backward), backward)
+            self.launch_param_gather(self.params_ahead(param, backward))
         wait(param.unsharded_param.gathered)  # hidden by the layer before; in backward: the matrix
         return module.weight
 
@@ -660,7 +631,7 @@ class States:
         is_last_unit = param.unit + 1 == len(self.units)
         return self.units[param.unit + 1] if is_first and not is_last_unit else []
 
-    def launch_param_gather(self, params: list[ShardedParam], backward: bool) -> None:
+    def launch_param_gather(self, params: list[ShardedParam]) -> None:
         """Launch the all-gather of the weights that their buffers do not hold yet."""
         params = [param for param in params if param.unsharded_param.holder is not param]
         if not params:
@@ -668,26 +639,17 @@ class States:
         stream = self.streams["param_gather"]
         with stream.after_compute():  # buffers are free: the layer before the last has read them
             for param in params:
-                self.gather_param(param, backward)
+                self.gather_param(param)
         gathered = stream.last_event()
         for param in params:
             param.unsharded_param.holder = param
             param.unsharded_param.gathered = gathered
 
-    def gather_param(self, param: ShardedParam, backward: bool) -> None:
-        """Enqueue one all-gather; in backward of the secondary shard, where there is one."""
-        whole = param.unsharded_param.data
-        secondary = param.secondary_shard
+    def gather_param(self, param: ShardedParam) -> None:
+        """Enqueue one all-gather, (S/p,) -> (S,)."""
         wait(param.broadcast_done)  # param_shard is new; hidden by update and layers before
         param.broadcast_done = None
-        if secondary is None or not backward:
-            all_gather(whole, param.param_shard, group=self.param_gather_group)  # (S/p,) -> (S,)
-        elif self.secondary_group is not None:
-            all_gather(whole, secondary, group=self.secondary_group)  # (S/secondary,) -> (S,)
-        else:
-            whole.copy_(secondary)
-        if secondary is not None and not backward:
-            secondary.copy_(whole.view(self.factors.secondary, -1)[self.secondary_index])
+        all_gather(param.unsharded_param.data, param.param_shard, group=self.param_gather_group)
 
     def reshard(self, module: Matrix) -> None:
         """Free nothing: the layer after the next takes the buffer. Poison shows late reads."""
@@ -1041,8 +1003,6 @@ class States:
         held = {"parameters": 0, "gradients": 0, "optimizer": 0}
         for param in self.sharded_params.values():
             held["parameters"] += param.param_shard.nbytes
-            if param.secondary_shard is not None:
-                held["parameters"] += param.secondary_shard.nbytes
             held["gradients"] += param.grad_shard.nbytes
             held["optimizer"] += sum(values.nbytes for values in param.states.values())
         return held

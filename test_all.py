@@ -606,18 +606,14 @@ def test_factors():
     assert all(f.os % f.p == 0 and f.g in (f.p, f.os) for f in legal)
     # four nodes of 8: a shard fills its node before it crosses
     assert shard.legal_sizes(32, 8) == [1, 2, 4, 8, 16, 32]
-    assert shard.parse_mesh("8x4", 8) == 32 and shard.parse_mesh("4", 8) == 4
-    for name, f in (("zero3", (8, 8, 8, 0)), ("zero++:4", (8, 8, 8, 4)), ("mics:4", (4, 4, 4, 0)),
-                    ("zero1.5:2", (1, 1, 2, 0)), ("zero2", (1, 8, 8, 0)), ("ddp", (1, 1, 1, 0))):
+    for name, f in (("zero3", (8, 8, 8)), ("mics:4", (4, 4, 4)), ("zero1.5:2", (1, 1, 2)),
+                    ("zero2", (1, 8, 8)), ("ddp", (1, 1, 1))):
         assert shard.parse_strategy(name, 8) == shard.Factors(*f)
         shard.check_factors(shard.Factors(*f), 8, 8)
     for f, rule in (((1, 2, 4), "g must be p or os"), ((3, 3, 3), "3 shards do not fit 8 ranks"),
-                    ((4, 4, 2), "dependency rule"), ((8, 8, 8, 3), "3 shards do not fit")):
-        near = r"--strategy zero\+\+:2" if len(f) == 4 else r"--p \d --g \d --os \d"
-        with pytest.raises(ValueError, match=f"{rule}.*nearest: {near}$"):
+                    ((4, 4, 2), "dependency rule")):
+        with pytest.raises(ValueError, match=rf"{rule}.*nearest: --p \d --g \d --os \d$"):
             shard.check_factors(shard.Factors(*f), 8, 8)
-    with pytest.raises(ValueError, match="fill a node before crossing it: 8x2"):
-        shard.parse_mesh("4x2", 8)
     need = costs.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, False)
     assert need == {"parameters": 1000, "gradients": 500, "optimizer": 1500}
     need = costs.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, True)
@@ -650,7 +646,7 @@ def test_plan_takes_the_fewest_shards_that_fit_and_are_fast():
     assert one.os_place == "host" and one.activations.resident == 32
     assert one.host["optimizer"] == 12 * m.param_count(m.MODELS["7b"])
     assert choose(8, 139, seq=4096, batch=8).factors.os == 8  # its update would take as long
-    assert choose(8, 139, p="2", **many).factors.p == 2
+    assert choose(8, 139, p=2, **many).factors.p == 2
     plan = choose(8, 132, seq=2**20, host_memory=480 * 2**30)
     assert plan.sp == 8 and plan.batch == 1 and plan.activations.resident >= 2
     assert not plan.activations.layers_recomputing_attention
@@ -754,7 +750,7 @@ def test_papers_choices(scale):
     for name in ("7b", "30b"):
         theirs, best = rows[f"AMSP {name}", 64]
         assert theirs["step_s"] <= (1 + planner.TIE) * best["step_s"]
-    for name, shards in (("13b", "4,4,8 inter"), ("30b", "8,8,8x4 inter")):
+    for name, shards in (("13b", "4,4,8 inter"), ("30b", "8,8,32 inter")):
         assert rows[f"AMSP {name}", 1024][0]["shards"] == shards
     theirs = rows["InternEvo 7b, layers whole", 128][0]
     assert (theirs["sp"], theirs["layers"], theirs["shards"]) == ("32", "all", "4,4,8 inter")
@@ -1076,9 +1072,6 @@ def sharding_worker(cases: str):
     groups, factors = attention.Groups(), shard.legal_factors(world, int(os.environ["PER_NODE"]))
     rows = cover(factors=factors, layouts=("inter", "intra"), several=(1, 3),
                  recompute=(False, True), place=("gpu", "host"))
-    secondary = [shard.Factors(world, world, world, k) for k in (1, 2)]
-    rows += cover(factors=secondary, layouts=("intra",), several=(1, 3), recompute=(False, True),
-                  place=("gpu", "host"))
     if cases == "once":
         rows = [(f, ("inter", "intra")[i % 2], (1, 3)[i // 2 % 2], i % 3 == 0,
                  ("gpu", "host")[i // 3 % 2]) for i, f in enumerate(factors)]
@@ -1106,7 +1099,7 @@ def sharding_worker(cases: str):
 
 
 @pytest.mark.parametrize("ranks, per_node, cases, count", [
-    (4, 2, "cover", 160 if ALL_COMBINATIONS else 24), (8, 8, "once", 16)])
+    (4, 2, "cover", 144 if ALL_COMBINATIONS else 18), (8, 8, "once", 16)])
 def test_sharding_equals_one_process(ranks, per_node, cases, count, tmp_path):
     """4 ranks as 2 nodes of 2: a cover of factors x layouts x micro-batches x recomputation x the
     place of optimizer states; 8 ranks: each of the 16 factors. What was released or used is
@@ -1138,7 +1131,7 @@ def test_sharded_checkpoints_fit_each_other(tmp_path):
     run([*args, "--out", tmp_path / "a", "--save-every", "3", "--export", tmp_path / "x"], 0)
     want, others = losses(tmp_path / "a"), [
         (2, "--p 2 --os-layout inter --os-place host"), (3, "--strategy zero3 --overlap none"),
-        (2, "--os 2 --g 1 --per-node 1 --os 1x2 --os-place host --save-async"),
+        (2, "--os 2 --g 1 --per-node 1 --os-place host --save-async"),
         (2, "--strategy zero2 --os-layout inter")]
     last = tmp_path / "a" / "step-00000003"
     for i, (ranks, flags) in enumerate(others):
@@ -2398,7 +2391,7 @@ def test_chunks_by_hand_hold_what_is_counted(chunk):
     """Chunks are equal parts, so what some of them store is their share."""
     seq, model = 2**16, m.MODELS["7b"]
     plan = choose(1, 190, seq=seq, host_memory=60 * 2**30, sp=1, batch=1, micro_batch=1,
-                  chunk=chunk, p="1", g="1", os="1")
+                  chunk=chunk, p=1, g=1, os=1)
     assert plan.chunk <= chunk and plan.activations.swapped_chunks > 0
     layers = offload.ChunkedLayers.__new__(offload.ChunkedLayers)  # its fields, not its buffers
     layers.plan, layers.tokens = plan.activations, seq
@@ -4320,7 +4313,6 @@ REFUSED = {
     "batch twice": ("--batch-tokens 4K", "--batch 6 and --batch-tokens 4096 say the same"),
     "unreadable": ("--data {tmp}/locked.txt", "Permission denied.*locked.txt"),
     "p": ("--p 2", "p=2 g=1 os=1: 2 shards do not fit 1 ranks.*nearest: --p 1"),
-    "mesh": ("--os 2x", "factor '2x': a number or"),
     "strategy": ("--strategy zero4", "zero4: one of ddp, zero1.*mics:K"),
     "layout": ("--os-layout whole", "whole: one of auto, intra, inter"),
     "place": ("--os-place disk", "--os-place disk: one of auto, gpu, host"),
@@ -5089,9 +5081,6 @@ def every_choice(ranks, per_node, seq=2**13, several=(1, 2, 5)):
             (("none", seq), ("auto", 3000), ("auto", seq), ("full", seq))):
         yield costs.Plan(COSTED, torch.bfloat16, ranks, per_node, seq, 1, 1, count * ranks, 1, 1,
                          recompute, chunk, f, layout, place, accumulates=count > 1)
-    secondary = shard.Factors(ranks, ranks, ranks, per_node)
-    yield costs.Plan(COSTED, torch.bfloat16, ranks, per_node, seq, 1, 1, 3 * ranks,
-                     recompute="none", chunk=seq, factors=secondary)
 
 
 class Recorded(costs.StepTimeline):
@@ -5204,7 +5193,7 @@ def test_streams_carry_what_shard_launches(layout, several, recompute, monkeypat
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
         groups = attention.Groups()
-        for f in (*shard.legal_factors(8, 4), shard.Factors(8, 8, 8, 2), shard.Factors(8, 8, 8, 1)):
+        for f in shard.legal_factors(8, 4):
             with torch.device("meta"):
                 model = m.LLaMA(cfg, m.plain_attention)
             if recompute == "full":
@@ -5590,12 +5579,12 @@ def test_planner_prints_plans(capsys, tmp_path):
 
 
 def test_planner_respects_flags(capsys):
-    by_hand = "--p 2 --g 2x2 --os 2x2 --os-layout inter --sp 2 --micro-batch 4 --head-groups 2"
+    by_hand = "--p 2 --g 4 --os 4 --os-layout inter --sp 2 --micro-batch 4 --head-groups 2"
     by_hand += " --ring 2 --os-place gpu"
     _, text = ask(capsys, *ASKED, *by_hand.split(), *"--alpha 0.5 --resident-layers 4".split(),
                   "--chunk", "2K", "--json")
     found, = json.loads(text)["plans"]
-    want = {"p": [2, 1], "g": [2, 2], "os": [2, 2], "os_layout": "inter", "os_place": "gpu",
+    want = {"p": 2, "g": 4, "os": 4, "os_layout": "inter", "os_place": "gpu",
             "sp": 2, "ring": 2, "dp": 2, "micro_batch": 4, "head_groups": 2, "alpha": 0.5,
             "resident_layers": 4, "chunk": 2048}
     assert {key: found[key] for key in want} == want
@@ -5701,7 +5690,7 @@ def test_dry_run_prints_the_planners_table(capsys):
 @pytest.mark.parametrize("f", [shard.Factors(1, 1, 1), shard.Factors(1, 1, 8),
                                shard.Factors(2, 2, 4), shard.Factors(2, 4, 4),
                                shard.Factors(1, 4, 4), shard.Factors(8, 8, 8),
-                               shard.Factors(4, 4, 8), shard.Factors(8, 8, 8, 2)])
+                               shard.Factors(4, 4, 8)])
 @pytest.mark.parametrize("layout", ["intra", "inter"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_rings_are_what_shard_launches(f, layout, micro_batches, monkeypatch):
@@ -5744,8 +5733,7 @@ def test_rings_are_what_shard_launches(f, layout, micro_batches, monkeypatch):
     assert launched.keys() == sent.keys()
     for name, *members in sent:
         if name == "param_gather":  # a weight that its buffer still holds is not gathered again
-            times = 1 if f.secondary else 2
-            least = times * micro_batches * layers * (1 - 2 / cfg.layers)
+            least = 2 * micro_batches * layers * (1 - 2 / cfg.layers)
             assert least <= launched[name, *members] / 2 * len(members) / (len(members) - 1)
             assert launched[name, *members] <= sent[name, *members]
         else:
@@ -5773,9 +5761,7 @@ def walk_of_rings(leaves, per_node, f, layout, micro_batches, param_bytes, grad_
 
     for micro_batch in range(micro_batches):
         last = micro_batch == micro_batches - 1
-        ring("param_gather", p_group, param_bytes, 1)
-        ring("param_gather", (lambda r: r // f.secondary) if f.secondary else p_group,
-             param_bytes, 1)
+        ring("param_gather", p_group, param_bytes, 2)
         ring("grad_scatter", p_group, grad_bytes, 1)
         if f.g > f.p and layout == "intra":
             ring("grad_scatter", subgroup, grad_bytes / f.p, 1)
@@ -5807,9 +5793,7 @@ def ring_cases(num_nodes, per_node):
 def test_spine_bytes_equal_a_walk(num_nodes, per_node):
     """Also where sp or the ring of a comb do not fit nodes."""
     some = random.Random(0)
-    for ranks, f, *rest in itertools.chain(
-            ring_cases(num_nodes, per_node),
-            [(12, shard.Factors(12, 12, 12, 4), "intra", 2, 1e9, 1e9, 1, 0)] * (num_nodes < 4)):
+    for ranks, f, *rest in ring_cases(num_nodes, per_node):
         leaves = [some.choice("abc") for _ in range(num_nodes)]
         placed = placement.place_nodes(leaves, placement.make_rings(ranks, f, *rest), per_node)
         for order, counted in ((range(num_nodes), placed.before), (placed.order, placed.after)):

@@ -166,13 +166,12 @@ class Config:
                              " llama3:FACTOR or yarn:FACTOR, times the length that a checkpoint"
                              " reaches; one that is scaled takes its own kind alone (Llama 3.1's"
                              " 128K, llama3:2: 256K)")
-    p: str | None = flag(None, "parameter shards: a number, or GPUs in a node x nodes (8, 8x4);"
-                         " auto: by predicted time, then the fewest shards, p before g before os")
-    g: str | None = flag(None, "gradient shards, p or os; auto: likewise")
-    os: str | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
+    p: int | None = flag(None, "parameter shards; auto: by predicted time, then the fewest shards,"
+                         " p before g before os")
+    g: int | None = flag(None, "gradient shards, p or os; auto: likewise")
+    os: int | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
     per_node: int | None = flag(None, "ranks of a node; auto: torchrun's local world size")
-    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero++:K,"
-                         " zero1.5:K")
+    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
     os_layout: str = flag("auto", "of optimizer states: inter (whole tensors, greedy), intra (each"
                           " tensor split evenly), or auto: by predicted time")
     os_place: str = flag("auto", "where optimizer states lie: gpu; host, in page-locked memory,"
@@ -249,7 +248,7 @@ LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not a
     TIMEOUTS: "timeout",
     (1, 100): "verify",
     (0, 2**20): "eval_passkey",
-    (1, 2**20): "sp ring tp pp pp_chunks head_groups ranks",
+    (1, 2**20): "sp ring tp pp pp_chunks p g os head_groups ranks",
     (2, 2**20): "resident_layers",
     (0, 2**31 - 1): "seed",
     (-1, 2**32): "ignore_token document_token",
@@ -810,13 +809,12 @@ def describe(run: Run) -> None:
     cfg = run.cfg
     plan = run.plan
     f = plan.factors
-    secondary = f" secondary={f.secondary}" if f.secondary else ""
     there = ""
     if cfg.os_place == "host":
         there = f", {plan.host['optimizer'] / GIB:.1f} GiB a rank"
     if plan.tp > 1:
         print0(f"layers: {plan.tp_mode}, shared by {plan.tp} neighbouring ranks, columns")
-    print0(f"states: p={f.p} g={f.g} os={f.os}{secondary} of {plan.state_ranks} ranks, "
+    print0(f"states: p={f.p} g={f.g} os={f.os} of {plan.state_ranks} ranks, "
            f"{cfg.per_node // plan.tp} a node; {cfg.os_layout}-tensor; optimizer states on the "
            f"{cfg.os_place}{there}; overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
     print0(f"batch: {plan.batch} sequences = {plan.dp} data-parallel ranks x "

@@ -284,7 +284,7 @@ def draw_systems(path: Path, rows: list[dict]) -> None:
     """Draw MFU and TGS by number of GPUs: a line for what is predicted of a system, a mark for what
     was published of it."""
     fig, axes = figure(4.8, 2, 3, dpi=120)  # a smaller file
-    colors = {"ours": BLUE, "ZeRO-1": GREEN, "ZeRO-3": RED, "MiCS": ORANGE, "ZeRO++": PURPLE}
+    colors = {"ours": BLUE, "ZeRO-1": GREEN, "ZeRO-3": RED, "MiCS": ORANGE}
     for (top, bottom), model in zip(axes.T, ("7b", "13b", "30b")):
         for system, color in colors.items():
             line = [r for r in rows if (r["model"], r["system"]) == (model, system)]

@@ -215,7 +215,7 @@ PAPER_MODELS = {  # AMSP's 30B is InternEvo's: 60 x 6144, which its MFU and TGS 
     "7b": MODELS["7b"], "13b": MODELS["13b"],
     "30b": ModelConfig(32000, 6144, 60, 48, 48, 16384)}
 RECOMPUTE = {"7b": "none", "13b": "none", "30b": "full"}  # AMSP, section VI
-CHOICES = {"7b": ("1", "1", "8"), "13b": ("4", "4", "8"), "30b": ("8", "8", "8x4")}  # table IV
+CHOICES = {"7b": (1, 1, 8), "13b": (4, 4, 8), "30b": (8, 8, 32)}  # table IV
 OVERLAPS = {  # AMSP, table V
     "all overlaps": "param_gather,grad_scatter,grad_reduce,param_broadcast",
     "without broadcast": "param_gather,grad_scatter,grad_reduce",
@@ -232,15 +232,13 @@ SYSTEMS = {  # of figures 11 and 12: strategy, overlaps (of DeepSpeed's: section
     "ours": ("", OVERLAPS["without broadcast"]),
     "ZeRO-1": ("zero1", OVERLAPS["without broadcast"]),
     "ZeRO-3": ("zero3", "param_gather,grad_reduce"),
-    "MiCS": ("mics:8", "param_gather,grad_reduce"),
-    "ZeRO++": ("zero++:8", "param_gather,grad_reduce")}
+    "MiCS": ("mics:8", "param_gather,grad_reduce")}
 FIGURE_11 = {  # MFU; at 1024 GPUs section VI-B, at 8 "63 to 64", at 32 "around 40"
     ("7b", "ours", 8): 0.635, ("7b", "ZeRO-1", 8): 0.635, ("7b", "ours", 1024): 0.51,
     ("7b", "ZeRO-1", 1024): 0.36, ("7b", "MiCS", 1024): 0.35, ("7b", "ZeRO-3", 1024): 0.04,
-    ("7b", "ZeRO++", 1024): 0.04, ("13b", "ours", 1024): 0.52, ("13b", "MiCS", 1024): 0.33,
-    ("13b", "ZeRO++", 1024): 0.06, ("30b", "ours", 32): 0.40, ("30b", "MiCS", 32): 0.40,
-    ("30b", "ZeRO-3", 32): 0.40, ("30b", "ours", 1024): 0.42, ("30b", "MiCS", 1024): 0.29,
-    ("30b", "ZeRO++", 1024): 0.05}
+    ("13b", "ours", 1024): 0.52, ("13b", "MiCS", 1024): 0.33, ("30b", "ours", 32): 0.40,
+    ("30b", "MiCS", 32): 0.40, ("30b", "ZeRO-3", 32): 0.40, ("30b", "ours", 1024): 0.42,
+    ("30b", "MiCS", 1024): 0.29}
 MEMO = {  # causal MFU of 7B by (GPUs, tokens of a sequence), table 3; figure 12(b): "over 50 %"
     (8, 64): 0.5234, (8, 128): 0.5096, (8, 256): 0.5362, (8, 384): 0.5304, (8, 512): 0.5184,
     (8, 640): 0.5259, (8, 768): 0.5189, (8, 896): 0.5271, (8, 1024): 0.5230, (16, 2048): None,
@@ -300,7 +298,7 @@ def choices() -> list[dict]:
             asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, amsp_flags(name, 1024),
                           {"p": p, "g": g, "os": os}))
     flags = {"seq": 2**18, "batch": 16, "os_place": "gpu"}
-    theirs = {"p": "4", "g": "4", "os": "8", "sp": 32, "ring": 1, "recompute": "none"}
+    theirs = {"p": 4, "g": 4, "os": 8, "sp": 32, "ring": 1, "recompute": "none"}
     for text, recompute in (("InternEvo 7b, layers whole", "none"),
                             ("InternEvo 7b, layers may swap", "auto")):
         asked.append((text, MODELS["7b"], 128, flags | {"recompute": recompute}, theirs))
@@ -450,8 +448,8 @@ NODE = [  # what results/node.py measures: model, tokens, sequences a step, flag
     *(("7b", kilo * 2**10, 1, {}) for kilo in (64, 128, 256, 512, 1024)), ("7b", 2**16, 8, {}),
     ("llama3-8b", 2**18, 1, {}),
     *(("7b", 2**12, 8 * m, {"sp": 1, "micro_batch": 1, "p": p, "g": g, "os": os} if p else {})
-      for m in (1, 8) for p, g, os in (("1", "1", "8"), ("1", "8", "8"), ("4", "4", "8"),
-                                       ("8", "8", "8"), ("4", "4", "4"), ("", "", "")))]
+      for m in (1, 8) for p, g, os in ((1, 1, 8), (1, 8, 8), (4, 4, 8), (8, 8, 8), (4, 4, 4),
+                                       (0, 0, 0)))]
 
 
 def node() -> list[dict]:
