@@ -52,15 +52,15 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         "longest": "Shows the longest sequence by plan, and a step of the first and last two layers"
         " with everything else allocated as planned (on one GPU, with optimizer states on it). *8 x"
         " H200* is a plan that was not run; there host memory binds, and most layers drop even"
-        " their attention output.",
+        " their attention output. Layers of one H100, and of two H200s, made q, k, v of a group of"
+        " heads at a time, which went since: plans of now are shorter.",
         "ring": "Shows one sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over"
         " two GPUs, each as train.py plans it; *nodes=2*: the two reach each other by sockets over"
         " loopback alone. There the keys and values of llama3-8b, a quarter of its queries, go"
         " around hidden by attention, and all-to-alls of everything do not.",
         "pipeline": "Shows all GPUs as the stages of a pipeline, with several parts of the model on"
-        " one, with sequences in segments, beside one sequence over all of them and data"
-        " parallelism. *idle* is the share of a step in which a stage waits for messages, the mean"
-        " of all, and the formula's for passes that all take as long; *nodes=2*: the two halves of"
+        " one, beside one sequence over all of them and data parallelism. *idle* is the share of a"
+        " step in which a stage waits for messages, the mean of all, and the formula's for passes that all take as long; *nodes=2*: the two halves of"
         " the GPUs reach each other by sockets over loopback alone.",
         "tensor": "Shows a layer's matrices over all GPUs in three modes, and *isp*, one sequence"
         " over them whose weights are whole or gathered: GiB of activations that a rank sends in a"
@@ -165,13 +165,13 @@ SCALE = {  # key of scale.json -> how to read it
         "**Sequences across nodes** of 8 H200s with NICs of so many GB/s a GPU, eight ranks of a"
         " node by heads. *hidden from*: the shortest sequence whose layers wait at most 1% longer"
         " than on an endlessly fast network, if a ring crosses it; then the seconds of a step of 1M"
-        " tokens with a ring over the nodes, by heads alone (32 heads: not over 64 ranks), and what"
+        " tokens with a ring over the nodes, by heads alone (no more ranks than keys), and what"
         " the planner takes. By heads alone the whole all-to-all crosses the network, hidden by a"
         " head group's attention. 7B has a key for each head, and its ring moves as much; of"
         " llama3-8b four heads share one.",
     "hybrids":
         "**Matrices and layers cut, too**: the planner's choice among all degrees (tp, its"
-        " mode; stages x parts, K segments; sp), without tensor modes and pipelines, and where 8"
+        " mode; stages x parts; sp), without tensor modes and pipelines, and where 8"
         " stages or 8 columns are asked for: seconds of a step, causal MFU, and of a pipeline"
         " the seconds in which a stage is idle. Batches are open but for InternEvo's and that of"
         " 4K tokens, so at 1M tokens MFU compares. A pipeline wins where sequences are short,"
