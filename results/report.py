@@ -58,7 +58,8 @@ TOPICS = {  # topic -> bench.py's table -> what it shows, and how to read it
         "longest": "Shows the longest sequence by plan, and a step of the first and last two layers"
         " with everything else allocated as planned (on one GPU, with optimizer states on it). *8 x"
         " H200* is a plan that was not run; there host memory binds, and most layers drop even"
-        " their attention output.",
+        " their attention output. Layers of one H100, and of two H200s, made q, k, v of a group of"
+        " heads at a time, which went since: plans of now are shorter.",
         "ring": "Shows one sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over"
         " two GPUs, each as train.py plans it; *nodes=2*: the two reach each other by sockets over"
         " loopback alone. There the keys and values of llama3-8b, a quarter of its queries, go"
