@@ -162,10 +162,11 @@ def profile_names() -> list[str]:
 def load_profile(name: str, per_node: int | None = None) -> Profile:
     """Return a profile by its name in results/profiles, in any case, by its file, or by a GPU's
     name; of nodes of so many GPUs, by default its own or 8. Raises ValueError."""
-    if not name.endswith(".json") and name.lower() in profile_names():
-        name = name.lower()
-    elif find_sheet(name):
-        return known_profile(name, per_node or 8)
+    if not name.endswith(".json") and name not in profile_names():
+        if name.lower() in profile_names():
+            name = name.lower()
+        elif find_sheet(name):
+            return known_profile(name, per_node or 8)
     path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
     try:
         profile = Profile(**json.loads(path.read_text()))

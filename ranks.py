@@ -10,7 +10,8 @@ all of them again when one dies. What can go wrong between them is settled here:
     check_same(facts)        all raise if they were not started alike
     with Heartbeat(...):     a rank that is dead or unreachable ends the others, with its name
 
-Left out: fewer or more ranks than torchrun has started; its own time-outs.
+Left out: fewer or more ranks than torchrun has started; its own time-outs; restarts of several
+nodes whose torchruns share a store, in which they count differently (README's export avoids it).
 """
 import contextlib
 import os

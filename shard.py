@@ -180,7 +180,7 @@ class Optimizer:
     (clipping), 1 - beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update
     changes nothing: with torch.where, as in adamw below, since what is not finite times 0 is not 0.
     Another one stands in the line of OPTIMIZER below: states, checkpoints and counted bytes follow
-    (planner.one_plan predicts AdamW's time). It updates every Matrix: embedding, head, and q|k|v
+    (hardware.update_bytes counts AdamW's). It updates every Matrix: embedding, head, and q|k|v
     and gate|up as they are fused. One that is `whole` runs with --os-layout inter --p 1.
     """
 
