@@ -4048,6 +4048,7 @@ train.States.update = fatal
 def test_failed_rank_is_named(victim, says, tmp_path):
     """The other one, in a collective that hangs as its sockets stay open, ends and says why."""
     code = f"""
+import ranks
 ranks.BEAT_S = 0.2
 old, count = train.States.update, [0]
 def stop(*args):
@@ -4073,6 +4074,7 @@ train.States.update = stop
 def test_ranks_that_wait_or_have_ended_are_not_dead(tmp_path):
     """One loads for longer than a silent rank has, and ends as much earlier than the other."""
     code = """
+import ranks
 ranks.BEAT_S = 0.05
 load, rank = train.load_weights, int(os.environ['RANK'])
 train.load_weights = lambda *args: (train.time.sleep(2 * rank), load(*args))[1]

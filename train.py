@@ -1327,8 +1327,8 @@ def due(step: int, every: int) -> bool:
 
 def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int) -> str:
     """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
-    many steps in a row were not finite, or the last checkpoint was not saved. A collective of all
-    ranks."""
+    many steps in a row were not finite, the data cannot be read any more, or the last checkpoint
+    was not saved. A collective of all ranks."""
     cfg = run.cfg
     log = Log(run, open(regular(Path(cfg.out) / "log.jsonl"), "a") if run.rank == 0 else None)
     gc.collect()
