@@ -580,8 +580,9 @@ class StepMemory:
         self.plans = 0  # made of recorded steps
 
     def run(self, step):
-        """Run the step: the first two as they are, for what lasts; the third is recorded; then by plan, and recorded again (three times in all) after one that met less than
-        nine tenths of its plan."""
+        """Run the step: the first two as they are, for what lasts; the third is recorded; then by
+        plan, and recorded again (three times in all) after one that met less than nine tenths of
+        its plan."""
         self.runs += 1
         missed = self.plans and self.counts and self.counts["hits"] < 0.9 * len(self.planned)
         if missed and self.plans < 3 and self.give_back():

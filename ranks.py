@@ -31,8 +31,8 @@ SILENT_BEATS = 10  # without one, that end the others; beats, since hosts' clock
 
 
 def start_ranks(timeout: float) -> tuple[int, int, int]:
-    """Join torchrun's group, or make a group of one (timeout in seconds). Several ranks compute with
-    one thread each, one rank with all cores. Returns rank, R and the local rank."""
+    """Join torchrun's group, or make a group of one (timeout in seconds). Several ranks compute
+    with one thread each, one rank with all cores. Returns rank, R and the local rank."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:

@@ -3996,7 +3996,7 @@ def test_weights_that_are_not_finite_are_not_resumed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Saver, "begin", broken)
         train.main([*args, "1"])
-    with pytest.raises(ValueError, match="step-00000001: .*embed.weight has values that are not fin"):
+    with pytest.raises(ValueError, match="step-00000001: .*embed.weight has values that are not"):
         train.main([*args, "2", "--resume"])
 
 
@@ -4139,7 +4139,8 @@ REFUSED = {
     "alpha, nothing recomputed": ("--alpha 0.5 --recompute none", "say different things"),
     "head groups": ("--head-groups 4", "a rank has 6 key/value heads at .*; one of 1, 2, 3, 6$"),
     "resident layers": ("--resident-layers 1", "--resident-layers 1: from 2"),
-    "more resident layers": ("--resident-layers 5", "--resident-layers 5: from 2.*the 4 that the model has"),
+    "more resident layers": ("--resident-layers 5",
+                             "--resident-layers 5: from 2.*the 4 that the model has"),
     "more than a stage has": ("--pp 2 --ranks 2 --dry-run --resident-layers 3",
                               "--resident-layers 3: from 2.* parts has"),
     "nothing to swap": ("--resident-layers 4 --alpha 0.5", "no layer swaps if all 4 are resident"),
@@ -4907,7 +4908,8 @@ def test_profiles_are_files(tmp_path):
 def test_a_gpu_has_one_profile_whatever_the_case():
     """By its name, of nodes of 8; what these share of one GPU's profile is an H200's, scaled."""
     for name, per_node in (("H100", None), ("H100", 8), ("A800", None), ("H200", None)):
-        assert hardware.load_profile(name, per_node) == hardware.load_profile(name.lower(), per_node)
+        assert (hardware.load_profile(name, per_node)
+                == hardware.load_profile(name.lower(), per_node))
     one, eight = (hardware.load_profile("h100", n) for n in (None, 8))
     assert eight.products == one.products and one.per_node == 1 and eight.per_node == 8
     assert eight.host_bytes > one.host_bytes and eight.collectives["all_gather"]
