@@ -112,6 +112,10 @@ class CommStream:
         """An event behind all that was launched so far, for `wait`; None where nothing can wait."""
         return self.stream.record_event() if self.stream else None
 
+    def used(self, *buffers: Tensor) -> None:
+        """Say, on the stream that is current, that buffers which are filled again were read for the
+        last time. Nothing happens: a test gives streams that spoil them here, and start late."""
+
 
 def wait(event) -> None:
     """Let the current stream go on when the event is reached; the host does not stop."""
@@ -634,18 +638,15 @@ class Ring(Attention):
     step, and no sum: in the dtype of dk). Its first k, v travel under what comes before
     (prefetch_backward).
 
-    sp: ranks of a sequence; those of a ring are sp/R apart. poison, delay: as of Ulysses.
+    sp: ranks of a sequence; those of a ring are sp/R apart.
     """
 
-    def __init__(self, kernel: str, sp: int, ring: int, groups: Groups, stream: CommStream,
-                 poison: bool = False, delay: int = 0):
+    def __init__(self, kernel: str, sp: int, ring: int, groups: Groups, stream: CommStream):
         super().__init__(kernel)
         assert sp % ring == 0, f"{ring} does not divide {sp} ranks of a sequence"
         self.sp = sp
         self.ring = ring
         self.ring_stream = stream
-        self.poison = poison
-        self.delay = delay
         self.ring_group = groups.get("ring", lambda r: (r // sp, r % (sp // ring)))
         if self.ring_group is not None:
             self.ring_rank = dist.get_rank(self.ring_group)
@@ -657,7 +658,6 @@ class Ring(Attention):
         T/R, heads, D); and receive those of the previous one."""
         both = k.new_empty(2, *k.shape)
         with self.ring_stream.after_compute():
-            self.delay_if_testing(self.ring_stream)
             wait(after)
             torch.stack([k, v], out=both)
         return self.pass_on(both)
@@ -668,7 +668,6 @@ class Ring(Attention):
         there, here = [0] * self.ring, [0] * self.ring  # rows of the tensor, by rank
         there[(self.ring_rank + 1) % self.ring] = here[self.ring_rank - 1] = len(sent)
         with self.ring_stream.after_compute():
-            self.delay_if_testing(self.ring_stream)
             # on this very stream, which send and receive would leave for one of NCCL's own
             dist.all_to_all_single(received, sent, here, there, group=self.ring_group)
         return Passing(sent, received, self.ring_stream.last_event())
@@ -694,7 +693,7 @@ class Ring(Attention):
             part = attention_forward(self.kernel, q[:, queries].contiguous(),
                                      *(t[:, keys].contiguous() for t in kv), EVERYTHING)
             merge_into(o[:, queries], lse[:, :, queries], *part)
-        self.poison_if_testing([kv])
+        self.ring_stream.used(kv)
         return o.to(q.dtype), lse
 
     def attend_backward(self, do, q, k, v, o, lse, groups=1, in_place=False, passing=None):
@@ -726,21 +725,11 @@ class Ring(Attention):
         dq += dq_part
         sums = summing.wait()
         dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
-        self.poison_if_testing([kv, sums])
+        self.ring_stream.used(kv, sums)
         return dq.to(q.dtype), dk, dv
 
     def prefetch_backward(self, q, k, v, o):
         return self.pass_keys(k, v) if self.ring_group else None
-
-    # -- for tests
-
-    def poison_if_testing(self, used: list[Tensor]) -> None:
-        for x in used if self.poison else []:
-            x.fill_(torch.nan)
-
-    def delay_if_testing(self, stream: CommStream) -> None:
-        if self.delay and stream.stream:
-            torch.cuda._sleep(self.delay)
 
 
 # ---------------------------------------------------------------------------- sequences over ranks
@@ -854,17 +843,16 @@ class Ulysses(Ring):
     Two groups are on heads at a time, in two sets of receive buffers. G * U divides the key/value
     heads (more ranks than these take a ring). lse: (G, B, h, T/R), of documents (G, 1, h, B*T).
 
-    per_node: ranks of a node (0: unknown), for Exchange. poison, delay: for tests; what was
-    received becomes NaN after use, and the streams start so many GPU cycles late.
+    per_node: ranks of a node (0: unknown), for Exchange.
 
     Whatever the exchange stream reads or writes is allocated on the compute stream, and held until
     compute has waited for the exchange: so memory is never given to another too early.
     """
 
     def __init__(self, kernel: str, sp: int, groups: Groups, stream: CommStream,
-                 head_groups: int = 1, per_node: int = 0, poison: bool = False, delay: int = 0,
-                 ring: int = 1, ring_stream: CommStream | None = None):
-        super().__init__(kernel, sp, ring, groups, ring_stream or stream, poison, delay)
+                 head_groups: int = 1, per_node: int = 0, ring: int = 1,
+                 ring_stream: CommStream | None = None):
+        super().__init__(kernel, sp, ring, groups, ring_stream or stream)
         self.head_ranks = head_ranks = sp // ring  # U
         self.stream = stream
         self.head_groups = head_groups
@@ -908,7 +896,6 @@ class Ulysses(Ring):
         send_buffers = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
         recv_buffers = group.recv_buffers[first : first + len(parts)]
         with self.stream.after_compute():
-            self.delay_if_testing(self.stream)
             for x, buffer in zip(parts, send_buffers):
                 copy_heads(x, buffer)
             self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
@@ -931,7 +918,7 @@ class Ulysses(Ring):
             self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
             for buffer, output in zip(recv_buffers, outputs):
                 copy_heads(buffer, self.by_rank(output))
-                self.poison_if_testing([buffer])
+                self.stream.used(buffer)
         return send_buffers
 
     def run(self, run_kernel: Callable, group: HeadGroup, buffers: tuple,
@@ -956,7 +943,7 @@ class Ulysses(Ring):
             # return_buffers are free: the stream has copied what came back before
             returning.append(self.send_back(results, return_buffers, self.of_group(g, *outputs)))
             came_back = self.stream.last_event()
-            self.poison_if_testing(group.recv_buffers)
+            self.stream.used(*group.recv_buffers)
             group = arriving
             del results
         while_waiting()

@@ -380,7 +380,6 @@ class PlainSplit:
     output(y)        what it gives                of some columns of W: a summand of y
     output_grad(dy)  the gradient of its output   all tokens
     input_grad(dx)   that of its input            a summand of dx
-    used(x, dy)      they have been read for the last time; in a forward pass, x alone
     """
 
     alone = True  # nothing happens
@@ -390,9 +389,6 @@ class PlainSplit:
         return lambda: x
 
     output = output_grad = input_grad = input
-
-    def used(self, x: Tensor, dy: Tensor | None = None) -> None:
-        pass
 
 
 class _Mode(threading.local):
@@ -437,7 +433,6 @@ def project(module: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
     bias = bias if bias is None else bias.to(x.dtype)
     y = F.linear(x, module.events.unshard(module, backward=_mode.recomputing), bias)
     module.events.reshard(module)
-    module.split.used(x)
     return module.split.output(y)()  # nothing hides it: what follows needs it
 
 
@@ -457,9 +452,7 @@ def weight_grad(module: nn.Module, dy: Tensor, x: Tensor | Callable[[], Tensor])
 
     def compute(out: Tensor | None, beta: int) -> Tensor:
         arrived = x().flatten(0, -2) if callable(x) else x
-        out = weight_grad_into(dy, arrived, out, beta)
-        module.split.used(arrived, dy)
-        return out
+        return weight_grad_into(dy, arrived, out, beta)
 
     def add_grad_later() -> None:
         grad = module.events.add_grad(module, compute)

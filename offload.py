@@ -445,13 +445,13 @@ class ChunkedLayers:
 
     shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
     backward is due at the same time; each has host buffers of its own. layers: of the model, all by
-    default. poison, delay: for tests; what was used becomes NaN, and copies start so many GPU
-    cycles late. model.attention: an attention.Attention.
+    default. make_stream: as CommStream. model.attention: an attention.Attention.
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
                  chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
-                 layers: range | None = None, poison: bool = False, delay: int = 0):
+                 layers: range | None = None,
+                 make_stream: Callable[..., CommStream] = CommStream):
         layers = range(len(model.blocks)) if layers is None else layers
         self.first = layers.start
         self.blocks = model.blocks[layers.start : layers.stop]
@@ -470,10 +470,8 @@ class ChunkedLayers:
         assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
         self.device = device
         self.dtype = dtype
-        self.poison = poison
-        self.delay = delay
-        self.offload_stream = CommStream(device)
-        self.prefetch_stream = CommStream(device)
+        self.offload_stream = make_stream(device)
+        self.prefetch_stream = make_stream(device)
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
         sizes = [buffer_bytes(self.fields(i)) for i in range(swapped)]
         self.last_swapped = swapped // plan.stride - 1  # group
@@ -483,7 +481,6 @@ class ChunkedLayers:
         groups = [sum(sizes[i : i + plan.stride]) for i in range(0, swapped, plan.stride)]
         self.rounding_buffers = [
             torch.empty(max(groups), dtype=torch.uint8, device=device) for _ in groups[:2]]
-        self.nan = torch.full_like(self.rounding_buffers[0], 255) if poison and swapped else None
         self.in_flight = in_flight
         self.owners: list = [None] * in_flight  # weak references: who holds which host buffers
         model.layer_runner = self.start
@@ -643,7 +640,7 @@ class ChunkedLayers:
         if self.plan.keeps_input(i):  # the last of its group
             micro_batch.prefetched.discard(i // self.plan.stride)
         micro_batch.finished = not micro_batch.saved
-        self.poison_if_testing(saved.tensors())
+        self.prefetch_stream.used(*saved.tensors())
         return dx.view(shape)
 
     def backward_layer(self, i: int, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
@@ -755,7 +752,6 @@ class ChunkedLayers:
         # the host buffer is free: compute has waited for its last backward's prefetch_done (if that
         # backward was given up, a prefetch may still read here; nobody reads what it gets)
         with self.offload_stream.after_compute():  # hidden by layer i + 1
-            self.delay_if_testing(self.offload_stream)
             for name, place in carve(micro_batch.host_buffers[i], fields).items():
                 place.view(-1).copy_(whole[name].reshape(-1), non_blocking=True)
         micro_batch.offload_done[i] = self.offload_stream.last_event()
@@ -764,7 +760,7 @@ class ChunkedLayers:
         """Give back the memory of layer i, once it is on the host."""
         if i in micro_batch.saved and self.plan.swaps(i):
             wait(micro_batch.offload_done[i])  # hidden by layer i + 1's forward
-            self.poison_if_testing(micro_batch.saved[i].tensors())
+            self.offload_stream.used(*micro_batch.saved[i].tensors())
             micro_batch.saved[i].leave()
 
     def places(self, g: int, buffers: list[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
@@ -786,11 +782,9 @@ class ChunkedLayers:
         # compute; the host buffers are full: compute waited for their offload_done in
         # free_offloaded
         with self.prefetch_stream.after_compute():  # hidden by group g + 1's backward
-            self.delay_if_testing(self.prefetch_stream)
             for _, host_buffer, place in self.places(g, micro_batch.host_buffers):
                 place.copy_(host_buffer, non_blocking=True)
-                if self.poison:
-                    host_buffer.copy_(self.nan[: len(host_buffer)], non_blocking=True)
+                self.prefetch_stream.used(host_buffer)
         micro_batch.prefetch_done[g] = self.prefetch_stream.last_event()
 
     def fetch(self, micro_batch: MicroBatch, i: int) -> SavedLayer:
@@ -831,16 +825,6 @@ class ChunkedLayers:
             if saved.o is None:
                 self.attend(i, micro_batch, saved)
             micro_batch.saved[i + 1].x = self.output(self.blocks[i], saved, 0)
-
-    # -- for tests
-
-    def poison_if_testing(self, used: list[Tensor]) -> None:
-        for t in used if self.poison else []:
-            t.fill_(torch.nan)
-
-    def delay_if_testing(self, stream: CommStream) -> None:
-        if self.delay and stream.stream:
-            torch.cuda._sleep(self.delay)
 
 
 # ---------------------------------------------------------------------------- full recomputation

@@ -412,12 +412,12 @@ class Message:
 class Link:
     """Messages from one stage to another, in order, on a stream of their own."""
 
-    def __init__(self, group: dist.ProcessGroup, leaves: bool, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup, leaves: bool, stream: CommStream):
         """leaves: messages leave from this stage, else they come to it."""
         self.group = group
         self.leaves = leaves
         self.other = 1 - dist.get_rank(group)
-        self.stream = CommStream(device)
+        self.stream = stream
         self.leaving: deque[Message] = deque()
 
     def send(self, tensor: Tensor) -> None:
@@ -465,7 +465,8 @@ def use_more_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def make_links(groups: Groups, chunks: int, device: torch.device) -> dict[str, Link]:
+def make_links(groups: Groups, chunks: int,
+               make_stream: Callable[[], CommStream]) -> dict[str, Link]:
     """Return this stage's links: forward_in, forward_out, backward_in and backward_out, if anything
     comes from there, or goes there. Each pair of stages and direction has a communicator of its
     own: none waits for another's messages. A collective of all ranks."""
@@ -479,9 +480,9 @@ def make_links(groups: Groups, chunks: int, device: torch.device) -> dict[str, L
         for kind, begin, end in (("forward", source, target), ("backward", target, source)):
             group = groups.of_places(f"{kind} {source}", key)
             if groups.stage == begin:
-                links[f"{kind}_out"] = Link(group, True, device)
+                links[f"{kind}_out"] = Link(group, True, make_stream())
             if groups.stage == end:
-                links[f"{kind}_in"] = Link(group, False, device)
+                links[f"{kind}_in"] = Link(group, False, make_stream())
     return links
 
 
@@ -510,12 +511,14 @@ class Pipeline:
     device: torch.device
     dtype: torch.dtype  # of activations
     overlap: bool = True  # messages are received ahead
+    make_stream: Callable[..., CommStream] = CommStream
 
     def __post_init__(self):
         self.stage = self.groups.stage
         self.order = pipeline_order(self.stage, self.groups.pp, len(self.parts),
                                     self.micro_batches)
-        self.links = make_links(self.groups, len(self.parts), self.device)
+        self.links = make_links(self.groups, len(self.parts),
+                                functools.partial(self.make_stream, self.device))
         self.root = torch.zeros((), device=self.device, requires_grad=True)  # of all graphs
 
     # -- where a pass begins and ends

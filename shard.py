@@ -77,6 +77,7 @@ from ranks import on_all_ranks
 SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
 VISIT_ELEMENTS = 2**25  # most of a matrix that is updated at once, if states lie on the host ...
 VISIT_BUFFERS = 3  # ... in so many buffers
+BUCKET_BYTES = 2**25  # of gradients that are summed over replicas in one launch, at least
 STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "host_update")
 
 # ---------------------------------------------------------------------------- factors
@@ -310,16 +311,13 @@ class HostStates:
         host_update                 |0|           |1|             |2|
         stream_out                      A -> part 0   B -> part 1     C -> part 2
 
-    The first buffers are filled under the backward: what they hold does not depend on it. poison,
-    delay: for tests; a buffer that was read becomes NaN, copies start so many GPU cycles late.
+    The first buffers are filled under the backward: what they hold does not depend on it.
     """
 
     def __init__(self, params: list[ShardedParam], optimizer: Optimizer, dtype: torch.dtype,
-                 device: torch.device, poison: bool, delay: int):
+                 device: torch.device, make_stream: Callable[..., CommStream]):
         """Give all params their states, zeros in `dtype`. Raises ConfigError if a rank gets no
         memory. A collective of all ranks."""
-        self.poison = poison
-        self.delay = delay
         largest = max((param.size for param in params), default=0)
         self.visit_elements = largest if optimizer.whole else min(largest, VISIT_ELEMENTS)
         count = len(optimizer.states)
@@ -328,8 +326,8 @@ class HostStates:
         self.turn = 0  # of the buffer that is taken next
         # by buffer: event of stream_out, what was in it is on the host
         self.left: list = [None] * VISIT_BUFFERS
-        self.stream_in = CommStream(device)
-        self.stream_out = CommStream(device)
+        self.stream_in = make_stream(device)
+        self.stream_out = make_stream(device)
         sizes = [count * param.size * dtype.itemsize for param in params]
         pinning = pin_host_buffers(sizes, device.type == "cuda")
         report = print if dist.get_rank() == 0 else (lambda *a, **k: None)
@@ -352,18 +350,15 @@ class HostStates:
             there = [state[part] for state in states.values()]
             here = [row[: part.stop - part.start] for row in self.buffers[self.turn]]
             with self.stream_in.beside_compute():
-                self.delay_if_testing()
                 wait(self.left[self.turn])  # hidden by the visits between
                 for x, state in zip(here, there):
                     x.copy_(state, non_blocking=True)
             wait(self.stream_in.last_event())  # hidden by the forward that host_update runs under
             yield part, tuple(here)
             with self.stream_out.after_compute():  # hidden by the next part's way in
-                self.delay_if_testing()
                 for x, state in zip(here, there):
                     state.copy_(x, non_blocking=True)
-                    if self.poison:
-                        x.fill_(torch.nan)
+                self.stream_out.used(*here)
             self.left[self.turn] = self.stream_out.last_event()
             self.turn = (self.turn + 1) % VISIT_BUFFERS
 
@@ -372,10 +367,6 @@ class HostStates:
         event = self.stream_out.last_event()
         if event is not None:
             event.synchronize()
-
-    def delay_if_testing(self) -> None:
-        if self.delay and self.stream_in.stream:
-            torch.cuda._sleep(self.delay)
 
 
 # ---------------------------------------------------------------------------- states
@@ -390,19 +381,17 @@ class States:
     "intra" (each is split evenly). overlap: those of STREAMS that run under computation.
     gather_layers: a layer's backward uses its matrices more than once, so they are gathered
     together. num_chunks: of tokens, if layers run in chunks, and so contributions to a gradient in
-    each pass. poison: released weights and used gradients become NaN, for tests. optimizer: of
-    matrices; vectors have AdamW. place: of its states, "gpu" or "host" (HostStates; delay: its).
-    Raises ValueError if the optimizer needs whole matrices and a rank has parts.
+    each pass. place: of the optimizer's states, "gpu" or "host" (HostStates). make_stream: as
+    CommStream. Raises ValueError if OPTIMIZER needs whole matrices and a rank has parts.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
                  micro_batches: int = 1, factors: Factors = Factors(), layout: str = "intra",
                  groups: Groups | None = None, overlap: tuple[str, ...] = STREAMS,
-                 gather_layers: bool = False, num_chunks: int = 1, bucket_bytes: int = 2**25,
-                 poison: bool = False, optimizer: Optimizer = OPTIMIZER,
+                 gather_layers: bool = False, num_chunks: int = 1,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1,
-                 place: str = "gpu", delay: int = 0):
-        if optimizer.whole and (layout != "inter" or factors.p != 1):
+                 place: str = "gpu", make_stream: Callable[..., CommStream] = CommStream):
+        if OPTIMIZER.whole and (layout != "inter" or factors.p != 1):
             raise ValueError(f"layout={layout} p={factors.p}: this optimizer needs whole matrices, "
                              "which a rank owns with layout=inter p=1")
         assert factors.g in (factors.p, factors.os), f"{factors}: gradients lie as p or as os do"
@@ -413,16 +402,14 @@ class States:
         self.layout = layout
         self.gather_layers = gather_layers
         self.num_chunks = num_chunks
-        self.bucket_bytes = bucket_bytes
-        self.poison = poison
-        self.optimizer = optimizer
+        self.optimizer = OPTIMIZER
         self.betas = betas
         self.eps = eps
         self.decay = decay
         self.accum_dtype = accumulation_dtype(dtype)
         self.accumulates = micro_batches > 1
         self.grad_dtype = self.accum_dtype if self.accumulates else dtype
-        self.streams = {name: CommStream(device, name in overlap) for name in STREAMS}
+        self.streams = {name: make_stream(device, name in overlap) for name in STREAMS}
         self.prefetch = "param_gather" in overlap
         self.shapes = model.shapes
         self.num_layers = len(model.blocks)
@@ -430,8 +417,8 @@ class States:
         self.make_params(model)
         self.host_states = None
         if place == "host":
-            self.host_states = HostStates(list(self.sharded_params.values()), optimizer,
-                                          self.accum_dtype, device, poison, delay)
+            self.host_states = HostStates(list(self.sharded_params.values()), OPTIMIZER,
+                                          self.accum_dtype, device, make_stream)
         else:
             self.make_states()
         self.make_vectors(model)
@@ -650,11 +637,7 @@ class States:
         all_gather(param.unsharded_param.data, param.param_shard, group=self.param_gather_group)
 
     def reshard(self, module: Matrix) -> None:
-        """Free nothing: the layer after the next takes the buffer. Poison shows late reads."""
-        if self.poison and self.factors.p > 1:
-            buffer = self.sharded_params[module].unsharded_param
-            buffer.data.fill_(torch.nan)
-            buffer.holder = None
+        """Free nothing: the layer after the next takes the buffer."""
 
     def pass_name(self, backward: bool, unit: int) -> str:
         """Return a pass of a unit in words."""
@@ -721,8 +704,7 @@ class States:
         stream = self.streams["grad_scatter"]
         with stream.after_compute():  # it is computed; the last update has read grad_shard
             self.sum_grad(param, last)
-            if self.poison:
-                param.as_matrix(param.unsharded_grad.data).fill_(torch.nan)
+            stream.used(param.as_matrix(param.unsharded_grad.data))
         param.unsharded_grad.scattered = stream.last_event()
 
     def sum_grad(self, param: ShardedParam, last: bool) -> None:
@@ -761,7 +743,7 @@ class States:
         if self.bucket and self.bucket[0].replicas is not param.replicas:
             self.launch_bucket()
         self.bucket.append(param)
-        if sum(each.grad_shard.nbytes for each in self.bucket) >= self.bucket_bytes:
+        if sum(each.grad_shard.nbytes for each in self.bucket) >= BUCKET_BYTES:
             self.launch_bucket()
 
     def launch_bucket(self) -> None:

@@ -70,7 +70,10 @@ import tempfile
 import textwrap
 import time
 import weakref
+import zlib
 from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -101,6 +104,7 @@ ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: th
 STEPS = 5 if ALL_COMBINATIONS else 3  # of each combination
 RUN_SECONDS = 10800 if ALL_COMBINATIONS else 300  # of train.py, or of a worker of many cases
 README = (HERE / "README.md").read_text()
+slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")
 SMALL = dataclasses.replace(m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8,
                             ffn=80, vocab=101)
 H200 = hardware.load_profile("h200x2")
@@ -313,67 +317,11 @@ def test_seeds_make_other_weights():
     assert torch.equal(weight(7), weight(7))
 
 
-def plain_llama(model: m.LLaMA, tokens, labels):
-    """LLaMA from PyTorch's own operators, sharing nothing with model.py but the weights."""
-    cfg, t = model.cfg, tokens.shape[1]
-    freq = cfg.rope_theta ** (-torch.arange(0, cfg.head_dim, 2).double() / cfg.head_dim)
-    angle = torch.outer(torch.arange(t).double(), freq)
-    turn = torch.polar(torch.ones_like(angle), angle)
-
-    def norm(x, module):
-        return F.rms_norm(x, x.shape[-1:], module.weight, cfg.norm_eps)
-
-    def rotate(x):  # (B, heads, T, D), the pairs (i, i + D/2) as complex numbers
-        z = torch.complex(*x.double().chunk(2, -1)) * turn
-        return torch.cat((z.real, z.imag), -1).to(x.dtype)
-
-    x = F.embedding(tokens, model.embed.weight)
-    for b in model.blocks:
-        bias = b.qkv_bias.weight if cfg.qkv_bias else None
-        heads = F.linear(norm(x, b.norm1), b.qkv.weight, bias).unflatten(-1, (-1, cfg.head_dim))
-        q, k, v = heads.transpose(1, 2).split([cfg.heads, cfg.kv_heads, cfg.kv_heads], dim=1)
-        if cfg.qk_norm:
-            q, k = norm(q, b.q_norm), norm(k, b.k_norm)
-        k, v = (s.repeat_interleave(cfg.heads // cfg.kv_heads, dim=1) for s in (rotate(k), v))
-        seen = torch.ones(t, t, dtype=torch.bool).tril()
-        o = F.scaled_dot_product_attention(rotate(q), k, v, seen)
-        h = x + F.linear(o.transpose(1, 2).flatten(2), b.out.weight)
-        gate, up = F.linear(norm(h, b.norm2), b.gate_up.weight).chunk(2, -1)
-        x = h + F.linear(F.silu(gate) * up, b.down.weight)
-    logits = F.linear(norm(x, model.norm), model.head.weight)
-    return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=m.IGNORE)
-
-
 def example(batch=2, seq=40, vocab=101, seed=1):
     rng = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(vocab, (batch, seq), generator=rng) for _ in range(2))
     labels[0, 3:17] = m.IGNORE
     return tokens, labels
-
-
-@pytest.mark.parametrize("changes", [
-    {"kv_heads": 1}, {"kv_heads": 2}, {"kv_heads": 6}, {"qkv_bias": True}, {"qk_norm": True},
-    {"qkv_bias": True, "qk_norm": True, "kv_heads": 3}], ids=str)
-@pytest.mark.parametrize("loss_elements", [2**27, 101 * 7])  # one chunk; chunks of 7 tokens, ragged
-def test_model_equals_plain_pytorch(changes, loss_elements, monkeypatch):
-    monkeypatch.setattr(m, "LOSS_ELEMENTS", loss_elements)
-    model = m.LLaMA(dataclasses.replace(SMALL, **changes)).double()
-    model.init_weights(3)
-    for name, p in model.named_parameters():
-        if p.dim() == 1:
-            assert (p == (0 if "bias" in name else 1)).all(), name
-            p.data.copy_(random_vectors(name, p.shape))
-    tokens, labels = example()
-    loss = model(tokens, labels)
-    (3 * loss).backward()
-    ours = {n: p.grad.clone() for n, p in model.named_parameters()}
-    model.zero_grad()
-    logits, plain = plain_llama(model, tokens, labels)
-    (3 * plain).backward()
-    assert abs(loss.item() - plain.item()) < 1e-13
-    assert relative(model(tokens), logits) < 1e-13
-    for name, p in model.named_parameters():
-        assert relative(ours[name], p.grad) < 1e-12, name
 
 
 def test_all_labels_ignored():
@@ -467,130 +415,641 @@ def test_attention_choice():
         attention.pick_kernel("fa5", cpu, torch.float32)
 
 
-# ---------------------------------------------------------------------------- states
+# ---------------------------------------------------------------------------- the harness
+# A case is a model, what it is split by and what its layers keep; its losses, gradient norms and
+# weights are those of plain PyTorch in one process. All cases of a number of ranks run in one start
+# of processes, and reach the project through `make_run`.
+
+SEQ, BATCH = 48, 8  # tokens a sequence, sequences a step
+CLIPS = (0.5, 0.5, 0.0)  # of each step's gradients, whose norm is larger; 0: not clipped
+SKIPPED = 1  # the step in which one rank's loss or gradient is not finite: nothing changes
+END, IGNORED = 5, 3  # tokens: the one that ends a document, if a case has them; no label
+# Plain itself in bf16 is up to so far from Plain in float64, losses and norms of all sizes
+NOISE = {"fp64": 1e-10, "bf16": 0.05}
+Block = m.Block
+SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
+    "gqa": m.ModelConfig(67, 24, 5, 8, 4, 40, 8),
+    "mha": m.ModelConfig(67, 24, 5, 8, 8, 40, 8),
+    "mqa": m.ModelConfig(67, 24, 5, 8, 1, 40, 8),
+    "deep": m.ModelConfig(67, 24, 9, 8, 4, 40, 8)}
+KEEPS = {  # what layers keep: all; x alone; in chunks resident layers k, shares of theirs that are
+    # kept and of others' that are swapped, first layers that drop o, and one in how many keeps x
+    "all": None, "x": None, "kept": (9, 1, 0, 0, 1), "again": (9, 0, 0, 0, 1),
+    "swapped": (2, 0, 1, 0, 1), "mixed": (3, 0.5, 0.5, 0, 1), "no-o": (2, 0.5, 0.25, 2, 1),
+    "no-x": (2, 0, 0, 0, 3), "neither": (2, 0, 0, 2, 2)}
+DEFAULTS = {"ranks": 1, "model": "gqa", "block": "plain", "docs": 0, "micro": 1, "sp": 1,
+            "ring": 1, "groups": 1, "tp": 1, "mode": "msp", "pp": 1, "parts": 1, "p": 1, "g": 1,
+            "os": 1, "layout": "intra", "place": "gpu", "open": 0, "keep": "all",
+            "optimizer": "adamw", "dtype": "fp64", "device": "cpu", "kernel": "cpu"}
 
 
-def build(dtype, micro_batches=1, factors=shard.Factors(), recompute=False,
-          op=m.plain_attention, columns=None, **options):
-    with torch.device("meta"):
-        model = m.LLaMA(SMALL, op)
-    if columns:
-        parallel.split_columns(model, columns)
-    if recompute:
-        model.layer_runner = offload.recomputed_layers
-    states = shard.States(model, torch.device("cpu"), dtype, micro_batches, factors,
-                          gather_layers=recompute, **options)
-    for name, shape in model.shapes.items():
-        states.load(name, m.initial_weight(SMALL, name, shape, 0, torch.device("cpu")))
-    return model, states
+def make_case(line: str) -> dict:
+    """'2 sp=2  # why' -> the case of 2 ranks, with defaults."""
+    ranks, *words = line.partition("#")[0].split()
+    case = {"ranks": ranks} | dict(word.split("=") for word in words)
+    assert case.keys() <= DEFAULTS.keys(), line
+    return DEFAULTS | {key: type(DEFAULTS[key])(value) for key, value in case.items()}
 
 
-def cover(legal=lambda *row: True, **choices) -> list[tuple]:
-    """Legal combinations of the choices in which every pair of values of two of them occurs that
-    any has; with ALL_COMBINATIONS every combination."""
-    every = [row for row in itertools.product(*choices.values()) if legal(*row)]
-    if ALL_COMBINATIONS:
-        return every
-
-    def pairs(row: tuple) -> set:
-        return set(itertools.combinations(enumerate(row), 2))
-
-    missing = set().union(*map(pairs, every))  # of legal rows
-    rows = []
-    while missing:
-        rows.append(max(every, key=lambda row: len(pairs(row) & missing)))
-        missing -= pairs(rows[-1])
-    return rows
-
-
-def in_parts(tokens, labels, micro_batches=1, scale=None, positions=None):
-    """A batch (N, T) as train.run_step takes it: (M, B, T), and 1 / valid labels."""
-    if scale is None:
-        scale = 1 / (labels != m.IGNORE).sum().double()
-    return train.Batch(tokens.unflatten(0, (micro_batches, -1)),
-                       labels.unflatten(0, (micro_batches, -1)), positions, scale=scale)
-
-
-def make_run(model, seq, ranks=1, factors=shard.Factors(), activations=None, several=1,
-             chunk=2**14, head_groups=1, dtype=torch.bfloat16, ring=1, document_token=-1,
-             **flags) -> train.Run:
-    """A run over one sequence of all ranks, planned by hand."""
-    cfg = train.Config(seq=seq, per_node=ranks, ranks=ranks, document_token=document_token,
-                       **flags)
-    plan = costs.Plan(model, dtype, ranks, ranks, seq, ranks, ring, several, 1, head_groups,
-                      "auto" if activations else "none", chunk, factors,
-                      accumulates=several > 1, activations=activations)
-    plan = planner.with_memory(plan)
-    return train.Run(cfg, 0, ranks, torch.device("cpu"), dtype, "cpu", model, plan=plan)
+def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
+    """Return a case's run, model and states on this rank, built by train.py: all that the harness
+    knows of the project. groups: made by cases before."""
+    is_, rank, ranks = SimpleNamespace(**case), dist.get_rank(), dist.get_world_size()
+    norms = is_.block == "norms"
+    model = dataclasses.replace(SIZES[is_.model], qkv_bias=norms, qk_norm=norms)
+    dp = ranks // (is_.tp * is_.pp * is_.sp)
+    micro_batch = BATCH // dp // is_.micro
+    tokens = micro_batch * SEQ // is_.sp
+    chunk = tokens // 3 + 1  # three chunks, the last of them shorter
+    layers = -(-model.layers // (is_.pp * is_.parts))  # of the largest part
+    plan = costs.Plan(
+        model, train.DTYPES[is_.dtype], ranks, ranks, SEQ, is_.sp, is_.ring, BATCH, micro_batch,
+        is_.groups, {"all": "none", "x": "full"}.get(is_.keep, "auto"), chunk,
+        shard.Factors(is_.p, is_.g, is_.os), is_.layout, is_.place, accumulates=is_.micro > 1,
+        activations=activations_of(is_.keep, layers, -(-tokens // chunk)), tp=is_.tp,
+        tp_mode=is_.mode, pp=is_.pp, pp_chunks=is_.parts)
+    # as GPUs that do not reach each other's memory, where ranks share one
+    shared = is_.device == "cuda" and torch.cuda.device_count() < ranks
+    cfg = train.Config(seq=SEQ, batch=BATCH, per_node=1 if shared else ranks,
+                       document_token=END if is_.docs else -1,
+                       overlap="none" if is_.open else train.Config.overlap)
+    device = torch.device(is_.device, torch.cuda.current_device() if is_.device == "cuda" else None)
+    run = train.Run(cfg, rank, ranks, device, plan.dtype, is_.kernel, model, plan=plan,
+                    train=SimpleNamespace(sample=windows), ignored_id=IGNORED)
+    m.Block = ForkBlock if is_.block == "fork" else Block
+    shard.OPTIMIZER = MUON if is_.optimizer == "muon" else shard.ADAMW
+    there = train.make_groups(run, groups)
+    op = train.make_attention(run, there, make_stream)
+    built, states = train.build(run, op, there, make_stream)
+    train.wait_for_host_memory(built)
+    return run, built, states
 
 
-@pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_optimizer_equals_torch(clip, group):
-    model, states = build(torch.float64)
-    plain = m.LLaMA(SMALL).double()
-    for name, p in plain.named_parameters():
-        p.data.copy_(states.full(name))
-    decay = [p for n, p in plain.named_parameters() if "norm" not in n]
-    rest = [p for n, p in plain.named_parameters() if "norm" in n]
-    adamw = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}],
-                              betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-    for step in range(5):
-        tokens, labels = example(seed=step)
-        _, norm, finite = train.run_step(model, states, in_parts(tokens, labels), 1e-2, clip)
+def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPlan | None:
+    """Return what so many layers of so many chunks keep; None: they run whole."""
+    if KEEPS[keep] is None:
+        return None
+    resident, kept, swapped, dropped, stride = KEEPS[keep]
+    resident = min(layers, resident)
+    resident += (layers - resident) % stride
+    return offload.ActivationPlan(
+        layers, chunks, resident, round(kept * resident * chunks),
+        round(swapped * (layers - resident) * chunks), min(dropped, layers), stride)
+
+
+class Spoiled(attention.CommStream):
+    """Spoils what was used, and on a GPU starts late."""
+
+    cycles = 3 * 10**6
+
+    def used(self, *buffers):
+        for x in buffers:
+            nan = torch.full_like(x, 255 if x.dtype == torch.uint8 else torch.nan,
+                                  device=self.stream.device if self.stream else None)
+            x.copy_(nan, non_blocking=True)
+
+    @contextlib.contextmanager
+    def after_compute(self):
+        with super().after_compute():
+            self.sleep()
+            yield
+
+    @contextlib.contextmanager
+    def beside_compute(self):
+        with super().beside_compute():
+            self.sleep()
+            yield
+
+    def sleep(self):
+        if self.stream is not None:
+            torch.cuda._sleep(self.cycles)
+        elif random.random() < 0.02:
+            time.sleep(0.003)  # messages come in another order
+
+
+@functools.cache
+def windows(i: int) -> np.ndarray:
+    """Return sample i (SEQ + 1,): in some end documents, also with the first or last token, or
+    twice in a row; ids follow from each other, so that there is something to learn."""
+    rng = np.random.default_rng(i)
+    ids = (7 * np.arange(SEQ + 1) + rng.integers(3, size=SEQ + 1) + i) % 61 + 6
+    ids[rng.random(SEQ + 1) < 0.1] = END
+    ids[rng.random(SEQ + 1) < 0.1] = IGNORED
+    if i % BATCH == 1:
+        ids[[0, 7, 8, SEQ - 1]] = END
+    return ids if i % BATCH else np.where(ids == END, END + 1, ids)
+
+
+class PlainLayer(torch.nn.Module):
+    """A layer of LLaMA by PyTorch's modules, with model.py's names."""
+
+    def __init__(self, cfg: m.ModelConfig, block: str):
+        super().__init__()
+        nn, c, d, f = torch.nn, cfg.dim, cfg.head_dim, cfg.ffn
+        self.block = block
+        self.heads = [cfg.heads, cfg.kv_heads, cfg.kv_heads]
+        self.norm1, self.norm2 = nn.RMSNorm(c, cfg.norm_eps), nn.RMSNorm(c, cfg.norm_eps)
+        self.qkv = nn.Linear(c, sum(self.heads) * d, bias=block != "plain")
+        self.out = nn.Linear(cfg.heads * d, c, bias=False)
+        self.gate_up = nn.Linear(c, 2 * f, bias=False)
+        self.down = nn.Linear(f, c, bias=False)
+        if block != "plain":
+            self.q_norm, self.k_norm = nn.RMSNorm(d, cfg.norm_eps), nn.RMSNorm(d, cfg.norm_eps)
+        if block == "fork":
+            self.last_norm = nn.RMSNorm(c, cfg.norm_eps)
+
+    def forward(self, x, turn, mask):
+        def rotate(t):  # (B, heads, T, D), the pairs (i, i + D/2) as complex numbers
+            t = torch.complex(*t.double().chunk(2, -1)) * turn
+            return torch.cat((t.real, t.imag), -1).to(x.dtype)
+
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (sum(self.heads), -1))
+        q, k, v = heads.transpose(1, 2).split(self.heads, 1)
+        if self.block != "plain":
+            q, k = self.q_norm(q), self.k_norm(k)
+        o = F.scaled_dot_product_attention(rotate(q), rotate(k), v, mask, enable_gqa=True)
+        h = x + self.out(o.transpose(1, 2).flatten(2))
+        gate, up = self.gate_up(self.norm2(h)).chunk(2, -1)
+        y = h + self.down(F.silu(gate) * up)
+        return torch.tanh(self.last_norm(y)) + x if self.block == "fork" else y
+
+
+class Plain(torch.nn.Module):
+    """LLaMA, whose weights follow from their names; a batch's loss is the mean over its labels."""
+
+    def __init__(self, cfg: m.ModelConfig, block: str):
+        super().__init__()
+        self.cfg = cfg
+        self.embed = torch.nn.Embedding(cfg.vocab, cfg.dim)
+        self.blocks = torch.nn.ModuleList(PlainLayer(cfg, block) for _ in range(cfg.layers))
+        self.norm = torch.nn.RMSNorm(cfg.dim, cfg.norm_eps)
+        self.head = torch.nn.Linear(cfg.dim, cfg.vocab, bias=False)
+        self.double()
+        for name, p in self.named_parameters():
+            rng = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            drawn = torch.randn(p.shape, generator=rng, dtype=torch.float64)
+            p.data = 1 + 0.1 * drawn if p.dim() == 1 else drawn / p.shape[1] ** 0.5
+
+    def logits(self, tokens, documents: bool):
+        count = torch.arange(tokens.shape[1]).expand(tokens.shape)
+        first = torch.zeros_like(tokens, dtype=torch.bool)  # of a document
+        if documents:
+            first[:, 1:] = tokens[:, :-1] == END
+        of = first.cumsum(1)
+        mask = (of[:, :, None] == of[:, None]).tril()[:, None]  # (B, 1, T, T)
+        positions = count - torch.where(first, count, 0).cummax(1).values
+        exponent = torch.arange(0, self.cfg.head_dim, 2).double() / self.cfg.head_dim
+        angle = positions[:, None, :, None] * self.cfg.rope_theta**-exponent  # (B, 1, T, D/2)
+        turn = torch.polar(torch.ones_like(angle), angle)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, turn, mask)
+        return self.head(self.norm(x))
+
+    def forward(self, batch: np.ndarray, documents: bool = False):
+        tokens, labels = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
+        ignored = (labels == IGNORED) | (tokens == END) & bool(documents)
+        labels = labels.masked_fill(ignored, -100)
+        return F.cross_entropy(self.logits(tokens, documents).flatten(0, 1), labels.flatten())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the parameters by model.py's names: it holds biases as vectors of their own."""
+        return {name.replace("qkv.bias", "qkv_bias.weight"): p.detach().clone()
+                for name, p in self.named_parameters()}
+
+
+def learning_rate(step: int) -> float:
+    return 1e-2 / (step + 1)
+
+
+@functools.cache
+def answer(model: str, block: str, optimizer: str, documents: tuple[int, ...]) -> tuple:
+    """Return the first weights, the (loss, norm) of each step, and the last weights. documents: of
+    each step, whether it has them."""
+    plain = Plain(SIZES[model], block)
+    before = plain.weights()
+    vectors, matrices = ([p for p in plain.parameters() if (p.dim() > 1) == big]
+                         for big in (False, True))
+    adamw = torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}],
+                              betas=(0.9, 0.95), weight_decay=0.1)
+    states = {p: (p.data, torch.zeros_like(p)) for p in matrices if optimizer == "muon"}
+    found = []
+    for step, inside in enumerate(documents):
+        batch = np.stack([windows(step * BATCH + i) for i in range(BATCH)])
         adamw.zero_grad()
-        plain_llama(plain, tokens, labels)[1].backward()
-        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), clip or 1e9)
-        adamw.param_groups[0]["lr"] = adamw.param_groups[1]["lr"] = 1e-2
+        loss = plain(batch, inside)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIPS[step % 3] or math.inf)
+        found.append((loss.item(), norm.item()))
+        if step == SKIPPED:
+            continue
+        scalars = torch.tensor([learning_rate(step), 1, 0, 0, 1], dtype=torch.float64)
+        for p, state in states.items():
+            muon(p.data, p.grad, state, scalars, (0.9, 0.95), 1e-8, 0.1)
+            p.grad = None  # AdamW leaves it
+        for group in adamw.param_groups:
+            group["lr"] = learning_rate(step)
         adamw.step()
-        assert finite and abs(norm.item() - expected.item()) < 1e-12
-    for name, p in plain.named_parameters():
-        assert relative(states.full(name), p) < 1e-11, name
+    return before, found, plain.weights()
 
 
-@pytest.mark.parametrize("place", ["gpu", "host"])
-def test_optimizer_skips_what_is_not_finite(place, group):
-    model, states = build(torch.bfloat16, place=place)
-    tokens, labels = example()
-    share = states.by_name["blocks.0.qkv.weight"]
-    for poison, loss in ((None, 1.0), (torch.nan, 1.0), (torch.inf, 1.0), (None, torch.nan)):
-        before = {k: part.values.clone() for k, part in states.state_parts().items()}
-        states.begin_step()
-        model(tokens, labels).backward()
-        if poison:
-            share.grad_shard[7] = poison
-        states.finish_gradients()
-        norm, finite = states.update(1e-2, 1.0, torch.tensor(loss))
-        same = all(torch.equal(part.values, before[k])
-                   for k, part in states.state_parts().items())
-        good = poison is None and loss == 1.0
-        assert bool(finite) == good and same != good
-    assert states.updates == 1
-    for s in states.sharded_params.values():  # the weights are the masters, rounded
-        assert torch.equal(s.param_shard, s.states["master"].to(torch.bfloat16))
+def muon(weight, grad, states, scalars, betas, eps, decay):
+    """Momentum whose singular values Newton-Schulz brings near 1: it needs the whole matrix."""
+    master, momentum = states
+    lr, clip, _, _, finite = scalars.unbind()
+    new_momentum = betas[0] * momentum + grad.to(master.dtype) * clip
+    x = new_momentum / (new_momentum.norm() + eps)
+    for _ in range(5):
+        square = x @ x.t()
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    new = master * (1 - lr * decay) - lr * x
+    momentum.copy_(torch.where(finite > 0, new_momentum, momentum))
+    master.copy_(torch.where(finite > 0, new, master))
+    weight.copy_(master)
 
 
-@pytest.mark.parametrize("dtype, noise", [(torch.float64, 1e-12), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("pieces", [1, 3])
-def test_gradient_pieces(dtype, noise, pieces, group):
-    """Several micro-batches, over two steps with poisoned buffers, against the plain gradient."""
-    model, states = build(dtype, pieces)
-    plain = m.LLaMA(SMALL).double()
-    weights = dict(model.named_parameters())
-    for name, p in plain.named_parameters():
-        p.data.copy_(weights[name])
-    tokens, labels = example(batch=3)
-    scale = 1 / (labels != m.IGNORE).sum().to(states.scalars.dtype)
-    for _ in range(2):
-        for s in states.sharded_params.values():
-            s.grad_shard.fill_(torch.nan)
-        train.run_step(model, states, in_parts(tokens, labels, pieces, scale), None, 0.0)
-    plain_llama(plain, tokens, labels)[1].backward()
-    for name, p in plain.named_parameters():
-        grad = weights[name].grad if "norm" in name else (
-            states.by_name[name].grad_shard[: p.numel()].view(p.shape))
-        wide = pieces > 1 or "norm" in name
-        assert grad.dtype == (m.accumulation_dtype(dtype) if wide else dtype)
-        assert relative(grad, p.grad) < noise, name
+MUON = shard.Optimizer(muon, ("master", "momentum"), whole=True)
+
+
+class ForkBlock(Block):
+    """What a fork changes: norms on q and k, biases on all, and a norm behind the layer."""
+
+    def __init__(self, cfg: m.ModelConfig):
+        super().__init__(cfg)
+        self.q_norm, self.k_norm = m.Vector(cfg.head_dim), m.Vector(cfg.head_dim)
+        self.last_norm = m.Vector(cfg.dim)
+        self.qkv_bias = m.Vector(self.qkv.shape[0])
+
+    def pre(self, x, rope):
+        qkv = m.norm_linear(x, self.norm1, self.qkv, 1e-5) + self.qkv_bias.weight.to(x.dtype)
+        heads = self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads
+        q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
+        q, k = (m.rms_norm(t, n.weight, 1e-5) for t, n in ((q, self.q_norm), (k, self.k_norm)))
+        return m.rotate(q, rope), m.rotate(k, rope), v.contiguous()
+
+    def post(self, x, o):
+        return torch.tanh(m.rms_norm(super().post(x, o), self.last_norm.weight, 1e-5)) + x
+
+
+def equal(case: dict, groups: dict, answers: tuple, folder: Path | None = None,
+          only: int = -1) -> None:
+    """Assert that a case's steps are the answers. only: the one step that it runs, whose states
+    come from the last checkpoint in the folder, and go there."""
+    run, model, states = make_run(case, groups, Spoiled)
+    before, wanted, after = answers
+    noise, last = NOISE[case["dtype"]], dist.get_rank() == dist.get_world_size() - 1
+    if only <= 0:
+        for name, weight in before.items():
+            states.load(name, weight)
+    else:
+        checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(folder, "latest"))
+    for i in range(3) if only < 0 else [only]:
+        batch = train.load_batch(run, i * BATCH)
+        if i == 0:
+            train.warm_up(model, batch)
+        if i == 2:  # of weights that were just updated
+            total = torch.zeros((), dtype=torch.float64, device=run.device)
+            for tokens, labels, scale, *where in batch.micro_batches():
+                with torch.no_grad():
+                    total += (model(tokens, labels, None, *where, each=True) * scale).sum()
+            dist.all_reduce(total)
+            near([total.item()], wanted[i][:1], noise, "evaluation")
+        if i == SKIPPED and last:  # not even the loss is finite; or the loss alone is
+            factor = math.nan if case["micro"] > 1 else 1e305
+            batch = dataclasses.replace(batch, scale=batch.scale * factor)
+        loss, norm, finite = train.run_step(model, states, batch, learning_rate(i), CLIPS[i % 3])
+        assert bool(finite) == (i != SKIPPED), f"step {i}"
+        if finite:
+            near([loss.item(), norm.item()], wanted[i], noise, f"step {i}, loss and norm")
+    if only < 0 or only == len(wanted) - 1:
+        for name, weight in after.items():
+            error = relative(states.full(name).cpu(), weight)
+            assert error < noise, f"{name}: {error}"
+    if only >= 0:
+        saver = train.make_saver(run.but(cfg=dataclasses.replace(run.cfg, out=str(folder))), states)
+        saver.begin(train.checkpoint_meta(run, only + 1, (only + 1) * BATCH))
+        saver.finish()
+
+
+def near(found: Sequence[float], wanted: Sequence[float], noise: float, what: str) -> None:
+    error = max(abs(a / b - 1) for a, b in zip(found, wanted, strict=True))
+    assert error < noise, f"{what}: {found}, not {wanted}"
+
+
+def check_cases(cases: list[dict], folder: Path, first: int = -1) -> None:
+    """Runs on each rank: all cases, in which reused buffers are spoiled, and fresh ones begin as
+    NaN, against the answers in the folder. first: they are the steps of one run, from this on."""
+    torch.use_deterministic_algorithms(True)  # with fill_uninitialized_memory
+    # several parts of what is tiny here
+    shard.VISIT_ELEMENTS, shard.BUCKET_BYTES, m.LOSS_ELEMENTS = 300, 8000, 67 * 7
+    groups, wrong = {}, []
+    for i, (case, wanted) in enumerate(zip(cases, torch.load(folder / "answers"))):
+        try:
+            equal(case, groups, wanted, folder, -1 if first < 0 else first + i)
+        except AssertionError as e:  # on all ranks alike
+            what = {key: value for key, value in case.items() if value != DEFAULTS[key]}
+            wrong.append(f"{what}: {e}")
+    assert not wrong, f"{len(wrong)} of {len(cases)} cases are wrong\n" + "\n".join(wrong)
+
+
+def on_ranks(ranks: int, worker: Callable, *args, gpus: int = 0) -> str:
+    """Run worker(*args) on so many ranks, and return what they print. gpus: that they have; one is
+    shared, over gloo."""
+    method = "spawn" if gpus else "forkserver"
+    context = multiprocessing.get_context(method)
+    if not gpus:
+        context.set_forkserver_preload(["test_all", "matplotlib.pyplot"])
+    port = free_port()
+    with tempfile.NamedTemporaryFile() as file:
+        started = [context.Process(target=start_rank,
+                                   args=(rank, ranks, port, gpus, file.name, worker, args))
+                   for rank in range(ranks)]
+        for process in started:
+            process.start()
+        deadline = time.time() + RUN_SECONDS
+        for process in started:
+            process.join(max(0, deadline - time.time()))
+            process.kill()
+            process.join()
+        text = Path(file.name).read_text()
+    assert {process.exitcode for process in started} == {0}, text[-5000:]
+    return text
+
+
+def start_rank(rank: int, ranks: int, port: int, gpus: int, file: str, worker: Callable,
+               args: tuple) -> None:
+    for stream in (1, 2):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), stream)
+    torch.set_num_threads(1)
+    if gpus:
+        torch.cuda.set_device(rank % gpus)
+        torch.compiler.set_stance("force_eager")
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
+    backend = "cpu:gloo,cuda:nccl"
+    if gpus < ranks:
+        backend = "gloo"
+        dist._coalescing_manager = lambda *args, **options: contextlib.nullcontext()  # NCCL's
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks,
+                            timeout=timedelta(seconds=100))
+    worker(*args)
+    print(f"rank {rank} is done", flush=True)
+    os._exit(0)  # without NCCL's farewells
+
+
+def answer_of(case: dict) -> tuple:
+    return answer(case["model"], case["block"], case["optimizer"], 3 * (case["docs"],))
+
+
+def compare(ranks: int, cases: list[dict], folder: Path, gpus: int = 0) -> None:
+    torch.save([answer_of(case) for case in cases], folder / "answers")
+    text = on_ranks(ranks, check_cases, cases, folder, gpus=gpus)
+    assert text.count("is done") == ranks
+
+
+def fits(case: dict) -> bool:
+    """Return whether a case may be run."""
+    is_ = SimpleNamespace(**case)
+    cfg, ranks = SIZES[is_.model], is_.ranks // (is_.tp * is_.pp)  # of a stage and a column
+    if is_.ranks % (is_.tp * is_.pp) or ranks % is_.sp or is_.sp % is_.ring:
+        return False
+    by_heads = is_.tp * is_.sp // is_.ring * is_.groups
+    factors = shard.Factors(is_.p, is_.g, is_.os)
+    return (BATCH % (ranks // is_.sp * is_.micro) == 0 and cfg.kv_heads % by_heads == 0
+            and is_.pp * is_.parts <= cfg.layers and factors in shard.legal_factors(ranks, ranks)
+            and (is_.parts == 1 or is_.micro % is_.pp == 0) and (is_.pp > 1 or is_.parts == 1)
+            and not any(never_meet(*pair) for pair in pairs(case)))
+
+
+def mechanisms(case: dict) -> set[str]:
+    """Return what a case has that plain training has not."""
+    is_ = SimpleNamespace(**case)
+    found = {"heads": is_.sp > is_.ring, "ring": is_.ring > 1, "groups": is_.groups > 1,
+             f"tp {is_.mode}": is_.tp > 1, "stages": is_.pp > 1, "parts": is_.parts > 1,
+             "p>1": is_.p > 1, "g>p": is_.g > is_.p, "os>g": is_.os > is_.g,
+             "replicas": is_.ranks // (is_.tp * is_.pp) > is_.os, "inter": is_.layout == "inter",
+             "host": is_.place == "host", "in the open": is_.open,
+             "micro-batches": is_.micro > 1, "keeps x": is_.keep == "x",
+             f"chunks {is_.keep}": KEEPS[is_.keep] is not None, "documents": is_.docs,
+             f"block {is_.block}": is_.block != "plain",
+             f"kv {is_.model}": is_.model in ("mha", "mqa")}
+    return {name for name, there in found.items() if there}
+
+
+def pairs(case: dict) -> set[tuple[str, str]]:
+    return set(itertools.combinations(sorted(mechanisms(case)), 2))
+
+
+NEVER_MEET = [  # by how they begin: refused by the planner; or ruled out by what they are
+    ("documents", "ring"), ("chunks", "tp"), ("block fork", "tp"),
+    ("chunks", "keeps x"), ("g>p", "os>g"), ("kv mqa", "tp"), ("groups", "kv mqa"),
+    ("heads", "kv mqa")]
+
+
+def never_meet(a: str, b: str) -> bool:
+    """Return whether no case has both, in the order of the alphabet."""
+    excluded = any(a.startswith(x) and b.startswith(y) for x, y in NEVER_MEET)
+    return excluded or a.split()[0] == b.split()[0]
+
+
+def random_cases(ranks: int, count: int) -> list[dict]:
+    """Return so many of all legal combinations, which are more than ten thousand."""
+    rng = random.Random(ranks)
+    values = {key: sorted({case[key] for case in CASES}) for key in DEFAULTS}
+    for degree in ("sp", "ring", "tp", "pp", "p", "g", "os"):
+        values[degree] = [n for n in values[degree] if n <= ranks]
+    values |= {"ranks": [ranks], "dtype": ["fp64"], "optimizer": ["adamw"]}
+    drawn = ({key: rng.choice(values[key]) for key in values} for _ in itertools.count())
+    return list(itertools.islice(filter(fits, drawn), count))
+
+
+CASES = [make_case(line) for line in """
+1                                                     # each mechanism alone
+1 micro=4 block=norms
+1 docs=1 keep=mixed block=fork
+1 place=host micro=2
+1 dtype=bf16 micro=2
+2 p=2 g=2 os=2
+2 g=2 os=2 micro=2
+2 os=2 layout=inter open=1
+2 sp=2 groups=2
+2 sp=2 ring=2 model=mqa
+2 tp=2 mode=mtp
+2 tp=2 mode=msp
+2 tp=2 mode=fsp
+2 pp=2 micro=4
+2 pp=2 parts=2 micro=2
+2 dtype=bf16 sp=2 os=2 g=2 keep=swapped
+2 os=2 layout=inter optimizer=muon micro=2            # an optimizer of whole matrices
+4 os=4 layout=inter optimizer=muon place=host
+4 pp=4 parts=2 micro=4 model=deep                     # more parts than layers divide into
+4 p=2 g=2 os=2 micro=2                                # two replicas of all
+4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half joins the last sum once
+4 tp=2 sp=2 g=2 os=2 micro=2
+4 tp=2 mode=fsp p=2 g=2 os=2
+4 tp=2 docs=1
+1 model=mha block=norms docs=1 micro=2 groups=2 layout=inter place=host open=1 keep=no-x
+1 model=mqa block=fork docs=1 micro=4 layout=inter open=1 keep=kept
+1 model=mha block=fork docs=1 micro=2 groups=2 layout=inter place=host open=1 keep=x
+1 model=mqa block=norms docs=1 micro=4 layout=inter place=host open=1 keep=neither
+1 model=mha block=fork docs=1 micro=4 groups=2 layout=inter place=host open=1 keep=no-o
+1 model=mha block=fork docs=1 micro=4 groups=4 layout=inter place=host open=1 keep=swapped
+1 model=mha block=norms docs=1 micro=4 groups=2 layout=inter open=1 keep=again
+1 model=mha block=norms micro=4 groups=4 layout=inter place=host open=1 keep=mixed
+2 model=mha block=norms docs=1 micro=4 sp=2 groups=2 p=2 g=2 os=2 \
+  layout=inter place=host open=1 keep=neither
+2 model=mha block=fork micro=4 groups=2 pp=2 parts=2 layout=inter place=host open=1 keep=swapped
+2 model=mha block=norms sp=2 ring=2 groups=2 g=2 os=2 layout=inter place=host open=1 keep=kept
+2 model=mqa block=norms docs=1 micro=4 pp=2 parts=2 layout=inter place=host keep=no-o
+2 model=mha block=norms docs=1 micro=4 groups=2 tp=2 mode=mtp layout=inter open=1 keep=x
+2 model=mha block=fork docs=1 micro=2 groups=4 layout=inter place=host open=1 keep=no-x
+2 model=mqa block=fork micro=4 sp=2 ring=2 p=2 g=2 os=2 layout=inter open=1 keep=again
+2 block=norms docs=1 micro=2 sp=2 groups=2 os=2 place=host keep=mixed
+2 model=mha block=norms micro=2 groups=2 tp=2 mode=fsp layout=inter place=host open=1 keep=x
+2 model=mha block=fork micro=2 sp=2 groups=2 os=2 place=host keep=again
+2 model=mha block=fork docs=1 micro=4 groups=2 g=2 os=2 layout=inter place=host open=1 keep=no-o
+2 model=mha docs=1 micro=4 groups=2 tp=2 layout=inter place=host open=1
+2 model=mqa block=fork sp=2 ring=2 os=2 layout=inter keep=neither
+2 model=mha block=norms micro=4 sp=2 ring=2 layout=inter open=1 keep=mixed
+2 block=fork docs=1 micro=2 groups=4 pp=2 parts=2 keep=kept
+2 model=mqa block=norms docs=1 micro=4 g=2 os=2 layout=inter open=1 keep=no-x
+2 model=mqa block=norms docs=1 micro=4 p=2 g=2 os=2 open=1 keep=swapped
+2 model=mqa block=fork micro=2 sp=2 ring=2 p=2 g=2 os=2 keep=x
+2 model=mha block=norms docs=1 micro=2 groups=4 pp=2 parts=2 keep=again
+2 model=mqa block=fork micro=2 pp=2 parts=2 layout=inter keep=mixed
+2 model=mha micro=2 sp=2 os=2 layout=inter place=host open=1 keep=x
+2 model=mqa micro=2 sp=2 ring=2 layout=inter place=host open=1 keep=swapped
+2 block=norms micro=2 sp=2 ring=2 p=2 g=2 os=2 layout=inter keep=no-x
+2 docs=1 micro=4 pp=2 parts=2 layout=inter keep=neither
+2 docs=1 sp=2 os=2 layout=inter keep=kept
+2 micro=4 sp=2 os=2 keep=no-x
+4 model=mha block=norms micro=4 sp=4 ring=2 groups=4 p=2 g=2 os=2 \
+  layout=inter place=host open=1 keep=no-o
+4 model=mha block=fork docs=1 micro=4 sp=2 pp=2 parts=2 layout=inter place=host keep=x
+4 model=mqa block=norms micro=4 sp=2 ring=2 pp=2 parts=2 g=2 os=2 open=1 keep=mixed
+4 block=fork docs=1 micro=4 sp=2 groups=2 pp=2 parts=2 os=2 place=host open=1 keep=no-x
+4 model=mha micro=2 sp=2 ring=2 groups=4 tp=2 mode=mtp g=2 os=2 layout=inter place=host keep=x
+4 model=mqa block=fork micro=2 sp=2 ring=2 pp=2 parts=2 p=2 g=2 os=2 \
+  layout=inter place=host keep=neither
+4 model=mha block=norms micro=4 sp=2 ring=2 groups=2 tp=2 p=2 g=2 os=2 keep=x
+4 block=norms docs=1 sp=2 tp=2 mode=fsp g=2 os=2 layout=inter open=1 keep=x
+4 model=mha block=fork micro=2 sp=4 ring=2 os=2 layout=inter place=host open=1 keep=kept
+4 model=mha docs=1 micro=2 sp=4 groups=2 p=2 g=4 os=4 layout=inter place=host keep=again
+4 block=fork micro=4 sp=4 ring=2 p=2 g=2 os=4 layout=inter place=host open=1 keep=swapped
+4 model=mha block=norms docs=1 micro=4 sp=2 groups=4 g=2 os=2 keep=neither
+4 model=mha micro=4 sp=2 ring=2 groups=4 tp=2 mode=fsp os=2 place=host keep=x
+4 model=mqa block=norms micro=4 sp=2 ring=2 os=2 layout=inter open=1 keep=again
+4 block=norms docs=1 micro=4 tp=2 pp=2 parts=2 open=1
+4 block=norms micro=4 sp=2 tp=2 mode=mtp open=1
+4 model=mha block=fork docs=1 sp=2 groups=4 p=4 g=4 os=4 layout=inter keep=mixed
+4 micro=4 tp=2 mode=mtp pp=2 parts=2 open=1
+4 micro=4 tp=2 mode=fsp pp=2 parts=2 keep=x
+4 model=mqa docs=1 pp=2 p=2 g=2 os=2 layout=inter keep=kept
+4 docs=1 micro=2 groups=4 pp=2 parts=2 os=2 place=host open=1 keep=no-o
+4 docs=1 micro=2 groups=2 tp=2 os=2 layout=inter place=host keep=x
+4 model=mha block=fork micro=2 groups=2 pp=2 parts=2 g=2 os=2 open=1 keep=swapped
+4 model=mha block=norms docs=1 micro=4 tp=2 mode=mtp p=2 g=2 os=2 keep=x
+8 model=mha block=norms micro=4 sp=4 ring=2 pp=2 parts=2 p=2 g=2 os=2 \
+  layout=inter place=host keep=neither
+8 model=mha block=fork docs=1 micro=2 sp=2 groups=2 pp=2 g=2 os=2 layout=inter open=1 keep=mixed
+8 model=mha block=norms micro=2 sp=2 ring=2 tp=2 mode=fsp os=2 layout=inter open=1 keep=x
+8 model=mqa block=fork micro=2 pp=2 parts=2 p=2 g=2 os=4 layout=inter place=host open=1 keep=no-x
+8 block=norms docs=1 micro=2 sp=2 groups=2 p=2 g=8 os=8 layout=inter place=host keep=no-o
+8 block=norms micro=4 sp=2 tp=2 mode=mtp pp=2 os=2 place=host keep=x
+8 model=mha docs=1 micro=4 sp=2 groups=2 pp=2 parts=2 g=2 os=2 layout=inter open=1 keep=again
+8 model=mha block=fork micro=2 sp=4 ring=2 groups=4 p=2 g=4 os=4 \
+  layout=inter place=host keep=swapped
+""".strip().splitlines()]
+
+RESUMES = [make_case(line) for line in """
+1
+2 p=2 g=2 os=2
+2 os=2 layout=inter
+2 sp=2 g=2 os=2 keep=swapped place=host
+2 tp=2 mode=mtp
+2 tp=2 mode=fsp micro=2
+2 pp=2 micro=2
+2 pp=2 parts=2 micro=2 docs=1
+4 p=2 g=4 os=4
+4 p=4 g=4 os=4 layout=inter
+4 tp=2 sp=2 os=2
+4 pp=2 tp=2 mode=mtp micro=2 place=host
+4 tp=4 micro=2
+4 sp=4 ring=2 p=2 g=2 os=2 keep=no-x
+4 pp=2 os=2 layout=inter place=host micro=4 keep=no-o
+4 pp=4 micro=4
+4 os=2 layout=inter
+2 p=2 g=2 os=2 place=host
+2 micro=4 keep=again docs=1
+1 place=host keep=neither
+4 p=2 g=2 os=4 place=host micro=2
+8 p=2 g=2 os=8 sp=8 ring=2
+8 pp=2 tp=2 os=2 micro=2
+1 micro=2
+""".strip().splitlines()]
+
+
+@pytest.mark.parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
+def test_model_equals_plain_pytorch(size, block, monkeypatch):
+    """By itself, under PyTorch's autograd: logits, loss in parts, gradients."""
+    norms = block == "norms"
+    monkeypatch.setattr(m, "Block", ForkBlock if block == "fork" else Block)
+    monkeypatch.setattr(m, "LOSS_ELEMENTS", 67 * 7)
+    cfg = dataclasses.replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
+    model, plain = m.LLaMA(cfg).double(), Plain(cfg, block)
+    model.load_state_dict(plain.weights())
+    batch = np.stack([windows(i) for i in range(3)])
+    tokens, labels = torch.from_numpy(batch[:, :-1]), torch.from_numpy(batch[:, 1:])
+    assert relative(model(tokens), plain.logits(tokens, False)) < 1e-13
+    (3 * model(tokens, labels.masked_fill(labels == IGNORED, m.IGNORE))).backward()
+    (3 * plain(batch)).backward()
+    grads = {name.replace("qkv.bias", "qkv_bias.weight"): p.grad
+             for name, p in plain.named_parameters()}
+    for name, p in model.named_parameters():
+        assert relative(p.grad, grads[name]) < 1e-12, name
+
+
+def test_micro_batches_add_up_in_float32(group):
+    """Of weights in bf16: no sum of theirs is rounded to bf16."""
+    run, model, states = make_run(make_case("1 dtype=bf16 micro=4"), {}, Spoiled)
+    train.load_random_weights(run, states)
+    train.run_step(model, states, train.load_batch(run, 0), None, 0.0)
+    for param in states.sharded_params.values():
+        assert (param.owned_grad != param.owned_grad.bfloat16()).any(), param.name
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_equals_one_process(ranks, tmp_path):
+    cases = CASES + random_cases(ranks, 300) * ALL_COMBINATIONS
+    compare(ranks, [case for case in cases if case["ranks"] == ranks], tmp_path)
+
+
+def test_some_equal_one_process(tmp_path):
+    """Those of two ranks in which one thing is other than in plain training."""
+    compare(2, [case for case in CASES if case["ranks"] == 2][:14], tmp_path)
+
+
+def test_cases_are_all_that_may_be():
+    """Each case is legal, each value of each key occurs, and each two mechanisms meet."""
+    assert all(map(fits, CASES + RESUMES)) and len(CASES) + len(RESUMES) <= 150
+    for key, value in DEFAULTS.items():
+        assert key in ("device", "kernel") or len({case[key] for case in CASES}) > 1, key
+    assert {case["keep"] for case in CASES} == KEEPS.keys()
+    met = set().union(*map(pairs, CASES))
+    for pair in itertools.combinations(sorted(set().union(*map(mechanisms, CASES))), 2):
+        assert (pair in met) != never_meet(*pair), pair
+
+
+@slow
+def test_resumed_under_others(tmp_path):
+    """One run, each of whose steps goes on from the checkpoint of another case."""
+    answers = answer("gqa", "norms", "adamw", tuple(case["docs"] for case in RESUMES))
+    first = 0
+    for ranks, some in itertools.groupby(RESUMES, lambda case: case["ranks"]):
+        cases = [case | {"block": "norms"} for case in some]
+        torch.save([answers] * len(cases), tmp_path / "answers")
+        on_ranks(ranks, check_cases, cases, tmp_path, first)
+        first += len(cases)
 
 
 # ---------------------------------------------------------------------------- sharding
@@ -860,49 +1319,6 @@ def test_swapping_run_equals_plain_and_resumes(tmp_path):
         assert a["val_loss"] == pytest.approx(b["val_loss"], rel=1e-11)
 
 
-@pytest.mark.parametrize("kv_heads", [6, 2])
-@pytest.mark.parametrize("plan", [
-    None, "full", (4, 3, 9), (2, 3, 2, 2), (2, 0, 0, 3, 2)], ids=str)
-def test_documents_equal_each_alone(kv_heads, plan, monkeypatch, group):
-    """Logits and gradients of two micro-batches of three sequences, whose layers run whole, again,
-    or in chunks that cross borders, of a kernel in parts and in head groups."""
-    cfg = dataclasses.replace(SMALL, layers=4, heads=6, kv_heads=kv_heads, qk_norm=True)
-    monkeypatch.setattr(attention, "MAX_ELEMENTS", 3 * 24 * cfg.head_dim * 4)
-    op = attention.Attention("cpu")
-    op.head_groups = 2
-    model = m.LLaMA(cfg, op).double()
-    model.init_weights(3)
-    windows = with_documents(6, 24, cfg.vocab, seed=1)
-    logits, loss = each_document_alone(model, windows)
-    loss.backward()
-    want = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    run = make_run(cfg, 24, document_token=END)
-    run = run.but(plan=dataclasses.replace(run.plan, batch=6, micro_batch=3),
-                  train=SimpleNamespace(sample=lambda i: windows[i]))
-    batch = train.load_batch(run, 0)
-    ends = windows[:, :-1] == END
-    before = [len(row) for tokens in ends for row in np.split(tokens, np.flatnonzero(tokens) + 1)]
-    pairs = [i for n in before for i in range(1, n + 1)]
-    assert batch.seen.item() == pytest.approx(sum(2 * n - 1 for n in pairs) / ends.size)
-    if plan == "full":
-        model.layer_runner = offload.recomputed_layers
-    elif plan:
-        offload.ChunkedLayers(model, (3, 24), offload.ActivationPlan(4, 3, *plan), 29,
-                              torch.device("cpu"), torch.float64, poison=True)
-    found = 0
-    for i, (tokens, labels, scale, *where) in enumerate(batch.micro_batches()):
-        with torch.no_grad():
-            here = logits[3 * i : 3 * i + 3]
-            assert relative(model(tokens, None, None, *where), here) < 1e-12
-        part = model(tokens, labels, scale.double(), *where)
-        part.backward()
-        found += part.item()
-    assert found == pytest.approx(loss.item(), rel=1e-12)
-    for name, p in model.named_parameters():
-        assert relative(p.grad, want[name]) < 1e-11, name
-
-
 def test_documents_run(tmp_path):
     """train.py itself, whose documents are lines of text: on one rank, and swapping on two."""
     args = [*QUICK, "--dtype", "fp64", "--steps", 2, "--eval-every", 2, "--document-token", 10]
@@ -927,18 +1343,6 @@ def test_documents_run(tmp_path):
     assert "documents end with token 10" in text and "changed: steps 2 -> 3\n" in text
 
 
-def test_positions_follow_the_shards():
-    run = make_run(m.MODELS["7b"], 2**20, 8)
-    parts = [train.local_positions(run.but(rank=r)) for r in range(16)]
-    assert np.array_equal(np.concatenate(parts[:8]), np.arange(2**20))
-    assert np.array_equal(np.concatenate(parts[8:]), np.arange(2**20))
-    run = make_run(m.MODELS["7b"], 2**20, 8, ring=2)
-    quarters = np.arange(2**20).reshape(4, -1)
-    for first, wanted in ((0, quarters[[0, 3]]), (4, quarters[[1, 2]])):
-        parts = [train.local_positions(run.but(rank=r)) for r in range(first, first + 4)]
-        assert np.array_equal(np.concatenate(parts), wanted.flatten())
-
-
 def test_progress_inside_a_step(capsys):
     class Running:
         def progress(self):
@@ -951,136 +1355,6 @@ def test_progress_inside_a_step(capsys):
     time.sleep(0.2)
     shown.end()
     assert "step 7: backward layer 3/4, 0 s, GPU" in capsys.readouterr().out
-
-
-END = 5  # the token that ends a document
-
-
-def with_documents(count: int, seq: int, vocab: int, seed: int) -> np.ndarray:
-    """Windows (count, seq + 1) in which documents end: some with the first or the last token, some
-    two in a row, some sequences with none."""
-    rng = np.random.default_rng(seed)
-    windows = rng.integers(END + 1, vocab, (count, seq + 1))
-    windows[rng.random(windows.shape) < 0.15] = END
-    windows[0] = np.maximum(windows[0], END + 1)
-    windows[1, [0, 7, 8, seq - 1]] = END
-    return windows
-
-
-def each_document_alone(model, windows: np.ndarray, last: int = END):
-    """Logits (count, T, V) and loss of documents, each by itself in plain PyTorch."""
-    logits, losses, labels = [], [], torch.from_numpy(windows[:, 1:].copy())
-    tokens = torch.from_numpy(windows[:, :-1].copy())
-    labels[tokens == last] = m.IGNORE
-    for row, wanted in zip(tokens, labels):
-        ends = [*(i + 1 for i, token in enumerate(row.tolist()) if token == last), len(row)]
-        begin = 0
-        for end in sorted(set(ends)):
-            alone, _ = plain_llama(model, row[None, begin:end], wanted[None, begin:end].clamp(0))
-            logits.append(alone[0])
-            losses.append(torch.nn.functional.cross_entropy(
-                alone[0], wanted[begin:end], reduction="sum", ignore_index=m.IGNORE))
-            begin = end
-    loss = sum(losses) / (labels != m.IGNORE).sum()
-    return torch.cat(logits).view(*labels.shape, -1), loss
-
-
-def train_plainly(batches, loss_of=lambda model, batch: plain_llama(model, *batch)[1]):
-    """One process, torch's AdamW, float64: the trained model, and loss and norm of each step."""
-    plain, wanted = m.LLaMA(SMALL).double(), []
-    for name, p in plain.named_parameters():
-        p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, p.device))
-    kinds = [[p for p in plain.parameters() if (p.dim() == 1) == vector] for vector in (0, 1)]
-    adamw = torch.optim.AdamW([{"params": kinds[0]}, {"params": kinds[1], "weight_decay": 0.0}],
-                              lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1, foreach=False)
-    for batch in batches:
-        adamw.zero_grad()
-        loss = loss_of(plain, batch)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        adamw.step()
-        wanted.append((loss.item(), norm.item()))
-    return plain, wanted
-
-
-def tokens_of(tokens, labels, rows, positions, several, own=lambda labels: labels) -> train.Batch:
-    """A rank's part of a step's tokens and labels (N, T), and the scale of all. own: of its labels
-    those whose loss it computes."""
-    scale = 1 / (labels != m.IGNORE).sum().double()
-    return in_parts(tokens[rows, positions], own(labels[rows, positions]), several, scale,
-                    positions)
-
-
-def documents_of(windows, rows, run) -> train.Batch:
-    """A rank's part of a step's windows (N, T + 1), whose tokens attend inside their documents."""
-    scale = torch.tensor(1 / (windows[:, :-1] != END).sum())
-    return dataclasses.replace(train.local_batch(list(windows[rows]), run), scale=scale)
-
-
-def equals_plain(model, states, steps, known, case, before=lambda i, parts: None) -> None:
-    """Train, and compare each loss and norm and the last parameters with train_plainly's. before(i,
-    parts): what runs before step i, and changes nothing."""
-    plain, wanted = known
-    for i, (parts, want) in enumerate(zip(steps, wanted, strict=True)):
-        before(i, parts)
-        loss, norm, _ = train.run_step(model, states, parts, 1e-2, 0.5)
-        assert (loss.item(), norm.item()) == pytest.approx(want, rel=1e-11), case
-    for name, p in plain.named_parameters():
-        assert relative(states.full(name), p) < 1e-11, (case, name)
-
-
-def sharding_worker(cases: str):
-    """Runs under torchrun: each case's losses, norms and parameters against one plain process."""
-    torch.set_num_threads(1)
-    rank, world, _ = train.start_ranks(100)
-    global SMALL
-    SMALL = dataclasses.replace(SMALL, dim=24, heads=3, kv_heads=1, ffn=40, vocab=67,
-                                qkv_bias=cases == "once", qk_norm=cases == "once")
-
-    def batch(step):
-        tokens, labels = example(batch=24, seq=12, vocab=67, seed=step)
-        labels[::3, :5] = m.IGNORE
-        return tokens, labels
-
-    known = train_plainly([batch(step) for step in range(STEPS)])
-    groups, factors = attention.Groups(), shard.legal_factors(world, int(os.environ["PER_NODE"]))
-    rows = cover(factors=factors, layouts=("inter", "intra"), several=(1, 3),
-                 recompute=(False, True), place=("gpu", "host"))
-    if cases == "once":
-        rows = [(f, ("inter", "intra")[i % 2], (1, 3)[i // 2 % 2], i % 3 == 0,
-                 ("gpu", "host")[i // 3 % 2]) for i, f in enumerate(factors)]
-    shard.VISIT_ELEMENTS = 300  # several visits of a matrix
-    for f, layout, several, recompute, place in rows:
-        model, states = build(torch.float64, several, f, recompute, layout=layout, groups=groups,
-                              poison=True, bucket_bytes=8000, place=place)
-        mine = slice(rank * 24 // world, (rank + 1) * 24 // world)
-        steps = [in_parts(tokens[mine], labels[mine], several,
-                          1 / (labels != m.IGNORE).sum().double())
-                 for tokens, labels in map(batch, range(STEPS))]
-        equals_plain(model, states, steps, known, (f, layout, several, recompute, place))
-        count = sum(p.numel() for p in known[0].parameters() if p.dim() > 1)
-        formula = costs.state_bytes(count, f, torch.float64, several > 1)
-        if layout == "intra":  # the rest is padding, which is large only in matrices as small
-            assert all(formula[k] <= v < 1.3 * formula[k] for k, v in states.bytes().items())
-    # ZeRO-2 in bf16: micro-batches add up in float32, and nothing rounds the sum
-    model, states = build(torch.bfloat16, 3, shard.Factors(1, world, world), groups=groups)
-    parts = in_parts(*(x[mine] for x in batch(0)), 3, torch.tensor(0.01))
-    train.run_step(model, states, parts, None, 0.0)
-    sums = [s.grad_shard for s in states.sharded_params.values()]
-    assert any((x != x.bfloat16()).any() for x in sums if x.dtype == torch.float32)
-    print(f"rank {rank}: {len(rows)} cases equal", flush=True)
-    os._exit(0)
-
-
-@pytest.mark.parametrize("ranks, per_node, cases, count", [
-    (4, 2, "cover", 144 if ALL_COMBINATIONS else 18), (8, 8, "once", 16)])
-def test_sharding_equals_one_process(ranks, per_node, cases, count, tmp_path):
-    """4 ranks as 2 nodes of 2: a cover of factors x layouts x micro-batches x recomputation x the
-    place of optimizer states; 8 ranks: each of the 16 factors. What was released or used is
-    poisoned in all of them."""
-    code = f"import test_all; test_all.sharding_worker('{cases}')"
-    text = run([], ranks, code, tmp=tmp_path, PER_NODE=str(per_node))
-    assert text.count(f"{count} cases equal") == ranks
 
 
 def test_recomputation_flags(tmp_path):
@@ -1122,323 +1396,7 @@ def test_sharded_checkpoints_fit_each_other(tmp_path):
         assert a == pytest.approx(b, rel=1e-11)
 
 
-def muon(weight, grad, states, scalars, betas, eps, decay):
-    """Momentum whose singular values Newton-Schulz brings near 1: it needs the whole matrix."""
-    master, momentum = states
-    lr, clip, _, _, finite = scalars.unbind()
-    new_momentum = betas[0] * momentum + grad.to(master.dtype) * clip
-    x = new_momentum / (new_momentum.norm() + eps)
-    for _ in range(5):
-        square = x @ x.t()
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    new = master * (1 - lr * decay) - lr * x
-    momentum.copy_(torch.where(finite > 0, new_momentum, momentum))
-    master.copy_(torch.where(finite > 0, new, master))
-    weight.copy_(master)
-
-
-MUON = shard.Optimizer(muon, ("master", "momentum"), whole=True)
-
-
-def muon_worker(file: str):
-    """Runs under torchrun: three steps; rank 0 saves the weights."""
-    rank, world, _ = train.start_ranks(100)
-    model, states = build(torch.float64, 1, shard.Factors(1, 1, world), layout="inter", poison=True,
-                          optimizer=MUON, place="host" if world == 4 else "gpu")
-    for step in range(3):
-        tokens, labels = example(batch=8, seed=step)
-        scale = 1 / (labels != m.IGNORE).sum().double()
-        parts = in_parts(tokens[rank::world], labels[rank::world], 1, scale)
-        train.run_step(model, states, parts, 1e-2, 0.5)
-    weights = {name: states.full(name).clone() for name, _ in model.named_parameters()}
-    if rank == 0:
-        torch.save(weights, file)
-        assert any(name.startswith("momentum.") for name in states.state_parts())
-    os._exit(0)
-
-
-def test_another_optimizer_is_a_function_and_its_states(tmp_path, group):
-    """Muon, on one rank and on four, where each owns whole matrices, with states on the host."""
-    for ranks in (1, 4):
-        code = f"import test_all; test_all.muon_worker('{tmp_path}/{ranks}')"
-        run([], ranks, code, tmp=tmp_path)
-    one, four = torch.load(tmp_path / "1"), torch.load(tmp_path / "4")
-    assert one.keys() == four.keys()
-    for name, weight in one.items():
-        assert relative(four[name], weight) < 1e-11, name
-    for layout, p in (("intra", 1), ("inter", 2)):
-        with pytest.raises(ValueError, match=f"layout={layout} p={p}: .* with layout=inter p=1"):
-            build(torch.float64, 1, shard.Factors(p, p, p), layout=layout, optimizer=MUON)
-
-
 # ---------------------------------------------------------------------------- sequences, offload
-
-# eighths of the others swapped, resident layers of 5, chunks kept in them, layers that drop o, and
-# of how many layers one keeps x
-PLANS = [(0, 2, 0, 0, 1), (1, 2, 2, 0, 1), (4, 3, 1, 1, 1), (8, 2, 99, 0, 1), (0, 5, 99, 0, 1),
-         (0, 5, 0, 0, 1), (3, 4, 6, 0, 1), (0, 3, 0, 0, 2), (0, 2, 0, 4, 3), (0, 5, 0, 2, 2)]
-
-
-def sequence_worker():
-    """Runs under torchrun: sequence degrees x rings x plans x chunk sizes x kv heads, of which some
-    have biases and norms on q and k, x documents x factors, five steps each, against one plain
-    process. What was used is poisoned."""
-    torch.set_num_threads(1)
-    rank, world, _ = train.start_ranks(100)
-    groups, count, cpu = attention.Groups(), 0, torch.device("cpu")
-    stream = attention.CommStream(cpu)
-    for kv_heads, degrees in ((4, [world // 2, world]), (2, [4]), (1, [4])):
-        global SMALL
-        SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=kv_heads, ffn=40, vocab=67,
-                                    layers=5, head_dim=4, qkv_bias=kv_heads < 4,
-                                    qk_norm=kv_heads == 2)
-        batch = [example(batch=8, seq=24, vocab=67, seed=i) for i in range(STEPS)]
-        windows = [with_documents(8, 24, 67, seed=i) for i in range(STEPS)]
-        whole = train_plainly(batch)
-        alone = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
-        legal = shard.legal_factors(world, world)
-        for sp in [n for n in degrees if n <= world]:
-            every = 2 if world == 4 and not ALL_COMBINATIONS else 1
-            some = list(enumerate(PLANS))[count % every :: every]
-            for i, (eighths, resident, kept, dropped, stride) in some:
-                chunk, several = (13, 16, 99)[i % 3], (1, 2)[i % 2]
-                ring = max(2 ** (count % sp.bit_length()), sp // kv_heads)  # 1 to sp
-                in_documents = ring == 1 and count % 4 < 2
-                head_ranks = sp // ring
-                head_groups = 1 + i % 2 if head_ranks > 1 else (1, 2, 4)[i % 3]
-                head_groups = math.gcd(head_groups, kv_heads // head_ranks)
-                f = legal[(count + i) % len(legal)]
-                dp, part = world // sp, 24 // sp
-                rows = 8 // dp // several
-                chunks = -(-rows * part // chunk)
-                activations = offload.ActivationPlan(
-                    5, chunks, resident, min(kept, resident * chunks),
-                    eighths * chunks * (5 - resident) // 8, dropped, stride)
-                op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True,
-                                       ring=ring)
-                model, states = build(torch.float64, several, f, True, op, groups=groups,
-                                      num_chunks=chunks, poison=True,
-                                      layout=("intra", "inter")[i % 2])
-                offload.ChunkedLayers(model, (rows, part), activations, chunk, cpu, torch.float64,
-                                      poison=True)
-                mine = slice(rank // sp * 8 // dp, (rank // sp + 1) * 8 // dp)
-                positions = attention.sequence_positions(24, sp, ring, rank % sp)
-                run = make_run(SMALL, 24, world, document_token=END)
-                run = run.but(rank=rank, plan=dataclasses.replace(run.plan, sp=sp,
-                                                                  micro_batch=rows))
-                case = (kv_heads, sp, ring, head_groups, activations, chunk, f, several,
-                        in_documents)
-                if in_documents:
-                    steps = [documents_of(rows_of_step, mine, run) for rows_of_step in windows]
-                else:
-                    steps = [tokens_of(*step, mine, positions, several) for step in batch]
-
-                def evaluate(i, parts):
-                    with torch.no_grad():
-                        model(*next(parts.micro_batches()))
-
-                equals_plain(model, states, steps, alone if in_documents else whole, case, evaluate)
-                count += 1
-    print(f"rank {rank}: {count} cases equal", flush=True)
-    os._exit(0)
-
-
-def ring_worker():
-    """Runs under torchrun: attention alone over rings x ranks by heads x head groups, of one and of
-    two sequences, twice each, against one process; what was used is poisoned."""
-    torch.set_num_threads(1)
-    rank, world, _ = train.start_ranks(100)
-    groups, stream = attention.Groups(), attention.CommStream(torch.device("cpu"))
-    plain, count = attention.Attention("cpu"), 0
-    for (heads, kv_heads), ring, head_ranks, head_groups, batch in itertools.product(
-            ((6, 6), (12, 4), (8, 1)), (2, 4, 8), (1, 2, 3, 4), (1, 2), (1, 2)):
-        sp = ring * head_ranks
-        if world % sp or kv_heads % (head_ranks * head_groups):
-            continue
-        rng = torch.Generator().manual_seed(count)
-        q, k, v, do = (torch.randn(batch, 48, n, 4, dtype=torch.float64, generator=rng)
-                       for n in (heads, kv_heads, kv_heads, heads))
-        o, lse = plain.forward(q, k, v)
-        want = o, *plain.backward(do, q, k, v, o, lse)
-        op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True, ring=ring)
-        here = attention.sequence_positions(48, sp, ring, rank % sp)
-        mine = [t[:, here].contiguous() for t in (q, k, v)]
-        for prefetches in (False, True):
-            o, lse = op.forward(*mine)
-            prefetched = op.prefetch_backward(*mine, o) if prefetches else None
-            op.prefetch_do(prefetched, do[:, here])
-            found = o, *op.backward(do[:, here], *mine, o, lse, prefetched)
-            for a, b in zip(found, want):
-                case = heads, kv_heads, ring, head_ranks, head_groups, batch
-                assert relative(a, b[:, here]) < 1e-12, case
-        count += 1
-    print(f"rank {rank}: {count} rings equal", flush=True)
-    os._exit(0)
-
-
-@pytest.mark.parametrize("ranks, count", [(4, 26), (8, 44)])
-def test_rings_equal_one_process(ranks, count, tmp_path):
-    text = run([], ranks, "import test_all; test_all.ring_worker()", tmp=tmp_path)
-    assert text.count(f"{count} rings equal") == ranks
-
-
-PIPELINE_PLANS = (  # what layers keep: (resident, eighths swapped, kept, dropped, stride)
-    "all", "input", (2, 3, 4, 0, 1), (2, 2, 0, 1, 1), (2, 1, 0, 1, 2))
-
-
-def pipelined(case, groups, cpu, cfg, seq):
-    """Return a stage of a model that is cut as a case says, its states, and its op."""
-    pp, chunks, several, sp, mode, head_groups, f, layout, keep, rows = case
-    stage, stream = groups.stage, attention.CommStream(cpu)
-    op = attention.Ulysses("cpu", sp, groups, stream, head_groups, poison=True)
-    with torch.device("meta"):
-        model = m.LLaMA(cfg, op)
-    columns = PoisonedColumns(mode, groups, stream)
-    parallel.split_columns(model, columns)
-    parts = parallel.keep_stage(model, stage, pp, chunks)
-    runners = [{"all": m.whole_layers, "input": offload.recomputed_layers}.get(keep)] * chunks
-    pieces = 1
-    if not isinstance(keep, str):
-        resident, eighths, kept, dropped, stride = keep
-        pieces = 3
-        chunk = rows * seq // sp // pieces
-        order = parallel.pipeline_order(stage, pp, chunks, several)
-        for v, part in enumerate(parts):
-            n = len(part)
-            k = max(min(resident, n), n % stride)
-            plan = offload.ActivationPlan(
-                n, pieces, k, 0 if stride > 1 else min(kept, k * pieces),
-                0 if stride > 1 else eighths * pieces * (n - k) // 8,
-                min(dropped, n), stride if (n - k) % stride == 0 else 1)
-            offload.ChunkedLayers(model, (rows, seq // sp), plan, chunk, cpu, torch.float64,
-                                  parallel.in_flight(order, v), part, poison=True)
-            runners[v] = model.layer_runner
-    states = shard.States(model, cpu, torch.float64, several, f, layout, groups,
-                          gather_layers=keep != "all", num_chunks=pieces, poison=True)
-    for name, shape in model.shapes.items():
-        states.load(name, m.initial_weight(cfg, name, shape, 0, cpu))
-    pipeline = PoisonedPipeline(model, parts, runners, groups, several, columns.between_layers,
-                                cpu, torch.float64)
-    return pipeline, states
-
-
-class PoisonedColumns(parallel.Columns):
-    """What was sent becomes NaN after use, and what was gathered."""
-
-    def scatter(self, x):
-        wait = super().scatter(x)
-        sent = wait.__self__.sent
-
-        def arrived():
-            part = wait()
-            sent.fill_(torch.nan)
-            return part
-
-        return arrived
-
-
-class PoisonedSplit(parallel.Split):
-    def __init__(self, kind, columns):
-        super().__init__(kind, columns)
-        self.columns = columns
-
-    def used(self, x, dy=None):
-        """x is not, if backward needs it."""
-        gather = self.columns.gather
-        if not isinstance(self.columns, PoisonedColumns):
-            return
-        if self.input == gather and (dy is not None or not self.keeps_input):
-            x.fill_(torch.nan)
-        if self.output_grad == gather and dy is not None:
-            dy.fill_(torch.nan)
-
-
-parallel.Split = PoisonedSplit
-
-
-class PoisonedPipeline(parallel.Pipeline):
-    """What was received becomes NaN after use."""
-
-    def run_forward(self, this, x, *more):
-        live = super().run_forward(this, x, *more)
-        live.received = x
-        return live
-
-    def run_backward(self, this, there, dy):
-        dx = super().run_backward(this, there, dy)
-        for received in (there.received, dy):
-            if received is not None:
-                received.fill_(torch.nan)
-        return dx
-
-
-def pipeline_worker():
-    """Runs under torchrun: stages x parts x micro-batches x ranks of a sequence x tensor modes x
-    factors x what layers keep, three steps each, against one plain process. Messages are poisoned
-    when they were read, and late."""
-    torch.set_num_threads(1)
-    rank, world, _ = train.start_ranks(100)
-    cpu, seq = torch.device("cpu"), 24
-    global SMALL
-    SMALL = dataclasses.replace(SMALL, dim=24, heads=8, kv_heads=4, ffn=40, vocab=67, head_dim=4,
-                                layers=5 if world == 2 else 9, qkv_bias=True)
-    batch = [example(batch=8, seq=seq, vocab=67, seed=i) for i in range(STEPS)]
-    known = train_plainly(batch)
-    late = random.Random(rank)
-    launch = parallel.Link.launch
-
-    def launch_late(link, tensor):
-        if link.leaves and late.random() < 0.2:
-            time.sleep(0.003)
-        return launch(link, tensor)
-
-    parallel.Link.launch = launch_late
-    made = {(pp, tp): attention.Groups(pp=pp, tp=tp) for pp in (2, 4, 8) for tp in (1, 2)
-            if pp * tp <= world}
-
-    def fits(pp, chunks, several, layout, sp, mode, keep):
-        groups = made.get((pp, 2 if mode else 1))
-        if groups is None or pp * chunks > SMALL.layers or groups.ranks % sp:
-            return False
-        return (8 % (groups.ranks // sp * several) == 0
-                and parallel.no_order(pp, chunks, several) is None)
-
-    always = dict(pp=(2, 4, 8), chunks=(1, 2), several=(1, 2, 4), layout=("intra", "inter"))
-    rows = cover(fits, **always, sp=(1, 2, 4), mode=("",), keep=PIPELINE_PLANS)
-    rows += cover(fits, **always, sp=(1,), mode=("mtp", "msp", "fsp"), keep=("all", "input"))
-    count = 0
-    every = 1 if ALL_COMBINATIONS else {2: 1, 4: 2, 8: 3}[world]
-    for i, (pp, chunks, several, layout, sp, mode, keep) in enumerate(rows[::every]):
-        groups = made[pp, 2 if mode else 1]
-        legal = shard.legal_factors(groups.ranks, groups.ranks)
-        f = legal[i % len(legal)]
-        dp = groups.ranks // sp
-        head_groups = 2 if sp < 4 and not mode and (not isinstance(keep, str) or i % 2) else 1
-        case = pp, chunks, several, sp, mode, head_groups, f, layout, keep, 8 // dp // several
-        pipeline, states = pipelined(case, groups, cpu, SMALL, seq)
-        r = groups.rank
-        mine = slice(r // sp * 8 // dp, (r // sp + 1) * 8 // dp)
-        positions = torch.arange(seq).chunk(sp)[r % sp]
-
-        def evaluate_and_warm_up(i, parts):
-            if i == 1:
-                losses = pipeline(*next(parts.micro_batches()))
-                assert losses.isfinite().all() and losses.any() == (groups.stage == pp - 1)
-                pipeline.warm_up(next(parts.micro_batches()))
-
-        steps = [tokens_of(*step, mine, positions, several) for step in batch]
-        equals_plain(pipeline, states, steps, known, case, evaluate_and_warm_up)
-        count += 1
-    print(f"rank {rank}: {count} cases equal", flush=True)
-    os._exit(0)
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_pipelines_equal_one_process(ranks, tmp_path):
-    text = run([], ranks, "import test_all; test_all.pipeline_worker()", tmp=tmp_path)
-    assert len(re.findall(r"rank \d: [1-9]\d* cases equal", text)) == ranks
-
-
 @pytest.mark.parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
 def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
     from torch.distributed.pipelining import schedules
@@ -1453,26 +1411,6 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
 
 
-def test_pipeline_bubbles_are_the_formulas():
-    """No order waits for ever, each pass comes once, and of equal passes a stage is idle as long as
-    the formula says."""
-    for case in itertools.product(range(2, 6), (1, 2, 3), (1, 2, 4, 5, 6, 8)):
-        if parallel.no_order(*case):
-            continue
-        stages, chunks, several = case
-        orders = [parallel.pipeline_order(s, *case) for s in range(stages)]
-        for order in orders:
-            assert len(set(order)) == len(order) == 2 * chunks * several
-        times = parallel.run_times(orders, [1] * stages * chunks, [2] * stages * chunks)
-        whole = max(end for done in times for _, end in done)
-        busy = 3 * chunks * several
-        assert 1 - busy / whole == pytest.approx(parallel.bubble(*case)), case
-    assert parallel.draw_order(2, 1, 2).splitlines() == [
-        "  stage 0  01..aa.bb", "  stage 1  .0aa1bb.."]
-    with pytest.raises(ValueError, match="wait for each other"):
-        parallel.run_times([order[::-1] for order in orders], [1] * 15, [2] * 15)
-
-
 @pytest.mark.parametrize("seq, sp, ring", [(24, 1, 1), (24, 4, 1), (24, 4, 2), (24, 6, 2),
                                            (48, 8, 8), (48, 6, 2), (45, 3, 1), (72, 12, 4)])
 def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
@@ -1483,13 +1421,6 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
     if ring > 1:
         by_ring = [of_rank[i : i + sp // ring] for i in range(0, sp, sp // ring)]
         assert len({sum(i for tokens in ranks for i in tokens) for ranks in by_ring}) == 1
-
-
-@pytest.mark.parametrize("ranks, count", [
-    (2, 20), (4, 40 if ALL_COMBINATIONS else 20)])
-def test_sequences_and_chunks_equal_one_process(ranks, count, tmp_path):
-    text = run([], ranks, "import test_all; test_all.sequence_worker()", tmp=tmp_path)
-    assert text.count(f"{count} cases equal") == ranks
 
 
 def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
@@ -1518,104 +1449,6 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch, group):
     checkpoint.write_meta(old, meta)
     with pytest.raises(ValueError, match=r"another model: experts 8 \(here unknown\)"):
         checkpoint.check_same_model(checkpoint.open_checkpoint(old), Config(**small), set())
-
-
-class QKNormBlock(m.Block):
-    """What a fork changes: norms on q and k, biases on all of them, and a norm behind the layer."""
-
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.q_norm, self.k_norm = m.Vector(cfg.head_dim), m.Vector(cfg.head_dim)
-        self.last_norm = m.Vector(cfg.dim)
-        self.bias = m.Vector(self.qkv.shape[0])
-
-    def pre(self, x, rope):
-        qkv = m.norm_linear(x, self.norm1, self.qkv, 1e-5) + self.bias.weight.to(x.dtype)
-        heads = self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads
-        q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
-        q, k = (m.rms_norm(t, n.weight, 1e-5) for t, n in ((q, self.q_norm), (k, self.k_norm)))
-        return m.rotate(q, rope), m.rotate(k, rope), v.contiguous()
-
-    def post(self, x, o):
-        return torch.tanh(m.rms_norm(super().post(x, o), self.last_norm.weight, 1e-5)) + x
-
-
-def tensor_worker():
-    """Runs under torchrun: modes x factors x layouts x micro-batches x recomputation x degrees and
-    rings of a sequence, of models with and without biases and norms on q and k, and of documents,
-    against one plain process. What was sent, gathered or used is poisoned."""
-    torch.set_num_threads(1)
-    rank, world, _ = train.start_ranks(100)
-    global SMALL
-    cpu, count = torch.device("cpu"), 0
-    for tp in (n for n in (2, 4) if n <= world):
-        groups = attention.Groups(tp=tp)
-        ranks = world // tp
-        column = groups.place(rank)[2]
-        count_of_step = max(2, ranks)
-        batch = [example(batch=count_of_step, seq=24, vocab=67, seed=i) for i in range(STEPS)]
-        windows = [with_documents(count_of_step, 24, 67, seed=i) for i in range(STEPS)]
-        heads, kv_heads = (3, 1) if ranks == 1 else (4, 2)  # of a column
-        small = dataclasses.replace(SMALL, dim=24, heads=heads * tp, kv_heads=kv_heads * tp,
-                                    ffn=20 * tp, vocab=67, head_dim=4)
-        models = {"plain": small, "norms": dataclasses.replace(small, qkv_bias=True, qk_norm=True),
-                  "documents": dataclasses.replace(small, qkv_bias=True)}
-        wanted = {}
-        for kind, SMALL in models.items():
-            if kind == "documents":
-                wanted[kind] = train_plainly(windows, lambda *args: each_document_alone(*args)[1])
-            else:
-                wanted[kind] = train_plainly(batch)
-        degrees = [(sp, ring) for sp in (1, 2, 4) for ring in (1, 2, 4)
-                   if ranks % sp == 0 and sp % ring == 0 and kv_heads * ring % sp == 0]
-        rows = cover(mode=parallel.MODES, factors=shard.legal_factors(ranks, ranks),
-                     layout=("inter", "intra")[:ranks], size=(1, 2), recompute=(False, True),
-                     degrees=degrees, kind=models)
-        rows = [row for row in rows if row[-1] != "documents" or row[-2][1] == 1]
-        for mode, f, layout, size, recompute, (sp, ring), kind in rows:
-            each = count_of_step * sp // ranks  # sequences of a rank
-            size = min(size, each)
-            several = each // size
-            SMALL = models[kind]
-            stream = attention.CommStream(cpu)
-            op = attention.Ulysses("cpu", sp, groups, stream, poison=True, ring=ring)
-            columns = PoisonedColumns(mode, groups, stream)
-            model, states = build(torch.float64, several, f, recompute, op, columns, groups=groups,
-                                  layout=layout, poison=True, bucket_bytes=8000)
-            run = make_run(SMALL, 24, world, document_token=END)
-            run = run.but(rank=rank, plan=dataclasses.replace(
-                run.plan, sp=sp, ring=ring, tp=tp, tp_mode=mode, micro_batch=size))
-            stage, data_rank, sp_rank, found = run.coordinates
-            assert (stage, found) == (0, column)
-            mine = slice(data_rank * each, (data_rank + 1) * each)
-            here = attention.sequence_positions(24, sp, ring, sp_rank)
-            case = tp, mode, f, layout, several, recompute, sp, ring, kind
-            if kind == "documents":
-                steps = [documents_of(rows_of_step, mine, run) for rows_of_step in windows]
-            else:
-                steps = [tokens_of(*step, mine, here, several,
-                                   functools.partial(train.own_labels, run=run)) for step in batch]
-
-            def evaluate(i, parts):
-                if i != 1:
-                    return
-                first = next(parts.micro_batches())
-                with torch.no_grad():
-                    losses = model(*first, each=True)
-                    assert losses.shape == first[1].shape
-                    assert abs(losses.sum() * first[2] - model(*first)) < 1e-12, case
-
-            equals_plain(model, states, steps, wanted[kind], case, evaluate)
-            count += 1
-    print(f"rank {rank}: {count} cases equal", flush=True)
-    os._exit(0)
-
-
-@pytest.mark.parametrize("ranks", [2, 4] + [8] * ALL_COMBINATIONS)
-def test_tensor_modes_equal_one_process(ranks, tmp_path):
-    text = run([], ranks, "import test_all; test_all.tensor_worker()", tmp=tmp_path)
-    counts = re.findall("rank [0-9]+: ([0-9]+) cases equal", text)
-    assert len(counts) == ranks and min(map(int, counts)) > 10, text[-3000:]
 
 
 def test_tensor_checkpoints_fit_each_other(tmp_path):
@@ -1684,90 +1517,6 @@ def test_cuts_of_a_checkpoint_are_a_matrix(cuts, message):
         checkpoint.read_tensor(files, entry)
 
 
-def random_vectors(name, shape):
-    """Norms and biases that are not what they begin with, the same on every rank."""
-    return torch.rand(shape, generator=torch.Generator().manual_seed(len(name))) + 0.5
-
-
-def forked_block_worker():
-    """Runs under torchrun: a changed block, and this one with biases and norms on q and k, under
-    plain autograd and in chunks, sharded."""
-    torch.set_num_threads(1)
-    rank, world, _ = train.start_ranks(100)
-    small = dataclasses.replace(SMALL, dim=24, heads=4, kv_heads=2, ffn=40, vocab=67, layers=4)
-    ours = dataclasses.replace(small, qkv_bias=True, qk_norm=True)
-    saves = offload.block_saves(small, 6, torch.float64, QKNormBlock)
-    assert saves.final_matrix is None and len(saves.pre) == 2, saves  # q and k before their norms
-    saves = offload.block_saves(small, 6, torch.float64)
-    for field in ("qkv_bias", "qk_norm"):  # keep no more than a plain layer
-        assert offload.block_saves(dataclasses.replace(small, **{field: True}), 6,
-                                   torch.float64) == saves and not saves.pre
-    ways = [changed_block(block, cfg, rank, world)
-            for block, cfg in ((QKNormBlock, small), (m.Block, ours))]
-    print(f"rank {rank}: {ways} ways equal", flush=True)
-    os._exit(0)
-
-
-def changed_block(block: type, cfg: m.ModelConfig, rank: int, world: int) -> int:
-    """Return in how many ways a block's gradients are those of plain autograd."""
-    global SMALL
-    SMALL = cfg
-    m.Block, cpu, groups = block, torch.device("cpu"), attention.Groups()
-    tokens, labels = example(batch=2, seq=24, vocab=67)
-    scale = 1 / (labels != m.IGNORE).sum().double()
-    part, cut = 24 // world, slice(rank * 24 // world, (rank + 1) * 24 // world)
-    plans = {"plain": None, "full": None, "keep": (4, 4, 99), "recompute": (4, 4, 0),
-             "swap": (4, 2, 8, 8), "some": (4, 2, 3, 3), "without o": (4, 2, 3, 3, 2),
-             "without x": (4, 2, 0, 0, 0, 2)}
-    want = None
-    for kind, plan in plans.items():
-        op = attention.Ulysses("cpu", world, groups, attention.CommStream(cpu), 1)
-        f = shard.Factors(world, world, world)
-        model, states = build(torch.float64, 1, f, plan is not None or kind == "full", op,
-                              groups=groups, num_chunks=4 if plan else 1, poison=True)
-        for name, p in model.named_parameters():
-            if p.dim() == 1:
-                states.load(name, random_vectors(name, p.shape))
-        if plan:
-            kept = offload.ActivationPlan(4, *plan)
-            offload.ChunkedLayers(model, (2, part), kept, part // 2, cpu, torch.float64,
-                                  poison=True)
-        for step in range(2):
-            parts = in_parts(tokens[:, cut], labels[:, cut], 1, scale, torch.arange(24)[cut])
-            train.run_step(model, states, parts, None, 0.0)
-            grads = {s.name: s.owned_grad.clone() for s in states.sharded_params.values()}
-            grads["vectors"] = states.vector_grad.clone()
-            states.update(1e-2, 0.0)
-        if want is None:
-            want = grads
-        for name, grad in grads.items():
-            assert grad.isfinite().all() and relative(grad, want[name]) < 1e-12, (kind, name)
-    if world == 1:  # and plain autograd alone, without states, kernels and chunks
-        plain = m.LLaMA(SMALL).double()
-        for name, p in plain.named_parameters():
-            p.data.copy_(m.initial_weight(SMALL, name, p.shape, 0, cpu) if p.dim() > 1 else
-                         random_vectors(name, p.shape))
-        states.begin_step()
-        for name, p in plain.named_parameters():
-            states.load(name, p.detach())
-        states.loaded()
-        model(tokens, labels, scale).backward()
-        plain(tokens, labels, scale).backward()
-        for name, p in plain.named_parameters():
-            if p.dim() > 1:
-                got = states.by_name[name].grad_shard[: p.numel()].view(p.shape)
-                assert relative(got, p.grad) < 1e-12, name
-    return len(plans)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_another_block_changes_the_block_alone(ranks, tmp_path):
-    """What a fork relies on: norms, biases and an end of the layer that nothing outside knows are
-    right in chunks that are kept, swapped and recomputed, and where o or x is dropped; poisoned."""
-    text = run([], ranks, "import test_all; test_all.forked_block_worker()", tmp=tmp_path)
-    assert text.count("[8, 8] ways equal") == ranks
-
-
 def test_forgotten_activations_are_freed(group):
     """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
     autograd saves does not hold what holds its graph."""
@@ -1817,7 +1566,7 @@ class Transposed(m.Block):
 
     def post(self, x, o):
         y = super().post(x, o)
-        square = y[..., :36].unflatten(-1, (6, 6))
+        square = y[..., :16].unflatten(-1, (4, 4))
         y = y + (square @ square.transpose(-1, -2)).sum((-1, -2))[..., None]
         return y.transpose(-1, -2).contiguous().transpose(-1, -2)
 
@@ -1850,80 +1599,27 @@ class Nested(m.Block):
 
 @pytest.mark.parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Nested])
 def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
-    """In chunks as under plain autograd, with a skip connection around two layers, of a model whose
-    class is not model.Block any more, and whose embedding is frozen."""
-    cfg, cpu = dataclasses.replace(SMALL, layers=4), torch.device("cpu")
-    with monkeypatch.context() as patch:
-        patch.setattr(m, "Block", block)
-        models = [m.LLaMA(cfg, attention.Attention("cpu")).double() for _ in range(2)]
-    for model in models:
+    """In chunks as under plain autograd."""
+    monkeypatch.setattr(m, "Block", block)
+    batch = [torch.from_numpy(np.stack([windows(i)[cut] for i in range(2)]))
+             for cut in (slice(SEQ), slice(1, None))]
+
+    def gradients(keep: str) -> dict[str, torch.Tensor]:
+        model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu")).double()
         model.init_weights(0)
-    plain, model = models
-    x = torch.randn(1, 20, cfg.dim).double()
-    rope = m.rope_tables(cfg, torch.arange(20), torch.float64)
+        plan = activations_of(keep, 5, 3)
+        if plan:
+            offload.ChunkedLayers(model, (2, SEQ), plan, SEQ - 10, torch.device("cpu"),
+                                  torch.float64, make_stream=Spoiled)
+        model(*batch).backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
-    def gradients(model, run_layer, seen):
-        y = run_layer(0, x.clone())  # which needs no gradient: its weights do
-        y.register_hook(lambda dy: seen.append(dy.clone()))
-        z = run_layer(3, run_layer(2, run_layer(1, y))) + y
-        (z * torch.arange(20).view(1, 20, 1)).sum().backward()
-        grads = {n: p.grad for n, p in model.blocks.named_parameters() if p.grad is not None}
-        for p in model.parameters():
-            p.grad = None
-        return grads
-
-    dy_plain, seen = [], []
-    want = gradients(plain, m.whole_layers(plain, rope, plain.attention), dy_plain)
-    plans = {10: [(2, 4, 8), (2, 4, 0), (2, 2, 4, 4), (2, 2, 1, 1, 1), (2, 2, 0, 0, 0, 2)],
-             20: [(1, 4, 4), (1, 2, 2, 2), (1, 4, 0, 0, 3, 4)]}
-    for chunk, plan in [(c, p) for c in plans for p in plans[c]]:
-        layers = offload.ChunkedLayers(model, (1, 20), offload.ActivationPlan(4, *plan), chunk, cpu,
-                                       torch.float64)  # the skip reads what poison would spoil
-        got = gradients(model, layers.start(model, rope, model.attention), seen)
-        assert got.keys() == want.keys()
-        for name, grad in got.items():
-            assert relative(grad, want[name]) < 1e-12, (chunk, plan, name)
-        assert relative(seen[-1], dy_plain[0]) < 1e-12
-    got = gradients(model, offload.recomputed_layers(model, rope, model.attention), seen)
-    assert all(relative(grad, want[name]) < 1e-12 for name, grad in got.items())
-    if block is Nested:  # no two matrices of a layer share a buffer
-        with torch.device("meta"), monkeypatch.context() as patch:
-            patch.setattr(m, "Block", block)
-            sharded = m.LLaMA(cfg)
-        states = shard.States(sharded, cpu, torch.bfloat16, num_chunks=2)
-        for unit in states.units:
-            assert len({id(p.unsharded_grad) for p in unit}) == len(unit)
-
-
-@pytest.mark.parametrize("plan", [(3, 5, 1), (0, 0, 0, 2), (0, 0, 3, 2)])
-def test_several_micro_batches_in_flight(plan, group):
-    """Forward, forward, backward, backward, as pipelines run them: state belongs to a micro-batch
-    and a layer. More than there are host buffers for are refused."""
-    grads = []
-    cfg = dataclasses.replace(SMALL, layers=4)
-    for in_flight in (1, 2):
-        model = m.LLaMA(cfg, attention.Attention("cpu")).double()
-        model.init_weights(0)
-        activations = offload.ActivationPlan(4, 4, 2, *plan)
-        offload.ChunkedLayers(model, (2, 20), activations, 10, torch.device("cpu"), torch.float64,
-                              in_flight=in_flight, poison=True)
-        scale = torch.ones(()).double()
-        batches = [example(seq=20, seed=i) for i in range(4)]
-        for pair in (batches[:2], batches[2:]):
-            if in_flight == 2:  # the first in, the first out
-                for loss in [model(*batch, scale) for batch in pair]:
-                    loss.backward()
-            else:
-                for batch in pair:
-                    model(*batch, scale).backward()
-        grads.append({name: p.grad for name, p in model.named_parameters()})
-    for name, grad in grads[0].items():
-        assert relative(grads[1][name], grad) < 1e-14, name
-    waiting = [model(*batches[0], scale)]
-    model(*batches[0], scale)  # is forgotten at once, so its host buffers are free again
-    waiting.append(model(*batches[1], scale))
-    with pytest.raises(RuntimeError, match="2 forward passes wait.*in_flight=2"):
-        model(*batches[2], scale)
+    wanted = gradients("all")
+    for keep in ("kept", "mixed", "swapped", "no-o", "neither"):
+        found = gradients(keep)
+        assert found.keys() == wanted.keys()
+        for name, grad in found.items():
+            assert relative(grad, wanted[name]) < 1e-12, (keep, name)
 
 
 # ---------------------------------------------------------------------------- planned memory
@@ -4359,394 +4055,134 @@ def test_refused_on_all_ranks(flags, message, tmp_path):
 
 # ---------------------------------------------------------------------------- GPUs
 # What a CPU does not have: streams that run beside each other, copy engines, memory that the
-# allocator gives again, kernels that index with 32 bits. `make test-gpu` runs these.
+# allocator gives again, kernels that index with 32 bits. `make test-gpu` runs these: the cases of
+# the harness with late streams; where one GPU is all there is, two ranks share it over gloo, but
+# for pipelines' messages, and all-to-alls by copies between GPUs.
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-needs_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-MEDIUM = dataclasses.replace(m.MODELS["160m"], layers=8, heads=16, kv_heads=8)
-
-
-def gpu_ranks() -> tuple[int, int, torch.device]:
-    """Join the ranks of a worker under torchrun, a GPU each."""
-    rank, world, local_rank = train.start_ranks(300)
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    train.expandable_segments()
-    return rank, world, device
+GPUS = torch.cuda.device_count()
+needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+SIZES["wide"] = m.ModelConfig(67, 256, 5, 4, 2, 256, 64)  # for kernels
 
 
-def learnable(cfg, count: int, seq: int) -> torch.Tensor:
-    """Sequences (count, seq + 1) with something to learn: most ids follow from the one before."""
-    ids = torch.randint(200, (count, seq + 1), generator=torch.Generator().manual_seed(0))
-    for t in range(seq):
-        ids[:, t + 1] = (7 * ids[:, t] + ids[:, t + 1] % 3) % 200
-    return ids
+def naive_forward(q, k, v, mask):
+    """Attention as it is defined: a fork's kernel is two functions and a row."""
+    if mask.documents is not None:
+        parts = [naive_forward(*(t[:, cut] for t in (q, k, v)), attention.CAUSAL)
+                 for cut in mask.documents.cuts()]
+        o, lse = zip(*parts)
+        return torch.cat(o, 1), torch.cat(lse, 2)
+    scores, _, v = naive_scores(q, k, v, mask)
+    lse = scores.logsumexp(-1)  # (B, H, T)
+    return torch.einsum("bhts,bshd->bthd", (scores - lse[..., None]).exp(), v), lse
 
 
-def on_gpu(cfg, device, op, columns=None, **options) -> tuple[m.LLaMA, shard.States]:
-    with torch.device("meta"):
-        model = m.LLaMA(cfg, op)
-    if columns:
-        parallel.split_columns(model, columns)
-    states = shard.States(model, device, torch.bfloat16, **options)
-    for name, shape in model.shapes.items():
-        states.load(name, m.initial_weight(cfg, name, shape, 0, device))
-    return model, states
+def naive_scores(q, k, v, mask):
+    """Return scores (B, H, T, S), and k, v with the heads of q."""
+    k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], 2) for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * q.shape[3] ** -0.5
+    if mask.causal:
+        later = torch.ones(scores.shape[2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -math.inf)
+    return scores, k, v
 
 
-def exact_kernel(device) -> str:
-    """The best kernel that sums in one order, if it is asked to: not cuDNN's."""
+def naive_backward(do, q, k, v, o, lse, mask):
+    if mask.documents is not None:
+        parts = [naive_backward(*(t[:, cut] for t in (do, q, k, v, o)), lse[:, :, cut],
+                                attention.CAUSAL) for cut in mask.documents.cuts()]
+        return [torch.cat(grads, 1) for grads in zip(*parts)]
+    heads = k.shape[2]
+    scores, k, v = naive_scores(q, k, v, mask)
+    p = (scores - lse[..., None]).exp()
+    dp = torch.einsum("bthd,bshd->bhts", do, v)
+    ds = p * (dp - (do * o).sum(-1).transpose(1, 2)[..., None]) * q.shape[3] ** -0.5
+    dk, dv = (torch.einsum("bhts,bthd->bshd", x, y) for x, y in ((ds, q), (p, do)))
+    dk, dv = (t.unflatten(2, (heads, -1)).sum(3) for t in (dk, dv))
+    return torch.einsum("bhts,bshd->bthd", ds, k), dk, dv
+
+
+attention.KERNELS["naive"] = attention.Kernel(naive_forward, naive_backward, ())
+
+
+def gpu_cases(ranks: int) -> list[dict]:
+    """Return the cases of so many ranks that these GPUs can run, and some of real kernels."""
+    cases = [case | {"device": "cuda", "kernel": "naive"} for case in CASES
+             if case["ranks"] == ranks and case["dtype"] == "fp64"
+             and (GPUS >= ranks or case["pp"] == 1)]
+    device = torch.device("cuda")
+    kernels = [name for name in attention.KERNELS if name not in ("naive", "cpu")
+               and attention.why_not(name, device, torch.bfloat16) is None]
+    lines = [f"model=wide micro=2 keep=mixed g={ranks} os={ranks}",
+             f"model=wide sp={ranks} p={ranks} g={ranks} os={ranks}",
+             f"model=wide sp={ranks} ring={ranks} keep=swapped os={ranks}"]
+    return cases + [make_case(f"{ranks} {line}") | {
+        "dtype": "bf16", "device": "cuda", "kernel": name} for line in lines for name in kernels]
+
+
+@needs_gpu
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_gpu_equals_one_process(ranks, tmp_path):
+    if ranks > max(2, GPUS):
+        pytest.skip(f"{GPUS} GPUs")
+    compare(ranks, gpu_cases(ranks), tmp_path, gpus=min(ranks, GPUS))
+
+
+def check_waits(cases: list[dict], folder: Path) -> None:
+    """Runs on each rank: each wait of a stream that these cases reach is left out by itself, and
+    then one of them must fail. Prints those that none misses."""
     torch.use_deterministic_algorithms(True)
-    return next(name for name in ("fa4", "flash")
-                if attention.why_not(name, device, torch.bfloat16) is None)
+    shard.VISIT_ELEMENTS, shard.BUCKET_BYTES = 300, 8000
+    Spoiled.cycles = 3 * 10**7  # later than the layer after the next
+    wait_event, left_out, groups = torch.cuda.Stream.wait_event, None, {}
+    reached: dict[str, list] = {}  # call site of attention.wait -> cases
+
+    def wait_unless_left_out(stream, event):
+        frame = sys._getframe(2)
+        while frame.f_code.co_name in ("wait", "arrived"):  # of a message
+            frame = frame.f_back
+        site = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"
+        cases_there = reached.setdefault(site, [])
+        if case not in cases_there:
+            cases_there.append(case)
+        if site != left_out:
+            wait_event(stream, event)
+
+    torch.cuda.Stream.wait_event = wait_unless_left_out
+    answers = torch.load(folder / "answers")
+    for case, answers_of in zip(cases, answers):
+        equal(case, groups, answers_of)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, sorted(reached))
+    for left_out in sorted(set().union(*every)):
+        missed = False
+        for case, answers_of in zip(cases, answers):
+            try:
+                equal(case, groups, answers_of)
+            except AssertionError:
+                missed = True
+                break
+        print(f"without {left_out}: {'wrong' if missed else 'RIGHT'}", flush=True)
 
 
-def gpu_factors_worker():
-    """20 steps under all legal factors, bf16, what was used poisoned: losses and norms near those
-    of p = g = os = 1."""
-    rank, world, device = gpu_ranks()
-    cfg, seq, steps = dataclasses.replace(MEDIUM, layers=3), 512, 20
-    ids = learnable(cfg, steps * 8, seq).view(steps, 8, seq + 1).to(device)
-    mine = ids[:, rank * 8 // world : (rank + 1) * 8 // world]
-    scale, groups = torch.tensor(1 / (8 * seq), device=device), attention.Groups()
-    kernel = attention.pick_kernel("auto", device, torch.bfloat16)
-    rows = [(shard.Factors(), "intra", 1, False)] + [
-        (f, layout, several, layout == "inter") for several in (1, 2)
-        for f in shard.legal_factors(world, world) for layout in ("intra", "inter")]
-    first = None
-    for f, layout, several, recompute in rows:
-        model, states = on_gpu(cfg, device, attention.Attention(kernel), factors=f, layout=layout,
-                               micro_batches=several, gather_layers=recompute, poison=True,
-                               groups=groups)
-        if recompute:
-            model.layer_runner = offload.recomputed_layers
-        curve = []
-        for batch in mine:
-            parts = in_parts(batch[:, :-1], batch[:, 1:], several, scale)
-            curve.append(torch.stack(train.run_step(model, states, parts, 5e-4, 1.0)[:2]))
-        curve = torch.stack(curve)
-        first = curve if first is None else first
-        assert curve[-1, 0] < 0.8 * curve[0, 0], "it learns"
-        assert (curve - first)[:, 0].abs().max() < 0.02, (f, layout, several, recompute)
-    print(f"rank {rank}: {len(rows)} curves alike", flush=True)
-    os._exit(0)
+UNSHOWN = {"shard.HostStates.begin"}  # that a whole step hides
 
 
-def gpu_swap_worker():
-    """20 steps of a sequence over all ranks whose layers keep, swap and recompute: the same sums,
-    so the same bits, also with everything poisoned after use and copies that start late. Without
-    waits this must fail."""
-    rank, world, device = gpu_ranks()
-    cfg, seq, steps, chunk = MEDIUM, 4096, 20, 512
-    ids = learnable(cfg, steps, seq).to(device)
-    part = seq // world
-    cut, c = slice(rank * part, (rank + 1) * part), -(-part // chunk)
-    positions = torch.arange(seq, device=device)[cut]
-    scale, groups, kernel = (torch.tensor(1 / seq, device=device), attention.Groups(),
-                             exact_kernel(device))
-    kinds = {"plain, NCCL": None, "plain": None, "kept": (8, 8 * c), "recomputed": (8, 0),
-             "attention again": (2, 2 * c, 3 * c, 3), "inputs of one in 3": (2, 0, 0, 0, 3),
-             "both": (4, 0, 0, 6, 2)}
-    kinds |= {f"alpha {alpha}": (2, 2 * c, round(6 * c * alpha)) for alpha in (0, 0.25, 1)}
-    kinds |= {f"{name}, {how}": kinds[name] for name in ("alpha 0.25", "alpha 1")
-              for how in ("poisoned", "without waits", "NCCL", "NCCL, poisoned")}
-    if world == 1:  # nothing travels
-        kinds = {kind: plan for kind, plan in kinds.items() if "NCCL" not in kind}
-    found = {}
-    for kind, plan in kinds.items():
-        hard = "poisoned" in kind or "without" in kind
-        stream = attention.CommStream(device)
-        op = attention.Ulysses(kernel, world, groups, stream, math.gcd(2, cfg.kv_heads // world),
-                               world, hard, 3 * 10**6 * hard)
-        if "NCCL" in kind:
-            op.exchange.peer_access = False  # as GPUs that do not reach each other's memory
-        model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
-                               gather_layers=plan is not None, num_chunks=c if plan else 1,
-                               poison=hard, groups=groups)
-        if plan:
-            offload.ChunkedLayers(model, (1, part), offload.ActivationPlan(8, c, *plan), chunk,
-                                  device, torch.bfloat16, poison=hard, delay=3 * 10**7 * hard)
-        offload.wait = (lambda _: None) if "without" in kind else attention.wait
-        curve = []
-        for i, row in enumerate(ids[:, None]):
-            parts = in_parts(row[:, :-1][:, cut], row[:, 1:][:, cut], 1, scale, positions)
-            lr = 1e-4 * min(1, (i + 1) / 20)
-            curve.append(torch.stack(train.run_step(model, states, parts, lr, 1.0)[:2]))
-        found[kind] = torch.stack(curve)
-    offload.wait = attention.wait
-    for kind, curve in found.items():
-        like = found["plain" if "plain" in kind else "kept"]
-        assert torch.equal(curve, like) != ("without waits" in kind), kind
-    assert (found["kept"] - found["plain"])[:, 0].abs().max() < 0.05
-    print(f"rank {rank}: {len(kinds) - 2} ways equal, 2 without waits are not", flush=True)
-    os._exit(0)
-
-
-def gpu_ring_worker():
-    """Rings over all ranks, two micro-batches a step: attention near that of the whole sequence, 12
-    steps near those of sp = 1, and all ways to keep a layer equal to the last bit, also with what
-    was received poisoned after use and messages that start late. Without waits this must fail."""
-    rank, world, device = gpu_ranks()
-    cfg, seq, steps, chunk = MEDIUM, 4096, 12, 512
-    groups, kernel = attention.Groups(), exact_kernel(device)
-    here = attention.sequence_positions(seq, world, world, rank).to(device)
-
-    def ring(hard: bool) -> attention.Ulysses:
-        return attention.Ulysses(kernel, world, groups, attention.CommStream(device), 1, world,
-                                 hard, 3 * 10**6 * hard, world, attention.CommStream(device))
-
-    random = torch.Generator(device).manual_seed(0)
-    q, k, v, do = (torch.randn(1, seq, heads, 64, generator=random, device=device).bfloat16()
-                   for heads in (16, 4, 4, 16))
-    whole = attention.Attention(kernel)
-    o, lse = whole.forward(q, k, v)
-    want = o, *whole.backward(do, q, k, v, o, lse)
-    mine = [t[:, here].contiguous() for t in (q, k, v)]
-    op = ring(hard=True)
-    o, lse = op.forward(*mine)
-    found = o, *op.backward(do[:, here].contiguous(), *mine, o, lse)
-    for got, exact in zip(found, want):
-        error = (got - exact[:, here]).float().norm() / exact[:, here].float().norm()
-        assert error < 0.01, f"rank {rank}: {error:.4f} from attention of the whole sequence"
-
-    ids = learnable(cfg, 2 * steps, seq).view(steps, 2, seq + 1).to(device)
-    c = -(-seq // world // chunk)
-    kinds = {"whole": None, "plain": None, "kept": (8, 8 * c),
-             "attention again": (2, 2 * c, 3 * c, 3), "alpha 0.25": (2, 2 * c, round(1.5 * c))}
-    kinds |= {f"{name}, poisoned": kinds[name] for name in ("plain", "alpha 0.25")}
-    kinds |= {f"{name}, without waits": kinds[name] for name in ("plain", "alpha 0.25")}
-    curves = {}
-    for kind, plan in kinds.items():
-        hard = "poisoned" in kind or "without" in kind
-        op = whole if kind == "whole" else ring(hard)
-        tokens = torch.arange(seq, device=device) if kind == "whole" else here
-        copies = world if kind == "whole" else 1  # of each token
-        scale = torch.tensor(1 / (2 * copies * seq), device=device)
-        model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
-                               gather_layers=plan is not None, num_chunks=c if plan else 1,
-                               micro_batches=2, poison=hard, groups=groups)
-        if plan:
-            offload.ChunkedLayers(model, (1, len(tokens)), offload.ActivationPlan(8, c, *plan),
-                                  chunk, device, torch.bfloat16, poison=hard,
-                                  delay=3 * 10**7 * hard)
-        attention.wait = (lambda _: None) if "without" in kind else offload.wait
-        curve = []
-        for i, rows in enumerate(ids):
-            parts = in_parts(rows[:, :-1][:, tokens], rows[:, 1:][:, tokens], 2, scale, tokens)
-            lr = 1e-4 * min(1, (i + 1) / 10)
-            curve.append(torch.stack(train.run_step(model, states, parts, lr, 1.0)[:2]))
-        curves[kind] = torch.stack(curve)
-    attention.wait = offload.wait
-    for kind, curve in curves.items():
-        way = kind.partition(",")[0]
-        like = curves[way if way in ("whole", "plain") else "kept"]
-        assert torch.equal(curve, like) != ("without waits" in kind), kind
-    for kind in ("plain", "kept"):
-        loss, norm = (curves[kind] - curves["whole"]).abs().unbind(1)
-        assert loss.max() < 0.05 and norm[0] < 0.01 * curves["whole"][0, 1], (kind, loss, norm)
-    print(f"rank {rank}: {len(kinds) - 2} ways alike, 2 without waits are not", flush=True)
-    os._exit(0)
-
-
-class LateStream(attention.CommStream):
-    """Starts so many GPU cycles late."""
-
-    def __init__(self, device, delay: int):
-        super().__init__(device)
-        self.delay = delay
-
-    @contextlib.contextmanager
-    def after_compute(self):
-        with super().after_compute():
-            torch.cuda._sleep(self.delay)
-            yield
-
-
-def gpu_pipeline_worker():
-    """Pipelines over all ranks, with parts and layers that swap: 12 steps near those of one GPU,
-    and equal to the last bit where messages are poisoned after use and late. Without waits
-    this must fail."""
-    parallel.use_more_queues()
-    rank, world, device = gpu_ranks()
-    cfg, seq, steps, several = dataclasses.replace(MEDIUM, layers=8), 2048, 12, 2 * world
-    groups, kernel = attention.Groups(pp=world), exact_kernel(device)
-    ids = learnable(cfg, several * steps, seq).view(steps, several, seq + 1).to(device)
-    positions = torch.arange(seq, device=device)
-
-    def curve_of(chunks: int, swaps: bool, hard: bool) -> torch.Tensor:
-        with torch.device("meta"):
-            model = m.LLaMA(cfg, attention.Attention(kernel))
-        parts = parallel.keep_stage(model, rank, world, chunks)
-        order = parallel.pipeline_order(rank, world, chunks, several)
-        runners = [m.whole_layers] * chunks
-        pieces = 4 if swaps else 1
-        for v, part in enumerate(parts if swaps else ()):
-            n = len(part)
-            plan = offload.ActivationPlan(n, pieces, 2, 2 * pieces, (n - 2) * 2)
-            runners[v] = offload.ChunkedLayers(
-                model, (1, seq), plan, seq // pieces, device, torch.bfloat16,
-                parallel.in_flight(order, v), part, hard, 10**6 * hard).start
-        states = shard.States(model, device, torch.bfloat16, several, groups=groups,
-                              gather_layers=swaps, num_chunks=pieces, poison=hard)
-        for name, shape in model.shapes.items():
-            if states.holds(name):
-                states.load(name, m.initial_weight(cfg, name, shape, 0, device))
-        parallel.CommStream = functools.partial(LateStream, delay=3 * 10**6 * hard)
-        make = PoisonedPipeline if hard else parallel.Pipeline
-        pipeline = make(model, parts, runners, groups, several, 1, device, torch.bfloat16)
-        parallel.CommStream = attention.CommStream
-        tokens = ids[0, :1, :-1]
-        pipeline.warm_up((tokens, tokens, torch.ones((), device=device), positions))
-        return learn(pipeline, states, 1 / (several * seq))
-
-    def learn(model, states, scale: float) -> torch.Tensor:
-        curve = []
-        for i, rows in enumerate(ids):
-            batch = in_parts(rows[:, :-1], rows[:, 1:], several,
-                             torch.tensor(scale, device=device), positions)
-            lr = 1e-4 * min(1, (i + 1) / 10)
-            curve.append(torch.stack(train.run_step(model, states, batch, lr, 1.0)[:2]))
-        return torch.stack(curve)
-
-    whole = learn(*on_gpu(cfg, device, attention.Attention(kernel), micro_batches=several,
-                          groups=attention.Groups()), 1 / (world * several * seq))
-    kinds = {"stages": (1, False), "parts": (2, False), "stages that swap": (1, True)}
-    unlike = 0
-    for kind, (chunks, swaps) in kinds.items():
-        curve = curve_of(chunks, swaps, False)
-        loss, norm = (curve - whole).abs().unbind(1)
-        assert loss.max() < 0.05 and norm[0] < 0.01 * whole[0, 1], (kind, loss, norm)
-        assert torch.equal(curve_of(chunks, swaps, True), curve), kind
-        parallel.wait = lambda _: None
-        unlike += not torch.equal(curve_of(chunks, swaps, True), curve)
-        parallel.wait = attention.wait
-    assert unlike == len(kinds)
-    print(f"rank {rank}: {len(kinds)} pipelines alike, without waits they are not", flush=True)
-    os._exit(0)
-
-
-def gpu_tensor_worker():
-    """Layers in columns, in every mode, two micro-batches a step: 12 steps near those of one
-    column, and equal to the last bit where what was sent or gathered is poisoned after use and the
-    stream starts late. Without waits this must fail."""
-    rank, world, device = gpu_ranks()
-    cfg, seq, steps, tp = dataclasses.replace(MEDIUM, layers=4), 2048, 12, math.gcd(world, 4)
-    op, curves = attention.Attention(exact_kernel(device)), {}
-    groups = {n: attention.Groups(tp=n) for n in (1, tp)}
-    ids = learnable(cfg, 2 * steps, seq).view(steps, 2, seq + 1).to(device)
-    kinds = [mode + how for mode in parallel.MODES for how in ("", ", poisoned", ", without waits")]
-    for kind in ("whole", *kinds):
-        mode, _, how = kind.partition(", ")
-        there = groups[1 if kind == "whole" else tp]
-        stream = LateStream(device, delay=3 * 10**6 * bool(how))
-        columns = (PoisonedColumns if how else parallel.Columns)(mode, there, stream)
-        model, states = on_gpu(cfg, device, op, columns, micro_batches=2, groups=there)
-        scale = torch.tensor(there.tp / (2 * world * seq), device=device)  # copies of each token
-        attention.wait = (lambda _: None) if how == "without waits" else offload.wait
-        curve = []
-        for i, rows in enumerate(ids):
-            labels = torch.full_like(rows[:, 1:], m.IGNORE)
-            labels[:, columns.own(seq)] = rows[:, 1:][:, columns.own(seq)]
-            parts = in_parts(rows[:, :-1], labels, 2, scale)
-            lr = 1e-4 * min(1, (i + 1) / 10)
-            curve.append(torch.stack(train.run_step(model, states, parts, lr, 1.0)[:2]))
-        curves[kind] = torch.stack(curve)
-    attention.wait = offload.wait
-    for kind in kinds:
-        mode, _, how = kind.partition(", ")
-        assert torch.equal(curves[kind], curves[mode]) != (how == "without waits"), kind
-    for mode in parallel.MODES:
-        loss, norm = (curves[mode] - curves["whole"]).abs().unbind(1)
-        assert loss.max() < 0.05 and norm[0] < 0.01 * curves["whole"][0, 1], (mode, loss, norm)
-    print(f"rank {rank}: 3 modes alike, 3 without waits are not", flush=True)
-    os._exit(0)
-
-
-def gpu_host_worker():
-    """12 steps with optimizer states on the host equal those with states on the GPU to the last
-    bit, under all factors, also with everything poisoned after use and copies that start late.
-    Without waits this must fail."""
-    rank, world, device = gpu_ranks()
-    cfg, seq, steps = dataclasses.replace(MEDIUM, layers=3), 512, 12
-    ids = learnable(cfg, steps * world, seq).view(steps, world, seq + 1)[:, rank].to(device)
-    scale, groups = torch.tensor(1 / (world * seq), device=device), attention.Groups()
-    op = attention.Attention(exact_kernel(device))
-    shard.VISIT_ELEMENTS = 2**21  # several visits of a matrix
-    rows = [(f, layout) for f in shard.legal_factors(world, world)
-            for layout in ("intra", "inter")[: 1 + (f.os > f.p)]]
-    kinds = ("gpu", "host", "host, not overlapped", "host, poisoned", "host, poisoned, alone",
-             "host, without waits")
-    for f, layout in rows:
-        found = {}
-        for kind in kinds:
-            hard = "poisoned" in kind or "without" in kind
-            overlap = ("host_update",) if "alone" in kind else shard.STREAMS[
-                : -1 if "not" in kind else None]
-            model, states = on_gpu(cfg, device, op, factors=f, layout=layout, poison=hard,
-                                   place=kind.partition(",")[0], delay=10**7 * hard,
-                                   overlap=overlap, groups=groups)
-            shard.wait = (lambda _: None) if "without" in kind else attention.wait
-            curve = []
-            for row in ids[:, None]:
-                parts = in_parts(row[:, :-1], row[:, 1:], 1, scale)
-                curve.append(torch.stack(train.run_step(model, states, parts, 1e-4, 1.0)[:2]))
-            found[kind] = torch.stack(curve), [part.values.cpu()
-                                               for part in states.state_parts().values()]
-        shard.wait = attention.wait
-        curve, parts = found.pop("gpu")
-        for kind, (other, others) in found.items():
-            same = torch.equal(curve, other) and all(map(torch.equal, parts, others))
-            assert same != ("without" in kind), (f, layout, kind)
-    print(f"rank {rank}: {len(rows)} factors equal with states on the host", flush=True)
-    os._exit(0)
-
-
-def gpu_replay_worker():
-    """Steps at planned addresses equal others to the last bit: whole and in chunks, with steps of
-    another shape in between."""
-    rank, world, device = gpu_ranks()
-    cfg, seq = dataclasses.replace(MEDIUM, layers=6), 8192
-    kernel, part, groups = exact_kernel(device), seq // world, attention.Groups()
-    for plan in (None, offload.ActivationPlan(6, 4, 3, 8, 6)):
-        curves = []  # the first run compiles kernels for both shapes, the others find them
-        for memory in (None, None, memplan.StepMemory(str(device))):
-            op = attention.Ulysses(kernel, world, groups, attention.CommStream(device),
-                                   math.gcd(2, cfg.kv_heads // world), world)
-            model, states = on_gpu(cfg, device, op, factors=shard.Factors(1, world, world),
-                                   gather_layers=plan is not None, num_chunks=4 if plan else 1,
-                                   groups=groups)
-            if plan:
-                offload.ChunkedLayers(model, (1, part), plan, part // 4, device, torch.bfloat16)
-            curve = []
-            for i in range(9):
-                n = part // 2 if i in (4, 6) and not plan else part
-                ids = learnable(cfg, 1, n * world).to(device)[:, rank * n : (rank + 1) * n + 1]
-                parts = in_parts(ids[:, :-1], ids[:, 1:], 1, torch.tensor(1 / seq, device=device),
-                                 torch.arange(n, device=device) + rank * n)
-                step = functools.partial(train.run_step, model, states, parts, 1e-4, 1.0)
-                curve.append(torch.stack([x.float() for x in (
-                    memory.run(step) if memory else step())]))
-            curves.append(torch.stack(curve))
-            if memory:
-                assert memory.counts["hits"] > 0.9 * len(memory.buffers), memory.counts
-                memory.give_back()
-        assert torch.equal(*curves[1:]), f"planned addresses change the arithmetic: {curves}"
-    print(f"rank {rank}: equal at planned addresses", flush=True)
-    os._exit(0)
-
-
-@needs_gpus
-@pytest.mark.parametrize("worker, says", [
-    (gpu_factors_worker, "curves alike"), (gpu_swap_worker, "2 without waits are not"),
-    (gpu_ring_worker, "2 without waits are not"),
-    (gpu_pipeline_worker, "without waits they are not"),
-    (gpu_tensor_worker, "3 without waits are not"),
-    (gpu_host_worker, "equal with states on the host"),
-    (gpu_replay_worker, "equal at planned addresses")])
-def test_gpu(worker, says, tmp_path):
-    ranks = torch.cuda.device_count()
-    text = run([], ranks, f"import test_all; test_all.{worker.__name__}()", tmp=tmp_path)
-    assert text.count(says) == ranks, text[-2000:]
+@needs_gpu
+@pytest.mark.parametrize("ranks, lines", [
+    (1, ["place=host micro=2", "keep=swapped", "keep=neither micro=2"]),
+    (2, ["p=2 g=2 os=2 keep=swapped", "sp=2 groups=2 os=2 keep=mixed", "sp=2 ring=2 g=2 os=2",
+         "tp=2 mode=msp", "tp=2 mode=mtp", "os=2 layout=inter place=host", "pp=2 micro=4"])])
+def test_gpu_waits(ranks, lines, tmp_path):
+    """Two ranks need two GPUs: gloo's collectives let the host wait, and so hide what is missing;
+    on one rank nothing is under way when gradients are finished."""
+    if ranks > GPUS:
+        pytest.skip(f"{GPUS} GPUs")
+    cases = [make_case(f"{ranks} {line} device=cuda kernel=naive") for line in lines]
+    torch.save([answer_of(case) for case in cases], tmp_path / "answers")
+    text = on_ranks(ranks, check_waits, cases, tmp_path, gpus=ranks)
+    unshown = set(re.findall(r"without (\S+): RIGHT", text))
+    assert unshown <= UNSHOWN | ({"shard.States.finish_gradients"} if ranks == 1 else set()), text
+    assert len(set(re.findall(r"without (\S+): wrong", text))) >= 5, text
 
 
 @needs_gpu

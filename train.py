@@ -737,39 +737,43 @@ def make_groups(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
     return made[key]
 
 
-def make_attention(run: Run, groups: Groups) -> Ulysses:
+def make_attention(run: Run, groups: Groups,
+                   make_stream: Callable[..., CommStream] = CommStream) -> Ulysses:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
-    return Ulysses(run.kernel, run.plan.sp, groups, CommStream(run.device), run.plan.head_groups,
-                   run.cfg.per_node // run.plan.tp, ring=run.plan.ring,
-                   ring_stream=CommStream(run.device))
+    return Ulysses(run.kernel, run.plan.sp, groups, make_stream(run.device), run.plan.head_groups,
+                   run.cfg.per_node // run.plan.tp, run.plan.ring, make_stream(run.device))
 
 
-def build(run: Run, op: Ulysses, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
+def build(run: Run, op: Ulysses, groups: Groups,
+          make_stream: Callable[..., CommStream] = CommStream) -> tuple[LLaMA | Pipeline, States]:
     """Make what this rank has of the model, with layers in chunks if that is planned, and its
-    states. A collective of all ranks."""
+    states; their streams are of make_stream. A collective of all ranks."""
     cfg = run.cfg
     plan = run.plan
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(run.model, op)
-    columns = parallel.Columns(plan.tp_mode, groups, CommStream(run.device))
+    columns = parallel.Columns(plan.tp_mode, groups, make_stream(run.device))
     on_all_ranks(lambda: parallel.split_columns(model, columns))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
-    runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage))
+    runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage,
+                                                 make_stream))
     model.layer_runner = runners[0]  # of one stage, the only one
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=cfg.overlaps,
         gather_layers=plan.recompute == "full" or kept is not None,
-        num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place)
+        num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place,
+        make_stream=make_stream)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, plan.micro_batches, columns.between_layers,
-                         run.device, run.dtype, "pipeline" in cfg.overlaps)
+                         run.device, run.dtype, "pipeline" in cfg.overlaps, make_stream)
     return model, states
 
 
-def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int) -> list[Callable]:
+def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int,
+                  make_stream: Callable[..., CommStream]) -> list[Callable]:
     """Return what runs the layers of each part of the model on this stage. Raises MemoryError."""
     plan = run.plan
     kept = plan.activations
@@ -778,7 +782,7 @@ def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int) -> lis
     order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     shape = (plan.micro_batch, plan.seq // plan.sp)
     return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
-                          parallel.in_flight(order, v), part).start
+                          parallel.in_flight(order, v), part, make_stream).start
             for v, part in enumerate(parts)]
 
 
