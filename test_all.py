@@ -1566,7 +1566,7 @@ class Transposed(m.Block):
 
     def post(self, x, o):
         y = super().post(x, o)
-        square = y[..., :16].unflatten(-1, (4, 4))
+        square = torch.tanh(y[..., :16]).unflatten(-1, (4, 4))
         y = y + (square @ square.transpose(-1, -2)).sum((-1, -2))[..., None]
         return y.transpose(-1, -2).contiguous().transpose(-1, -2)
 
