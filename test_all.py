@@ -686,15 +686,18 @@ def brute_force_activations(n, s, c, bandwidth, gpu, host) -> float:
     best = math.inf
     io = s.input + s.attn
     part = s.intermediates / c
+
+    def waits(copied: float, layers: int) -> float:
+        return max(0.0, copied / bandwidth - layers * s.layer_s)
+
     for k, swapped in [(k, x) for k in range(2, n + 1) for x in range(c * (n - k) + 1)]:
         buffers = 2 * (io + -(-swapped // max(1, n - k)) * part) * (k < n)
         for kept, dropped in itertools.product(range(c * k + 1), range(n - k + 1)):
             out = (n - k) * io - dropped * s.attn + swapped * part
             if k * io + kept * part + buffers > gpu or 2 * buffers > gpu or out > host:
                 continue
-            waits = max(0.0, out / bandwidth - (n - k) * s.layer_s)
-            again = (n - (kept + swapped) / c) * s.recompute_s
-            best = min(best, waits + dropped * s.attn_s + again)
+            again = (n - (kept + swapped) / c) * s.recompute_s + dropped * s.attn_s
+            best = min(best, waits(out, n - k) + again)
     for stride, k, dropped in itertools.product(range(1, n + 1), range(2, n + 1), range(n + 1)):
         away = n - k
         if away % stride:
@@ -706,20 +709,19 @@ def brute_force_activations(n, s, c, bandwidth, gpu, host) -> float:
                     for first in range(0, n, stride)]
         if max(*entering, 2 * io * (away > 0)) + buffers > gpu or sum(size[:away]) > host:
             continue
-        waits = max(0.0, sum(size[:away]) / bandwidth - away * s.layer_s)
         remade = sum(i % stride > 0 for i in range(n))
         again = sum(i % stride < stride - 1 for i in range(dropped))  # q, k, v of remade outputs
-        best = min(best, waits + dropped * s.attn_s + remade * s.post_s + n * s.recompute_s
-                   + again * (s.layer_s - s.attn_s - s.post_s))
+        best = min(best, waits(sum(size[:away]), away) + dropped * s.attn_s + remade * s.post_s
+                   + n * s.recompute_s + again * (s.layer_s - s.attn_s - s.post_s))
     return best
 
 
-@pytest.mark.parametrize("n, large, solves, drops", [(5, 1, 20, 0), (8, 12, 20, 8)])
+@pytest.mark.parametrize("n, large, solves, drops", [(5, 1, 100, 0), (8, 12, 100, 40)])
 def test_activation_plans_are_the_best(n, large, solves, drops):
     """Also where intermediates are so large that layers drop inputs and outputs: the fewest."""
     rng = np.random.default_rng(0)
     solved = dropping = 0
-    for _ in range(40):
+    for _ in range(200):
         x, attn, others = (rng.uniform(0.2, 4, 3) * 2**30).tolist()
         recompute, attn_s, post = (rng.uniform(0.2, 1, 3) * (1, 3, 1)).tolist()
         s = planner.Sizes(x, attn, large * others, recompute + attn_s + post, recompute, attn_s,
@@ -2085,13 +2087,13 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
         patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         for module in (train, shard):  # nobody else is there
             patch.setattr(module, "on_all_ranks", lambda check: check())
-        for module in (m, shard, attention):
-            for name, fn in list(vars(module).items()):
-                casts_on_a_cpu = name in ("matmul_fp32", "weight_grad_into")
-                if getattr(fn, "is_compiled", False) or casts_on_a_cpu:
-                    patch.setattr(module, name, one_kernel()(fn))
-        for name in ("update_param", "update_vectors"):  # one kernel, if compiled
-            patch.setattr(shard.States, name, one_kernel()(getattr(shard.States, name)))
+        fused = [(shard.States, "update_param"), (shard.States, "update_vectors")]  # if compiled
+        fused += [(module, name) for module in (m, shard, attention)
+                  for name, fn in vars(module).items()
+                  if getattr(fn, "is_compiled", False)
+                  or name in ("matmul_fp32", "weight_grad_into")]  # which cast on a CPU
+        for owner, name in fused:
+            patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
         patch.setattr(attention.CommStream, "after_compute", after_compute)
         patch.setattr(attention.Exchange, "map_memory", map_memory)
         buffers, lasting = memplan.simulate(
@@ -2125,8 +2127,7 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
     simulated = lasting + memplan.lower_bound(requests)
-    norm = 2 * 4 * model.dim * seq // ranks  # the last one's backward is fused on a GPU alone
-    assert simulated - norm <= counted <= 1.2 * simulated
+    assert 0.995 * simulated <= counted <= 1.2 * simulated
 
 
 @slow
@@ -4676,9 +4677,7 @@ def test_unknown_devices_are_measured(group):
     assert "NVIDIA H20: no profile and no data sheet of it here; measured: matrix p" in said[0]
     assert found.sources == {"all": "measured"} and found.peak_flops is None
     hardware.check_profile(found, "measured")
-    tables = found.products | {f"attention {kind}": x for kind, x in found.attention.items()}
-    rates = [found.memory, found.optimizer, found.to_host, *(x[0][-1] for x in tables.values())]
-    assert len(rates) == 9 and all(1e6 < rate < 1e15 for rate in rates)
+    assert 1e6 < min(found.memory, found.optimizer, found.products["forward"][0][-1]) < 1e15
     known = hardware.find_profile("CPU", *here)
     assert known == hardware.load_profile("cpu") and len(said) == 1
 
