@@ -3129,7 +3129,7 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     assert [r["step"] for r in rows] == list(range(1, 8)) and all(set(keys) <= set(r) for r in rows)
     assert [r["step"] for r in rows if "val_loss" in r] == [3, 6, 7]
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["mfu_causal"] is None
-    assert "parameters" in text and "seq=32" in text and "left 0:00:0" in text
+    assert "1,869,504 parameters" in text and "left 0:00:0" in text
     assert sorted(p.name for p in out.glob("step-*")) == ["step-00000006", "step-00000007"]
     assert os.readlink(out / "latest") == "step-00000007"
     assert (out / "loss.png").read_bytes()[1:4] == b"PNG"
@@ -3145,14 +3145,11 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
 
 def test_dry_run(tmp_path, capsys):
     """12.55 GiB are two bytes for each of 6,738,415,616 parameters, 75.31 are twelve."""
-    args = f"--dry-run --device cpu --dtype bf16 --out {tmp_path}/a --model".split()
-    train.main([*args, *"7b --seq 16K --batch 1".split()])
+    train.main([*"--dry-run --device cpu --dtype bf16 --model 7b --seq 16K --batch 1".split(),
+                "--out", f"{tmp_path}/a"])
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
     assert "optimizer 75.31" in text and not (tmp_path / "a" / "log.jsonl").exists()
-    train.main([*args, *"160m --ranks 4 --seq 4K --batch 2 --sp 2 --pp 2 --micro-batch 1".split(),
-                *"--pp-chunks 1 --chunk 512".split()])
-    assert "stage 1  .0aa1bb" in capsys.readouterr().out
 
 
 def ids_without_spaces(path: Path) -> Path:
@@ -3257,7 +3254,7 @@ def bare_loss(windows: list[np.ndarray], end: int) -> float:
     model.init_weights(0)
     found = []
     for window in map(torch.from_numpy, windows):
-        ends = [*((window[:-1] == end).nonzero() + 1).flatten().tolist()]
+        ends = ((window[:-1] == end).nonzero().flatten() + 1).tolist()
         parts = zip(window[:-1].tensor_split(ends), window[1:].tensor_split(ends))
         for tokens, labels in parts:
             if len(tokens):
@@ -3346,14 +3343,11 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
         "latest", "step-00000002", "step-00000003"))
     os.utime(second, (2e9, 2e9))  # from the future
     (tmp_path / "step-00000009").mkdir()  # torn
-    for link in ("nowhere", "latest", ""):
+    for link in ("nowhere", "latest"):
         latest.unlink()
-        if link:
-            latest.symlink_to(link)
+        latest.symlink_to(link)
         assert checkpoint.find_checkpoint(tmp_path, "auto").folder == third
         assert "leads nowhere" in capsys.readouterr().out
-        latest.unlink(missing_ok=True)
-        latest.symlink_to("step-00000003")
     latest.unlink()
     os.truncate(third / "rank-00000.safetensors", 999)
     assert checkpoint.find_checkpoint(tmp_path, "auto").folder == second
@@ -3401,6 +3395,9 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
     ("[[[[0, 2], [4, 6]], [0, 4]], [[[2, 4]], [0, 4]]]", ""),
     ("[[[[0, 6]], [0, 2]], [[[0, 6]], [2, 4]]]", ""),
     ("[[[[0, 6]], [0, 2]], [[[0, 6]], [1, 3]]]", "columns 1 to 3 of .6, 4. are there twice"),
+    ("[[[[0, 6]], [1, 3]], [[[0, 6]], [0, 2]]]", "columns 0 to 2 of .6, 4. are there twice"),
+    ("[[[[0, 3]], [0, 4]], [[[2, 5]], [0, 4]]]", "rows 2 to 5, columns 0 to 4 of .6, 4. are th"),
+    ("[[[[2, 5]], [0, 4]], [[[0, 3]], [0, 4]]]", "rows 0 to 3, columns 0 to 4 of .6, 4. are th"),
     ("[[[[0, 2]], [0, 4]], [[[4, 6]], [0, 4]]]", "cuts have 16 elements of .6, 4."),
     ("[[[[0, 6]], [0, 2]], [[[0, 6]], [2, 5]]]", "columns 2 to 5 of .6, 4."),
     ("[[[[0, 6]], [0, 2]], [[[0, 6], [6, 6]], [2, 4]]]", "rows 6 to 6")])
