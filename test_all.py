@@ -1119,7 +1119,6 @@ def fastest(ranks, profile, gib, model=m.MODELS["7b"], host=2**40, per_node=8,
     return found[0]
 
 
-@slow
 def test_papers_choices():
     """AMSP's choice for 7B (table IV) is the best on 1024 GPUs, and ties with it on 64."""
     profile = hardware.load_profile("a800")
@@ -3178,7 +3177,6 @@ def test_known_profiles_are_those_of_the_node():
     for per_node, name in ((1, "h200x2"), (2, "h200x2"), (3, "h200x8"), (16, "h200x8")):
         assert hardware.known_profile("NVIDIA H200", per_node).name == name
     assert hardware.known_profile("NVIDIA H20", 8) is None
-    base = hardware.known_profile("NVIDIA H200", 8)
     base, large = (hardware.known_profile(f"NVIDIA {name}", 8)
                    for name in ("H200", "A100-SXM4-80GB"))
     assert large.gpu_bytes < 0.6 * base.gpu_bytes and large.to_host == base.to_host / 2
