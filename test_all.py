@@ -371,13 +371,6 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
             assert relative(ours, want) < 1e-13
 
 
-def test_attention_refuses_heads_that_no_kernel_counts(monkeypatch):
-    monkeypatch.setattr(attention, "MAX_ELEMENTS", 799)
-    q = torch.zeros(1, 50, 1, 16)
-    with pytest.raises(ValueError, match="a head of 50 tokens x 16 has over 799 elements"):
-        attention.attention_forward(attention.KERNELS["cpu"], q, q, q)
-
-
 def test_attention_choice():
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
@@ -1425,9 +1418,10 @@ def test_memory_plan_checker_is_the_definition():
     many = [memplan.Buffer(i, i + 9000, 8) for i in range(18000)]  # 9,000 are alive together
     offsets = [8 * (i % 9000) for i in range(18000)]  # each where the one 9,000 before it has gone
     memplan.check(many, offsets, 72000)
-    offsets[9000 + 8191] += 1
-    with pytest.raises(ValueError, match="buffers 8192 and 17191 are alive together and overlap"):
-        memplan.check(many, offsets, 72000)
+    for i, shift in ((17191, 1), (17192, -1)):
+        moved = [*offsets[:i], offsets[i] + shift, *offsets[i + 1 :]]
+        with pytest.raises(ValueError, match=f"buffers {i + shift - 9000 * (shift > 0)} and"):
+            memplan.check(many, moved, 72000)
 
 
 def test_memory_plan_of_two_levels():
@@ -1628,7 +1622,8 @@ def test_memory_replay_is_bit_equal():
             memplan.mark("forward")
             loss = model(*example(seed=seed, seq=seq)) + (x @ x).mean()
             memplan.mark("")
-            kept[:] = [loss.detach().expand(5000).clone()]  # the last step's ends in this one
+            kept.append(loss.detach().expand(5000).clone())
+            del kept[:-4]  # of a recorded step, in the next one that is
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -1795,6 +1790,21 @@ def test_hf_published(name, tmp_path, monkeypatch):
     if older["rope_scaling"] != YARN:  # what transformers 4 reads; its first did not know YaRN
         for key in ("rope_theta", "rope_scaling"):
             assert written[key] == older[key]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_hf_keys_that_are_left_out(kind, tmp_path):
+    """They have the values that transformers gives them."""
+    from transformers import AutoConfig
+
+    sizes = dict(vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+                 num_attention_heads=32)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
+    ours, theirs = checkpoint.hf_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    assert ours.kv_heads == theirs.num_key_value_heads and ours.norm_eps == theirs.rms_norm_eps
+    assert ours.max_positions == theirs.max_position_embeddings
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
 
 
 @pytest.mark.parametrize("kind, keys, window", [
@@ -2011,7 +2021,7 @@ def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
         corpora = data.open_corpus(str(tmp_path), vocab)
         data.check_tokens(corpora, vocab, 0, 1)
         for corpus in corpora:
-            assert np.array_equal(corpus.read(0, len(corpus)), ids)
+            assert np.array_equal(corpus.read(777, len(corpus)), ids[777:])
             assert corpus.ignored_id == (5 if "ignore" in said else -1)
 
 
