@@ -3537,6 +3537,7 @@ def test_signals(ranks, number, tmp_path):
     os.kill(processes[-1].pid, number)
     for process in processes:
         process.join(120)
+        process.kill()  # one that did not hear it would run for hours
     done = len(losses(out))
     assert [process.exitcode for process in processes] == [0] * len(processes)
     assert f"stopped by {number.name} after step {done}\n" in said.read_text()
