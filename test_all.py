@@ -2366,8 +2366,8 @@ def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
     args = [*QUICK, "--save-every", "2", "--out", tmp_path, *flags.split()]
     code = f"import test_all as t; t.at_file({path!r}, t.die, {event!r})"
     run(args, code=code, expect=-signal.SIGKILL)
-    assert len(losses(tmp_path)) >= 4
-    text = run([*args, "--resume", "auto"])
+    assert len(losses(tmp_path)) >= 4 and (tmp_path / "latest" / "meta.json").exists()
+    text = run([*args, "--save-every", "3", "--resume", "auto"])
     assert f"resumed {tmp_path}/step-0000000{step} at step {step}" in text
     assert losses(tmp_path) == straight(0) and not list(tmp_path.glob("*.tmp"))
 
@@ -2575,6 +2575,7 @@ def test_signals(ranks, number, tmp_path):
     os.kill(processes[-1].pid, number)
     for process in processes:
         process.join(120)
+        process.kill()  # one that did not hear it would run for hours
     done = len(losses(out))
     assert [process.exitcode for process in processes] == [0] * len(processes)
     assert f"stopped by {number.name} after step {done}\n" in said.read_text()
@@ -2907,7 +2908,8 @@ def refused_on_two(folder: str, ports: list[int]) -> None:
     for port, (flags, _) in zip(ports, DIFFERENT):
         os.environ["MASTER_PORT"] = str(port)
         try:
-            train.main([*QUICK, "--out", f"{folder}/out", *flags.format(rank=rank).split()])
+            train.main([*QUICK, "--timeout", "30", "--out", f"{folder}/out",
+                        *flags.format(rank=rank).split()])
         except train.ConfigError as e:
             print(f"{flags} on {rank}: {e}", flush=True)
         dist.destroy_process_group()
