@@ -1,11 +1,15 @@
 # make train      set everything up and train a tiny LLaMA on the CPU
-# make test       the same, then the tests that CI runs: a pairwise cover of combinations
-# make test-all   all combinations
+# make check      after an edit: the tests that take no processes, and one start of two ranks
+# make test       the tests that CI runs: a pairwise cover of combinations
+# make test-all   many more combinations
 # make test-gpu   what needs GPUs, on all that are there
 PYTHON ?= python3
 
 train: .venv/ready
 	.venv/bin/python train.py --device cpu --model tiny --out out/tiny
+
+check: .venv/ready
+	CHECK=1 .venv/bin/python -m pytest -q test_all.py
 
 test: .venv/ready
 	.venv/bin/python -m pytest -q test_all.py
@@ -21,4 +25,4 @@ test-gpu: .venv/ready
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.PHONY: train test test-all test-gpu
+.PHONY: train check test test-all test-gpu
