@@ -18,7 +18,7 @@ test-all: .venv/ready
 	ALL_COMBINATIONS=1 .venv/bin/python -m pytest -q test_all.py
 
 test-gpu: .venv/ready
-	.venv/bin/python -m pytest -q test_all.py -k "gpu or cuda"
+	.venv/bin/python -m pytest -q test_all.py -k "test_gpu or cuda"
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv

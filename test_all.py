@@ -1029,6 +1029,8 @@ CASES = [make_case(line) for line in """
 2 os=2 layout=inter optimizer=muon micro=2            # an optimizer of whole matrices
 4 os=4 layout=inter optimizer=muon place=host
 4 pp=4 parts=2 micro=4 model=deep                     # more parts than layers divide into
+2 pp=2 micro=4 keep=swapped model=deep                # several in flight, each with host buffers
+4 pp=2 parts=2 micro=4 keep=neither model=deep os=2
 4 p=2 g=2 os=2 micro=2                                # two replicas of all
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half joins the last sum once
 4 tp=2 sp=2 g=2 os=2 micro=2
