@@ -15,6 +15,7 @@ test_seeds_*, test_all_labels_*       seeds that draw the same weights, a loss o
 test_rope_*                           float32 angles, a ramp one off, a factor that forgets another
 test_attention_*                      heads mixed or past 2^31, a kernel where it cannot run
 test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
+test_positions_*                      positions, or tokens seen, that go on over a border
 test_micro_batches_*                  gradients that are rounded before they are summed
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
 test_some_equal_one_process           twice or halved, a position or label of another rank's, a norm
@@ -1156,6 +1157,18 @@ def test_model_equals_plain_pytorch(size, block, monkeypatch):
     }
     for name, p in model.named_parameters():
         assert relative(p.grad, grads[name]) < 1e-12, name
+
+
+def test_positions_restart_with_documents(group):
+    """By which losses are counted, and the tokens that each one attends to."""
+    run, _, _ = make_run(make_case("1 docs=1"), {}, Spoiled)
+    batch = train.load_batch(run, 0)
+    tokens, positions = batch.tokens.flatten(0, 1), batch.positions.flatten(0, 1)
+    wanted = torch.zeros_like(positions)
+    for i in range(1, SEQ):
+        wanted[:, i] = torch.where(tokens[:, i - 1] == END, 0, wanted[:, i - 1] + 1)
+    assert torch.equal(positions, wanted)
+    assert batch.seen.item() == pytest.approx((2 * wanted + 1).double().mean().item())
 
 
 def test_micro_batches_add_up_in_float32(group):
