@@ -4598,8 +4598,8 @@ def test_planner_refuses(flags, message, capsys):
         (
             "--model 7b --ranks 8 --batch 1 --seq 4M --cluster h200x8 --sp 8 --ring 1 --p 8 "
             "--chunk 16K --os-place gpu --host-memory 8G",
-            "inputs and attention outputs are 258.0 GiB a rank, 60.2 where layers drop all that they "
-            "can",
+            "inputs and attention outputs are 258.0 GiB a rank, 60.2 where layers drop all "
+            "that they can",
         ),
         (
             "--model 13b --ranks 2 --seq 4K --batch 2 --cluster h200x2 --host-memory 8G "
