@@ -442,6 +442,10 @@ def legal_tensor(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
     shared = {"GPUs of a node": hardware.per_node, "heads": model.heads,
               "key/value heads": model.kv_heads, "features": model.ffn}
     legal = divisors(math.gcd(*shared.values()))
+    if OPTIMIZER.whole:  # a column has parts of matrices
+        legal = [1]
+        if constraints.tp not in (None, 1):
+            raise ValueError(f"--tp {constraints.tp}: this optimizer needs whole matrices: --tp 1")
     if constraints.tp is None:
         return [(n, constraints.tp_mode) for n in legal if n & (n - 1) == 0]
     if constraints.tp not in legal:

@@ -182,12 +182,12 @@ class Optimizer:
     changes nothing: with torch.where, as in adamw below, since what is not finite times 0 is not 0.
     Another one stands in the line of OPTIMIZER below: states, checkpoints and counted bytes follow
     (hardware.update_bytes counts AdamW's). It updates every Matrix: embedding, head, and q|k|v
-    and gate|up as they are fused. One that is `whole` runs with --os-layout inter --p 1.
+    and gate|up as they are fused. One that is `whole` runs with --os-layout inter --p 1 --tp 1.
     """
 
     update: Callable
     states: tuple[str, ...]
-    whole: bool = False  # it needs whole matrices: layout inter and p = 1
+    whole: bool = False  # it needs whole matrices: layout inter, p = 1 and tp = 1
 
 
 @functools.partial(compiled, dynamic=None)  # matrices of many sizes
@@ -391,9 +391,10 @@ class States:
                  gather_layers: bool = False, num_chunks: int = 1,
                  betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, decay: float = 0.1,
                  place: str = "gpu", make_stream: Callable[..., CommStream] = CommStream):
-        if OPTIMIZER.whole and (layout != "inter" or factors.p != 1):
-            raise ValueError(f"layout={layout} p={factors.p}: this optimizer needs whole matrices, "
-                             "which a rank owns with layout=inter p=1")
+        tp = groups.tp if groups else 1
+        if OPTIMIZER.whole and (layout, factors.p, tp) != ("inter", 1, 1):
+            raise ValueError(f"layout={layout} p={factors.p} tp={tp}: this optimizer needs whole "
+                             "matrices, which a rank owns with layout=inter p=1 tp=1")
         assert factors.g in (factors.p, factors.os), f"{factors}: gradients lie as p or as os do"
         self.device = device
         self.dtype = dtype
