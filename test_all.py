@@ -16,7 +16,7 @@ test_rope_*                           float32 angles, a ramp one off, a factor t
 test_attention_*                      heads mixed or past 2^31, a kernel where it cannot run
 test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
 test_positions_*                      positions, or tokens seen, that go on over a border
-test_micro_batches_*, test_products_* gradients that are rounded before they are summed
+test_micro_*, test_products_*         gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
                                       twice or halved, a norm without a rank's share
@@ -1083,7 +1083,7 @@ NEVER_MEET = {  # two mechanisms, by how they begin -> a case that has both, and
     ("g>p", "os>g"): ("4 p=1 g=2 os=4", "g must be p or os"),
     ("kv mqa", "tp"): ("2 model=mqa tp=2", "--tp 2: it must divide"),
     ("groups", "kv mqa"): ("1 model=mqa groups=2", "--head-groups 2"),
-    ("heads", "kv mqa"): ("2 model=mqa sp=2", "--sp 2: .* key/value heads"),
+    ("heads", "kv mqa"): ("2 model=mqa sp=2", "share 1 key/value heads"),
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): ("2 layout=inter tp=2 optimizer=muon", "--tp 1"),
     ("chunks", "keeps x"): None,  # by what they are
@@ -4044,9 +4044,9 @@ def gpu_cases(ranks: int) -> list[dict]:
         if name not in ("naive", "cpu") and attention.why_not(name, device, torch.bfloat16) is None
     ]
     lines = [
-        f"model=wide micro=2 keep=mixed g={ranks} os={ranks}",
-        f"model=wide sp={ranks} p={ranks} g={ranks} os={ranks}",
-        f"model=wide sp={ranks} ring={ranks} keep=swapped os={ranks}",
+        f"model=wide block=norms micro=2 keep=mixed g={ranks} os={ranks}",
+        f"model=wide block=norms sp={ranks} p={ranks} g={ranks} os={ranks}",
+        f"model=wide block=norms sp={ranks} ring={ranks} keep=swapped os={ranks}",
     ]
     wide = [
         case for case in (make_case(f"{ranks} dtype=bf16 {line}") for line in lines) if fits(case)
