@@ -624,11 +624,10 @@ def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPla
 
 
 class Spoiled(attention.CommStream):
-    """make_stream(device, overlap) -> a CommStream that spoils what was used, and on a GPU starts
-    late: behind the layer after the next."""
+    """make_stream(device, overlap) -> a CommStream that spoils what was used, and now and then
+    starts late: on a GPU behind the layer after the next, while other streams go on."""
 
-    cycles = 10**7
-    random = random.Random(0)
+    random = random.Random(0)  # of a rank
 
     def used(self, *buffers):
         for x in buffers:
@@ -652,9 +651,10 @@ class Spoiled(attention.CommStream):
             yield
 
     def sleep(self):
-        if self.stream is not None:
-            torch.cuda._sleep(self.cycles)
-        elif self.random.random() < 0.02:
+        chance = self.random.random()
+        if self.stream is not None and chance < 0.2:
+            torch.cuda._sleep(3 * 10**7)
+        if self.stream is None and chance < 0.02:
             time.sleep(0.003)  # messages come in another order
 
 
@@ -854,6 +854,8 @@ def equal(
         if i == SKIPPED and last:  # not even the loss is finite; or it is, but no gradient
             factor = math.nan if case["micro"] > 1 else 1e305
             batch = dataclasses.replace(batch, scale=batch.scale * factor)
+        if i % 2 and run.device.type == "cuda":
+            torch.cuda._sleep(5 * 10**8)  # now compute is late: all else could begin at once
         loss, norm, finite = train.run_step(model, states, batch, learning_rate(i), CLIPS[i % 4])
         if i == SKIPPED:
             wrong += ["a step that is not finite counts"] * bool(finite)
