@@ -225,24 +225,14 @@ def norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @compiled
-def add_norm_forward(x: Tensor, branch: Tensor, weight: Tensor, eps: float):
-    """Return h = x + branch, and its norm."""
-    h = x + branch
-    return h, normalise(h, weight, eps)
-
-
-@compiled
-def norm_backward(x: Tensor, weight: Tensor, eps: float, dn: Tensor, residual: Tensor | None):
-    """Return n = norm(x) again (..., C), the gradient of x, with that of a residual path added, and
-    the gradient of weight (C,)."""
+def norm_backward(x: Tensor, weight: Tensor, dn: Tensor, eps: float):
+    """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,)."""
     wide = x.to(accumulation_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     unit = wide * scale
     dn = dn.to(wide.dtype)
     dunit = dn * weight
     dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
-    if residual is not None:
-        dx = residual + dx
     dweight = (dn * unit).sum(tuple(range(x.dim() - 1)))
     return (unit * weight).to(x.dtype), dx.to(x.dtype), dweight
 
@@ -404,8 +394,8 @@ _mode = _Mode()
 
 @contextlib.contextmanager
 def recomputation(unneeded: nn.Module | None = None):
-    """Run a forward again inside a backward pass. unneeded: a matrix that add_swiglu_linear may
-    leave out, because only gradients of its result are wanted."""
+    """Run a forward again inside a backward pass. unneeded: a matrix whose product is left out,
+    because only gradients of what it is added to are wanted."""
     before = _mode.recomputing, _mode.unneeded
     _mode.recomputing = True
     _mode.unneeded = unneeded
@@ -426,21 +416,6 @@ def deferred_weight_grads(on: bool = True):
         yield deferred
     finally:
         _mode.deferred = before
-
-
-def project(module: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T (..., rows), + bias (rows,) if there is one."""
-    bias = bias if bias is None else bias.to(x.dtype)
-    y = F.linear(x, module.events.unshard(module, backward=_mode.recomputing), bias)
-    module.events.reshard(module)
-    return module.split.output(y)()  # nothing hides it: what follows needs it
-
-
-def input_grad(module: nn.Module, dy: Tensor) -> Tensor:
-    """Return dx = dy W (..., cols) of a projection, from dy (..., rows)."""
-    dx = torch.matmul(dy, module.events.unshard(module, backward=True))
-    module.events.reshard(module)
-    return dx
 
 
 def weight_grad(module: nn.Module, dy: Tensor, x: Tensor | Callable[[], Tensor]) -> Tensor | None:
@@ -466,12 +441,6 @@ def weight_grad(module: nn.Module, dy: Tensor, x: Tensor | Callable[[], Tensor])
     return None
 
 
-def bias_grad(dy: Tensor) -> Tensor:
-    """Return the gradient of a projection's bias (rows,), in the accumulator's dtype, from dy (...,
-    rows)."""
-    return dy.flatten(0, -2).sum(0, dtype=accumulation_dtype(dy.dtype))
-
-
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -482,7 +451,7 @@ class _RMSNorm(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dn):
-        _, dx, dweight = norm_backward(*ctx.saved_tensors, ctx.eps, dn, None)
+        _, dx, dweight = norm_backward(*ctx.saved_tensors, dn, ctx.eps)
         return dx, dweight, None
 
 
@@ -499,17 +468,6 @@ class _Rotate(Function):
         return rotate_forward(dy, cos, -sin), None, None
 
 
-def split_rotate_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor):
-    """Return the gradient of qkv (B, T, (H+2K)D), and its parts of q, k and v as heads."""
-    heads = [d.shape[2] for d in (dq, dk, dv)]
-    dqkv = dq.new_empty(*dq.shape[:2], sum(heads) * dq.shape[3])
-    parts = dqkv.unflatten(2, (sum(heads), -1)).split(heads, 2)
-    rotate_back_into(dq, cos, sin, parts[0])
-    rotate_back_into(dk, cos, sin, parts[1])
-    copy_heads(dv, parts[2])
-    return dqkv, parts
-
-
 class _SplitRotate(Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, heads, kv_heads):
@@ -519,153 +477,73 @@ class _SplitRotate(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        dqkv, _ = split_rotate_backward(dq, dk, dv, *ctx.saved_tensors)
-        return dqkv, None, None, None, None
+        heads = [d.shape[2] for d in (dq, dk, dv)]
+        dqkv = dq.new_empty(*dq.shape[:2], sum(heads), dq.shape[3])
+        of_q, of_k, of_v = dqkv.split(heads, 2)
+        rotate_back_into(dq, *ctx.saved_tensors, of_q)
+        rotate_back_into(dk, *ctx.saved_tensors, of_k)
+        copy_heads(dv, of_v)
+        return dqkv.flatten(2), None, None, None, None
 
 
-class _Linear(Function):
-    """y = x W^T. Autograd keeps x but never W, which may be a buffer that is refilled meanwhile."""
+@dataclass(frozen=True)
+class Before:
+    """What a projection computes of its inputs before the product, and computes again in backward:
+    forward(*inputs) -> a, and backward(*inputs, da) -> (a, the inputs' gradients) in one pass."""
 
-    @staticmethod
-    def forward(ctx, x, weight, module):
-        ctx.save_for_backward(x)
-        ctx.module = module
-        return project(module, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        dy = ctx.module.split.output_grad(dy)()  # nothing hides it
-        dx = input_grad(ctx.module, dy)
-        return dx, weight_grad(ctx.module, dy, x), None
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor, ...]]
 
 
-def norm_linear_backward(module: nn.Module, norm: nn.Module, eps: float, x: Tensor,
-                         n: Tensor | None, dy: Tensor, residual: Tensor | None = None):
-    """Return the gradients of x, with that of a residual path added, of the norm's weight and of W,
-    of norm(x) W^T; n: what the product took, if it was kept. What travels between parts of a matrix
-    is hidden: that of n by the product for dn, that of dn by the product for W."""
-    split = module.split
-    if split.alone:
-        dn = input_grad(module, dy)
-        again, dx, dnorm = norm_backward(x, norm.weight, eps, dn, residual)  # both in one pass
-        return dx, dnorm, weight_grad(module, dy, again if n is None else n)
-    if n is None:
-        n = split.input(norm_forward(x, norm.weight, eps))
-    dn = split.input_grad(input_grad(module, dy))
-    dweight = weight_grad(module, dy, n)
-    _, dx, dnorm = norm_backward(x, norm.weight, eps, dn(), residual)
-    return dx, dnorm, dweight
+NOTHING = Before(lambda x: x, lambda x, da: (x, da))
+SWIGLU = Before(swiglu_forward, swiglu_backward)
 
 
-class _NormLinear(Function):
-    """y = norm(x) W^T + bias. Autograd keeps x: the norm is computed again, unless module.split
-    keeps it."""
+def normed(eps: float) -> Before:
+    """Return the RMSNorm before a projection, of inputs x and the norm's weight."""
+    return Before(lambda x, weight: norm_forward(x, weight, eps),
+                  lambda x, weight, da: norm_backward(x, weight, da, eps))
+
+
+class _Project(Function):
+    """before(*inputs) W^T. Autograd keeps the inputs, never W, which may be a buffer that is
+    refilled meanwhile; nor what the product took, unless the matrix is split and keeps it."""
 
     @staticmethod
-    def forward(ctx, x, norm_weight, weight, bias, norm, module, eps):
-        n = module.split.input(norm_forward(x, norm_weight, eps))()  # nothing hides it
-        ctx.save_for_backward(x, n if module.split.keeps_input else None)
-        ctx.norm = norm
-        ctx.module = module
-        ctx.eps = eps
-        ctx.has_bias = bias is not None
-        return project(module, n, bias)
+    def forward(ctx, matrix, before, weight, *inputs):
+        ctx.matrix = matrix
+        ctx.before = before
+        if _mode.unneeded is matrix:  # nobody reads it
+            ctx.save_for_backward(None, *inputs)
+            return inputs[0].new_empty(*inputs[0].shape[:-1], matrix.shape[0])
+        a = matrix.split.input(before.forward(*inputs))()  # nothing hides it
+        ctx.save_for_backward(a if matrix.split.keeps_input else None, *inputs)
+        y = F.linear(a, matrix.events.unshard(matrix, backward=_mode.recomputing))
+        matrix.events.reshard(matrix)
+        return matrix.split.output(y)()  # nothing hides it
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        dx, dnorm, dweight = norm_linear_backward(ctx.module, ctx.norm, ctx.eps,
-                                                  *ctx.saved_tensors, dy)
-        dbias = bias_grad(dy) if ctx.has_bias else None
-        return dx, dnorm, dweight, dbias, None, None, None
+        a, *inputs = ctx.saved_tensors
+        matrix, before, split = ctx.matrix, ctx.before, ctx.matrix.split
+        dy = split.output_grad(dy)()  # nothing hides it
+        if a is None and not split.alone:
+            a = split.input(before.forward(*inputs))  # hidden by the product for da
+        da = dy @ matrix.events.unshard(matrix, backward=True)
+        matrix.events.reshard(matrix)
+        if split.alone:
+            a, *grads = before.backward(*inputs, da)
+            return None, None, weight_grad(matrix, dy, a), *grads
+        da = split.input_grad(da)  # hidden by the product for the weight
+        dweight = weight_grad(matrix, dy, a)
+        _, *grads = before.backward(*inputs, da())
+        return None, None, dweight, *grads
 
 
-class _NormLinearHeads(Function):
-    """q, k, v of norm(x) W^T + bias, each head of q and k normalised, then turned. Autograd keeps
-    x: what the inner norms had is computed again, by a product with the rows of W for q and k."""
-
-    @staticmethod
-    def forward(ctx, x, norm_weight, weight, bias, q_weight, k_weight, cos, sin, block):
-        ctx.block = block
-        cfg = block.cfg
-        split = block.qkv.split
-        n = split.input(norm_forward(x, norm_weight, cfg.norm_eps))()  # nothing hides it
-        ctx.save_for_backward(x, n if split.keeps_input else None, cos, sin)
-        qkv = project(block.qkv, n, bias)
-        heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
-        q, k, v = qkv.unflatten(-1, (-1, cfg.head_dim)).split(heads, 2)
-        q = rotate_forward(norm_forward(q, q_weight, cfg.norm_eps), cos, sin)
-        k = rotate_forward(norm_forward(k, k_weight, cfg.norm_eps), cos, sin)
-        return q, k, v.contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dq, dk, dv):
-        x, n, cos, sin = ctx.saved_tensors
-        block = ctx.block
-        module = block.qkv
-        eps = block.cfg.norm_eps
-        of_qk = slice((dq.shape[2] + dk.shape[2]) * dq.shape[3])  # rows
-        if n is None:
-            n = module.split.input(norm_forward(x, block.norm1.weight, eps))()  # needed at once
-        bias = None
-        if block.qkv_bias is not None:
-            bias = block.qkv_bias.here()[of_qk].to(x.dtype)
-        qk = F.linear(n, module.events.unshard(module, backward=True)[of_qk], bias)
-        module.events.reshard(module)
-        q, k = qk.unflatten(-1, (-1, dq.shape[3])).split((dq.shape[2], dk.shape[2]), 2)
-        dqkv, (dq_part, dk_part, _) = split_rotate_backward(dq, dk, dv, cos, sin)
-        _, dq_before, dq_norm = norm_backward(q, block.q_norm.weight, eps, dq_part, None)
-        _, dk_before, dk_norm = norm_backward(k, block.k_norm.weight, eps, dk_part, None)
-        dq_part.copy_(dq_before)
-        dk_part.copy_(dk_before)
-        dx, dnorm, dweight = norm_linear_backward(module, block.norm1, eps, x, n, dqkv)
-        dbias = None if bias is None else bias_grad(dqkv)
-        return dx, dnorm, dweight, dbias, dq_norm, dk_norm, None, None, None
-
-
-class _AddNormLinear(Function):
-    """h = x + branch, and norm(h) W^T. Autograd keeps h: the norm is computed again, unless
-    module.split keeps it."""
-
-    @staticmethod
-    def forward(ctx, x, branch, norm_weight, weight, norm, module, eps):
-        h, n = add_norm_forward(x, branch, norm_weight, eps)
-        n = module.split.input(n)()  # nothing hides it
-        ctx.save_for_backward(h, n if module.split.keeps_input else None)
-        ctx.norm = norm
-        ctx.module = module
-        ctx.eps = eps
-        return h, project(module, n)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dh, dy):
-        dx, dnorm, dweight = norm_linear_backward(ctx.module, ctx.norm, ctx.eps,
-                                                  *ctx.saved_tensors, dy, dh)
-        return dx, dx, dnorm, dweight, None, None, None
-
-
-class _AddSwigluLinear(Function):
-    """h + swiglu(gate_up) W^T. Autograd keeps gate_up: the activation is computed again."""
-
-    @staticmethod
-    def forward(ctx, h, gate_up, weight, module):
-        ctx.save_for_backward(gate_up)
-        ctx.module = module
-        if _mode.unneeded is module:
-            return h.detach()  # of the right shape; nobody reads it
-        return project(module, swiglu_forward(gate_up)).add_(h)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (gate_up,) = ctx.saved_tensors
-        all_dy = ctx.module.split.output_grad(dy)()  # nothing hides it
-        a, dgate_up = swiglu_backward(gate_up, input_grad(ctx.module, all_dy))
-        return dy, dgate_up, weight_grad(ctx.module, all_dy, a), None
+def project(matrix: nn.Module, before: Before, *inputs: Tensor) -> Tensor:
+    """Return before(*inputs) W^T (..., rows)."""
+    return _Project.apply(matrix, before, matrix.weight, *inputs)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -683,36 +561,27 @@ def split_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads:
     return _SplitRotate.apply(qkv, *rope, heads, kv_heads)
 
 
-def norm_linear(x: Tensor, norm: nn.Module, matrix: nn.Module, eps: float,
-                bias: nn.Module | None = None) -> Tensor:
-    """Return norm(x) W^T, + bias if there is one."""
-    bias = None if bias is None else bias.here()
-    return _NormLinear.apply(x, norm.weight, matrix.weight, bias, norm, matrix, eps)
-
-
-def norm_linear_heads(x: Tensor, block: nn.Module, rope: tuple[Tensor, Tensor]):
-    """Return q, k, v of a block with norms on q and k, turned."""
-    bias = None if block.qkv_bias is None else block.qkv_bias.here()
-    return _NormLinearHeads.apply(x, block.norm1.weight, block.qkv.weight, bias,
-                                  block.q_norm.weight, block.k_norm.weight, *rope, block)
-
-
-def add_norm_linear(x: Tensor, branch: Tensor, norm: nn.Module, matrix: nn.Module,
-                    eps: float) -> tuple[Tensor, Tensor]:
-    """Return h = x + branch, and norm(h) W^T."""
-    return _AddNormLinear.apply(x, branch, norm.weight, matrix.weight, norm, matrix, eps)
-
-
-def add_swiglu_linear(h: Tensor, gate_up: Tensor, matrix: nn.Module) -> Tensor:
-    """Return h + swiglu(gate_up) W^T."""
-    return _AddSwigluLinear.apply(h, gate_up, matrix.weight, matrix)
-
-
 def final_matrix(y: Tensor) -> nn.Module | None:
-    """Return the matrix of the add_swiglu_linear whose result is y, None if y is another's: then
-    nothing can be left out where only gradients of y are wanted."""
-    last = y.grad_fn
-    return last.module if isinstance(last, _AddSwigluLinear._backward_cls) else None
+    """Return the matrix of y = h + project(matrix, ...), if nothing else takes that product: it may
+    be left out where only gradients of y are wanted. None: y is of another kind."""
+    behind = [node for node, _ in y.grad_fn.next_functions]
+    if y.grad_fn.name() != "AddBackward0" or len(behind) != 2:
+        return None
+    h, product = behind
+    if not isinstance(product, _Project._backward_cls) or product in graph_of(h):
+        return None
+    return product.matrix
+
+
+def graph_of(node) -> set:
+    """Return all nodes of autograd's graph from one on."""
+    found, left = set(), [node]
+    while left:
+        node = left.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            left += [following for following, _ in node.next_functions]
+    return found
 
 
 class _Embedding(Function):
@@ -894,7 +763,7 @@ class Matrix(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, cols))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Linear.apply(x, self.weight, self)
+        return project(self, NOTHING, x)
 
 
 class Vector(nn.Module):
@@ -922,7 +791,7 @@ class Block(nn.Module):
 
         self.last_norm = Vector(cfg.dim)        # files: checkpoint._HF
         ...
-        y = add_swiglu_linear(h, gate_up, self.down)
+        y = h + project(self.down, SWIGLU, gate_up)
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
     A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
@@ -941,19 +810,27 @@ class Block(nn.Module):
         self.norm2 = Vector(cfg.dim)
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim)
         self.down = Matrix(cfg.dim, cfg.ffn)
+        self.norm = normed(cfg.norm_eps)
 
     def pre(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
-        if self.cfg.qk_norm:
-            return norm_linear_heads(x, self, rope)
-        qkv = norm_linear(x, self.norm1, self.qkv, self.cfg.norm_eps, self.qkv_bias)
-        return split_rotate(qkv, rope, self.cfg.heads, self.cfg.kv_heads)
+        cfg = self.cfg
+        qkv = project(self.qkv, self.norm, x, self.norm1.weight)
+        if self.qkv_bias is not None:
+            qkv = qkv + self.qkv_bias.here().to(qkv.dtype)
+        if self.q_norm is None:
+            return split_rotate(qkv, rope, cfg.heads, cfg.kv_heads)
+        heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
+        q, k, v = (t.contiguous() for t in qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2))
+        q = rotate(rms_norm(q, self.q_norm.weight, cfg.norm_eps), rope)
+        k = rotate(rms_norm(k, self.k_norm.weight, cfg.norm_eps), rope)
+        return q, k, v
 
     def post(self, x: Tensor, o: Tensor) -> Tensor:
         """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C)."""
-        h, gate_up = add_norm_linear(x, self.out(o.flatten(2)), self.norm2, self.gate_up,
-                                     self.cfg.norm_eps)
-        return add_swiglu_linear(h, gate_up, self.down)
+        h = x + self.out(o.flatten(2))
+        gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
+        return h + project(self.down, SWIGLU, gate_up)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
         """The whole layer: x (B, T, C) -> y (B, T, C)."""

@@ -820,7 +820,8 @@ class ForkBlock(Block):
         self.qkv_bias = m.Vector(self.qkv.shape[0])
 
     def pre(self, x, rope):
-        qkv = m.norm_linear(x, self.norm1, self.qkv, 1e-5) + self.qkv_bias.here().to(x.dtype)
+        qkv = m.project(self.qkv, self.norm, x, self.norm1.weight)
+        qkv = qkv + self.qkv_bias.here().to(x.dtype)
         heads = self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads
         q, k, v = qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2)
         q, k = (m.rms_norm(t, n.weight, 1e-5) for t, n in ((q, self.q_norm), (k, self.k_norm)))
