@@ -515,7 +515,8 @@ class _Project(Function):
         ctx.before = before
         if _mode.unneeded is matrix:  # nobody reads it
             ctx.save_for_backward(None, *inputs)
-            return inputs[0].new_empty(*inputs[0].shape[:-1], matrix.shape[0])
+            y = inputs[0].new_empty(*inputs[0].shape[:-1], matrix.shape[0])
+            return matrix.split.output(y)()  # of its shape
         a = matrix.split.input(before.forward(*inputs))()  # nothing hides it
         ctx.save_for_backward(a if matrix.split.keeps_input else None, *inputs)
         y = F.linear(a, matrix.events.unshard(matrix, backward=_mode.recomputing))
