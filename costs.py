@@ -20,13 +20,11 @@ where the makespan is that of all stages' passes in parallel.pipeline_order. Of 
 (tensor modes) one has H/T, K/T heads and F/T: `column_model`, which counts and times it as any
 other model; what the columns exchange is added. With e bytes an element and N tokens of all columns
 
-    mode   a layer's forward            its backward                   x, h of a rank   kept more
-    mtp    2 all-reduces (N, C)         the same, hidden under         N tokens         -
-                                        weights' products
-    msp    2 all-gathers of N, 2        the same; reduce-scatters      N/T              2 N C e
-           reduce-scatters              hide under weights' products
-    fsp    as msp                       and 2 all-gathers more, under  N/T              -
-                                        products for inputs
+    mode   a layer's forward            its backward             x, h that are kept
+    mtp    2 all-reduces (N, C)         the same                 N tokens
+    msp    2 all-gathers of N, 2        the same                 N
+           reduce-scatters
+    fsp    as msp                       and 2 all-gathers more   N/T
 
 Left out: ranks that wait for a slower one, the first step's compilation, gathers of weights that
 the host still updates or that inputs which are made again need, and of a forker's other block
@@ -294,11 +292,14 @@ def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int,
 def column_bytes(plan: Plan) -> tuple[float, float, float]:
     """Return layer_bytes of a plan's micro-batch on one rank."""
     x, attn, intermediates = layer_bytes(plan.column, plan.tokens, plan.dtype)
+    own = x / plan.tp
     if not plan.splits_tokens:
         return x, attn, intermediates
-    elsewhere = x - x / plan.tp  # of x, and of h
-    gathered = 2 * x if plan.tp_mode == "msp" else 0  # what qkv and gate|up take
-    return x - elsewhere, attn, intermediates - elsewhere + gathered
+    if plan.tp_mode == "fsp":  # x and h are own tokens'
+        return own, attn, intermediates - x + own
+    if plan.recompute == "full":  # they are gathered again with the layer
+        return own, attn, intermediates + x
+    return x, attn, intermediates
 
 
 def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ranks: int,
@@ -410,13 +411,12 @@ def saved_by_pre(plan: Plan) -> int:
 
 
 def loss_peak(plan: Plan) -> dict[str, float]:
-    """Return what head and loss need beside what layers keep; columns share the tokens."""
+    """Return what head and loss need beside what layers keep."""
     cfg = plan.model
-    tokens = plan.tokens // plan.tp
-    gathered = plan.tokens if plan.tp > 1 and not plan.splits_tokens else 0
+    tokens = plan.tokens // (plan.tp if plan.splits_tokens else 1)
     return {"logits": 2 * plan.accum_bytes * min(LOSS_ELEMENTS, tokens * cfg.vocab),
             "gradient of the head": plan.accum_bytes * cfg.vocab * cfg.dim,
-            "x, norm, dx": (3 * tokens + gathered) * cfg.dim * plan.dtype.itemsize,
+            "x, norm, dx": 3 * tokens * cfg.dim * plan.dtype.itemsize,
             "all-to-all buffers": sent_bytes(plan)}
 
 
@@ -715,15 +715,13 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     backward[-2] += attention_back
     # which a recomputed layer leaves out
     last = product_seconds(est, plan, "forward", plan.matrices[-1])
-    columns = there_again = 0.0
-    more = [0.0] * len(backward)
-    if plan.tp > 1:
-        columns, there_again, more = column_exchanges(est, plan, weight_grad)
+    columns, of_rows, of_cols = column_exchanges(est, plan)
+    more = (of_cols, of_rows, of_cols, of_rows)  # down, gate|up, out, qkv
     layer = pre + attention + post + columns
     return LayerSeconds(
         layer, attention, tuple(map(operator.add, backward, more)),
         attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
-        pre + post - last, post, layer - last - there_again, columns + sum(more))
+        pre + post - last, post, layer - last, columns + sum(more))
 
 
 def product_seconds(est: Estimator, plan: Plan, kind: str, matrix: tuple[int, int]) -> float:
@@ -738,7 +736,7 @@ def tokenwise_seconds(est: Estimator, plan: Plan,
     cfg = plan.column
     qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
     copied = plan.chunks > 1  # chunks are put together and cut
-    dim = cfg.dim / plan.tp if plan.splits_tokens else cfg.dim  # of all tokens, or of a part
+    dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim  # norms are of own tokens
     product = functools.partial(product_seconds, est, plan)
 
     def moved(*columns: float) -> float:
@@ -786,43 +784,20 @@ def attention_seconds(est: Estimator, plan: Plan, kind: str, before: float = 0.0
     return kernel, exchanged(est, plan, kernel, there, back, kv, before, after, backward)
 
 
-def column_exchanges(est: Estimator, plan: Plan,
-                     weight_grad: str) -> tuple[float, float, tuple[float, ...]]:
-    """Return the seconds of what columns exchange in a layer that no product hides: in forward, of
-    it the last, which a recomputed layer leaves out; in backward by matrix, the last one first."""
+def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float, float]:
+    """Return the seconds of what columns exchange around a layer's products, which nothing hides:
+    in forward, and in backward of a matrix cut by rows and one cut by columns."""
+    if plan.tp == 1:
+        return 0.0, 0.0, 0.0
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     mesh = (plan.tp, 1)
-    gather = scatter = 0.0  # of x and dy, of y and dx
     if plan.tp_mode == "mtp":
-        scatter = est.collective("all_reduce", size, mesh)
-    else:
-        gather = est.collective("all_gather", size, mesh)
-        scatter = est.collective("reduce_scatter", size, mesh)
-
-    def beside(kind: str, matrix: tuple[int, int], seconds: float) -> float:
-        """Return how much longer a product takes with a collective under it."""
-        line = Timeline(*est.profile.overlap["collectives"])
-        product = est.product(kind, plan.tokens, *matrix)
-        job = line.launch(kind, seconds)
-        line.run(product)
-        line.wait(job)
-        return line.now - product
-
-    more = [gather] * len(plan.matrices)  # of dy, for a matrix that is split by columns of x
-    for j in (0, 2):  # qkv, gate|up: split by rows
-        again = gather if plan.tp_mode == "fsp" else 0.0
-        more[j] = (beside("input_grad", plan.matrices[j], again)
-                   + beside(weight_grad, plan.matrices[j], scatter))
-    return 2 * gather + 2 * scatter, scatter, tuple(reversed(more))
-
-
-def end_exchanges(est: Estimator, plan: Plan) -> float:
-    """Return the seconds of the all-gathers of x and of dx, (N, C), with which layers begin and
-    end in mode mtp: embedding, last norm and head have a part of the tokens."""
-    if plan.tp == 1 or plan.splits_tokens:
-        return 0.0
-    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
-    return est.collective("all_gather", size, (plan.tp, 1))
+        reduction = est.collective("all_reduce", size, mesh)
+        return 2 * reduction, reduction, 0.0
+    gather = est.collective("all_gather", size, mesh)
+    scatter = est.collective("reduce_scatter", size, mesh)
+    again = gather if plan.tp_mode == "fsp" else 0.0
+    return 2 * gather + 2 * scatter, scatter + again, gather
 
 
 def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, kv: int,
@@ -888,9 +863,9 @@ def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, 
 
 def head_seconds(est: Estimator, plan: Plan) -> float:
     """Return the seconds of head and loss, whose gradients are computed at once, and of the
-    embedding's; columns share the tokens."""
+    embedding's."""
     cfg = plan.model
-    tokens = plan.tokens // plan.tp
+    tokens = plan.tokens // (plan.tp if plan.splits_tokens else 1)
     rows = min(tokens, max(1, LOSS_ELEMENTS // cfg.vocab))
     products = sum(est.product(kind, rows, cfg.vocab, cfg.dim) * tokens / rows
                    for kind in ("forward", "input_grad", "weight_grad_sum"))
@@ -1076,7 +1051,6 @@ class StepTimeline(Timeline):
         of_layer = unit_seconds(est, plan, plan.matrices)
         self.units = [first, *[of_layer] * self.layers, last]  # embedding, layers, head
         self.head = 0.0 if last is NOTHING else head_seconds(est, plan)
-        self.gathers = end_exchanges(est, plan) * stage_ends(plan, self.stage)
         self.computed: dict[str, float] = {}  # seconds of computation, by what it is for
         self.fresh: list = []  # travels of new parameters, of the first units
         self.updated: list[float] = []  # by unit: when it is updated, if under the next forward
@@ -1139,7 +1113,7 @@ class StepTimeline(Timeline):
                     self.gathered.pop(unit - 2, None)
             if 0 < unit < last:
                 self.run(self.seconds["forward"])
-        self.run(self.head + self.gathers)
+        self.run(self.head)
 
     def backward(self, last: bool) -> None:
         """Where layers run whole and once, the next matrix is gathered under one; else all of the
@@ -1219,7 +1193,6 @@ class StepTimeline(Timeline):
             count * unit.keep + unit.cast for unit in self.units)
         for name, seconds in self.of_layer.items():
             self.computed[name] = count * self.layers * seconds
-        self.computed["tensor exchanges"] += count * self.gathers
 
     def repeat(self, now: float, slowed: float, exposed: dict[str, float], times: int) -> None:
         """Count so many times more what has happened since then."""
@@ -1247,7 +1220,7 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     parts["slowed by communication"] = line.slowed
     parts["copies"] = float(waits) * plan.micro_batches * line.layers / layers
     if plan.pp > 1:
-        forward = part_seconds(plan, line.seconds["forward"], line.head + line.gathers)
+        forward = part_seconds(plan, line.seconds["forward"], line.head)
         backward = part_seconds(plan, line.seconds["backward"], 0.0)
         passes = sum(forward[line.stage :: plan.pp] + backward[line.stage :: plan.pp])
         alone = makespan(plan, forward, backward, 0.0)

@@ -12,9 +12,9 @@ This file knows neither ranks nor streams. The outside acts on a model in four w
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
                          shard.py gathers weights and reduces gradients there; the weights that it
                          gives back are views of its own memory
-    matrix.split         called at the four points where a product of a part of a matrix meets those
-                         of other ranks (PlainSplit says which): parallel.py's tensor modes, which
-                         give each rank some rows or columns (`cut`)
+    matrix.enter, join   called with what a product takes, and with the product; `around` with what
+    and around           is computed before: parallel.py's tensor modes, which give each rank some
+                         rows or columns of it (`part`)
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
                          (its `within` gives that of documents)
@@ -24,10 +24,11 @@ This file knows neither ranks nor streams. The outside acts on a model in four w
                          and deferred_weight_grads, below)
 
 Another block changes class Block alone (and param_count, if FLOPs are to count it). Its operators
-may be any of PyTorch's that draw no random numbers, since they may run again; those of this file
-save for backward what a layer keeps anyway (x, o, the residual stream, gate|up), and compute norms
-and SwiGLU again there, in one pass over memory. Biases on q, k, v (Qwen2) and norms on q and k
-(Qwen3) are fields of ModelConfig; without them, no operator of theirs runs.
+may be any of PyTorch's that draw no random numbers, since they may run again. There is one of its
+own, before(*inputs) W^T (`project`): backward keeps what a layer keeps anyway (x, o, the residual
+stream, gate|up), and computes norms and SwiGLU again, in one pass with their gradients. Another
+activation is two functions (`Before`). Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are
+fields of ModelConfig; without them, no operator of theirs runs.
 
 Left out: dropout, mixture of experts, inference caches, biases elsewhere, tied heads (untied on
 import); files are checkpoint.py's.
@@ -360,27 +361,6 @@ class PlainEvents:
         return compute(None, 0)
 
 
-class PlainSplit:
-    """Where the products of parts of a matrix meet, and what happens if there is one part: nothing.
-
-    Each point may launch what brings a tensor there, and returns a function that waits for it, to
-    be called when the tensor is needed:
-
-    input(x)         what the product takes       x W^T, of some rows of W: all tokens
-    output(y)        what it gives                of some columns of W: a summand of y
-    output_grad(dy)  the gradient of its output   all tokens
-    input_grad(dx)   that of its input            a summand of dx
-    """
-
-    alone = True  # nothing happens
-    keeps_input = False  # backward takes what `input` gave in forward, else its own
-
-    def input(self, x: Tensor) -> Callable[[], Tensor]:
-        return lambda: x
-
-    output = output_grad = input_grad = input
-
-
 class _Mode(threading.local):
     """What a backward pass that runs operators by hand wants of them (offload.py)."""
 
@@ -418,25 +398,24 @@ def deferred_weight_grads(on: bool = True):
         _mode.deferred = before
 
 
-def weight_grad(module: nn.Module, dy: Tensor, x: Tensor | Callable[[], Tensor]) -> Tensor | None:
-    """Raise add_grad with dW = dy^T x of a projection, or defer it: dy (..., rows), x (..., cols),
-    or a function that waits for it. Returns what autograd gets."""
+def weight_grad(matrix: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
+    """Raise add_grad with dW = dy^T x of a projection, or defer it: dy (..., rows), x (..., cols).
+    Returns what autograd gets."""
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
-    if not callable(x):  # (N, cols), without the graph that it was saved from
-        x = x.detach().reshape(-1, x.shape[-1])
+    x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
 
-    def compute(out: Tensor | None, beta: int) -> Tensor:
-        arrived = x().flatten(0, -2) if callable(x) else x
-        return weight_grad_into(dy, arrived, out, beta)
+    def add_grad() -> Tensor | None:
+        return matrix.events.add_grad(
+            matrix, lambda out, beta: weight_grad_into(dy, x, out, beta))
 
     def add_grad_later() -> None:
-        grad = module.events.add_grad(module, compute)
-        if grad is not None and module.weight.requires_grad:  # autograd has gone on without it
-            old = module.weight.grad
-            module.weight.grad = grad if old is None else old + grad
+        grad = add_grad()
+        if grad is not None and matrix.weight.requires_grad:  # autograd has gone on without it
+            old = matrix.weight.grad
+            matrix.weight.grad = grad if old is None else old + grad
 
     if _mode.deferred is None:
-        return module.events.add_grad(module, compute)
+        return add_grad()
     _mode.deferred.append(add_grad_later)
     return None
 
@@ -506,45 +485,39 @@ def normed(eps: float) -> Before:
 
 
 class _Project(Function):
-    """before(*inputs) W^T. Autograd keeps the inputs, never W, which may be a buffer that is
-    refilled meanwhile; nor what the product took, unless the matrix is split and keeps it."""
+    """before(*inputs) W^T. Autograd keeps the inputs: never W, which may be a buffer that is
+    refilled meanwhile, nor what the product took."""
 
     @staticmethod
     def forward(ctx, matrix, before, weight, *inputs):
+        ctx.save_for_backward(*inputs)
         ctx.matrix = matrix
         ctx.before = before
         if _mode.unneeded is matrix:  # nobody reads it
-            ctx.save_for_backward(None, *inputs)
-            y = inputs[0].new_empty(*inputs[0].shape[:-1], matrix.shape[0])
-            return matrix.split.output(y)()  # of its shape
-        a = matrix.split.input(before.forward(*inputs))()  # nothing hides it
-        ctx.save_for_backward(a if matrix.split.keeps_input else None, *inputs)
+            return inputs[0].new_empty(*inputs[0].shape[:-1], matrix.shape[0])
+        a = before.forward(*inputs)
         y = F.linear(a, matrix.events.unshard(matrix, backward=_mode.recomputing))
         matrix.events.reshard(matrix)
-        return matrix.split.output(y)()  # nothing hides it
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        a, *inputs = ctx.saved_tensors
-        matrix, before, split = ctx.matrix, ctx.before, ctx.matrix.split
-        dy = split.output_grad(dy)()  # nothing hides it
-        if a is None and not split.alone:
-            a = split.input(before.forward(*inputs))  # hidden by the product for da
+        matrix = ctx.matrix
         da = dy @ matrix.events.unshard(matrix, backward=True)
         matrix.events.reshard(matrix)
-        if split.alone:
-            a, *grads = before.backward(*inputs, da)
-            return None, None, weight_grad(matrix, dy, a), *grads
-        da = split.input_grad(da)  # hidden by the product for the weight
-        dweight = weight_grad(matrix, dy, a)
-        _, *grads = before.backward(*inputs, da())
-        return None, None, dweight, *grads
+        a, *grads = ctx.before.backward(*ctx.saved_tensors, da)
+        return None, None, weight_grad(matrix, dy, a), *grads
 
 
-def project(matrix: nn.Module, before: Before, *inputs: Tensor) -> Tensor:
-    """Return before(*inputs) W^T (..., rows)."""
-    return _Project.apply(matrix, before, matrix.weight, *inputs)
+def project(matrix: nn.Module, before: Before, x: Tensor, *inputs: Tensor) -> Tensor:
+    """Return before(x, *inputs) W^T (..., rows)."""
+    y = _Project.apply(matrix, matrix.around(before), matrix.weight, matrix.enter(x), *inputs)
+    return matrix.join(y)
+
+
+def same(x):
+    return x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -751,16 +724,22 @@ class Cut:
 
 
 class Matrix(nn.Module):
-    """A weight (rows, cols), used as a projection; `events` tells the outside when, and `split`
-    where its products meet those of other parts, if it is one."""
+    """A weight (rows, cols), used as a projection; `events` tells the outside when.
+
+    cut: how neighbouring ranks may share it (parallel.py), "rows", and in these `parts` each by
+    itself, or "columns"; "": not at all. Such a rank has `part` of it, and the outside says how x
+    enters the product and how products join, and what goes around what is computed before.
+    """
 
     events = PlainEvents()
-    split = PlainSplit()
-    cut: Cut | None = None  # what of the whole matrix it is; None: all
+    enter = join = around = staticmethod(same)
+    part: Cut | None = None  # what of the whole matrix is here; None: all
 
-    def __init__(self, rows: int, cols: int):
+    def __init__(self, rows: int, cols: int, cut: str = "", parts: tuple[int, ...] = ()):
         super().__init__()
         self.shape = (rows, cols)
+        self.cut = cut
+        self.parts = parts or (rows,)
         self.weight = nn.Parameter(torch.empty(rows, cols))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -768,20 +747,20 @@ class Matrix(nn.Module):
 
 
 class Vector(nn.Module):
-    """A weight that is too small to shard, of a norm or a bias: float32 or wider, on every rank."""
+    """A weight that is too small to shard, of a norm or a bias: float32 or wider, whole on every
+    rank. like: the matrix whose rows it goes along with."""
 
-    rows: tuple[slice, ...] | None = None  # that a part of a matrix takes; None: all
-    repeated = False  # another rank computes the same gradient, which counts
-
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, like: Matrix | None = None):
         super().__init__()
+        self.like = (like,)  # no module of this one
         self.weight = nn.Parameter(torch.empty(dim))
 
     def here(self) -> Tensor:
-        """Return the rows that are used here."""
-        if self.rows is None:
+        """Return the elements that go along with what is here of the matrix."""
+        (like,) = self.like
+        if like is None or like.part is None:
             return self.weight
-        return torch.cat([self.weight[part] for part in self.rows])
+        return torch.cat([self.weight[first:end] for first, end in like.part.rows])
 
 
 class Block(nn.Module):
@@ -801,30 +780,38 @@ class Block(nn.Module):
     def __init__(self, cfg: ModelConfig):
         super().__init__()
         self.cfg = cfg
-        heads = cfg.heads + 2 * cfg.kv_heads
+        q = cfg.heads * cfg.head_dim
+        kv = cfg.kv_heads * cfg.head_dim
         self.norm1 = Vector(cfg.dim)
-        self.qkv = Matrix(heads * cfg.head_dim, cfg.dim)
-        self.qkv_bias = Vector(heads * cfg.head_dim) if cfg.qkv_bias else None
+        self.qkv = Matrix(q + 2 * kv, cfg.dim, cut="rows", parts=(q, kv, kv))
+        self.qkv_bias = Vector(q + 2 * kv, like=self.qkv) if cfg.qkv_bias else None
         self.q_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
         self.k_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
-        self.out = Matrix(cfg.dim, cfg.heads * cfg.head_dim)
+        self.out = Matrix(cfg.dim, q, cut="columns")
         self.norm2 = Vector(cfg.dim)
-        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim)
-        self.down = Matrix(cfg.dim, cfg.ffn)
+        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=(cfg.ffn, cfg.ffn))
+        self.down = Matrix(cfg.dim, cfg.ffn, cut="columns")
         self.norm = normed(cfg.norm_eps)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """Return how many of q, k and v the matrices here make."""
+        q = self.out.shape[1] // self.cfg.head_dim
+        kv = (self.qkv.shape[0] // self.cfg.head_dim - q) // 2
+        return q, kv, kv
 
     def pre(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
-        cfg = self.cfg
+        eps = self.cfg.norm_eps
+        heads = self.heads
         qkv = project(self.qkv, self.norm, x, self.norm1.weight)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias.here().to(qkv.dtype)
         if self.q_norm is None:
-            return split_rotate(qkv, rope, cfg.heads, cfg.kv_heads)
-        heads = (cfg.heads, cfg.kv_heads, cfg.kv_heads)
+            return split_rotate(qkv, rope, *heads[:2])
         q, k, v = (t.contiguous() for t in qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2))
-        q = rotate(rms_norm(q, self.q_norm.weight, cfg.norm_eps), rope)
-        k = rotate(rms_norm(k, self.k_norm.weight, cfg.norm_eps), rope)
+        q = rotate(rms_norm(q, self.q_norm.weight, eps), rope)
+        k = rotate(rms_norm(k, self.k_norm.weight, eps), rope)
         return q, k, v
 
     def post(self, x: Tensor, o: Tensor) -> Tensor:

@@ -52,202 +52,89 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from attention import CommStream, Groups, Passing, all_gather, reduce_scatter, wait
-from model import (Cut, LLaMA, Matrix, ModelConfig, PlainSplit, Vector, accumulation_dtype,
-                   rope_tables)
+from attention import CommStream, Groups, all_gather, reduce_scatter, wait
+from model import Before, Cut, LLaMA, Matrix, ModelConfig, accumulation_dtype, rope_tables
 from offload import ChunkGraph
 
 # ---------------------------------------------------------------------------- tensor modes
-# tp neighbouring ranks, columns, share each layer's matrices. Of q|k|v and gate|up each makes some
-# columns of x W^T, of its heads and its part of F: a column product, which takes all tokens. out
-# and down take these, and give a summand of the result: a row product. What the ranks do about it
-# is InternEvo's table, POINTS: Megatron's tensor parallelism (mtp); that with its sequence
-# parallelism (msp), where a column has its part of the tokens between the products; and msp that
-# keeps less (fsp). Attention sees all tokens of a column's heads in all of them.
+# tp neighbouring ranks, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each
+# makes some columns of x W^T, of its heads and its part of F, which takes all tokens; out and down
+# (cut="columns") take these, and give a summand of the result. What the ranks do about it is
+# InternEvo's table: Megatron's tensor parallelism (mtp); that with its sequence parallelism (msp),
+# where a column has its part of the tokens between products; and msp that keeps less (fsp).
+# Attention sees all tokens of a column's heads in all of them.
 #
-#                               mtp            msp          fsp
-#     x and h of a layer        (B, T/sp, C)   (B, t, C)    (B, t, C)
-#     q, o of a column          (B, T/sp, H/tp, D) in all of them
-#     norm(x) for dW            made again     kept         gathered again
+#     mode   enter: x into product     join: y behind product     tokens of x    kept for dW
+#            of "rows"                 of "columns"
+#     mtp    x; mean of dx             sum of y; tp dy            T/sp           x
+#     msp    gather x; scatter dx      scatter y; gather dy       t = T/sp/tp    gathered x
+#     fsp    x; dx                     scatter y; gather dy       t              own x
 #
-# Hidden are in backward the sum for dx, under the product for the weight, and fsp's second gather,
-# under the product for dx (model.norm_linear_backward):
-#
-#     compute  | norm | dx = dy W | dW = dy^T n       | norm's backward
-#     stream          | gather n  | sum, scatter dx   |
-#
-# and nothing else, since what follows needs it. Embedding, last norm, head and loss are whole on
-# every column, which computes them for its own tokens in all modes: [c t, (c + 1) t) of T/sp.
+# (Forward; backward.) In fsp a, which is computed before the product, is gathered, again in
+# backward, and da scattered (`around`). In mtp embedding, last norm, head and loss are computed on
+# every column, of all tokens: their labels count tp times, so each column has 1/tp of their
+# gradients, and of that of x between products. So all modes have one rule: gradients of ends, norms
+# and biases are sums over columns. Nothing hides what travels: what follows needs it.
 
 MODES = ("mtp", "msp", "fsp")
-POINTS = {  # of a product: what happens there (Columns), by mode
-    ("column", "input"):       ("keep", "gather",  "gather"),
-    ("row", "output"):         ("sum",  "scatter", "scatter"),
-    ("row", "output_grad"):    ("keep", "gather",  "gather"),
-    ("column", "input_grad"):  ("sum",  "scatter", "scatter"),
-}
 
 
 class Columns:
-    """The ranks that share a layer's matrices, and what travels between them. Whatever the stream
-    reads or writes is allocated on the compute stream, and held until compute has waited for it."""
+    """The ranks that share a layer's matrices, and what travels between them."""
 
-    def __init__(self, mode: str, groups: Groups, stream: CommStream):
+    def __init__(self, mode: str, groups: Groups):
         """A collective of all ranks."""
         self.mode = mode
         self.ranks = groups.tp
         self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
-        self.stream = stream
 
-    @property
-    def between_layers(self) -> int:
-        """Return how many ranks share the tokens of x between layers."""
-        return 1 if self.mode == "mtp" else self.ranks
-
-    def own(self, tokens: int) -> slice:
-        """Return which of a rank's tokens this column has at the model's ends."""
-        size = tokens // self.ranks
-        return slice(self.index * size, (self.index + 1) * size)
-
-    def take_own(self, x: Tensor) -> Tensor:
-        """(B, T/sp, C) -> the own tokens (B, t, C)."""
-        return x[:, self.own(x.shape[1])].contiguous()
-
-    def gather_now(self, x: Tensor) -> Tensor:
-        """(B, t, C) of each column -> (B, T/sp, C) of all."""
-        return self.gather(x)()  # nothing hides it, once a micro-batch
-
-    # -- what travels; each returns a function that lets compute wait for it, and returns it
-
-    def keep(self, x: Tensor) -> Callable[[], Tensor]:
-        return lambda: x
-
-    def gather(self, x: Tensor) -> Callable[[], Tensor]:
+    def gather(self, x: Tensor) -> Tensor:
         """(B, t, C) of each column -> (B, T/sp, C)."""
-        sent = x.contiguous()
         parts = x.new_empty(self.ranks, *x.shape)  # (tp, B, t, C)
-        passing = self.launch(sent, parts, lambda: all_gather(
-            parts.flatten(0, 1), sent, group=self.group))
-        return lambda: passing.wait().transpose(0, 1).flatten(1, 2)  # of one sequence: a view
+        all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
+        return parts.transpose(0, 1).flatten(1, 2)  # of one sequence: a view
 
-    def sum(self, x: Tensor) -> Callable[[], Tensor]:
-        """Summands (B, T/sp, C) -> their sum, in their place."""
-        return self.launch(None, x, lambda: dist.all_reduce(x, group=self.group)).wait
+    def sum(self, x: Tensor) -> Tensor:
+        """Summands (B, T/sp, C) -> their sum."""
+        x = x.clone()
+        dist.all_reduce(x, group=self.group)
+        return x
 
-    def scatter(self, x: Tensor) -> Callable[[], Tensor]:
+    def scatter(self, x: Tensor) -> Tensor:
         """Summands (B, T/sp, C) -> their sum's part of each column (B, t, C)."""
         parts = x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (tp, B, t, C)
         part = torch.empty_like(parts[0])
-        return self.launch(parts, part, lambda: reduce_scatter(
-            part, parts.flatten(0, 1), group=self.group)).wait
+        reduce_scatter(part, parts.flatten(0, 1), group=self.group)
+        return part
 
-    def launch(self, sent: Tensor | None, received: Tensor, collective: Callable) -> Passing:
-        with self.stream.after_compute():
-            collective()
-        return Passing(sent, received, self.stream.last_event())
-
-
-class Split(PlainSplit):
-    """What happens at the points of one kind of product, "column" or "row"."""
-
-    alone = False
-
-    def __init__(self, kind: str, columns: Columns):
-        for (of, point), actions in POINTS.items():
-            if of == kind:
-                setattr(self, point, getattr(columns, actions[MODES.index(columns.mode)]))
-        self.keeps_input = kind == "column" and columns.mode == "msp"
-
-
-@functools.cache
-def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
-    """Return the model whose layers are one of tp columns of the model's."""
-    return dataclasses.replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
-                               ffn=cfg.ffn // tp)
-
-
-def kinds_and_cuts(cfg: ModelConfig, c: int, tp: int) -> dict[str, tuple[str, Cut]]:
-    """Return of each matrix of a layer which product it is of, and what column c of tp has of it.
-    cfg: of the whole model."""
-    def part(size: int, first: int = 0) -> tuple[int, int]:
-        return first + c * size // tp, first + (c + 1) * size // tp
-
-    dim, ffn = cfg.dim, cfg.ffn
-    q, kv = cfg.heads * cfg.head_dim, cfg.kv_heads * cfg.head_dim
-    return {
-        "qkv": ("column", Cut((q + 2 * kv, dim), (part(q), part(kv, q), part(kv, q + kv)),
-                              (0, dim))),
-        "out": ("row", Cut((dim, q), ((0, dim),), part(q))),
-        "gate_up": ("column", Cut((2 * ffn, dim), (part(ffn), part(ffn, ffn)), (0, dim))),
-        "down": ("row", Cut((dim, ffn), ((0, dim),), part(ffn))),
-    }
-
-
-def split_columns(model: LLaMA, columns: Columns) -> None:
-    """Leave of a model what this rank's column has. On meta, before shard.States. Raises ValueError
-    for a block with other matrices: which part of it a column has is not known."""
-    if columns.ranks == 1:
-        return
-    c, tp = columns.index, columns.ranks
-    parts = kinds_and_cuts(model.cfg, c, tp)
-    splits = {kind: Split(kind, columns) for kind in ("column", "row")}
-    for block in model.blocks:
-        matrices = {name: module for name, module in block.named_modules()
-                    if isinstance(module, Matrix)}
-        if matrices.keys() != parts.keys():
-            raise ValueError(f"--tp {tp}: a layer has the matrices {', '.join(matrices)}, columns "
-                             f"share {', '.join(parts)}: --tp 1, or another row of kinds_and_cuts")
-        for name, (kind, cut) in parts.items():
-            matrix = matrices[name]
-            matrix.cut = cut
-            matrix.shape = cut.shape
-            matrix.weight = nn.Parameter(matrix.weight.new_empty(cut.shape))
-            matrix.split = splits[kind]
-        block.cfg = column_model(model.cfg, tp)
-        if block.qkv_bias is not None:
-            _, cut = parts["qkv"]
-            block.qkv_bias.rows = tuple(slice(*rows) for rows in cut.rows)
-        # all columns have all tokens there, so the sum over ranks takes column 0's gradient alone;
-        # split tokens add up, as do heads, of which q_norm, k_norm and the bias see a column's
-        of_heads = (block.qkv_bias, block.q_norm, block.k_norm)
-        for vector in block.modules():
-            if isinstance(vector, Vector) and vector not in of_heads:
-                vector.repeated = columns.mode == "mtp" and c > 0
-    split_ends(model, columns)
-
-
-def split_ends(model: LLaMA, columns: Columns) -> None:
-    """Let embedding, last norm, head and loss be of a column's own tokens, and lead from there to
-    the layers and back: in mtp these have all tokens."""
-    whole_embedded, whole_result = model.embedded, model.result
-
-    def embedded(tokens: Tensor) -> Tensor:
-        """Return what the first layer takes of tokens (B, T/sp): (B, T/sp, C), or (B, t, C)."""
-        x = whole_embedded(tokens[:, columns.own(tokens.shape[1])])
-        if columns.mode == "mtp":  # all columns have the gradient of all tokens
-            x = _ThereAndBack.apply(x, columns.gather_now, columns.take_own)
+    def enter(self, x: Tensor) -> Tensor:
+        if self.mode == "mtp":
+            return _ThereAndBack.apply(x, lambda x: x.view_as(x),
+                                       lambda dx: self.sum(dx) / self.ranks)
+        if self.mode == "msp":
+            return _ThereAndBack.apply(x, self.gather, self.scatter)
         return x
 
-    def result(x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool):
-        """Return what model.result does; labels (B, T/sp) are IGNORE but for the own tokens, as are
-        those of `each` 0. Logits are of the own tokens alone."""
-        if columns.mode == "mtp":
-            x = _ThereAndBack.apply(x, columns.take_own, columns.gather_now)
-        if labels is None:
-            return whole_result(x, None, scale, each)
-        own = columns.own(labels.shape[1])
-        found = whole_result(x, labels[:, own], scale, each)
-        if not each:
-            return found
-        return F.pad(found, (own.start, labels.shape[1] - own.stop))
+    def join(self, y: Tensor) -> Tensor:
+        if self.mode == "mtp":
+            return _ThereAndBack.apply(y, self.sum, lambda dy: dy * self.ranks)
+        return _ThereAndBack.apply(y, self.scatter, self.gather)
 
-    model.embedded, model.result = embedded, result
+    def around(self, before: Before) -> Before:
+        if self.mode != "fsp":
+            return before
+
+        def backward(*inputs_and_da):
+            *inputs, da = inputs_and_da
+            a, *grads = before.backward(*inputs, self.scatter(da))
+            return self.gather(a), *grads
+
+        return Before(lambda *inputs: self.gather(before.forward(*inputs)), backward)
 
 
 class _ThereAndBack(Function):
@@ -262,6 +149,48 @@ class _ThereAndBack(Function):
     @once_differentiable
     def backward(ctx, dy):
         return ctx.back(dy), None, None
+
+
+@functools.cache
+def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
+    """Return the model whose layers are one of tp columns of the model's."""
+    return dataclasses.replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
+                               ffn=cfg.ffn // tp)
+
+
+def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
+    """Return what column c of tp has of a matrix. Raises ValueError if it cannot be cut so."""
+    rows, cols = matrix.shape
+
+    def part(size: int, first: int = 0) -> tuple[int, int]:
+        if size % tp:
+            raise ValueError(f"--tp {tp}: does not divide {size} of a matrix {rows} x {cols}")
+        return first + c * size // tp, first + (c + 1) * size // tp
+
+    if matrix.cut == "columns":
+        return Cut((rows, cols), ((0, rows),), part(cols))
+    firsts = [sum(matrix.parts[:i]) for i in range(len(matrix.parts))]
+    return Cut((rows, cols), tuple(map(part, matrix.parts, firsts)), (0, cols))
+
+
+def split_columns(model: LLaMA, columns: Columns) -> None:
+    """Leave of a model what this rank's column has. On meta, before shard.States. Raises ValueError
+    for a matrix that does not say how it is cut."""
+    if columns.ranks == 1:
+        return
+    for name, matrix in model.blocks.named_modules():
+        if not isinstance(matrix, Matrix):
+            continue
+        if not matrix.cut:
+            raise ValueError(f"--tp {columns.ranks}: the matrix {name} does not say how it is cut:"
+                             ' Matrix(rows, cols, cut="rows") or "columns", or --tp 1')
+        matrix.part = part_of(matrix, columns.index, columns.ranks)
+        matrix.shape = matrix.part.shape
+        matrix.weight = nn.Parameter(matrix.weight.new_empty(matrix.shape))
+        if matrix.cut == "rows":
+            matrix.enter, matrix.around = columns.enter, columns.around
+        else:
+            matrix.join = columns.join
 
 
 # ---------------------------------------------------------------------------- the order of passes
@@ -507,7 +436,6 @@ class Pipeline:
     layer_runners: list  # of each part: model.whole_layers, offload.ChunkedLayers.start ...
     groups: Groups
     micro_batches: int
-    sharing: int  # a rank has one in so many of its tokens between layers (Columns)
     device: torch.device
     dtype: torch.dtype  # of activations
     overlap: bool = True  # messages are received ahead
@@ -536,7 +464,7 @@ class Pipeline:
         if self.is_first(this) if this.forward else self.is_last(this):
             return None
         rows, tokens = micro_batch[0].shape
-        between_layers = torch.empty(rows, tokens // self.sharing, self.model.cfg.dim,
+        between_layers = torch.empty(rows, tokens, self.model.cfg.dim,
                                      dtype=self.dtype, device=self.device)
         return self.links["forward_in" if this.forward else "backward_in"].launch(between_layers)
 
@@ -594,7 +522,7 @@ class Pipeline:
         return Live(graph, dy)
 
     def run_layers(self, this: Pass, micro_batch: tuple, x: Tensor | None = None) -> Tensor:
-        """Return the result of a part's layers, (B, n / sharing, C), on x like it; None: on the
+        """Return the result of a part's layers, (B, n, C), on x like it; None: on the
         embedding's of the tokens."""
         tokens, _, _, positions, *documents = micro_batch
         model = self.model
@@ -608,7 +536,7 @@ class Pipeline:
         return x
 
     def run_backward(self, this: Pass, there: Live, dy: Tensor | None) -> Tensor | None:
-        """Run a part's backward from dy (B, n / sharing, C), None: from the loss's. Returns dx,
+        """Run a part's backward from dy (B, n, C), None: from the loss's. Returns dx,
         None where tokens went in."""
         there.graph.backward((there.dy if dy is None else dy,))
         return there.graph.input_grads[0] if there.graph.input_grads else None

@@ -574,15 +574,12 @@ class States:
         self.vector_states = {state: self.zeros(total, self.accum_dtype) for state in ADAMW.states}
         self.vector_grad = self.zeros(total, self.accum_dtype)
         self.vector_slices: dict[str, slice] = {}
-        self.repeated: list[Tensor] = []  # gradients that another rank has, too
         start = 0
         for name, module in vectors.items():
             part = slice(start, start + module.weight.numel())
             self.vector_slices[name] = part
             module.weight = nn.Parameter(self.vector_states["master"][part])
             module.weight.grad = self.vector_grad[part]
-            if module.repeated:
-                self.repeated.append(module.weight.grad)
             start = part.stop
 
     # -- parameters: gathered ahead of their use
@@ -784,8 +781,6 @@ class States:
         if self.bucket:
             self.launch_bucket()
         if self.stage_group is not None:
-            for grad in self.repeated:  # the sum is that of one column, to the last bit
-                grad.zero_()
             dist.all_reduce(self.vector_grad, group=self.stage_group)
         # every grad_shard is final; hidden by the backward, but for its last layers' reductions
         wait(self.streams["grad_scatter"].last_event())
@@ -913,7 +908,7 @@ class States:
             assert name in self.shapes, f"no parameter {name}"
             return  # another stage has it
         param = self.by_name[name]
-        cut = param.module.cut
+        cut = param.module.part
         flat = (tensor if cut is None else cut.of(tensor)).reshape(-1)
         shard_start = self.param_index * param.param_shard.numel()
         places = ((param.param_shard, shard_start), (param.states["master"], param.start))
@@ -933,7 +928,7 @@ class States:
             whole.copy_(self.vector_states["master"][self.vector_slices[name]])
         elif name in self.by_name:
             param = self.by_name[name]
-            cut = param.module.cut
+            cut = param.module.part
             flat = whole.view(-1) if cut is None else self.zeros(param.count, self.accum_dtype)
             last = min(param.start + param.size, param.count)  # without the padding
             if last > param.start:
@@ -964,7 +959,7 @@ class States:
             length = min(param.size, param.count - param.start)
             if length <= 0:
                 continue  # padding alone, or in layout inter another rank's
-            cut = param.module.cut
+            cut = param.module.part
             saves = i % replicas == replica and (cut is not None or self.column == 0)
             for state, values in param.states.items():
                 parts[f"{state}.{param.name}"] = StatePart(

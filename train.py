@@ -753,7 +753,7 @@ def build(run: Run, op: Ulysses, groups: Groups,
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(run.model, op)
-    columns = parallel.Columns(plan.tp_mode, groups, make_stream(run.device))
+    columns = parallel.Columns(plan.tp_mode, groups)
     on_all_ranks(lambda: parallel.split_columns(model, columns))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage,
@@ -767,8 +767,8 @@ def build(run: Run, op: Ulysses, groups: Groups,
         make_stream=make_stream)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
-        model = Pipeline(model, parts, runners, groups, plan.micro_batches, columns.between_layers,
-                         run.device, run.dtype, "pipeline" in cfg.overlaps, make_stream)
+        model = Pipeline(model, parts, runners, groups, plan.micro_batches, run.device, run.dtype,
+                         "pipeline" in cfg.overlaps, make_stream)
     return model, states
 
 
@@ -806,7 +806,7 @@ def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
 class Batch:
     """A rank's share of a step."""
 
-    tokens: Tensor  # (M, B, T/sp)
+    tokens: Tensor  # (M, B, n): T/sp, or a column's own of them (own_tokens)
     labels: Tensor  # likewise
     positions: Tensor | None = None  # (T/sp,); (M, B, T/sp) of documents; None: 0, 1, ...
     documents: list[Documents] | None = None  # of each micro-batch
@@ -888,14 +888,14 @@ def local_positions(run: Run) -> np.ndarray:
     return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
 
 
-def own_labels(labels: Tensor, run: Run) -> Tensor:
-    """Return labels (..., T/sp), IGNORE but for those whose loss this rank computes: of the tokens
-    that its column has at the model's ends, on the last stage."""
-    stage, _, _, column = run.coordinates
-    mine = torch.zeros(labels.shape[-1], dtype=torch.bool, device=labels.device)
-    size = labels.shape[-1] // run.plan.tp
-    mine[column * size : (column + 1) * size] = stage == run.plan.pp - 1
-    return labels.masked_fill(~mine, IGNORE)
+def own_tokens(run: Run) -> slice:
+    """Return which of a rank's T/sp tokens its column has between layers' products."""
+    plan = run.plan
+    tokens = plan.seq // plan.sp
+    if not plan.splits_tokens:
+        return slice(0, tokens)
+    _, _, _, column = run.coordinates
+    return slice(column * tokens // plan.tp, (column + 1) * tokens // plan.tp)
 
 
 def to_device(array: np.ndarray, run: Run) -> Tensor:
@@ -908,14 +908,16 @@ def to_device(array: np.ndarray, run: Run) -> Tensor:
 
 def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
     """Return this rank's part of windows (T + 1,), and of documents in them where they lie. Labels
-    count on one of the ranks that have the tokens (own_labels)."""
+    count on the last stage."""
     size = run.plan.micro_batch
     here = local_positions(run)
     both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
-    tokens, labels = to_device(both, run).view(2, -1, size, len(here))
+    both = to_device(both, run).view(2, -1, size, len(here))
+    tokens, labels = both[..., own_tokens(run)].contiguous()
     labels = labels.masked_fill(labels == run.ignored_id, IGNORE)
-    if run.plan.tp * run.plan.pp > 1:
-        labels = own_labels(labels, run)
+    stage, _, _, _ = run.coordinates
+    if stage < run.plan.pp - 1:
+        labels.fill_(IGNORE)
     end = run.cfg.document_token
     if end < 0:
         return Batch(tokens, labels, to_device(here, run))
@@ -927,7 +929,7 @@ def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
         row = np.append(np.concatenate(row), size * run.cfg.seq)
         documents.append(Documents(tuple(row.tolist()), to_device(row.astype(np.int32), run)))
     return Batch(tokens, labels.masked_fill(tokens == end, IGNORE),
-                 to_device(positions[:, here], run).view_as(tokens), documents)
+                 to_device(positions[:, here], run).view(-1, size, len(here)), documents)
 
 
 def load_batch(run: Run, samples: int) -> Batch:
@@ -962,8 +964,8 @@ def read_windows(run: Run, read: Callable[[int], np.ndarray],
 
 def score(run: Run, model: LLaMA, count: int):
     """Run the first `count` windows of the validation, whatever R. Yields of this rank's
-    micro-batches positions, (T/sp,) or (B, T/sp), labels and losses (B, T/sp), and why they could
-    not be read. Ranks without one run a blank, whose labels are IGNORE. A collective of all ranks.
+    micro-batches positions, (n,) or (B, n), labels and losses (B, n), and why they could not be
+    read. Ranks without one run a blank, whose labels are IGNORE. A collective of all ranks.
     """
     size = run.plan.micro_batch
     _, data_rank, _, _ = run.coordinates
@@ -973,7 +975,8 @@ def score(run: Run, model: LLaMA, count: int):
         windows, unread = read_windows(run, run.val.window, ids)
         (tokens, labels, _, *where), = local_batch(windows, run).micro_batches()
         labels[[row for row in range(size) if mine + row >= count or unread]] = IGNORE
-        yield where[0], labels, model(tokens, labels, None, *where, each=True), unread
+        losses = model(tokens, labels, None, *where, each=True)
+        yield where[0][..., own_tokens(run)], labels, losses, unread
 
 
 @torch.no_grad()
@@ -988,7 +991,7 @@ def evaluate(run: Run, model: LLaMA) -> dict:
     error = ""
     for positions, labels, losses, unread in score(run, model, count):
         error = error or unread
-        both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, T/sp, 2)
+        both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, n, 2)
         part = torch.bucketize(positions, firsts, right=True)  # 0 for position 0
         total.index_add_(0, part.expand_as(labels).flatten(), both.flatten(0, 1))
     if error := error_of_any(error):
