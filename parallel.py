@@ -61,7 +61,7 @@ from model import Before, Cut, LLaMA, Matrix, ModelConfig, accumulation_dtype, r
 from offload import ChunkGraph
 
 # ---------------------------------------------------------------------------- tensor modes
-# tp neighbouring ranks, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each
+# tp neighbours, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each one
 # makes some columns of x W^T, of its heads and its part of F, which takes all tokens; out and down
 # (cut="columns") take these, and give a summand of the result. What the ranks do about it is
 # InternEvo's table: Megatron's tensor parallelism (mtp); that with its sequence parallelism (msp),
