@@ -23,12 +23,12 @@ This file knows neither ranks nor streams. The outside acts on a model in four w
                          of tokens, and says what it wants of operators in backward (recomputation
                          and deferred_weight_grads, below)
 
-Another block changes class Block alone (and param_count, if FLOPs are to count it). Its operators
-may be any of PyTorch's that draw no random numbers, since they may run again. There is one of its
-own, before(*inputs) W^T (`project`): backward keeps what a layer keeps anyway (x, o, the residual
-stream, gate|up), and computes norms and SwiGLU again, in one pass with their gradients. Another
-activation is two functions (`Before`). Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are
-fields of ModelConfig; without them, no operator of theirs runs.
+Another block changes class Block alone. Its operators may be any of PyTorch's that draw no random
+numbers, since they may run again. This file has one of its own, before(*inputs) W^T (`project`):
+backward keeps what a layer keeps anyway (x, o, the residual stream, gate|up), and computes norms
+and SwiGLU again, in one pass with their gradients. Another activation is two functions (`Before`).
+Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of ModelConfig; without them, no
+operator of theirs runs.
 
 Left out: dropout, mixture of experts, inference caches, biases elsewhere, tied heads (untied on
 import); files are checkpoint.py's.
@@ -46,7 +46,7 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -154,13 +154,17 @@ MODELS = {  #                   V       C     L   H   K   F
 
 
 def param_count(cfg: ModelConfig) -> int:
-    """Return the number of parameters: embedding, head, the last norm, and per layer qkv, output,
-    gate, up, down and two norms, with biases of qkv and norms of q and k if there are any."""
-    attn = cfg.dim * cfg.head_dim * (2 * cfg.heads + 2 * cfg.kv_heads)
-    attn += cfg.qkv_bias * cfg.head_dim * (cfg.heads + 2 * cfg.kv_heads)
-    attn += cfg.qk_norm * cfg.head_dim * 2
-    layer = attn + 3 * cfg.dim * cfg.ffn + 2 * cfg.dim
-    return 2 * cfg.vocab * cfg.dim + cfg.layers * layer + cfg.dim
+    """Return the number of parameters, as a model on meta has them."""
+    return _param_count(cfg, Block)
+
+
+@functools.cache
+def _param_count(cfg: ModelConfig, block: type) -> int:
+    with torch.device("meta"):
+        model = LLaMA(replace(cfg, layers=1))
+    ends, layer = (sum(p.numel() for name, p in model.named_parameters()
+                       if name.startswith("blocks.") == in_layer) for in_layer in (False, True))
+    return ends + cfg.layers * layer
 
 
 def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:

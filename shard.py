@@ -22,9 +22,9 @@ What runs beside computation has a CUDA stream of its kind (CommStream): launch,
                                           if layers run whole and once,
                                           the matrix before
     grad_scatter     scatter_grad         the backward of the layers that  add_grad (buffer free),
-                                          follow it                        launch_bucket (stream),
+                                          follow it                        reduce_unit (stream),
                                                                            finish_gradients
-    grad_reduce      launch_bucket        the same, last micro-batch only  finish_gradients
+    grad_reduce      reduce_unit          the same, last micro-batch only  finish_gradients
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         gather_param (p > 1)
     host_update      update, if states    the next forward                 the same; by
@@ -36,10 +36,10 @@ A gradient's way to its owner, and the parameters' way back:
     (S,) -> S/p    reduce-scatter, from scatter_grad     the same
     S/p -> S/os    reduce-scatter in the subgroup:       all-reduce over all replicas: from
                    from scatter_grad if g = os, from     scatter_grad if g = os (over the subgroup
-                   launch_bucket if g = p                alone before the last micro-batch), from
-                                                         launch_bucket if g = p
-    over replicas  all-reduce over cross os, from        (that was it)
-                   launch_bucket
+                   reduce_unit if g = p                  alone before the last micro-batch), from
+                                                         reduce_unit if g = p
+    over replicas  all-reduce over cross os, from        nothing: the all-reduce above has
+                   reduce_unit                           summed over replicas
     back           all-gather, from broadcast_params     broadcasts, from broadcast_params
 
 In backward the next matrix alone is gathered, so that a gather never delays a reduction (AMSP,
@@ -77,7 +77,6 @@ from ranks import on_all_ranks
 SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
 VISIT_ELEMENTS = 2**25  # most of a matrix that is updated at once, if states lie on the host ...
 VISIT_BUFFERS = 3  # ... in so many buffers
-BUCKET_BYTES = 2**25  # of gradients that are summed over replicas in one launch, at least
 STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "host_update")
 
 # ---------------------------------------------------------------------------- factors
@@ -118,19 +117,17 @@ def parse_strategy(text: str, ranks: int) -> Factors:
 
 @functools.cache
 def legal_sizes(ranks: int, per_node: int) -> list[int]:
-    """Return the shard counts: divisors of a node's GPUs, then whole nodes, a divisor of all."""
-    nodes = ranks // per_node
-    within = [n for n in range(1, per_node + 1) if per_node % n == 0]
-    across = [per_node * n for n in range(2, nodes + 1) if nodes % n == 0]
-    return within + across
+    """Return the shard counts: divisors of all ranks that divide a node's, or are whole nodes."""
+    return [n for n in range(1, ranks + 1)
+            if ranks % n == 0 and (per_node % n == 0 or n % per_node == 0)]
 
 
 def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
     between p and os, say: groups for the two halves of the way (make_groups), the size of
-    grad_shard and its owned part (shard), and what runs on them (keep_grad, bucket_all_reduce,
-    sum_bucket); States asserts that g is p or os."""
+    grad_shard and its owned part (shard), and what runs on them (keep_grad, reduce_unit); States
+    asserts that g is p or os."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.g, f.os):
         if count not in sizes:
@@ -668,7 +665,6 @@ class States:
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of the last one counts."""
-        self.bucket: list[ShardedParam] = []
         for param in self.sharded_params.values():
             param.passes_done = param.chunks_done = 0
         self.vector_grad.zero_()
@@ -693,8 +689,9 @@ class States:
         if not param.grad_stays:
             self.scatter_grad(param, last)
         param.passes_done += 1
-        if last:
-            self.bucket_all_reduce(param)
+        unit = self.units[param.unit]
+        if all(each.passes_done == self.micro_batches for each in unit):
+            self.reduce_unit(unit)
 
     def scatter_grad(self, param: ShardedParam, last: bool) -> None:
         """Launch the reduction of a micro-batch's gradient (S,) to what is kept of it (S/g,), where
@@ -709,7 +706,7 @@ class States:
         """Enqueue the way of a whole gradient (S,) to grad_shard (S/g,)."""
         x = param.unsharded_grad.data
         if self.factors.g > 1:
-            x = x.to(self.dtype)  # else bucket_all_reduce sends it
+            x = x.to(self.dtype)  # else reduce_unit sends it
         if self.grad_scatter_group is not None:  # (S,) -> (S/p,)
             x = sum_and_scatter(x, param.param_shard.numel(), self.grad_scatter_group)
         self.keep_grad(param, x, last)
@@ -731,41 +728,29 @@ class States:
         else:
             param.grad_shard.add_(x)
 
-    def bucket_all_reduce(self, param: ShardedParam) -> None:
-        """Sum a step's gradient over the replicas, in buckets: small matrices travel together."""
-        if param.replicas.all is None:
+    def reduce_unit(self, unit: list[ShardedParam]) -> None:
+        """Launch the sum over the replicas of a layer's gradients, which are complete: (S/g,) to
+        what this rank owns (size,); in layout inter with g = p, to all of it."""
+        replicas = unit[0].replicas
+        intra = self.layout == "intra"
+        group = replicas.cross_os if intra else replicas.all
+        scatters = intra and self.factors.g == self.factors.p and self.subgroup_size > 1
+        if self.factors.g > self.factors.p and not intra:
+            return  # keep_grad has summed over all replicas
+        if group is None and not scatters:
             return
-        if self.factors.g > self.factors.p:  # keep_grad has summed over the subgroup, ...
-            if self.layout == "inter" or param.replicas.cross_os is None:
-                return  # ... and these are all replicas
-        if self.bucket and self.bucket[0].replicas is not param.replicas:
-            self.launch_bucket()
-        self.bucket.append(param)
-        if sum(each.grad_shard.nbytes for each in self.bucket) >= BUCKET_BYTES:
-            self.launch_bucket()
-
-    def launch_bucket(self) -> None:
-        """Launch the sum of the bucket's gradients, (S/g,) to what this rank owns (size,); in
-        layout inter with g = p, to all of it."""
         with self.streams["grad_reduce"].after_compute():
             # their grad_shards are complete; hidden by the backward of the layers that follow
             wait(self.streams["grad_scatter"].last_event())
-            self.sum_bucket()
-        self.bucket = []
-
-    def sum_bucket(self) -> None:
-        """Enqueue the sums of launch_bucket."""
-        intra = self.layout == "intra"
-        parts = [param.grad_shard.to(self.dtype) for param in self.bucket]
-        if intra and self.factors.g == self.factors.p and self.subgroup_size > 1:
-            parts = [sum_and_scatter(x, param.size, self.grad_subgroup)  # (S/p,) -> (S/os,)
-                     for param, x in zip(self.bucket, parts)]
-        replicas = self.bucket[0].replicas
-        self.all_reduce_together(parts, replicas.cross_os if intra else replicas.all)
-        for param, x in zip(self.bucket, parts):
-            if x is not param.grad_shard:
-                kept = param.owned_grad if intra else param.grad_shard
-                kept.copy_(x)
+            parts = [param.grad_shard.to(self.dtype) for param in unit]
+            if scatters:  # (S/p,) -> (S/os,)
+                parts = [sum_and_scatter(x, param.size, self.grad_subgroup)
+                         for param, x in zip(unit, parts)]
+            self.all_reduce_together(parts, group)
+            for param, x in zip(unit, parts):
+                if x is not param.grad_shard:
+                    kept = param.owned_grad if intra else param.grad_shard
+                    kept.copy_(x)
 
     def all_reduce_together(self, parts: list[Tensor], group: dist.ProcessGroup | None) -> None:
         """Enqueue all-reduces as one launch; none where the rank is alone."""
@@ -775,11 +760,9 @@ class States:
                     dist.all_reduce(x, group=group)
 
     def finish_gradients(self) -> None:
-        """Launch what is left after the step's last backward; compute waits for all gradients."""
+        """Sum vectors' gradients after the step's last backward, and let compute wait for all."""
         self.last_pass = None
         self.enter_phase("update")
-        if self.bucket:
-            self.launch_bucket()
         if self.stage_group is not None:
             dist.all_reduce(self.vector_grad, group=self.stage_group)
         # every grad_shard is final; hidden by the backward, but for its last layers' reductions

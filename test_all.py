@@ -909,7 +909,7 @@ def save(run: train.Run, states: shard.States, folder: Path, step: int) -> None:
 def make_small() -> None:
     """Let what is tiny here have several parts."""
     torch.use_deterministic_algorithms(True)  # with fill_uninitialized_memory
-    shard.VISIT_ELEMENTS, shard.BUCKET_BYTES, m.LOSS_ELEMENTS = 300, 8000, 67 * 7
+    shard.VISIT_ELEMENTS, m.LOSS_ELEMENTS = 300, 67 * 7
     Spoiled.random = random.Random(dist.get_rank())
 
 
@@ -1397,6 +1397,7 @@ def test_resumed_under_others(block, optimizer, tmp_path):
 def test_factors():
     """Shards fill a node before they cross it; p divides os, and g is one of both (AMSP)."""
     assert shard.legal_sizes(36, 12) == [1, 2, 3, 4, 6, 12, 36]
+    assert shard.legal_sizes(12, 8) == shard.legal_sizes(4, 8) == [1, 2, 4]  # equal groups of all
     legal = shard.legal_factors(8, 8)
     assert len(set(legal)) == 16 and legal[0] == shard.Factors(1, 1, 1)  # 4 pairs alike, 6 others
     for row in ("ddp 1 1 1", "zero2 1 8 8", "zero3 8 8 8", "mics:4 4 4 4", "zero1.5:2 1 1 2"):
@@ -2025,6 +2026,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
         ]  # which cast on a CPU
         for owner, name in fused:
             patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
+        patch.setattr(m, "SWIGLU", m.Before(m.swiglu_forward, m.swiglu_backward))
         patch.setattr(attention.CommStream, "after_compute", after_compute)
         patch.setattr(attention.Exchange, "map_memory", map_memory)
         buffers, lasting = memplan.simulate(
@@ -2103,7 +2105,8 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
     assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
     assert (ours & theirs).total() > 0.999 * len(real)
-    assert len(requests) < 1.002 * len(real)
+    # in each chunk two sums of the residual stream, and one of its gradients, are requests since
+    assert len(requests) < 1.002 * len(real) + 3 * kept[0] * seq // chunk
 
 
 def test_gradients_of_chunks_are_rounded_once(group):
