@@ -71,13 +71,11 @@ from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
 from model import accumulation_dtype, compiled, copy_heads
+from ranks import Groups
 
 SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
-# torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# ---------------------------------------------------------------------------- streams and groups
+# ---------------------------------------------------------------------------- streams
 
 
 class CommStream:
@@ -121,79 +119,6 @@ def wait(event) -> None:
     """Let the current stream go on when the event is reached; the host does not stop."""
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
-
-
-def place_of(rank: int, world: int, tp: int, pp: int) -> tuple[int, int, int]:
-    """Return a rank's stage, its number among those of its stage and column, and its column."""
-    stage, in_stage = divmod(rank, world // pp)
-    return stage, *divmod(in_stage, tp)
-
-
-class Groups:
-    """Process groups by name and ranks, made once. Groups of another name have communicators of
-    their own, so that what two streams launch does not wait for each other.
-
-    Ranks stand stage by stage (pp of a pipeline), and in a stage tp neighbours have a column of
-    each layer's matrices. What shards states or sequences does so among the ranks of one stage and
-    one column: `rank` of `ranks` is this one's number there, 0 of R without pp and tp.
-
-        pp = 2, tp = 2     global rank   0  1  2  3     4  5  6  7
-                           stage         0  0  0  0     1  1  1  1
-                           column        0  1  0  1     0  1  0  1
-                           rank          0  0  1  1     0  0  1  1
-
-    timeout: of their collectives; PyTorch's if none is given.
-    """
-
-    def __init__(self, timeout: timedelta | None = None, tp: int = 1, pp: int = 1):
-        self.made: dict[tuple, dist.ProcessGroup] = {}
-        self.timeout = timeout
-        self.tp = tp
-        self.pp = pp
-
-    @property
-    def ranks(self) -> int:
-        """Return R."""
-        return dist.get_world_size() // (self.tp * self.pp)
-
-    @property
-    def stage(self) -> int:
-        return self.place(dist.get_rank())[0]
-
-    @property
-    def rank(self) -> int:
-        return self.place(dist.get_rank())[1]
-
-    @property
-    def column(self) -> int:
-        return self.place(dist.get_rank())[2]
-
-    def place(self, rank: int) -> tuple[int, int, int]:
-        return place_of(rank, dist.get_world_size(), self.tp, self.pp)
-
-    def get(self, name: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
-        """Return the group of the ranks r of this stage and column that have this rank's key(r),
-        None if it is alone there. A collective of all ranks."""
-        return self.of_places(name, lambda stage, r, column: (stage, column, key(r)))
-
-    def of_places(self, name: str, key: Callable[..., object]) -> dist.ProcessGroup | None:
-        """Return the group of the ranks that have this rank's key(stage, r, column), None if it is
-        alone there. A collective of all ranks."""
-        members: dict = {}
-        for rank in range(dist.get_world_size()):
-            members.setdefault(key(*self.place(rank)), []).append(rank)
-        mine = members[key(*self.place(dist.get_rank()))]
-        for ranks in members.values():
-            if len(ranks) == 1 or (name, *ranks) in self.made:
-                continue
-            group = dist.new_group(ranks, timeout=self.timeout)
-            self.made[name, *ranks] = group
-            if ranks == mine and torch.cuda.is_initialized():
-                # NCCL takes its memory now, not amid a step that leaves it none
-                one = torch.zeros(1, device="cuda")
-                all_gather(one.new_empty(len(ranks)), one, group=group)
-                dist.all_reduce(one, group=group)
-        return self.made.get((name, *mine))
 
 
 # ---------------------------------------------------------------------------- who attends to whom

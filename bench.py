@@ -42,15 +42,15 @@ from torch import Tensor, nn
 
 import planner
 import train
-from attention import Attention, Groups, pick_kernel
+from attention import Attention, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
 from memplan import StepMemory, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan, recomputed_layers
 from planner import state_bytes
-from ranks import (ConfigError, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0, print0,
-                   start_ranks)
+from ranks import (ConfigError, Groups, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0,
+                   print0, start_ranks)
 from shard import STREAMS, Factors, States
 from train import Config, Run, device_name, size
 

@@ -31,10 +31,9 @@ import torch
 import torch.distributed as dist
 
 import model as llama
-from attention import (Attention, CommStream, Exchange, Groups, all_gather, gpus_reach_each_other,
-                       reduce_scatter)
+from attention import Attention, CommStream, Exchange, gpus_reach_each_other
 from model import ModelConfig, accumulation_dtype, rope_tables, weight_grad_into
-from ranks import most_of_ranks
+from ranks import Groups, all_gather, most_of_ranks, reduce_scatter
 from shard import ADAMW, States, adamw
 
 PROFILES = Path(__file__).parent / "results" / "profiles"

@@ -56,9 +56,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from attention import CommStream, Groups, all_gather, reduce_scatter, wait
+from attention import CommStream, wait
 from model import Before, Cut, LLaMA, Matrix, ModelConfig, accumulation_dtype, rope_tables
 from offload import ChunkGraph
+from ranks import Groups, all_gather, reduce_scatter
 
 # ---------------------------------------------------------------------------- tensor modes
 # tp neighbours, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each one

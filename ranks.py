@@ -4,6 +4,7 @@ A rank is a process with a device of its own. torchrun starts one a GPU on every
 all of them again when one dies. What can go wrong between them is settled here:
 
     start_ranks(timeout)     join the others, whatever a restart has left in torchrun's store
+    Groups(timeout)          who communicates with whom, by a key of its rank
     print0(text)             rank 0 says it, for all
     on_all_ranks(check)      all raise what one of them finds, so that none waits for it
     on_rank_0(work)          all have what one does
@@ -19,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -45,6 +47,70 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     # sums on a CPU depend on the threads that share them, and each launcher has a number of its own
     torch.set_num_threads(1 if world > 1 else len(os.sched_getaffinity(0)))
     return rank, world, int(os.environ.get("LOCAL_RANK", 0))
+
+
+# ---------------------------------------------------------------------------- groups
+
+# torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def place_of(rank: int, world: int, tp: int, pp: int) -> tuple[int, int, int]:
+    """Return a rank's stage, its number among those of its stage and column, and its column."""
+    stage, in_stage = divmod(rank, world // pp)
+    return stage, *divmod(in_stage, tp)
+
+
+class Groups:
+    """Process groups by name and ranks, made once. Groups of another name have communicators of
+    their own, so that what two streams launch does not wait for each other.
+
+    Ranks stand stage by stage (pp of a pipeline), and in a stage tp neighbours have a column of
+    each layer's matrices. What shards states or sequences does so among the ranks of one stage and
+    one column: `rank` of `ranks` is this one's number there, 0 of R without pp and tp.
+
+        pp = 2, tp = 2     global rank   0  1  2  3     4  5  6  7
+                           stage         0  0  0  0     1  1  1  1
+                           column        0  1  0  1     0  1  0  1
+                           rank          0  0  1  1     0  0  1  1
+
+    timeout: of their collectives; PyTorch's if none is given.
+    """
+
+    def __init__(self, timeout: timedelta | None = None, tp: int = 1, pp: int = 1):
+        world = dist.get_world_size()
+        self.made: dict[tuple, dist.ProcessGroup] = {}
+        self.timeout = timeout
+        self.tp = tp
+        self.pp = pp
+        self.ranks = world // (tp * pp)  # R
+        self.places = [place_of(rank, world, tp, pp) for rank in range(world)]
+        self.stage, self.rank, self.column = self.places[dist.get_rank()]
+
+    def get(self, name: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
+        """Return the group of the ranks r of this stage and column that have this rank's key(r),
+        None if it is alone there. A collective of all ranks."""
+        return self.of_places(name, lambda stage, r, column: (stage, column, key(r)))
+
+    def of_places(self, name: str, key: Callable[..., object]) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that have this rank's key(stage, r, column), None if it is
+        alone there. A collective of all ranks."""
+        members: dict = {}
+        for rank, place in enumerate(self.places):
+            members.setdefault(key(*place), []).append(rank)
+        mine = members[key(self.stage, self.rank, self.column)]
+        for ranks in members.values():
+            if len(ranks) == 1 or (name, *ranks) in self.made:
+                continue
+            group = dist.new_group(ranks, timeout=self.timeout)
+            self.made[name, *ranks] = group
+            if ranks == mine and torch.cuda.is_initialized():
+                # NCCL takes its memory now, not amid a step that leaves it none
+                one = torch.zeros(1, device="cuda")
+                all_gather(one.new_empty(len(ranks)), one, group=group)
+                dist.all_reduce(one, group=group)
+        return self.made.get((name, *mine))
 
 
 # ---------------------------------------------------------------------------- agree

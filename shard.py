@@ -69,10 +69,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attention import CommStream, Groups, all_gather, reduce_scatter, wait
+from attention import CommStream, wait
 from model import Cut, Matrix, Vector, accumulation_dtype, compiled
 from offload import pin_host_buffers, wait_for_host_buffers
-from ranks import on_all_ranks
+from ranks import Groups, all_gather, on_all_ranks, reduce_scatter
 
 SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
 VISIT_ELEMENTS = 2**25  # most of a matrix that is updated at once, if states lie on the host ...

@@ -49,8 +49,8 @@ import hardware
 import model as llama
 import parallel
 import planner
-from attention import (CommStream, Documents, Exchange, Groups, Ulysses, pick_kernel, place_of,
-                       sequence_positions, untried_versions)
+from attention import (CommStream, Documents, Exchange, Ulysses, pick_kernel, sequence_positions,
+                       untried_versions)
 from checkpoint import Checkpoint
 from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
                   fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
@@ -60,8 +60,8 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
 from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan
-from ranks import (ConfigError, Heartbeat, check_same, error_of_any, most_of_ranks, of_rank_0,
-                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
+from ranks import (ConfigError, Groups, Heartbeat, check_same, error_of_any, most_of_ranks,
+                   of_rank_0, on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
 from shard import STREAMS, States
 
 # ---------------------------------------------------------------------------- config
