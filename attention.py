@@ -18,31 +18,35 @@ the same heads of other tokens, and the kernel runs on the keys of one after the
 
     o = sum_j exp(lse_j - lse) o_j,    lse = log sum_j exp(lse_j)
 
-A rank's heads go in G groups, so that one group's all-to-all (Ulysses.send, send_back) hides under
-another's kernel (Ulysses.run):
+A rank's heads go in G groups, one after the other (`Attention.forward`, `backward`), so that one
+group's way hides under another's kernel:
 
-    exchange   | send 0 | send 1 |        | send 2, return 0 | return 1 | return 2 |
-    compute             | kernel 0        | kernel 1         | kernel 2 | while_waiting
+    exchange   | to heads 0 | to heads 1 |        | to tokens 0, to heads 2 | to tokens 1 | .. 2 |
+    compute                 | kernel 0            | kernel 1                | kernel 2    | left
 
-    communication        launched in  hidden under                              waited for in
-    q, k, v forward      send         the kernel before; the first group's: not  run
-    q, k, v, o backward  send         the kernel before; the first group's       run
-                                      (prefetch_backward): block.post's backward
-    do                   send         likewise; the first group's (prefetch_do): run
-                                      the last chunk's products for weights
-    o; dq, dk, dv        send_back    the next kernel; the last group's: in      run
-                                      backward while_waiting, in forward not
-    ring: k, v           pass_keys,   the ring's step before; in backward the    attend,
-                         pass_on      first k, v: as q, k, v above (one          attend_backward
-                                      sequence; q, k, v of all heads, if U = 1)
-    ring: sums of dk, dv pass_on      the ring's next step                       attend_backward
+    communication        launched in    hidden under                             waited for before
+    q, k, v forward      to_heads       the kernel before; the first group's:    its kernel
+                                        not
+    q, k, v, o backward  to_heads       the kernel before; the first group's:    its kernel
+                                        block.post's backward (make_do)
+    do                   to_heads       likewise; the first group's: the last    its kernel
+                                        chunk's products for weights
+    o; dq, dk, dv        to_tokens      the next kernel; the last group's: in    the next group's
+                                        backward the last product for a weight,  way back, the end
+                                        in forward not
+    ring: k, v           pass_keys,     the ring's step before; in backward the  attend,
+                         pass_on        first k, v: as q, k, v above             attend_backward
+    ring: sums of dk, dv pass_on        the ring's next step                     attend_backward
 
-(Where layers run whole, autograd calls backward alone: without prefetch and while_waiting, its
-first and last groups' ways are not hidden.) Each kind of communication has a CUDA stream of its own
-(CommStream): launch, compute, wait.
+(Where layers run whole, do is there from the start: the first and last groups' ways are not
+hidden.) Each kind of communication has a CUDA stream of its own (CommStream): launch, compute, wait.
+
+Heads stand as (U ranks, G groups, h heads): in group g rank u has the query heads from (u G + g) h
+on, and as many of its K/U key/value heads. Where these are fewer than groups, they travel whole with
+the first group, and back with the last, so none is sent twice.
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
-of its own (`Attention.within` the documents of a micro-batch).
+of its own (`Attention.within` the documents of a micro-batch); and which heads they are.
 
 Left out: dropout, rings of documents, and two rings, one inside nodes (Ulysses serves there).
 
@@ -57,7 +61,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from importlib import metadata
 from typing import ClassVar
@@ -148,6 +152,7 @@ class Mask:
 
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
     documents: Documents | None = None  # those of its own document; all sequences are one row
+    heads: range | None = None  # which query heads of the model are here, if Kernel.sees_heads
 
 
 CAUSAL = Mask()
@@ -265,6 +270,8 @@ class Kernel:
     module: str = ""  # what must be importable
     package: str = ""  # and where it comes from
     documents: bool = True  # it takes them; else it would leave them out
+    sees_heads: bool = False  # what it computes depends on mask.heads: then rings, which give it
+    # parts of a sequence, are refused
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
@@ -340,91 +347,6 @@ def untried_versions(kernel: str) -> list[str]:
     return found
 
 
-MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
-
-
-def cut_heads(q: Tensor, k: Tensor, groups: int = 1):
-    """Yield (sequence, query heads, key/value heads) slices of (B, T, H, D) tensors that have at
-    most MAX_ELEMENTS each, and at most H/groups heads. Raises ValueError if one head has more.
-
-    At 1M tokens, 32 heads and D = 128, a tensor has 4.3e9 elements: three cuts. Where the query
-    heads of one key/value head are too many, they are cut too.
-    """
-    _, _, heads, width = q.shape
-    tokens = max(q.shape[1], k.shape[1])
-    most = MAX_ELEMENTS // (tokens * width)  # heads
-    if most == 0:
-        raise ValueError(f"a head of {tokens} tokens x {width} has over {MAX_ELEMENTS} elements")
-    ratio = heads // k.shape[2]
-    step = min(most, heads // groups) // ratio * ratio
-    if step == 0:  # a part of one key/value head's query heads
-        step = next(n for n in range(most, 0, -1) if ratio % n == 0)
-    for b in range(q.shape[0]):
-        for first in range(0, heads, step):
-            last = min(first + step, heads)
-            kv_heads = slice(first // ratio, -(-last // ratio))
-            yield slice(b, b + 1), slice(first, last), kv_heads
-
-
-def attention_forward(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor,
-                      mask: Mask = CAUSAL) -> tuple[Tensor, Tensor]:
-    """Attend: q (B, T, H, D), k, v (B, T, K, D) -> o like q, lse (B, H, T); of documents (1, H,
-    B*T)."""
-    if mask.documents is not None and len(q) > 1:
-        o, lse = attention_forward(kernel, *one_row(q, k, v), mask)
-        return o.view_as(q), lse
-    if max(q.numel(), k.numel()) <= MAX_ELEMENTS:
-        return kernel.forward(q, k, v, mask)
-    o = torch.empty_like(q)
-    lse = None
-    for b, h, kv in cut_heads(q, k):
-        of_queries = (b, slice(None), h)
-        of_keys = (b, slice(None), kv)
-        cut = (q[of_queries], k[of_keys], v[of_keys])
-        o[of_queries], part = kernel.forward(*(t.contiguous() for t in cut), mask)
-        if lse is None:
-            lse = part.new_empty(q.shape[0], q.shape[2], q.shape[1])
-        lse[b, h] = part
-    return o, lse
-
-
-def attention_backward(kernel: Kernel, do, q, k, v, o, lse, groups: int = 1, in_place: bool = False,
-                       mask: Mask = CAUSAL) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, from the same global o and lse for every cut. groups: of
-    heads, one after the other, so that the kernel's sums are of one alone; they divide the
-    key/value heads. in_place: gradients take the places of q, k and v, if no cut shares heads."""
-    if mask.documents is not None and len(q) > 1:
-        grads = attention_backward(kernel, *one_row(do, q, k, v, o), lse, groups, in_place, mask)
-        return tuple(grad.view_as(x) for grad, x in zip(grads, (q, k, v)))
-    if max(q.numel(), k.numel()) <= MAX_ELEMENTS and groups == 1:
-        return kernel.backward(do.contiguous(), q, k, v, o, lse, mask)
-    cuts = list(cut_heads(q, k, groups))
-    in_place = in_place and sum(kv.stop - kv.start for _, _, kv in cuts) == len(q) * k.shape[2]
-    if in_place:
-        dq, dk, dv = q, k, v
-    else:
-        dq = torch.empty_like(q)
-        dk = torch.zeros_like(k)
-        dv = torch.zeros_like(v)
-    for b, h, kv in cuts:
-        of_queries = (b, slice(None), h)
-        of_keys = (b, slice(None), kv)
-        cut = (do[of_queries], q[of_queries], k[of_keys], v[of_keys], o[of_queries], lse[b, h])
-        dq[of_queries], dk_part, dv_part = kernel.backward(*(t.contiguous() for t in cut), mask)
-        if in_place:
-            dk[of_keys] = dk_part
-            dv[of_keys] = dv_part
-        else:  # a key/value head may serve several cuts
-            dk[of_keys] += dk_part
-            dv[of_keys] += dv_part
-    return dq, dk, dv
-
-
-def one_row(*tensors: Tensor) -> list[Tensor]:
-    """(B, T, ...) -> (1, B*T, ...)"""
-    return [t.flatten(0, 1)[None] for t in tensors]
-
-
 class _Attention(Function):
     @staticmethod
     def forward(ctx, q, k, v, op):
@@ -437,25 +359,114 @@ class _Attention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, _):
-        return *ctx.op.backward(do, *ctx.saved_tensors), None
+        return *ctx.op.backward(lambda: (do, []), *ctx.saved_tensors), None
 
 
-def do_nothing() -> None:
-    pass
+# ---------------------------------------------------------------------------- groups of heads
+
+MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
+
+
+def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
+    """Return the numbers of groups in which a rank's query heads may go, H/U of K/U key/value
+    heads: a group has some key/value heads, or some query heads of one. elements: of its q; a group
+    has at most MAX_ELEMENTS of them."""
+    return [n for n in range(1, heads + 1)
+            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+            and elements // n <= MAX_ELEMENTS]
+
+
+@dataclass
+class Way:
+    """Tensors on their way from tokens to heads, back, or around a ring."""
+
+    arrived: list[Tensor] | Tensor
+    event: object = None  # they are there
+    sent: list[Tensor] = field(default_factory=list)  # read until then
+    passing: "Way | None" = None  # of a ring: k, v of these, on their way to the next rank
+
+    def wait(self) -> list[Tensor] | Tensor:
+        """Let compute wait until they are there, and return them."""
+        wait(self.event)
+        self.sent.clear()
+        return self.arrived
+
+
+@dataclass
+class HeadGroups:
+    """How the heads of one attention are cut, and where they are received."""
+
+    ranks: int  # U
+    count: int  # G
+    kv_heads: int  # of a rank, K/U
+    inputs: list[list[Tensor]]  # two sets, which groups take in turn: q, k, v, o, do
+    outputs: list[Tensor]
+    sums: list[Tensor] = field(default_factory=list)  # of dk, dv, if groups share them
+
+    @property
+    def share_keys(self) -> bool:
+        """Return whether all groups have all key/value heads: there are fewer of them."""
+        return self.kv_heads < self.count
+
+    def of(self, g: int, x: Tensor) -> Tensor:
+        """Return a view (U, B, T/sp, h, D) of group g's heads of x (B, T/sp, heads, D)."""
+        x = x.unflatten(2, (self.ranks, -1)).permute(2, 0, 1, 3, 4)
+        return x if x.shape[3] < self.count else x.chunk(self.count, 3)[g]
+
+    def keys(self, g: int, x: Tensor) -> Tensor:
+        """Return a view of what group g attends to of key/value heads (..., heads, D)."""
+        if not self.share_keys:
+            return x
+        own = g * self.kv_heads // self.count
+        return x[..., own : own + 1, :]
+
+    def on_heads(self, g: int, arrived: list[Tensor]) -> list[Tensor]:
+        """q, k, v and others (B, U, T/sp, h, D) -> as the kernel takes them, (B, T/R, h, D)."""
+        q, k, v, *others = arrived
+        return [x.flatten(1, 2) for x in (q, self.keys(g, k), self.keys(g, v), *others)]
+
+    def ready(self, g: int, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
+        """Return what may go back of group g's gradients (B, T/R, h, D): dk, dv that groups share
+        are summed, and go with the last."""
+        if not self.share_keys:
+            return [dq, *dkv]
+        if not self.sums:
+            b, t, _, d = dkv[0].shape
+            wide = accumulation_dtype(dq.dtype)
+            self.sums = [dq.new_zeros(b, t, self.kv_heads, d, dtype=wide) for _ in dkv]
+        for total, part in zip(self.sums, dkv):
+            self.keys(g, total).add_(part)
+        if g + 1 < self.count:
+            return [dq]
+        return [dq, *(total.to(dq.dtype) for total in self.sums)]
+
+
+def as_rows(mask: Mask, *tensors: Tensor) -> list[Tensor]:
+    """Return tensors (B, T, heads, D) as kernels take them: of documents (1, B*T, heads, D)."""
+    if mask.documents is not None:
+        tensors = [t.flatten(0, 1)[None] for t in tensors]
+    return [t.contiguous() for t in tensors]
 
 
 class Attention:
-    """A kernel of the table: called, with autograd; or forward and backward, as they are.
+    """A kernel of the table, for one group of heads after the other: called, with autograd; or
+    forward and backward, as they are. lse: (G, B, h, T/R); of documents (G, 1, h, B*T).
 
-    A subclass may split the work over ranks; lse has then the shape that its own backward wants.
+    Subclasses split a sequence over ranks: `to_heads` and `to_tokens` bring what a group's
+    attention takes and gives, `attend` and `attend_backward` are that attention.
+
+    head_groups: the fewest; more, where a kernel would see too large a tensor.
     """
 
-    head_groups = 1  # that run one after the other, in backward
-    ring = 1  # ranks that share a sequence by context
+    head_ranks = 1  # U, that share a sequence by heads
+    head_rank = 0
+    ring = 1  # R, that share it by context
+    column = 0  # of tensor parallelism
     mask = CAUSAL
 
-    def __init__(self, kernel: str):
+    def __init__(self, kernel: str, head_groups: int = 1):
         self.kernel = KERNELS[kernel]
+        self.head_groups = head_groups
 
     def within(self, documents: Documents) -> "Attention":
         """Return this op for a micro-batch whose tokens attend inside their documents alone."""
@@ -467,33 +478,118 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _Attention.apply(q, k, v, self)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return o, lse of the q, k, v of a head group, (B, T, heads, D) each. (Ring: of a rank's
-        part of the tokens; its queries attend to the keys of all ring ranks.)"""
-        return attention_forward(self.kernel, q, k, v, self.mask)
+    # -- one group
+
+    def mask_of(self, groups: HeadGroups, g: int, heads: int) -> Mask:
+        """Return the mask of group g; heads: H, or a column's of it."""
+        if not self.kernel.sees_heads:
+            return self.mask
+        h = heads // (groups.ranks * groups.count)
+        first = self.column * heads + (self.head_rank * groups.count + g) * h
+        return replace(self.mask, heads=range(first, first + h))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+        """q (B, T/R, h, D), k, v -> o like q, lse (B, h, T/R). (Ring: these queries attend to the
+        keys of all ring ranks.)"""
+        o, lse = self.kernel.forward(*as_rows(mask, q, k, v), mask)
+        return o.view(q.shape), lse
 
     def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                        groups: int = 1, in_place: bool = False, passing=None):
-        """Return their dq, dk, dv: attention_backward. passing: what Ring has under way."""
-        return attention_backward(self.kernel, do, q, k, v, o, lse, groups, in_place, self.mask)
+                        mask: Mask, passing: Way | None) -> list[Tensor]:
+        """Return dq, dk, dv. passing: what pass_ahead has launched."""
+        grads = self.kernel.backward(*as_rows(mask, do, q, k, v, o), lse, mask)
+        return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
+
+    def pass_ahead(self, groups: HeadGroups, g: int, arriving: Way) -> None:
+        """Launch what attend_backward of group g brings from other ranks first."""
+
+    # -- a group's way
+
+    def cut(self, q: Tensor, k: Tensor, inputs: list[Tensor], outputs: list[Tensor]) -> HeadGroups:
+        """Return the groups of heads of q (B, T/sp, H, D), k (B, T/sp, K, D), with places to
+        receive their parts of such inputs and outputs. Raises ValueError if a head is too large."""
+        heads, kv_heads = (x.shape[2] // self.head_ranks for x in (q, k))
+        legal = head_group_counts(heads, kv_heads, max(q.numel(), k.numel()))
+        count = next((n for n in legal if n >= self.head_groups), None)
+        if count is None:
+            raise ValueError(f"{self.head_groups} groups of {heads} heads, of q {tuple(q.shape)}: "
+                             f"one of {legal}, each of at most {MAX_ELEMENTS} elements")
+        return HeadGroups(self.head_ranks, count, kv_heads, [[], []], [])
+
+    def to_heads(self, groups: HeadGroups, g: int, tensors: list[Tensor],
+                 places: list[Tensor]) -> Way:
+        """Launch the way of group g's heads of tensors (B, T/sp, heads, D) into places; they arrive
+        as views (B, U, T/sp, h, D)."""
+        return Way([groups.of(g, x).transpose(0, 1) for x in tensors])
+
+    def to_tokens(self, groups: HeadGroups, g: int, results: list[Tensor],
+                  into: list[Tensor]) -> Way:
+        """Launch the way back of group g's results (B, T/R, h, D) into its part of tensors (B,
+        T/sp, heads, D)."""
+        if groups.count == 1:
+            return Way(results)
+        for x, whole in zip(results, into):
+            copy_heads(x[None], groups.of(g, whole))
+        return Way(into)
+
+    # -- all groups
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.attend(q, k, v)
+        """q (B, T/sp, H, D), k, v (B, T/sp, K, D) -> o like q, lse."""
+        groups = self.cut(q, k, [q, k, v], [q])
+        into = [torch.empty_like(q)] if groups.ranks * groups.count > 1 else []
+        lse = []
+        back = None
+        arriving = self.to_heads(groups, 0, [q, k, v], groups.inputs[0])
+        for g in range(groups.count):
+            arrived = arriving.wait()  # hidden by the kernel before; of the first group, not
+            if g + 1 < groups.count:  # hidden by this kernel
+                arriving = self.to_heads(groups, g + 1, [q, k, v], groups.inputs[(g + 1) % 2])
+            mask = self.mask_of(groups, g, q.shape[2])
+            o, lse_of_group = self.attend(*groups.on_heads(g, arrived), mask)
+            lse.append(lse_of_group)
+            if back is not None:
+                back.wait()  # hidden by this kernel
+            back = self.to_tokens(groups, g, [o], into)
+            del o
+        o, = back.wait()  # not hidden
+        return o, torch.stack(lse)
 
-    def prefetch_backward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor):
-        """Launch what backward needs of its inputs before do is known. Returns what `prefetch_do`
-        and `backward` take as `prefetched`."""
-
-    def prefetch_do(self, prefetched, do: Tensor) -> None:
-        """Launch what backward needs of do, too."""
-
-    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                 prefetched=None, while_waiting: Callable[[], None] = do_nothing,
-                 in_place: bool = False):
-        """Return dq, dk, dv. while_waiting: work for the time in which a subclass brings the last
-        gradients back. in_place: they may take the places of q, k and v."""
-        while_waiting()
-        return self.attend_backward(do, q, k, v, o, lse, self.head_groups, in_place, prefetched)
+    def backward(self, make_do: Callable, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                 in_place: bool = False) -> list[Tensor]:
+        """Return dq, dk, dv. make_do() -> do (B, T/sp, H, D), and a list of functions, work that is
+        left: both hide what travels. in_place: gradients may take the places of q, k and v."""
+        groups = self.cut(q, k, [q, k, v, o, o], [q, k, v])
+        here = groups.inputs
+        arriving = self.to_heads(groups, 0, [q, k, v, o], here[0][:4])
+        self.pass_ahead(groups, 0, arriving)
+        do, left = make_do()  # hides the first group's q, k, v, o
+        do = do.contiguous()
+        of_do = self.to_heads(groups, 0, [do], here[0][4:])
+        last = left.pop() if left and groups.ranks > 1 else None
+        while left:
+            left.pop(0)()  # hides the first group's do
+        into = [q, k, v] if in_place else [torch.empty_like(x) for x in (q, k, v)]
+        back = None
+        for g in range(groups.count):
+            arrived = arriving.wait()  # hidden by the kernel before
+            if g == 0:
+                arrived += of_do.wait()
+            passing = arriving.passing
+            if g + 1 < groups.count:  # hidden by this kernel
+                arriving = self.to_heads(groups, g + 1, [q, k, v, o, do], here[(g + 1) % 2])
+                self.pass_ahead(groups, g + 1, arriving)
+            *inputs, do_of_group = groups.on_heads(g, arrived)
+            mask = self.mask_of(groups, g, q.shape[2])
+            grads = self.attend_backward(do_of_group, *inputs, lse[g], mask, passing)
+            grads = groups.ready(g, *grads)
+            if back is not None:
+                back.wait()  # hidden by this kernel
+            back = self.to_tokens(groups, g, grads, into)
+            del grads
+        if last is not None:
+            last()  # hides the last group's way back
+        return back.wait()
 
 
 # ---------------------------------------------------------------------------- rings
@@ -527,21 +623,6 @@ def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
     lse.copy_(both)
 
 
-@dataclass
-class Passing:
-    """A tensor on its way to the next ring rank, and that of the previous one to here."""
-
-    sent: Tensor | None  # read until `arrival`
-    received: Tensor | None
-    arrival: object  # event
-
-    def wait(self) -> Tensor:
-        """Let compute wait for what was received, and return it, once."""
-        wait(self.arrival)
-        received, self.sent, self.received = self.received, None, None
-        return received
-
-
 class Ring(Attention):
     """Attention over a sequence whose tokens lie on R ranks (`sequence_positions`), with all heads
     that they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
@@ -561,15 +642,19 @@ class Ring(Attention):
     backward computes the square last: under it the sums of what other ranks computed for these
     keys, which travel one step behind them, come home (R - 1 steps, in float32; of R = 2 it is one
     step, and no sum: in the dtype of dk). Its first k, v travel under what comes before
-    (prefetch_backward).
+    (pass_ahead).
 
-    sp: ranks of a sequence; those of a ring are sp/R apart.
+    sp: ranks of a sequence; those of a ring are sp/R apart. Raises ValueError for a kernel that
+    sees heads: a rectangle's keys do not stand where it would count them.
     """
 
-    def __init__(self, kernel: str, sp: int, ring: int, groups: Groups, stream: CommStream):
-        super().__init__(kernel)
+    def __init__(self, kernel: str, head_groups: int, sp: int, ring: int, groups: Groups,
+                 stream: CommStream):
+        super().__init__(kernel, head_groups)
         assert sp % ring == 0, f"{ring} does not divide {sp} ranks of a sequence"
-        self.sp = sp
+        if ring > 1 and self.kernel.sees_heads:
+            raise ValueError(f"--attention {kernel} --ring {ring}: this kernel sees heads and where "
+                             "their keys stand, and a ring gives it parts of a sequence: --ring 1")
         self.ring = ring
         self.ring_stream = stream
         self.ring_group = groups.get("ring", lambda r: (r // sp, r % (sp // ring)))
@@ -578,16 +663,17 @@ class Ring(Attention):
             if stream.stream is not None:  # NCCL connects neighbours now, not amid a step
                 self.pass_on(torch.zeros(1, device=stream.stream.device)).wait()
 
-    def pass_keys(self, k: Tensor, v: Tensor, after=None) -> Passing:
-        """Send k, v to the next ring rank, once the event `after` is reached, as one tensor (2, B,
-        T/R, heads, D); and receive those of the previous one."""
+    def pass_keys(self, k: Tensor, v: Tensor, after: object = None) -> Way:
+        """Send k, v (B, T/R, h, D), or (B, U, T/sp, h, D), to the next ring rank, once the event
+        `after` is reached, as one tensor (2, B, T/R, h, D); and receive those of the previous one.
+        """
         both = k.new_empty(2, *k.shape)
         with self.ring_stream.after_compute():
             wait(after)
             torch.stack([k, v], out=both)
-        return self.pass_on(both)
+        return self.pass_on(both.flatten(2, -3))
 
-    def pass_on(self, sent: Tensor) -> Passing:
+    def pass_on(self, sent: Tensor) -> Way:
         """Send a tensor to the next ring rank, and receive that of the previous one."""
         received = torch.empty_like(sent)
         there, here = [0] * self.ring, [0] * self.ring  # rows of the tensor, by rank
@@ -595,7 +681,12 @@ class Ring(Attention):
         with self.ring_stream.after_compute():
             # on this very stream, which send and receive would leave for one of NCCL's own
             dist.all_to_all_single(received, sent, here, there, group=self.ring_group)
-        return Passing(sent, received, self.ring_stream.last_event())
+        return Way(received, self.ring_stream.last_event(), [sent])
+
+    def pass_ahead(self, groups, g, arriving):
+        if self.ring_group is not None:
+            k, v = (groups.keys(g, x) for x in arriving.arrived[1:3])
+            arriving.passing = self.pass_keys(k, v, arriving.event)
 
     def rectangle(self, step: int, half: int) -> tuple[slice, slice]:
         """Return which of this rank's queries attend to which of the keys that it has."""
@@ -603,41 +694,38 @@ class Ring(Attention):
             return slice(None), slice(0, half)
         return slice(half, None), slice(None)
 
-    def attend(self, q, k, v):
+    def attend(self, q, k, v, mask):
         if self.ring_group is None:
-            return super().attend(q, k, v)
+            return super().attend(q, k, v, mask)
         half = q.shape[1] // 2
         passing = self.pass_keys(k, v)  # hidden by the square
-        o, lse = attention_forward(self.kernel, q, k, v)
+        o, lse = super().attend(q, k, v, CAUSAL)
         o = o.to(accumulation_dtype(q.dtype))
         for step in range(1, self.ring):
             kv = passing.wait()
             if step + 1 < self.ring:
                 passing = self.pass_on(kv)  # hidden by this step's rectangle
             queries, keys = self.rectangle(step, half)
-            part = attention_forward(self.kernel, q[:, queries].contiguous(),
-                                     *(t[:, keys].contiguous() for t in kv), EVERYTHING)
+            part = super().attend(q[:, queries], *(t[:, keys] for t in kv), EVERYTHING)
             merge_into(o[:, queries], lse[:, :, queries], *part)
         self.ring_stream.used(kv)
         return o.to(q.dtype), lse
 
-    def attend_backward(self, do, q, k, v, o, lse, groups=1, in_place=False, passing=None):
+    def attend_backward(self, do, q, k, v, o, lse, mask, passing):
         if self.ring_group is None:
-            return super().attend_backward(do, q, k, v, o, lse, groups, in_place)
-        passing = passing or self.pass_keys(k, v)
+            return super().attend_backward(do, q, k, v, o, lse, mask, passing)
         half = q.shape[1] // 2
         wide = accumulation_dtype(q.dtype)
         dq = torch.zeros_like(q, dtype=wide)
-        summing = None  # sums of dk, dv (2, B, T/R, heads, D), one step behind their k, v
+        summing = None  # sums of dk, dv (2, B, T/R, h, D), one step behind their k, v
         for step in range(1, self.ring):
             kv = passing.wait()
             if step + 1 < self.ring:
                 passing = self.pass_on(kv)  # hidden by this step's rectangle
             queries, keys = self.rectangle(step, half)
-            dq_part, *parts = attention_backward(
-                self.kernel, *(t[:, queries].contiguous() for t in (do, q)),
-                *(t[:, keys].contiguous() for t in kv), o[:, queries].contiguous(),
-                lse[:, :, queries].contiguous(), groups, mask=EVERYTHING)
+            dq_part, *parts = super().attend_backward(
+                do[:, queries], q[:, queries], *(t[:, keys] for t in kv), o[:, queries],
+                lse[:, :, queries].contiguous(), EVERYTHING, None)
             dq[:, queries] += dq_part
             if summing is None:
                 sums = torch.zeros_like(kv, dtype=q.dtype if self.ring == 2 else wide)
@@ -646,15 +734,12 @@ class Ring(Attention):
             for total, part in zip(sums, parts):
                 total[:, keys] += part
             summing = self.pass_on(sums)  # hidden by the next step's, at last by the square
-        dq_part, *parts = attention_backward(self.kernel, do, q, k, v, o, lse, groups)
+        dq_part, *parts = super().attend_backward(do, q, k, v, o, lse, CAUSAL, None)
         dq += dq_part
         sums = summing.wait()
         dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
         self.ring_stream.used(kv, sums)
-        return dq.to(q.dtype), dk, dv
-
-    def prefetch_backward(self, q, k, v, o):
-        return self.pass_keys(k, v) if self.ring_group else None
+        return [dq.to(q.dtype), dk, dv]
 
 
 # ---------------------------------------------------------------------------- sequences over ranks
@@ -736,39 +821,14 @@ class Exchange:
         self.handle.barrier(timeout_ms=self.timeout_ms)  # all parts have arrived
 
 
-@dataclass
-class HeadGroup:
-    """One group of heads on its way from tokens to heads: its inputs, one after the other."""
-
-    recv_buffers: list[Tensor]  # (U, B, T/sp, h, D) each: the tokens of every rank
-    send_buffers: list[Tensor] = field(default_factory=list)  # read until `arrival`
-    arrival: object = None  # event: all that was sent so far is in recv_buffers
-    backward: bool = False  # its k, v go around the ring as soon as they are there
-    passing: Passing | None = None  # to the next ring rank
-
-    def on_heads(self) -> list[Tensor]:
-        """Return the inputs as the kernel takes them: (B, T/R, h, D)."""
-        return [x.transpose(0, 1).flatten(1, 2) for x in self.recv_buffers]
-
-
-@dataclass
-class Prefetched:
-    """A backward's first head group, on its way before the backward begins."""
-
-    buffers: tuple  # of Ulysses.allocate
-    group: HeadGroup
-
-
 class Ulysses(Ring):
     """Attention over a sequence that lies on sp = R * U neighbouring ranks: U of them by heads,
     whose R rows are ring ranks.
 
-        q (B, T/sp, G*U*h, D) -> group by group (B, T/R, h, D) -> Ring -> o (B, T/sp, H, D)
+        q (B, T/sp, H, D) -> group by group (B, T/R, h, D) -> Ring -> o (B, T/sp, H, D)
 
-    Two groups are on heads at a time, in two sets of receive buffers. G * U divides the key/value
-    heads (more ranks than these take a ring). lse: (G, B, h, T/R), of documents (G, 1, h, B*T).
-
-    per_node: ranks of a node (0: unknown), for Exchange.
+    Two groups are on heads at a time, in two sets of places. U divides the key/value heads (more
+    ranks than these take a ring). per_node: ranks of a node (0: unknown), for Exchange.
 
     Whatever the exchange stream reads or writes is allocated on the compute stream, and held until
     compute has waited for the exchange: so memory is never given to another too early.
@@ -777,155 +837,65 @@ class Ulysses(Ring):
     def __init__(self, kernel: str, sp: int, groups: Groups, stream: CommStream,
                  head_groups: int = 1, per_node: int = 0, ring: int = 1,
                  ring_stream: CommStream | None = None):
-        super().__init__(kernel, sp, ring, groups, ring_stream or stream)
+        super().__init__(kernel, head_groups, sp, ring, groups, ring_stream or stream)
+        self.column = groups.column
         self.head_ranks = head_ranks = sp // ring  # U
         self.stream = stream
-        self.head_groups = head_groups
         self.group = groups.get("sequence", lambda r: r // head_ranks)
         if self.group is not None:
+            self.head_rank = dist.get_rank(self.group)
             self.one_node = per_node > 0 and per_node % head_ranks == 0
             overlap = stream.stream is not None
             peer_access = overlap and self.one_node and gpus_reach_each_other()
             self.exchange = Exchange(self.group, peer_access, groups.timeout)
 
-    # -- layouts
+    def cut(self, q, k, inputs, outputs):
+        groups = super().cut(q, k, inputs, outputs)
+        if self.group is None:
+            return groups
+        parts = [groups.of(0, x).shape for x in inputs]  # (U, B, T/sp, h, D)
+        again = parts if groups.count > 1 else []  # of the second set
+        if groups.share_keys:
+            again = parts[:1] + parts[3:]
+        back = [groups.of(0, x).shape for x in outputs]
+        places = self.exchange.allocate_buffers(parts + again + back, q)
+        n, m = len(parts), len(parts) + len(again)
+        groups.inputs = [places[:n], places[n:m]]
+        if groups.share_keys:  # k, v stay in the first
+            groups.inputs[1][1:1] = places[1:3]
+        groups.outputs = places[m:]
+        return groups
 
-    def by_rank(self, x: Tensor) -> Tensor:
-        """A group's heads (B, T/sp, U*h, D) -> a view (U, B, T/sp, h, D): each rank's part."""
-        return x.unflatten(2, (self.head_ranks, -1)).permute(2, 0, 1, 3, 4)
-
-    def allocate(self, like: Tensor, inputs: list[int], outputs: list[int]):
-        """Return receive buffers (U, B, T/sp, h, D): two lists for inputs, which groups take in
-        turn, and one for outputs on their way back. like: (B, T/sp, H, D); inputs, outputs: heads,
-        of all groups."""
-        n = len(inputs)
-        b, t, _, d = like.shape
-        shapes = [(self.head_ranks, b, t, heads // (self.head_groups * self.head_ranks), d)
-                  for heads in (*inputs, *inputs, *outputs)]
-        buffers = self.exchange.allocate_buffers(shapes, like)
-        return (buffers[:n], buffers[n : 2 * n]), buffers[2 * n :]
-
-    def allocate_backward(self, o: Tensor, kv_heads: int):
-        """Return receive buffers of q, k, v, o, do; and of dq, dk, dv."""
-        heads = o.shape[2]
-        return self.allocate(o, [heads, kv_heads, kv_heads, heads, heads],
-                             [heads, kv_heads, kv_heads])
-
-    # -- one group's way
-
-    def send(self, group: HeadGroup, inputs: list[Tensor]) -> None:
-        """Launch the all-to-all from tokens to heads of a group's next inputs, (B, T/sp, U*h, D)
-        each."""
-        first = len(group.send_buffers)
-        parts = [self.by_rank(x) for x in inputs]
-        send_buffers = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in parts]
-        recv_buffers = group.recv_buffers[first : first + len(parts)]
-        with self.stream.after_compute():
-            for x, buffer in zip(parts, send_buffers):
+    def to_heads(self, groups, g, tensors, places):
+        if self.group is None:
+            return super().to_heads(groups, g, tensors, places)
+        parts = [groups.of(g, x) for x in tensors]  # (U, B, T/sp, h, D), by rank
+        received = list(places)
+        if groups.share_keys and g > 0:  # k, v came with the first group
+            del parts[1:3], received[1:3]
+        sent = [torch.empty_like(place) for place in received]
+        self.stream.used(*received)  # by kernel g - 2
+        with self.stream.after_compute():  # so the places are free, on every rank
+            for x, buffer in zip(parts, sent):
                 copy_heads(x, buffer)
-            self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
-        group.send_buffers += send_buffers
-        group.arrival = self.stream.last_event()
-        one_sequence = len(inputs[0]) == 1  # what has arrived is in order, without a copy
-        if group.backward and self.ring_group and one_sequence and group.passing is None:
-            # hidden by the kernel before, too
-            _, k, v = group.on_heads()[:3]
-            group.passing = self.pass_keys(k, v, group.arrival)
+            self.exchange.all_to_all(list(zip(sent, received)))
+        arrived = [x.transpose(0, 1) for x in places]  # of one sequence in order, without a copy
+        return Way(arrived, self.stream.last_event(), sent)
 
-    def send_back(self, results: list[Tensor], recv_buffers: list[Tensor],
-                  outputs: list[Tensor]) -> list[Tensor]:
-        """Launch the all-to-all from heads (B, T/R, h, D) to tokens, into outputs (B, T/sp, U*h,
-        D). Returns what must live until the stream has sent it."""
+    def to_tokens(self, groups, g, results, into):
+        if self.group is None:
+            return super().to_tokens(groups, g, results, into)
         # (B, T/R, h, D) -> (U, B, T/sp, h, D); of one sequence: a view
-        send_buffers = [x.unflatten(1, (self.head_ranks, -1)).transpose(0, 1).contiguous()
-                        for x in results]
-        with self.stream.after_compute():
-            self.exchange.all_to_all(list(zip(send_buffers, recv_buffers)))
-            for buffer, output in zip(recv_buffers, outputs):
-                copy_heads(buffer, self.by_rank(output))
-                self.stream.used(buffer)
-        return send_buffers
-
-    def run(self, run_kernel: Callable, group: HeadGroup, buffers: tuple,
-            inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...],
-            while_waiting: Callable[[], None] = do_nothing) -> None:
-        """Run run_kernel(g, group) -> outputs on heads for each group of inputs, and bring what it
-        returns into outputs, (B, T/sp, heads, D) each. group: the first, under way."""
-        recv_buffers, return_buffers = buffers
-        returning = []  # send buffers of outputs on their way back
-        for g in range(self.head_groups):
-            arriving = None
-            if g + 1 < self.head_groups:  # the next group's way, hidden by this group's kernel
-                # its receive buffers are free: the stream is behind kernel g - 1, on every rank
-                arriving = HeadGroup(recv_buffers[(g + 1) % 2], backward=group.backward)
-                self.send(arriving, self.of_group(g + 1, *inputs))
-            # hidden: by the kernel before; of the first group, by what the caller ran since it was
-            # sent
-            wait(group.arrival)
-            group.send_buffers.clear()  # they have been read
-            del returning[:-1]  # the stream sent these before it brought this group
-            results = run_kernel(g, group)
-            # return_buffers are free: the stream has copied what came back before
-            returning.append(self.send_back(results, return_buffers, self.of_group(g, *outputs)))
-            came_back = self.stream.last_event()
-            self.stream.used(*group.recv_buffers)
-            group = arriving
-            del results
-        while_waiting()
-        wait(came_back)  # hidden by while_waiting, those of the groups before by kernels
-        returning.clear()
-
-    # -- attention
-
-    def of_group(self, g: int, *tensors: Tensor) -> list[Tensor]:
-        """Return views of group g's heads (B, T/sp, U*h, D) of (B, T/sp, heads, D) tensors."""
-        return [x.chunk(self.head_groups, 2)[g] for x in tensors]
+        sent = [x.unflatten(1, (groups.ranks, -1)).transpose(0, 1).contiguous() for x in results]
+        with self.stream.after_compute():  # which has copied what came into these places before
+            self.exchange.all_to_all(list(zip(sent, groups.outputs)))
+            for place, whole in zip(groups.outputs[: len(sent)], into):
+                copy_heads(place, groups.of(g, whole))
+                self.stream.used(place)
+        return Way(into, self.stream.last_event(), sent)
 
     def forward(self, q, k, v):
-        if self.group is None:
-            return super().forward(q, k, v)
-        heads, kv_heads = q.shape[2], k.shape[2]
-        o = torch.empty_like(q)
-        self.allocate_backward(o, kv_heads)  # as much as backward needs, from the start
-        buffers = self.allocate(o, [heads, kv_heads, kv_heads], [heads])
-        lse = []
-
-        def run_kernel(g, group):
-            out, part = self.attend(*group.on_heads())
-            lse.append(part)
-            return [out]
-
-        first = HeadGroup(buffers[0][0])
-        self.send(first, self.of_group(0, q, k, v))
-        self.run(run_kernel, first, buffers, (q, k, v), (o,))
-        return o, torch.stack(lse)
-
-    def prefetch_backward(self, q, k, v, o):
-        if self.group is None:
-            return super().prefetch_backward(q, k, v, o)
-        buffers = self.allocate_backward(o, k.shape[2])
-        prefetched = Prefetched(buffers, HeadGroup(buffers[0][0], backward=True))
-        self.send(prefetched.group, self.of_group(0, q, k, v, o))
-        return prefetched
-
-    def prefetch_do(self, prefetched, do):
-        if prefetched is not None and self.group is not None:
-            self.send(prefetched.group, self.of_group(0, do))
-
-    def backward(self, do, q, k, v, o, lse, prefetched=None, while_waiting=do_nothing,
-                 in_place=False):
-        if self.group is None:
-            return super().backward(do, q, k, v, o, lse, prefetched, while_waiting, in_place)
-        do = do.contiguous()
-        if prefetched is None:
-            prefetched = self.prefetch_backward(q, k, v, o)
-            self.prefetch_do(prefetched, do)
-
-        def run_kernel(g, group):
-            q, k, v, o, do = group.on_heads()
-            return self.attend_backward(do, q, k, v, o, lse[g], passing=group.passing)
-
-        grads = tuple(map(torch.empty_like, (q, k, v)))
-        self.run(run_kernel, prefetched.group, prefetched.buffers, (q, k, v, o, do), grads,
-                 while_waiting)
-        return grads
+        if self.group is not None and self.exchange.peer_access:
+            # as much as backward needs, from the start: memory that ranks map grows once
+            self.cut(q, k, [q, k, v, q, q], [q, k, v])
+        return super().forward(q, k, v)

@@ -51,7 +51,6 @@ import numpy as np
 import torch
 
 import model as llama
-from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
@@ -305,11 +304,16 @@ def column_bytes(plan: Plan) -> tuple[float, float, float]:
 def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ranks: int,
                      head_groups: int) -> int:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
-    of one (attention.Ulysses)."""
+    of one; k, v, dk and dv of all groups where they share them (attention.Ulysses.cut)."""
     if head_ranks == 1:
         return 0
-    heads = 7 * cfg.heads + 6 * cfg.kv_heads
-    return tokens * cfg.head_dim * dtype.itemsize * heads // head_groups
+    sets = min(2, head_groups)
+    heads = (3 * sets + 1) * cfg.heads / head_groups
+    if head_groups > cfg.kv_heads // head_ranks:
+        heads += 4 * cfg.kv_heads
+    else:
+        heads += (2 * sets + 2) * cfg.kv_heads / head_groups
+    return round(tokens * cfg.head_dim * dtype.itemsize * heads)
 
 
 def sent_bytes(plan: Plan) -> int:
@@ -330,13 +334,11 @@ def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     first_group = groups = 0
     if plan.head_ranks > 1:  # of two head groups what is sent and received; the first, its buffers
         first_group = (3 * q + 2 * k) / head_groups
-        groups = (4 * (3 * q + 2 * k) + 4 * (q + 2 * k)) / head_groups
+        groups = min(2, head_groups) * 2 * (4 * q + 4 * k) / head_groups
     elif head_groups > 1:  # a group's copies, and its gradients
         groups = (4 * q + 4 * k) / head_groups
-    elif plan.tokens * cfg.heads * cfg.head_dim > MAX_ELEMENTS:  # copies of a part of the heads
-        groups = 2 * q
-    # gradients of head groups take the places of q, k, v
-    in_place = plan.sp == 1 < head_groups and kept is not None and kept.chunks > 1
+    # gradients take the places of q, k, v, unless one group's are all there are
+    in_place = plan.head_ranks * head_groups > 1 and kept is not None and kept.chunks > 1
     pre = saved_by_pre(plan)
     inputs = q + 2 * k
     element = min(plan.chunk, plan.tokens) * plan.dtype.itemsize  # of a chunk's tokens
@@ -373,13 +375,12 @@ def ring_bytes(plan: Plan) -> tuple[float, float]:
     if plan.ring == 1:
         return 0.0, 0.0
     _, q, k, _ = attention_bytes(plan)
-    if plan.head_ranks > 1:  # a group at a time
-        q, k = q / plan.head_groups, k / plan.head_groups
+    q, k = q / plan.head_groups, k / plan.head_groups  # a group at a time
     kv = 2 * k
     wide = plan.accum_bytes / plan.dtype.itemsize
     sums = kv * bytes_of_sums(plan) / plan.dtype.itemsize
     arriving = kv if plan.ring == 2 else 2 * kv
-    if plan.head_ranks > 1 and plan.head_groups > 1:
+    if plan.head_groups > 1:
         arriving += 2 * kv  # the next group's, under way
     if plan.micro_batch > 1:  # of several sequences a part is a copy: of do, q and o, and k, v
         arriving += 1.5 * q + kv / 2
@@ -769,8 +770,8 @@ def attention_seconds(est: Estimator, plan: Plan, kind: str, before: float = 0.0
     def moved(columns: float) -> float:
         return est.moved(plan, plan.tokens * columns)
 
-    if backward and plan.head_ranks == 1 < plan.head_groups:  # a group's tensors, to it and back
-        kernel += moved(8 * (cfg.heads + cfg.kv_heads) * cfg.head_dim)
+    if plan.head_ranks == 1 < plan.head_groups:  # a group's tensors, to it and back
+        kernel += moved((8 if backward else 4) * (cfg.heads + cfg.kv_heads) * cfg.head_dim)
     if plan.sp == 1:
         return kernel, kernel
     kv = cfg.kv_heads * cfg.head_dim
@@ -802,18 +803,18 @@ def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float, float]:
 
 def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, kv: int,
               before: float = 0.0, after: float = 0.0, backward: bool = False) -> float:
-    """Return seconds of attention whose heads travel in groups (attention.Ulysses.run), and k, v
+    """Return seconds of attention whose heads travel in groups (attention.Attention), and k, v
     around a ring (attention.Ring). kernel: its seconds for all groups; there, back: columns that
     travel to heads and to tokens; kv: of k or v. before, after: seconds of computation that hides
     the first group's way there and the last one's way back."""
-    # where no heads travel, a ring is one of all heads
-    groups = plan.head_groups if plan.head_ranks > 1 else 1
+    groups = plan.head_groups
+    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)  # or each has one head
     # what goes around a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
     across = plan.sp > plan.in_node
     step = kernel / groups / plan.ring
     # a step around the ring with a group's k, v: one of the R - 1 that an all-gather takes
-    around = plan.tokens * (2 * kv / groups) * plan.dtype.itemsize * plan.ring
+    around = plan.tokens * (2 * kv / kv_groups) * plan.dtype.itemsize * plan.ring
     keys = est.collective("all_gather", around, plan.mesh(plan.sp, plan.head_ranks))
     keys /= max(1, plan.ring - 1)
     sums = keys * bytes_of_sums(plan) / plan.dtype.itemsize

@@ -53,7 +53,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 import model as llama
-from attention import Attention, CommStream, do_nothing, wait
+from attention import Attention, CommStream, wait
 from model import (LLaMA, ModelConfig, accumulation_dtype, deferred_weight_grads,
                    recomputation)
 
@@ -633,76 +633,56 @@ class ChunkedLayers:
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
-        shape = dy.shape
-        dy = self.join(dy)
-        saved = self.fetch(micro_batch, i)
-        dx = self.backward_layer(i, micro_batch, saved, dy, self.plan.num_saved_chunks(i))
-        if self.plan.keeps_input(i):  # the last of its group
-            micro_batch.prefetched.discard(i // self.plan.stride)
-        micro_batch.finished = not micro_batch.saved
-        self.prefetch_stream.used(*saved.tensors())
-        return dx.view(shape)
-
-    def backward_layer(self, i: int, micro_batch: MicroBatch, saved: SavedLayer, dy: Tensor,
-                       num_saved: int) -> Tensor:
-        """dy -> dx (1, N, C)."""
         block = self.blocks[i]
         attention = micro_batch.attention
+        num_saved = self.plan.num_saved_chunks(i)
+        saved = self.fetch(micro_batch, i)
         q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
         if saved.o is None:
             o, saved.lse = attention.forward(*(self.split(t) for t in (q, k, v)))
             saved.o = self.join(o)
+        residual = []  # gradients of x that do not come by way of attention (1, n, C), by chunk
+
+        def make_do() -> tuple[Tensor, list[Callable]]:
+            return self.backward_post(block, saved, self.join(dy), num_saved, residual)
+
         inputs = [self.split(t) for t in (q, k, v, saved.o)]
-        first_group = attention.prefetch_backward(*inputs)  # hidden by block.post's backward
-        do, dx_parts, deferred = self.backward_post(block, saved, dy, num_saved)
-        del dy
-        while_waiting = self.send_do(attention, first_group, do, deferred)
         in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = attention.backward(do, *inputs, saved.lse, first_group, while_waiting, in_place)
-        grads = [self.join(t) for t in grads]
-        del do, inputs, q, k, v, first_group, while_waiting, deferred
-        dx = torch.empty_like(saved.x)
-        self.backward_pre(saved, grads, dx, dx_parts)
-        return dx
+        grads = attention.backward(make_do, *inputs, saved.lse, in_place)
+        del inputs, q, k, v
+        dx = self.backward_pre(saved, [self.join(t) for t in grads], residual)
+        if self.plan.keeps_input(i):  # the last of its group
+            micro_batch.prefetched.discard(i // self.plan.stride)
+        micro_batch.finished = not micro_batch.saved
+        self.prefetch_stream.used(*saved.tensors())
+        return dx.view(dy.shape)
 
-    def backward_post(self, block, saved: SavedLayer, dy: Tensor,
-                      num_saved: int) -> tuple[Tensor, list[Tensor], list[Callable]]:
-        """dy (1, N, C) -> do (B, T, H, D), the chunks' gradients of x by way of the residual path,
-        and products for weights that wait for their turn."""
+    def backward_post(self, block, saved: SavedLayer, dy: Tensor, num_saved: int,
+                      residual: list[Tensor]) -> tuple[Tensor, list[Callable]]:
+        """dy (1, N, C) -> do (B, T, H, D), and the last chunk's products for weights, which are
+        left: they hide do's way. Adds the chunks' gradients of x to residual."""
         do = None
-        dx_parts = []
         for j, chunk in enumerate(self.chunks):
-            last = j == len(self.chunks) - 1
             graph = self.take_post(block, saved, j, num_saved)
-            with deferred_weight_grads(on=last) as deferred:
-                dx_part, do_part = graph.backward(
-                    (dy[:, chunk],), saved.x[:, chunk], saved.o[:, chunk])
-            dx_parts.append(dx_part)
+            with deferred_weight_grads(on=j == len(self.chunks) - 1) as left:
+                dx, do_part = graph.backward((dy[:, chunk],), saved.x[:, chunk], saved.o[:, chunk])
+            residual.append(dx)
             do = self.put(do, chunk, do_part)
-            del graph, dx_part, do_part  # before the next chunk's are made
-        return self.split(do), dx_parts, deferred
+            del graph, dx, do_part  # before the next chunk's are made
+        return self.split(do), left
 
-    @staticmethod
-    def send_do(attention: Attention, first_group, do: Tensor,
-                deferred: list[Callable]) -> Callable[[], None]:
-        """Launch the way of the first heads' do, hidden by the last chunk's products for weights.
-        Returns one of them, which hides the way back of the last heads' gradients."""
-        attention.prefetch_do(first_group, do)
-        while len(deferred) > 1:
-            deferred.pop(0)()
-        return deferred.pop() if deferred else do_nothing
-
-    def backward_pre(self, saved: SavedLayer, dqkv: list[Tensor], dx: Tensor,
-                     residual: list[Tensor]) -> None:
-        """Write to dx (1, N, C) what comes by way of q, k, v (1, N, heads, D), with the chunks'
-        gradients by way of the residual path (1, n, C), which are let go."""
+    def backward_pre(self, saved: SavedLayer, dqkv: list[Tensor],
+                     residual: list[Tensor]) -> Tensor:
+        """Return dx (1, N, C): what comes by way of q, k, v (1, N, heads, D), and the residual
+        path's, which is let go."""
         graphs = saved.pre_graphs
+        dx = torch.empty_like(saved.x)
         for j, chunk in enumerate(self.chunks):
-            (dx_part,) = graphs[j].backward(tuple(t[:, chunk] for t in dqkv), saved.x[:, chunk])
-            graphs[j] = None
-            torch.add(residual[j], dx_part, out=dx[:, chunk])
-            residual[j] = None
-            del dx_part
+            (part,) = graphs[j].backward(tuple(t[:, chunk] for t in dqkv), saved.x[:, chunk])
+            torch.add(residual[j], part, out=dx[:, chunk])
+            graphs[j] = residual[j] = None
+            del part
+        return dx
 
     def recompute_qkv(self, block, micro_batch: MicroBatch, saved: SavedLayer,
                       num_saved: int) -> list[Tensor]:

@@ -51,6 +51,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from attention import KERNELS, MAX_ELEMENTS, head_group_counts
 from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
                    computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
                    in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, loss_peak,
@@ -117,12 +118,17 @@ class Constraints:
     resident_layers: int | None = None
     document_token: int | None = None
     tokenizer: str = ""
+    attention: str = "auto"
 
     @property
-    def in_documents(self) -> bool:
-        """Whether tokens attend inside documents alone."""
+    def no_ring(self) -> str:
+        """Return why a sequence cannot go by context, "" if it can."""
         end = self.document_token
-        return bool(self.tokenizer) if end is None else end >= 0
+        if bool(self.tokenizer) if end is None else end >= 0:
+            return "attention inside documents (--document-token; -1: none)"
+        if self.attention in KERNELS and KERNELS[self.attention].sees_heads:
+            return f"--attention {self.attention}, which sees heads and where their keys stand,"
+        return ""
 
 
 def constraints_of(flags, dtype: torch.dtype, default_batch: int,
@@ -684,18 +690,17 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
     ranks = plan.state_ranks
     per_node = plan.in_node
     model = plan.column
-    in_documents = constraints.in_documents
+    no_ring = constraints.no_ring
     legal = []
     for sp in (n for n in divisors(ranks) if seq % n == 0):
         for ring in divisors(sp):
             head_ranks = sp // ring
-            cut = not in_documents and per_node % head_ranks == 0 and seq % (2 * ring) == 0
+            cut = not no_ring and per_node % head_ranks == 0 and seq % (2 * ring) == 0
             if model.kv_heads % head_ranks == 0 and (ring == 1 or cut):
                 legal.append((sp, ring))
     sp, ring = constraints.sp, constraints.ring
-    if in_documents and ring not in (None, 1):
-        raise ValueError(f"--ring {ring}: attention inside documents (--document-token; -1: none) "
-                         "goes by heads alone: --ring 1")
+    if no_ring and ring not in (None, 1):
+        raise ValueError(f"--ring {ring}: {no_ring} goes by heads alone: --ring 1")
     asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
     if asked:
         return asked
@@ -706,7 +711,7 @@ def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]
             f"key/value heads inside a node of {per_node}, and --seq {seq} is cut in 2 x ring "
             f"parts: one of {listed(of_sp)}")
     if sp is not None:
-        alone = ", and ring is 1 with documents" if in_documents else ""
+        alone = f", since {no_ring} goes by heads alone" if no_ring else ""
         raise ValueError(
             f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
             f"{model.kv_heads} key/value heads{alone}: one of "
@@ -720,19 +725,23 @@ def legal_head_groups(constraints: Constraints, hardware: Hardware, plan: Plan) 
     """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
     ranks, or 16 of a long one, and 1 or at most 8 of a long one on one rank, for less memory.
     Raises ValueError with the legal ones."""
-    heads = plan.column.kv_heads // plan.head_ranks
-    legal = divisors(heads)
+    model = plan.column
+    heads, kv_heads = model.heads // plan.head_ranks, model.kv_heads // plan.head_ranks
+    legal = head_group_counts(heads, kv_heads, plan.tokens * model.heads * model.head_dim)
     wanted = constraints.head_groups
     if wanted is not None and wanted not in legal:
-        raise ValueError(f"--head-groups {wanted}: a rank has {heads} key/value heads at a time; "
-                         f"one of {listed(legal)}")
+        raise ValueError(f"--head-groups {wanted}: a rank has {heads} query heads at a time, and "
+                         f"{kv_heads} of keys and values; one of {listed(legal)}")
     if wanted is not None:
         return [(wanted,)]
+    if not legal:
+        raise ValueError(f"--seq {constraints.seq}: one head of {plan.tokens} tokens at a time has "
+                         f"over {MAX_ELEMENTS} elements; more --sp, or less --micro-batch")
     usual, most = (4, 16) if plan.head_ranks > 1 else (1, 8)
-    tried = {n for n in legal if n <= usual}
+    tried = {n for n in legal if n <= max(usual, legal[0])}
     # the layers of columns run whole
     if plan.tokens > 2**16 and (plan.head_ranks > 1 or plan.tp == 1):
-        tried.add(max(n for n in legal if n <= most))
+        tried.add(max(n for n in legal if n <= max(most, legal[0])))
     return [(n,) for n in sorted(tried)]
 
 
