@@ -125,7 +125,7 @@ def param_count(cfg: ModelConfig) -> int:
 
 
 @functools.cache
-def _param_count(cfg: ModelConfig, block: type) -> int:
+def _param_count(cfg: ModelConfig, block):
     with torch.device("meta"):
         model = LLaMA(replace(cfg, layers=1))
     with_one_layer = sum(p.numel() for p in model.parameters())
@@ -143,9 +143,8 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     the convention of AMSP and Megatron); causality halves the pairs: 6*L*H*D*s (Memo's, 5.1).
     Recomputation is never counted.
     """
-    seen = seq if seen is None else seen
     products = 6.0 * param_count(cfg)
-    attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * seen
+    attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (seen or seq)
     return products + attention, products + 2 * attention
 
 
@@ -187,7 +186,7 @@ def copy_heads(source: Tensor, into: Tensor) -> None:
     into.copy_(source)
 
 
-def unit_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def unit_rms(x, eps):
     """Return x / rms(x) (..., C), and 1 / rms(x) (..., 1)."""
     wide = x.to(accumulation_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -195,19 +194,20 @@ def unit_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 @compiled
-def norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_forward(x, weight, eps):
     unit, _ = unit_rms(x, eps)
     return (unit * weight).to(x.dtype)
 
 
 @compiled
-def norm_backward(x: Tensor, weight: Tensor, dn: Tensor, eps: float):
+def norm_backward(x, weight, dn, eps):
     """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,)."""
     unit, scale = unit_rms(x, eps)
     dn = dn.to(unit.dtype)
     dunit = dn * weight
     dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
-    dweight = (dn * unit).sum(tuple(range(x.dim() - 1)))
+    of_tokens = tuple(range(x.dim() - 1))
+    dweight = (dn * unit).sum(of_tokens)
     n = unit * weight
     return n.to(x.dtype), dx.to(x.dtype), dweight
 
@@ -215,7 +215,7 @@ def norm_backward(x: Tensor, weight: Tensor, dn: Tensor, eps: float):
 Rope = tuple[Tensor, Tensor]  # cos and sin of positions, (T, D/2), or (B, T, D/2)
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def turn(x, cos, sin):
     """Turn pairs of x (B, T, heads, D) by their angles (T, D/2), or (B, T, D/2); minus sin turns
     them back.
 
@@ -223,56 +223,55 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     cos = cos.unsqueeze(-2)  # (T, 1, D/2)
     sin = sin.unsqueeze(-2)
-    x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
+    x1, x2 = x.to(cos.dtype).chunk(2, -1)
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
-    return torch.cat((y1, y2), dim=-1).to(x.dtype)
+    return torch.cat((y1, y2), -1).to(x.dtype)
 
 
 rotate_forward = compiled(turn)
 
 
 @compiled
-def split_rotate_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int):
-    """Cut qkv (B, T, (H+2K)D) into q (B, T, H, D), k, v (B, T, K, D), q and k turned.
+def split_rotate_forward(qkv, cos, sin, heads):
+    """Cut qkv (B, T, H+2K, D) into q (B, T, H, D), k, v (B, T, K, D), q and k turned.
 
     They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
     """
-    x = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
-    q, k, v = x.split((heads, kv_heads, kv_heads), dim=2)
+    q, k, v = qkv.split(heads, dim=2)
     return turn(q, cos, sin), turn(k, cos, sin), v.contiguous()
 
 
 @compiled
-def rotate_back_into(dy: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
+def rotate_back_into(dy, cos, sin, dx):
     """Write the gradient of heads (B, T, h, D) before they were turned."""
     dx.copy_(turn(dy, cos, -sin))
 
 
 @compiled
-def swiglu_forward(gate_up: Tensor) -> Tensor:
+def swiglu_forward(gate_up):
     """Return silu(gate) * up (..., F) of gate|up (..., 2F)."""
     wide = gate_up.to(accumulation_dtype(gate_up.dtype))
-    gate, up = wide.chunk(2, dim=-1)
+    gate, up = wide.chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 @compiled
-def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(gate_up, da):
     """Return a = swiglu(gate_up) (..., F) again, and the gradient of gate_up (..., 2F)."""
     wide = gate_up.to(accumulation_dtype(da.dtype))
-    gate, up = wide.chunk(2, dim=-1)
+    gate, up = wide.chunk(2, -1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     dgate = da * up * (sigmoid + silu * (1 - sigmoid))
     dup = da * silu
     a = silu * up
-    dgate_up = torch.cat((dgate, dup), dim=-1)
+    dgate_up = torch.cat((dgate, dup), -1)
     return a.to(da.dtype), dgate_up.to(da.dtype)
 
 
 @compiled
-def softmax_loss(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def softmax_loss(logits, labels, scale):
     """Return of logits (N, V) each token's cross-entropy (N, 1), 0 if its label is IGNORE, and the
     gradient of their sum * scale."""
     labels = labels[:, None]
@@ -282,8 +281,8 @@ def softmax_loss(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor,
     of_target = (logits * target).sum(-1, keepdim=True)
     losses = torch.where(valid, lse - of_target, 0)
     probability = (logits - lse).exp()
-    grad = (probability - target.to(logits.dtype)) * torch.where(valid, scale, 0)
-    return losses, grad
+    grad = probability - target.to(logits.dtype)
+    return losses, grad * torch.where(valid, scale, 0)
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
@@ -381,7 +380,7 @@ def weight_grad(matrix: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
     compute = functools.partial(weight_grad_into, dy, x)  # of out and beta
     add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
 
-    def add_grad_later() -> None:
+    def add_grad_later():
         grad = add_grad()
         if grad is not None and matrix.weight.requires_grad:  # autograd has gone on without it
             old = matrix.weight.grad
@@ -422,21 +421,21 @@ class _Rotate(Function):
 
 class _SplitRotate(Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, heads, kv_heads):
+    def forward(ctx, qkv, cos, sin, heads):
         ctx.save_for_backward(cos, sin)
-        return split_rotate_forward(qkv, cos, sin, heads, kv_heads)
+        ctx.heads = heads
+        return split_rotate_forward(qkv, cos, sin, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
         batch, tokens, _, width = dq.shape
-        heads = [d.shape[2] for d in (dq, dk, dv)]
-        dqkv = dq.new_empty(batch, tokens, sum(heads), width)
-        of_q, of_k, of_v = dqkv.split(heads, 2)
+        dqkv = dq.new_empty(batch, tokens, sum(ctx.heads), width)
+        of_q, of_k, of_v = dqkv.split(ctx.heads, dim=2)
         rotate_back_into(dq, *ctx.saved_tensors, of_q)
         rotate_back_into(dk, *ctx.saved_tensors, of_k)
         copy_heads(dv, of_v)
-        return dqkv.flatten(2), None, None, None, None
+        return dqkv, None, None, None
 
 
 @dataclass(frozen=True)
@@ -444,8 +443,8 @@ class Before:
     """What a projection computes of its inputs before the product, and computes again in backward:
     forward(*inputs) -> a, and backward(*inputs, da) -> (a, the inputs' gradients) in one pass."""
 
-    forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor, ...]]
+    forward: Callable
+    backward: Callable
 
 
 def same(x):
@@ -521,12 +520,12 @@ def final_matrix(y: Tensor) -> nn.Module | None:
 
 
 def graph_of(node) -> set:
-    """Return all nodes of autograd's graph from one on."""
-    found = set()
+    """Return all nodes of autograd's graph from one on, and None."""
+    found = {None}
     left = [node]
     while left:
         node = left.pop()
-        if node is not None and node not in found:
+        if node not in found:
             found.add(node)
             left += [following for following, _ in node.next_functions]
     return found
@@ -546,10 +545,11 @@ class _Embedding(Function):
     @once_differentiable
     def backward(ctx, dx):
         module = ctx.module
-        vocab = module.shape[0]
+        vocab, _ = module.shape
 
         def compute(out, beta):
-            dw = torch.ops.aten.embedding_dense_backward(dx, ctx.tokens, vocab, -1, False)  # (V, C)
+            dw = torch.ops.aten.embedding_dense_backward(
+                dx, ctx.tokens, vocab, -1, False)  # (V, C)
             if out is None:
                 return dw
             return out.add_(dw) if beta else out.copy_(dw)
@@ -565,18 +565,21 @@ class _HeadLoss(Function):
 
     The loss is a scalar, so its gradient is known up to a factor as soon as a chunk's logits are:
     it is computed on the spot, and the head's matrix is read in the forward pass alone.
+
+    Takes x (N, C), labels (N,); returns the sum over valid tokens of cross-entropy(x W^T, label) *
+    scale, and each token's cross-entropy (N, 1), which has no gradient.
     """
 
     @staticmethod
     def forward(ctx, x, weight, labels, scale, head, differentiate):
         w = head.events.unshard(head, backward=False)  # (V, C)
+        chunk = max(1, LOSS_ELEMENTS // len(w))
         if differentiate:
             dx = torch.empty_like(x)
             dw = torch.empty_like(w, dtype=accumulation_dtype(x.dtype))
             ctx.save_for_backward(dx, dw)
             ctx.head = head
         losses = []
-        chunk = max(1, LOSS_ELEMENTS // len(w))
         for i in range(0, len(x), chunk):
             rows = slice(i, i + chunk)
             part, dlogits = softmax_loss(matmul_fp32(x[rows], w.t()), labels[rows], scale)
@@ -598,22 +601,13 @@ class _HeadLoss(Function):
         dx, dw = ctx.saved_tensors
 
         def compute(out, beta):
-            if out is None:
-                return (dw * dloss).to(dx.dtype)
-            return out.addcmul_(dw, dloss) if beta else torch.mul(dw, dloss, out=out)
+            if beta:
+                return out.addcmul_(dw, dloss)
+            return torch.mul(dw, dloss, out=out)
 
         dw_out = ctx.head.events.add_grad(ctx.head, compute)
         dx = dx * dloss.to(dx.dtype)
         return dx, dw_out, None, None, None, None
-
-
-def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum over valid tokens of cross-entropy(x W^T, label) * scale, and without
-    gradients each token's cross-entropy (B, T), 0 if its label is IGNORE: x (B, T, C), labels
-    (B, T)."""
-    loss, losses = _HeadLoss.apply(x.flatten(0, 1), head.weight, labels.flatten(), scale, head,
-                                   torch.is_grad_enabled())
-    return loss, losses.view_as(labels)
 
 
 # ---------------------------------------------------------------------------- the model
@@ -641,16 +635,21 @@ def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
     if kind == "llama3":
         turns = trained * freq / (2 * math.pi)  # full turns within the trained length
         low = opt["low_freq_factor"]
-        keep = ((turns - low) / (opt["high_freq_factor"] - low)).clamp(0, 1)
+        high = opt["high_freq_factor"]
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
         return freq * (keep + (1 - keep) / opt["factor"]), 1.0
 
     def index(turns):  # the frequency that turns so often within the trained length
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
-    low = max(math.floor(index(opt.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(index(opt.get("beta_slow") or 1)), 2 * half - 1)
-    ramp = ((steps - low) / ((high - low) or 1e-3)).clamp(0, 1)
-    factor = opt.get("attention_factor") or 0.1 * math.log(max(opt["factor"], 1.0)) + 1.0
-    return freq * (1 - ramp) + shrunk * ramp, factor
+
+    fast = index(opt.get("beta_fast") or 32)
+    slow = index(opt.get("beta_slow") or 1)
+    low = max(0, math.floor(fast))
+    high = min(math.ceil(slow), cfg.head_dim - 1)
+    width = high - low or 1e-3
+    ramp = ((steps - low) / width).clamp(0, 1)
+    usual = 0.1 * math.log(max(opt["factor"], 1)) + 1
+    return freq * (1 - ramp) + shrunk * ramp, opt.get("attention_factor") or usual
 
 
 def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rope:
@@ -729,10 +728,11 @@ class Vector(nn.Module):
 
     def here(self) -> Tensor:
         """Return the elements that go along with what is here of the matrix."""
-        (like,) = self.like
-        if like is None or like.part is None:
+        (matrix,) = self.like
+        if matrix is None or matrix.part is None:
             return self.weight
-        return torch.cat([self.weight[first:end] for first, end in like.part.rows])
+        rows = [self.weight[first:end] for first, end in matrix.part.rows]
+        return torch.cat(rows)
 
 
 class Block(nn.Module):
@@ -755,35 +755,39 @@ class Block(nn.Module):
         self.cfg = cfg
         q = cfg.heads * cfg.head_dim
         kv = cfg.kv_heads * cfg.head_dim
+        qkv = q + 2 * kv
         self.norm1 = Vector(cfg.dim)
-        self.qkv = Matrix(q + 2 * kv, cfg.dim, cut="rows", parts=(q, kv, kv))
-        self.qkv_bias = Vector(q + 2 * kv, like=self.qkv) if cfg.qkv_bias else None
+        self.qkv = Matrix(qkv, cfg.dim, cut="rows", parts=(q, kv, kv))
+        self.qkv_bias = Vector(qkv, like=self.qkv) if cfg.qkv_bias else None
         self.q_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
         self.k_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
         self.out = Matrix(cfg.dim, q, cut="columns")
         self.norm2 = Vector(cfg.dim)
-        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=(cfg.ffn, cfg.ffn))
+        gate_and_up = (cfg.ffn, cfg.ffn)
+        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=gate_and_up)
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns")
         self.norm = normed(cfg.norm_eps)
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """Return how many of q, k and v the matrices here make."""
-        q = self.out.shape[1] // self.cfg.head_dim
-        kv = (self.qkv.shape[0] // self.cfg.head_dim - q) // 2
+        width = self.cfg.head_dim
+        q = self.out.shape[1] // width
+        kv = (self.qkv.shape[0] // width - q) // 2
         return q, kv, kv
 
-    def pre(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def pre(self, x: Tensor, rope: Rope):
         """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
         eps = self.cfg.norm_eps
         heads = self.heads
         qkv = project(self.qkv, self.norm, x, self.norm1.weight)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias.here().to(qkv.dtype)
+        qkv = qkv.unflatten(-1, (sum(heads), -1))  # (B, T, H+2K, D)
         if self.q_norm is None:
-            return _SplitRotate.apply(qkv, *rope, *heads[:2])
-        qkv = qkv.unflatten(-1, (sum(heads), -1))
-        q, k, v = (part.contiguous() for part in qkv.split(heads, 2))
+            return _SplitRotate.apply(qkv, *rope, heads)
+        parts = qkv.split(heads, dim=2)
+        q, k, v = (part.contiguous() for part in parts)
         q = rms_norm(q, self.q_norm.weight, eps)
         k = rms_norm(k, self.k_norm.weight, eps)
         return rotate(q, rope), rotate(k, rope), v
@@ -800,11 +804,11 @@ class Block(nn.Module):
         return self.post(x, o)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor):
     """Causal attention of (B, T, heads, D) tensors by PyTorch alone, without documents;
     attention.py has kernels."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    inputs = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
+    o = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     return o.transpose(1, 2), None
 
 
@@ -831,7 +835,8 @@ class LLaMA(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
-            p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
+            weight = initial_weight(self.cfg, name, p.shape, seed, p.device)
+            p.data.copy_(weight)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
                 positions: Tensor | None = None, documents=None, each: bool = False) -> Tensor:
@@ -870,8 +875,10 @@ class LLaMA(nn.Module):
         if scale is None:
             valid = (labels != IGNORE).sum().clamp(min=1)
             scale = 1 / valid.to(accumulation_dtype(x.dtype))
-        loss, losses = head_loss(x, self.head, labels, scale)
-        return losses if each else loss
+        loss, losses = _HeadLoss.apply(
+            x.flatten(0, 1), self.head.weight, labels.flatten(), scale, self.head,
+            torch.is_grad_enabled())
+        return losses.view_as(labels) if each else loss
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
         """Run a step's micro-batches, each the arguments of `forward`, one after the other; the
@@ -892,7 +899,8 @@ def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device)
     if len(shape) == 1:
         return torch.full(shape, float("norm" in name), device=device)
     # a CPU's generator takes 32 bits; of one name, crc32 gives every start value another result
-    rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
+    seed_of_name = zlib.crc32(name.encode(), seed)
+    rng = torch.Generator(device).manual_seed(seed_of_name)
     std = 1.0 if name == "embed.weight" else 1 / math.sqrt(shape[1])
     if name.endswith(("out.weight", "down.weight")):
         std /= math.sqrt(2 * cfg.layers)

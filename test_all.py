@@ -12,6 +12,7 @@ test_counts*                          a size, a FLOP formula or a GPU's rate unl
 test_model_sizes_*                    heads that a kernel would read from the next token
 test_logits_*                         a token that sees later ones, a position that is not relative
 test_seeds_*, test_all_labels_*       seeds that draw the same weights, a loss of no labels
+test_losses_of_tokens_*               a validation that holds the graphs of all layers
 test_rope_*                           float32 angles, a ramp one off, a factor that forgets another
 test_attention_*                      heads mixed or past 2^31, a kernel where it cannot run
 test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
@@ -393,7 +394,7 @@ def test_losses_of_tokens_have_no_gradients():
     assert relative(losses.sum() / (labels != m.IGNORE).sum(), model(tokens, labels)) < 1e-12
 
 
-def test_plain_attention_refuses_documents():
+def test_attention_of_torch_refuses_documents():
     tokens, labels = example()
     with pytest.raises(ValueError, match="plain_attention knows none"):
         m.LLaMA(SMALL)(tokens, labels, documents=attention.Documents((0, 80), None))
