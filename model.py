@@ -145,7 +145,9 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     """
     products = 6.0 * param_count(cfg)
     attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (seen or seq)
-    return products + attention, products + 2 * attention
+    causal = products + attention
+    full = products + 2 * attention
+    return causal, full
 
 
 # ---------------------------------------------------------------------------- token-wise operators
@@ -263,7 +265,8 @@ def swiglu_backward(gate_up, da):
     gate, up = wide.chunk(2, -1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    dgate = da * up * (sigmoid + silu * (1 - sigmoid))
+    slope = sigmoid + silu * (1 - sigmoid)
+    dgate = da * up * slope
     dup = da * silu
     a = silu * up
     dgate_up = torch.cat((dgate, dup), -1)
@@ -586,8 +589,9 @@ class _HeadLoss(Function):
             losses.append(part)
             if differentiate:
                 dlogits = dlogits.to(x.dtype)
+                beta = int(i > 0)
                 torch.mm(dlogits, w, out=dx[rows])
-                weight_grad_into(dlogits, x[rows], dw, beta=int(i > 0))
+                weight_grad_into(dlogits, x[rows], dw, beta)
             del dlogits  # before the next ones are made
         head.events.reshard(head)
         loss = sum(part.sum() * scale for part in losses)
@@ -637,7 +641,8 @@ def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
         low = opt["low_freq_factor"]
         high = opt["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return freq * (keep + (1 - keep) / opt["factor"]), 1.0
+        scale = keep + (1 - keep) / opt["factor"]
+        return freq * scale, 1.0
 
     def index(turns):  # the frequency that turns so often within the trained length
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
@@ -675,7 +680,8 @@ class Cut:
     @property
     def shape(self) -> tuple[int, int]:
         first_col, end_col = self.cols
-        return sum(end - first for first, end in self.rows), end_col - first_col
+        rows = sum(end - first for first, end in self.rows)
+        return rows, end_col - first_col
 
     def views(self, whole: Tensor) -> list[Tensor]:
         """Return what of the whole matrix (rows, cols) is here, run by run."""
