@@ -716,6 +716,11 @@ _HF_KEYS = {  # our field: its key in config.json
     "tied": "tie_word_embeddings",
 }
 
+_LARGEST = {  # our field: the largest number of a file that is taken; sizes are whole
+    "vocab": 2**31, "dim": 2**20, "layers": 2**12, "heads": 2**16, "kv_heads": 2**16,
+    "ffn": 2**24, "head_dim": 2**16, "max_positions": 2**40, "norm_eps": 1.0, "rope_theta": 1e30,
+}
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -812,12 +817,26 @@ def _hf_model(c: dict, architecture: Architecture) -> ModelConfig:
     if c.get("num_key_value_heads") is None:
         c["num_key_value_heads"] = heads
     ours = {field: c[key] for field, key in _HF_KEYS.items() if not field.startswith("rope")}
-    cfg = ModelConfig(**ours, rope_theta=theta, rope_scaling=scaling, **architecture.implied)
+    ours["rope_theta"] = theta
+    for field, most in _LARGEST.items():
+        _check_number(field, ours[field], most)
+    kind = scaling.get("rope_type")
+    options = [key for key in ROPE_OPTIONS if key in scaling]
+    for key in [*ROPE_KEYS.get(kind, ()), *options]:
+        _check_number(f"{key} of {kind} scaling", scaling.get(key), 1e30)
+    cfg = ModelConfig(**ours, rope_scaling=scaling, **architecture.implied)
     if scaling.get("rope_type") == "linear" and type(c.get("max_sequence_length")) is int:
         positions = max(positions, c["max_sequence_length"])  # of files that leave it as it was
     if scaling.get("rope_type") == "yarn":  # what it reaches, whether or not the file says it
         positions = scaling["original_max_position_embeddings"] * scaling["factor"]
     return replace(cfg, max_positions=round(positions))
+
+
+def _check_number(name: str, value, most: int | float) -> None:
+    """Raise ValueError unless value is a number above 0 and at most `most`, whole if that is."""
+    legal = "a whole number from 1" if type(most) is int else "a number above 0, up"
+    if type(value) not in (int, type(most)) or not 0 < value <= most:  # True is an int, too
+        raise ValueError(f"{name} is {value!r}: {legal} to {most}")
 
 
 def _hf_rope(c: dict) -> tuple[float, dict]:

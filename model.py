@@ -66,10 +66,6 @@ ROPE_KEYS = {  # kind of rotary scaling: what its frequencies depend on, in Hugg
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor")  # of yarn; they have defaults
-LARGEST = {  # what a size may be
-    "vocab": 2**31, "dim": 2**20, "layers": 2**12, "heads": 2**16, "kv_heads": 2**16,
-    "ffn": 2**24, "head_dim": 2**16, "max_positions": 2**40,
-}
 
 
 @dataclass(frozen=True)
@@ -91,18 +87,8 @@ class ModelConfig:
     qk_norm: bool = False  # each head of q and k is normalised before it is turned (Qwen3)
 
     def __post_init__(self):
-        """Raise ValueError for what no kernel computes, or computes wrongly in silence: where
-        kv_heads does not divide heads, the CPU's attention reads the next token's heads."""
-        for name, most in LARGEST.items():
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:  # True is an int, too
-                raise ValueError(f"{name} is {value!r}: a whole number from 1 to {most}")
-        for name in ("tied", "qkv_bias", "qk_norm"):
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name} is {getattr(self, name)!r}: true or false")
-        check_number("norm_eps", self.norm_eps, 0, 1)
-        check_number("rope_theta", self.rope_theta, 1, 1e30)
-        check_rope_scaling(self.rope_scaling)
+        """Raise ValueError for what would be computed wrongly in silence: where kv_heads does not
+        divide heads, the CPU's attention reads the next token's heads."""
         if self.heads % self.kv_heads:
             legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
             nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
@@ -111,29 +97,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
                              f"even; nearest: {self.head_dim + 1}")
-
-
-def check_number(name: str, value, low: float, high: float) -> None:
-    """Raise ValueError unless value is a number between low and high. A NaN is not."""
-    if type(value) not in (int, float) or not low < value < high:
-        raise ValueError(f"{name} is {value!r}: a number between {low} and {high:g}")
-
-
-def check_rope_scaling(scaling: dict) -> None:
-    """Raise ValueError for a rotary scaling that rope_frequencies does not compute."""
-    if not scaling:
-        return
-    kind = rope_kind(scaling)
-    if kind not in list(ROPE_KEYS):  # of a file, it may be anything
-        raise ValueError(f"rope scaling {kind!r} is unknown: {', '.join(ROPE_KEYS)} or none")
-    for key in ROPE_KEYS[kind]:
-        check_number(f"{key} of {kind} scaling", scaling.get(key), 0, 1e30)
-    for key in ROPE_OPTIONS:
-        if scaling.get(key) is not None:
-            check_number(f"{key} of {kind} scaling", scaling[key], 0, 1e30)
-    if kind == "llama3" and scaling["low_freq_factor"] >= scaling["high_freq_factor"]:
-        raise ValueError(f"low_freq_factor {scaling['low_freq_factor']} of llama3 scaling is not "
-                         f"below high_freq_factor {scaling['high_freq_factor']}")
+        kind = rope_kind(self.rope_scaling)
+        if kind not in ("default", *ROPE_KEYS):
+            raise ValueError(f"rope scaling {kind!r} is unknown: {', '.join(ROPE_KEYS)} or none")
 
 
 def rope_kind(scaling: dict) -> str:
@@ -159,12 +125,12 @@ def param_count(cfg: ModelConfig) -> int:
 
 
 @functools.cache
-def _param_count(cfg: ModelConfig, block: type) -> int:
+def _param_count(cfg: ModelConfig, block):
     with torch.device("meta"):
         model = LLaMA(replace(cfg, layers=1))
-    ends, layer = (sum(p.numel() for name, p in model.named_parameters()
-                       if name.startswith("blocks.") == in_layer) for in_layer in (False, True))
-    return ends + cfg.layers * layer
+    with_one_layer = sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.blocks.parameters())
+    return with_one_layer + (cfg.layers - 1) * layer
 
 
 def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:
@@ -177,12 +143,18 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     the convention of AMSP and Megatron); causality halves the pairs: 6*L*H*D*s (Memo's, 5.1).
     Recomputation is never counted.
     """
-    seen = seq if seen is None else seen
-    attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * seen
-    return 6.0 * param_count(cfg) + attention, 6.0 * param_count(cfg) + 2 * attention
+    products = 6.0 * param_count(cfg)
+    attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (seen or seq)
+    causal = products + attention
+    full = products + 2 * attention
+    return causal, full
 
 
 # ---------------------------------------------------------------------------- token-wise operators
+
+
+# compiled kernels of one function: with or without gradients, whole or in chunks ...
+torch._dynamo.config.recompile_limit = 256
 
 
 def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
@@ -193,8 +165,6 @@ def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
     for any shape from the second one on. `torch.compiler.set_stance("force_eager")` turns the
     compilation off.
     """
-    # with or without gradients, whole or in chunks ...
-    torch._dynamo.config.recompile_limit = 256
     kernel = torch.compile(fn, dynamic=dynamic)
 
     @functools.wraps(fn)
@@ -218,31 +188,36 @@ def copy_heads(source: Tensor, into: Tensor) -> None:
     into.copy_(source)
 
 
-def normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def unit_rms(x, eps):
+    """Return x / rms(x) (..., C), and 1 / rms(x) (..., 1)."""
     wide = x.to(accumulation_dtype(x.dtype))
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight).to(x.dtype)
+    return wide * scale, scale
 
 
 @compiled
-def norm_forward(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return normalise(x, weight, eps)
+def norm_forward(x, weight, eps):
+    unit, _ = unit_rms(x, eps)
+    return (unit * weight).to(x.dtype)
 
 
 @compiled
-def norm_backward(x: Tensor, weight: Tensor, dn: Tensor, eps: float):
+def norm_backward(x, weight, dn, eps):
     """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,)."""
-    wide = x.to(accumulation_dtype(x.dtype))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    unit = wide * scale
-    dn = dn.to(wide.dtype)
+    unit, scale = unit_rms(x, eps)
+    dn = dn.to(unit.dtype)
     dunit = dn * weight
     dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
-    dweight = (dn * unit).sum(tuple(range(x.dim() - 1)))
-    return (unit * weight).to(x.dtype), dx.to(x.dtype), dweight
+    of_tokens = tuple(range(x.dim() - 1))
+    dweight = (dn * unit).sum(of_tokens)
+    n = unit * weight
+    return n.to(x.dtype), dx.to(x.dtype), dweight
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+Rope = tuple[Tensor, Tensor]  # cos and sin of positions, (T, D/2), or (B, T, D/2)
+
+
+def turn(x, cos, sin):
     """Turn pairs of x (B, T, heads, D) by their angles (T, D/2), or (B, T, D/2); minus sin turns
     them back.
 
@@ -250,73 +225,73 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     cos = cos.unsqueeze(-2)  # (T, 1, D/2)
     sin = sin.unsqueeze(-2)
-    x1, x2 = x.to(cos.dtype).chunk(2, dim=-1)
+    x1, x2 = x.to(cos.dtype).chunk(2, -1)
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
-    return torch.cat((y1, y2), dim=-1).to(x.dtype)
+    return torch.cat((y1, y2), -1).to(x.dtype)
+
+
+rotate_forward = compiled(turn)
 
 
 @compiled
-def rotate_forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return turn(x, cos, sin)
-
-
-@compiled
-def split_rotate_forward(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int):
-    """Cut qkv (B, T, (H+2K)D) into q (B, T, H, D), k, v (B, T, K, D), q and k turned.
+def split_rotate_forward(qkv, cos, sin, heads):
+    """Cut qkv (B, T, H+2K, D) into q (B, T, H, D), k, v (B, T, K, D), q and k turned.
 
     They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
     """
-    x = qkv.unflatten(-1, (heads + 2 * kv_heads, -1))
-    q, k, v = x.split((heads, kv_heads, kv_heads), dim=2)
+    q, k, v = qkv.split(heads, dim=2)
     return turn(q, cos, sin), turn(k, cos, sin), v.contiguous()
 
 
 @compiled
-def rotate_back_into(dy: Tensor, cos: Tensor, sin: Tensor, dx: Tensor) -> None:
+def rotate_back_into(dy, cos, sin, dx):
     """Write the gradient of heads (B, T, h, D) before they were turned."""
     dx.copy_(turn(dy, cos, -sin))
 
 
 @compiled
-def swiglu_forward(gate_up: Tensor) -> Tensor:
+def swiglu_forward(gate_up):
     """Return silu(gate) * up (..., F) of gate|up (..., 2F)."""
-    gate, up = gate_up.to(accumulation_dtype(gate_up.dtype)).chunk(2, dim=-1)
+    wide = gate_up.to(accumulation_dtype(gate_up.dtype))
+    gate, up = wide.chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 @compiled
-def swiglu_backward(gate_up: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_backward(gate_up, da):
     """Return a = swiglu(gate_up) (..., F) again, and the gradient of gate_up (..., 2F)."""
-    gate, up = gate_up.to(accumulation_dtype(da.dtype)).chunk(2, dim=-1)
+    wide = gate_up.to(accumulation_dtype(da.dtype))
+    gate, up = wide.chunk(2, -1)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
-    dgate = da * up * (sigmoid + silu * (1 - sigmoid))
+    slope = sigmoid + silu * (1 - sigmoid)
+    dgate = da * up * slope
     dup = da * silu
     a = silu * up
-    return a.to(da.dtype), torch.cat((dgate, dup), dim=-1).to(da.dtype)
+    dgate_up = torch.cat((dgate, dup), -1)
+    return a.to(da.dtype), dgate_up.to(da.dtype)
 
 
 @compiled
-def softmax_loss(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the valid tokens' cross-entropies * scale, and its gradient, of logits
-    (N, V)."""
-    valid = (labels != IGNORE)[:, None]
-    target = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]  # (N, V)
+def softmax_loss(logits, labels, scale):
+    """Return of logits (N, V) each token's cross-entropy (N, 1), 0 if its label is IGNORE, and the
+    gradient of their sum * scale."""
+    labels = labels[:, None]
+    valid = labels != IGNORE
+    target = torch.arange(logits.shape[1], device=logits.device) == labels  # (N, V)
     lse = logits.logsumexp(-1, keepdim=True)
     of_target = (logits * target).sum(-1, keepdim=True)
-    loss = torch.where(valid, lse - of_target, 0).sum()
+    losses = torch.where(valid, lse - of_target, 0)
     probability = (logits - lse).exp()
-    grad = (probability - target.to(logits.dtype)) * torch.where(valid, scale, 0)
-    return loss * scale, grad
+    grad = probability - target.to(logits.dtype)
+    return losses, grad * torch.where(valid, scale, 0)
 
 
 def matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b in the accumulator's dtype (float32 of bf16 operands)."""
     accum_dtype = accumulation_dtype(a.dtype)
-    if a.dtype == accum_dtype:
-        return a @ b
-    if a.is_cuda:
+    if a.is_cuda and a.dtype != accum_dtype:
         return torch.mm(a, b, out_dtype=accum_dtype)
     return a.to(accum_dtype) @ b.to(accum_dtype)  # no CPU kernel mixes the two
 
@@ -330,14 +305,11 @@ def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Te
     """
     if out is None:
         return dy.t() @ x
-    mixed = {}
-    if out.dtype != dy.dtype:
-        if not dy.is_cuda:  # no CPU kernel mixes the two
-            return weight_grad_into(dy.to(out.dtype), x.to(out.dtype), out, beta)
-        mixed["out_dtype"] = out.dtype
-    if beta:
-        return torch.addmm(out, dy.t(), x, out=out, **mixed)
-    return torch.mm(dy.t(), x, out=out, **mixed)
+    if not dy.is_cuda:  # no CPU kernel mixes the two
+        dy = dy.to(out.dtype)
+        x = x.to(out.dtype)
+    mixed = {} if out.dtype == dy.dtype else {"out_dtype": out.dtype}
+    return torch.addmm(out, dy.t(), x, beta=beta, out=out, **mixed)
 
 
 # ---------------------------------------------------------------------------- matrices and events
@@ -408,11 +380,10 @@ def weight_grad(matrix: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
     x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
 
-    def add_grad() -> Tensor | None:
-        return matrix.events.add_grad(
-            matrix, lambda out, beta: weight_grad_into(dy, x, out, beta))
+    compute = functools.partial(weight_grad_into, dy, x)  # of out and beta
+    add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
 
-    def add_grad_later() -> None:
+    def add_grad_later():
         grad = add_grad()
         if grad is not None and matrix.weight.requires_grad:  # autograd has gone on without it
             old = matrix.weight.grad
@@ -453,20 +424,21 @@ class _Rotate(Function):
 
 class _SplitRotate(Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, heads, kv_heads):
+    def forward(ctx, qkv, cos, sin, heads):
         ctx.save_for_backward(cos, sin)
-        return split_rotate_forward(qkv, cos, sin, heads, kv_heads)
+        ctx.heads = heads
+        return split_rotate_forward(qkv, cos, sin, heads)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        heads = [d.shape[2] for d in (dq, dk, dv)]
-        dqkv = dq.new_empty(*dq.shape[:2], sum(heads), dq.shape[3])
-        of_q, of_k, of_v = dqkv.split(heads, 2)
+        batch, tokens, _, width = dq.shape
+        dqkv = dq.new_empty(batch, tokens, sum(ctx.heads), width)
+        of_q, of_k, of_v = dqkv.split(ctx.heads, dim=2)
         rotate_back_into(dq, *ctx.saved_tensors, of_q)
         rotate_back_into(dk, *ctx.saved_tensors, of_k)
         copy_heads(dv, of_v)
-        return dqkv.flatten(2), None, None, None, None
+        return dqkv, None, None, None
 
 
 @dataclass(frozen=True)
@@ -474,11 +446,15 @@ class Before:
     """What a projection computes of its inputs before the product, and computes again in backward:
     forward(*inputs) -> a, and backward(*inputs, da) -> (a, the inputs' gradients) in one pass."""
 
-    forward: Callable[..., Tensor]
-    backward: Callable[..., tuple[Tensor, ...]]
+    forward: Callable
+    backward: Callable
 
 
-NOTHING = Before(lambda x: x, lambda x, da: (x, da))
+def same(x):
+    return x
+
+
+NOTHING = Before(same, lambda x, da: (x, da))
 SWIGLU = Before(swiglu_forward, swiglu_backward)
 
 
@@ -498,9 +474,11 @@ class _Project(Function):
         ctx.matrix = matrix
         ctx.before = before
         if _mode.unneeded is matrix:  # nobody reads it
-            return inputs[0].new_empty(*inputs[0].shape[:-1], matrix.shape[0])
+            x = inputs[0]
+            return x.new_empty(*x.shape[:-1], matrix.shape[0])
         a = before.forward(*inputs)
-        y = F.linear(a, matrix.events.unshard(matrix, backward=_mode.recomputing))
+        w = matrix.events.unshard(matrix, backward=_mode.recomputing)
+        y = F.linear(a, w)
         matrix.events.reshard(matrix)
         return y
 
@@ -511,17 +489,16 @@ class _Project(Function):
         da = dy @ matrix.events.unshard(matrix, backward=True)
         matrix.events.reshard(matrix)
         a, *grads = ctx.before.backward(*ctx.saved_tensors, da)
-        return None, None, weight_grad(matrix, dy, a), *grads
+        dw = weight_grad(matrix, dy, a)
+        return None, None, dw, *grads
 
 
 def project(matrix: nn.Module, before: Before, x: Tensor, *inputs: Tensor) -> Tensor:
     """Return before(x, *inputs) W^T (..., rows)."""
-    y = _Project.apply(matrix, matrix.around(before), matrix.weight, matrix.enter(x), *inputs)
+    x = matrix.enter(x)
+    before = matrix.around(before)
+    y = _Project.apply(matrix, before, matrix.weight, x, *inputs)
     return matrix.join(y)
-
-
-def same(x):
-    return x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -529,34 +506,29 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-def rotate(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn x (B, T, heads, D) by the angles of its positions: rope (T, D/2), or (B, T, D/2)."""
+def rotate(x: Tensor, rope: Rope) -> Tensor:
+    """Turn x (B, T, heads, D) by the angles of its positions."""
     return _Rotate.apply(x, *rope)
-
-
-def split_rotate(qkv: Tensor, rope: tuple[Tensor, Tensor], heads: int, kv_heads: int):
-    """Cut qkv (B, T, (H+2K)D) into q (B, T, H, D), k, v (B, T, K, D), q and k turned."""
-    return _SplitRotate.apply(qkv, *rope, heads, kv_heads)
 
 
 def final_matrix(y: Tensor) -> nn.Module | None:
     """Return the matrix of y = h + project(matrix, ...), if nothing else takes that product: it may
     be left out where only gradients of y are wanted. None: y is of another kind."""
-    behind = [node for node, _ in y.grad_fn.next_functions]
-    if y.grad_fn.name() != "AddBackward0" or len(behind) != 2:
+    if y.grad_fn.name() != "AddBackward0":
         return None
-    h, product = behind
+    (h, _), (product, _) = y.grad_fn.next_functions
     if not isinstance(product, _Project._backward_cls) or product in graph_of(h):
         return None
     return product.matrix
 
 
 def graph_of(node) -> set:
-    """Return all nodes of autograd's graph from one on."""
-    found, left = set(), [node]
+    """Return all nodes of autograd's graph from one on, and None."""
+    found = {None}
+    left = [node]
     while left:
         node = left.pop()
-        if node is not None and node not in found:
+        if node not in found:
             found.add(node)
             left += [following for following, _ in node.next_functions]
     return found
@@ -567,21 +539,28 @@ class _Embedding(Function):
     def forward(ctx, weight, tokens, module):
         ctx.tokens = tokens
         ctx.module = module
-        x = F.embedding(tokens, module.events.unshard(module, backward=False))
+        w = module.events.unshard(module, backward=False)  # (V, C)
+        x = F.embedding(tokens, w)
         module.events.reshard(module)
         return x
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx):
+        module = ctx.module
+        vocab, _ = module.shape
+
         def compute(out, beta):
-            rows = ctx.module.shape[0]
-            dw = torch.ops.aten.embedding_dense_backward(dx, ctx.tokens, rows, -1, False)  # (V, C)
+            dw = torch.ops.aten.embedding_dense_backward(
+                dx, ctx.tokens, vocab, -1, False)  # (V, C)
             if out is None:
                 return dw
             return out.add_(dw) if beta else out.copy_(dw)
 
-        return ctx.module.events.add_grad(ctx.module, compute), None, None
+        return module.events.add_grad(module, compute), None, None
+
+
+LOSS_ELEMENTS = 2**27  # logits of one chunk: 512 MiB of float32
 
 
 class _HeadLoss(Function):
@@ -589,67 +568,50 @@ class _HeadLoss(Function):
 
     The loss is a scalar, so its gradient is known up to a factor as soon as a chunk's logits are:
     it is computed on the spot, and the head's matrix is read in the forward pass alone.
+
+    Takes x (N, C), labels (N,); returns the sum over valid tokens of cross-entropy(x W^T, label) *
+    scale, and each token's cross-entropy (N, 1), which has no gradient.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, labels, scale, module, chunk, differentiate):
-        w = module.events.unshard(module, backward=False)  # (V, C)
-        accum_dtype = accumulation_dtype(x.dtype)
-        loss = torch.zeros((), dtype=accum_dtype, device=x.device)
+    def forward(ctx, x, weight, labels, scale, head, differentiate):
+        w = head.events.unshard(head, backward=False)  # (V, C)
+        chunk = max(1, LOSS_ELEMENTS // len(w))
         if differentiate:
             dx = torch.empty_like(x)
-            dw = torch.empty(w.shape, dtype=accum_dtype, device=x.device)
-        for i in range(0, x.shape[0], chunk):
+            dw = torch.empty_like(w, dtype=accumulation_dtype(x.dtype))
+            ctx.save_for_backward(dx, dw)
+            ctx.head = head
+        losses = []
+        for i in range(0, len(x), chunk):
             rows = slice(i, i + chunk)
             part, dlogits = softmax_loss(matmul_fp32(x[rows], w.t()), labels[rows], scale)
-            loss += part
+            losses.append(part)
             if differentiate:
                 dlogits = dlogits.to(x.dtype)
+                beta = int(i > 0)
                 torch.mm(dlogits, w, out=dx[rows])
-                weight_grad_into(dlogits, x[rows], dw, beta=int(i > 0))
+                weight_grad_into(dlogits, x[rows], dw, beta)
             del dlogits  # before the next ones are made
-        module.events.reshard(module)
-        ctx.module = module
-        if differentiate:
-            ctx.save_for_backward(dx, dw)
-        return loss
+        head.events.reshard(head)
+        loss = sum(part.sum() * scale for part in losses)
+        losses = torch.cat(losses)
+        ctx.mark_non_differentiable(losses)
+        return loss, losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dloss):
+    def backward(ctx, dloss, _):
         dx, dw = ctx.saved_tensors
 
         def compute(out, beta):
-            if out is None:
-                return (dw * dloss).to(dx.dtype)
-            return out.addcmul_(dw, dloss) if beta else torch.mul(dw, dloss, out=out)
+            if beta:
+                return out.addcmul_(dw, dloss)
+            return torch.mul(dw, dloss, out=out)
 
-        dw_out = ctx.module.events.add_grad(ctx.module, compute)
-        return dx * dloss.to(dx.dtype), dw_out, None, None, None, None, None
-
-
-LOSS_ELEMENTS = 2**27  # logits of one chunk: 512 MiB of float32
-
-
-def head_loss(x: Tensor, head: nn.Module, labels: Tensor, scale: Tensor) -> Tensor:
-    """Return the sum over valid tokens of cross-entropy(x W^T, label) * scale: x (B, T, C), labels
-    (B, T)."""
-    chunk = max(1, LOSS_ELEMENTS // head.shape[0])
-    return _HeadLoss.apply(x.flatten(0, 1), head.weight, labels.flatten(), scale, head, chunk,
-                           torch.is_grad_enabled())
-
-
-def token_losses(x: Tensor, head: nn.Module, labels: Tensor) -> Tensor:
-    """Return of each token its cross-entropy (B, T), 0 if its label is IGNORE, in chunks as
-    head_loss and without gradients: x (B, T, C)."""
-    chunk = max(1, LOSS_ELEMENTS // head.shape[0])
-    w = head.events.unshard(head, backward=False)  # (V, C)
-    losses = []
-    for rows, wanted in zip(x.flatten(0, 1).split(chunk), labels.flatten().split(chunk)):
-        logits = matmul_fp32(rows, w.t())
-        losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE, reduction="none"))
-    head.events.reshard(head)
-    return torch.cat(losses).view_as(labels)
+        dw_out = ctx.head.events.add_grad(ctx.head, compute)
+        dx = dx * dloss.to(dx.dtype)
+        return dx, dw_out, None, None, None, None
 
 
 # ---------------------------------------------------------------------------- the model
@@ -662,42 +624,49 @@ def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
     Scaling for lengths past the trained one: "linear" (positions shrink), "llama3" (only the slow
     frequencies shrink), "yarn" (a ramp between the two, arXiv 2309.00071).
     """
+    theta = cfg.rope_theta
     half = cfg.head_dim // 2
-    theta = float(cfg.rope_theta)
+    steps = torch.arange(half, dtype=torch.float64, device=device)
+    freq = theta ** -(steps / half)
     opt = cfg.rope_scaling
-    freq = theta ** -(torch.arange(half, dtype=torch.float64, device=device) / half)
-    if not opt:
-        return freq, 1.0
     kind = rope_kind(opt)
-    s = float(opt["factor"])
+    if kind == "default":
+        return freq, 1.0
+    shrunk = freq / opt["factor"]
     if kind == "linear":
-        return freq / s, 1.0
-    trained = float(opt["original_max_position_embeddings"])
+        return shrunk, 1.0
+    trained = opt["original_max_position_embeddings"]
     if kind == "llama3":
         turns = trained * freq / (2 * math.pi)  # full turns within the trained length
-        low = float(opt["low_freq_factor"])
-        high = float(opt["high_freq_factor"])
+        low = opt["low_freq_factor"]
+        high = opt["high_freq_factor"]
         keep = ((turns - low) / (high - low)).clamp(0, 1)
-        return freq * (keep + (1 - keep) / s), 1.0
+        scale = keep + (1 - keep) / opt["factor"]
+        return freq * scale, 1.0
 
     def index(turns):  # the frequency that turns so often within the trained length
         return half * math.log(trained / (turns * 2 * math.pi)) / math.log(theta)
-    low = max(math.floor(index(opt.get("beta_fast") or 32)), 0)
-    high = min(math.ceil(index(opt.get("beta_slow") or 1)), 2 * half - 1)
-    steps = torch.arange(half, dtype=torch.float64, device=device)
-    ramp = ((steps - low) / ((high - low) or 1e-3)).clamp(0, 1)
-    factor = opt.get("attention_factor") or 0.1 * math.log(max(s, 1.0)) + 1.0
-    return freq * (1 - ramp) + freq / s * ramp, factor
+
+    fast = index(opt.get("beta_fast") or 32)
+    slow = index(opt.get("beta_slow") or 1)
+    low = max(0, math.floor(fast))
+    high = min(math.ceil(slow), cfg.head_dim - 1)
+    width = high - low or 1e-3
+    ramp = ((steps - low) / width).clamp(0, 1)
+    usual = 0.1 * math.log(max(opt["factor"], 1)) + 1
+    return freq * (1 - ramp) + shrunk * ramp, opt.get("attention_factor") or usual
 
 
-def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rope:
     """Return cos, sin (..., D/2) of integer positions, (T,) or (B, T).
 
     The angles are float64: near position 2^20 float32 numbers lie 1/16 apart.
     """
     freq, factor = rope_frequencies(cfg, positions.device)
     angle = positions.double().unsqueeze(-1) * freq
-    return (angle.cos() * factor).to(dtype), (angle.sin() * factor).to(dtype)
+    cos = angle.cos() * factor
+    sin = angle.sin() * factor
+    return cos.to(dtype), sin.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -710,11 +679,14 @@ class Cut:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return sum(end - first for first, end in self.rows), self.cols[1] - self.cols[0]
+        first_col, end_col = self.cols
+        rows = sum(end - first for first, end in self.rows)
+        return rows, end_col - first_col
 
     def views(self, whole: Tensor) -> list[Tensor]:
         """Return what of the whole matrix (rows, cols) is here, run by run."""
-        return [whole[first:end, slice(*self.cols)] for first, end in self.rows]
+        cols = slice(*self.cols)
+        return [whole[first:end, cols] for first, end in self.rows]
 
     def of(self, whole: Tensor) -> Tensor:
         """Return a copy of it as one matrix."""
@@ -722,9 +694,10 @@ class Cut:
 
     def put(self, part: Tensor, whole: Tensor) -> None:
         """Write it, as one matrix, to its places in the whole one."""
-        views = self.views(whole)
-        for view, rows in zip(views, part.split([len(view) for view in views])):
-            view.copy_(rows)
+        for view in self.views(whole):
+            rows = len(view)
+            view.copy_(part[:rows])
+            part = part[rows:]
 
 
 class Matrix(nn.Module):
@@ -761,10 +734,11 @@ class Vector(nn.Module):
 
     def here(self) -> Tensor:
         """Return the elements that go along with what is here of the matrix."""
-        (like,) = self.like
-        if like is None or like.part is None:
+        (matrix,) = self.like
+        if matrix is None or matrix.part is None:
             return self.weight
-        return torch.cat([self.weight[first:end] for first, end in like.part.rows])
+        rows = [self.weight[first:end] for first, end in matrix.part.rows]
+        return torch.cat(rows)
 
 
 class Block(nn.Module):
@@ -779,6 +753,7 @@ class Block(nn.Module):
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
     A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
+    The shapes of what autograd saves must not depend on data, or the block cannot run in chunks.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -786,37 +761,42 @@ class Block(nn.Module):
         self.cfg = cfg
         q = cfg.heads * cfg.head_dim
         kv = cfg.kv_heads * cfg.head_dim
+        qkv = q + 2 * kv
         self.norm1 = Vector(cfg.dim)
-        self.qkv = Matrix(q + 2 * kv, cfg.dim, cut="rows", parts=(q, kv, kv))
-        self.qkv_bias = Vector(q + 2 * kv, like=self.qkv) if cfg.qkv_bias else None
+        self.qkv = Matrix(qkv, cfg.dim, cut="rows", parts=(q, kv, kv))
+        self.qkv_bias = Vector(qkv, like=self.qkv) if cfg.qkv_bias else None
         self.q_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
         self.k_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
         self.out = Matrix(cfg.dim, q, cut="columns")
         self.norm2 = Vector(cfg.dim)
-        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=(cfg.ffn, cfg.ffn))
+        gate_and_up = (cfg.ffn, cfg.ffn)
+        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=gate_and_up)
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns")
         self.norm = normed(cfg.norm_eps)
 
     @property
     def heads(self) -> tuple[int, int, int]:
         """Return how many of q, k and v the matrices here make."""
-        q = self.out.shape[1] // self.cfg.head_dim
-        kv = (self.qkv.shape[0] // self.cfg.head_dim - q) // 2
+        width = self.cfg.head_dim
+        q = self.out.shape[1] // width
+        kv = (self.qkv.shape[0] // width - q) // 2
         return q, kv, kv
 
-    def pre(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def pre(self, x: Tensor, rope: Rope):
         """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
         eps = self.cfg.norm_eps
         heads = self.heads
         qkv = project(self.qkv, self.norm, x, self.norm1.weight)
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias.here().to(qkv.dtype)
+        qkv = qkv.unflatten(-1, (sum(heads), -1))  # (B, T, H+2K, D)
         if self.q_norm is None:
-            return split_rotate(qkv, rope, *heads[:2])
-        q, k, v = (t.contiguous() for t in qkv.unflatten(-1, (sum(heads), -1)).split(heads, 2))
-        q = rotate(rms_norm(q, self.q_norm.weight, eps), rope)
-        k = rotate(rms_norm(k, self.k_norm.weight, eps), rope)
-        return q, k, v
+            return _SplitRotate.apply(qkv, *rope, heads)
+        parts = qkv.split(heads, dim=2)
+        q, k, v = (part.contiguous() for part in parts)
+        q = rms_norm(q, self.q_norm.weight, eps)
+        k = rms_norm(k, self.k_norm.weight, eps)
+        return rotate(q, rope), rotate(k, rope), v
 
     def post(self, x: Tensor, o: Tensor) -> Tensor:
         """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C)."""
@@ -824,26 +804,23 @@ class Block(nn.Module):
         gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
         return h + project(self.down, SWIGLU, gate_up)
 
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attention: Callable) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attention: Callable) -> Tensor:
         """The whole layer: x (B, T, C) -> y (B, T, C)."""
         o, _ = attention(*self.pre(x, rope))
         return self.post(x, o)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
-    """Causal attention of (B, T, heads, D) tensors by PyTorch alone; attention.py has kernels."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+def plain_attention(q: Tensor, k: Tensor, v: Tensor):
+    """Causal attention of (B, T, heads, D) tensors by PyTorch alone, without documents;
+    attention.py has kernels."""
+    inputs = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
+    o = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     return o.transpose(1, 2), None
 
 
-def whole_layers(model: "LLaMA", rope: tuple[Tensor, Tensor],
-                 attention: Callable) -> Callable[[int, Tensor], Tensor]:
+def whole_layers(model: "LLaMA", rope: Rope, attention: Callable) -> Callable:
     """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
-    def run_layer(i: int, x: Tensor) -> Tensor:
-        return model.blocks[i](x, rope, attention)
-
-    return run_layer
+    return lambda i, x: model.blocks[i](x, rope, attention)
 
 
 class LLaMA(nn.Module):
@@ -864,12 +841,14 @@ class LLaMA(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
-            p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
+            weight = initial_weight(self.cfg, name, p.shape, seed, p.device)
+            p.data.copy_(weight)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
                 positions: Tensor | None = None, documents=None, each: bool = False) -> Tensor:
         """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
-        each: token_losses instead, under no_grad.
+        each: of each token its loss (B, T) instead, 0 where it does not count, and without
+        gradients.
 
         tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
         default 1 / valid tokens here; whoever splits a batch passes 1 / valid tokens of all parts,
@@ -880,7 +859,11 @@ class LLaMA(nn.Module):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedded(tokens)
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
-        attention = self.attention if documents is None else self.attention.within(documents)
+        attention = self.attention
+        if documents is not None:
+            if attention is plain_attention:
+                raise ValueError("documents: plain_attention knows none; attention.py's do")
+            attention = attention.within(documents)
         run_layer = self.layer_runner(self, rope, attention)
         for i in range(len(self.blocks)):
             x = run_layer(i, x)
@@ -895,16 +878,18 @@ class LLaMA(nn.Module):
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)
-        if each:
-            return token_losses(x, self.head, labels)
         if scale is None:
-            scale = 1 / (labels != IGNORE).sum().clamp(min=1).to(accumulation_dtype(x.dtype))
-        return head_loss(x, self.head, labels, scale)
+            valid = (labels != IGNORE).sum().clamp(min=1)
+            scale = 1 / valid.to(accumulation_dtype(x.dtype))
+        loss, losses = _HeadLoss.apply(
+            x.flatten(0, 1), self.head.weight, labels.flatten(), scale, self.head,
+            torch.is_grad_enabled())
+        return losses.view_as(labels) if each else loss
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
         """Run a step's micro-batches, each the arguments of `forward`, one after the other; the
         gradients add up. Returns the sum of their losses."""
-        loss = torch.zeros((), device=self.norm.weight.device, dtype=self.norm.weight.dtype)
+        loss = 0.0
         for micro_batch in micro_batches:
             part = self(*micro_batch)
             part.backward()
@@ -917,12 +902,11 @@ def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device)
     normal(0, 1/sqrt(columns)), so that each product is as large as its input, the two that write
     into the residual stream smaller by sqrt(2L), norms 1, biases 0. It depends on (seed, name)
     alone, so that ranks may make their parts in any order."""
-    if "norm" in name:
-        return torch.ones(shape, device=device)
     if len(shape) == 1:
-        return torch.zeros(shape, device=device)
+        return torch.full(shape, float("norm" in name), device=device)
     # a CPU's generator takes 32 bits; of one name, crc32 gives every start value another result
-    rng = torch.Generator(device).manual_seed(zlib.crc32(name.encode(), seed))
+    seed_of_name = zlib.crc32(name.encode(), seed)
+    rng = torch.Generator(device).manual_seed(seed_of_name)
     std = 1.0 if name == "embed.weight" else 1 / math.sqrt(shape[1])
     if name.endswith(("out.weight", "down.weight")):
         std /= math.sqrt(2 * cfg.layers)

@@ -728,7 +728,10 @@ class ChunkedLayers:
         fields = self.fields(i)
         shapes = {name: (math.prod(shape), dtype) for name, shape, dtype in fields}
         found = {name: (t.numel(), t.dtype) for name, t in whole.items()}
-        assert found == shapes, f"layer {i} saved {found}, on meta tensors {shapes}"
+        if found != shapes:
+            name = min(name for name, _ in found.items() ^ shapes.items())
+            raise ValueError(f"layer {i} saved {found.get(name)} elements as {name}, on meta "
+                             f"tensors {shapes.get(name)}: shapes must not depend on data")
         # the host buffer is free: compute has waited for its last backward's prefetch_done (if that
         # backward was given up, a prefetch may still read here; nobody reads what it gets)
         with self.offload_stream.after_compute():  # hidden by layer i + 1

@@ -12,6 +12,7 @@ test_counts*                          a size, a FLOP formula or a GPU's rate unl
 test_model_sizes_*                    heads that a kernel would read from the next token
 test_logits_*                         a token that sees later ones, a position that is not relative
 test_seeds_*, test_all_labels_*       seeds that draw the same weights, a loss of no labels
+test_losses_of_tokens_*               a validation that holds the graphs of all layers
 test_rope_*                           float32 angles, a ramp one off, a factor that forgets another
 test_attention_*                      heads mixed or past 2^31, a kernel where it cannot run
 test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
@@ -334,7 +335,7 @@ def test_counts_of_memory_and_peak():
     [
         (dict(heads=6, kv_heads=4), "kv_heads is 4, which does not divide the 6 heads; nearest: 3"),
         (dict(head_dim=7), "head_dim is 7.*nearest: 8"),
-        (dict(dim=48.0), "dim is 48.0: a whole number from 1"),
+        (dict(rope_scaling={"type": "dynamic"}), "rope scaling 'dynamic' is unknown: linear"),
     ],
 )
 def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
@@ -382,6 +383,21 @@ def test_all_labels_ignored():
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
     loss.backward()
     assert loss.item() == 0 and model.blocks[0].qkv.weight.grad.abs().max() == 0
+
+
+def test_losses_of_tokens_have_no_gradients():
+    model = m.LLaMA(SMALL).double()
+    model.init_weights(0)
+    tokens, labels = example()
+    losses = model(tokens, labels, each=True)
+    assert not losses.requires_grad and not losses[labels == m.IGNORE].any()
+    assert relative(losses.sum() / (labels != m.IGNORE).sum(), model(tokens, labels)) < 1e-12
+
+
+def test_attention_of_torch_refuses_documents():
+    tokens, labels = example()
+    with pytest.raises(ValueError, match="plain_attention knows none"):
+        m.LLaMA(SMALL)(tokens, labels, documents=attention.Documents((0, 80), None))
 
 
 def published_frequencies(kind: str) -> np.ndarray:
@@ -1830,6 +1846,25 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
         assert found.keys() == wanted.keys()
         for name, grad in found.items():
             assert relative(grad, wanted[name]) < 1e-12, (keep, name)
+
+
+class DependsOnData(m.Block):
+    """Saves more of tensors that hold data."""
+
+    def post(self, x, o):
+        y = super().post(x, o)
+        return y if y.is_meta else torch.tanh(y)
+
+
+def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
+    monkeypatch.setattr(m, "Block", DependsOnData)
+    tokens = torch.from_numpy(np.stack([windows(i) for i in range(2)]))
+    model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu"))
+    cpu = torch.device("cpu")
+    plan = activations_of("swapped", 5, 3)
+    offload.ChunkedLayers(model, (2, SEQ), plan, SEQ - 10, cpu, torch.float32)
+    with pytest.raises(ValueError, match="layer 0 saved .* as .*, on meta tensors None: shapes"):
+        model(tokens[:, :SEQ], tokens[:, 1:])
 
 
 # ---------------------------------------------------------------------------- planned memory
