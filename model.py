@@ -746,6 +746,12 @@ class Matrix(nn.Module):
         self.parts = parts or (rows,)
         self.weight = nn.Parameter(torch.empty(rows, cols))
 
+    def take(self, part: Cut) -> None:
+        """Have a part of the matrix alone; on meta."""
+        self.part = part
+        self.shape = part.shape
+        self.weight = nn.Parameter(self.weight.new_empty(self.shape))
+
     def forward(self, x: Tensor) -> Tensor:
         return project(self, NOTHING, x)
 
@@ -878,17 +884,23 @@ class LLaMA(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedded(tokens)
-        rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
-        attention = self.attention if documents is None else self.attention.within(documents)
-        run_layer = self.layer_runner(self, rope, attention)
-        for i in range(len(self.blocks)):
-            x = run_layer(i, x)
+        every = range(len(self.blocks))
+        x = self.run_layers(every, self.layer_runner, self.embedded(tokens), positions, documents)
         return self.result(x, labels, scale, each)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return what the first layer takes, (B, T, C)."""
         return _Embedding.apply(self.embed.weight, tokens, self.embed)
+
+    def run_layers(self, layers: Iterable[int], start: Callable, x: Tensor, positions: Tensor,
+                   documents=None) -> Tensor:
+        """Return the last layer's result, of x (B, T, C) before the first. start: as layer_runner."""
+        rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
+        attention = self.attention if documents is None else self.attention.within(documents)
+        run_layer = start(self, rope, attention)
+        for i in layers:
+            x = run_layer(i, x)
+        return x
 
     def result(self, x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool) -> Tensor:
         """Return what `forward` does, of the last layer's result (B, T, C)."""
