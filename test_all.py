@@ -689,6 +689,7 @@ class PlainLayer(torch.nn.Module):
             self.q_norm, self.k_norm = nn.RMSNorm(d, cfg.norm_eps), nn.RMSNorm(d, cfg.norm_eps)
         if block == "fork":
             self.last_norm = nn.RMSNorm(c, cfg.norm_eps)
+            self.router = nn.Linear(c, 3, bias=False)
 
     def forward(self, x, turn, mask):
         def rotate(t):  # (B, heads, T, D), the pairs (i, i + D/2) as complex numbers
@@ -703,7 +704,10 @@ class PlainLayer(torch.nn.Module):
         h = x + self.out(o.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norm2(h)).chunk(2, -1)
         y = h + self.down(F.silu(gate) * up)
-        return torch.tanh(self.last_norm(y)) + x if self.block == "fork" else y
+        if self.block != "fork":
+            return y
+        gate = torch.sigmoid(self.router(x)).sum(-1, keepdim=True)
+        return torch.tanh(self.last_norm(y)) * gate + x
 
 
 class Plain(torch.nn.Module):
@@ -811,13 +815,14 @@ MUON = shard.Optimizer(muon, ("master", "momentum"), whole=True)
 
 
 class ForkBlock(Block):
-    """What a fork changes: norms on q and k, biases on all, and a norm behind the layer."""
+    """What a fork changes: norms on q and k, biases on all, a norm and a gate behind the layer."""
 
     def __init__(self, cfg: m.ModelConfig):
         super().__init__(cfg)
         self.q_norm, self.k_norm = m.Vector(cfg.head_dim), m.Vector(cfg.head_dim)
         self.last_norm = m.Vector(cfg.dim)
         self.qkv_bias = m.Vector(self.qkv.shape[0], like=self.qkv)
+        self.router = m.Matrix(3, cfg.dim, cut="whole")
 
     def pre(self, x, rope):
         qkv = m.project(self.qkv, self.norm, x, self.norm1.weight)
@@ -827,7 +832,8 @@ class ForkBlock(Block):
         return m.rotate(q, rope), m.rotate(k, rope), v.contiguous()
 
     def post(self, x, o):
-        return torch.tanh(m.rms_norm(super().post(x, o), self.last_norm.weight, 1e-5)) + x
+        y = torch.tanh(m.rms_norm(super().post(x, o), self.last_norm.weight, 1e-5))
+        return y * torch.sigmoid(self.router(x)).sum(-1, keepdim=True) + x
 
 
 def equal(
@@ -1082,7 +1088,8 @@ def pairs(case: dict) -> set[tuple[str, str]]:
 NEVER_MEET = {  # two mechanisms, by how they begin -> a case that has both, and why it is refused
     ("documents", "ring"): ("2 docs=1 sp=2 ring=2", "--ring 2: .*inside documents"),
     ("documents", "long ring"): ("4 docs=1 sp=4 ring=4", "--ring 4: .*inside documents"),
-    ("chunks", "tp"): ("2 tp=2 keep=mixed", "--tp 2: its layers run whole"),  # for now
+    ("chunks", "tp fsp"): ("2 tp=2 mode=fsp keep=mixed", "--tp-mode fsp: .*layers run whole"),
+    ("chunks", "tp msp"): ("2 tp=2 mode=msp keep=again", "--tp-mode msp: .*layers run whole"),
     ("g>p", "os>g"): ("4 p=1 g=2 os=4", "g must be p or os"),
     ("kv mqa", "tp"): ("2 model=mqa tp=2", "--tp 2: it must divide"),
     ("groups", "kv mqa"): ("1 model=mqa groups=2", "--head-groups 2"),
@@ -1148,6 +1155,8 @@ ALONE = [make_case(line) for line in """
 2 dtype=bf16 sp=2 os=2 g=2 keep=swapped block=norms
 2 os=2 layout=inter optimizer=muon micro=2            # an optimizer of whole matrices
 2 pp=2 micro=4 keep=swapped model=deep                # several in flight, each with host buffers
+2 tp=2 mode=mtp keep=swapped docs=1
+2 tp=2 mode=mtp keep=mixed block=norms micro=2
 """.strip().splitlines()]
 PICKED = [make_case(line) for line in """
 2 pp=2 parts=2 micro=4 keep=mixed model=deep          # a stage's parts have other layers to swap
@@ -1160,6 +1169,13 @@ PICKED = [make_case(line) for line in """
 4 tp=2 mode=fsp p=2 g=2 os=2
 4 tp=2 docs=1
 4 tp=4 mode=mtp                                       # a column has one key/value head
+2 tp=2 mode=mtp keep=kept block=fork                  # a column's matrices in chunks
+2 tp=2 mode=mtp keep=again groups=2
+2 tp=2 mode=mtp keep=no-x
+2 tp=2 mode=mtp keep=neither model=deep
+4 tp=2 mode=mtp sp=2 keep=no-o
+4 tp=2 mode=mtp pp=2 micro=4 keep=swapped model=deep
+4 tp=2 mode=mtp p=2 g=2 os=2 keep=mixed block=norms
 4 sp=4 ring=4 model=mqa                               # keys that go on more than once
 4 sp=4 ring=4 keep=swapped g=4 os=4
 4 p=4 g=4 os=4 keep=again
@@ -1233,6 +1249,7 @@ RESUMES = [make_case(line) for line in """
 2 os=2 layout=inter groups=2 keep=mixed
 2 sp=2 g=2 os=2 keep=swapped place=host
 2 tp=2 mode=mtp keep=x
+2 tp=2 mode=mtp keep=swapped
 2 tp=2 mode=fsp micro=2
 2 pp=2 micro=2
 2 pp=2 parts=2 micro=2 docs=1
@@ -3723,7 +3740,7 @@ REFUSED = [
         "train.py --dry-run --ranks 2 --ring 4",
         "--ring 4: it must divide --sp, which divides 2 ranks.*: one of 1, 2",
     ),
-    ("train.py --dry-run --ranks 2 --tp 2 --chunk 8", "--tp 2: its layers run whole, without"),
+    ("train.py --dry-run --ranks 2 --tp 2 --chunk 8", "--tp-mode msp: .*layers run whole, without"),
     ("train.py --dry-run --ranks 2 --tp 2 --seq 33", "--seq 33: no multiple of sp 1 x tp 2;"),
     # ---- data
     ("train.py --seq 64M", r"67108864.*longest that fits is --seq \d{7}"),
@@ -4508,11 +4525,41 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         assert 0.55 < share <= 1 if "gathers" in key else share == pytest.approx(1), key
 
 
+def seconds_of_passes(stages: int, parts: int, micro_batches: int, message: float) -> float:
+    """Return the seconds of parallel.pipeline_order, if a pass takes 1 there and 2 back, and begins
+    when its stage is free, and what comes from another stage is there."""
+    steps = 2 * stages * parts  # of a micro-batch, through all parts and back
+    ends = {}  # by micro-batch and step
+    free = [0.0] * stages
+    orders = [
+        list(parallel.pipeline_order(stage, stages, parts, micro_batches))
+        for stage in range(stages)
+    ]
+    while any(orders):
+        left = sum(map(len, orders))
+        for stage, order in enumerate(orders):
+            while order:
+                part = order[0].chunk * stages + stage
+                step = part if order[0].forward else steps - 1 - part
+                of = order[0].micro_batch
+                if step and (of, step - 1) not in ends:
+                    break
+                turns = step in (0, steps // 2)  # nothing travels
+                arrival = ends.get((of, step - 1), 0) + message * (not turns)
+                free[stage] = max(free[stage], arrival) + (1 if order.pop(0).forward else 2)
+                ends[of, step] = free[stage]
+        assert sum(map(len, orders)) < left, "stages wait for each other"
+    return max(free)
+
+
 @pytest.mark.parametrize(
     "pp, v, several", [(2, 1, 2), (4, 1, 4), (4, 2, 8), (4, 4, 12), (8, 1, 160)]
 )
 def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
-    """Of equal passes idle / total = (P - 1) / (V M + P - 1); messages add to it."""
+    """Of equal passes idle / total = (P - 1) / (V M + P - 1), in the order that stages run them;
+    messages add to it."""
+    alone = seconds_of_passes(pp, v, several, 0)
+    assert alone == 3 * (v * several + pp - 1)
     cfg = dataclasses.replace(m.MODELS["7b"], layers=16, vocab=16)
     plan = costs.Plan(
         cfg,
@@ -4526,6 +4573,8 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
         pp_chunks=v,
         accumulates=True,
     )
+    messages = costs.exposed_messages(plan)
+    assert messages * 0.5 == pytest.approx(seconds_of_passes(pp, v, several, 0.5) - alone)
     found = planner.predict(plan, round_machine())
     idle = found.seconds["pipeline idle"] / found.step_s
     assert idle == pytest.approx((pp - 1) / (v * several + pp - 1), rel=1e-3)
@@ -4739,7 +4788,7 @@ def test_planner_places_rings(tmp_path):
             "--pp-chunks 2: 3 micro-batches are no multiple of 4 stages.* --batch: 8",
         ),
         ("--ranks 4 --tp 4 --seq 18", "--seq 18: no multiple of sp 1 x tp 4; nearest: 16 or 20$"),
-        ("--ranks 4 --tp 4 --alpha 0.5", "--tp 4: its layers run whole, without --chunk, --alpha"),
+        ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
         (
             "--ranks 12 --per-node 4 --pp 12 --pp-chunks 1 --alpha 0.5",
             "last two layers never swap, and .* has 2$",
