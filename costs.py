@@ -55,7 +55,7 @@ from attention import MAX_ELEMENTS
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
-from parallel import column_model, part_layers, pipeline_order
+from parallel import part_layers, pipeline_order
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -182,6 +182,12 @@ def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
 
     in_node = ranks // nodes(ranks) // max(1, inner // nodes(inner))
     return max(1, in_node), nodes(ranks) // nodes(inner)
+
+
+@functools.cache
+def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
+    """Return the model whose layers are one of tp columns of the model's."""
+    return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp)
 
 
 @functools.cache

@@ -40,7 +40,6 @@ Legend: tp columns of ranks, t = T/sp/tp tokens at the ends; P stages, s one of 
 model on a stage, c one of all P*V (or a column), L layers, M micro-batches, B sequences of one, T
 tokens of a sequence, sp ranks that share it, n = T/sp, C width.
 """
-import dataclasses
 import functools
 import itertools
 import os
@@ -54,7 +53,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from model import Before, Cut, LLaMA, Matrix, ModelConfig, accumulation_dtype, same
+from model import Before, Cut, LLaMA, Matrix, accumulation_dtype, same
 from offload import ChunkGraph
 from ranks import Groups, all_gather, reduce_scatter
 
@@ -83,17 +82,17 @@ class Columns:
     """The ranks that share a layer's matrices, and what travels between them."""
 
     def __init__(self, mode: str, groups: Groups):
-        """A collective of all ranks."""
-        self.mode = mode
+        """Also enter, join and around of a Matrix, as the table has them. A collective of all
+        ranks."""
         self.ranks = groups.tp
         self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
-        self.enter, self.join = {
+        self.enter, self.join, self.around = {
             "mtp": (there_and_back(same, lambda dx: self.sum(dx) / self.ranks),
-                    there_and_back(self.sum, lambda dy: dy * self.ranks)),
+                    there_and_back(self.sum, lambda dy: dy * self.ranks), same),
             "msp": (there_and_back(self.gather, self.scatter),
-                    there_and_back(self.scatter, self.gather)),
-            "fsp": (same, there_and_back(self.scatter, self.gather)),
+                    there_and_back(self.scatter, self.gather), same),
+            "fsp": (same, there_and_back(self.scatter, self.gather), self.gather_behind),
         }[mode]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -115,10 +114,7 @@ class Columns:
         reduce_scatter(part, parts.flatten(0, 1), group=self.group)
         return part
 
-    def around(self, before: Before) -> Before:
-        if self.mode != "fsp":
-            return before
-
+    def gather_behind(self, before: Before) -> Before:
         def backward(*inputs_and_da):
             *inputs, da = inputs_and_da
             a, *grads = before.backward(*inputs, self.scatter(da))
@@ -144,26 +140,19 @@ def there_and_back(there: Callable, back: Callable) -> Callable[[Tensor], Tensor
     return lambda x: _ThereAndBack.apply(x, there, back)
 
 
-@functools.cache
-def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
-    """Return the model whose layers are one of tp columns of the model's."""
-    return dataclasses.replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp,
-                               ffn=cfg.ffn // tp)
-
-
 def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
     """Return what column c of tp has of a matrix. Raises ValueError if it cannot be cut so."""
     rows, cols = matrix.shape
-
-    def part(size: int, first: int = 0) -> tuple[int, int]:
+    sizes = (cols,) if matrix.cut == "columns" else matrix.parts
+    for size in sizes:
         if size % tp:
             raise ValueError(f"--tp {tp}: does not divide {size} of a matrix {rows} x {cols}")
-        return first + c * size // tp, first + (c + 1) * size // tp
-
+    firsts = itertools.accumulate(sizes, initial=0)
+    runs = tuple((first + c * size // tp, first + (c + 1) * size // tp)
+                 for first, size in zip(firsts, sizes))
     if matrix.cut == "columns":
-        return Cut((rows, cols), ((0, rows),), part(cols))
-    firsts = itertools.accumulate(matrix.parts, initial=0)
-    return Cut((rows, cols), tuple(map(part, matrix.parts, firsts)), (0, cols))
+        return Cut((rows, cols), ((0, rows),), *runs)
+    return Cut((rows, cols), runs, (0, cols))
 
 
 def split_columns(model: LLaMA, columns: Columns) -> None:
@@ -215,18 +204,17 @@ def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int) -> 
     forward = [Pass(True, *turn) for turn in turns]
     backward = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
     # a micro-batch's backward begins when it is through the last part, on the last stage at once;
-    # those before it have what is under way behind them, with several parts there and back
+    # an earlier one runs a forward more for each stage behind it, two if several parts take turns
     behind = stages - 1 - stage
-    first = behind if chunks == 1 else (chunks - 1) * stages + 2 * behind
-    first = min(first, len(turns))
-    in_turn = [one for pair in zip(forward[first:], backward) for one in pair]
-    return forward[:first] + in_turn + backward[len(turns) - first :]
+    first = min(behind if chunks == 1 else (chunks - 1) * stages + 2 * behind, len(turns))
+    in_turn = itertools.chain(*zip(forward[first:], backward))
+    return [*forward[:first], *in_turn, *backward[len(turns) - first :]]
 
 
 def in_flight(order: list[Pass], chunk: int) -> int:
     """Return the most passes of a part that wait for their backward at a time."""
-    changes = (1 if one.forward else -1 for one in order if one.chunk == chunk)
-    return max(itertools.accumulate(changes))
+    return max(itertools.accumulate(1 if this.forward else -1 for this in order
+                                    if this.chunk == chunk))
 
 
 # ---------------------------------------------------------------------------- parts of the model
@@ -255,29 +243,25 @@ def keep_stage(model: LLaMA, stage: int, stages: int, chunks: int) -> list[range
 
 
 class Link:
-    """Messages from one stage to another, in order, each behind what compute has to do so far. NCCL
-    has a stream for each communicator, gloo threads; a work's wait() lets compute wait, with gloo
-    the host."""
+    """Messages from one stage to another, in order, each behind what compute has to do so far: on
+    the stream that NCCL has for their communicator, or on gloo's threads. The wait() of what is
+    launched lets compute wait, with gloo the host."""
 
-    def __init__(self, group: dist.ProcessGroup, leaves: bool, device: torch.device):
-        """leaves: messages leave from this stage, else they come to it. A collective of both."""
+    def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self.other = dist.get_process_group_ranks(group)[1 - dist.get_rank(group)]
         self.leaving: deque[tuple[Tensor, dist.Work]] = deque()  # tensors live until they are there
-        first = torch.zeros(1, device=device)  # for which NCCL connects, now and not amid a step
-        if leaves:
-            self.send(first)
-            self.finish()
-        else:
-            self.receive(first).wait()
 
-    def receive(self, into: Tensor) -> dist.Work:
-        return dist.irecv(into, self.other, self.group)
+    def launch(self, way: Callable, x: Tensor) -> dist.Work:
+        """Launch the way of a tensor, dist.isend or dist.irecv, as a batch of one: it takes the
+        group's communicator, where without a batch NCCL makes another one, amid a step."""
+        message = dist.P2POp(way, x, group=self.group, group_peer=1 - self.group.rank())
+        work, = dist.batch_isend_irecv([message])
+        return work
 
     def send(self, x: Tensor) -> None:
         """Launch the way of a tensor. Two may be under way: more would take memory."""
         x = x.contiguous()
-        self.leaving.append((x, dist.isend(x, self.other, self.group)))
+        self.leaving.append((x, self.launch(dist.isend, x)))
         self.finish(2)  # hidden by the passes since: it was received under them
 
     def finish(self, under_way: int = 0) -> None:
@@ -293,7 +277,7 @@ def use_more_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def make_links(groups: Groups, chunks: int, device: torch.device) -> dict[tuple, Link]:
+def make_links(groups: Groups, chunks: int) -> dict[tuple, Link]:
     """Return this stage's links by (their messages go forward, they leave from here). Each pair of
     stages and direction has a communicator of its own: none waits for another's messages. A
     collective of all ranks."""
@@ -302,13 +286,12 @@ def make_links(groups: Groups, chunks: int, device: torch.device) -> dict[tuple,
         target = (source + 1) % groups.pp  # of forward messages; backward ones go the other way
 
         def key(stage, r, column):
-            return source if stage == target else stage, r, column
+            return r, column, source if stage == target else stage
 
         for forward, begin in ((True, source), (False, target)):
             group = groups.of_places(f"messages {forward} {source}", key)
             if groups.stage in (source, target):
-                leaves = groups.stage == begin
-                links[forward, leaves] = Link(group, leaves, device)
+                links[forward, groups.stage == begin] = Link(group)
     return links
 
 
@@ -324,17 +307,15 @@ class Pipeline:
     parts: list[range]
     layer_runners: list  # of each part: model.whole_layers, offload.ChunkedLayers.start ...
     groups: Groups
-    micro_batches: int
+    order: list[Pass]  # of a step
     device: torch.device
     dtype: torch.dtype  # of activations
     overlap: bool = True  # messages are received ahead
 
     def __post_init__(self):
-        stage, stages, chunks = self.groups.stage, self.groups.pp, len(self.parts)
-        self.order = pipeline_order(stage, stages, chunks, self.micro_batches)
-        self.first = 0 if stage == 0 else None  # which of its parts is the model's first ...
-        self.last = chunks - 1 if stage == stages - 1 else None  # ... and last
-        self.links = make_links(self.groups, chunks, self.device)
+        self.first = 0 if self.model.embed else None  # which of its parts is the model's first ...
+        self.last = len(self.parts) - 1 if self.model.head else None  # ... and last
+        self.links = make_links(self.groups, len(self.parts))
         self.root = torch.zeros((), device=self.device, requires_grad=True)  # of all graphs
 
     def between_layers(self, micro_batch: tuple) -> Tensor:
@@ -342,13 +323,13 @@ class Pipeline:
         tokens, *_ = micro_batch
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
-    def receive(self, this: Pass, micro_batch: tuple) -> Callable[[], Tensor | None]:
+    def receive(self, micro_batch: tuple, this: Pass) -> Callable[[], Tensor | None]:
         """Launch the way here of what a pass needs. Returns a function that lets compute wait for
         it, and returns it; None: nothing comes."""
         if this.chunk == (self.first if this.forward else self.last):
             return lambda: None
         x = self.between_layers(micro_batch)
-        work = self.links[this.forward, False].receive(x)
+        work = self.links[this.forward, False].launch(dist.irecv, x)
 
         def arrived() -> Tensor:
             work.wait()
@@ -372,30 +353,25 @@ class Pipeline:
         """Run a step's micro-batches, each the arguments of LLaMA.forward. Returns the sum of the
         losses that are computed here: 0 but on the last stage."""
         micro_batches = list(micro_batches)
-        batches = [micro_batches[this.micro_batch] for this in self.order]
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
         graphs = {}  # of passes that have not come back
-        messages = map(self.receive, self.order, batches)  # each is launched as it is drawn
-        arriving = deque(itertools.islice(messages, int(self.overlap)))
-        for this, micro_batch in zip(self.order, batches):
+        messages = (self.receive(micro_batches[this.micro_batch], this) for this in self.order)
+        arriving = deque(itertools.islice(messages, int(self.overlap)))  # launched as it is drawn
+        for this in self.order:
             arriving.extend(itertools.islice(messages, 1))  # the next pass's, hidden by this one
             x = arriving.popleft()()  # hidden by the pass before
             key = this.micro_batch, this.chunk
             if this.forward:
-                graphs[key], y = self.run_forward(this.chunk, x, micro_batch)
+                graphs[key], y = self.run_forward(this.chunk, x, micro_batches[this.micro_batch])
             else:
                 y = self.run_backward(graphs.pop(key), x)
             if this.forward and this.chunk == self.last:
                 loss += y
             elif y is not None:
                 self.links[this.forward, True].send(y)
-        self.finish_messages()
-        return loss
-
-    def finish_messages(self) -> None:
-        """Let compute wait for all that leaves: in the open, it is the last of a step."""
         for link in self.links.values():
-            link.finish()
+            link.finish()  # in the open: it is the last of a step
+        return loss
 
     def run_forward(self, chunk: int, x: Tensor | None,
                     micro_batch: tuple) -> tuple[ChunkGraph, Tensor]:
@@ -418,11 +394,10 @@ class Pipeline:
         whole device the first time (compilers, loaders, memory that ranks map from each other)
         would wait for a message of a stage that waits itself. Gradients are spoiled: before a
         step."""
-        zeros = self.between_layers(micro_batch).zero_()
         for chunk in range(len(self.parts)):
-            x = None if chunk == self.first else zeros
-            graph, _ = self.run_forward(chunk, x, micro_batch)
-            self.run_backward(graph, None if chunk == self.last else zeros)
+            x = None if chunk == self.first else self.between_layers(micro_batch).zero_()
+            graph, y = self.run_forward(chunk, x, micro_batch)
+            self.run_backward(graph, None if chunk == self.last else y)
 
     # -- evaluation
 
@@ -431,15 +406,14 @@ class Pipeline:
         """Return of each token its loss (B, T), as model.token_losses does: on the last stage; 0
         elsewhere."""
         assert each, "a stage has no logits of its own"
-        _, labels, *_ = micro_batch
-        losses = torch.zeros(labels.shape, device=self.device,
-                             dtype=accumulation_dtype(self.dtype))
+        losses = torch.zeros_like(micro_batch[0], dtype=accumulation_dtype(self.dtype))
         for chunk in range(len(self.parts)):
-            x = self.receive(Pass(True, 0, chunk), micro_batch)()
+            x = self.receive(micro_batch, Pass(True, 0, chunk))()
             y = self.run_part(chunk, micro_batch, each, x)
             if chunk == self.last:
                 losses = y
             else:
                 self.links[True, True].send(y)
-        self.finish_messages()
+        for link in self.links.values():
+            link.finish()
         return losses
