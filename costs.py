@@ -349,7 +349,7 @@ def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     if kept is None:  # gate|up, h and what block.pre saves are among them, too
         temporaries = element * (4 * cfg.ffn + 3 * cfg.dim)
         pre = 0
-    gathered = 0
+    gathered = 2 * element * cfg.dim * (plan.tp > 1)  # copies for a sum
     if plan.splits_tokens:  # dy and dx of all tokens; in fsp what the product took, too
         gathered = (3 if plan.tp_mode == "fsp" else 2) * x
         x /= plan.tp

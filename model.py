@@ -730,9 +730,10 @@ class Cut:
 class Matrix(nn.Module):
     """A weight (rows, cols), used as a projection; `events` tells the outside when.
 
-    cut: how neighbouring ranks may share it (parallel.py), "rows", and in these `parts` each by
-    itself, or "columns"; "": not at all. Such a rank has `part` of it, and the outside says how x
-    enters the product and how products join, and what goes around what is computed before.
+    cut: how neighbouring ranks may share it (parallel.py): "rows", and in these `parts` each by
+    itself, or "columns". Such a rank has `part` of it, and the outside says how x enters the
+    product and how products join, and what goes around what is computed before. "whole": each has
+    all of it, for its tokens of what other products take and make. "": nobody has said.
     """
 
     events = PlainEvents()

@@ -22,8 +22,8 @@ backward:
 
 so V makes small what P and M leave.
 
-What a pass hands to the next stage is a message on a stream of its kind: forward messages travel
-under backward passes, and back; the host waits for none.
+What a pass hands to the next stage is a message on a communicator of its kind, and so on a stream
+of its own: forward messages travel under backward passes, and back; the host waits for none.
 
     message         launched                            hidden under     waited for
     x, forward      to send: behind its pass            the next passes  behind the next but one
@@ -74,8 +74,12 @@ from ranks import Groups, all_gather, reduce_scatter
 # (Forward; backward.) In fsp a, which is computed before the product, is gathered, again in
 # backward, and da scattered (`around`). In mtp embedding, last norm, head and loss are computed on
 # every column, of all tokens: their labels count tp times, so each column has 1/tp of their
-# gradients, and of that of x between products. So all modes have one rule: gradients of ends, norms
-# and biases are sums over columns. Nothing hides what travels: what follows needs it.
+# gradients, and of that of x between products. So all modes have one rule: gradients of ends, norms,
+# biases and a layer's other matrices (cut="whole": a router) are sums over columns. Nothing hides
+# what travels: what follows needs it.
+#
+# In mtp a column has all tokens, so its layers may run in chunks, each of which enters and joins by
+# itself; in msp and fsp it would have its part of every chunk, so there layers run whole.
 
 
 class Columns:
