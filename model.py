@@ -895,7 +895,8 @@ class LLaMA(nn.Module):
 
     def run_layers(self, layers: Iterable[int], start: Callable, x: Tensor, positions: Tensor,
                    documents=None) -> Tensor:
-        """Return the last layer's result, of x (B, T, C) before the first. start: as layer_runner."""
+        """Return the last layer's result, of x (B, T, C) before the first. start: a
+        layer_runner."""
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
         attention = self.attention if documents is None else self.attention.within(documents)
         run_layer = start(self, rope, attention)

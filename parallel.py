@@ -74,9 +74,9 @@ from ranks import Groups, all_gather, reduce_scatter
 # (Forward; backward.) In fsp a, which is computed before the product, is gathered, again in
 # backward, and da scattered (`around`). In mtp embedding, last norm, head and loss are computed on
 # every column, of all tokens: their labels count tp times, so each column has 1/tp of their
-# gradients, and of that of x between products. So all modes have one rule: gradients of ends, norms,
-# biases and a layer's other matrices (cut="whole": a router) are sums over columns. Nothing hides
-# what travels: what follows needs it.
+# gradients, and of that of x between products. So all modes have one rule: gradients of ends,
+# norms, biases and a layer's other matrices (cut="whole": a router) are sums over columns. Nothing
+# hides what travels: what follows needs it.
 #
 # In mtp a column has all tokens, so its layers may run in chunks, each of which enters and joins by
 # itself; in msp and fsp it would have its part of every chunk, so there layers run whole.
