@@ -259,8 +259,7 @@ class Link:
         """Launch the way of a tensor, dist.isend or dist.irecv, as a batch of one: it takes the
         group's communicator, where without a batch NCCL makes another one, amid a step."""
         message = dist.P2POp(way, x, group=self.group, group_peer=1 - self.group.rank())
-        work, = dist.batch_isend_irecv([message])
-        return work
+        return dist.batch_isend_irecv([message])[0]
 
     def send(self, x: Tensor) -> None:
         """Launch the way of a tensor. Two may be under way: more would take memory."""
