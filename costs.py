@@ -13,12 +13,12 @@ and no number is fitted to whole steps: they follow from a Profile (hardware.py)
 Of a pipeline the bytes are those of the stage that needs most, and the seconds those of the stage
 with most layers, which runs its M micro-batches one after the other and waits for the others:
 
-    step = a stage's timeline + idle + messages      idle     = makespan - the stage's passes
-                                                     messages = makespan with messages - without
+    step = a stage's timeline + idle + messages
 
-where the makespan is that of all stages' passes in parallel.pipeline_order. Of T columns of a layer
-(tensor modes) one has H/T, K/T heads and F/T: `column_model`, which counts and times it as any
-other model; what the columns exchange is added. With e bytes an element and N tokens of all columns
+where it is idle (`pipeline_seconds`) before its first pass and after its last. Of T columns of a
+layer (tensor modes) one has H/T, K/T heads and F/T: `column_model`, which counts and times it as
+any other model; what the columns exchange is added. With e bytes an element and N tokens of all
+columns
 
     mode   a layer's forward            its backward             x, h that are kept
     mtp    2 all-reduces (N, C)         the same                 N tokens
@@ -54,7 +54,7 @@ import model as llama
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
-from parallel import column_model, part_layers, pipeline_order, run_times
+from parallel import part_layers, pipeline_order
 from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -184,6 +184,12 @@ def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
 
 
 @functools.cache
+def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
+    """Return the model whose layers are one of tp columns of the model's."""
+    return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp)
+
+
+@functools.cache
 def all_parts(layers: int, stages: int, chunks: int) -> tuple[int, ...]:
     """Return the layers of each part of the model."""
     return tuple(len(part_layers(layers, stages, chunks, part))
@@ -219,9 +225,6 @@ def stage_params(plan: Plan, stage: int) -> float:
     return layers * share + stage_ends(plan, stage) * end
 
 
-cached_order = functools.lru_cache(1024)(pipeline_order)
-
-
 def in_flight(plan: Plan, stage: int) -> int:
     """Return how many layers' activations wait for their backward on a stage, at the most."""
     if plan.pp == 1:
@@ -232,7 +235,7 @@ def in_flight(plan: Plan, stage: int) -> int:
 
 @functools.cache
 def _in_flight(parts: tuple[int, ...], stage: int, stages: int, micro_batches: int) -> int:
-    order = cached_order(stage, stages, len(parts), micro_batches)
+    order = pipeline_order(stage, stages, len(parts), micro_batches)
     changes = (parts[one.chunk] if one.forward else -parts[one.chunk] for one in order)
     return max(itertools.accumulate(changes))
 
@@ -348,7 +351,7 @@ def layer_peaks(plan: Plan) -> dict[str, dict[str, float]]:
     if kept is None:  # gate|up, h and what block.pre saves are among them, too
         temporaries = element * (4 * cfg.ffn + 3 * cfg.dim)
         pre = 0
-    gathered = 0
+    gathered = 2 * element * cfg.dim * (plan.tp > 1)  # copies for a sum
     if plan.splits_tokens:  # dy and dx of all tokens; in fsp what the product took, too
         gathered = (3 if plan.tp_mode == "fsp" else 2) * x
         x /= plan.tp
@@ -718,7 +721,8 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     last = product_seconds(est, plan, "forward", plan.matrices[-1])
     columns, of_rows, of_cols = column_exchanges(est, plan)
     more = (of_cols, of_rows, of_cols, of_rows)  # down, gate|up, out, qkv
-    layer = pre + attention + post + columns
+    post += columns  # where layers run in chunks, products are joined there
+    layer = pre + attention + post
     return LayerSeconds(
         layer, attention, tuple(map(operator.add, backward, more)),
         attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
@@ -896,28 +900,24 @@ def message_seconds(est: Estimator, plan: Plan) -> float:
     return est.collective("all_gather", 2 * size, mesh)
 
 
-def makespan(plan: Plan, forward: tuple[float, ...], backward: tuple[float, ...],
-             message: float) -> float:
-    """Return the seconds from the first pass to the last, whose parts take so long; message: from a
-    stage to the next. What many micro-batches add is that of some of them, once stages run as they
-    do from then on."""
-    round_of = plan.pp  # micro-batches that go through a part before they go through the next
-    few = 4 * round_of
-    count = plan.micro_batches
-    shape = plan.pp, plan.pp_chunks, forward, backward, message
-    if count <= few + round_of:
-        return simulated_makespan(count, *shape)
-    start = simulated_makespan(few, *shape)
-    return start + (simulated_makespan(few + round_of, *shape) - start) / round_of * (count - few)
+def pipeline_seconds(plan: Plan, parts: tuple[float, ...]) -> float:
+    """Return the seconds of all stages' passes, if a micro-batch takes so long through each part,
+    there and back. The longest stage is idle while one micro-batch goes through a part of each
+    other stage: M V t + (P - 1) t, if parts are alike."""
+    stages = [sum(parts[stage :: plan.pp]) for stage in range(plan.pp)]
+    longest = max(stages)
+    return plan.micro_batches * longest + (sum(stages) - longest) / plan.pp_chunks
 
 
-@functools.lru_cache(4096)
-def simulated_makespan(micro_batches: int, stages: int, chunks: int, forward: tuple[float, ...],
-                       backward: tuple[float, ...], message: float) -> float:
-    """Return the makespan of parallel.pipeline_order."""
-    orders = [cached_order(s, stages, chunks, micro_batches) for s in range(stages)]
-    times = run_times(orders, forward, backward, message)
-    return max(end for done in times for _, end in done[-1:])
+def exposed_messages(plan: Plan) -> float:
+    """Return how many messages all stages wait for. With one part a stage, whose first backward is
+    due as it arrives, P micro-batches wait for the 2 (P - 1) of one; and at first and last for
+    those to and from other stages than the last. With several parts there are passes to run
+    meanwhile, but under the first micro-batch."""
+    stages = plan.pp
+    if plan.pp_chunks > 1:
+        return 2 * (stages * plan.pp_chunks - 1)
+    return 2 * (stages - 1) * plan.micro_batches / stages + 2 * (stages - 2)
 
 
 # ---------------------------------------------------------------------------- seconds of a step
@@ -1221,32 +1221,22 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     parts["slowed by communication"] = line.slowed
     parts["copies"] = float(waits) * plan.micro_batches * line.layers / layers
     if plan.pp > 1:
-        forward = part_seconds(plan, line.seconds["forward"], line.head)
-        backward = part_seconds(plan, line.seconds["backward"], 0.0)
-        passes = sum(forward[line.stage :: plan.pp] + backward[line.stage :: plan.pp])
-        alone = makespan(plan, forward, backward, 0.0)
-        parts["pipeline idle"] = alone - plan.micro_batches * passes
-        with_messages = makespan(plan, forward, backward, message_seconds(est, plan))
-        parts["stage messages"] = with_messages - alone
+        passes = part_seconds(plan, sum(line.seconds.values()), line.head)
+        alone = plan.micro_batches * sum(passes[line.stage :: plan.pp])
+        parts["pipeline idle"] = pipeline_seconds(plan, passes) - alone
+        parts["stage messages"] = exposed_messages(plan) * message_seconds(est, plan)
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
 def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
     """Return the seconds of a step's layers and head alone, and of a pipeline's idle time: a bound
-    for all factors, of which some add gradients up in their own place and others do not.
-
-    Before its first pass a stage waits for those in front, and after its last they wait for it, so
-    with t_c seconds of part c, there and back, on stage c mod P
-
-        makespan >= max over s:  M (sum of t_c on s) + sum_(c < s) t_c
-    """
+    for all factors, of which some add gradients up in their own place and others do not."""
     least = math.inf
     for accumulates in {plan.accumulates, False}:
         layer = layer_seconds(est, replace(plan, accumulates=accumulates))
         least = min(least, layer.forward + sum(layer.backward))
     parts = part_seconds(plan, least, head_seconds(est, plan))
-    return {"computation": max(plan.micro_batches * sum(parts[s :: plan.pp]) + sum(parts[:s])
-                               for s in range(plan.pp))}
+    return {"computation": pipeline_seconds(plan, parts)}
 
 
 def bound_seconds(est: Estimator, plan: Plan, computed: float) -> dict[str, float]:

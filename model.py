@@ -703,9 +703,10 @@ class Cut:
 class Matrix(nn.Module):
     """A weight (rows, cols), used as a projection; `events` tells the outside when.
 
-    cut: how neighbouring ranks may share it (parallel.py), "rows", and in these `parts` each by
-    itself, or "columns"; "": not at all. Such a rank has `part` of it, and the outside says how x
-    enters the product and how products join, and what goes around what is computed before.
+    cut: how neighbouring ranks may share it (parallel.py): "rows", and in these `parts` each by
+    itself, or "columns". Such a rank has `part` of it, and the outside says how x enters the
+    product and how products join, and what goes around what is computed before. "whole": each has
+    all of it, for its tokens of what other products take and make. "": nobody has said.
     """
 
     events = PlainEvents()
@@ -718,6 +719,12 @@ class Matrix(nn.Module):
         self.cut = cut
         self.parts = parts or (rows,)
         self.weight = nn.Parameter(torch.empty(rows, cols))
+
+    def take(self, part: Cut) -> None:
+        """Have a part of the matrix alone; on meta."""
+        self.part = part
+        self.shape = part.shape
+        self.weight = nn.Parameter(self.weight.new_empty(self.shape))
 
     def forward(self, x: Tensor) -> Tensor:
         return project(self, NOTHING, x)
@@ -857,21 +864,28 @@ class LLaMA(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedded(tokens)
+        every = range(len(self.blocks))
+        x = self.run_layers(every, self.layer_runner, self.embedded(tokens), positions, documents)
+        return self.result(x, labels, scale, each)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Return what the first layer takes, (B, T, C)."""
+        return _Embedding.apply(self.embed.weight, tokens, self.embed)
+
+    def run_layers(self, layers: Iterable[int], start: Callable, x: Tensor, positions: Tensor,
+                   documents=None) -> Tensor:
+        """Return the last layer's result, of x (B, T, C) before the first. start: a
+        layer_runner."""
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
         attention = self.attention
         if documents is not None:
             if attention is plain_attention:
                 raise ValueError("documents: plain_attention knows none; attention.py's do")
             attention = attention.within(documents)
-        run_layer = self.layer_runner(self, rope, attention)
-        for i in range(len(self.blocks)):
+        run_layer = start(self, rope, attention)
+        for i in layers:
             x = run_layer(i, x)
-        return self.result(x, labels, scale, each)
-
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Return what the first layer takes, (B, T, C)."""
-        return _Embedding.apply(self.embed.weight, tokens, self.embed)
+        return x
 
     def result(self, x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool) -> Tensor:
         """Return what `forward` does, of the last layer's result (B, T, C)."""

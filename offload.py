@@ -54,7 +54,7 @@ from torch.autograd.function import once_differentiable
 
 import model as llama
 from attention import Attention, CommStream, wait
-from model import (LLaMA, ModelConfig, accumulation_dtype, deferred_weight_grads,
+from model import (LLaMA, Matrix, ModelConfig, accumulation_dtype, deferred_weight_grads,
                    recomputation)
 
 GIB = 2**30
@@ -280,17 +280,26 @@ class BlockSaves:
 
 
 def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype,
-                block_class: type | None = None) -> BlockSaves:
+                block: llama.Block | None = None) -> BlockSaves:
     """Return what a chunk of so many tokens saves: model.Block runs on meta tensors, without memory
-    and in no time."""
-    return _block_saves(block_class or llama.Block, cfg, tokens, dtype)
+    and in no time. block: one of its class does, with as much of each matrix."""
+    cuts = tuple(matrix.part for matrix in matrices_of(block)) if block else ()
+    return _block_saves(type(block) if block else llama.Block, cfg, cuts, tokens, dtype)
+
+
+def matrices_of(block: torch.nn.Module) -> list[Matrix]:
+    return [module for module in block.modules() if isinstance(module, Matrix)]
 
 
 @functools.cache
-def _block_saves(block_class, cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> BlockSaves:
+def _block_saves(block_class, cfg: ModelConfig, cuts: tuple, tokens: int,
+                 dtype: torch.dtype) -> BlockSaves:
     accum_dtype = accumulation_dtype(dtype)
     with torch.device("meta"), torch.utils._python_dispatch._disable_current_modes():
         block = block_class(cfg)
+        for matrix, part in zip(matrices_of(block), cuts):
+            if part is not None:
+                matrix.take(part)
         for p in block.parameters():
             p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
         rope = llama.rope_tables(cfg, torch.arange(tokens, device="meta"), accum_dtype)
@@ -310,7 +319,7 @@ def _block_saves(block_class, cfg: ModelConfig, tokens: int, dtype: torch.dtype)
 
 def unneeded_matrix(block: llama.Block, dtype: torch.dtype) -> torch.nn.Module | None:
     """Return the matrix whose product a recomputed block.post leaves out, if there is one."""
-    name = block_saves(block.cfg, 1, dtype, type(block)).final_matrix
+    name = block_saves(block.cfg, 1, dtype, block).final_matrix
     return block.get_submodule(name) if name else None
 
 
@@ -488,19 +497,19 @@ class ChunkedLayers:
     def fields(self, i: int) -> list[Field]:
         """Return what the host buffer of a swapped layer holds."""
         cfg = self.cfg
-        heads = (self.cfg.heads, self.cfg.kv_heads, self.cfg.kv_heads)
+        heads = self.blocks[i].heads
         saved_chunks = self.chunks[: self.plan.num_saved_chunks(i)]
         saved_tokens = saved_chunks[-1].stop if saved_chunks else 0
         fields = []
         if self.plan.keeps_input(i):
             fields.append(("x", (1, self.tokens, cfg.dim), self.dtype))
         if self.plan.keeps_output(i):
-            fields.append(("o", (1, self.tokens, cfg.heads, cfg.head_dim), self.dtype))
-            fields.append(("lse", (self.tokens * cfg.heads,), accumulation_dtype(self.dtype)))
+            fields.append(("o", (1, self.tokens, heads[0], cfg.head_dim), self.dtype))
+            fields.append(("lse", (self.tokens * heads[0],), accumulation_dtype(self.dtype)))
         for name, n in zip("qkv", heads):
             fields.append((name, (1, saved_tokens, n, cfg.head_dim), self.dtype))
         for j, chunk in enumerate(saved_chunks):
-            saves = block_saves(cfg, chunk.stop - chunk.start, self.dtype, type(self.blocks[i]))
+            saves = block_saves(cfg, chunk.stop - chunk.start, self.dtype, self.blocks[i])
             for index, (shape, dtype) in enumerate(saves.pre + saves.post):
                 fields.append((f"{j}.{index}", shape, dtype))
         return fields

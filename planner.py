@@ -558,7 +558,7 @@ def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
 
 def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return how layers may run. What is said of chunks by hand asks for them. Raises ValueError
-    where columns, whose layers run whole, are to have some, and for layers that there are not."""
+    where columns that split tokens are to have some, and for layers that there are not."""
     if constraints.recompute != "auto":
         return [(constraints.recompute,)]
     k = constraints.resident_layers
@@ -576,12 +576,13 @@ def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) ->
     by_hand = constraints.alpha is not None or constraints.resident_layers
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = cut or by_hand or plan.sp == 1 < plan.head_groups
-    if in_chunks and plan.tp > 1:
-        raise ValueError(f"--tp {plan.tp}: its layers run whole, without --chunk, --alpha,"
-                         " --resident-layers and, of sp 1, --head-groups")
+    if in_chunks and plan.splits_tokens:
+        raise ValueError(f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
+                         " so layers run whole, without --chunk, --alpha, --resident-layers and, of"
+                         " sp 1, --head-groups: --tp-mode mtp")
     if in_chunks:
         return [("auto",)]
-    ways = ("none", "full") if plan.tp > 1 else ("none", "auto", "full")
+    ways = ("none", "full") if plan.splits_tokens else ("none", "auto", "full")
     return [(how,) for how in ways if constraints.layers_run in ("", how)]
 
 
@@ -739,8 +740,8 @@ def legal_head_groups(constraints: Constraints, hardware: Hardware, plan: Plan) 
                          f"over {MAX_ELEMENTS} elements; more --sp, or less --micro-batch")
     usual, most = (4, 16) if plan.head_ranks > 1 else (1, 8)
     tried = {n for n in legal if n <= max(usual, legal[0])}
-    # the layers of columns run whole
-    if plan.tokens > 2**16 and (plan.head_ranks > 1 or plan.tp == 1):
+    # layers of columns that split tokens run whole
+    if plan.tokens > 2**16 and (plan.head_ranks > 1 or not plan.splits_tokens):
         tried.add(max(n for n in legal if n <= max(most, legal[0])))
     return [(n,) for n in sorted(tried)]
 

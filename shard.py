@@ -451,19 +451,19 @@ class States:
         self.grad_scatter_group = groups.get("grad_reduce", by_param_group)
         self.grad_subgroup = groups.get("grad_reduce", by_subgroup)
         self.param_subgroup = groups.get("param_broadcast", by_subgroup)
-        self.replicas_of_layers = Replicas(groups.get("grad_reduce", lambda r: r % f.os),
-                                           groups.get("grad_reduce", lambda r: r % f.p))
-        # embedding and head are on the ranks of all columns
-        self.replicas_of_ends = self.replicas_of_layers
+        self.replicas_of_parts = Replicas(groups.get("grad_reduce", lambda r: r % f.os),
+                                          groups.get("grad_reduce", lambda r: r % f.p))
+        # embedding, head and whatever a layer does not cut are on the ranks of all columns
+        self.replicas_of_wholes = self.replicas_of_parts
         if groups.tp > 1:
-            self.replicas_of_ends = Replicas(
+            self.replicas_of_wholes = Replicas(
                 groups.of_places("grad_reduce", lambda stage, r, column: (stage, r % f.os)),
                 groups.of_places("grad_reduce", lambda stage, r, column: (stage, r % f.p)))
         self.os_group = groups.get("grad_reduce", lambda r: r // f.os)
         self.stage_group = dist.group.WORLD
         if groups.pp > 1:
             self.stage_group = groups.of_places("vectors", lambda stage, r, column: stage)
-        # who owns every element of the whole model once, but ends in every column
+        # who owns every element of the whole model once, but what is whole in every column
         self.norm_group = groups.of_places("grad_reduce", lambda stage, r, column: r // f.os)
         # who has the same shards of a layer's other columns
         self.column_group = groups.of_places("grad_reduce", lambda stage, r, column: (stage, r))
@@ -553,8 +553,7 @@ class States:
         return ShardedParam(name, module, unit, owner, start, size, param_shard, unsharded_param,
                             grad_shard, unsharded_grad, param_shard[owned], owned_grad, {},
                             num_chunks,
-                            self.replicas_of_layers if self.is_layer(unit)
-                            else self.replicas_of_ends)
+                            self.replicas_of_parts if module.part else self.replicas_of_wholes)
 
     def make_states(self) -> None:
         """Allocate the optimizer's states on the device."""
@@ -691,7 +690,10 @@ class States:
         param.passes_done += 1
         unit = self.units[param.unit]
         if all(each.passes_done == self.micro_batches for each in unit):
-            self.reduce_unit(unit)
+            parts = [each for each in unit if each.module.part]
+            wholes = [each for each in unit if not each.module.part]
+            for some in filter(None, (parts, wholes)):  # each with replicas of its own
+                self.reduce_unit(some)
 
     def scatter_grad(self, param: ShardedParam, last: bool) -> None:
         """Launch the reduction of a micro-batch's gradient (S,) to what is kept of it (S/g,), where
@@ -802,7 +804,7 @@ class States:
         """Return the global norm of the step's gradient, in accum_dtype. A collective."""
         norms = [torch.linalg.vector_norm(param.owned_grad, dtype=self.accum_dtype)
                  for param in self.sharded_params.values()
-                 if param.size and (self.column == 0 or self.is_layer(param.unit))]
+                 if param.size and (self.column == 0 or param.module.part)]
         squares = torch.stack(norms).square().sum() if norms else self.scalars.new_zeros(())
         if self.groups.rank % self.factors.os == 0 and self.column == 0:  # all have the vectors
             squares = squares + self.vector_grad.square().sum()

@@ -715,7 +715,7 @@ def describe(run: Run) -> None:
            f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.pp > 1:
-        idle = parallel.bubble(plan.pp, plan.pp_chunks, plan.micro_batches)
+        idle = (plan.pp - 1) / (plan.pp_chunks * plan.micro_batches + plan.pp - 1)
         print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts of {run.model.layers} layers, "
                f"{plan.micro_batches} micro-batches: idle {idle:.1%} if all passes take as long")
     if plan.activations:
@@ -756,8 +756,8 @@ def build(run: Run, op: Ulysses, groups: Groups,
     columns = parallel.Columns(plan.tp_mode, groups)
     on_all_ranks(lambda: parallel.split_columns(model, columns))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
-    runners = on_all_ranks(lambda: layer_runners(run, model, parts, groups.stage,
-                                                 make_stream))
+    order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
+    runners = on_all_ranks(lambda: layer_runners(run, model, parts, order, make_stream))
     model.layer_runner = runners[0]  # of one stage, the only one
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
@@ -767,19 +767,19 @@ def build(run: Run, op: Ulysses, groups: Groups,
         make_stream=make_stream)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
-        model = Pipeline(model, parts, runners, groups, plan.micro_batches, run.device, run.dtype,
-                         "pipeline" in cfg.overlaps, make_stream)
+        model = Pipeline(model, parts, runners, groups, order, run.device, run.dtype,
+                         "pipeline" in cfg.overlaps)
     return model, states
 
 
-def layer_runners(run: Run, model: LLaMA, parts: list[range], stage: int,
+def layer_runners(run: Run, model: LLaMA, parts: list[range], order: list[parallel.Pass],
                   make_stream: Callable[..., CommStream]) -> list[Callable]:
-    """Return what runs the layers of each part of the model on this stage. Raises MemoryError."""
+    """Return what runs the layers of each part of the model on this stage, whose passes are in this
+    order. Raises MemoryError."""
     plan = run.plan
     kept = plan.activations
     if kept is None:
         return len(parts) * [recomputed_layers if plan.recompute == "full" else whole_layers]
-    order = parallel.pipeline_order(stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     shape = (plan.micro_batch, plan.seq // plan.sp)
     return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
                           parallel.in_flight(order, v), part, make_stream).start
@@ -1283,14 +1283,6 @@ def draw_lines(path: Path, lines: list[tuple], xlabel: str, xbase: int = 0) -> N
     plt.close(fig)
 
 
-def dry_run(run: Run) -> None:
-    """Print what a run would need."""
-    describe(run)
-    plan = run.plan
-    if plan.pp > 1:
-        print0(parallel.draw_order(plan.pp, plan.pp_chunks, plan.micro_batches))
-
-
 def introduce(run: Run) -> None:
     """Print the resolved flags, the model and the data."""
     cfg = run.cfg
@@ -1481,7 +1473,7 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int) -> str:
     for sentence in untried_versions(run.kernel):
         print0(sentence)
     if cfg.dry_run:
-        dry_run(run)
+        describe(run)
         return ""
 
     with contextlib.ExitStack() as lock:  # of OUT, for this run
