@@ -987,7 +987,8 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     update = owned * update_bytes(plan.dtype) / est.profile.optimizer
     visit = 0.0
     if plan.os_place == "host":
-        visit = owned * len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes / est.profile.visits
+        states = OPTIMIZERS[plan.optimizer].states
+        visit = owned * len(states) * plan.accum_bytes / est.profile.visits
     return UnitSeconds(gather, scatter, last_scatter, keep, reduce, cast, sum(broadcast), update,
                        visit)
 

@@ -429,7 +429,8 @@ class ChunkedLayers:
 
     shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
     backward is due at the same time; each has host buffers of its own. layers: of the model, all by
-    default. make_stream: as CommStream. model.attention: an attention.Attention. Raises MemoryError.
+    default. make_stream: as CommStream. model.attention: an attention.Attention. Raises MemoryError
+    if there is no host memory.
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,

@@ -26,7 +26,7 @@ What runs beside computation has a CUDA stream of its kind (CommStream): launch,
                                                                            finish_gradients
     grad_reduce      reduce_unit          the same, last micro-batch only  finish_gradients
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
-                                          follow, the next forward         gather_param (p > 1)
+                                          follow, the next forward         launch_param_gather
     host_update      update, if states    the next forward                 the same; by
                      lie on the host                                       param_broadcast, if any
 
@@ -52,6 +52,12 @@ layers take in turn; the model's parameters are views of them.
 The factors say how often a state is cut; `place` says where the optimizer's states lie: on the GPU,
 or in page-locked memory of the host, from which they visit it (HostStates), 12P/os bytes there and
 12P/os back.
+
+A matrix has one gradient a pass. One that is used twice or never ends the step by its name, on all
+ranks (find_misuse); none waits for a reduction that another has not launched, since all launch a
+layer's in the same order, whatever they use. Where nothing runs beside computation (a CPU, or
+--overlap none), a rank that skips a matrix may still keep others waiting in a gather (p > 1, layers
+that run whole) or an exchange of tokens.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
@@ -147,21 +153,14 @@ def legal_factors(ranks: int, per_node: int) -> list[Factors]:
     return [f for f in every if illegal(f, ranks, per_node) is None]
 
 
-def nearest_legal(f: Factors, ranks: int, per_node: int) -> str:
-    """Return the flags of the legal factors that are nearest to f."""
-    def distance(legal: Factors) -> int:
-        return abs(legal.p - f.p) + abs(legal.g - f.g) + abs(legal.os - f.os)
-
-    nearest = min(legal_factors(ranks, per_node), key=distance)
-    return f"--p {nearest.p} --g {nearest.g} --os {nearest.os}"
-
-
 def check_factors(f: Factors, ranks: int, per_node: int) -> None:
     """Raise ValueError with the broken rule and the nearest legal factors, if f breaks one."""
     rule = illegal(f, ranks, per_node)
     if rule is not None:
-        nearest = nearest_legal(f, ranks, per_node)
-        raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: {nearest}")
+        near = min(legal_factors(ranks, per_node),
+                   key=lambda n: abs(n.p - f.p) + abs(n.g - f.g) + abs(n.os - f.os))
+        raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} "
+                         f"--os {near.os}")
 
 
 # ---------------------------------------------------------------------------- optimizers
@@ -268,7 +267,7 @@ class ShardedParam:
 class Unit:
     """The matrices of a layer; or the embedding, or the head."""
 
-    name: str  # in words
+    name: str  # such as "blocks.0"
     index: int  # in the order of use
     is_layer: bool
     # over whom gradients are summed in the end; None: this rank is alone
@@ -408,7 +407,6 @@ class States:
         self.accumulates = micro_batches > 1
         self.grad_dtype = self.accum_dtype if self.accumulates else dtype
         self.streams = {name: make_stream(device, name in overlap) for name in STREAMS}
-        self.prefetch = "param_gather" in overlap
         self.shapes = model.shapes
         self.make_groups(groups or Groups())
         self.make_params(model)
@@ -467,9 +465,9 @@ class States:
         self.buffers: dict[tuple, Buffer] = {}
         for name, module in matrices.items():
             unit_name = ".".join(name.split(".")[:-1][:2])  # "blocks.0.qkv.weight": "blocks.0"
-            if unit_name not in units:
-                units[unit_name] = self.make_unit(unit_name, len(units), len(model.blocks))
-            unit = units[unit_name]
+            is_layer = unit_name.startswith("blocks.")
+            replicas = self.replicas_of_layers if is_layer else self.replicas_of_ends
+            unit = units.setdefault(unit_name, Unit(unit_name, len(units), is_layer, *replicas))
             param = self.shard(name, module, unit, padded[name], owners[name])
             module.weight = nn.Parameter(param.as_matrix(param.unsharded_param.data))
             module.events = self
@@ -480,13 +478,6 @@ class States:
         order = [param for unit in reversed(self.units) if unit.is_layer
                  for param in reversed(unit.params)]
         self.next_in_backward = {param: [then] for param, then in zip(order, order[1:])}
-
-    def make_unit(self, name: str, index: int, num_layers: int) -> Unit:
-        kind, _, number = name.partition(".")
-        if kind == "blocks":
-            words = f"layer {int(number) + 1}/{num_layers}"
-            return Unit(words, index, True, *self.replicas_of_layers)
-        return Unit({"embed": "embedding"}.get(name, name), index, False, *self.replicas_of_ends)
 
     def assign_owners(self, padded: dict[str, int]) -> dict[str, int]:
         """Return who updates each matrix in layout inter, an index in the subgroup: greedy, largest
@@ -546,17 +537,17 @@ class States:
         masters. Autograd adds to their gradients in place."""
         vectors = {f"{name}.weight": module for name, module in model.named_modules()
                    if isinstance(module, Vector)}
-        total = sum(module.weight.numel() for module in vectors.values())
+        total = 0
+        self.vector_slices: dict[str, slice] = {}
+        for name, module in vectors.items():
+            self.vector_slices[name] = slice(total, total + module.weight.numel())
+            total += module.weight.numel()
         self.vector_states = {state: self.zeros(total, self.accum_dtype) for state in ADAMW.states}
         self.vector_grad = self.zeros(total, self.accum_dtype)
-        self.vector_slices: dict[str, slice] = {}
-        start = 0
         for name, module in vectors.items():
-            part = slice(start, start + module.weight.numel())
-            self.vector_slices[name] = part
+            part = self.vector_slices[name]
             module.weight = nn.Parameter(self.vector_states["master"][part])
             module.weight.grad = self.vector_grad[part]
-            start = part.stop
 
     # -- parameters: gathered ahead of their use
 
@@ -571,14 +562,14 @@ class States:
         if self.last_pass != (backward, unit):
             self.last_pass = backward, unit
             self.end_pass(unit)
-            self.enter_phase(f"{'backward' if backward else 'forward'}, {unit.name}")
+            self.enter_phase(f"{'backward' if backward else 'forward'}, {self.words(unit)}")
         if self.factors.p == 1:
             wait(param.broadcast_done)  # they are new; hidden by the update and layers before
             param.broadcast_done = None
             return module.weight
         now, ahead = self.gathers(param, backward)
         self.launch_param_gather(now)  # if it was not launched ahead
-        if self.prefetch:
+        if self.streams["param_gather"].overlap:
             self.launch_param_gather(ahead)
         # hidden by the layer before; in backward: the matrix
         wait(param.unsharded_param.event)
@@ -614,6 +605,13 @@ class States:
 
     def reshard(self, module: Matrix) -> None:
         """Free nothing: the layer after the next takes the buffer."""
+
+    def words(self, unit: Unit) -> str:
+        """Return what `progress` calls a unit."""
+        if unit.is_layer:
+            number = int(unit.name.partition(".")[2]) + 1
+            return f"layer {number}/{sum(other.is_layer for other in self.units)}"
+        return unit.name
 
     def enter_phase(self, phase: str) -> None:
         """Record an event of the compute stream that `progress` can ask for, and tell on_phase."""
@@ -780,10 +778,10 @@ class States:
             due = param.num_chunks * self.micro_batches
             if param.uses != due:
                 how = "more than once a pass" if param.uses > due else "not in each pass"
+                how = how if param.uses else "never"
                 self.misuse = (
-                    f"{param.name} was used {how if param.uses else 'never'}: {param.uses} gradients"
-                    f" came in, not {due}; every rank uses a Matrix once in each pass, if need be "
-                    "with no tokens, x[:0]")
+                    f"{param.name} was used {how}: {param.uses} gradients came in, not {due}; every"
+                    " rank uses a Matrix once in each pass, if need be with no tokens, x[:0]")
         if self.misuse:
             self.vector_grad.fill_(math.nan)
 
@@ -836,12 +834,9 @@ class States:
     def grad_norm(self) -> Tensor:
         """Return the global norm of the step's gradient, in accum_dtype. A collective."""
         grads = [param.owned_grad for param in self.sharded_params.values() if self.counts(param)]
-        if self.counts_vectors:
-            grads.append(self.vector_grad)
-        squares = self.scalars.new_zeros(())
-        if grads:
-            norms = [torch.linalg.vector_norm(grad, dtype=self.accum_dtype) for grad in grads]
-            squares = torch.stack(norms).square().sum()
+        grads.append(self.vector_grad if self.counts_vectors else self.vector_grad[:0])
+        norms = [torch.linalg.vector_norm(grad, dtype=self.accum_dtype) for grad in grads]
+        squares = torch.stack(norms).square().sum()
         if self.norm_group is not None:
             dist.all_reduce(squares, group=self.norm_group)
         return squares.sqrt()
@@ -950,7 +945,7 @@ class States:
         number of updates. Replicas share the saving, matrix by matrix. Of states on the host it is
         what they are until the next update."""
         self.settle()
-        replica, _ = divmod(self.groups.rank, self.factors.os)
+        replica = self.groups.rank // self.factors.os
         replicas = self.groups.ranks // self.factors.os
         first = self.groups.rank == self.groups.column == 0  # of its stage
         parts = {"updates": StatePart(self.updates.view(1), 0, (), dist.get_rank() == 0)}

@@ -18,7 +18,7 @@ test_model_equals_plain_pytorch       a wrong gradient in a hand-written backwar
 test_positions_*                      positions, or tokens seen, that go on over a border
 test_micro_*, test_products_*         gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
-test_misused_matrices_*               a gradient lost in silence: a tied head, an expert without tokens
+test_misused_matrices_*               a tied head or an idle expert, whose gradients are lost
 test_fork_optimizer                   README's optimizer, whose lines do not run
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
                                       twice or halved, a norm without a rank's share
