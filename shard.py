@@ -133,7 +133,7 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
     between p and os, say: groups for the two halves of the way (make_groups), the size of
-    grad_shard and its owned part (shard), and what runs on them (keep_grad, reduce_unit); States
+    grad_shard and its owned part (shard), and what runs on them (sum_grad, reduce_unit); States
     asserts that g is p or os."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.g, f.os):

@@ -1708,6 +1708,13 @@ def test_misused_matrices_end_a_step():
     assert text.count(" (on ranks [1])") == 12
 
 
+def test_refused_optimizer(group):
+    """Before any memory is taken: a rank would update a part of a matrix."""
+    with pytest.raises(ValueError, match="layout=intra p=1 tp=1: .* with layout=inter p=1 tp=1"):
+        muon = shard.OPTIMIZERS["muon"]
+        shard.States(m.LLaMA(SMALL), torch.device("cpu"), torch.float32, optimizer=muon)
+
+
 @slow
 def test_fork_optimizer(tmp_path):
     """README's example in a copy of the project, on 2 ranks that share a matrix's optimizer."""
