@@ -577,14 +577,16 @@ class States:
 
     def gathers(self, param: ShardedParam,
                 backward: bool) -> tuple[list[ShardedParam], list[ShardedParam]]:
-        """Return what to gather where `param` is used, and what for later (AMSP, section V-C):
-        whole units, so that ranks agree where one does not use a matrix."""
+        """Return what to gather where `param` is used, and what for later (AMSP, section V-C): in
+        forward whole layers, so that ranks agree where one does not use a matrix."""
         if backward and not self.gather_layers:  # the next matrix alone
             return [param], self.next_in_backward.get(param, [])
-        step = -1 if backward else 1  # the layer before, once for both of its passes
-        near = [unit for unit in self.units if unit.index == param.unit.index + step]
-        return param.unit.params, [other for unit in near if unit.is_layer or not backward
-                                   for other in unit.params]
+        index = param.unit.index + (-1 if backward else 1)
+        ahead = [other for unit in self.units if unit.index == index for other in unit.params]
+        if not backward:
+            return param.unit.params, ahead
+        # the layer before, once for both of its passes
+        return [param], [other for other in ahead if other.unit.is_layer]
 
     def launch_param_gather(self, params: list[ShardedParam]) -> None:
         """Launch the all-gathers, (S/p,) -> (S,), of weights that their buffers do not hold yet."""
