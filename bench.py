@@ -218,7 +218,6 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     train.describe(run)
     model, states = train.build(run, op, groups)
     train.load_random_weights(run, states)
-    train.wait_for_host_memory(model)
     batch = random_batch(run)
     train.warm_up(model, batch)
     return Step(run, model, states, batch, update)

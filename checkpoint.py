@@ -53,7 +53,7 @@ from torch import Tensor
 
 from data import regular
 from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig, rope_kind
-from offload import Field, buffer_bytes, carve, pin_host_buffers, wait_for_host_buffers
+from offload import Field, buffer_bytes, carve, pin_host_buffers
 from ranks import ConfigError, error_of_any, on_all_ranks
 from shard import StatePart, States
 
@@ -492,7 +492,7 @@ def host_copies(states: States) -> dict[str, Tensor]:
     """Return host memory for what this rank writes, page-locked beside GPUs. Raises MemoryError."""
     fields = host_fields(states)
     sizes = [buffer_bytes(fields)]
-    memory, = wait_for_host_buffers(pin_host_buffers(sizes, states.device.type == "cuda"), sizes)
+    memory, = pin_host_buffers(sizes, states.device.type == "cuda")
     return carve(memory, fields)
 
 

@@ -55,7 +55,7 @@ from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
 from offload import GIB, ActivationPlan, block_saves
 from parallel import part_layers, pipeline_order
-from shard import OPTIMIZER, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
+from shard import OPTIMIZERS, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
 
@@ -79,6 +79,7 @@ class Plan:
     factors: Factors = Factors()
     os_layout: str = "intra"
     os_place: str = "gpu"  # or host: where optimizer states lie
+    optimizer: str = "adamw"  # of matrices: a row of shard.OPTIMIZERS
     overlap: tuple[str, ...] = STREAMS
     accumulates: bool = False  # gradients add up in float32
     activations: ActivationPlan | None = None  # of layers in chunks
@@ -535,20 +536,22 @@ def visit_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     sizes = [rows * cols for rows, cols in block_matrices(llama.Block, plan.column)]
     largest = max(*sizes, plan.model.vocab * plan.model.dim)
     largest /= plan.factors.p if plan.os_layout == "inter" else plan.factors.os
-    if not OPTIMIZER.whole:
+    optimizer = OPTIMIZERS[plan.optimizer]
+    if not optimizer.whole:
         largest = min(largest, VISIT_ELEMENTS)
-    count = VISIT_BUFFERS * len(OPTIMIZER.states)
+    count = VISIT_BUFFERS * len(optimizer.states)
     return {"visiting states": count * plan.accum_bytes * largest}
 
 
-def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool) -> dict[str, float]:
+def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool,
+                optimizer: str = "adamw") -> dict[str, float]:
     """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
     add up, in float32."""
     e = dtype.itemsize
     accum_bytes = accumulation_dtype(dtype).itemsize
     return {"parameters": e * params / f.p,
             "gradients": (accum_bytes if accumulates else e) * params / f.g,
-            "optimizer": len(OPTIMIZER.states) * accum_bytes * params / f.os}
+            "optimizer": len(OPTIMIZERS[optimizer].states) * accum_bytes * params / f.os}
 
 
 # ---------------------------------------------------------------------------- seconds of operations
@@ -949,8 +952,8 @@ def end_seconds(est: Estimator, plan: Plan) -> UnitSeconds:
 def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
     """Return the table in shard.py's docstring in seconds."""
     key = (plan.model, plan.dtype, plan.ranks, plan.per_node, plan.tp, plan.pp, plan.pp_chunks,
-           plan.factors, plan.os_layout, plan.os_place, plan.accumulates, plan.chunks > 1,
-           matrices)
+           plan.factors, plan.os_layout, plan.os_place, plan.optimizer, plan.accumulates,
+           plan.chunks > 1, matrices)
     if key not in est.cache:
         est.cache[key] = compute_unit_seconds(est, plan, matrices)
     return est.cache[key]
@@ -985,7 +988,8 @@ def compute_unit_seconds(est: Estimator, plan: Plan,
     update = owned * update_bytes(plan.dtype) / est.profile.optimizer
     visit = 0.0
     if plan.os_place == "host":
-        visit = owned * len(OPTIMIZER.states) * plan.accum_bytes / est.profile.visits
+        states = OPTIMIZERS[plan.optimizer].states
+        visit = owned * len(states) * plan.accum_bytes / est.profile.visits
     return UnitSeconds(gather, scatter, last_scatter, keep, reduce, cast, sum(broadcast), update,
                        visit)
 

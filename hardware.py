@@ -455,7 +455,7 @@ def measure_optimizer(clock: Stopwatch, dtype: torch.dtype, effort: Effort) -> f
     states = tuple(torch.zeros(count, device=clock.device, dtype=accum_dtype)
                    for _ in ADAMW.states)
     scalars = torch.ones(5, device=clock.device, dtype=accum_dtype)
-    seconds = clock(lambda: adamw(weight, grad, states, scalars, (0.9, 0.95), 1e-8, 0.1))
+    seconds = clock(lambda: adamw(weight, grad, states, scalars, 0.1))
     return update_bytes(dtype) * count / seconds
 
 

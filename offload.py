@@ -40,11 +40,10 @@ import contextlib
 import functools
 import math
 import mmap
-import time
+import os
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_futures
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -56,6 +55,7 @@ import model as llama
 from attention import Attention, CommStream, wait
 from model import (LLaMA, Matrix, ModelConfig, accumulation_dtype, deferred_weight_grads,
                    recomputation)
+from ranks import print0
 
 GIB = 2**30
 HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
@@ -325,59 +325,43 @@ def unneeded_matrix(block: llama.Block, dtype: torch.dtype) -> torch.nn.Module |
 
 # ---------------------------------------------------------------------------- host memory
 
-def pin_host_buffers(sizes: list[int], pin: bool) -> list[Future[Tensor]]:
-    """Return host buffers of so many bytes, of zeros, page-locked if `pin`: by threads, so that
-    other work goes on meanwhile. Their results raise MemoryError.
+def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
+    """Return host buffers of so many bytes, of zeros, page-locked if `pin`. Raises MemoryError.
 
-    Page faults are what takes the time, so four threads touch and register buffers in parallel, in
-    huge pages. (PyTorch's own pinned allocator would round up to a power of two.) A copy must not
-    cross two registrations, so a buffer has one of its own.
+    Page faults are what takes the time: huge pages have fewer, and threads, as many as cores, touch
+    buffers in parallel. (PyTorch's own pinned allocator would round up to a power of two.) A copy
+    must not cross two registrations, so a buffer has one of its own.
     """
     if not pin:
-        buffers = [Future() for _ in sizes]
-        for buffer, size in zip(buffers, sizes):
-            buffer.set_result(torch.zeros(size, dtype=torch.uint8))
-        return buffers
+        return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     cudart = torch.cuda.cudart()
     device = torch.cuda.current_device()
 
     def lock(size: int) -> Tensor:
         if not size:  # nothing to map: a rank that saves nothing
             return torch.empty(0, dtype=torch.uint8)
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(device)  # of this thread
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(mmap.MADV_HUGEPAGE)  # before a page is touched
         view = memoryview(memory)
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         buffer.zero_()
         error = int(cudart.cudaHostRegister(buffer.data_ptr(), size, 0))
         if error:
-            raise MemoryError(f"pinning {size / GIB:.2f} GiB of host memory failed: CUDA error "
-                              f"{error}; lower --host-memory")
+            raise MemoryError(f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
+                              f"memory failed: CUDA error {error}; lower --host-memory")
         # the call keeps the mapping until it is unregistered
         gone = weakref.finalize(view, lambda address, _: cudart.cudaHostUnregister(address),
                                 buffer.data_ptr(), memory)
         gone.atexit = False
         return buffer
 
-    pool = ThreadPoolExecutor(4)
-    buffers = [pool.submit(lock, size) for size in sizes]
-    pool.shutdown(wait=False)
-    return buffers
-
-
-def wait_for_host_buffers(buffers: list[Future[Tensor]], sizes: list[int],
-                          report=print) -> list[Tensor]:
-    """Return the buffers of pin_host_buffers when all are there; report(text) says every five
-    seconds how far it is. Raises MemoryError."""
-    start = time.perf_counter()
-    while missing := [b for b in buffers if not b.done()]:
-        pinned = sum(size for b, size in zip(buffers, sizes) if b.done())
-        report(f"waiting for host memory: {pinned / GIB:.1f} of {sum(sizes) / GIB:.1f} GiB a rank "
-               f"pinned, {time.perf_counter() - start:.0f} s", flush=True)
-        wait_futures(missing, timeout=5)
-    return [b.result() for b in buffers]
+    if sum(sizes) > 8 * GIB:
+        print0(f"pinning {sum(sizes) / GIB:.0f} GiB of host memory a rank", flush=True)
+    threads = min(len(sizes), len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(max(1, threads)) as pool:
+        return list(pool.map(lock, sizes))
 
 
 Field = tuple[str, tuple[int, ...], torch.dtype]
@@ -454,7 +438,8 @@ class ChunkedLayers:
 
     shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
     backward is due at the same time; each has host buffers of its own. layers: of the model, all by
-    default. make_stream: as CommStream. model.attention: an attention.Attention.
+    default. make_stream: as CommStream. model.attention: an attention.Attention. Raises MemoryError
+    if there is no host memory.
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
@@ -484,9 +469,8 @@ class ChunkedLayers:
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
         sizes = [buffer_bytes(self.fields(i)) for i in range(swapped)]
         self.last_swapped = swapped // plan.stride - 1  # group
-        self.buffer_sizes = in_flight * sizes
-        self.pinning = pin_host_buffers(self.buffer_sizes, device.type == "cuda")
-        self.host_buffers: list[Tensor] = []  # of one micro-batch after the other
+        # of one micro-batch after the other
+        self.host_buffers = pin_host_buffers(in_flight * sizes, device.type == "cuda")
         groups = [sum(sizes[i : i + plan.stride]) for i in range(0, swapped, plan.stride)]
         self.rounding_buffers = [
             torch.empty(max(groups), dtype=torch.uint8, device=device) for _ in groups[:2]]
@@ -514,17 +498,9 @@ class ChunkedLayers:
                 fields.append((f"{j}.{index}", shape, dtype))
         return fields
 
-    def wait_for_host_memory(self, report=print) -> None:
-        """Wait for the host memory that was asked for when this object was made: a forward pass
-        needs all of it. Raises MemoryError."""
-        self.host_buffers = wait_for_host_buffers(self.pinning, self.buffer_sizes, report)
-        self.pinning = []
-
     def start(self, model: LLaMA, rope: tuple[Tensor, Tensor],
               attention: Attention) -> Callable[[int, Tensor], Tensor]:
         """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer."""
-        if self.pinning:
-            self.wait_for_host_memory()
         # (N, D/2)
         rope = tuple(angles.expand(self.batch_size, -1, -1).flatten(0, 1) for angles in rope)
         micro_batch = MicroBatch(self, rope, attention, [])

@@ -63,7 +63,7 @@ from model import ModelConfig, flops_per_token, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
 from placement import Ring, make_rings, parse_leaf, place_nodes
-from shard import OPTIMIZER, STREAMS, Factors, check_factors, legal_factors, parse_strategy
+from shard import OPTIMIZERS, STREAMS, Factors, check_factors, legal_factors, parse_strategy
 
 # ---------------------------------------------------------------------------- constraints
 
@@ -110,6 +110,7 @@ class Constraints:
     strategy: str = ""
     os_layout: str = "auto"
     os_place: str = "auto"
+    optimizer: str = "adamw"
     layers_run: str = ""  # none, auto, full: of these alone
     overlap: str = ",".join(STREAMS)
     recompute: str = "auto"
@@ -448,7 +449,7 @@ def legal_tensor(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
     shared = {"GPUs of a node": hardware.per_node, "heads": model.heads,
               "key/value heads": model.kv_heads, "features": model.ffn}
     legal = divisors(math.gcd(*shared.values()))
-    if OPTIMIZER.whole:  # a column has parts of matrices
+    if OPTIMIZERS[constraints.optimizer].whole:  # a column has parts of matrices
         legal = [1]
         if constraints.tp not in (None, 1):
             raise ValueError(f"--tp {constraints.tp}: this optimizer needs whole matrices: --tp 1")
@@ -626,7 +627,7 @@ def legal_states(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
         high = wish.get("os", world)
         check_factors(Factors(low, wish.get("g", high), high), world, per_node)
         raise AssertionError("check_factors accepts what is not legal")
-    if OPTIMIZER.whole:  # its rank updates whole matrices
+    if OPTIMIZERS[constraints.optimizer].whole:  # its rank updates whole matrices
         factors = [f for f in factors if f.p == 1 and constraints.os_layout != "intra"]
         if not factors:
             raise ValueError("this optimizer needs whole matrices: --os-layout inter --p 1")
@@ -639,7 +640,7 @@ def legal_places(constraints: Constraints, hardware: Hardware, plan: Plan) -> li
     if constraints.os_place != "auto":
         return [(constraints.os_place,)]
     params = param_count(plan.model) / (plan.tp * plan.pp)
-    held = state_bytes(params, plan.factors, constraints.dtype, False)
+    held = state_bytes(params, plan.factors, constraints.dtype, False, plan.optimizer)
     large = held["optimizer"] > hardware.gpu_budget / 20
     return [("gpu",), ("host",)] if large else [("gpu",)]
 
@@ -648,7 +649,7 @@ def legal_layouts(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
     """Return layouts of optimizer states; where a subgroup has one rank, they are the same."""
     if constraints.os_layout != "auto":
         return [(constraints.os_layout,)]
-    if OPTIMIZER.whole:
+    if OPTIMIZERS[constraints.optimizer].whole:
         return [("inter",)]
     return [("intra",), ("inter",)] if plan.factors.os > plan.factors.p else [("intra",)]
 
@@ -668,7 +669,8 @@ def kept_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
 def factor_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     """Return the bytes of a stage's states, and of the buffers of their weights and gradients."""
     f = plan.factors
-    states = state_bytes(stage_params(plan, stage), f, plan.dtype, plan.accumulates)
+    states = state_bytes(stage_params(plan, stage), f, plan.dtype, plan.accumulates,
+                         plan.optimizer)
     states["optimizer"] *= plan.os_place == "gpu"
     if plan.os_layout == "inter":  # of the rank that owns most
         most = imbalance(plan, stage)
@@ -819,7 +821,7 @@ class Search:
         self.hardware = hardware
         self.est = Estimator(hardware.profile)
         self.start = Plan(model, constraints.dtype, hardware.ranks, hardware.per_node,
-                          constraints.seq)
+                          constraints.seq, optimizer=constraints.optimizer)
         self.errors: list[ValueError] = []
 
     def best_first(self) -> Iterator[Plan]:

@@ -19,6 +19,8 @@ test_model_equals_plain_pytorch       a wrong gradient in a hand-written backwar
 test_positions_*                      positions, or tokens seen, that go on over a border
 test_micro_*, test_products_*         gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
+test_misused_matrices_*               a tied head or an idle expert, whose gradients are lost
+test_fork_optimizer                   README's optimizer, whose lines do not run
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
                                       twice or halved, a norm without a rank's share
 test_some_equal_one_process           the same, soon: a position or label of another rank's
@@ -576,6 +578,7 @@ def plan_of(case: dict) -> costs.Plan:
         factors=shard.Factors(is_.p, is_.g, is_.os),
         os_layout=is_.layout,
         os_place=is_.place,
+        optimizer=is_.optimizer,
         accumulates=is_.micro > 1,
         activations=activations_of(is_.keep, -(-model.layers // (is_.pp * is_.parts)), is_.chunks),
         tp=is_.tp,
@@ -616,11 +619,9 @@ def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
         ignored_id=IGNORED,
     )
     m.Block = ForkBlock if case["block"] == "fork" else Block
-    shard.OPTIMIZER = MUON if case["optimizer"] == "muon" else shard.ADAMW
     there = train.make_groups(run, groups)
     op = train.make_attention(run, there, make_stream)
     built, states = train.build(run, op, there, make_stream)
-    train.wait_for_host_memory(built)
     return run, built, states
 
 
@@ -834,7 +835,7 @@ def answer(
             continue
         scalars = torch.tensor([learning_rate(step), 1, 0, 0, 1], dtype=torch.float64)
         for p, state in states.items():
-            muon(p.data, p.grad, state, scalars, (0.9, 0.95), 1e-8, 0.1)
+            muon(p.data, p.grad, state, scalars, 0.1)
             p.grad = None  # AdamW leaves it
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step)
@@ -842,12 +843,12 @@ def answer(
     return before, found, plain.weights()
 
 
-def muon(weight, grad, states, scalars, betas, eps, decay):
+def muon(weight, grad, states, scalars, decay):
     """Momentum whose singular values Newton-Schulz brings near 1: it needs the whole matrix."""
     master, momentum = states
     lr, clip, _, _, finite = scalars.unbind()
-    new_momentum = betas[0] * momentum + grad.to(master.dtype) * clip
-    x = new_momentum / (new_momentum.norm() + eps)
+    new_momentum = 0.9 * momentum + grad.to(master.dtype) * clip
+    x = new_momentum / (new_momentum.norm() + 1e-8)
     for _ in range(5):
         square = x @ x.t()
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
@@ -857,7 +858,7 @@ def muon(weight, grad, states, scalars, betas, eps, decay):
     weight.copy_(master)
 
 
-MUON = shard.Optimizer(muon, ("master", "momentum"), whole=True)
+shard.OPTIMIZERS["muon"] = shard.Optimizer(muon, ("master", "momentum"), whole=True)
 ALIBI = re.search(r"(?:    .*\n|\n)*    KERNELS\[.*\n", README)[0]  # a fork's kernel
 exec(textwrap.dedent(ALIBI), vars(attention))
 
@@ -1070,15 +1071,14 @@ def refusal(case: dict) -> str | None:
         os=f.os,
         os_layout=plan.os_layout,
         os_place=plan.os_place,
+        optimizer=plan.optimizer,
         recompute=plan.recompute,
         chunk=plan.chunk,
         document_token=END if is_.docs else -1,
         attention=is_.kernel,
     )
-    planner.OPTIMIZER = MUON if is_.optimizer == "muon" else shard.ADAMW
     search = planner.Search(constraints, plan.model, planner.Hardware(is_.ranks, is_.ranks, None))
     legal = any(search.choose(planner.DEGREES, search.start))
-    planner.OPTIMIZER = shard.ADAMW
     return None if legal else str(search.errors[0])
 
 
@@ -1720,7 +1720,110 @@ def test_progress_inside_a_step(capsys):
 END = 5  # the token that ends a document
 
 
-MUON = shard.Optimizer(muon, ("master", "momentum"), whole=True)
+class ExpertBlock(Block):
+    """A layer with an expert, which has tokens on ranks below `users`; first, as it is defined."""
+
+    users = 0
+
+    def __init__(self, cfg: m.ModelConfig):
+        m.nn.Module.__init__(self)
+        self.expert = m.Matrix(cfg.dim, cfg.dim)
+        expert = self.expert
+        super().__init__(cfg)
+        self.expert = expert
+
+    def post(self, x, o):
+        if dist.get_rank() < self.users:
+            x = x + m.project(self.expert, m.NOTHING, x)
+        return super().post(x, o)
+
+
+class TiedLLaMA(m.LLaMA):
+    """A model whose head is its embedding."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.head = self.embed
+
+
+def misuse_matrices(lines: list[str]) -> None:
+    """Runs on each rank: steps in which a matrix is used twice, or never, by all or by one."""
+    global Block
+    torch.compiler.set_stance("force_eager")
+    groups, plain, llama = {}, Block, m.LLaMA
+    for line in lines:
+        for users, tied in ((2, False), (1, False), (0, False), (2, True)):
+            if users == 1 and " p=2 " in line and "keep" not in line:
+                continue  # on a CPU nothing gathers beside: matrix by matrix, they would wait
+            Block, ExpertBlock.users = ExpertBlock, users
+            train.LLaMA = TiedLLaMA if tied else llama
+            run, model, states = make_run(make_case(line), groups, Spoiled)
+            train.load_random_weights(run, states)
+            before = {name: part.values.clone() for name, part in states.state_parts().items()}
+            loss, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
+            same = [torch.equal(before[name], p.values) for name, p in states.state_parts().items()]
+            assert not bool(finite) == norm.isnan() == all(same) == (users < 2 or tied), line
+            try:
+                states.check_uses()
+            except train.ConfigError as e:
+                print(f"{e}\n", end="", flush=True)
+    Block, train.LLaMA = plain, llama
+
+
+def test_misused_matrices_end_a_step():
+    """By name, on all ranks alike, also of one that has not launched what the others wait for."""
+    lines = ["2", "2 g=2 os=2 micro=2", "2 g=2 os=2 layout=inter micro=2", "2 os=2 micro=4"]
+    lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
+    text = on_ranks(2, misuse_matrices, lines)
+    told = Counter(line.partition("; ")[0] for line in text.splitlines() if "; " in line)
+    never = "blocks.4.expert.weight was used never: 0 gradients came in, not"
+    twice = "embed.weight was used more than once a pass: {} gradients came in, not {}"
+    assert told == {f"{never} 1": 10, f"{never} 2": 8, f"{never} 3": 4, f"{never} 4": 4} | {
+        twice.format(2 * n, n): count for n, count in ((1, 8), (2, 4), (4, 2))
+    }
+    assert text.count(" (on ranks [1])") == 12
+
+
+def test_refused_optimizer(group):
+    """Before any memory is taken: a rank would update a part of a matrix."""
+    with pytest.raises(ValueError, match="layout=intra p=1 tp=1: .* with layout=inter p=1 tp=1"):
+        muon = shard.OPTIMIZERS["muon"]
+        shard.States(m.LLaMA(SMALL), torch.device("cpu"), torch.float32, optimizer=muon)
+
+
+@slow
+def test_fork_optimizer(tmp_path):
+    """README's example in a copy of the project, on 2 ranks that share a matrix's optimizer."""
+    code = README[README.index("    def muon(") : README.index("Muon-like")].rstrip()
+    *update, flag = textwrap.dedent(code).splitlines()
+    for file in HERE.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    with open(tmp_path / "shard.py", "a") as file:
+        file.write("\n\n" + "\n".join(update))
+    config = (tmp_path / "train.py").read_text()
+    place = "    steps: int = flag("
+    (tmp_path / "train.py").write_text(config.replace(place, f"    {flag}\n{place}"))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2 train.py"
+    flags = [*QUICK, "--out", "out", "--optimizer", "muon"]
+
+    def start(*more: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [*command.split(), *flags, *more],
+            cwd=tmp_path,
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=RUN_SECONDS,
+        )
+
+    refused = start("--p", "2")
+    assert refused.returncode and "needs whole matrices: --os-layout inter --p 1" in refused.stdout
+    done = start("--os", "2")
+    assert done.returncode == 0 and "inter-tensor" in done.stdout, done.stdout[-3000:]
+    first, *_, last = losses(tmp_path / "out")
+    assert last[1] < first[1]
 
 
 # ---------------------------------------------------------------------------- sequences, offload
@@ -2112,7 +2215,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
         patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         for module in (train, shard):  # nobody else is there
             patch.setattr(module, "on_all_ranks", lambda check: check())
-        fused = [(shard.States, "update_param"), (shard.States, "update_vectors")]  # if compiled
+        fused = [(shard.States, "update_param")]  # if compiled
         fused += [
             (module, name)
             for module in (m, shard, attention)

@@ -62,7 +62,7 @@ from parallel import Pipeline
 from planner import Constraints, Hardware, Plan
 from ranks import (ConfigError, Groups, Heartbeat, check_same, error_of_any, most_of_ranks,
                    of_rank_0, on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
-from shard import STREAMS, States
+from shard import OPTIMIZERS, STREAMS, States
 
 # ---------------------------------------------------------------------------- config
 
@@ -764,7 +764,7 @@ def build(run: Run, op: Ulysses, groups: Groups,
         overlap=cfg.overlaps,
         gather_layers=plan.recompute == "full" or kept is not None,
         num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place,
-        make_stream=make_stream)
+        optimizer=OPTIMIZERS[plan.optimizer], make_stream=make_stream)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, order, run.device, run.dtype,
@@ -784,16 +784,6 @@ def layer_runners(run: Run, model: LLaMA, parts: list[range], order: list[parall
     return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
                           parallel.in_flight(order, v), part, make_stream).start
             for v, part in enumerate(parts)]
-
-
-def wait_for_host_memory(model: LLaMA | Pipeline) -> None:
-    """Wait for the host memory that layers swap to, on all ranks: it is pinned while states are
-    made and weights are read."""
-    runners = model.layer_runners if isinstance(model, Pipeline) else [model.layer_runner]
-    for runner in runners:
-        layers = getattr(runner, "__self__", None)
-        if isinstance(layers, ChunkedLayers):
-            on_all_ranks(lambda: layers.wait_for_host_memory(print0))
 
 
 def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
@@ -838,7 +828,7 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
                              in the last micro-batch: grad_reduce
                            a stage of a pipeline alternates, in parallel.pipeline_order
         finish_gradients   compute waits for grad_scatter and grad_reduce; vectors' gradients
-        update             global norm, clipping, OPTIMIZER on what this rank owns, unit by unit
+        update             global norm, clipping, the optimizer on what this rank owns, unit by unit
                              beside it, and under the next forward: param_broadcast; all of it,
                              if states lie on the host: host_update
     """
@@ -1342,7 +1332,6 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
     clock = time.perf_counter()
     progress = Progress(states, run.rank == 0)
     memory = plan_memory(run)
-    wait_for_host_memory(model)
     if start < cfg.steps:
         warm_up(model, batch)
     elif cfg.eval_every > 0:
@@ -1362,6 +1351,8 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start
         if step < cfg.steps:
             batch = load_batch(run, samples)
         facts = agree(run, result, stop, saver.writing, bool(batch.unread))
+        if not facts.finite:
+            states.check_uses()
         seconds = time.perf_counter() - clock
         progress.end()
 
