@@ -63,7 +63,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from importlib import metadata
 from typing import ClassVar
 
 import torch
@@ -72,7 +71,6 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.torch_version import TorchVersion
 
 from model import accumulation_dtype, compiled, copy_heads
 from ranks import Groups
@@ -162,7 +160,7 @@ EVERYTHING = Mask(causal=False)
 # A kernel is a pair of functions on (B, T, heads, D) tensors, scaled by 1/sqrt(D):
 #   forward(q, k, v, mask) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
 #   backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
-# Of documents, B is 1; FlashAttention's functions want (N, heads, D) then, and lse (H, N).
+# Of documents, tensors are (B*T, heads, D) and lse (H, B*T), as FlashAttention's functions want.
 # Some of aten's operators want (B, heads, T, D): transposed views, which cost nothing.
 
 _aten = torch.ops.aten
@@ -171,16 +169,6 @@ _module = importlib.import_module  # a dictionary look-up after the first call
 
 def _swap(*tensors):
     return [t.transpose(1, 2) for t in tensors]
-
-
-def _rows(mask: Mask, *tensors):
-    """(1, N, ...) -> (N, ...), of documents."""
-    return tensors if mask.documents is None else [t[0] for t in tensors]
-
-
-def _batch(mask: Mask, *tensors):
-    """(N, ...) -> (1, N, ...), of documents."""
-    return tensors if mask.documents is None else [t[None] for t in tensors]
 
 
 def _lengths(mask: Mask) -> dict:
@@ -195,16 +183,15 @@ def _lengths(mask: Mask) -> dict:
 def _fa4_forward(q, k, v, mask):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        *_rows(mask, q, k, v), causal=mask.causal, return_lse=True, **_lengths(mask))
-    return _batch(mask, o, lse)
+        q, k, v, causal=mask.causal, return_lse=True, **_lengths(mask))
+    return o, lse
 
 
 def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
     grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
-        *_rows(mask, q, k, v, o, do, lse), causal=mask.causal, deterministic=exact,
-        **_lengths(mask))
-    return _batch(mask, *grads[:3])
+        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_lengths(mask))
+    return grads[:3]
 
 
 def _cudnn_forward(q, k, v, mask):
@@ -231,32 +218,31 @@ def _flash_lengths(q, k, mask: Mask) -> tuple:
 
 def _flash_forward(q, k, v, mask):
     o, lse, *_ = _aten._flash_attention_forward(
-        *_rows(mask, q, k, v), *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
-    return _batch(mask, o, lse)
+        q, k, v, *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
+    return o, lse
 
 
 def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return _batch(mask, *_aten._flash_attention_backward(
-        *_rows(mask, do, q, k, v, o, lse), *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed,
-        no_seed))
+    return _aten._flash_attention_backward(
+        do, q, k, v, o, lse, *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed, no_seed)
 
 
 def _cpu_forward(q, k, v, mask):
     if mask.documents is not None:
-        parts = [_cpu_forward(*(t[:, cut] for t in (q, k, v)), CAUSAL)
+        parts = [_cpu_forward(*(t[None, cut] for t in (q, k, v)), CAUSAL)
                  for cut in mask.documents.cuts()]
         o, lse = zip(*parts)
-        return torch.cat(o, 1), torch.cat(lse, 2)
+        return torch.cat(o, 1)[0], torch.cat(lse, 2)[0]
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
     return o.transpose(1, 2), lse
 
 
 def _cpu_backward(do, q, k, v, o, lse, mask):
     if mask.documents is not None:
-        parts = [_cpu_backward(*(t[:, cut] for t in (do, q, k, v, o)), lse[:, :, cut], CAUSAL)
+        parts = [_cpu_backward(*(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], CAUSAL)
                  for cut in mask.documents.cuts()]
-        return [torch.cat(grads, 1) for grads in zip(*parts)]
+        return [torch.cat(grads, 1)[0] for grads in zip(*parts)]
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
         do, q, k, v, o, lse, 0.0, mask.causal))
@@ -318,33 +304,6 @@ def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
     if reason:
         raise ValueError(f"--attention {name}: {reason}; usable: {', '.join(usable) or 'none'}")
     return name
-
-
-VERSIONS = {  # package: the first and the last release that this ran with (README.md, On GPUs)
-    "torch": ("2.11", "2.13"),
-    "flash-attn-4": ("4.0.0b36", "4.0.0b36"),
-}
-
-
-def untried_versions(kernel: str) -> list[str]:
-    """Return a sentence for each package, of those that matter here, whose version this did not run
-    with. Raises ValueError for a torch that is too old."""
-    found = []
-    for name in ("torch", KERNELS[kernel].package.partition("[")[0]):
-        if name not in VERSIONS:
-            continue
-        first, last = VERSIONS[name]
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:  # built here: nothing is known of it
-            continue
-        parts = version.partition("+")[0].split(".")
-        series = TorchVersion(".".join(parts[: last.count(".") + 1]))  # compares as versions do
-        if name == "torch" and series < first:
-            raise ValueError(f"torch {version}: this needs what {first} to {last} have")
-        if not first <= series <= last:
-            found.append(f"{name} {version} was not tried, {first} to {last} were")
-    return found
 
 
 class _Attention(Function):
@@ -442,15 +401,15 @@ class HeadGroups:
 
 
 def as_rows(mask: Mask, *tensors: Tensor) -> list[Tensor]:
-    """Return tensors (B, T, heads, D) as kernels take them: of documents (1, B*T, heads, D)."""
+    """Return tensors (B, T, heads, D) as kernels take them: of documents (B*T, heads, D)."""
     if mask.documents is not None:
-        tensors = [t.flatten(0, 1)[None] for t in tensors]
+        tensors = [t.flatten(0, 1) for t in tensors]
     return [t.contiguous() for t in tensors]
 
 
 class Attention:
     """A kernel of the table, for one group of heads after the other: called, with autograd; or
-    forward and backward, as they are. lse: (G, B, h, T/R); of documents (G, 1, h, B*T).
+    forward and backward, as they are. lse: (G, B, h, T/R); of documents (G, h, B*T).
 
     Subclasses split a sequence over ranks: `to_heads` and `to_tokens` bring what a group's
     attention takes and gives, `attend` and `attend_backward` are that attention.

@@ -49,8 +49,7 @@ import hardware
 import model as llama
 import parallel
 import planner
-from attention import (CommStream, Documents, Exchange, Ulysses, pick_kernel, sequence_positions,
-                       untried_versions)
+from attention import (CommStream, Documents, Exchange, Ulysses, pick_kernel, sequence_positions)
 from checkpoint import Checkpoint
 from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
                   fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
@@ -503,8 +502,9 @@ def machine(cfg: Config, rank: int, world: int, local_rank: int,
     if 0 < window < cfg.seq:
         raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
                          f"{window} tokens, which are not built; at most --seq {window}")
+    if torch.__version__ < "2.11":
+        raise ValueError(f"torch {torch.__version__}: at least 2.11")
     kernel = pick_kernel(cfg.attention, device, dtype, cfg.document_token != -1)
-    untried_versions(kernel)  # refuses a torch that is too old
     cfg = replace(cfg, attention=kernel)
     run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
     planner.check(run.constraints, model, world, cfg.per_node)
@@ -1461,8 +1461,6 @@ def run_ranks(cfg: Config, rank: int, world: int, local_rank: int) -> str:
     run = with_plan(with_hardware(run))
     cap_gpu(run)
     introduce(run)
-    for sentence in untried_versions(run.kernel):
-        print0(sentence)
     if cfg.dry_run:
         describe(run)
         return ""
