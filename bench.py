@@ -39,6 +39,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import planner
 import train
@@ -47,7 +48,7 @@ from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profil
 from memplan import StepMemory, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
-from offload import GIB, ActivationPlan, recomputed_layers
+from offload import GIB, ActivationPlan
 from planner import state_bytes
 from ranks import (ConfigError, Groups, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0,
                    print0, start_ranks)
@@ -343,10 +344,15 @@ class Fsdp2States:
         return norm, loss.isfinite()
 
 
+def checkpointed_layers(model: LLaMA, rope: tuple[Tensor, Tensor], attention: Callable):
+    """A layer_runner that keeps a layer's input alone and runs all of it again, as PyTorch does."""
+    return lambda i, x: checkpoint(model.blocks[i], x, rope, attention, use_reentrant=False)
+
+
 def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     """Build a step of the same model and kernels under FSDP2. With a sequence over ranks, layers
     are recomputed, and all-to-alls are NCCL's, in one head group."""
-    run = machine(bench, replace(cfg, head_groups=1, ring=1, recompute="full"))
+    run = machine(bench, replace(cfg, head_groups=1, ring=1, recompute="none"))
     anything = replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
     run = train.with_plan(run.but(hardware=anything))
     op = train.make_attention(run.but(cfg=replace(run.cfg, per_node=0)),
@@ -354,7 +360,7 @@ def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     if run.plan.sp > 1:
-        model.layer_runner = recomputed_layers
+        model.layer_runner = checkpointed_layers
     states = Fsdp2States(model, mesh, reshard, run.plan.micro_batches, bench.device)
     return Step(run.but(plan=replace(run.plan, factors=Factors())), model, states,
                 random_batch(run))

@@ -74,7 +74,7 @@ class Plan:
     batch: int = 1  # sequences a step
     micro_batch: int = 1  # sequences that sp ranks run at once
     head_groups: int = 1
-    recompute: str = "none"  # auto: layers run in chunks; none: whole; full: they keep x alone
+    recompute: str = "none"  # auto: layers run in chunks; none: whole
     chunk: int = 0  # tokens, the most that a layer runs at once
     factors: Factors = Factors()
     os_layout: str = "intra"
@@ -300,8 +300,6 @@ def column_bytes(plan: Plan) -> tuple[float, float, float]:
         return x, attn, intermediates
     if plan.tp_mode == "fsp":  # x and h are own tokens'
         return own, attn, intermediates - x + own
-    if plan.recompute == "full":  # they are gathered again with the layer
-        return own, attn, intermediates + x
     return x, attn, intermediates
 
 
@@ -694,7 +692,6 @@ class LayerSeconds:
     kernels: float  # of both passes, attention alone
     recompute: float  # of the intermediates of all tokens, in backward
     post: float  # of what makes the next layer's input again
-    whole: float  # of a forward that runs again, if a layer keeps its input alone
     columns: float  # of both passes, what columns exchange that no computation hides
 
 
@@ -729,7 +726,7 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     return LayerSeconds(
         layer, attention, tuple(map(operator.add, backward, more)),
         attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
-        pre + post - last, post, layer - last, columns + sum(more))
+        pre + post - last, post, columns + sum(more))
 
 
 def product_seconds(est: Estimator, plan: Plan, kind: str, matrix: tuple[int, int]) -> float:
@@ -1213,8 +1210,6 @@ def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
     micro-batch's way through the largest part of the model, what plan_activations loses to
     recomputation and to copies."""
     layers = max(plan.parts)
-    if plan.recompute == "full":
-        recomputed = layers * layer_seconds(est, plan).whole
     line = StepTimeline(est, plan, recomputed / layers)
     line.update()
     line.micro_batches()

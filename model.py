@@ -435,8 +435,9 @@ class _SplitRotate(Function):
         batch, tokens, _, width = dq.shape
         dqkv = dq.new_empty(batch, tokens, sum(ctx.heads), width)
         of_q, of_k, of_v = dqkv.split(ctx.heads, dim=2)
-        rotate_back_into(dq, *ctx.saved_tensors, of_q)
-        rotate_back_into(dk, *ctx.saved_tensors, of_k)
+        cos, sin = ctx.saved_tensors  # once: PyTorch's checkpoints give them once
+        rotate_back_into(dq, cos, sin, of_q)
+        rotate_back_into(dk, cos, sin, of_k)
         copy_heads(dv, of_v)
         return dqkv, None, None, None
 

@@ -111,7 +111,7 @@ class Constraints:
     os_layout: str = "auto"
     os_place: str = "auto"
     optimizer: str = "adamw"
-    layers_run: str = ""  # none, auto, full: of these alone
+    layers_run: str = ""  # none, auto: of these alone
     overlap: str = ",".join(STREAMS)
     recompute: str = "auto"
     chunk: int | None = None
@@ -560,8 +560,8 @@ def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> l
 def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
     """Return how layers may run. What is said of chunks by hand asks for them. Raises ValueError
     where columns that split tokens are to have some, and for layers that there are not."""
-    if constraints.recompute != "auto":
-        return [(constraints.recompute,)]
+    if constraints.recompute == "none":
+        return [("none",)]
     k = constraints.resident_layers
     alpha = constraints.alpha
     n = max(plan.parts)
@@ -576,14 +576,15 @@ def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) ->
     cut = constraints.chunk is not None and constraints.chunk < plan.tokens
     by_hand = constraints.alpha is not None or constraints.resident_layers
     # chunks alone let a group's gradients take its tensors' places
-    in_chunks = cut or by_hand or plan.sp == 1 < plan.head_groups
+    full = constraints.recompute == "full"
+    in_chunks = full or cut or by_hand or plan.sp == 1 < plan.head_groups
     if in_chunks and plan.splits_tokens:
         raise ValueError(f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
-                         " so layers run whole, without --chunk, --alpha, --resident-layers and, of"
-                         " sp 1, --head-groups: --tp-mode mtp")
+                         " so layers run whole, without --chunk, --alpha, --resident-layers,"
+                         " --recompute full and, of sp 1, --head-groups: --tp-mode mtp")
     if in_chunks:
         return [("auto",)]
-    ways = ("none", "full") if plan.splits_tokens else ("none", "auto", "full")
+    ways = ("none",) if plan.splits_tokens else ("none", "auto")
     return [(how,) for how in ways if constraints.layers_run in ("", how)]
 
 
@@ -661,8 +662,6 @@ def kept_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
     kept = plan.activations
     if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
         return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
-    if plan.recompute == "full":  # all layers' inputs, and one whole layer
-        return {"activations": layers * layer[0] + sum(layer)}
     return {"activations": layers * sum(layer)}
 
 
@@ -1009,12 +1008,18 @@ class Search:
         c = self.constraints
         everything = self.keeping_all(plan)
         by_hand = c.alpha is not None or c.resident_layers
-        if everything.memory.total() <= self.hardware.gpu_budget and not by_hand:
-            return everything, (0.0, 0.0)
         budget = self.hardware.gpu_budget
         sizes = layer_sizes(self.est, plan)
         host_rate = self.est.profile.to_host
         busy = link_seconds(self.est, plan)
+        if c.recompute == "full":  # all layers keep x alone
+            n = max(plan.parts)
+            kept = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
+            plan = with_memory(replace(plan, activations=kept))
+            self.check_memory(plan, plan.memory)
+            return plan, lost_seconds(kept, sizes, host_rate, busy)
+        if everything.memory.total() <= budget and not by_hand:
+            return everything, (0.0, 0.0)
         gpu, host = self.rooms(everything)
         others = everything.memory.beside_activations()
         asked = everything.activations
@@ -1159,7 +1164,7 @@ def layers_text(plan: Plan) -> str:
     """Return what layers keep, in a few words."""
     kept = plan.activations
     if kept is None:
-        return "input alone" if plan.recompute == "full" else "all"
+        return "all"
     if kept.resident == kept.layers and kept.kept_chunks == kept.layers * kept.chunks:
         return f"all, chunks of {plan.chunk:,}"
     twice = kept.layers_recomputing_attention

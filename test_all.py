@@ -509,7 +509,7 @@ SIZES = {  # vocab, C, layers, heads, key/value heads, F, head dim
 KEEPS = {  # what layers keep: all; x alone; in chunks resident layers k, shares of theirs that are
     # kept and of others' that are swapped, first layers that drop o, and one in how many keeps x
     "all": None,
-    "x": None,
+    "x": (99, 0, 0, 99, 1),
     "kept": (9, 1, 0, 0, 1),
     "again": (9, 0, 0, 0, 1),
     "swapped": (2, 0, 1, 0, 1),
@@ -573,7 +573,7 @@ def plan_of(case: dict) -> costs.Plan:
         batch=BATCH,
         micro_batch=micro_batch,
         head_groups=is_.groups,
-        recompute={"all": "none", "x": "full"}.get(is_.keep, "auto"),
+        recompute="none" if is_.keep == "all" else "auto",
         chunk=chunk if KEEPS[is_.keep] else tokens,
         factors=shard.Factors(is_.p, is_.g, is_.os),
         os_layout=is_.layout,
@@ -1091,7 +1091,7 @@ def fits(case: dict) -> bool:
     if refusal(case) is not None or any(never_meet(*pair) for pair in pairs(case)):
         return False
     kept = plan_of(case).activations
-    return kept is None or kept.resident < kept.layers or KEEPS[case["keep"]][0] == 9  # some leave
+    return kept is None or kept.resident < kept.layers or KEEPS[case["keep"]][0] >= 9  # some leave
 
 
 def mechanisms(case: dict) -> set[str]:
@@ -1113,7 +1113,6 @@ def mechanisms(case: dict) -> set[str]:
         "host": is_.place == "host",
         "in the open": is_.open,
         "micro-batches": is_.micro > 1,
-        "keeps x": is_.keep == "x",
         f"chunks {is_.keep}": KEEPS[is_.keep] is not None,
         "documents": is_.docs,
         f"block {is_.block}": is_.block != "plain",
@@ -1126,7 +1125,7 @@ def mechanisms(case: dict) -> set[str]:
 
 MECHANISMS = sorted(
     "heads,ring,long ring,groups,tp msp,tp mtp,tp fsp,stages,parts,p>1,g>p,os>g,replicas,inter,"
-    "host,in the open,micro-batches,keeps x,chunks kept,chunks again,chunks swapped,chunks mixed,"
+    "host,in the open,micro-batches,chunks x,chunks kept,chunks again,chunks swapped,chunks mixed,"
     "chunks no-o,chunks no-x,chunks neither,documents,block norms,block fork,kv mha,kv mqa,bf16,"
     "whole matrices".split(",")
 )
@@ -1146,7 +1145,6 @@ NEVER_MEET = {  # two mechanisms, by how they begin -> a case that has both, and
     ("heads", "kv mqa"): ("2 model=mqa sp=2", "share 1 key/value heads"),
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): ("2 layout=inter tp=2 optimizer=muon", "--tp 1"),
-    ("chunks", "keeps x"): None,  # by what they are
 }
 REFUSED = [row for row in NEVER_MEET.values() if row] + [
     ("1 groups=3", "--head-groups 3: a rank has 8 query heads at a time, and 4 of keys"),
@@ -1206,6 +1204,8 @@ ALONE = [make_case(line) for line in """
 2 pp=2 micro=4
 2 pp=2 parts=2 micro=2
 2 keep=x docs=1
+2 keep=x sp=2 g=2 os=2 place=host dtype=bf16
+2 keep=x p=2 g=2 os=2
 2 keep=swapped g=2 os=2
 2 keep=neither model=deep block=norms
 2 keep=kept block=fork
@@ -1256,8 +1256,8 @@ COVER = [make_case(line) for line in """
 2 model=mqa block=norms docs=1 p=2 g=2 os=2 place=host open=1 keep=mixed dtype=bf16
 2 model=mha block=fork sp=2 ring=2 groups=2 os=2 layout=inter place=host keep=no-x chunks=1 \
   optimizer=muon
-2 model=mha block=norms docs=1 tp=2 layout=inter place=host open=1 keep=x
-2 model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 keep=x dtype=bf16
+2 model=mha block=norms docs=1 tp=2 layout=inter place=host open=1
+2 model=mha docs=1 groups=4 tp=2 mode=fsp layout=inter open=1 dtype=bf16
 2 model=mqa block=norms micro=2 pp=2 parts=2 layout=inter keep=again optimizer=muon
 2 model=mha block=norms docs=1 groups=4 tp=2 mode=mtp layout=inter open=1 keep=x
 2 block=fork docs=1 micro=2 groups=2 g=2 os=2 layout=inter keep=no-o optimizer=muon dtype=bf16
@@ -1270,16 +1270,16 @@ COVER = [make_case(line) for line in """
 2 groups=2 os=2 layout=inter keep=mixed optimizer=muon dtype=bf16
 2 block=fork sp=2 ring=2 groups=4 g=2 os=2 layout=inter keep=neither optimizer=muon
 2 model=deep block=norms docs=1 micro=2 groups=2 pp=2 parts=2 layout=inter keep=no-x
-2 model=mha block=fork docs=1 groups=2 tp=2 keep=x dtype=bf16
+2 model=mha block=fork docs=1 groups=2 tp=2 dtype=bf16
 2 model=mha block=fork micro=2 groups=2 tp=2 mode=mtp layout=inter place=host open=1 dtype=bf16
 2 block=norms sp=2 ring=2 groups=2 os=2 place=host keep=kept
 4 groups=4 p=2 g=2 os=4 layout=inter place=host keep=swapped dtype=bf16
 4 block=fork sp=4 ring=4 p=2 g=4 os=4 keep=mixed
-4 block=fork sp=2 tp=2 mode=fsp g=2 os=2 place=host open=1 keep=x
+4 block=fork sp=2 tp=2 mode=fsp g=2 os=2 place=host open=1
 4 model=mha sp=4 ring=4 p=2 g=2 os=2 layout=inter place=host keep=no-x
 4 model=mha sp=2 groups=2 pp=2 os=2 place=host open=1 keep=again
 4 sp=2 ring=2 tp=2 mode=mtp keep=x
-4 block=norms micro=2 groups=2 tp=2 pp=2 parts=2 layout=inter open=1 keep=x
+4 block=norms micro=2 groups=2 tp=2 pp=2 parts=2 layout=inter open=1
 4 model=mha micro=2 tp=2 mode=mtp pp=2 parts=2 keep=x
 4 model=deep micro=2 sp=2 pp=2 parts=2 layout=inter place=host keep=no-o
 4 model=mha sp=2 ring=2 tp=2 p=2 g=2 os=2 place=host
@@ -1288,7 +1288,7 @@ COVER = [make_case(line) for line in """
 4 block=norms sp=2 groups=2 layout=inter place=host open=1 keep=no-x
 4 model=mha block=fork sp=2 groups=4 layout=inter place=host open=1 keep=neither
 4 block=fork docs=1 tp=2 mode=mtp p=2 g=2 os=2
-4 block=norms docs=1 tp=2 mode=fsp os=2 layout=inter keep=x
+4 block=norms docs=1 tp=2 mode=fsp os=2 layout=inter
 4 model=mha groups=2 tp=2 mode=mtp os=2 dtype=bf16
 4 model=mha block=fork docs=1 tp=2 os=2 layout=inter open=1
 4 sp=4 ring=4 p=2 g=4 os=4 layout=inter place=host keep=neither
@@ -1296,7 +1296,7 @@ COVER = [make_case(line) for line in """
 8 model=mha micro=2 sp=4 ring=4 groups=4 pp=2 parts=2 p=2 g=4 os=4 layout=inter open=1 keep=again
 8 model=mqa sp=4 ring=4 os=2 layout=inter place=host open=1 keep=no-o optimizer=muon dtype=bf16
 8 block=norms micro=2 tp=2 mode=fsp pp=2 parts=2
-8 model=mha block=norms sp=4 ring=4 groups=4 tp=2 mode=fsp p=2 g=4 os=4 layout=inter open=1 keep=x
+8 model=mha block=norms sp=4 ring=4 groups=4 tp=2 mode=fsp p=2 g=4 os=4 layout=inter open=1
 8 block=norms sp=4 ring=4 groups=2 tp=2 mode=mtp layout=inter keep=x
 8 block=fork sp=4 ring=4 tp=2 layout=inter open=1
 """.strip().splitlines()]
@@ -1568,7 +1568,7 @@ NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none 
             {},
             "--p 2 --g 4 --os 4 --os-layout inter --sp 2 --ring 2 --batch 16 --micro-batch 4 "
             "--seq 8K --head-groups 2 --os-place gpu --recompute full",
-            "p=2 g=4 os=4 os_layout=inter sp=2 ring=2 micro_batch=4 head_groups=2 recompute=full",
+            "p=2 g=4 os=4 os_layout=inter sp=2 ring=2 micro_batch=4 head_groups=2 recompute=auto",
         ),
     ],
 )
@@ -4579,7 +4579,12 @@ def test_step_seconds_are_counted_by_hand():
     small = 5 * 2**20  # loss, norm and so on: each takes as long as a MiB
     launch = {"forward": 1.0, "backward": 2.0}
     rows = [  # a machine, choices, seconds more
-        ({}, {"recompute": "full"}, layers * (forward - 2 * n * c * f) / 1e14),
+        # all runs again but the last product, in chunks; sums of gradients take as long
+        (
+            {},
+            {"recompute": "auto", "activations": offload.ActivationPlan(4, 1, 4, 0, 0, 4)},
+            layers * (forward - 2 * n * c * f) / 1e14,
+        ),
         ({"optimizer": 1e9}, {}, 28 * params / 1e9),
         ({"visits": 1e9}, {"os_place": "host", **alone}, 12 * params / 1e9),
         ({"launch": launch}, {}, layers * (1 + 2 - layer)),
@@ -4664,11 +4669,11 @@ class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
     [
         ((1, 1, 1), "intra", 1, "none"),
         ((1, 1, 8), "inter", 3, "none"),
-        ((1, 4, 4), "inter", 3, "full"),
+        ((1, 4, 4), "inter", 3, "auto"),
         ((2, 4, 4), "intra", 3, "none"),
-        ((2, 2, 4), "inter", 1, "full"),
+        ((2, 2, 4), "inter", 1, "auto"),
         ((4, 8, 8), "inter", 2, "none"),
-        ((4, 4, 8), "intra", 3, "full"),
+        ((4, 4, 8), "intra", 3, "auto"),
         ((8, 8, 8), "intra", 1, "none"),
     ],
 )
@@ -4687,6 +4692,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         32,
         batch=8 * several,
         recompute=recompute,
+        activations=offload.ActivationPlan(5, 1, 5, 0, 0, 5) if recompute == "auto" else None,
         chunk=32,
         factors=f,
         os_layout=layout,

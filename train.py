@@ -56,7 +56,7 @@ from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text
 from memplan import StepMemory, library, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
-from offload import GIB, ChunkedLayers, buffer_bytes, recomputed_layers
+from offload import GIB, ChunkedLayers, buffer_bytes
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan
 from ranks import (ConfigError, Groups, Heartbeat, check_same, error_of_any, most_of_ranks,
@@ -762,7 +762,7 @@ def build(run: Run, op: Ulysses, groups: Groups,
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=cfg.overlaps,
-        gather_layers=plan.recompute == "full" or kept is not None,
+        gather_layers=kept is not None,
         num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place,
         optimizer=OPTIMIZERS[plan.optimizer], make_stream=make_stream)
     states.on_phase = mark  # a layer's pass, for plans of two levels
@@ -779,7 +779,7 @@ def layer_runners(run: Run, model: LLaMA, parts: list[range], order: list[parall
     plan = run.plan
     kept = plan.activations
     if kept is None:
-        return len(parts) * [recomputed_layers if plan.recompute == "full" else whole_layers]
+        return len(parts) * [whole_layers]
     shape = (plan.micro_batch, plan.seq // plan.sp)
     return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
                           parallel.in_flight(order, v), part, make_stream).start
