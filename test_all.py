@@ -618,7 +618,7 @@ def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
         train=SimpleNamespace(sample=windows),
         ignored_id=IGNORED,
     )
-    m.Block = ForkBlock if case["block"] == "fork" else Block
+    m.Block = m.ForkBlock if case["block"] == "fork" else Block
     there = train.make_groups(run, groups)
     op = train.make_attention(run, there, make_stream)
     built, states = train.build(run, op, there, make_stream)
@@ -729,7 +729,7 @@ class PlainLayer(torch.nn.Module):
             self.q_norm, self.k_norm = nn.RMSNorm(d, cfg.norm_eps), nn.RMSNorm(d, cfg.norm_eps)
         if block == "fork":
             self.last_norm = nn.RMSNorm(c, cfg.norm_eps)
-            self.router = nn.Linear(c, 3, bias=False)
+            self.gate = nn.Linear(c, 3, bias=False)
 
     def forward(self, x, turn, mask):
         def rotate(t):  # (B, heads, T, D), the pairs (i, i + D/2) as complex numbers
@@ -746,7 +746,7 @@ class PlainLayer(torch.nn.Module):
         y = h + self.down(F.silu(gate) * up)
         if self.block != "fork":
             return y
-        gate = torch.sigmoid(self.router(x)).sum(-1, keepdim=True)
+        gate = torch.sigmoid(self.gate(x)).sum(-1, keepdim=True)
         return torch.tanh(self.last_norm(y)) * gate + x
 
 
@@ -835,7 +835,7 @@ def answer(
             continue
         scalars = torch.tensor([learning_rate(step), 1, 0, 0, 1], dtype=torch.float64)
         for p, state in states.items():
-            muon(p.data, p.grad, state, scalars, 0.1)
+            shard.muon(p.data, p.grad, state, scalars, 0.1)
             p.grad = None  # AdamW leaves it
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step)
@@ -843,46 +843,11 @@ def answer(
     return before, found, plain.weights()
 
 
-def muon(weight, grad, states, scalars, decay):
-    """Momentum whose singular values Newton-Schulz brings near 1: it needs the whole matrix."""
-    master, momentum = states
-    lr, clip, _, _, finite = scalars.unbind()
-    new_momentum = 0.9 * momentum + grad.to(master.dtype) * clip
-    x = new_momentum / (new_momentum.norm() + 1e-8)
-    for _ in range(5):
-        square = x @ x.t()
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    new = master * (1 - lr * decay) - lr * x
-    momentum.copy_(torch.where(finite > 0, new_momentum, momentum))
-    master.copy_(torch.where(finite > 0, new, master))
-    weight.copy_(master)
-
-
-shard.OPTIMIZERS["muon"] = shard.Optimizer(muon, ("master", "momentum"), whole=True)
-ALIBI = re.search(r"(?:    .*\n|\n)*    KERNELS\[.*\n", README)[0]  # a fork's kernel
-exec(textwrap.dedent(ALIBI), vars(attention))
-
-
-class ForkBlock(Block):
-    """What a fork changes: norms on q and k, biases on all, a norm and a gate behind the layer."""
-
-    def __init__(self, cfg: m.ModelConfig):
-        super().__init__(cfg)
-        self.q_norm, self.k_norm = m.Vector(cfg.head_dim), m.Vector(cfg.head_dim)
-        self.last_norm = m.Vector(cfg.dim)
-        self.qkv_bias = m.Vector(self.qkv.shape[0], like=self.qkv)
-        self.router = m.Matrix(3, cfg.dim, cut="whole")
-
-    def pre(self, x, rope):
-        qkv = m.project(self.qkv, self.norm, x, self.norm1.weight)
-        qkv = qkv + self.qkv_bias.here().to(x.dtype)
-        q, k, v = qkv.unflatten(-1, (sum(self.heads), -1)).split(self.heads, 2)
-        q, k = (m.rms_norm(t, n.weight, 1e-5) for t, n in ((q, self.q_norm), (k, self.k_norm)))
-        return m.rotate(q, rope), m.rotate(k, rope), v.contiguous()
-
-    def post(self, x, o):
-        y = torch.tanh(m.rms_norm(super().post(x, o), self.last_norm.weight, 1e-5))
-        return y * torch.sigmoid(self.router(x)).sum(-1, keepdim=True) + x
+# what a fork changes, as README has it: a block, a kernel, an optimizer, a flag
+FORK = README.partition("## What a fork changes")[2].partition("\n## ")[0]
+FORK = [textwrap.dedent(x) for x in re.findall(r"(?:^    .*\n|^\n(?=    ))+", FORK, re.M)]
+for code, module in zip(FORK, (m, attention, shard)):
+    exec(code, vars(module))
 
 
 def equal(
@@ -1342,7 +1307,7 @@ WHOLE_RESUMES = [make_case(line) for line in """
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
     """By itself, under PyTorch's autograd: logits, loss in parts, gradients."""
     norms = block == "norms"
-    monkeypatch.setattr(m, "Block", ForkBlock if block == "fork" else Block)
+    monkeypatch.setattr(m, "Block", m.ForkBlock if block == "fork" else Block)
     monkeypatch.setattr(m, "LOSS_ELEMENTS", 67 * 7)
     cfg = dataclasses.replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
     model, plain = m.LLaMA(cfg).double(), Plain(cfg, block, "cpu")
@@ -1794,15 +1759,13 @@ def test_refused_optimizer(group):
 @slow
 def test_fork_optimizer(tmp_path):
     """README's example in a copy of the project, on 2 ranks that share a matrix's optimizer."""
-    code = README[README.index("    def muon(") : README.index("Muon-like")].rstrip()
-    *update, flag = textwrap.dedent(code).splitlines()
     for file in HERE.glob("*.py"):
         shutil.copy(file, tmp_path)
     with open(tmp_path / "shard.py", "a") as file:
-        file.write("\n\n" + "\n".join(update))
+        file.write(FORK[2])
     config = (tmp_path / "train.py").read_text()
     place = "    steps: int = flag("
-    (tmp_path / "train.py").write_text(config.replace(place, f"    {flag}\n{place}"))
+    (tmp_path / "train.py").write_text(config.replace(place, f"    {FORK[3].strip()}\n{place}"))
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     command = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node 2 train.py"
     flags = [*QUICK, "--out", "out", "--optimizer", "muon"]
@@ -5243,7 +5206,7 @@ def test_readme_numbers_are_measured():
 
 
 def test_readme_names_every_file_and_is_short():
-    assert len(README.splitlines()) <= 270
+    assert len(README.splitlines()) <= 280
     for file in (*HERE.glob("*.py"), *HERE.glob("csrc/*.cpp")):
         assert f"`{file.relative_to(HERE)}`" in README, file.name
     for page in (HERE / "README.md", HERE / "results" / "README.md"):
