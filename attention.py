@@ -39,11 +39,12 @@ group's way hides under another's kernel:
     ring: sums of dk, dv pass_on        the ring's next step                     attend_backward
 
 (Where layers run whole, do is there from the start: the first and last groups' ways are not
-hidden.) Each kind of communication has a CUDA stream of its own (CommStream): launch, compute, wait.
+hidden.) Each kind of communication has a CUDA stream of its own (CommStream): launch, compute,
+wait.
 
 Heads stand as (U ranks, G groups, h heads): in group g rank u has the query heads from (u G + g) h
-on, and as many of its K/U key/value heads. Where these are fewer than groups, they travel whole with
-the first group, and back with the last, so none is sent twice.
+on, and as many of its K/U key/value heads. Where these are fewer than groups, they travel whole
+with the first group, and back with the last, so none is sent twice.
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
 of its own (`Attention.within` the documents of a micro-batch); and which heads they are.
@@ -384,6 +385,10 @@ class HeadGroups:
         q, k, v, *others = arrived
         return [x.flatten(1, 2) for x in (q, self.keys(g, k), self.keys(g, v), *others)]
 
+    def new_outputs(self, *like: Tensor) -> list[Tensor]:
+        """Return tensors to bring parts back into; none where the kernel's results are whole."""
+        return [torch.empty_like(x) for x in like] if self.ranks * self.count > 1 else []
+
     def ready(self, g: int, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
         """Return what may go back of group g's gradients (B, T/R, h, D): dk, dv that groups share
         are summed, and go with the last."""
@@ -496,7 +501,7 @@ class Attention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, T/sp, H, D), k, v (B, T/sp, K, D) -> o like q, lse."""
         groups = self.cut(q, k, [q, k, v], [q])
-        into = [torch.empty_like(q)] if groups.ranks * groups.count > 1 else []
+        into = groups.new_outputs(q)
         lse = []
         back = None
         arriving = self.to_heads(groups, 0, [q, k, v], groups.inputs[0])
@@ -528,7 +533,7 @@ class Attention:
         last = left.pop() if left and groups.ranks > 1 else None
         while left:
             left.pop(0)()  # hides the first group's do
-        into = [q, k, v] if in_place else [torch.empty_like(x) for x in (q, k, v)]
+        into = [q, k, v] if in_place else groups.new_outputs(q, k, v)
         back = None
         for g in range(groups.count):
             arrived = arriving.wait()  # hidden by the kernel before
@@ -612,8 +617,9 @@ class Ring(Attention):
         super().__init__(kernel, head_groups)
         assert sp % ring == 0, f"{ring} does not divide {sp} ranks of a sequence"
         if ring > 1 and self.kernel.sees_heads:
-            raise ValueError(f"--attention {kernel} --ring {ring}: this kernel sees heads and where "
-                             "their keys stand, and a ring gives it parts of a sequence: --ring 1")
+            raise ValueError(f"--attention {kernel} --ring {ring}: this kernel sees heads and "
+                             "where their keys stand, and a ring gives it parts of a sequence: "
+                             "--ring 1")
         self.ring = ring
         self.ring_stream = stream
         self.ring_group = groups.get("ring", lambda r: (r // sp, r % (sp // ring)))

@@ -441,8 +441,8 @@ class States:
         self.grad_scatter_group = groups.get("grad_reduce", lambda r: r // f.p)
         self.grad_subgroup = groups.get("grad_reduce", lambda r: (r // f.os, r % f.p))
         self.param_subgroup = groups.get("param_broadcast", lambda r: (r // f.os, r % f.p))
-        # (cross os, replicate) of a column's part of a matrix; and of embedding, head and whatever a
-        # layer does not cut, which are on the ranks of all columns
+        # (cross os, replicate) of a column's part of a matrix; and of embedding, head and whatever
+        # a layer does not cut, which are on the ranks of all columns
         self.replicas_of_parts = [groups.get("grad_reduce", lambda r: r % n) for n in (f.os, f.p)]
         self.replicas_of_wholes = [
             groups.of_places("grad_reduce", lambda stage, r, column: (stage, r % n))
