@@ -53,7 +53,7 @@ from torch import Tensor
 
 from data import regular
 from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig, rope_kind
-from offload import Field, buffer_bytes, carve, pin_host_buffers
+from offload import buffer_bytes, carve, pin_host_buffers
 from ranks import ConfigError, error_of_any, on_all_ranks
 from shard import StatePart, States
 
@@ -371,7 +371,7 @@ class Saver:
     def __init__(self, out: Path, keep: int, states: States, background: bool = False,
                  group: dist.ProcessGroup | None = None):
         """group: ranks.patient_group(), as one may write for long. background: takes the host
-        memory of `host_fields`. Raises MemoryError."""
+        memory of `saved_tensors`. Raises MemoryError."""
         self.out = out
         self.keep = keep
         self.states = states
@@ -482,18 +482,17 @@ def saved_parts(states: States) -> dict[str, StatePart]:
     return {name: part for name, part in states.state_parts().items() if part.saves}
 
 
-def host_fields(states: States) -> list[Field]:
-    """Return what copies of all that this rank writes take on the host (offload.buffer_bytes)."""
-    return [(name, tuple(part.values.shape), part.values.dtype)
-            for name, part in saved_parts(states).items()]
+def saved_tensors(states: States) -> dict[str, Tensor]:
+    """Return what copies of all that this rank writes are of (offload.buffer_bytes)."""
+    return {name: part.values for name, part in saved_parts(states).items()}
 
 
 def host_copies(states: States) -> dict[str, Tensor]:
     """Return host memory for what this rank writes, page-locked beside GPUs. Raises MemoryError."""
-    fields = host_fields(states)
-    sizes = [buffer_bytes(fields)]
+    tensors = saved_tensors(states)
+    sizes = [buffer_bytes(tensors)]
     memory, = pin_host_buffers(sizes, states.device.type == "cuda")
-    return carve(memory, fields)
+    return carve(memory, tensors)
 
 
 def sentence(e: Exception, path: Path) -> str:

@@ -288,7 +288,8 @@ def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int,
     accum_bytes = accumulation_dtype(dtype).itemsize
     heads = cfg.heads * cfg.head_dim
     qkv = (heads + 2 * cfg.kv_heads * cfg.head_dim) * e
-    intermediates = tokens * qkv + block_saves(cfg, tokens, dtype).bytes()
+    pre, post, _ = block_saves(cfg, tokens, dtype)
+    intermediates = tokens * qkv + sum(t.nbytes for t in pre + post)
     return tokens * cfg.dim * e, tokens * (heads * e + cfg.heads * accum_bytes), intermediates
 
 
@@ -409,8 +410,8 @@ def attention_bytes(plan: Plan) -> tuple[int, int, int, int]:
 
 def saved_by_pre(plan: Plan) -> int:
     """Return the bytes that block.pre saves beside q, k, v."""
-    saved = block_saves(plan.column, plan.tokens, plan.dtype).pre
-    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in saved)
+    pre, _, _ = block_saves(plan.column, plan.tokens, plan.dtype)
+    return sum(t.nbytes for t in pre)
 
 
 def loss_peak(plan: Plan) -> dict[str, float]:

@@ -38,13 +38,12 @@ heads, D head width; i a layer, j a chunk of it, *saved*: kept or swapped.
 """
 import contextlib
 import functools
-import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,7 +54,6 @@ import model as llama
 from attention import Attention, CommStream, wait
 from model import (LLaMA, Matrix, ModelConfig, accumulation_dtype, deferred_weight_grads,
                    recomputation)
-from ranks import print0
 
 GIB = 2**30
 HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
@@ -75,6 +73,19 @@ class ActivationPlan:
     layers_recomputing_attention: int = 0  # X, the first ones: they drop o
     stride: int = 1  # m: every m-th layer keeps its input x; if not all do, no intermediates stay
 
+    @property
+    def swapped_layers(self) -> int:
+        return self.layers - self.resident
+
+    @property
+    def alpha(self) -> float:
+        """Return Memo's alpha: the swapped fraction of the intermediates of swapped layers."""
+        return self.swapped_chunks / (self.chunks * max(1, self.swapped_layers))
+
+    def swaps(self, i: int) -> bool:
+        """Return whether layer i goes to the host."""
+        return i < self.swapped_layers
+
     def keeps_input(self, i: int) -> bool:
         return i % self.stride == 0
 
@@ -82,39 +93,24 @@ class ActivationPlan:
         """Return whether layer i keeps attention's output o and the log-sum-exp."""
         return i >= self.layers_recomputing_attention
 
-    @property
-    def alpha(self) -> float:
-        """Return Memo's alpha: the swapped fraction of the intermediates of swapped layers."""
-        return self.swapped_chunks / (self.chunks * max(1, self.layers - self.resident))
-
-    def swaps(self, i: int) -> bool:
-        """Return whether layer i goes to the host."""
-        return i < self.layers - self.resident
-
     def num_saved_chunks(self, i: int) -> int:
         """Return how many of layer i's chunks are not recomputed: the first ones."""
-        if not self.swaps(i):
-            behind = (self.layers - 1 - i) * self.chunks
-            return min(self.chunks, max(0, self.kept_chunks - behind))
-        swapped_layers = self.layers - self.resident
-        before = i * self.swapped_chunks // swapped_layers
-        return (i + 1) * self.swapped_chunks // swapped_layers - before
-
-    def of_part(self, layers: int) -> "ActivationPlan":
-        """Return the same for a part of a model with fewer layers: fewer of them leave."""
-        resident = min(self.resident, layers)
-        resident += (layers - resident) % self.stride
-        away = layers - resident
-        return replace(
-            self, layers=layers, resident=resident,
-            kept_chunks=min(self.kept_chunks, resident * self.chunks),
-            swapped_chunks=self.swapped_chunks * away // max(1, self.layers - self.resident),
-            layers_recomputing_attention=min(self.layers_recomputing_attention, layers))
+        if self.swaps(i):
+            before = i * self.swapped_chunks // self.swapped_layers
+            return (i + 1) * self.swapped_chunks // self.swapped_layers - before
+        behind = (self.layers - 1 - i) * self.chunks
+        return min(self.chunks, max(0, self.kept_chunks - behind))
 
     def most_swapped_chunks(self) -> int:
         """Return how many chunks a rounding buffer must hold."""
-        return max((self.num_saved_chunks(i) for i in range(self.layers) if self.swaps(i)),
-                   default=0)
+        return -(-self.swapped_chunks // max(1, self.swapped_layers))
+
+    def of_part(self, layers: int) -> "ActivationPlan":
+        """Return this plan for a part of a pipeline: of fewer layers, fewer groups leave."""
+        leaving = max(0, layers - self.resident) // self.stride * self.stride
+        swapped = self.swapped_chunks * leaving // max(1, self.swapped_layers)
+        return replace(
+            self, layers=layers, resident=layers - leaving, swapped_chunks=swapped)
 
     def describe(self) -> str:
         share = self.kept_chunks / (self.chunks * max(1, self.resident))
@@ -131,49 +127,46 @@ class ActivationPlan:
 # ---------------------------------------------------------------------------- what a block saves
 
 
-class _ChunkInput(Function):
-    """An input of a chunk's graph, whose memory the graph does not hold. Its gradient goes to
-    grads[index]. root: any tensor that requires gradients, so that the graph is made."""
+class _ChunkInputs(Function):
+    """The inputs of a chunk's graph, whose memory the graph does not hold. Their gradients go to
+    the list `grads`. root: any tensor that requires gradients, so that the graph is made."""
 
     @staticmethod
-    def forward(ctx, root, x, grads, index):
+    def forward(ctx, root, grads, *inputs):
         ctx.grads = grads
-        ctx.index = index
-        return x.detach()
+        return tuple(x.detach() for x in inputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx):
-        ctx.grads[ctx.index] = dx
-        return None, None, None, None
+    def backward(ctx, *grads):
+        ctx.grads.extend(grads)  # zeros for an input that the block does not use
+        return None, None, *(None for _ in grads)
 
 
+@dataclass
 class ChunkGraph:
     """The autograd graph of one chunk's pass through block.pre or block.post (or of a micro-batch's
     through a part of the model: parallel.py). It holds what autograd saves, and neither inputs nor
     outputs."""
 
-    def __init__(self, input_grads: list[Tensor | None], outputs: tuple[Tensor, ...]):
-        self.input_grads = input_grads
-        self.edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs]
+    edges: list  # of the outputs
+    input_grads: list[Tensor]  # once backward has run
 
     @classmethod
     def run(cls, root: Tensor, fn: Callable, *inputs: Tensor):
         """Return the graph of fn(*inputs), and its outputs."""
-        grads: list[Tensor | None] = [None] * len(inputs)
+        grads = []
         with torch.enable_grad():
-            outputs = fn(*(_ChunkInput.apply(root, x, grads, index)
-                           for index, x in enumerate(inputs)))
+            outputs = fn(*_ChunkInputs.apply(root, grads, *inputs))
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
-        return cls(grads, outputs), [y.detach() for y in outputs]
+        edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs]
+        return cls(edges, grads), [y.detach() for y in outputs]
 
-    def backward(self, output_grads: tuple[Tensor, ...], *inputs: Tensor) -> list[Tensor]:
-        """Return the gradients of the inputs, which are given for their shapes; those of weights go
-        where their events say."""
+    def backward(self, output_grads: Iterable[Tensor]) -> list[Tensor]:
+        """Return the gradients of the inputs; those of weights go where their events say."""
         torch.autograd.backward(self.edges, output_grads)
-        return [torch.zeros_like(x) if dx is None else dx  # a block need not use all of them
-                for dx, x in zip(self.input_grads, inputs)]
+        return self.input_grads
 
 
 def memory_of(t: Tensor) -> int:
@@ -181,108 +174,62 @@ def memory_of(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def same_view(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are the same elements of the same memory."""
-    return (memory_of(a) == memory_of(b) and a.dtype == b.dtype and a.shape == b.shape
-            and a.stride() == b.stride() and a.storage_offset() == b.storage_offset())
-
-
-@dataclass(frozen=True)
-class PartOf:
-    """A saved tensor that is a view of the layer's x or o: it is held once."""
-
-    name: str  # x or o
-    offset: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
 class SavedLayer:
     """What a layer's backward finds: tensors, which may leave for the host and come back, and the
     graphs of saved chunks, which find their tensors here."""
 
-    def __init__(self, x: Tensor, held_anyway: list[Tensor], num_chunks: int):
-        """held_anyway: parameters, buffers and angles, which need no place of their own."""
-        self.x: Tensor | None = x  # (1, N, C)
-        self.o: Tensor | None = None  # (1, N, H, D); None: dropped
-        self.lse: Tensor | None = None
-        self.lse_shape: torch.Size | None = None  # attention's own, which the host buffer forgets
-        self.qkv: list[Tensor] = []  # (1, tokens of saved chunks, heads, D)
-        self.intermediates: list[list[Tensor]] = [[] for _ in range(num_chunks)]  # by chunk
-        self.pre_graphs: list[ChunkGraph | None] = []  # of saved chunks, then of recomputed ones
-        self.post_graphs: list[ChunkGraph | None] = []
-        self.held_anyway = {memory_of(t) for t in held_anyway}
-
-    def tensors(self) -> list[Tensor]:
-        intermediates = [t for of_chunk in self.intermediates for t in of_chunk]
-        return [t for t in (self.x, self.o, self.lse, *self.qkv, *intermediates) if t is not None]
-
-    def leave(self) -> None:
-        """Let go of all tensors: they are on the host."""
-        self.x = self.o = self.lse = None
-        self.qkv = []
-        self.intermediates = []
+    def __init__(self, block: llama.Block, rope: llama.Rope, x: Tensor, num_saved: int = 0):
+        self.block = block
+        self.rope = rope
+        self.num_saved = num_saved  # chunks that are not recomputed, the first ones
+        # x (1, N, C), o (1, N, H, D) and lse, if they are not dropped; q, k, v (1, tokens of saved
+        # chunks, heads, D); and by number what else saved chunks have
+        self.tensors: dict[str | int, Tensor] = {"x": x}
+        self.on_host: dict[str | int, Tensor] = {}  # their places in the host buffer
+        self.offload_done = None  # event: they are there
+        self.graphs: dict[tuple[str, int], ChunkGraph] = {}  # by half ("pre", "post") and chunk
+        held = [*rope, *block.parameters(), *block.buffers()]
+        self.held_anyway = {memory_of(t) for t in held}  # they need no place of their own
 
     @contextlib.contextmanager
-    def saving(self, j: int):
-        """Make the graph of saved chunk j inside: what autograd saves finds its place here."""
+    def saving(self):
+        """Make the graph of a saved chunk inside: what autograd saves is a view of self.tensors."""
         layer = weakref.proxy(self)  # which holds the graph: a cycle through C++ is never collected
-        originals: dict[int, Tensor] = {}  # of intermediates: while they live, memory is not reused
 
         def pack(t: Tensor):
-            if memory_of(t) in layer.held_anyway:
+            memory = memory_of(t)
+            if memory in layer.held_anyway:
                 return t
             for name in ("x", "o"):
-                whole = getattr(layer, name)
-                if whole is not None and memory_of(whole) == memory_of(t) and (
-                        whole.dtype == t.dtype):
-                    offset = t.storage_offset() - whole.storage_offset()
-                    return PartOf(name, offset, t.shape, t.stride())
-            for index, original in originals.items():
-                if same_view(original, t):
-                    return index
-            index = len(layer.intermediates[j])
-            originals[index] = t.detach()
-            # a part must not hold the whole's memory; what comes back is contiguous
-            if t.nbytes < t.untyped_storage().nbytes() or not t.is_contiguous():
-                t = t.clone(memory_format=torch.contiguous_format)
-            layer.intermediates[j].append(t.detach())  # without the graph that made it
-            return index
+                whole = layer.tensors.get(name)
+                if whole is not None and memory_of(whole) == memory and whole.dtype == t.dtype:
+                    break
+            else:
+                name = len(layer.tensors)
+                whole = t = t.detach()  # without the graph that made it
+                # a part must not hold the whole's memory; what comes back is contiguous
+                if t.nbytes < t.untyped_storage().nbytes() or not t.is_contiguous():
+                    whole = t = t.clone(memory_format=torch.contiguous_format)
+                layer.tensors[name] = whole
+            return name, t.shape, t.stride(), t.storage_offset() - whole.storage_offset()
 
         def unpack(place) -> Tensor:
             if isinstance(place, Tensor):
                 return place
-            if isinstance(place, PartOf):
-                whole = getattr(layer, place.name)
-                return whole.as_strided(place.shape, place.stride,
-                                        whole.storage_offset() + place.offset)
-            return layer.intermediates[j][place]
+            name, shape, stride, offset = place
+            whole = layer.tensors[name]
+            return whole.as_strided(shape, stride, whole.storage_offset() + offset)
 
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-                yield
-        finally:
-            originals.clear()
-
-
-@dataclass(frozen=True)
-class BlockSaves:
-    """What autograd saves of a chunk beside x, o, q, k, v, as (shape, dtype): found by running a
-    block, not by a formula."""
-
-    pre: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    post: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    final_matrix: str | None  # whose product ends block.post and is not needed to recompute it
-
-    def bytes(self) -> int:
-        fields = self.pre + self.post
-        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in fields)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
 
 
 def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype,
-                block: llama.Block | None = None) -> BlockSaves:
-    """Return what a chunk of so many tokens saves: model.Block runs on meta tensors, without memory
-    and in no time. block: one of its class does, with as much of each matrix."""
+                block: llama.Block | None = None) -> tuple[list[Tensor], list[Tensor], str]:
+    """Return what autograd saves of a chunk of so many tokens in block.pre and in block.post,
+    beside x, o, q, k, v: on meta, found by running model.Block there, without memory and in no
+    time. And which matrix's product ends block.post and is not needed to recompute it ("": none).
+    block: one of its class runs, with as much of each matrix."""
     cuts = tuple(matrix.part for matrix in matrices_of(block)) if block else ()
     return _block_saves(type(block) if block else llama.Block, cfg, cuts, tokens, dtype)
 
@@ -292,8 +239,7 @@ def matrices_of(block: torch.nn.Module) -> list[Matrix]:
 
 
 @functools.cache
-def _block_saves(block_class, cfg: ModelConfig, cuts: tuple, tokens: int,
-                 dtype: torch.dtype) -> BlockSaves:
+def _block_saves(block_class, cfg: ModelConfig, cuts: tuple, tokens: int, dtype: torch.dtype):
     accum_dtype = accumulation_dtype(dtype)
     with torch.device("meta"), torch.utils._python_dispatch._disable_current_modes():
         block = block_class(cfg)
@@ -302,28 +248,23 @@ def _block_saves(block_class, cfg: ModelConfig, cuts: tuple, tokens: int,
                 matrix.take(part)
         for p in block.parameters():
             p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
-        rope = llama.rope_tables(cfg, torch.arange(tokens, device="meta"), accum_dtype)
+        rope = llama.rope_tables(cfg, torch.arange(tokens), accum_dtype)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
-        saved = SavedLayer(x, [*rope, *block.parameters(), *block.buffers()], 2)
+        saved = SavedLayer(block, rope, x)
         root = torch.zeros((), requires_grad=True)
-        with saved.saving(0):
-            _graph, qkv = ChunkGraph.run(root, lambda x: block.pre(x, rope), x)
-        saved.o = torch.empty_like(qkv[0])
-        with saved.saving(1), torch.enable_grad():
-            inputs = (_ChunkInput.apply(root, t, [None, None], 0) for t in (x, saved.o))
-            final = llama.final_matrix(block.post(*inputs))
+        with saved.saving(), torch.enable_grad():
+            q, _, _ = block.pre(*_ChunkInputs.apply(root, [], x), rope)
+            _, *pre = saved.tensors.values()
+            saved.tensors = {"x": x, "o": torch.empty_like(q)}
+            y = block.post(*_ChunkInputs.apply(root, [], *saved.tensors.values()))
+            _, _, *post = saved.tensors.values()
+            final = llama.final_matrix(y)
     names = {module: name for name, module in block.named_modules()}
-    pre, post = (tuple((tuple(t.shape), t.dtype) for t in part) for part in saved.intermediates)
-    return BlockSaves(pre, post, names.get(final))
-
-
-def unneeded_matrix(block: llama.Block, dtype: torch.dtype) -> torch.nn.Module | None:
-    """Return the matrix whose product a recomputed block.post leaves out, if there is one."""
-    name = block_saves(block.cfg, 1, dtype, block).final_matrix
-    return block.get_submodule(name) if name else None
+    return pre, post, names.get(final, "")
 
 
 # ---------------------------------------------------------------------------- host memory
+
 
 def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
     """Return host buffers of so many bytes, of zeros, page-locked if `pin`. Raises MemoryError.
@@ -338,99 +279,79 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
     device = torch.cuda.current_device()
 
     def lock(size: int) -> Tensor:
-        if not size:  # nothing to map: a rank that saves nothing
-            return torch.empty(0, dtype=torch.uint8)
         torch.cuda.set_device(device)  # of this thread
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        size_mapped = max(1, size)  # a rank may save nothing
+        memory = mmap.mmap(-1, size_mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # before a page is touched
         view = memoryview(memory)
         buffer = torch.frombuffer(view, dtype=torch.uint8)
-        buffer.zero_()
-        error = int(cudart.cudaHostRegister(buffer.data_ptr(), size, 0))
+        buffer[:: mmap.PAGESIZE] = 0  # what is mapped is 0
+        address = buffer.data_ptr()
+        error = int(cudart.cudaHostRegister(address, size_mapped, 0))
         if error:
             raise MemoryError(f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
                               f"memory failed: CUDA error {error}; lower --host-memory")
         # the call keeps the mapping until it is unregistered
-        gone = weakref.finalize(view, lambda address, _: cudart.cudaHostUnregister(address),
-                                buffer.data_ptr(), memory)
+        gone = weakref.finalize(view, lambda _: cudart.cudaHostUnregister(address), memory)
         gone.atexit = False
-        return buffer
+        return buffer[:size]
 
-    if sum(sizes) > 8 * GIB:
-        print0(f"pinning {sum(sizes) / GIB:.0f} GiB of host memory a rank", flush=True)
-    threads = min(len(sizes), len(os.sched_getaffinity(0)))
-    with ThreadPoolExecutor(max(1, threads)) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lock, sizes))
 
 
-Field = tuple[str, tuple[int, ...], torch.dtype]
+def aligned(size: int) -> int:
+    return -(-size // HOST_ALIGN_BYTES) * HOST_ALIGN_BYTES
 
 
-def aligned_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-math.prod(shape) * dtype.itemsize // HOST_ALIGN_BYTES) * HOST_ALIGN_BYTES
+def buffer_bytes(tensors: dict[object, Tensor]) -> int:
+    """Return the bytes of a buffer that has room for such tensors."""
+    return sum(aligned(t.nbytes) for t in tensors.values())
 
 
-def buffer_bytes(fields: list[Field]) -> int:
-    """Return the bytes of a buffer with these fields."""
-    return sum(aligned_bytes(shape, dtype) for _, shape, dtype in fields)
-
-
-def carve(memory: Tensor, fields: list[Field]) -> dict[str, Tensor]:
-    """Return tensors that lie one after the other in a buffer of bytes."""
-    tensors = {}
+def carve(memory: Tensor, tensors: dict[object, Tensor]) -> dict[object, Tensor]:
+    """Return room for such tensors, one after the other in a buffer of bytes."""
+    places = {}
     start = 0
-    for name, shape, dtype in fields:
-        size = math.prod(shape) * dtype.itemsize
-        tensors[name] = memory[start : start + size].view(dtype).view(shape)
-        start += aligned_bytes(shape, dtype)
-    return tensors
+    for name, t in tensors.items():
+        places[name] = memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
+        start += aligned(t.nbytes)
+    return places
 
 
 # ---------------------------------------------------------------------------- the layers
 # Tokens are (1, N, ...) here: a chunk of them is contiguous, whatever B is.
 
 
+@dataclass(eq=False)
 class MicroBatch:
     """One micro-batch's way through the layers, forward and back. Several may be in flight, if
     ChunkedLayers has host buffers for so many."""
 
-    def __init__(self, layers: "ChunkedLayers", rope: tuple[Tensor, Tensor],
-                 attention: Attention, host_buffers: list[Tensor]):
-        self.layers = layers
-        self.rope = rope  # cos, sin (N, D/2)
-        self.attention = attention
-        self.host_buffers = host_buffers  # by layer
-        self.saved: dict[int, SavedLayer] = {}  # from a layer's forward to its backward
-        self.offload_done: dict[int, object] = {}  # layer: event, its tensors are on the host
-        self.prefetch_done: dict[int, object] = {}  # group: event, its host buffers were read
-        self.prefetched: set[int] = set()  # groups in a rounding buffer, or on their way into it
-        self.entered: int | None = None  # the group in which backward is
-        self.finished = False  # its last backward is done: its host buffers are free
-
-    def run_layer(self, i: int, x: Tensor) -> Tensor:
-        """Layer i of the model: x (B, T, C) -> y (B, T, C)."""
-        i -= self.layers.first
-        if torch.is_grad_enabled():
-            return _ChunkedLayer.apply(self.layers.root, x, self, i)
-        return self.layers.forward(self, i, x, needs_backward=False)
-
-    def rope_of(self, chunk: slice) -> tuple[Tensor, Tensor]:
-        cos, sin = self.rope
-        return cos[chunk], sin[chunk]
+    rope: llama.Rope  # cos, sin (N, D/2)
+    attention: Attention
+    needs_backward: bool
+    host_buffers: list[Tensor] = field(default_factory=list)  # by layer that swaps
+    give_back: Callable | None = None  # lets another micro-batch have them
+    saved: dict[int, SavedLayer] = field(default_factory=dict)  # from forward to backward
+    prefetch_done: dict[int, object] = field(default_factory=dict)  # group: event, its layers are
+    # in a rounding buffer, and their host buffers were read
 
 
 class _ChunkedLayer(Function):
     @staticmethod
-    def forward(ctx, root, x, micro_batch, i):  # root requires gradients, if x should not
+    def forward(ctx, root, x, layers, micro_batch, i):  # root requires gradients, if x should not
+        ctx.layers = layers
         ctx.micro_batch = micro_batch
         ctx.i = i
-        return micro_batch.layers.forward(micro_batch, i, x, needs_backward=True)
+        return layers.forward(micro_batch, i, x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return None, ctx.micro_batch.layers.backward(ctx.micro_batch, ctx.i, dy), None, None
+        dx = ctx.layers.backward(ctx.micro_batch, ctx.i, dy)
+        return None, dx, None, None, None
 
 
 class ChunkedLayers:
@@ -450,76 +371,74 @@ class ChunkedLayers:
         self.first = layers.start
         self.blocks = model.blocks[layers.start : layers.stop]
         self.cfg = model.cfg
-        self.batch_size = shape[0]
-        self.tokens = shape[0] * shape[1]
         self.plan = plan
+        self.dtype = dtype
+        self.batch_size, seq = shape
+        self.tokens = self.batch_size * seq
+        self.chunk_tokens = chunk_tokens
         self.chunks = [slice(first, min(first + chunk_tokens, self.tokens))
                        for first in range(0, self.tokens, chunk_tokens)]
-        assert len(self.chunks) == plan.chunks, f"{len(self.chunks)} chunks, planned {plan.chunks}"
-        assert len(self.blocks) == plan.layers, f"{len(self.blocks)} layers, planned {plan.layers}"
+        counts = len(self.chunks), len(self.blocks)
+        assert counts == (plan.chunks, plan.layers), f"{counts} chunks and layers, planned {plan}"
         assert plan.resident >= min(2, plan.layers), "the last two layers start their backward"
-        swapped = plan.layers - plan.resident
-        assert swapped % plan.stride == 0, f"{swapped} swapped layers are whole groups"
+        assert plan.swapped_layers % plan.stride == 0, f"whole groups are swapped, planned {plan}"
         intermediates = plan.kept_chunks + plan.swapped_chunks
         assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
-        self.device = device
-        self.dtype = dtype
+        self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
         self.offload_stream = make_stream(device)
         self.prefetch_stream = make_stream(device)
-        self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
-        sizes = [buffer_bytes(self.fields(i)) for i in range(swapped)]
-        self.last_swapped = swapped // plan.stride - 1  # group
-        # of one micro-batch after the other
-        self.host_buffers = pin_host_buffers(in_flight * sizes, device.type == "cuda")
-        groups = [sum(sizes[i : i + plan.stride]) for i in range(0, swapped, plan.stride)]
-        self.rounding_buffers = [
-            torch.empty(max(groups), dtype=torch.uint8, device=device) for _ in groups[:2]]
+        _, _, self.final_matrix = block_saves(self.cfg, 1, dtype, self.blocks[0])
+        sizes = [self.host_bytes(i) for i in range(plan.swapped_layers)]
+        pinned = iter(pin_host_buffers(in_flight * sizes, device.type == "cuda"))
         self.in_flight = in_flight
-        self.owners: list = [None] * in_flight  # weak references: who holds which host buffers
+        self.free_buffers = [[next(pinned) for _ in sizes] for _ in range(in_flight)]
+        # of a group: its layers, and their places in a rounding buffer
+        groups = [sizes[first : first + plan.stride] for first in range(0, len(sizes), plan.stride)]
+        rounding_buffers = [
+            torch.empty(max(map(sum, groups)), dtype=torch.uint8, device=device)
+            for _ in groups[:2]]
+        self.groups = [
+            list(enumerate(rounding_buffers[g % 2][: sum(group)].split(group), g * plan.stride))
+            for g, group in enumerate(groups)]
         model.layer_runner = self.start
 
-    def fields(self, i: int) -> list[Field]:
-        """Return what the host buffer of a swapped layer holds."""
-        cfg = self.cfg
-        heads = self.blocks[i].heads
-        saved_chunks = self.chunks[: self.plan.num_saved_chunks(i)]
-        saved_tokens = saved_chunks[-1].stop if saved_chunks else 0
-        fields = []
-        if self.plan.keeps_input(i):
-            fields.append(("x", (1, self.tokens, cfg.dim), self.dtype))
-        if self.plan.keeps_output(i):
-            fields.append(("o", (1, self.tokens, heads[0], cfg.head_dim), self.dtype))
-            fields.append(("lse", (self.tokens * heads[0],), accumulation_dtype(self.dtype)))
-        for name, n in zip("qkv", heads):
-            fields.append((name, (1, saved_tokens, n, cfg.head_dim), self.dtype))
-        for j, chunk in enumerate(saved_chunks):
-            saves = block_saves(cfg, chunk.stop - chunk.start, self.dtype, self.blocks[i])
-            for index, (shape, dtype) in enumerate(saves.pre + saves.post):
-                fields.append((f"{j}.{index}", shape, dtype))
-        return fields
+    def saved_tokens(self, i: int) -> int:
+        return min(self.tokens, self.plan.num_saved_chunks(i) * self.chunk_tokens)
 
-    def start(self, model: LLaMA, rope: tuple[Tensor, Tensor],
+    def host_bytes(self, i: int) -> int:
+        """Return the bytes of the host buffer of a swapped layer."""
+        cfg = self.cfg
+        block = self.blocks[i]
+        head = cfg.head_dim * self.dtype.itemsize
+        sizes = [self.saved_tokens(i) * heads * head for heads in block.heads]
+        if self.plan.keeps_input(i):
+            sizes.append(self.tokens * cfg.dim * self.dtype.itemsize)
+        if self.plan.keeps_output(i):
+            lse = accumulation_dtype(self.dtype).itemsize
+            sizes += [self.tokens * block.heads[0] * size for size in (head, lse)]
+        for chunk in self.chunks[: self.plan.num_saved_chunks(i)]:
+            pre, post, _ = block_saves(cfg, chunk.stop - chunk.start, self.dtype, block)
+            sizes += [t.nbytes for t in pre + post]
+        return sum(map(aligned, sizes))
+
+    def start(self, model: LLaMA, rope: llama.Rope,
               attention: Attention) -> Callable[[int, Tensor], Tensor]:
-        """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer."""
+        """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer(i, x), layer
+        i of the model: x (B, T, C) -> y (B, T, C). Raises RuntimeError if all host buffers belong
+        to passes that wait for their backward."""
         # (N, D/2)
         rope = tuple(angles.expand(self.batch_size, -1, -1).flatten(0, 1) for angles in rope)
-        micro_batch = MicroBatch(self, rope, attention, [])
-        if torch.is_grad_enabled() and self.host_buffers:
-            place = self.free_place()
-            self.owners[place] = weakref.ref(micro_batch)
-            count = len(self.host_buffers) // self.in_flight
-            micro_batch.host_buffers = self.host_buffers[place * count : (place + 1) * count]
-        return micro_batch.run_layer
-
-    def free_place(self) -> int:
-        """Return whose host buffers no micro-batch needs: its backward is done, or it is gone.
-        Raises RuntimeError if all wait for their backward."""
-        for place, owner in enumerate(self.owners):
-            micro_batch = owner() if owner else None
-            if micro_batch is None or micro_batch.finished:
-                return place
-        raise RuntimeError(f"{self.in_flight} forward passes wait for their backward, and there "
-                           f"are host buffers for in_flight={self.in_flight}: run a backward first")
+        micro_batch = MicroBatch(rope, attention, torch.is_grad_enabled())
+        if micro_batch.needs_backward and self.groups:
+            if not self.free_buffers:
+                raise RuntimeError(
+                    f"{self.in_flight} forward passes wait for their backward, and there are host "
+                    f"buffers for in_flight={self.in_flight}: run a backward first")
+            micro_batch.host_buffers = self.free_buffers.pop()
+            # once: when its backward has read them, or when it is gone without one
+            micro_batch.give_back = weakref.finalize(
+                micro_batch, self.free_buffers.append, micro_batch.host_buffers)
+        return lambda i, x: _ChunkedLayer.apply(self.root, x, self, micro_batch, i - self.first)
 
     # -- shapes
 
@@ -534,8 +453,8 @@ class ChunkedLayers:
 
     def put(self, whole: Tensor | None, chunk: slice, part: Tensor) -> Tensor:
         """Copy a chunk's part (1, n, ...) into the tensor of all tokens, which the first part
-        makes. Of a single chunk the part is the whole."""
-        if len(self.chunks) == 1:
+        makes. A part of all tokens is the whole."""
+        if part.shape[1] == self.tokens:
             return part
         if whole is None:
             whole = part.new_empty(1, self.tokens, *part.shape[2:])
@@ -544,113 +463,107 @@ class ChunkedLayers:
 
     # -- one layer
 
-    def forward(self, micro_batch: MicroBatch, i: int, x: Tensor, needs_backward: bool) -> Tensor:
-        """x (B, T, C) -> y (B, T, C). needs_backward: one follows."""
-        block = self.blocks[i]
-        shape = x.shape
-        x = self.join(x.detach())
+    def forward(self, micro_batch: MicroBatch, i: int, x: Tensor) -> Tensor:
+        """x (B, T, C) -> y (B, T, C)."""
+        plan = self.plan
         num_saved = 0
-        if needs_backward:
-            num_saved = self.plan.num_saved_chunks(i)
+        if micro_batch.needs_backward:
+            num_saved = plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
-        held_anyway = [*micro_batch.rope, *block.parameters(), *block.buffers()]
-        saved = SavedLayer(x, held_anyway, num_saved)
-        qkv = self.attend(i, micro_batch, saved, num_saved)
-        y = self.output(block, saved, num_saved)
-        if needs_backward:
-            saved_tokens = self.chunks[num_saved - 1].stop if num_saved else 0
-            if saved_tokens < self.tokens:  # a part alone must not hold the memory of the whole
-                qkv = [t[:, :saved_tokens].clone() for t in qkv]
-            saved.qkv = qkv
+        saved = SavedLayer(self.blocks[i], micro_batch.rope, self.join(x.detach()), num_saved)
+        qkv = self.project(saved)
+        self.attend(micro_batch, saved, qkv)
+        y = self.output(saved)
+        if micro_batch.needs_backward:
+            tokens = self.saved_tokens(i)
+            if tokens < self.tokens:  # a part alone must not hold the memory of the whole
+                qkv = [t[:, :tokens].clone() for t in qkv]
+            saved.tensors |= zip("qkv", qkv)
+            if not plan.keeps_input(i):
+                del saved.tensors["x"]
+            if not plan.keeps_output(i):
+                del saved.tensors["o"], saved.tensors["lse"]
             micro_batch.saved[i] = saved
-            saved.lse_shape = saved.lse.shape
-            if not self.plan.keeps_input(i):
-                saved.x = None
-            if not self.plan.keeps_output(i):
-                saved.o = saved.lse = None
-            if self.plan.swaps(i):
+            if plan.swaps(i):
                 self.offload(micro_batch, i)
-        return y.view(shape)
+        return y.view(x.shape)
 
-    def attend(self, i: int, micro_batch: MicroBatch, saved: SavedLayer,
-               num_saved: int = 0) -> list[Tensor]:
-        """Set o (1, N, H, D) and lse of saved.x. Returns q, k, v (1, N, heads, D), which leave the
-        graphs of saved chunks."""
-        qkv = self.project(self.blocks[i], micro_batch, saved, num_saved)
-        o, saved.lse = micro_batch.attention.forward(*(self.split(t) for t in qkv))
-        saved.o = self.join(o)
-        return qkv
+    def run(self, saved: SavedLayer, half: str, j: int, again: bool = False) -> list[Tensor]:
+        """Return what a half of a layer makes of chunk j: block.pre of x, or block.post of x and o.
+        The graph of a saved chunk, and of one that runs `again` in backward, goes to
+        saved.graphs."""
+        chunk = self.chunks[j]
+        block = saved.block
+        names, fn = ("xo", block.post)
+        if half == "pre":
+            rope = [angles[chunk] for angles in saved.rope]
+            names, fn = "x", lambda x: block.pre(x, rope)
+        inputs = [saved.tensors[name][:, chunk] for name in names]
+        if not again and j >= saved.num_saved:
+            outputs = fn(*inputs)
+            return outputs if half == "pre" else [outputs]
+        with recomputation(block.get_submodule(self.final_matrix)) if again else saved.saving():
+            saved.graphs[half, j], outputs = ChunkGraph.run(self.root, fn, *inputs)
+        return outputs
 
-    def project(self, block, micro_batch: MicroBatch, saved: SavedLayer,
-                num_saved: int) -> list[Tensor]:
-        """Return q, k, v (1, N, heads, D) of saved.x, which leave the graphs of saved chunks."""
-        qkv = [None, None, None]
-        for j, chunk in enumerate(self.chunks):
-            if j < num_saved:
-                with saved.saving(j):
-                    graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
-                saved.pre_graphs.append(graph)
-            else:
-                parts = block.pre(saved.x[:, chunk], micro_batch.rope_of(chunk))
-            qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
+    def project(self, saved: SavedLayer, again: bool = False) -> list[Tensor]:
+        """Return q, k, v (1, N, heads, D) of the layer's input. again: in backward, where saved
+        chunks have theirs, and the graphs of others wait for the gradients."""
+        qkv = 3 * [None]
+        chunks = range(len(self.chunks))
+        if again and saved.num_saved:
+            chunks = chunks[saved.num_saved :]
+            qkv = [self.put(None, slice(t.shape[1]), t) for t in map(saved.tensors.get, "qkv")]
+        for j in chunks:
+            parts = self.run(saved, "pre", j, again)
+            qkv = [self.put(whole, self.chunks[j], t) for whole, t in zip(qkv, parts)]
             del parts  # before the next chunk's are made
         return qkv
 
-    def output(self, block, saved: SavedLayer, num_saved: int) -> Tensor:
-        """Return y (1, N, C) of saved.x and saved.o, which leaves the graphs of saved chunks."""
+    def attend(self, micro_batch: MicroBatch, saved: SavedLayer, qkv: list[Tensor]) -> None:
+        """Set o (1, N, H, D) and the log-sum-exp."""
+        o, lse = micro_batch.attention.forward(*map(self.split, qkv))
+        saved.tensors |= {"o": self.join(o), "lse": lse}
+
+    def output(self, saved: SavedLayer) -> Tensor:
+        """Return y (1, N, C) of the layer's input and o."""
         y = None
         for j, chunk in enumerate(self.chunks):
-            inputs = saved.x[:, chunk], saved.o[:, chunk]
-            if j < num_saved:
-                with saved.saving(j):
-                    graph, (part,) = ChunkGraph.run(self.root, block.post, *inputs)
-                saved.post_graphs.append(graph)
-            else:
-                part = block.post(*inputs)
-            y = self.put(y, chunk, part)
-            del part
+            y = self.put(y, chunk, *self.run(saved, "post", j))
         return y
-
-    def run_pre(self, block, micro_batch: MicroBatch, x: Tensor, chunk: slice):
-        """Return the graph of a chunk's block.pre, and its q, k, v (1, n, heads, D)."""
-        rope = micro_batch.rope_of(chunk)
-        return ChunkGraph.run(self.root, lambda x: block.pre(x, rope), x[:, chunk])
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
-        block = self.blocks[i]
-        attention = micro_batch.attention
-        num_saved = self.plan.num_saved_chunks(i)
-        saved = self.fetch(micro_batch, i)
-        q, k, v = self.recompute_qkv(block, micro_batch, saved, num_saved)
-        if saved.o is None:
-            o, saved.lse = attention.forward(*(self.split(t) for t in (q, k, v)))
-            saved.o = self.join(o)
+        if i + 1 == self.plan.layers or (i + 1) % self.plan.stride == 0:
+            self.enter_group(micro_batch, i)
+        saved = micro_batch.saved.pop(i)
+        qkv = self.project(saved, again=True)
+        if "o" not in saved.tensors:
+            self.attend(micro_batch, saved, qkv)
         residual = []  # gradients of x that do not come by way of attention (1, n, C), by chunk
 
         def make_do() -> tuple[Tensor, list[Callable]]:
-            return self.backward_post(block, saved, self.join(dy), num_saved, residual)
+            return self.backward_post(saved, self.join(dy), residual)
 
-        inputs = [self.split(t) for t in (q, k, v, saved.o)]
+        inputs = [self.split(t) for t in (*qkv, saved.tensors["o"])]
         in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = attention.backward(make_do, *inputs, saved.lse, in_place)
-        del inputs, q, k, v
+        grads = micro_batch.attention.backward(make_do, *inputs, saved.tensors["lse"], in_place)
+        del inputs, qkv
         dx = self.backward_pre(saved, [self.join(t) for t in grads], residual)
-        if self.plan.keeps_input(i):  # the last of its group
-            micro_batch.prefetched.discard(i // self.plan.stride)
-        micro_batch.finished = not micro_batch.saved
-        self.prefetch_stream.used(*saved.tensors())
+        self.prefetch_stream.used(*saved.tensors.values())
         return dx.view(dy.shape)
 
-    def backward_post(self, block, saved: SavedLayer, dy: Tensor, num_saved: int,
+    def backward_post(self, saved: SavedLayer, dy: Tensor,
                       residual: list[Tensor]) -> tuple[Tensor, list[Callable]]:
         """dy (1, N, C) -> do (B, T, H, D), and the last chunk's products for weights, which are
         left: they hide do's way. Adds the chunks' gradients of x to residual."""
         do = None
         for j, chunk in enumerate(self.chunks):
-            graph = self.take_post(block, saved, j, num_saved)
+            if j >= saved.num_saved:
+                self.run(saved, "post", j, again=True)
+            graph = saved.graphs.pop(("post", j))
             with deferred_weight_grads(on=j == len(self.chunks) - 1) as left:
-                dx, do_part = graph.backward((dy[:, chunk],), saved.x[:, chunk], saved.o[:, chunk])
+                dx, do_part = graph.backward([dy[:, chunk]])
             residual.append(dx)
             do = self.put(do, chunk, do_part)
             del graph, dx, do_part  # before the next chunk's are made
@@ -660,136 +573,73 @@ class ChunkedLayers:
                      residual: list[Tensor]) -> Tensor:
         """Return dx (1, N, C): what comes by way of q, k, v (1, N, heads, D), and the residual
         path's, which is let go."""
-        graphs = saved.pre_graphs
-        dx = torch.empty_like(saved.x)
+        dx = torch.empty_like(saved.tensors["x"])
         for j, chunk in enumerate(self.chunks):
-            (part,) = graphs[j].backward(tuple(t[:, chunk] for t in dqkv), saved.x[:, chunk])
-            torch.add(residual[j], part, out=dx[:, chunk])
-            graphs[j] = residual[j] = None
-            del part
+            graph = saved.graphs.pop(("pre", j))
+            (part,) = graph.backward([t[:, chunk] for t in dqkv])
+            torch.add(residual.pop(0), part, out=dx[:, chunk])
+            del graph, part
         return dx
-
-    def recompute_qkv(self, block, micro_batch: MicroBatch, saved: SavedLayer,
-                      num_saved: int) -> list[Tensor]:
-        """Return q, k, v of all tokens: of saved chunks as they are, of others by block.pre again,
-        whose graphs wait for the gradients."""
-        if num_saved == len(self.chunks):
-            return saved.qkv
-        qkv = [None, None, None]
-        if num_saved:
-            tokens = slice(0, self.chunks[num_saved - 1].stop)
-            qkv = [self.put(None, tokens, part) for part in saved.qkv]
-        for chunk in self.chunks[num_saved:]:
-            with recomputation():
-                graph, parts = self.run_pre(block, micro_batch, saved.x, chunk)
-            saved.pre_graphs.append(graph)
-            qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
-            del parts
-        return qkv
-
-    def take_post(self, block, saved: SavedLayer, j: int, num_saved: int) -> ChunkGraph:
-        """Return the graph of chunk j's block.post: the one that was saved, or run again."""
-        if j < num_saved:
-            graph = saved.post_graphs[j]
-            saved.post_graphs[j] = None
-            return graph
-        chunk = self.chunks[j]
-        with recomputation(unneeded_matrix(block, self.dtype)):
-            graph, _ = ChunkGraph.run(self.root, block.post, saved.x[:, chunk], saved.o[:, chunk])
-        return graph
 
     # -- copies
 
     def offload(self, micro_batch: MicroBatch, i: int) -> None:
         """Launch the way to the host of what layer i's forward has left."""
         saved = micro_batch.saved[i]
-        whole = dict(zip("qkv", saved.qkv))
-        if self.plan.keeps_input(i):
-            whole["x"] = saved.x
-        if self.plan.keeps_output(i):
-            whole |= {"o": saved.o, "lse": saved.lse}
-        for j, of_chunk in enumerate(saved.intermediates):
-            whole |= {f"{j}.{index}": t for index, t in enumerate(of_chunk)}
-        fields = self.fields(i)
-        shapes = {name: (math.prod(shape), dtype) for name, shape, dtype in fields}
-        found = {name: (t.numel(), t.dtype) for name, t in whole.items()}
-        if found != shapes:
-            name = min(name for name, _ in found.items() ^ shapes.items())
-            raise ValueError(f"layer {i} saved {found.get(name)} elements as {name}, on meta "
-                             f"tensors {shapes.get(name)}: shapes must not depend on data")
+        host_buffer = micro_batch.host_buffers[i]
+        found = buffer_bytes(saved.tensors)
+        if found != len(host_buffer):
+            raise ValueError(f"layer {i} saved {found:,} bytes, on meta tensors "
+                             f"{len(host_buffer):,}: shapes must not depend on data")
+        saved.on_host = carve(host_buffer, saved.tensors)
         # the host buffer is free: compute has waited for its last backward's prefetch_done (if that
         # backward was given up, a prefetch may still read here; nobody reads what it gets)
         with self.offload_stream.after_compute():  # hidden by layer i + 1
-            for name, place in carve(micro_batch.host_buffers[i], fields).items():
-                place.view(-1).copy_(whole[name].reshape(-1), non_blocking=True)
-        micro_batch.offload_done[i] = self.offload_stream.last_event()
+            for name, place in saved.on_host.items():
+                place.copy_(saved.tensors[name], non_blocking=True)
+        saved.offload_done = self.offload_stream.last_event()
 
     def free_offloaded(self, micro_batch: MicroBatch, i: int) -> None:
         """Give back the memory of layer i, once it is on the host."""
         if i in micro_batch.saved and self.plan.swaps(i):
-            wait(micro_batch.offload_done[i])  # hidden by layer i + 1's forward
-            self.offload_stream.used(*micro_batch.saved[i].tensors())
-            micro_batch.saved[i].leave()
-
-    def places(self, g: int, buffers: list[Tensor]) -> list[tuple[int, Tensor, Tensor]]:
-        """Return of each layer of group g: its number, host buffer, place in a rounding buffer."""
-        found = []
-        start = 0
-        for i in range(g * self.plan.stride, (g + 1) * self.plan.stride):
-            end = start + len(buffers[i])
-            found.append((i, buffers[i], self.rounding_buffers[g % 2][start:end]))
-            start = end
-        return found
+            saved = micro_batch.saved[i]
+            wait(saved.offload_done)  # hidden by layer i + 1's forward
+            self.offload_stream.used(*saved.tensors.values())
+            saved.tensors = saved.on_host
 
     def prefetch(self, micro_batch: MicroBatch, g: int) -> None:
         """Launch the way back of group g into its rounding buffer."""
-        if g < 0 or g in micro_batch.prefetched:
+        if g < 0 or g in micro_batch.prefetch_done:
             return
-        micro_batch.prefetched.add(g)
         # the rounding buffer is free: compute is done with group g + 2, and this stream waits for
         # compute; the host buffers are full: compute waited for their offload_done in
         # free_offloaded
         with self.prefetch_stream.after_compute():  # hidden by group g + 1's backward
-            for _, host_buffer, place in self.places(g, micro_batch.host_buffers):
+            for i, place in self.groups[g]:
+                host_buffer = micro_batch.host_buffers[i]
                 place.copy_(host_buffer, non_blocking=True)
                 self.prefetch_stream.used(host_buffer)
         micro_batch.prefetch_done[g] = self.prefetch_stream.last_event()
 
-    def fetch(self, micro_batch: MicroBatch, i: int) -> SavedLayer:
-        """Return what layer i has saved, on the GPU."""
-        g = i // self.plan.stride
-        if micro_batch.entered != g:
-            micro_batch.entered = g
-            self.fetch_group(micro_batch, g)
-            self.remake_inputs(micro_batch, g * self.plan.stride, i)
-        return micro_batch.saved.pop(i)
-
-    def fetch_group(self, micro_batch: MicroBatch, g: int) -> None:
-        """Let compute wait for a group of layers, and launch the next ones' way back."""
-        if g > self.last_swapped:  # resident layers: the first two groups that left may come
-            self.prefetch(micro_batch, self.last_swapped)
-            self.prefetch(micro_batch, self.last_swapped - 1)
-            return
-        self.prefetch(micro_batch, g - 1)
-        wait(micro_batch.prefetch_done[g])  # hidden by group g + 1's backward, or resident layers'
-        for i, _, place in self.places(g, micro_batch.host_buffers):
-            saved = micro_batch.saved[i]
-            tensors = carve(place, self.fields(i))
-            saved.x = tensors.get("x")
-            if "o" in tensors:
-                saved.o = tensors["o"]
-                saved.lse = tensors["lse"].view(saved.lse_shape)
-            saved.qkv = [tensors[name] for name in "qkv"]
-            saved.intermediates = [
-                [t for name, t in tensors.items() if name.startswith(f"{j}.")]
-                for j in range(self.plan.num_saved_chunks(i))]
-
-    @torch.no_grad()
-    def remake_inputs(self, micro_batch: MicroBatch, first: int, last: int) -> None:
-        """Make the inputs of layers first + 1 to last again, each from the layer before it. Their
+    def enter_group(self, micro_batch: MicroBatch, last: int) -> None:
+        """Have on the GPU what a group of layers saved, whose last one is due, and launch the next
+        ones' way back. Inputs that were dropped are made again, each from the layer before it:
         weights are gathered in the open, as no backward has asked for them yet."""
-        for i in range(first, last):
+        g = last // self.plan.stride
+        last_swapped = len(self.groups) - 1
+        if g > last_swapped:  # resident layers: the first two groups that left may come
+            self.prefetch(micro_batch, last_swapped)
+            self.prefetch(micro_batch, last_swapped - 1)
+        else:
+            self.prefetch(micro_batch, g - 1)
+            wait(micro_batch.prefetch_done[g])  # hidden by the backward of what is behind it
+            for i, place in self.groups[g]:
+                saved = micro_batch.saved[i]
+                saved.tensors = carve(place, saved.tensors)
+            if g == 0:  # compute waits until the last host buffer is read
+                micro_batch.give_back()
+        for i in range(g * self.plan.stride, last):
             saved = micro_batch.saved[i]
-            if saved.o is None:
-                self.attend(i, micro_batch, saved)
-            micro_batch.saved[i + 1].x = self.output(self.blocks[i], saved, 0)
+            if "o" not in saved.tensors:
+                self.attend(micro_batch, saved, self.project(saved))
+            micro_batch.saved[i + 1].tensors["x"] = self.output(saved)

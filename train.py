@@ -1042,7 +1042,7 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
     cfg = run.cfg
     background = cfg.save_async and cfg.save_every >= 0
     if background:
-        need = most_of_ranks(buffer_bytes(checkpoint.host_fields(states)), run.device)
+        need = most_of_ranks(buffer_bytes(checkpoint.saved_tensors(states)), run.device)
         free = run.hardware.host_budget - run.plan.host_bytes
         background = need <= free
         print0(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a rank, "
