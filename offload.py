@@ -80,7 +80,8 @@ class ActivationPlan:
     @property
     def alpha(self) -> float:
         """Return Memo's alpha: the swapped fraction of the intermediates of swapped layers."""
-        return self.swapped_chunks / (self.chunks * max(1, self.swapped_layers))
+        chunks = self.chunks * max(1, self.swapped_layers)
+        return self.swapped_chunks / chunks
 
     def swaps(self, i: int) -> bool:
         """Return whether layer i goes to the host."""
@@ -108,12 +109,16 @@ class ActivationPlan:
     def of_part(self, layers: int) -> "ActivationPlan":
         """Return this plan for a part of a pipeline: of fewer layers, fewer groups leave."""
         leaving = max(0, layers - self.resident) // self.stride * self.stride
-        swapped = self.swapped_chunks * leaving // max(1, self.swapped_layers)
+        swapped_chunks = self.swapped_chunks * leaving // max(1, self.swapped_layers)
         return replace(
-            self, layers=layers, resident=layers - leaving, swapped_chunks=swapped)
+            self,
+            layers=layers,
+            resident=layers - leaving,
+            swapped_chunks=swapped_chunks)
 
     def describe(self) -> str:
-        share = self.kept_chunks / (self.chunks * max(1, self.resident))
+        chunks = self.chunks * max(1, self.resident)
+        share = self.kept_chunks / chunks
         text = (f"{self.resident} of {self.layers} layers resident, {share:.0%} of their "
                 f"intermediates kept; alpha {self.alpha:.3f} of the other layers; {self.chunks} "
                 "chunks a layer")
@@ -161,7 +166,8 @@ class ChunkGraph:
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
         edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs]
-        return cls(edges, grads), [y.detach() for y in outputs]
+        graph = cls(edges, grads)
+        return graph, [y.detach() for y in outputs]
 
     def backward(self, output_grads: Iterable[Tensor]) -> list[Tensor]:
         """Return the gradients of the inputs; those of weights go where their events say."""
@@ -178,7 +184,8 @@ class SavedLayer:
     """What a layer's backward finds: tensors, which may leave for the host and come back, and the
     graphs of saved chunks, which find their tensors here."""
 
-    def __init__(self, block: llama.Block, rope: llama.Rope, x: Tensor, num_saved: int = 0):
+    def __init__(self, block: llama.Block, rope: llama.Rope, x: Tensor,
+                 num_saved: int = 0):
         self.block = block
         self.rope = rope
         self.num_saved = num_saved  # chunks that are not recomputed, the first ones
@@ -188,8 +195,10 @@ class SavedLayer:
         self.on_host: dict[str | int, Tensor] = {}  # their places in the host buffer
         self.offload_done = None  # event: they are there
         self.graphs: dict[tuple[str, int], ChunkGraph] = {}  # by half ("pre", "post") and chunk
-        held = [*rope, *block.parameters(), *block.buffers()]
-        self.held_anyway = {memory_of(t) for t in held}  # they need no place of their own
+        # memory that needs no place of its own
+        self.held_anyway = {
+            memory_of(t)
+            for t in (*rope, *block.parameters(), *block.buffers())}
 
     @contextlib.contextmanager
     def saving(self):
@@ -206,32 +215,39 @@ class SavedLayer:
                     break
             else:
                 name = len(layer.tensors)
-                whole = t = t.detach()  # without the graph that made it
+                t = t.detach()  # without the graph that made it
                 # a part must not hold the whole's memory; what comes back is contiguous
                 if t.nbytes < t.untyped_storage().nbytes() or not t.is_contiguous():
-                    whole = t = t.clone(memory_format=torch.contiguous_format)
-                layer.tensors[name] = whole
-            return name, t.shape, t.stride(), t.storage_offset() - whole.storage_offset()
+                    t = t.clone(memory_format=torch.contiguous_format)
+                whole = layer.tensors[name] = t
+            offset = t.storage_offset() - whole.storage_offset()
+            return name, t.shape, t.stride(), offset
 
         def unpack(place) -> Tensor:
             if isinstance(place, Tensor):
                 return place
             name, shape, stride, offset = place
             whole = layer.tensors[name]
-            return whole.as_strided(shape, stride, whole.storage_offset() + offset)
+            offset += whole.storage_offset()
+            return whole.as_strided(shape, stride, offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
 
 
+Saves = tuple[list[Tensor], list[Tensor], str]
+
+
 def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype,
-                block: llama.Block | None = None) -> tuple[list[Tensor], list[Tensor], str]:
+                block: llama.Block | None = None) -> Saves:
     """Return what autograd saves of a chunk of so many tokens in block.pre and in block.post,
     beside x, o, q, k, v: on meta, found by running model.Block there, without memory and in no
     time. And which matrix's product ends block.post and is not needed to recompute it ("": none).
     block: one of its class runs, with as much of each matrix."""
-    cuts = tuple(matrix.part for matrix in matrices_of(block)) if block else ()
-    return _block_saves(type(block) if block else llama.Block, cfg, cuts, tokens, dtype)
+    if block is None:
+        return _block_saves(llama.Block, (), cfg, tokens, dtype)
+    cuts = tuple(matrix.part for matrix in matrices_of(block))
+    return _block_saves(type(block), cuts, cfg, tokens, dtype)
 
 
 def matrices_of(block: torch.nn.Module) -> list[Matrix]:
@@ -239,7 +255,7 @@ def matrices_of(block: torch.nn.Module) -> list[Matrix]:
 
 
 @functools.cache
-def _block_saves(block_class, cfg: ModelConfig, cuts: tuple, tokens: int, dtype: torch.dtype):
+def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
     accum_dtype = accumulation_dtype(dtype)
     with torch.device("meta"), torch.utils._python_dispatch._disable_current_modes():
         block = block_class(cfg)
@@ -253,12 +269,14 @@ def _block_saves(block_class, cfg: ModelConfig, cuts: tuple, tokens: int, dtype:
         saved = SavedLayer(block, rope, x)
         root = torch.zeros((), requires_grad=True)
         with saved.saving(), torch.enable_grad():
-            q, _, _ = block.pre(*_ChunkInputs.apply(root, [], x), rope)
+            inputs = _ChunkInputs.apply(root, [], x)
+            q, _, _ = block.pre(*inputs, rope)
             _, *pre = saved.tensors.values()
-            saved.tensors = {"x": x, "o": torch.empty_like(q)}
-            y = block.post(*_ChunkInputs.apply(root, [], *saved.tensors.values()))
+            o = torch.empty_like(q)
+            saved.tensors = {"x": x, "o": o}
+            inputs = _ChunkInputs.apply(root, [], x, o)
+            final = llama.final_matrix(block.post(*inputs))
             _, _, *post = saved.tensors.values()
-            final = llama.final_matrix(y)
     names = {module: name for name, module in block.named_modules()}
     return pre, post, names.get(final, "")
 
@@ -280,15 +298,16 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
 
     def lock(size: int) -> Tensor:
         torch.cuda.set_device(device)  # of this thread
-        size_mapped = max(1, size)  # a rank may save nothing
-        memory = mmap.mmap(-1, size_mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = max(1, size)  # a rank may save nothing
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, mapped, flags=private)
         with contextlib.suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)  # before a page is touched
         view = memoryview(memory)
         buffer = torch.frombuffer(view, dtype=torch.uint8)
         buffer[:: mmap.PAGESIZE] = 0  # what is mapped is 0
         address = buffer.data_ptr()
-        error = int(cudart.cudaHostRegister(address, size_mapped, 0))
+        error = int(cudart.cudaHostRegister(address, mapped, 0))
         if error:
             raise MemoryError(f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
                               f"memory failed: CUDA error {error}; lower --host-memory")
@@ -315,7 +334,8 @@ def carve(memory: Tensor, tensors: dict[object, Tensor]) -> dict[object, Tensor]
     places = {}
     start = 0
     for name, t in tensors.items():
-        places[name] = memory[start : start + t.nbytes].view(t.dtype).view(t.shape)
+        place = memory[start : start + t.nbytes]
+        places[name] = place.view(t.dtype).view(t.shape)
         start += aligned(t.nbytes)
     return places
 
@@ -334,9 +354,10 @@ class MicroBatch:
     needs_backward: bool
     host_buffers: list[Tensor] = field(default_factory=list)  # by layer that swaps
     give_back: Callable | None = None  # lets another micro-batch have them
-    saved: dict[int, SavedLayer] = field(default_factory=dict)  # from forward to backward
-    prefetch_done: dict[int, object] = field(default_factory=dict)  # group: event, its layers are
-    # in a rounding buffer, and their host buffers were read
+    # by layer, from its forward to its backward
+    saved: dict[int, SavedLayer] = field(default_factory=dict)
+    # by group: event, it is in its rounding buffer, and its host buffers were read
+    prefetch_done: dict[int, object] = field(default_factory=dict)
 
 
 class _ChunkedLayer(Function):
@@ -376,8 +397,9 @@ class ChunkedLayers:
         self.batch_size, seq = shape
         self.tokens = self.batch_size * seq
         self.chunk_tokens = chunk_tokens
-        self.chunks = [slice(first, min(first + chunk_tokens, self.tokens))
-                       for first in range(0, self.tokens, chunk_tokens)]
+        self.chunks = [
+            slice(first, min(first + chunk_tokens, self.tokens))
+            for first in range(0, self.tokens, chunk_tokens)]
         counts = len(self.chunks), len(self.blocks)
         assert counts == (plan.chunks, plan.layers), f"{counts} chunks and layers, planned {plan}"
         assert plan.resident >= min(2, plan.layers), "the last two layers start their backward"
@@ -392,14 +414,18 @@ class ChunkedLayers:
         pinned = iter(pin_host_buffers(in_flight * sizes, device.type == "cuda"))
         self.in_flight = in_flight
         self.free_buffers = [[next(pinned) for _ in sizes] for _ in range(in_flight)]
-        # of a group: its layers, and their places in a rounding buffer
-        groups = [sizes[first : first + plan.stride] for first in range(0, len(sizes), plan.stride)]
+        by_group = [
+            sizes[first : first + plan.stride]
+            for first in range(0, len(sizes), plan.stride)]
+        largest = max(map(sum, by_group), default=0)
         rounding_buffers = [
-            torch.empty(max(map(sum, groups)), dtype=torch.uint8, device=device)
-            for _ in groups[:2]]
-        self.groups = [
-            list(enumerate(rounding_buffers[g % 2][: sum(group)].split(group), g * plan.stride))
-            for g, group in enumerate(groups)]
+            torch.empty(largest, dtype=torch.uint8, device=device)
+            for _ in by_group[:2]]
+        self.groups = []  # each a list of (layer that swaps, its place in a rounding buffer)
+        for g, of_group in enumerate(by_group):
+            buffer = rounding_buffers[g % 2][: sum(of_group)]
+            places = buffer.split(of_group)
+            self.groups.append(list(enumerate(places, g * plan.stride)))
         model.layer_runner = self.start
 
     def saved_tokens(self, i: int) -> int:
@@ -409,15 +435,19 @@ class ChunkedLayers:
         """Return the bytes of the host buffer of a swapped layer."""
         cfg = self.cfg
         block = self.blocks[i]
-        head = cfg.head_dim * self.dtype.itemsize
-        sizes = [self.saved_tokens(i) * heads * head for heads in block.heads]
+        element = self.dtype.itemsize
+        width = cfg.head_dim * element
+        saved_tokens = self.saved_tokens(i)
+        sizes = [saved_tokens * heads * width for heads in block.heads]
         if self.plan.keeps_input(i):
-            sizes.append(self.tokens * cfg.dim * self.dtype.itemsize)
+            sizes.append(self.tokens * cfg.dim * element)
         if self.plan.keeps_output(i):
-            lse = accumulation_dtype(self.dtype).itemsize
-            sizes += [self.tokens * block.heads[0] * size for size in (head, lse)]
+            rows = self.tokens * block.heads[0]
+            sizes.append(rows * width)
+            sizes.append(rows * accumulation_dtype(self.dtype).itemsize)
         for chunk in self.chunks[: self.plan.num_saved_chunks(i)]:
-            pre, post, _ = block_saves(cfg, chunk.stop - chunk.start, self.dtype, block)
+            tokens = chunk.stop - chunk.start
+            pre, post, _ = block_saves(cfg, tokens, self.dtype, block)
             sizes += [t.nbytes for t in pre + post]
         return sum(map(aligned, sizes))
 
@@ -426,8 +456,9 @@ class ChunkedLayers:
         """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer(i, x), layer
         i of the model: x (B, T, C) -> y (B, T, C). Raises RuntimeError if all host buffers belong
         to passes that wait for their backward."""
-        # (N, D/2)
-        rope = tuple(angles.expand(self.batch_size, -1, -1).flatten(0, 1) for angles in rope)
+        rope = tuple(
+            angles.expand(self.batch_size, -1, -1).flatten(0, 1)  # (N, D/2)
+            for angles in rope)
         micro_batch = MicroBatch(rope, attention, torch.is_grad_enabled())
         if micro_batch.needs_backward and self.groups:
             if not self.free_buffers:
@@ -438,7 +469,12 @@ class ChunkedLayers:
             # once: when its backward has read them, or when it is gone without one
             micro_batch.give_back = weakref.finalize(
                 micro_batch, self.free_buffers.append, micro_batch.host_buffers)
-        return lambda i, x: _ChunkedLayer.apply(self.root, x, self, micro_batch, i - self.first)
+
+        def run_layer(i: int, x: Tensor) -> Tensor:
+            i -= self.first
+            return _ChunkedLayer.apply(self.root, x, self, micro_batch, i)
+
+        return run_layer
 
     # -- shapes
 
@@ -470,7 +506,8 @@ class ChunkedLayers:
         if micro_batch.needs_backward:
             num_saved = plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
-        saved = SavedLayer(self.blocks[i], micro_batch.rope, self.join(x.detach()), num_saved)
+        joined = self.join(x.detach())
+        saved = SavedLayer(self.blocks[i], micro_batch.rope, joined, num_saved)
         qkv = self.project(saved)
         self.attend(micro_batch, saved, qkv)
         y = self.output(saved)
@@ -488,35 +525,48 @@ class ChunkedLayers:
                 self.offload(micro_batch, i)
         return y.view(x.shape)
 
-    def run(self, saved: SavedLayer, half: str, j: int, again: bool = False) -> list[Tensor]:
+    def run(self, saved: SavedLayer, half: str, j: int,
+            again: bool = False) -> Iterable[Tensor]:
         """Return what a half of a layer makes of chunk j: block.pre of x, or block.post of x and o.
         The graph of a saved chunk, and of one that runs `again` in backward, goes to
         saved.graphs."""
         chunk = self.chunks[j]
         block = saved.block
-        names, fn = ("xo", block.post)
-        if half == "pre":
+
+        def pre(x):
             rope = [angles[chunk] for angles in saved.rope]
-            names, fn = "x", lambda x: block.pre(x, rope)
+            return block.pre(x, rope)
+
+        def post(x, o):
+            return (block.post(x, o),)
+
+        fn, names = {"pre": (pre, "x"), "post": (post, "xo")}[half]
         inputs = [saved.tensors[name][:, chunk] for name in names]
-        if not again and j >= saved.num_saved:
-            outputs = fn(*inputs)
-            return outputs if half == "pre" else [outputs]
-        with recomputation(block.get_submodule(self.final_matrix)) if again else saved.saving():
-            saved.graphs[half, j], outputs = ChunkGraph.run(self.root, fn, *inputs)
+        if again:
+            unneeded = block.get_submodule(self.final_matrix)
+            context = recomputation(unneeded)
+        elif j < saved.num_saved:
+            context = saved.saving()
+        else:
+            return fn(*inputs)
+        with context:
+            graph, outputs = ChunkGraph.run(self.root, fn, *inputs)
+        saved.graphs[half, j] = graph
         return outputs
 
     def project(self, saved: SavedLayer, again: bool = False) -> list[Tensor]:
         """Return q, k, v (1, N, heads, D) of the layer's input. again: in backward, where saved
         chunks have theirs, and the graphs of others wait for the gradients."""
         qkv = 3 * [None]
-        chunks = range(len(self.chunks))
+        first = 0
         if again and saved.num_saved:
-            chunks = chunks[saved.num_saved :]
-            qkv = [self.put(None, slice(t.shape[1]), t) for t in map(saved.tensors.get, "qkv")]
-        for j in chunks:
+            first = saved.num_saved
+            parts = [saved.tensors[name] for name in "qkv"]
+            qkv = [self.put(None, slice(t.shape[1]), t) for t in parts]
+        for j in range(first, len(self.chunks)):
+            chunk = self.chunks[j]
             parts = self.run(saved, "pre", j, again)
-            qkv = [self.put(whole, self.chunks[j], t) for whole, t in zip(qkv, parts)]
+            qkv = [self.put(whole, chunk, t) for whole, t in zip(qkv, parts)]
             del parts  # before the next chunk's are made
         return qkv
 
@@ -534,7 +584,8 @@ class ChunkedLayers:
 
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
-        if i + 1 == self.plan.layers or (i + 1) % self.plan.stride == 0:
+        behind = i + 1
+        if behind == self.plan.layers or self.plan.keeps_input(behind):
             self.enter_group(micro_batch, i)
         saved = micro_batch.saved.pop(i)
         qkv = self.project(saved, again=True)
@@ -545,11 +596,13 @@ class ChunkedLayers:
         def make_do() -> tuple[Tensor, list[Callable]]:
             return self.backward_post(saved, self.join(dy), residual)
 
-        inputs = [self.split(t) for t in (*qkv, saved.tensors["o"])]
+        qkvo = (*qkv, saved.tensors["o"])
+        inputs = [*map(self.split, qkvo), saved.tensors["lse"]]
         in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = micro_batch.attention.backward(make_do, *inputs, saved.tensors["lse"], in_place)
-        del inputs, qkv
-        dx = self.backward_pre(saved, [self.join(t) for t in grads], residual)
+        grads = micro_batch.attention.backward(make_do, *inputs, in_place)
+        del inputs, qkv, qkvo
+        dqkv = [self.join(t) for t in grads]
+        dx = self.backward_pre(saved, dqkv, residual)
         self.prefetch_stream.used(*saved.tensors.values())
         return dx.view(dy.shape)
 
@@ -576,7 +629,8 @@ class ChunkedLayers:
         dx = torch.empty_like(saved.tensors["x"])
         for j, chunk in enumerate(self.chunks):
             graph = saved.graphs.pop(("pre", j))
-            (part,) = graph.backward([t[:, chunk] for t in dqkv])
+            grads = [t[:, chunk] for t in dqkv]
+            (part,) = graph.backward(grads)
             torch.add(residual.pop(0), part, out=dx[:, chunk])
             del graph, part
         return dx
