@@ -235,7 +235,7 @@ class SavedLayer:
             yield
 
 
-Saves = tuple[list[Tensor], list[Tensor], str]
+Saves = tuple[list[Tensor], list[Tensor], str]  # of block.pre, of block.post, a matrix's name
 
 
 def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype,
@@ -506,8 +506,9 @@ class ChunkedLayers:
         if micro_batch.needs_backward:
             num_saved = plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
-        joined = self.join(x.detach())
-        saved = SavedLayer(self.blocks[i], micro_batch.rope, joined, num_saved)
+        shape = x.shape
+        x = self.join(x.detach())
+        saved = SavedLayer(self.blocks[i], micro_batch.rope, x, num_saved)
         qkv = self.project(saved)
         self.attend(micro_batch, saved, qkv)
         y = self.output(saved)
@@ -523,7 +524,7 @@ class ChunkedLayers:
             micro_batch.saved[i] = saved
             if plan.swaps(i):
                 self.offload(micro_batch, i)
-        return y.view(x.shape)
+        return y.view(shape)
 
     def run(self, saved: SavedLayer, half: str, j: int,
             again: bool = False) -> Iterable[Tensor]:
@@ -585,7 +586,7 @@ class ChunkedLayers:
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
         behind = i + 1
-        if behind == self.plan.layers or self.plan.keeps_input(behind):
+        if behind == self.plan.layers or self.plan.keeps_input(behind):  # i is its group's last
             self.enter_group(micro_batch, i)
         saved = micro_batch.saved.pop(i)
         qkv = self.project(saved, again=True)
