@@ -727,7 +727,7 @@ def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     return LayerSeconds(
         layer, attention, tuple(map(operator.add, backward, more)),
         attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
-        pre + post - last, post, columns + sum(more))
+        pre + post - last - columns / 2, post, columns + sum(more))
 
 
 def product_seconds(est: Estimator, plan: Plan, kind: str, matrix: tuple[int, int]) -> float:

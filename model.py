@@ -12,9 +12,9 @@ This file knows neither ranks nor streams. The outside acts on a model in four w
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
                          shard.py gathers weights and reduces gradients there; the weights that it
                          gives back are views of its own memory
-    matrix.enter, join   called with what a product takes, and with the product; `around` with what
-    and around           is computed before: parallel.py's tensor modes, which give each rank some
-                         rows or columns of it (`part`)
+    matrix.enter, join   called with what a product takes, and with the product and whether nobody
+    and around           reads it; `around` with what is computed before: parallel.py's tensor
+                         modes, which give each rank some rows or columns of it (`part`)
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
                          (its `within` gives that of documents)
@@ -451,7 +451,7 @@ class Before:
     backward: Callable
 
 
-def same(x):
+def same(x, *_):
     return x
 
 
@@ -499,7 +499,7 @@ def project(matrix: nn.Module, before: Before, x: Tensor, *inputs: Tensor) -> Te
     x = matrix.enter(x)
     before = matrix.around(before)
     y = _Project.apply(matrix, before, matrix.weight, x, *inputs)
-    return matrix.join(y)
+    return matrix.join(y, _mode.unneeded is matrix)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

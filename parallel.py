@@ -140,8 +140,8 @@ class _ThereAndBack(Function):
 
 
 def there_and_back(there: Callable, back: Callable) -> Callable[[Tensor], Tensor]:
-    """Return the function there(x), whose gradient is back(dy)."""
-    return lambda x: _ThereAndBack.apply(x, there, back)
+    """Return the function there(x), whose gradient is back(dy); unread: of x itself."""
+    return lambda x, unread=False: _ThereAndBack.apply(x, same if unread else there, back)
 
 
 def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
