@@ -69,8 +69,8 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -154,7 +154,7 @@ def check_factors(f: Factors, ranks: int, per_node: int) -> None:
     rule = illegal(f, ranks, per_node)
     if rule is not None:
         near = min(legal_factors(ranks, per_node),
-                   key=lambda n: abs(n.p - f.p) + abs(n.g - f.g) + abs(n.os - f.os))
+                   key=lambda legal: math.dist(astuple(legal), astuple(f)))
         raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} "
                          f"--os {near.os}")
 
@@ -171,7 +171,7 @@ class Optimizer:
 
     update(weight, grad, states, scalars, decay) writes weight and states in place. weight: of the
     compute dtype, grad: of that or wider, both (size,), a part of a matrix; with `whole`, all of
-    it, (rows, cols). states: a tuple of tensors of their shape, in accum_dtype, as named; the first
+    it, (rows, cols). states: a list of tensors of their shape, in accum_dtype, as named; the first
     is "master", the weight itself, the others start at 0. scalars (5,), on the device, so that
     nothing waits for the host: the learning rate, the factor on the gradient (clipping), 1 -
     beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update changes nothing:
@@ -187,7 +187,7 @@ class Optimizer:
 
 
 @functools.partial(compiled, dynamic=None)  # matrices of many sizes
-def adamw(weight: Tensor, grad: Tensor, states: tuple[Tensor, Tensor, Tensor], scalars: Tensor,
+def adamw(weight: Tensor, grad: Tensor, states: list[Tensor], scalars: Tensor,
           decay: float) -> None:
     """Update flat tensors by AdamW, 14 bytes read and 14 written a bf16 parameter (`Optimizer`)."""
     master, m, v = states
@@ -197,11 +197,10 @@ def adamw(weight: Tensor, grad: Tensor, states: tuple[Tensor, Tensor, Tensor], s
     m_new = m + (1 - beta1) * (grad - m)
     v_new = v + (1 - beta2) * (grad * grad - v)
     step = lr / correction1 * m_new / ((v_new / correction2).sqrt() + EPS)
-    new = torch.where(finite > 0, master * (1 - lr * decay) - step, master)
-    m.copy_(torch.where(finite > 0, m_new, m))
-    v.copy_(torch.where(finite > 0, v_new, v))
-    master.copy_(new)
-    weight.copy_(new)
+    master_new = master * (1 - lr * decay) - step
+    for state, new in zip(states, (master_new, m_new, v_new)):
+        state.copy_(torch.where(finite > 0, new, state))
+    weight.copy_(master)
 
 
 ADAMW = Optimizer(adamw, ("master", "exp_avg", "exp_avg_sq"))
@@ -266,8 +265,8 @@ class Unit:
     name: str  # such as "blocks.0"
     index: int  # in the order of use
     params: list[ShardedParam] = field(default_factory=list)  # in the order of use
-    after: list[ShardedParam] = field(default_factory=list)  # of the unit after it
-    before: list[ShardedParam] = field(default_factory=list)  # of the layer before it
+    after: Sequence[ShardedParam] = ()  # those of the unit after it
+    before: Sequence[ShardedParam] = ()  # those of the layer before it
     passes_done: int = 0  # backward passes of this step
     scattered: int = 0  # gradients of this pass that are on their way, from the last param on
 
@@ -289,8 +288,8 @@ class StatePart:
     cut: Cut | None = None  # the flat tensor is this of the whole one; None: all
 
     def within(self, flat: Tensor) -> Tensor:
-        """Return the view (count,) of where it lies in the flat tensor, of any shape."""
-        return flat.view(-1)[self.start : self.start + len(self.values)]
+        """Return the view (count,) of where it lies in the flat tensor, whatever its shape."""
+        return flat.reshape(-1)[self.start : self.start + len(self.values)]
 
 
 def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -304,6 +303,7 @@ def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # ---------------------------------------------------------------------------- states on the host
 
 
+@dataclass(eq=False)
 class HostStates:
     """Optimizer states in page-locked memory of the host. They visit the GPU part by part, in three
     buffers that take turns: while one is filled and one goes back, one waits for its update, whose
@@ -316,15 +316,10 @@ class HostStates:
     The first buffers are filled under the backward: what they hold does not depend on it.
     """
 
-    def __init__(self, count: int, elements: int, dtype: torch.dtype, device: torch.device,
-                 make_stream: Callable[..., CommStream]):
-        """count: of a matrix's states, of which so many elements visit at once."""
-        self.elements = elements
-        self.buffers = deque(
-            Buffer(torch.empty(count, elements, dtype=dtype, device=device))
-            for _ in range(VISIT_BUFFERS))  # the first one is taken next
-        self.stream_in = make_stream(device)
-        self.stream_out = make_stream(device)
+    elements: int  # of a matrix, most that visit at once
+    buffers: Iterator[Buffer]  # (states, elements) each, without end
+    stream_in: CommStream
+    stream_out: CommStream
 
     def begin(self) -> None:
         """Begin an update: what is read must be what the last one has written."""
@@ -335,8 +330,7 @@ class HostStates:
         """Yield parts of a matrix's weight, gradient and states, flat tensors of one size; the
         states on the GPU, whose new values go back when the caller asks for the next."""
         for weight, grad, *there in zip(*(x.split(self.elements) for x in tensors)):
-            buffer = self.buffers[0]
-            self.buffers.rotate(-1)
+            buffer = next(self.buffers)
             here = [row[: len(weight)] for row in buffer.data]
             with self.stream_in.beside_compute():
                 wait(buffer.event)  # what was in it is on the host; hidden by the visits between
@@ -416,7 +410,6 @@ class States:
         grad_reduce begins when grad_scatter is done. A collective of all ranks."""
         f = self.factors
         groups = self.groups
-        self.subgroup_size = f.os // f.p
         self.subgroup_index = groups.rank % f.os // f.p
         self.param_index = groups.rank % f.p
         self.param_gather_group = groups.get("param_gather", lambda r: r // f.p)
@@ -429,9 +422,6 @@ class States:
         self.replicas_of_parts = groups.get("grad_reduce", lambda r: r % n)
         self.replicas_of_wholes = groups.of_places(
             "grad_reduce", lambda stage, r, column: (stage, r % n))
-        self.stage_group = dist.group.WORLD
-        if groups.pp > 1:
-            self.stage_group = groups.of_places("vectors", lambda stage, r, column: stage)
 
     def make_params(self, model: nn.Module) -> None:
         """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
@@ -441,7 +431,7 @@ class States:
         padded = {path: math.ceil(math.prod(module.shape) / multiple) * multiple
                   for path, module in matrices.items()}
         owners = {}  # in layout inter: greedy, largest first (AMSP, section IV)
-        loads = [0] * self.subgroup_size
+        loads = [0] * (self.factors.os // self.factors.p)
         for path in sorted(padded, key=padded.get, reverse=True):
             owners[path] = loads.index(min(loads))
             loads[owners[path]] += padded[path]
@@ -461,9 +451,9 @@ class States:
         self.units = list(units.values())
         for one, two in itertools.pairwise(self.units):
             one.after = two.params
-            two.before = one.params if one.is_layer else []
+            two.before = one.params if one.is_layer else ()
 
-    def zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def zeros(self, shape, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def shard(self, path: str, module: Matrix, unit: Unit, padded: int,
@@ -499,48 +489,51 @@ class States:
         names = self.optimizer.states
         params = self.sharded_params.values()
         sizes = [len(param.owned_param) for param in params]
+        nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
         self.host_states = None
         if place == "host":
-            nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
-            memory = on_all_ranks(
-                lambda: pin_host_buffers(nbytes, self.device.type == "cuda"))
+            on_gpu = self.device.type == "cuda"
+            memory = on_all_ranks(lambda: pin_host_buffers(nbytes, on_gpu))
             elements = max(sizes) if self.optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
-            self.host_states = HostStates(
-                len(names), elements, self.accum_dtype, self.device, make_stream)
+            buffers = [Buffer(self.zeros((len(names), elements), self.accum_dtype))
+                       for _ in range(VISIT_BUFFERS)]
+            self.host_states = HostStates(elements, itertools.cycle(buffers),
+                                          make_stream(self.device), make_stream(self.device))
         else:
-            memory = [self.zeros(len(names) * size, self.accum_dtype) for size in sizes]
+            memory = [self.zeros(size, torch.uint8) for size in nbytes]
         groups = self.groups
+        replica = groups.rank // self.factors.os
         replicas = groups.ranks // self.factors.os
-        for i, (param, flat) in enumerate(zip(params, memory)):
-            param.states = flat.view(self.accum_dtype).chunk(len(names))
-            part = param.module.part
+        for i, (param, place) in enumerate(zip(params, memory)):
+            param.states = place.view(self.accum_dtype).chunk(len(names))
             length = min(len(param.owned_param), param.count - param.start)
             if length <= 0:
                 continue  # padding alone, or in layout inter another rank's
-            saves = i % replicas == groups.rank // self.factors.os
-            saves = saves and (groups.column == 0 or part is not None)
+            cut = param.module.part
+            saves = i % replicas == replica and (groups.column == 0 or cut is not None)
             if saves:
                 self.counted_grads.append(param.owned_grad)
             for state, values in zip(names, param.states):
                 self.parts[f"{state}.{param.name}"] = StatePart(
-                    values[:length], param.start, self.shapes[param.name], saves, part)
+                    values[:length], param.start, self.shapes[param.name], saves, cut)
 
     def make_vectors(self, model: nn.Module) -> None:
-        """Make small weights parts of one vector on every rank, in accum_dtype: they are their own
-        masters. Autograd adds to their gradients in place."""
-        vectors = {f"{path}.weight": module for path, module in model.named_modules()
-                   if isinstance(module, Vector)}
-        sizes = [module.weight.numel() for module in vectors.values()]
-        self.vector_grad = self.zeros(sum(sizes), self.accum_dtype)
-        self.vector_states = tuple(torch.zeros_like(self.vector_grad) for _ in ADAMW.states)
-        saves = self.groups.rank == self.groups.column == 0  # the first rank of its stage
+        """Make the small weights of the whole model parts of one vector on every rank, in
+        accum_dtype: they are their own masters. Autograd adds to their gradients in place; ranks
+        add zeros to those of other stages."""
+        names = [name for name, shape in self.shapes.items() if len(shape) == 1]
+        sizes = [math.prod(self.shapes[name]) for name in names]
+        flats = [self.zeros(sum(sizes), self.accum_dtype) for _ in ("grad", *ADAMW.states)]
+        self.vector_grad, *self.vector_states = flats
+        saves = dist.get_rank() == 0
         self.counted_grads.append(self.vector_grad if saves else self.vector_grad[:0])
-        parts = zip(*(x.split(sizes) for x in (self.vector_grad, *self.vector_states)))
-        for (name, module), (grad, *states) in zip(vectors.items(), parts):
-            module.weight = nn.Parameter(states[0])
-            module.weight.grad = grad
+        modules = dict(model.named_modules())
+        for name, grad, *states in zip(names, *(flat.split(sizes) for flat in flats)):
+            if module := modules.get(name.removesuffix(".weight")):
+                module.weight = nn.Parameter(states[0])
+                module.weight.grad = grad
             for state, values in zip(ADAMW.states, states):
-                self.parts[f"{state}.{name}"] = StatePart(values, 0, self.shapes[name], saves)
+                self.parts[f"{state}.{name}"] = StatePart(values, 0, values.shape, saves)
 
     # -- parameters: gathered ahead of their use
 
@@ -554,7 +547,7 @@ class States:
         unit = param.unit
         if self.last_pass != (backward, unit):
             self.last_pass = backward, unit
-            self.end_pass(unit)
+            self.begin_pass(unit)
             self.enter_phase(f"{'backward' if backward else 'forward'}, {unit.name}, "
                              f"{unit.index + 1}/{len(self.units)}")
         if self.factors.p == 1:
@@ -590,22 +583,19 @@ class States:
         stream = self.streams["param_gather"]
         with stream.after_compute():  # buffers are free: the layer before the last has read them
             for param in params:
+                buffer = param.unsharded_param
                 wait(param.broadcast_done)  # param_shard is new; hidden by update and layers before
-                all_gather(param.unsharded_param.data, param.param_shard,
-                           group=self.param_gather_group)
-        gathered = stream.last_event()
-        for param in params:
-            param.unsharded_param.holder = param
-            param.unsharded_param.event = gathered
+                all_gather(buffer.data, param.param_shard, group=self.param_gather_group)
+                buffer.holder = param
+                buffer.event = stream.last_event()
 
     def reshard(self, module: Matrix) -> None:
         """Free nothing: the layer after the next takes the buffer."""
 
     def enter_phase(self, phase: str) -> None:
         """Record an event of the compute stream that `progress` can ask for, and tell on_phase."""
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.current_stream().record_event()
+        on_gpu = self.device.type == "cuda"
+        event = torch.cuda.current_stream().record_event() if on_gpu else None
         self.progress_events.append((phase, event))
         self.on_phase(phase)
 
@@ -613,11 +603,9 @@ class States:
         """Return the last phase that the device has begun, "" if no other since the last call. It
         does not wait for the device; any thread may ask."""
         text = ""
-        while self.progress_events:
-            _, event = self.progress_events[0]
-            if event is not None and not event.query():
-                break
-            text, _ = self.progress_events.popleft()
+        events = self.progress_events
+        while events and (events[0][1] is None or events[0][1].query()):
+            text, _ = events.popleft()
         return text
 
     # -- gradients: reduced behind their computation
@@ -637,7 +625,7 @@ class States:
         """
         param = self.sharded_params[module]
         unit = param.unit
-        self.end_pass(unit)
+        self.begin_pass(unit)
         if param.chunks_done == param.num_chunks or unit.passes_done == self.micro_batches:
             self.misuse = f"{param.name} was used more than once a pass"
             return  # its gradient has gone
@@ -650,26 +638,31 @@ class States:
         param.chunks_done += 1
         self.scatter_unit(unit)
 
-    def end_pass(self, unit: Unit | None) -> None:
-        """End the backward pass that is open as `unit` begins one: what a matrix that was not used
-        would have launched is what other ranks wait for."""
+    def begin_pass(self, unit: Unit) -> None:
+        """Begin a unit's pass: that of another, if it is open, is over."""
         if self.open_unit not in (None, unit):
-            if self.factors.p > 1:
-                self.launch_param_gather(self.open_unit.params[::-1])
-            self.scatter_unit(self.open_unit, complete=False)
+            self.end_pass(self.open_unit)
 
-    def scatter_unit(self, unit: Unit, complete: bool = True) -> None:
-        """Launch the reductions of a unit's gradients of this pass, last param first: all ranks
-        launch the same in the same order, whatever each of them uses. complete: of those up to the
-        first that is not complete; else of all, since the pass is over."""
+    def end_pass(self, unit: Unit) -> None:
+        """End a unit's backward pass, in which a matrix was not used: what it would have launched
+        is what other ranks wait for."""
+        if self.factors.p > 1 and unit.is_layer:
+            self.launch_param_gather(unit.params[::-1])
+        for param in unit.params:
+            if param.chunks_done < param.num_chunks:
+                self.misuse = self.misuse or (f"{param.name} was used {param.chunks_done} times in "
+                                              f"a pass, not {param.num_chunks}")
+                param.chunks_done = param.num_chunks
+        self.scatter_unit(unit)
+
+    def scatter_unit(self, unit: Unit) -> None:
+        """Launch the reductions of a unit's gradients of this pass, last param first, up to the
+        first that is not complete: all ranks launch the same in the same order, whatever each of
+        them uses."""
         last = unit.passes_done == self.micro_batches - 1
         for param in unit.params[::-1][unit.scattered :]:
             if param.chunks_done < param.num_chunks:
-                if complete:
-                    return
-                self.misuse = self.misuse or (
-                    f"{param.name} was used {param.chunks_done} times in a pass, not "
-                    f"{param.num_chunks}")
+                return
             if not param.grad_stays:
                 self.scatter_grad(param, last)
             unit.scattered += 1
@@ -746,16 +739,14 @@ class States:
         """Sum vectors' gradients after the step's last backward, and let compute wait for all. A
         step whose gradients are not those of its passes becomes one that is not finite, on all
         ranks: vectors' gradients and the norm tell them, so that no step waits for an agreement."""
-        self.end_pass(None)
         for unit in reversed(self.units):
-            while unit.passes_done < self.micro_batches:  # a matrix came in never: others wait
-                self.scatter_unit(unit, complete=False)
+            while unit.passes_done < self.micro_batches:  # a matrix came in never
+                self.end_pass(unit)
         self.last_pass = None
         self.enter_phase("update")
         if self.misuse:
             self.vector_grad.fill_(math.nan)
-        if self.stage_group is not None:
-            dist.all_reduce(self.vector_grad, group=self.stage_group)
+        dist.all_reduce(self.vector_grad)
         # every grad_shard is final; hidden by the backward, but for its last layers' reductions
         wait(self.streams["grad_scatter"].last_event())
         wait(self.streams["grad_reduce"].last_event())
@@ -781,7 +772,11 @@ class States:
         norm = self.grad_norm()
         finite = (norm + loss).isfinite()
         self.updates += finite
-        self.write_scalars(lr, clip, norm, finite)
+        t = self.updates.to(norm.dtype).clamp(min=1)
+        factor = ((clip or math.inf) / (norm + 1e-6)).clamp(max=1)
+        self.scalars.copy_(torch.stack([
+            torch.full_like(norm, lr), factor, 1 - BETAS[0] ** t, 1 - BETAS[1] ** t,
+            finite.to(norm.dtype)]))
         # small weights by AdamW without decay, on every rank alike: they are their own masters
         unused = torch.empty_like(self.vector_grad)
         adamw(unused, self.vector_grad, self.vector_states, self.scalars, 0.0)
@@ -805,14 +800,6 @@ class States:
         dist.all_reduce(squares)
         return squares.sqrt()
 
-    def write_scalars(self, lr: float, clip: float, norm: Tensor, finite: Tensor) -> None:
-        """Set the scalars that an optimizer's update reads (`Optimizer`)."""
-        t = self.updates.to(norm.dtype).clamp(min=1)
-        factor = ((clip or math.inf) / (norm + 1e-6)).clamp(max=1)
-        self.scalars.copy_(torch.stack([
-            torch.full_like(norm, lr), factor, 1 - BETAS[0] ** t, 1 - BETAS[1] ** t,
-            finite.to(norm.dtype)]))
-
     def update_param(self, param: ShardedParam) -> None:
         """Update what this rank owns of a matrix: where its states lie, or as they visit."""
         tensors = param.owned_param, param.owned_grad, *param.states
@@ -821,7 +808,7 @@ class States:
             if self.optimizer.whole:  # (S,) -> (rows, cols)
                 tensors = [param.as_matrix(flat) for flat in tensors]
             weight, grad, *states = tensors
-            self.optimizer.update(weight, grad, tuple(states), self.scalars, self.decay)
+            self.optimizer.update(weight, grad, states, self.scalars, self.decay)
 
     def broadcast_params(self, unit: Unit) -> None:
         """Launch the travel of a unit's new parameters to the subgroup: in layout inter from their
@@ -859,11 +846,11 @@ class States:
         """Set all parameters: weight(name) returns a whole one, of any dtype and device, and each
         rank takes what it owns. Raises ConfigError on all ranks. A collective of all ranks."""
         def load_masters() -> None:
-            for key, part in self.state_parts().items():
-                state, _, name = key.partition(".")
-                if state == "master":
+            parts = self.state_parts()
+            for name in self.shapes:
+                if part := parts.get(f"master.{name}"):
                     whole = weight(name)
-                    here = whole.contiguous() if part.cut is None else part.cut.of(whole)
+                    here = whole if part.cut is None else part.cut.of(whole)
                     part.values.copy_(part.within(here))
 
         on_all_ranks(load_masters)
