@@ -27,8 +27,8 @@ What runs beside computation has a CUDA stream of its kind (CommStream): launch,
     grad_reduce      reduce_unit          the same, last micro-batch only  finish_gradients
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         launch_param_gather
-    host_update      update, if states    the next forward                 the same; by
-                     lie on the host                                       param_broadcast, if any
+    host_update      update, if states    the next forward                 broadcast_params (stream)
+                     lie on the host
 
 A gradient's way to its owner, and the parameters' way back:
 
@@ -45,19 +45,20 @@ A gradient's way to its owner, and the parameters' way back:
 In backward the next matrix alone is gathered, so that a gather never delays a reduction (AMSP,
 section V-C); where layers run in chunks or are recomputed it is all of layer i - 1, once for its
 forward that runs again and its backward. Vectors' gradients, the norm and the loss are summed in
-the open: they are small. Where a stream does not overlap, it is the compute stream. Gathered
-weights and whole gradients lie in fixed buffers, two of each kind of matrix, that neighbouring
-layers take in turn; the model's parameters are views of them.
+the open: they are small. Where a stream does not overlap, it is the compute stream, and a layer is
+gathered whole as it begins. Gathered weights and whole gradients lie in fixed buffers, two of each
+kind of matrix, that neighbouring layers take in turn; the model's parameters are views of them.
 
 The factors say how often a state is cut; `place` says where the optimizer's states lie: on the GPU,
 or in page-locked memory of the host, from which they visit it (HostStates), 12P/os bytes there and
 12P/os back.
 
 A matrix has one gradient a pass. One that is used twice or never ends the step by its name, on all
-ranks (find_misuse); none waits for a reduction that another has not launched, since all launch a
-layer's in the same order, whatever they use. Where nothing runs beside computation (a CPU, or
---overlap none), a rank that skips a matrix may still keep others waiting in a gather (p > 1, layers
-that run whole) or an exchange of tokens.
+ranks (finish_gradients); none waits for a gather or a reduction that another has not launched,
+since all launch a layer's in the same order, whatever they use (end_pass). What may still keep
+others waiting, where a rank skips a matrix: on a CPU, where nothing runs beside computation, a
+gather (p > 1, layers that run whole); gathers of a layer whose input is made again; and an exchange
+of tokens.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
@@ -129,7 +130,7 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
     between p and os, say: groups for the two halves of the way (make_groups), the size of
-    grad_shard and its owned part (shard), and what runs on them (sum_grad, reduce_unit); States
+    grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit); States
     asserts that g is p or os."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.os):
@@ -462,7 +463,8 @@ class States:
         f = self.factors
         part = padded // f.p
         size = padded // f.os
-        owned = slice(self.subgroup_index * size, (self.subgroup_index + 1) * size)  # of the p-shard
+        first = self.subgroup_index * size
+        owned = slice(first, first + size)  # of the p-shard
         if self.layout == "inter":
             owned = slice(0, part if owner == self.subgroup_index else 0)
         param_shard = self.zeros(part, self.dtype)
