@@ -251,7 +251,7 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
         more["state_bytes"] = step.states.bytes()
         more["state_bytes_formula"] = state_bytes(
             param_count(step.run.model), step.states.factors, step.states.dtype,
-            step.states.accumulates)
+            step.states.micro_batches > 1)
     seconds = most_of_ranks(seconds, bench.device)  # infinite on all ranks, if on one
     found = row(bench, label, MODELS[cfg.model], cfg.model, cfg.seq,
                 cfg.batch * cfg.seq // bench.world, seconds if math.isfinite(seconds) else None,

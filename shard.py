@@ -27,8 +27,8 @@ What runs beside computation has a CUDA stream of its kind (CommStream): launch,
     grad_reduce      reduce_unit          the same, last micro-batch only  finish_gradients
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         launch_param_gather
-    host_update      update, if states    the next forward                 the same; by
-                     lie on the host                                       param_broadcast, if any
+    host_update      update, if states    the next forward                 broadcast_params (stream)
+                     lie on the host
 
 A gradient's way to its owner, and the parameters' way back:
 
@@ -45,19 +45,20 @@ A gradient's way to its owner, and the parameters' way back:
 In backward the next matrix alone is gathered, so that a gather never delays a reduction (AMSP,
 section V-C); where layers run in chunks or are recomputed it is all of layer i - 1, once for its
 forward that runs again and its backward. Vectors' gradients, the norm and the loss are summed in
-the open: they are small. Where a stream does not overlap, it is the compute stream. Gathered
-weights and whole gradients lie in fixed buffers, two of each kind of matrix, that neighbouring
-layers take in turn; the model's parameters are views of them.
+the open: they are small. Where a stream does not overlap, it is the compute stream, and a layer is
+gathered whole as it begins. Gathered weights and whole gradients lie in fixed buffers, two of each
+kind of matrix, that neighbouring layers take in turn; the model's parameters are views of them.
 
 The factors say how often a state is cut; `place` says where the optimizer's states lie: on the GPU,
 or in page-locked memory of the host, from which they visit it (HostStates), 12P/os bytes there and
 12P/os back.
 
 A matrix has one gradient a pass. One that is used twice or never ends the step by its name, on all
-ranks (find_misuse); none waits for a reduction that another has not launched, since all launch a
-layer's in the same order, whatever they use. Where nothing runs beside computation (a CPU, or
---overlap none), a rank that skips a matrix may still keep others waiting in a gather (p > 1, layers
-that run whole) or an exchange of tokens.
+ranks (finish_gradients); none waits for a gather or a reduction that another has not launched,
+since all launch a layer's in the same order, whatever they use (end_pass). What may still keep
+others waiting, where a rank skips a matrix: on a CPU, where nothing runs beside computation, a
+gather (p > 1, layers that run whole); gathers of a layer whose input is made again; and an exchange
+of tokens.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
@@ -66,10 +67,11 @@ padding; x a gradient on its way; m, v AdamW's moments, t its updates; i, n, k c
 """
 import contextlib
 import functools
+import itertools
 import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -98,28 +100,23 @@ class Factors:
     os: int = 1
 
 
-def strategies(ranks: int, k: int) -> dict[str, Factors]:
-    """Return the named baselines, rows of factors; k is their parameter, NAME:K."""
-    return {  #                      p      g      os
+def parse_strategy(text: str, ranks: int) -> Factors:
+    """Return the factors of a named baseline, "zero3" or "mics:4". Raises ValueError with the
+    names."""
+    name, _, number = text.partition(":")
+    k = int(number) if number.isdigit() else 0
+    rows = {  #         p      g      os
         "ddp": Factors(1, 1, 1),
         "zero1": Factors(1, 1, ranks),
         "zero2": Factors(1, ranks, ranks),
         "zero3": Factors(ranks, ranks, ranks),
-        "mics": Factors(k, k, k),
-        "zero1.5": Factors(1, 1, k),
+        "mics:K": Factors(k, k, k),
+        "zero1.5:K": Factors(1, 1, k),
     }
-
-
-def parse_strategy(text: str, ranks: int) -> Factors:
-    """Return the factors of 'zero3' or 'mics:4'. Raises ValueError with the names."""
-    name, _, number = text.partition(":")
-    k = int(number) if number.isdigit() else 0
-    table = strategies(ranks, k)
-    with_k = ("mics", "zero1.5")
-    if name not in table or (name in with_k) != (k > 0):
-        names = ", ".join(row + ":K" if row in with_k else row for row in table)
-        raise ValueError(f"--strategy {text}: one of {names}")
-    return table[name]
+    found = rows.get(f"{name}:K" if k else name)
+    if found is None:
+        raise ValueError(f"--strategy {text}: one of {', '.join(rows)}")
+    return found
 
 
 @functools.cache
@@ -133,10 +130,10 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
     between p and os, say: groups for the two halves of the way (make_groups), the size of
-    grad_shard and its owned part (shard), and what runs on them (sum_grad, reduce_unit); States
+    grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit); States
     asserts that g is p or os."""
     sizes = legal_sizes(ranks, per_node)
-    for count in (f.p, f.g, f.os):
+    for count in (f.p, f.os):
         if count not in sizes:
             return f"{count} shards do not fit {ranks} ranks, {per_node} a node: {sizes}"
     if f.os % f.p:
@@ -149,7 +146,7 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
 def legal_factors(ranks: int, per_node: int) -> list[Factors]:
     """Return all (p, g, os) that break no rule, fewest shards first. One node of 8 has 16."""
     sizes = legal_sizes(ranks, per_node)
-    every = [Factors(p, g, os) for p in sizes for g in sizes for os in sizes]
+    every = itertools.starmap(Factors, itertools.product(sizes, repeat=3))
     return [f for f in every if illegal(f, ranks, per_node) is None]
 
 
@@ -158,7 +155,7 @@ def check_factors(f: Factors, ranks: int, per_node: int) -> None:
     rule = illegal(f, ranks, per_node)
     if rule is not None:
         near = min(legal_factors(ranks, per_node),
-                   key=lambda n: abs(n.p - f.p) + abs(n.g - f.g) + abs(n.os - f.os))
+                   key=lambda legal: math.dist(astuple(legal), astuple(f)))
         raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} "
                          f"--os {near.os}")
 
@@ -175,7 +172,7 @@ class Optimizer:
 
     update(weight, grad, states, scalars, decay) writes weight and states in place. weight: of the
     compute dtype, grad: of that or wider, both (size,), a part of a matrix; with `whole`, all of
-    it, (rows, cols). states: a tuple of tensors of their shape, in accum_dtype, as named; the first
+    it, (rows, cols). states: a list of tensors of their shape, in accum_dtype, as named; the first
     is "master", the weight itself, the others start at 0. scalars (5,), on the device, so that
     nothing waits for the host: the learning rate, the factor on the gradient (clipping), 1 -
     beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update changes nothing:
@@ -191,7 +188,7 @@ class Optimizer:
 
 
 @functools.partial(compiled, dynamic=None)  # matrices of many sizes
-def adamw(weight: Tensor, grad: Tensor, states: tuple[Tensor, Tensor, Tensor], scalars: Tensor,
+def adamw(weight: Tensor, grad: Tensor, states: list[Tensor], scalars: Tensor,
           decay: float) -> None:
     """Update flat tensors by AdamW, 14 bytes read and 14 written a bf16 parameter (`Optimizer`)."""
     master, m, v = states
@@ -201,11 +198,10 @@ def adamw(weight: Tensor, grad: Tensor, states: tuple[Tensor, Tensor, Tensor], s
     m_new = m + (1 - beta1) * (grad - m)
     v_new = v + (1 - beta2) * (grad * grad - v)
     step = lr / correction1 * m_new / ((v_new / correction2).sqrt() + EPS)
-    new = torch.where(finite > 0, master * (1 - lr * decay) - step, master)
-    m.copy_(torch.where(finite > 0, m_new, m))
-    v.copy_(torch.where(finite > 0, v_new, v))
-    master.copy_(new)
-    weight.copy_(new)
+    master_new = master * (1 - lr * decay) - step
+    for state, new in zip(states, (master_new, m_new, v_new)):
+        state.copy_(torch.where(finite > 0, new, state))
+    weight.copy_(master)
 
 
 ADAMW = Optimizer(adamw, ("master", "exp_avg", "exp_avg_sq"))
@@ -216,8 +212,8 @@ OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan; vectors hav
 
 @dataclass
 class Buffer:
-    """A fixed place for a whole weight, or for one micro-batch's whole gradient. Matrices of a
-    shape, two and more, take it in turn."""
+    """A fixed place for a whole weight, for one micro-batch's whole gradient, or for states that
+    visit. What is put there in turn waits for its event."""
 
     data: Tensor  # (S,)
     holder: object = None  # the ShardedParam whose newest weight it holds, or will at `event`
@@ -234,21 +230,18 @@ class ShardedParam:
     unit: "Unit"
     owner: int  # layout inter: index in the subgroup of the rank that updates this p-shard
     start: int  # of what this rank updates, within the matrix
-    size: int  # of it, elements; S/os, or S/p and 0 in layout inter
     param_shard: Tensor  # (S/p,) newest after broadcast_done
     unsharded_param: Buffer  # (S,) from its event until the layer after the next; p = 1: the shard
     grad_shard: Tensor  # (S/g,) sum of the step's micro-batches, final after finish_gradients
     unsharded_grad: Buffer  # (S,) from the first chunk until its event; or grad_shard itself
-    owned_param: Tensor  # (size,) the part of param_shard that this rank updates
-    owned_grad: Tensor  # (size,) the same part of the gradient
-    # over whom its gradient is summed in the end; None: this rank is alone
-    cross_os_group: dist.ProcessGroup | None  # that update the same elements
-    replicate_group: dist.ProcessGroup | None  # that have the same p-shard
+    # the part of param_shard that this rank updates: (S/os,); layout inter: (S/p,), others (0,)
+    owned_param: Tensor
+    owned_grad: Tensor  # the same part of the gradient
+    replicas: dist.ProcessGroup | None  # over whom the gradient is summed last; None: nobody
     num_chunks: int  # contributions to its gradient in one backward pass
-    states: dict[str, Tensor] = field(default_factory=dict)  # (size,) each, on the GPU or the host
+    states: tuple[Tensor, ...] = ()  # as large as owned_param each, on the GPU or the host
     chunks_done: int = 0  # contributions of this pass
-    uses: int = 0  # contributions of this step
-    # event of param_broadcast, or of host_update alone: new parameters are in param_shard
+    # event of param_broadcast, or of host_update: new parameters are in param_shard
     broadcast_done: object = None
 
     @property
@@ -272,10 +265,15 @@ class Unit:
 
     name: str  # such as "blocks.0"
     index: int  # in the order of use
-    is_layer: bool
     params: list[ShardedParam] = field(default_factory=list)  # in the order of use
+    after: Sequence[ShardedParam] = ()  # those of the unit after it
+    before: Sequence[ShardedParam] = ()  # those of the layer before it
     passes_done: int = 0  # backward passes of this step
     scattered: int = 0  # gradients of this pass that are on their way, from the last param on
+
+    @property
+    def is_layer(self) -> bool:
+        return self.name.startswith("blocks.")
 
 
 @dataclass(frozen=True)
@@ -290,11 +288,15 @@ class StatePart:
     saves: bool  # this rank saves it: one of those that hold the same
     cut: Cut | None = None  # the flat tensor is this of the whole one; None: all
 
+    def within(self, flat: Tensor) -> Tensor:
+        """Return the view (count,) of where it lies in the flat tensor, whatever its shape."""
+        return flat.reshape(-1)[self.start : self.start + len(self.values)]
 
-def sum_and_scatter(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part (count,) of the sum of x over the group's ranks: a reduce-scatter on
-    the stream that is current."""
-    part = x.new_empty(count)
+
+def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return this rank's part of the sum of x over the group's n ranks, (S,) -> (S/n,): a
+    reduce-scatter on the stream that is current."""
+    part = x.new_empty(x.numel() // group.size())
     reduce_scatter(part, x, group=group)
     return part
 
@@ -302,6 +304,7 @@ def sum_and_scatter(x: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
 # ---------------------------------------------------------------------------- states on the host
 
 
+@dataclass(eq=False)
 class HostStates:
     """Optimizer states in page-locked memory of the host. They visit the GPU part by part, in three
     buffers that take turns: while one is filled and one goes back, one waits for its update, whose
@@ -314,240 +317,225 @@ class HostStates:
     The first buffers are filled under the backward: what they hold does not depend on it.
     """
 
-    def __init__(self, params: list[ShardedParam], optimizer: Optimizer, dtype: torch.dtype,
-                 device: torch.device, make_stream: Callable[..., CommStream]):
-        """Give all params their states, zeros in `dtype`. Raises ConfigError if a rank gets no
-        memory. A collective of all ranks."""
-        count = len(optimizer.states)
-        largest = max((param.size for param in params), default=0)
-        self.visit_elements = largest if optimizer.whole else min(largest, VISIT_ELEMENTS)
-        self.buffers = deque(
-            Buffer(torch.empty(count, self.visit_elements, dtype=dtype, device=device))
-            for _ in range(VISIT_BUFFERS))  # the first one is taken next
-        self.stream_in = make_stream(device)
-        self.stream_out = make_stream(device)
-        sizes = [count * param.size * dtype.itemsize for param in params]
-        memory = on_all_ranks(lambda: pin_host_buffers(sizes, device.type == "cuda"))
-        for param, place in zip(params, memory):
-            rows = place.view(dtype).view(count, param.size)
-            param.states = dict(zip(optimizer.states, rows))
+    elements: int  # of a matrix, most that visit at once
+    buffers: Iterator[Buffer]  # (states, elements) each, without end
+    stream_in: CommStream
+    stream_out: CommStream
 
     def begin(self) -> None:
         """Begin an update: what is read must be what the last one has written."""
         with self.stream_in.beside_compute():
             wait(self.stream_out.last_event())  # hidden by a whole step
 
-    def visits(self, states: dict[str, Tensor]):
-        """Yield which part of a matrix's states is on the GPU, and the tensors, whose new values
-        go back when the caller asks for the next."""
-        size = len(states["master"])
-        for first in range(0, size, self.visit_elements):
-            part = slice(first, min(first + self.visit_elements, size))
-            buffer = self.buffers[0]
-            self.buffers.rotate(-1)
-            there = [state[part] for state in states.values()]
-            here = [row[: part.stop - part.start] for row in buffer.data]
+    def visits(self, *tensors: Tensor):
+        """Yield parts of a matrix's weight, gradient and states, flat tensors of one size; the
+        states on the GPU, whose new values go back when the caller asks for the next."""
+        for weight, grad, *there in zip(*(x.split(self.elements) for x in tensors)):
+            buffer = next(self.buffers)
+            here = [row[: len(weight)] for row in buffer.data]
             with self.stream_in.beside_compute():
                 wait(buffer.event)  # what was in it is on the host; hidden by the visits between
-                for x, state in zip(here, there):
-                    x.copy_(state, non_blocking=True)
+                torch._foreach_copy_(here, there, non_blocking=True)
             wait(self.stream_in.last_event())  # hidden by the forward that host_update runs under
-            yield part, here
+            yield weight, grad, *here
             with self.stream_out.after_compute():  # hidden by the next part's way in
-                for x, state in zip(here, there):
-                    state.copy_(x, non_blocking=True)
+                torch._foreach_copy_(there, here, non_blocking=True)
                 self.stream_out.used(*here)
             buffer.event = self.stream_out.last_event()
 
     def settle(self) -> None:
         """Let the host wait until its memory holds what the last update has written."""
-        event = self.stream_out.last_event()
-        if event is not None:
+        if event := self.stream_out.last_event():
             event.synchronize()
 
 
 # ---------------------------------------------------------------------------- states
 
 
+@dataclass(eq=False)
 class States:
-    """A model's parameters, gradients and optimizer states on this rank, and their travels.
+    """A model's parameters, gradients and optimizer states on this rank, and their travels. Raises
+    ValueError if the optimizer needs whole matrices and a rank has parts; ConfigError if a rank
+    gets no host memory. A collective of all ranks."""
 
-    model: built on any device, "meta" best: its parameters are replaced, and its matrices raise
-    their events here: unshard, reshard, add_grad. micro_batches: forward and backward passes
-    between two updates. layout: "inter" (whole p-shards have one owner in a subgroup, AMSP's) or
-    "intra" (each is split evenly). overlap: those of STREAMS that run under computation.
-    gather_layers: a layer's backward uses its matrices more than once, so they are gathered
-    together. num_chunks: of tokens, if layers run in chunks, and so contributions to a gradient in
-    each pass. decay: of matrices' weights. place: of the optimizer's states, "gpu" or "host"
-    (HostStates). optimizer: of matrices. make_stream: as CommStream. Raises ValueError if the
-    optimizer needs whole matrices and a rank has parts.
-    """
+    # on any device, "meta" best: its parameters are replaced, and its matrices raise their events
+    # here: unshard, reshard, add_grad
+    model: InitVar[nn.Module]
+    device: torch.device
+    dtype: torch.dtype
+    micro_batches: int = 1  # forward and backward passes between two updates
+    factors: Factors = Factors()
+    # a p-shard is split evenly in its subgroup; or "inter": it has one owner there (AMSP's)
+    layout: str = "intra"
+    groups: Groups = field(default_factory=Groups)
+    overlap: InitVar[tuple[str, ...]] = STREAMS  # those that run under computation
+    # a layer's backward uses its matrices more than once, so they are gathered together
+    gather_layers: bool = False
+    num_chunks: int = 1  # of tokens, if layers run in chunks: contributions to a gradient in a pass
+    decay: float = 0.1  # of matrices' weights
+    place: InitVar[str] = "gpu"  # of the optimizer's states, or "host" (HostStates)
+    optimizer: Optimizer = ADAMW  # of matrices
+    make_stream: InitVar[Callable[..., CommStream]] = CommStream
 
-    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype,
-                 micro_batches: int = 1, factors: Factors = Factors(), layout: str = "intra",
-                 groups: Groups | None = None, overlap: tuple[str, ...] = STREAMS,
-                 gather_layers: bool = False, num_chunks: int = 1, decay: float = 0.1,
-                 place: str = "gpu", optimizer: Optimizer = ADAMW,
-                 make_stream: Callable[..., CommStream] = CommStream):
-        tp = groups.tp if groups else 1
-        if optimizer.whole and (layout, factors.p, tp) != ("inter", 1, 1):
-            raise ValueError(f"layout={layout} p={factors.p} tp={tp}: this optimizer needs whole "
+    def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], place: str,
+                      make_stream: Callable[..., CommStream]):
+        f, tp = self.factors, self.groups.tp
+        if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
+            raise ValueError(f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
                              "matrices, which a rank owns with layout=inter p=1 tp=1")
-        assert factors.g in (factors.p, factors.os), f"{factors}: gradients lie as p or as os do"
-        self.device = device
-        self.dtype = dtype
-        self.micro_batches = micro_batches
-        self.factors = factors
-        self.layout = layout
-        self.gather_layers = gather_layers
-        self.num_chunks = num_chunks
-        self.optimizer = optimizer
-        self.decay = decay
-        self.accum_dtype = accumulation_dtype(dtype)
-        self.accumulates = micro_batches > 1
-        self.grad_dtype = self.accum_dtype if self.accumulates else dtype
-        self.streams = {name: make_stream(device, name in overlap) for name in STREAMS}
+        assert f.g in (f.p, f.os), f"{f}: gradients lie as p or as os do"
+        self.accum_dtype = accumulation_dtype(self.dtype)
+        self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
+        self.streams = {name: make_stream(self.device, name in overlap) for name in STREAMS}
         self.shapes = model.shapes
-        self.make_groups(groups or Groups())
+        self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.scalars = torch.ones(5, dtype=self.accum_dtype, device=self.device)  # of Optimizer
+        # what a checkpoint holds of this rank, by f"{state}.{parameter name}"
+        self.parts = {"updates": StatePart(self.updates.view(1), 0, (), dist.get_rank() == 0)}
+        self.counted_grads: list[Tensor] = []  # of the norm: each element on one rank of all
+        self.make_groups()
         self.make_params(model)
-        params = list(self.sharded_params.values())
-        self.host_states = None
-        if place == "host":
-            self.host_states = HostStates(params, optimizer, self.accum_dtype, device, make_stream)
-        else:
-            for param in params:
-                param.states = {state: self.zeros(param.size, self.accum_dtype)
-                                for state in optimizer.states}
+        self.make_states(place, make_stream)
         self.make_vectors(model)
-        self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        self.scalars = torch.ones(5, dtype=self.accum_dtype, device=device)  # of Optimizer
         self.last_pass = None  # (backward, unit) whose matrix was used last
+        self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
         self.progress_events = deque(maxlen=10 * len(self.units))  # (phase in words, its event)
         self.on_phase: Callable[[str], None] = lambda phase: None  # told when one is enqueued
         self.begin_step()
 
     # -- who holds what
 
-    def make_groups(self, groups: Groups) -> None:
+    def make_groups(self) -> None:
         """Make the groups that this rank is in, by the ranks' arithmetic; None: it is alone. Groups
         of one name and the same ranks share a communicator: gradients' two streams may, since
         grad_reduce begins when grad_scatter is done. A collective of all ranks."""
         f = self.factors
-        self.groups = groups
-        self.subgroup_size = f.os // f.p
+        groups = self.groups
         self.subgroup_index = groups.rank % f.os // f.p
         self.param_index = groups.rank % f.p
         self.param_gather_group = groups.get("param_gather", lambda r: r // f.p)
         self.grad_scatter_group = groups.get("grad_reduce", lambda r: r // f.p)
         self.grad_subgroup = groups.get("grad_reduce", lambda r: (r // f.os, r % f.p))
         self.param_subgroup = groups.get("param_broadcast", lambda r: (r // f.os, r % f.p))
-        # (cross os, replicate) of a column's part of a matrix; and of embedding, head and whatever
-        # a layer does not cut, which are on the ranks of all columns
-        self.replicas_of_parts = [groups.get("grad_reduce", lambda r: r % n) for n in (f.os, f.p)]
-        self.replicas_of_wholes = [
-            groups.of_places("grad_reduce", lambda stage, r, column: (stage, r % n))
-            for n in (f.os, f.p)]
-        self.stage_group = dist.group.WORLD
-        if groups.pp > 1:
-            self.stage_group = groups.of_places("vectors", lambda stage, r, column: stage)
-        # who owns every element of the whole model once, but those that all columns have
-        self.norm_group = groups.of_places("grad_reduce", lambda stage, r, column: r // f.os)
+        # cross os (intra) or replicate (inter) of a column's part of a matrix; and of embedding,
+        # head and whatever a layer does not cut, which are on the ranks of all columns
+        n = f.os if self.layout == "intra" else f.p
+        self.replicas_of_parts = groups.get("grad_reduce", lambda r: r % n)
+        self.replicas_of_wholes = groups.of_places(
+            "grad_reduce", lambda stage, r, column: (stage, r % n))
 
     def make_params(self, model: nn.Module) -> None:
         """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
-        matrices = {f"{name}.weight": module for name, module in model.named_modules()
+        matrices = {path: module for path, module in model.named_modules()
                     if isinstance(module, Matrix)}
         multiple = self.factors.os * SHARD_ALIGN_ELEMENTS
-        padded = {name: math.ceil(math.prod(module.shape) / multiple) * multiple
-                  for name, module in matrices.items()}
-        owners = self.assign_owners(padded)
+        padded = {path: math.ceil(math.prod(module.shape) / multiple) * multiple
+                  for path, module in matrices.items()}
+        owners = {}  # in layout inter: greedy, largest first (AMSP, section IV)
+        loads = [0] * (self.factors.os // self.factors.p)
+        for path in sorted(padded, key=padded.get, reverse=True):
+            owners[path] = loads.index(min(loads))
+            loads[owners[path]] += padded[path]
         units: dict[str, Unit] = {}
         self.sharded_params: dict[Matrix, ShardedParam] = {}
-        self.buffers: dict[tuple, Buffer] = {}
-        for name, module in matrices.items():
-            unit_name = ".".join(name.split(".")[:-1][:2])  # "blocks.0.qkv.weight": "blocks.0"
-            is_layer = unit_name.startswith("blocks.")
-            unit = units.setdefault(unit_name, Unit(unit_name, len(units), is_layer))
-            param = self.shard(name, module, unit, padded[name], owners[name])
+        # two for each matrix of a layer, by the layer's parity; embedding and head have one
+        self.buffer = functools.cache(
+            lambda kind, parity, name, count, dtype: Buffer(self.zeros(count, dtype)))
+        for path, module in matrices.items():
+            name = ".".join(path.split(".")[:2])  # "blocks.0.qkv": "blocks.0"
+            unit = units.setdefault(name, Unit(name, len(units)))
+            param = self.shard(path, module, unit, padded[path], owners[path])
             module.weight = nn.Parameter(param.as_matrix(param.unsharded_param.data))
             module.events = self
             self.sharded_params[module] = param
             unit.params.append(param)
         self.units = list(units.values())
-        self.by_name = {param.name: param for param in self.sharded_params.values()}
-        order = [param for unit in reversed(self.units) if unit.is_layer
-                 for param in reversed(unit.params)]
-        self.next_in_backward = {param: [then] for param, then in zip(order, order[1:])}
+        for one, two in itertools.pairwise(self.units):
+            one.after = two.params
+            two.before = one.params if one.is_layer else ()
 
-    def assign_owners(self, padded: dict[str, int]) -> dict[str, int]:
-        """Return who updates each matrix in layout inter, an index in the subgroup: greedy, largest
-        first (AMSP, section IV). padded: S by name. Sets `imbalance`: largest load / mean - 1."""
-        loads = [0] * self.subgroup_size
-        owners = {}
-        for name in sorted(padded, key=lambda name: -padded[name]):
-            owners[name] = loads.index(min(loads))
-            loads[owners[name]] += padded[name]
-        self.imbalance = 0.0
-        if self.layout == "inter":
-            self.imbalance = max(loads) * len(loads) / max(1, sum(loads)) - 1
-        return owners
+    def zeros(self, shape, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def zeros(self, count: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(count, dtype=dtype, device=self.device)
-
-    def shard(self, name: str, module: Matrix, unit: Unit, padded: int,
+    def shard(self, path: str, module: Matrix, unit: Unit, padded: int,
               owner: int) -> ShardedParam:
         """Allocate what this rank holds of a matrix of S = padded elements."""
         f = self.factors
         part = padded // f.p
-        if self.layout == "intra":
-            size = part // self.subgroup_size
-            offset = self.subgroup_index * size  # within the p-shard
-        else:
-            size = part if owner == self.subgroup_index else 0
-            offset = 0
-        owned = slice(offset, offset + size)
-        num_chunks = self.num_chunks if unit.is_layer else 1
+        size = padded // f.os
+        first = self.subgroup_index * size
+        owned = slice(first, first + size)  # of the p-shard
+        if self.layout == "inter":
+            owned = slice(0, part if owner == self.subgroup_index else 0)
         param_shard = self.zeros(part, self.dtype)
+        owned_param = param_shard[owned]
+        grad_shard = self.zeros(part if f.g == f.p else len(owned_param), self.grad_dtype)
+        num_chunks = self.num_chunks if unit.is_layer else 1
+        place = unit.index % 2, path.replace(f"{unit.name}.", ""), padded
         unsharded_param = Buffer(param_shard)
         if f.p > 1:
-            unsharded_param = self.buffer("param", name, unit, padded, self.dtype)
-        grad_shard = self.zeros(part if f.g == f.p else size, self.grad_dtype)
-        sum_dtype = self.accum_dtype if num_chunks > 1 else self.dtype  # where chunks add up
+            unsharded_param = self.buffer("param", *place, self.dtype)
         unsharded_grad = Buffer(grad_shard)
         if f.g > 1 or num_chunks > 1 and self.grad_dtype != self.accum_dtype:
-            unsharded_grad = self.buffer("grad", name, unit, padded, sum_dtype)
+            dtype = self.accum_dtype if num_chunks > 1 else self.dtype  # where chunks add up
+            unsharded_grad = self.buffer("grad", *place, dtype)
         return ShardedParam(
-            name, module, unit, owner, self.param_index * part + offset, size,
+            f"{path}.weight", module, unit, owner, self.param_index * part + owned.start,
             param_shard, unsharded_param, grad_shard, unsharded_grad,
-            param_shard[owned], grad_shard[owned] if f.g == f.p else grad_shard,
-            *(self.replicas_of_parts if module.part else self.replicas_of_wholes), num_chunks)
+            owned_param, grad_shard[owned] if f.g == f.p else grad_shard,
+            self.replicas_of_parts if module.part else self.replicas_of_wholes, num_chunks)
 
-    def buffer(self, kind: str, name: str, unit: Unit, padded: int, dtype: torch.dtype) -> Buffer:
-        """Return the buffer for a matrix: of each matrix of a layer there are two, by the layer's
-        parity; embedding and head have one."""
-        of_layer = name.split(".", 2)[2:] or [name]
-        key = kind, padded, *of_layer, unit.index % 2
-        if key not in self.buffers:
-            self.buffers[key] = Buffer(self.zeros(padded, dtype))
-        return self.buffers[key]
+    def make_states(self, place: str, make_stream: Callable[..., CommStream]) -> None:
+        """Give each matrix its states, zeros in accum_dtype. Of replicas one saves them and counts
+        in the norm, matrix by matrix another."""
+        names = self.optimizer.states
+        params = self.sharded_params.values()
+        sizes = [len(param.owned_param) for param in params]
+        nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
+        self.host_states = None
+        if place == "host":
+            on_gpu = self.device.type == "cuda"
+            memory = on_all_ranks(lambda: pin_host_buffers(nbytes, on_gpu))
+            elements = max(sizes) if self.optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
+            buffers = [Buffer(self.zeros((len(names), elements), self.accum_dtype))
+                       for _ in range(VISIT_BUFFERS)]
+            self.host_states = HostStates(elements, itertools.cycle(buffers),
+                                          make_stream(self.device), make_stream(self.device))
+        else:
+            memory = [self.zeros(size, torch.uint8) for size in nbytes]
+        groups = self.groups
+        replica = groups.rank // self.factors.os
+        replicas = groups.ranks // self.factors.os
+        for i, (param, place) in enumerate(zip(params, memory)):
+            param.states = place.view(self.accum_dtype).chunk(len(names))
+            length = min(len(param.owned_param), param.count - param.start)
+            if length <= 0:
+                continue  # padding alone, or in layout inter another rank's
+            cut = param.module.part
+            saves = i % replicas == replica and (groups.column == 0 or cut is not None)
+            if saves:
+                self.counted_grads.append(param.owned_grad)
+            for state, values in zip(names, param.states):
+                self.parts[f"{state}.{param.name}"] = StatePart(
+                    values[:length], param.start, self.shapes[param.name], saves, cut)
 
     def make_vectors(self, model: nn.Module) -> None:
-        """Make small weights parts of one vector on every rank, in accum_dtype: they are their own
-        masters. Autograd adds to their gradients in place."""
-        vectors = {f"{name}.weight": module for name, module in model.named_modules()
-                   if isinstance(module, Vector)}
-        total = 0
-        self.vector_slices: dict[str, slice] = {}
-        for name, module in vectors.items():
-            self.vector_slices[name] = slice(total, total + module.weight.numel())
-            total += module.weight.numel()
-        self.vector_states = {state: self.zeros(total, self.accum_dtype) for state in ADAMW.states}
-        self.vector_grad = self.zeros(total, self.accum_dtype)
-        for name, module in vectors.items():
-            part = self.vector_slices[name]
-            module.weight = nn.Parameter(self.vector_states["master"][part])
-            module.weight.grad = self.vector_grad[part]
+        """Make the small weights of the whole model parts of one vector on every rank, in
+        accum_dtype: they are their own masters. Autograd adds to their gradients in place; ranks
+        add zeros to those of other stages."""
+        names = [name for name, shape in self.shapes.items() if len(shape) == 1]
+        sizes = [math.prod(self.shapes[name]) for name in names]
+        flats = [self.zeros(sum(sizes), self.accum_dtype) for _ in ("grad", *ADAMW.states)]
+        self.vector_grad, *self.vector_states = flats
+        saves = dist.get_rank() == 0
+        self.counted_grads.append(self.vector_grad if saves else self.vector_grad[:0])
+        modules = dict(model.named_modules())
+        for name, grad, *states in zip(names, *(flat.split(sizes) for flat in flats)):
+            if module := modules.get(name.removesuffix(".weight")):
+                module.weight = nn.Parameter(states[0])
+                module.weight.grad = grad
+            for state, values in zip(ADAMW.states, states):
+                self.parts[f"{state}.{name}"] = StatePart(values, 0, values.shape, saves)
 
     # -- parameters: gathered ahead of their use
 
@@ -561,32 +549,33 @@ class States:
         unit = param.unit
         if self.last_pass != (backward, unit):
             self.last_pass = backward, unit
-            self.end_pass(unit)
-            self.enter_phase(f"{'backward' if backward else 'forward'}, {self.words(unit)}")
+            self.begin_pass(unit)
+            self.enter_phase(f"{'backward' if backward else 'forward'}, {unit.name}, "
+                             f"{unit.index + 1}/{len(self.units)}")
         if self.factors.p == 1:
             wait(param.broadcast_done)  # they are new; hidden by the update and layers before
             param.broadcast_done = None
             return module.weight
-        now, ahead = self.gathers(param, backward)
-        self.launch_param_gather(now)  # if it was not launched ahead
-        if self.streams["param_gather"].overlap:
-            self.launch_param_gather(ahead)
+        for params in self.gathers(param, backward):
+            self.launch_param_gather(params)
         # hidden by the layer before; in backward: the matrix
         wait(param.unsharded_param.event)
         return module.weight
 
     def gathers(self, param: ShardedParam,
                 backward: bool) -> tuple[list[ShardedParam], list[ShardedParam]]:
-        """Return what to gather where `param` is used, and what for later (AMSP, section V-C): in
-        forward whole layers, so that ranks agree where one does not use a matrix."""
-        if backward and not self.gather_layers:  # the next matrix alone
-            return [param], self.next_in_backward.get(param, [])
-        index = param.unit.index + (-1 if backward else 1)
-        ahead = [other for unit in self.units if unit.index == index for other in unit.params]
+        """Return what to gather where `param` is used, if it was not gathered ahead, and what to
+        gather ahead. All ranks gather in one order, also where one does not use a matrix."""
+        unit = param.unit
+        if not self.streams["param_gather"].overlap:
+            return unit.params, []
         if not backward:
-            return param.unit.params, ahead
-        # the layer before, once for both of its passes
-        return [param], [other for other in ahead if other.unit.is_layer]
+            return unit.params, unit.after
+        if self.gather_layers:  # the layer before, once for both of its passes
+            return [param], unit.before
+        # the next matrix alone: its gather delays no reduction (AMSP, section V-C)
+        i = unit.params.index(param)
+        return unit.params[i:][::-1], (unit.params[:i] or unit.before)[-1:]
 
     def launch_param_gather(self, params: list[ShardedParam]) -> None:
         """Launch the all-gathers, (S/p,) -> (S,), of weights that their buffers do not hold yet."""
@@ -596,30 +585,19 @@ class States:
         stream = self.streams["param_gather"]
         with stream.after_compute():  # buffers are free: the layer before the last has read them
             for param in params:
+                buffer = param.unsharded_param
                 wait(param.broadcast_done)  # param_shard is new; hidden by update and layers before
-                param.broadcast_done = None
-                all_gather(param.unsharded_param.data, param.param_shard,
-                           group=self.param_gather_group)
-        gathered = stream.last_event()
-        for param in params:
-            param.unsharded_param.holder = param
-            param.unsharded_param.event = gathered
+                all_gather(buffer.data, param.param_shard, group=self.param_gather_group)
+                buffer.holder = param
+                buffer.event = stream.last_event()
 
     def reshard(self, module: Matrix) -> None:
         """Free nothing: the layer after the next takes the buffer."""
 
-    def words(self, unit: Unit) -> str:
-        """Return what `progress` calls a unit."""
-        if unit.is_layer:
-            number = int(unit.name.partition(".")[2]) + 1
-            return f"layer {number}/{sum(other.is_layer for other in self.units)}"
-        return unit.name
-
     def enter_phase(self, phase: str) -> None:
         """Record an event of the compute stream that `progress` can ask for, and tell on_phase."""
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.current_stream().record_event()
+        on_gpu = self.device.type == "cuda"
+        event = torch.cuda.current_stream().record_event() if on_gpu else None
         self.progress_events.append((phase, event))
         self.on_phase(phase)
 
@@ -627,23 +605,18 @@ class States:
         """Return the last phase that the device has begun, "" if no other since the last call. It
         does not wait for the device; any thread may ask."""
         text = ""
-        while self.progress_events:
-            _, event = self.progress_events[0]
-            if event is not None and not event.query():
-                break
-            text, _ = self.progress_events.popleft()
+        events = self.progress_events
+        while events and (events[0][1] is None or events[0][1].query()):
+            text, _ = events.popleft()
         return text
 
     # -- gradients: reduced behind their computation
 
     def begin_step(self) -> None:
         """Begin a step: no gradient of the last one counts."""
-        self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
         self.misuse = ""  # which matrix was not used once a pass, in words
         for unit in self.units:
-            unit.passes_done = unit.scattered = 0
-            for param in unit.params:
-                param.chunks_done = param.uses = 0
+            unit.passes_done = 0
         self.vector_grad.zero_()
 
     def add_grad(self, module: Matrix, compute: Callable[[Tensor, int], Tensor]) -> None:
@@ -654,11 +627,10 @@ class States:
         """
         param = self.sharded_params[module]
         unit = param.unit
-        param.uses += 1
-        self.end_pass(unit, param.chunks_done == param.num_chunks)
-        if unit.passes_done == self.micro_batches:  # the step's gradient has gone
-            self.misuse = f"{param.name}: a gradient came in after the last pass of its unit"
-            return
+        self.begin_pass(unit)
+        if param.chunks_done == param.num_chunks or unit.passes_done == self.micro_batches:
+            self.misuse = f"{param.name} was used more than once a pass"
+            return  # its gradient has gone
         self.open_unit = unit
         buffer = param.unsharded_grad
         if param.chunks_done == 0:
@@ -668,19 +640,30 @@ class States:
         param.chunks_done += 1
         self.scatter_unit(unit)
 
-    def end_pass(self, unit: Unit, again: bool = False) -> None:
-        """End the backward pass that is open, as `unit` begins one, or another (`again`): what a
-        matrix that was not used would have launched is what other ranks wait for."""
-        if again or self.open_unit not in (None, unit):
-            self.scatter_unit(self.open_unit, complete=False)
+    def begin_pass(self, unit: Unit) -> None:
+        """Begin a unit's pass: that of another, if it is open, is over."""
+        if self.open_unit not in (None, unit):
+            self.end_pass(self.open_unit)
 
-    def scatter_unit(self, unit: Unit, complete: bool = True) -> None:
-        """Launch the reductions of a unit's gradients of this pass, last param first: all ranks
-        launch the same in the same order, whatever each of them uses. complete: of those up to the
-        first that is not complete; else of all, since the pass is over."""
+    def end_pass(self, unit: Unit) -> None:
+        """End a unit's backward pass, in which a matrix was not used: what it would have launched
+        is what other ranks wait for."""
+        if self.factors.p > 1 and unit.is_layer:
+            self.launch_param_gather(unit.params[::-1])
+        for param in unit.params:
+            if param.chunks_done < param.num_chunks:
+                self.misuse = self.misuse or (f"{param.name} was used {param.chunks_done} times in "
+                                              f"a pass, not {param.num_chunks}")
+                param.chunks_done = param.num_chunks
+        self.scatter_unit(unit)
+
+    def scatter_unit(self, unit: Unit) -> None:
+        """Launch the reductions of a unit's gradients of this pass, last param first, up to the
+        first that is not complete: all ranks launch the same in the same order, whatever each of
+        them uses."""
         last = unit.passes_done == self.micro_batches - 1
         for param in unit.params[::-1][unit.scattered :]:
-            if complete and param.chunks_done < param.num_chunks:
+            if param.chunks_done < param.num_chunks:
                 return
             if not param.grad_stays:
                 self.scatter_grad(param, last)
@@ -694,62 +677,57 @@ class States:
             self.reduce_unit(unit)
 
     def scatter_grad(self, param: ShardedParam, last: bool) -> None:
-        """Launch the reduction of a micro-batch's gradient (S,) to what is kept of it (S/g,), where
-        it is added to the micro-batches before. last: of the step."""
+        """Launch the way of a micro-batch's gradient (S,) to what is kept of it (S/g,), where it is
+        added to the micro-batches before. last: of the step."""
+        f = self.factors
         stream = self.streams["grad_scatter"]
+        x = param.unsharded_grad.data
+        replaces = param.unit.passes_done == 0
         with stream.after_compute():  # it is computed; the last update has read grad_shard
-            self.sum_grad(param, last)
+            if f.g > 1:
+                x = x.to(self.dtype)  # else reduce_unit sends it
+            if f.p > 1:  # (S,) -> (S/p,)
+                x = sum_and_scatter(x, self.grad_scatter_group)
+            if f.g > f.p and self.layout == "intra":  # (S/p,) -> (S/os,)
+                x = sum_and_scatter(x, self.grad_subgroup)
+            elif f.g > f.p:  # (S/p,) -> (S/p,) all-reduce, then select & drop (AMSP, section IV)
+                size = len(param.grad_shard)
+                if last and not replaces:
+                    x[:size] += param.grad_shard  # joins before the final sum, once
+                dist.all_reduce(x, group=param.replicas if last else self.grad_subgroup)
+                x = x[:size]
+                replaces = replaces or last
+            if replaces:
+                param.grad_shard.copy_(x)
+            else:
+                param.grad_shard.add_(x)
             stream.used(param.as_matrix(param.unsharded_grad.data))
         param.unsharded_grad.event = stream.last_event()
 
-    def sum_grad(self, param: ShardedParam, last: bool) -> None:
-        """Enqueue the way of a whole gradient (S,) into grad_shard (S/g,)."""
-        f = self.factors
-        x = param.unsharded_grad.data
-        if f.g > 1:
-            x = x.to(self.dtype)  # else reduce_unit sends it
-        if f.p > 1:  # (S,) -> (S/p,)
-            x = sum_and_scatter(x, param.param_shard.numel(), self.grad_scatter_group)
-        replaces = param.unit.passes_done == 0
-        if f.g > f.p and self.layout == "intra":  # (S/p,) -> (S/os,)
-            x = sum_and_scatter(x, param.size, self.grad_subgroup)
-        elif f.g > f.p:  # (S/p,) -> (S/p,) all-reduce, then select & drop (AMSP, section IV)
-            if last and not replaces:
-                x[: param.size] += param.grad_shard  # joins before the final sum, once
-            dist.all_reduce(x, group=param.replicate_group if last else self.grad_subgroup)
-            x = x[: param.size]
-            replaces = replaces or last
-        if replaces:
-            param.grad_shard.copy_(x)
-        else:
-            param.grad_shard.add_(x)
-
     def reduce_unit(self, unit: Unit) -> None:
         """Launch the sum over the replicas of a layer's gradients, which are complete: (S/g,) to
-        what this rank owns (size,); in layout inter with g = p, to all of it. In one launch, but
-        for gradients that are cast: a whole layer's copies would take memory."""
+        what this rank owns; in layout inter with g = p, to all of it. In one launch, but for
+        gradients that are cast: a whole layer's copies would take memory."""
         if self.factors.g > self.factors.p and self.layout == "inter":
-            return  # sum_grad has summed over all replicas
-        launches = [[param] for param in unit.params]
-        if self.grad_dtype == self.dtype:  # a part of a matrix has other replicas than a whole one
-            launches = [[param for param in unit.params if bool(param.module.part) == is_part]
-                        for is_part in (False, True)]
+            return  # scatter_grad has summed over all replicas
+        casts = self.grad_dtype != self.dtype
         with self.streams["grad_reduce"].after_compute():
             # their grad_shards are complete; hidden by the backward of the layers that follow
             wait(self.streams["grad_scatter"].last_event())
-            for params in filter(None, launches):
-                self.sum_replicas(params)
+            for _, params in itertools.groupby(
+                    unit.params, lambda param: param if casts else param.replicas):
+                self.sum_replicas(list(params))
 
     def sum_replicas(self, params: list[ShardedParam]) -> None:
         """Enqueue the sum of gradients over their replicas, in one launch."""
         intra = self.layout == "intra"
-        group = params[0].cross_os_group if intra else params[0].replicate_group
-        if group is None and self.factors.g == self.factors.os:
+        scatters = intra and self.factors.g < self.factors.os
+        group = params[0].replicas
+        if group is None and not scatters:
             return
         parts = [param.grad_shard.to(self.dtype) for param in params]
-        if intra and self.factors.g < self.factors.os:  # (S/p,) -> (S/os,)
-            parts = [sum_and_scatter(x, param.size, self.grad_subgroup)
-                     for param, x in zip(params, parts)]
+        if scatters:  # (S/p,) -> (S/os,)
+            parts = [sum_and_scatter(x, self.grad_subgroup) for x in parts]
         if group is not None:
             with dist._coalescing_manager(group):
                 for x in parts:
@@ -760,42 +738,32 @@ class States:
                 kept.copy_(x)
 
     def finish_gradients(self) -> None:
-        """Sum vectors' gradients after the step's last backward, and let compute wait for all."""
+        """Sum vectors' gradients after the step's last backward, and let compute wait for all. A
+        step whose gradients are not those of its passes becomes one that is not finite, on all
+        ranks: vectors' gradients and the norm tell them, so that no step waits for an agreement."""
         for unit in reversed(self.units):
-            while unit.passes_done < self.micro_batches:  # a matrix came in never: others wait
-                self.scatter_unit(unit, complete=False)
+            while unit.passes_done < self.micro_batches:  # a matrix came in never
+                self.end_pass(unit)
         self.last_pass = None
         self.enter_phase("update")
-        self.find_misuse()
-        if self.stage_group is not None:
-            dist.all_reduce(self.vector_grad, group=self.stage_group)
+        if self.misuse:
+            self.vector_grad.fill_(math.nan)
+        dist.all_reduce(self.vector_grad)
         # every grad_shard is final; hidden by the backward, but for its last layers' reductions
         wait(self.streams["grad_scatter"].last_event())
         wait(self.streams["grad_reduce"].last_event())
 
-    def find_misuse(self) -> None:
-        """Make a step whose gradients are not those of its passes one that is not finite, on all
-        ranks: vectors' gradients and the norm tell them, so that no step waits for an agreement."""
-        for param in self.sharded_params.values():
-            due = param.num_chunks * self.micro_batches
-            if param.uses != due:
-                how = "more than once a pass" if param.uses > due else "not in each pass"
-                how = how if param.uses else "never"
-                self.misuse = (
-                    f"{param.name} was used {how}: {param.uses} gradients came in, not {due}; every"
-                    " rank uses a Matrix once in each pass, if need be with no tokens, x[:0]")
-        if self.misuse:
-            self.vector_grad.fill_(math.nan)
-
     def check_uses(self) -> None:
         """Raise ConfigError on all ranks if a step was not finite since one of them has not used
         each matrix once a pass. A collective of all ranks."""
-        if error := error_of_any(self.misuse):
+        advice = "every rank uses a Matrix once in each pass, if need be with no tokens, x[:0]"
+        if error := error_of_any(self.misuse and f"{self.misuse}; {advice}"):
             raise ConfigError(error)
 
     # -- the update
 
-    def update(self, lr: float, clip: float, loss: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def update(self, lr: float, clip: float,
+               loss: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
         """Update all weights with the gradient's global norm clipped to `clip` (0: off), and launch
         the new parameters' travel.
 
@@ -804,14 +772,16 @@ class States:
         """
         # weights may change: in unshard, compute has waited for all gathers and broadcasts of them
         norm = self.grad_norm()
-        finite = norm.isfinite()
-        if loss is not None:
-            finite = finite & loss.isfinite()
+        finite = (norm + loss).isfinite()
         self.updates += finite
-        self.write_scalars(lr, clip, norm, finite)
+        t = self.updates.to(norm.dtype).clamp(min=1)
+        factor = ((clip or math.inf) / (norm + 1e-6)).clamp(max=1)
+        self.scalars.copy_(torch.stack([
+            torch.full_like(norm, lr), factor, 1 - BETAS[0] ** t, 1 - BETAS[1] ** t,
+            finite.to(norm.dtype)]))
         # small weights by AdamW without decay, on every rank alike: they are their own masters
         unused = torch.empty_like(self.vector_grad)
-        adamw(unused, self.vector_grad, tuple(self.vector_states.values()), self.scalars, 0.0)
+        adamw(unused, self.vector_grad, self.vector_states, self.scalars, 0.0)
         beside = contextlib.nullcontext()
         if self.host_states is not None:
             self.host_states.begin()
@@ -819,164 +789,97 @@ class States:
         with beside:
             for unit in self.units:
                 for param in unit.params:
-                    if param.size:
+                    if len(param.owned_param):
                         self.update_param(param)
                 self.broadcast_params(unit)
         return norm, finite
 
-    def counts(self, param: ShardedParam) -> bool:
-        """Return whether what this rank owns of a matrix is no other column's, too."""
-        return param.size > 0 and (self.groups.column == 0 or param.module.part is not None)
-
-    @property
-    def counts_vectors(self) -> bool:
-        """Return whether this rank's vectors count, of those that have the same."""
-        return self.groups.rank % self.factors.os == self.groups.column == 0
-
     def grad_norm(self) -> Tensor:
         """Return the global norm of the step's gradient, in accum_dtype. A collective."""
-        grads = [param.owned_grad for param in self.sharded_params.values() if self.counts(param)]
-        grads.append(self.vector_grad if self.counts_vectors else self.vector_grad[:0])
-        norms = [torch.linalg.vector_norm(grad, dtype=self.accum_dtype) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad, dtype=self.accum_dtype)
+                 for grad in self.counted_grads]
         squares = torch.stack(norms).square().sum()
-        if self.norm_group is not None:
-            dist.all_reduce(squares, group=self.norm_group)
+        dist.all_reduce(squares)
         return squares.sqrt()
-
-    def write_scalars(self, lr: float, clip: float, norm: Tensor, finite: Tensor) -> None:
-        """Set the scalars that an optimizer's update reads (`Optimizer`)."""
-        t = self.updates.to(norm.dtype).clamp(min=1)
-        factor = (clip / (norm + 1e-6)).clamp(max=1) if clip else torch.ones_like(norm)
-        self.scalars.copy_(torch.stack([
-            torch.full_like(norm, lr), factor, 1 - BETAS[0] ** t, 1 - BETAS[1] ** t,
-            finite.to(norm.dtype)]))
 
     def update_param(self, param: ShardedParam) -> None:
         """Update what this rank owns of a matrix: where its states lie, or as they visit."""
-        visits = [(slice(None), param.states.values())]
-        if self.host_states is not None:
-            visits = self.host_states.visits(param.states)
-        for part, states in visits:
-            tensors = [param.owned_param[part], param.owned_grad[part], *states]
+        tensors = param.owned_param, param.owned_grad, *param.states
+        visits = [tensors] if self.host_states is None else self.host_states.visits(*tensors)
+        for tensors in visits:
             if self.optimizer.whole:  # (S,) -> (rows, cols)
                 tensors = [param.as_matrix(flat) for flat in tensors]
             weight, grad, *states = tensors
-            self.optimizer.update(weight, grad, tuple(states), self.scalars, self.decay)
+            self.optimizer.update(weight, grad, states, self.scalars, self.decay)
 
     def broadcast_params(self, unit: Unit) -> None:
-        """Launch the travel of a unit's new parameters from their owners to the subgroup."""
+        """Launch the travel of a unit's new parameters to the subgroup: in layout inter from their
+        owners, (S/p,), else (S/os,) -> (S/p,)."""
         stream = self.streams["param_broadcast"]
-        if self.subgroup_size > 1:
-            with stream.after_compute(), self.one_launch():  # the unit is updated
+        group = self.param_subgroup
+        on_gpu = self.device.type == "cuda"
+        with stream.after_compute():  # the unit is updated
+            if group is not None and self.layout == "inter":
+                # of several owners, in one launch of NCCL's
+                with dist._coalescing_manager(group, self.device if on_gpu else None):
+                    for param in unit.params:
+                        dist.broadcast(param.param_shard, group=group, group_src=param.owner)
+            elif group is not None:
                 for param in unit.params:
-                    self.broadcast_param(param)
-        if self.host_states is not None and (self.subgroup_size == 1 or stream.stream is None):
-            stream = self.streams["host_update"]  # on which all of it was enqueued
-        broadcast_done = stream.last_event()
+                    # gloo may not read where it writes
+                    own = param.owned_param if on_gpu else param.owned_param.clone()
+                    all_gather(param.param_shard, own, group=group)
+        # where broadcasts do not overlap, they run where the update does
+        broadcast_done = stream.last_event() or self.streams["host_update"].last_event()
         for param in unit.params:
             param.unsharded_param.holder = None  # what was gathered is old
             param.broadcast_done = broadcast_done
 
-    def broadcast_param(self, param: ShardedParam) -> None:
-        """Enqueue the travel of one matrix's new parameters: inter, the owner's (S/p,); intra, an
-        all-gather (S/os,) -> (S/p,)."""
-        if self.layout == "inter":
-            dist.broadcast(param.param_shard, group=self.param_subgroup, group_src=param.owner)
-            return
-        own = param.owned_param
-        if self.device.type != "cuda":
-            own = own.clone()  # gloo may not read where it writes
-        all_gather(param.param_shard, own, group=self.param_subgroup)
-
-    def one_launch(self):
-        """Return a context that launches a unit's broadcasts, of several owners, as one: NCCL."""
-        if self.layout == "inter" and self.device.type == "cuda":
-            return dist._coalescing_manager(self.param_subgroup, device=self.device)
-        return contextlib.nullcontext()
-
     # -- loading and saving
-
-    def settle(self) -> None:
-        """Let the host see the states that lie there as the last update leaves them."""
-        if self.host_states is not None:
-            self.host_states.settle()
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Set a parameter, each rank its shards, from the whole tensor of any dtype and device."""
-        self.settle()
-        if name in self.vector_slices:
-            self.vector_states["master"][self.vector_slices[name]].copy_(tensor)
-            return
-        if name not in self.by_name:
-            assert name in self.shapes, f"no parameter {name}"
-            return  # another stage has it
-        param = self.by_name[name]
-        cut = param.module.part
-        flat = (tensor if cut is None else cut.of(tensor)).reshape(-1)
-        shard_start = self.param_index * param.param_shard.numel()
-        places = ((param.param_shard, shard_start), (param.states["master"], param.start))
-        for part, start in places:
-            values = flat[start : start + part.numel()]
-            part[: values.numel()].copy_(values)
-
-    def holds(self, name: str) -> bool:
-        """Return whether this rank's stage has a parameter."""
-        return name in self.by_name or name in self.vector_slices
-
-    def full(self, name: str) -> Tensor:
-        """Return a whole parameter in accum_dtype; a collective of all ranks."""
-        self.settle()
-        whole = torch.zeros(self.shapes[name], dtype=self.accum_dtype, device=self.device)
-        param = self.by_name.get(name)
-        if name in self.vector_slices and self.counts_vectors:
-            whole.copy_(self.vector_states["master"][self.vector_slices[name]])
-        elif param is not None and self.counts(param):
-            flat = self.zeros(param.count, self.accum_dtype)
-            own = flat[param.start : param.start + param.size]  # without the padding
-            own.copy_(param.states["master"][: own.numel()])
-            if param.module.part is None:
-                whole.copy_(flat.view_as(whole))
-            else:
-                param.module.part.put(param.as_matrix(flat), whole)
-        if self.norm_group is not None:
-            dist.all_reduce(whole, group=self.norm_group)  # an element's one owner, and zeros
-        return whole
 
     def state_parts(self) -> dict[str, StatePart]:
         """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
-        number of updates. Replicas share the saving, matrix by matrix. Of states on the host it is
-        what they are until the next update."""
-        self.settle()
-        replica = self.groups.rank // self.factors.os
-        replicas = self.groups.ranks // self.factors.os
-        first = self.groups.rank == self.groups.column == 0  # of its stage
-        parts = {"updates": StatePart(self.updates.view(1), 0, (), dist.get_rank() == 0)}
-        for state, vector in self.vector_states.items():
-            for name, part in self.vector_slices.items():
-                values = vector[part]
-                parts[f"{state}.{name}"] = StatePart(values, 0, tuple(values.shape), first)
-        for i, param in enumerate(self.sharded_params.values()):
-            length = min(param.size, param.count - param.start)
-            if length <= 0:
-                continue  # padding alone, or in layout inter another rank's
-            saves = i % replicas == replica and self.counts(param)
-            for state, values in param.states.items():
-                parts[f"{state}.{param.name}"] = StatePart(
-                    values[:length], param.start, self.shapes[param.name], saves,
-                    param.module.part)
-        return parts
+        number of updates. Of states on the host it is what they are until the next update."""
+        if self.host_states is not None:
+            self.host_states.settle()
+        return self.parts
+
+    def load(self, weight: Callable[[str], Tensor]) -> None:
+        """Set all parameters: weight(name) returns a whole one, of any dtype and device, and each
+        rank takes what it owns. Raises ConfigError on all ranks. A collective of all ranks."""
+        def load_masters() -> None:
+            parts = self.state_parts()
+            for name in self.shapes:
+                if part := parts.get(f"master.{name}"):
+                    whole = weight(name)
+                    here = whole if part.cut is None else part.cut.of(whole)
+                    part.values.copy_(part.within(here))
+
+        on_all_ranks(load_masters)
+        self.loaded()
 
     def loaded(self) -> None:
         """Set the weights to their masters, after a checkpoint was read into state_parts()."""
         for unit in self.units:
             for param in unit.params:
-                param.owned_param.copy_(param.states["master"])
+                param.owned_param.copy_(param.states[0])
             self.broadcast_params(unit)
+
+    def full(self, name: str) -> Tensor:
+        """Return a whole parameter in accum_dtype; a collective of all ranks."""
+        whole = self.zeros(self.shapes[name], self.accum_dtype)
+        part = self.state_parts().get(f"master.{name}")
+        if part is not None and part.saves:
+            here = whole if part.cut is None else self.zeros(part.cut.shape, self.accum_dtype)
+            part.within(here).copy_(part.values)
+            if part.cut is not None:
+                part.cut.put(here, whole)
+        dist.all_reduce(whole)  # an element's one owner, and zeros
+        return whole
 
     def bytes(self) -> dict[str, int]:
         """Return the bytes that this rank really holds of each kind, the vectors apart."""
         params = self.sharded_params.values()
         return {"parameters": sum(param.param_shard.nbytes for param in params),
                 "gradients": sum(param.grad_shard.nbytes for param in params),
-                "optimizer": sum(values.nbytes for param in params
-                                 for values in param.states.values())}
+                "optimizer": sum(state.nbytes for param in params for state in param.states)}

@@ -861,8 +861,7 @@ def equal(
     last = dist.get_rank() == dist.get_world_size() - 1
     wrong = []
     if only <= 0:
-        for name, weight in before.items():
-            states.load(name, weight)
+        states.load(before.get)
     else:
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(folder, "latest"))
     for i in range(4) if only < 0 else [only]:
@@ -1382,7 +1381,7 @@ def test_some_equal_one_process(tmp_path):
 def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
     run, _, states = make_run(make_case("1"), {}, Spoiled)
     train.load_random_weights(run, states)
-    states.load("embed.weight", torch.full((67, 24), math.nan))
+    states.state_parts()["master.embed.weight"].values.fill_(math.nan)
     save(run, states, tmp_path, 1)
     with pytest.raises(ValueError, match="step-00000001: .*embed.weight has values that are not"):
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(tmp_path, "latest"))
@@ -1718,8 +1717,6 @@ def misuse_matrices(lines: list[str]) -> None:
     groups, plain, llama = {}, Block, m.LLaMA
     for line in lines:
         for users, tied in ((2, False), (1, False), (0, False), (2, True)):
-            if users == 1 and " p=2 " in line and "keep" not in line:
-                continue  # on a CPU nothing gathers beside: matrix by matrix, they would wait
             Block, ExpertBlock.users = ExpertBlock, users
             train.LLaMA = TiedLLaMA if tied else llama
             run, model, states = make_run(make_case(line), groups, Spoiled)
@@ -1742,12 +1739,13 @@ def test_misused_matrices_end_a_step():
     lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
     text = on_ranks(2, misuse_matrices, lines)
     told = Counter(line.partition("; ")[0] for line in text.splitlines() if "; " in line)
-    never = "blocks.4.expert.weight was used never: 0 gradients came in, not"
-    twice = "embed.weight was used more than once a pass: {} gradients came in, not {}"
-    assert told == {f"{never} 1": 10, f"{never} 2": 8, f"{never} 3": 4, f"{never} 4": 4} | {
-        twice.format(2 * n, n): count for n, count in ((1, 8), (2, 4), (4, 2))
+    never = "blocks.4.expert.weight was used 0 times in a pass, not"
+    assert told == {
+        f"{never} 1": 24,
+        f"{never} 3": 4,
+        "embed.weight was used more than once a pass": 14,
     }
-    assert text.count(" (on ranks [1])") == 12
+    assert text.count(" (on ranks [1])") == 14
 
 
 def test_refused_optimizer(group):
@@ -5171,8 +5169,10 @@ def fsdp2_worker() -> None:
             model="tiny", seq=64, sp=sp, batch=micro_batches * world // sp, micro_batch=1
         )
         ours, theirs = bench.make_step(table, cfg), bench.fsdp2_step(table, cfg, mesh, reshard)
-        for name, weight in theirs.model.named_parameters():
-            ours.states.load(name, weight.full_tensor().detach())
+        weights = {
+            name: weight.full_tensor().detach() for name, weight in theirs.model.named_parameters()
+        }
+        ours.states.load(weights.get)
         for _ in range(4):
             wanted, found = ours()[0].item(), theirs()[0].item()
             assert found == pytest.approx(wanted, rel=2e-3), (reshard, sp)

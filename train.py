@@ -1000,9 +1000,8 @@ def describe_evaluation(found: dict) -> str:
 
 
 def load_random_weights(run: Run, states: States) -> None:
-    for name, shape in states.shapes.items():
-        if states.holds(name):
-            states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
+    states.load(lambda name: initial_weight(run.model, name, states.shapes[name], run.cfg.seed,
+                                            run.device))
 
 
 def load_weights(run: Run, states: States) -> int:
@@ -1011,11 +1010,7 @@ def load_weights(run: Run, states: States) -> int:
     cfg = run.cfg
     if run.resume is None:
         if run.pretrained:
-            for name in states.shapes:  # one tensor at a time
-                tensor = on_all_ranks(
-                    lambda: run.pretrained(name) if states.holds(name) else None)
-                if tensor is not None:
-                    states.load(name, tensor)
+            states.load(run.pretrained)  # one tensor at a time
         else:
             load_random_weights(run, states)
         print0(f"weights: {cfg.init}, seed {cfg.seed}")
@@ -1433,8 +1428,6 @@ def build_and_train(run: Run) -> str:
     op = make_attention(run, groups)
     describe(run)
     model, states = build(run, op, groups)
-    if states.imbalance:
-        print0(f"optimizer states: the largest share is {states.imbalance:.1%} above the mean")
     start = load_weights(run, states)
     if start >= cfg.steps > 0:
         print0(f"nothing to train: at step {start} of {cfg.steps}")
