@@ -556,7 +556,7 @@ def operations(group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: 
             "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "broadcast": lambda: dist.broadcast(whole, first, group=group),
-            "all_to_all": lambda: exchange.all_to_all([(parts, received)])}
+            "all_to_all": lambda: exchange.all_to_all([parts], [received])}
 
 
 def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,

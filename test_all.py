@@ -479,7 +479,7 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 def test_attention_choice():
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
-    no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "it needs a GPU, this is cpu")
+    no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, this is cpu")
     for name, reason in (no_gpu | {"fa5": "no such kernel"}).items():
         with pytest.raises(ValueError, match=f"--attention {name}: .*{reason}.*; usable: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
@@ -2151,7 +2151,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     if as_on_gpus:
         op.kernel = dataclasses.replace(op.kernel, backward=backward)
     if as_on_gpus and run.plan.head_ranks > 1:
-        op.exchange.peer_access = op.one_node
+        op.ulysses.exchange.peer_access = op.ulysses.one_node
     model, states = train.build(run, op, groups)
     plan = run.plan
     tokens = torch.zeros(plan.micro_batches, plan.micro_batch, plan.seq // plan.sp).long()

@@ -49,7 +49,8 @@ import hardware
 import model as llama
 import parallel
 import planner
-from attention import (CommStream, Documents, Exchange, Ulysses, pick_kernel, sequence_positions)
+from attention import (Attention, CommStream, Documents, Exchange, Ring, Ulysses, pick_kernel,
+                       sequence_positions)
 from checkpoint import Checkpoint
 from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
                   fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
@@ -738,13 +739,16 @@ def make_groups(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
 
 
 def make_attention(run: Run, groups: Groups,
-                   make_stream: Callable[..., CommStream] = CommStream) -> Ulysses:
+                   make_stream: Callable[..., CommStream] = CommStream) -> Attention:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
-    return Ulysses(run.kernel, run.plan.sp, groups, make_stream(run.device), run.plan.head_groups,
-                   run.cfg.per_node // run.plan.tp, run.plan.ring, make_stream(run.device))
+    plan = run.plan
+    per_node = run.cfg.per_node // plan.tp
+    ulysses = Ulysses(groups, plan.head_ranks, make_stream(run.device), per_node)
+    ring = Ring(groups, plan.sp, plan.ring, make_stream(run.device))
+    return Attention(run.kernel, plan.head_groups, ulysses, ring, groups.column)
 
 
-def build(run: Run, op: Ulysses, groups: Groups,
+def build(run: Run, op: Attention, groups: Groups,
           make_stream: Callable[..., CommStream] = CommStream) -> tuple[LLaMA | Pipeline, States]:
     """Make what this rank has of the model, with layers in chunks if that is planned, and its
     states; their streams are of make_stream. A collective of all ranks."""
