@@ -58,6 +58,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import itertools
 import math
 import warnings
 import weakref
@@ -135,14 +136,14 @@ class Documents:
     offsets: Tensor  # the same, int32, on the device
 
     def lengths(self) -> list[int]:
-        return [end - begin for begin, end in zip(self.bounds, self.bounds[1:])]
+        return [end - begin for begin, end in itertools.pairwise(self.bounds)]
 
     @functools.cached_property
     def longest(self) -> int:
         return max(self.lengths())
 
     def cuts(self) -> list[slice]:
-        return [slice(*bounds) for bounds in zip(self.bounds, self.bounds[1:])]
+        return [slice(*bounds) for bounds in itertools.pairwise(self.bounds)]
 
 
 @dataclass(frozen=True)
@@ -297,16 +298,13 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype,
 def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
                 documents: bool = False) -> str:
     """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
-    reasons = {k: why_not(k, device, dtype, documents) for k in (*KERNELS, name)}
-    usable = [k for k in KERNELS if reasons[k] is None]
-    if name in usable:
-        return name
-    if name == "auto" and usable:
-        return usable[0]
-    reason = reasons[name]
-    if name == "auto":
-        reason = "; ".join(reasons[k] for k in KERNELS)
-    raise ValueError(f"--attention {name}: {reason}; usable: {', '.join(usable) or 'none'}")
+    names = list(KERNELS) if name == "auto" else [name]
+    reasons = [why_not(k, device, dtype, documents) for k in names]
+    if None in reasons:
+        return names[reasons.index(None)]
+    usable = [k for k in KERNELS if why_not(k, device, dtype, documents) is None]
+    raise ValueError(
+        f"--attention {name}: {'; '.join(reasons)}; usable: {', '.join(usable) or 'none'}")
 
 
 # ---------------------------------------------------------------------------- groups of heads
@@ -325,48 +323,6 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
         and (kv_heads % n == 0 or n % kv_heads == 0)
         and elements // n <= MAX_ELEMENTS
     ]
-
-
-@dataclass
-class HeadGroups:
-    """How the heads of one attention are cut. Where a rank has fewer key/value heads than groups,
-    some groups in a row share one: it travels with the first of them, and the sum of its gradients
-    back with the last."""
-
-    ranks: int  # U
-    count: int  # G
-    sums: list[Tensor] = field(default_factory=list)  # of dk, dv, if groups share them
-
-    def sharing(self, x: Tensor) -> int:
-        """Return how many groups in a row have the same heads of x (B, T/sp, heads, D)."""
-        return max(1, self.ranks * self.count // x.shape[2])
-
-    def of(self, g: int, x: Tensor) -> Tensor:
-        """Return a view (U, B, T/sp, h, D) of group g's heads of x (B, T/sp, heads, D)."""
-        n = self.sharing(x)
-        x = x.unflatten(2, (self.ranks, self.count // n, -1))
-        return x[:, :, :, g // n].permute(2, 0, 1, 3, 4)
-
-    def new_outputs(self, *like: Tensor) -> list[Tensor]:
-        """Return tensors to bring parts back into. Where one group on one rank has all heads its
-        results are whole: of those in their place the shape is all that counts."""
-        if self.ranks * self.count == 1:
-            return list(like)
-        return [torch.empty_like(x) for x in like]
-
-    def ready(self, g: int, k: Tensor, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
-        """Return what may go back of group g's gradients (B, T/R, h, D)."""
-        n = self.sharing(k)
-        if n == 1:
-            return [dq, *dkv]
-        if g % n == 0:
-            self.sums = [part.to(accumulation_dtype(dq.dtype)) for part in dkv]
-        else:
-            for total, part in zip(self.sums, dkv):
-                total += part
-        if (g + 1) % n:
-            return [dq]
-        return [dq, *(total.to(dq.dtype) for total in self.sums)]
 
 
 @dataclass
@@ -390,8 +346,11 @@ class Way:
 def gpus_reach_each_other() -> bool:
     """Return whether this GPU reads and writes the memory of the node's others."""
     here = torch.cuda.current_device()
-    others = [i for i in range(torch.cuda.device_count()) if i != here]
-    return all(torch.cuda.can_device_access_peer(here, i) for i in others)
+    return all(
+        torch.cuda.can_device_access_peer(here, i)
+        for i in range(torch.cuda.device_count())
+        if i != here
+    )
 
 
 class Exchange:
@@ -406,12 +365,13 @@ class Exchange:
     in_use: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
     def __init__(self, group: dist.ProcessGroup, peer_access: bool,
-                 timeout: timedelta | None = None):
+                 timeout: timedelta = timedelta(minutes=10), stream: CommStream | None = None):
         self.group = group
         self.peer_access = peer_access
-        self.rank = dist.get_rank(group)
-        self.ranks = dist.get_world_size(group)
-        self.timeout_ms = round(1e3 * (timeout or timedelta(minutes=10)).total_seconds())
+        self.rank = group.rank()
+        self.ranks = group.size()
+        self.stream = stream
+        self.timeout_ms = round(1e3 * timeout.total_seconds())
         self.memory = torch.empty(0)  # that the others write to, outside PyTorch's allocator
         self.handle = None  # to theirs
         self.in_use.add(self)
@@ -463,91 +423,123 @@ class Exchange:
         self.handle.barrier(timeout_ms=self.timeout_ms)  # all parts have arrived
 
 
+def make_exchange(groups: Groups, ranks: int, stream: CommStream,
+                  per_node: int) -> Exchange | None:
+    """Return the exchange between U neighbouring ranks of a sequence, None if it is one. per_node:
+    ranks of a node, 0: unknown. A collective of all ranks."""
+    if ranks == 1:
+        return None
+    group = groups.get("sequence", lambda r: r // ranks)
+    one_node = per_node > 0 and per_node % ranks == 0
+    peer_access = one_node and stream.stream is not None and gpus_reach_each_other()
+    return Exchange(group, peer_access, groups.timeout, stream)
+
+
 class Ulysses:
-    """The way of head groups between U neighbouring ranks: of one, nothing has to travel.
+    """The heads of one attention in G groups, and their way between U neighbouring ranks.
 
         tokens (B, T/sp, heads, D)    <->    heads (B, U, T/sp, h, D), T/R tokens in order
 
-    Two groups are on heads at a time, in two sets of places. U divides the key/value heads (more
-    ranks than these take a ring). per_node: ranks of a node (0: unknown), for Exchange.
+    Where a rank has fewer key/value heads than groups, some groups in a row share one: it travels
+    with the first of them, and the sum of its gradients back with the last. U divides the key/value
+    heads (more ranks than these take a ring). On one rank nothing has to travel.
 
-    Whatever the exchange stream reads or writes is allocated on the compute stream, and held until
-    compute has waited for the exchange: so memory is never given to another too early.
+    Two groups are on heads at a time, in two sets of places. Whatever the exchange stream reads or
+    writes is allocated on the compute stream, and held until compute has waited for the exchange:
+    so memory is never given to another too early.
     """
 
-    def __init__(self, groups: Groups | None = None, ranks: int = 1,
-                 stream: CommStream | None = None, per_node: int = 0):
-        self.ranks = ranks  # U
-        self.rank = 0
-        self.stream = stream
-        if ranks > 1:
-            group = groups.get("sequence", lambda r: r // ranks)
-            self.rank = dist.get_rank(group)
-            self.one_node = per_node > 0 and per_node % ranks == 0
-            overlap = stream.stream is not None
-            peer_access = overlap and self.one_node and gpus_reach_each_other()
-            self.exchange = Exchange(group, peer_access, groups.timeout)
+    def __init__(self, exchange: Exchange | None, count: int, q: Tensor, k: Tensor, backward: bool):
+        self.exchange = exchange
+        self.ranks = exchange.ranks if exchange else 1  # U
+        self.count = count  # G
+        self.sums: list[Tensor] = []  # of dk, dv, if groups share them
+        if exchange is None:
+            return
+        inputs = [q, k, k, q, q]  # as q, k, v, o, do: places (2, U, B, T/sp, h, D), for two groups
+        outputs = [q, k, k]  # as dq, dk, dv, or o: places (U, B, T/sp, h, D)
+        if not (backward or exchange.peer_access):  # mapped memory grows once, from the start
+            inputs, outputs = inputs[:3], outputs[:1]
+        shapes = [(min(2, count // self.sharing(x)), *self.of(0, x).shape) for x in inputs]
+        shapes += [self.of(0, x).shape for x in outputs]
+        places = exchange.allocate_buffers(shapes, q)
+        self.inputs, self.outputs = places[: len(inputs)], places[len(inputs) :]
 
-    def allocate(self, heads: HeadGroups, q: Tensor, k: Tensor,
-                 backward: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """Return places to receive parts in: of q, k, v, in backward o, do, for two groups in turn
-        (2, U, B, T/sp, h, D); of o, or dq, dk, dv, for one."""
-        if self.ranks == 1:
-            return [], []
-        there = [q, k, k, q, q]
-        back = [q, k, k]
-        if not (backward or self.exchange.peer_access):  # mapped memory grows once, from the start
-            there, back = there[:3], back[:1]
-        shapes = [heads.of(0, x).shape for x in there + back]
-        for i, x in enumerate(there):
-            shapes[i] = (min(2, heads.count // heads.sharing(x)), *shapes[i])
-        places = self.exchange.allocate_buffers(shapes, q)
-        return places[: len(there)], places[len(there) :]
+    def sharing(self, x: Tensor) -> int:
+        """Return how many groups in a row have the same heads of x (B, T/sp, heads, D)."""
+        return max(1, self.ranks * self.count // x.shape[2])
 
-    def to_heads(self, heads: HeadGroups, g: int, tensors: list[Tensor],
-                 places: list[Tensor]) -> Way:
-        """Launch the way of group g's heads of tensors (B, T/sp, heads, D) into places; they arrive
-        as views (B, U, T/sp, h, D)."""
-        parts = [heads.of(g, x) for x in tensors]  # (U, B, T/sp, h, D), by rank
-        if self.ranks == 1:
-            return Way([x.transpose(0, 1) for x in parts])
+    def of(self, g: int, x: Tensor) -> Tensor:
+        """Return a view (U, B, T/sp, h, D) of group g's heads of x (B, T/sp, heads, D), by rank."""
+        n = self.sharing(x)
+        x = x.unflatten(2, (self.ranks, self.count // n, -1))
+        return x[:, :, :, g // n].permute(2, 0, 1, 3, 4)
+
+    def to_heads(self, g: int, tensors: list[Tensor], first: int = 0) -> Way:
+        """Launch the way of group g's heads of tensors (B, T/sp, heads, D), the first so many of q,
+        k, v, o, do; they arrive as views (B, U, T/sp, h, D)."""
+        parts = [self.of(g, x) for x in tensors]
+        if self.exchange is None:
+            return Way([part.transpose(0, 1) for part in parts])
+        stream = self.exchange.stream
         arrived = []
         received = []
         to_copy = []
-        for x, part, sets in zip(tensors, parts, places):
-            n = heads.sharing(x)
-            place = sets[g // n % len(sets)]
+        for x, part, places in zip(tensors, parts, self.inputs[first:]):
+            n = self.sharing(x)
+            place = places[g // n % len(places)]
             arrived.append(place.transpose(0, 1))  # of one sequence in order, without a copy
             if g % n == 0:  # else it came with an earlier group
                 to_copy.append(part)
                 received.append(place)
         sent = [torch.empty_like(place) for place in received]
-        self.stream.used(*received)  # by kernel g - 2
-        with self.stream.after_compute():  # so the places are free, on every rank
+        stream.used(*received)  # by kernel g - 2
+        with stream.after_compute():  # so the places are free, on every rank
             for part, buffer in zip(to_copy, sent):
                 copy_heads(part, buffer)
             self.exchange.all_to_all(sent, received)
-        return Way(arrived, self.stream.last_event(), sent)
+        return Way(arrived, stream.last_event(), sent)
 
-    def to_tokens(self, heads: HeadGroups, g: int, results: list[Tensor], into: list[Tensor],
-                  places: list[Tensor]) -> Way:
-        """Launch the way back of group g's results (B, T/R, h, D) into its part of tensors (B,
-        T/sp, heads, D), through places."""
-        if self.ranks * heads.count == 1:
-            return Way([x.view(whole.shape) for x, whole in zip(results, into)])
-        b = into[0].shape[0]  # (U, B, T/sp, h, D), of one sequence a view
-        parts = [x.reshape(b, self.ranks, -1, *x.shape[-2:]).transpose(0, 1) for x in results]
-        if self.ranks == 1:
+    def new_outputs(self, *like: Tensor) -> list[Tensor]:
+        """Return tensors to bring parts back into. Where one group on one rank has all heads its
+        results are whole, and nothing is brought."""
+        if self.ranks * self.count == 1:
+            return list(like)
+        return [torch.empty_like(x) for x in like]
+
+    def to_tokens(self, g: int, results: list[Tensor], into: list[Tensor]) -> Way:
+        """Launch the way back of group g's results (B, T/R, h, D), of documents (B*T, h, D), into
+        its part of tensors (B, T/sp, heads, D)."""
+        by_rank = len(into[0]), self.ranks, -1
+        parts = [x.reshape(*by_rank, *x.shape[-2:]).transpose(0, 1) for x in results]  # as `of`
+        if self.ranks * self.count == 1:
+            return Way([part[0] for part in parts])
+        if self.exchange is None:
             for part, whole in zip(parts, into):
-                copy_heads(part, heads.of(g, whole))
+                copy_heads(part, self.of(g, whole))
             return Way(into)
+        stream = self.exchange.stream
         sent = [part.contiguous() for part in parts]
-        with self.stream.after_compute():  # which has copied what came into these places before
-            self.exchange.all_to_all(sent, places)
-            for _, place, whole in zip(sent, places, into):
-                copy_heads(place, heads.of(g, whole))
-                self.stream.used(place)
-        return Way(into, self.stream.last_event(), sent)
+        with stream.after_compute():  # which has copied what came into these places before
+            self.exchange.all_to_all(sent, self.outputs)
+            for _, place, whole in zip(sent, self.outputs, into):
+                copy_heads(place, self.of(g, whole))
+                stream.used(place)
+        return Way(into, stream.last_event(), sent)
+
+    def ready(self, g: int, k: Tensor, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
+        """Return what may go back of group g's gradients (B, T/R, h, D)."""
+        n = self.sharing(k)
+        if n == 1:
+            return [dq, *dkv]
+        if g % n == 0:
+            self.sums = [part.to(accumulation_dtype(dq.dtype)) for part in dkv]
+        else:
+            for total, part in zip(self.sums, dkv):
+                total += part
+        if (g + 1) % n:
+            return [dq]
+        return [dq, *(total.to(dq.dtype) for total in self.sums)]
 
 
 # ---------------------------------------------------------------------------- by context
@@ -610,7 +602,7 @@ class Ring:
         self.stream = stream
         if ranks > 1:
             self.group = groups.get("ring", lambda r: (r // sp, r % (sp // ranks)))
-            self.rank = dist.get_rank(self.group)
+            self.rank = self.group.rank()
             if stream.stream is not None:  # NCCL connects neighbours now, not amid a step
                 self.pass_on(torch.zeros(1, device=stream.stream.device)).wait()
 
@@ -724,11 +716,11 @@ class Attention:
     not stand where it would count them.
     """
 
-    def __init__(self, kernel: str, head_groups: int = 1, ulysses: Ulysses | None = None,
+    def __init__(self, kernel: str, head_groups: int = 1, exchange: Exchange | None = None,
                  ring: Ring | None = None, column: int = 0):
         self.kernel = KERNELS[kernel]
         self.head_groups = head_groups
-        self.ulysses = ulysses or Ulysses()
+        self.exchange = exchange
         self.ring = ring or Ring()
         self.column = column
         self.mask = CAUSAL
@@ -747,24 +739,22 @@ class Attention:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return _Attention.apply(q, k, v, self)
 
-    def cut(self, q: Tensor, k: Tensor) -> HeadGroups:
-        """Return the groups of heads of q (B, T/sp, H, D), k (B, T/sp, K, D). Raises ValueError if
-        a head is too large."""
-        heads, kv_heads = (x.shape[2] // self.ulysses.ranks for x in (q, k))
-        legal = head_group_counts(heads, kv_heads, max(q.numel(), k.numel()))
+    def cut(self, q: Tensor, k: Tensor, backward: bool = False) -> Ulysses:
+        """Return the groups of heads of q (B, T/sp, H, D), k (B, T/sp, K, D)."""
+        ranks = self.exchange.ranks if self.exchange else 1
+        elements = max(q.numel(), k.numel())
+        legal = head_group_counts(q.shape[2] // ranks, k.shape[2] // ranks, elements)
         count = next((n for n in legal if n >= self.head_groups), None)
-        if count is None:
-            raise ValueError(f"{self.head_groups} groups of {heads} heads, of q {tuple(q.shape)}: "
-                             f"one of {legal}, each of at most {MAX_ELEMENTS} elements")
-        return HeadGroups(self.ulysses.ranks, count)
+        assert count, f"{self.head_groups} groups of heads of {tuple(q.shape)}: one of {legal}"
+        return Ulysses(self.exchange, count, q, k, backward)
 
-    def mask_of(self, heads: HeadGroups, g: int, q: Tensor) -> Mask:
+    def mask_of(self, heads: Ulysses, g: int, q: Tensor) -> Mask:
         """Return the mask of group g, which says where its heads of q (B, T/sp, H, D), or of a
         column's, stand in the model."""
-        n = q.shape[2]
-        h = n // (heads.ranks * heads.count)
-        first = self.column * n + (self.ulysses.rank * heads.count + g) * h
-        return replace(self.mask, heads=range(first, first + h))
+        n = q.shape[2] // (heads.ranks * heads.count)
+        rank = self.exchange.rank if self.exchange else 0
+        first = self.column * q.shape[2] + (rank * heads.count + g) * n
+        return replace(self.mask, heads=range(first, first + n))
 
     def on_heads(self, arrived: list[Tensor]) -> list[Tensor]:
         """(B, U, T/sp, h, D) -> as kernels take them, (B, T/R, h, D); of documents (B*T, h, D)."""
@@ -774,21 +764,20 @@ class Attention:
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, T/sp, H, D), k, v (B, T/sp, K, D) -> o like q, lse."""
         heads = self.cut(q, k)
-        here, returned = self.ulysses.allocate(heads, q, k)
         into = heads.new_outputs(q)
         lse = []
         back = Way([])
-        arriving = self.ulysses.to_heads(heads, 0, [q, k, v], here)
+        arriving = heads.to_heads(0, [q, k, v])
         for g in range(heads.count):
             arrived = arriving.wait()  # hidden by the kernel before; of the first group, not
             passing = self.ring.pass_keys(arriving)  # hidden by the square
             if g + 1 < heads.count:  # hidden by this kernel
-                arriving = self.ulysses.to_heads(heads, g + 1, [q, k, v], here)
+                arriving = heads.to_heads(g + 1, [q, k, v])
             mask = self.mask_of(heads, g, q)
             o, lse_of_group = self.ring.attend(self.kernel, mask, passing, *self.on_heads(arrived))
             lse.append(lse_of_group)
             back.wait()  # hidden by this kernel
-            back = self.ulysses.to_tokens(heads, g, [o], into, returned)
+            back = heads.to_tokens(g, [o], into)
             del o
         o, = back.wait()  # not hidden
         return o, torch.stack(lse)
@@ -797,16 +786,14 @@ class Attention:
                  in_place: bool = False) -> list[Tensor]:
         """Return dq, dk, dv. make_do() -> do (B, T/sp, H, D), and a list of functions, work that is
         left: both hide what travels. in_place: gradients may take the places of q, k and v."""
-        heads = self.cut(q, k)
-        here, returned = self.ulysses.allocate(heads, q, k, backward=True)
-        arriving = self.ulysses.to_heads(heads, 0, [q, k, v, o], here)
+        heads = self.cut(q, k, backward=True)
+        arriving = heads.to_heads(0, [q, k, v, o])
         passing = self.ring.pass_keys(arriving)
         do, left = make_do()  # hides the first group's q, k, v, o
         do = do.contiguous()
-        of_do = self.ulysses.to_heads(heads, 0, [do], here[4:])
-        last = left.pop() if left and heads.ranks > 1 else None
-        while left:
-            left.pop(0)()  # hides the first group's do
+        of_do = heads.to_heads(0, [do], first=4)
+        while len(left) > (heads.ranks > 1):  # hides the first group's do
+            left.pop(0)()
         into = [q, k, v] if in_place else heads.new_outputs(q, k, v)
         back = Way([])
         for g in range(heads.count):
@@ -815,15 +802,15 @@ class Attention:
                 arrived += of_do.wait()
             passed = passing
             if g + 1 < heads.count:  # hidden by this kernel
-                arriving = self.ulysses.to_heads(heads, g + 1, [q, k, v, o, do], here)
+                arriving = heads.to_heads(g + 1, [q, k, v, o, do])
                 passing = self.ring.pass_keys(arriving)
             mask = self.mask_of(heads, g, q)
             grads = self.ring.attend_backward(
                 self.kernel, mask, passed, lse[g], *self.on_heads(arrived))
             grads = heads.ready(g, k, *grads)
             back.wait()  # hidden by this kernel
-            back = self.ulysses.to_tokens(heads, g, grads, into, returned)
+            back = heads.to_tokens(g, grads, into)
             del grads
-        if last is not None:
-            last()  # hides the last group's way back
+        for product in left:
+            product()  # hides the last group's way back
         return back.wait()

@@ -78,7 +78,8 @@ class Groups:
     timeout: of their collectives; PyTorch's if none is given.
     """
 
-    def __init__(self, timeout: timedelta | None = None, tp: int = 1, pp: int = 1):
+    def __init__(self, timeout: timedelta = timedelta(minutes=10), tp: int = 1,
+                 pp: int = 1):
         world = dist.get_world_size()
         self.made: dict[tuple, dist.ProcessGroup] = {}
         self.timeout = timeout

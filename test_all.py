@@ -2151,7 +2151,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     if as_on_gpus:
         op.kernel = dataclasses.replace(op.kernel, backward=backward)
     if as_on_gpus and run.plan.head_ranks > 1:
-        op.ulysses.exchange.peer_access = op.ulysses.one_node
+        op.exchange.peer_access = True
     model, states = train.build(run, op, groups)
     plan = run.plan
     tokens = torch.zeros(plan.micro_batches, plan.micro_batch, plan.seq // plan.sp).long()

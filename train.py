@@ -49,8 +49,8 @@ import hardware
 import model as llama
 import parallel
 import planner
-from attention import (Attention, CommStream, Documents, Exchange, Ring, Ulysses, pick_kernel,
-                       sequence_positions)
+from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
+                       pick_kernel, sequence_positions)
 from checkpoint import Checkpoint
 from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
                   fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
@@ -742,10 +742,10 @@ def make_attention(run: Run, groups: Groups,
                    make_stream: Callable[..., CommStream] = CommStream) -> Attention:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     plan = run.plan
-    per_node = run.cfg.per_node // plan.tp
-    ulysses = Ulysses(groups, plan.head_ranks, make_stream(run.device), per_node)
+    exchange = make_exchange(groups, plan.head_ranks, make_stream(run.device),
+                             run.cfg.per_node // plan.tp)
     ring = Ring(groups, plan.sp, plan.ring, make_stream(run.device))
-    return Attention(run.kernel, plan.head_groups, ulysses, ring, groups.column)
+    return Attention(run.kernel, plan.head_groups, exchange, ring, groups.column)
 
 
 def build(run: Run, op: Attention, groups: Groups,
