@@ -34,8 +34,8 @@ group's way hides under another's kernel:
     o; dq, dk, dv        to_tokens      the next kernel; the last group's: in    the next group's
                                         backward the last product for a weight,  way back, the end
                                         in forward not
-    ring: k, v           pass_keys,     the ring's step before; in backward the  attend,
-                         pass_on        first k, v: as q, k, v above             attend_backward
+    ring: k, v           pass_keys,     the ring's step before; in backward the  steps
+                         pass_on        first k, v: as q, k, v above
     ring: sums of dk, dv pass_on        the ring's next step                     attend_backward
 
 (Where layers run whole, do is there from the start: the first and last groups' ways are not
@@ -43,17 +43,18 @@ hidden.) Each kind of communication has a CUDA stream of its own (CommStream): l
 wait.
 
 Heads stand as (U ranks, G groups, h heads): in group g rank u has the query heads from (u G + g) h
-on, and as many of its K/U key/value heads. Where these are fewer than groups, they travel whole
-with the first group, and back with the last, so none is sent twice.
+on, and as many of its K/U key/value heads. Where these are fewer than groups, each travels with the
+first of the groups that attend to it, and its gradient back with the last, so none is sent twice.
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
-of its own (`Attention.within` the documents of a micro-batch); and which heads they are.
+of its own (`Attention.within` the documents of a micro-batch). It also says which heads are there.
 
 Left out: dropout, rings of documents, and two rings, one inside nodes (Ulysses serves there).
 
 Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
 sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
 """
+
 import contextlib
 import copy
 import functools
@@ -76,8 +77,6 @@ from torch.autograd.function import once_differentiable
 
 from model import accumulation_dtype, compiled, copy_heads
 from ranks import Groups
-
-SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 
 # ---------------------------------------------------------------------------- streams
 
@@ -125,6 +124,21 @@ def wait(event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
+@dataclass
+class Way:
+    """Tensors on their way from tokens to heads, back, or around a ring."""
+
+    arrived: list[Tensor] | Tensor
+    event: object = None  # they are there
+    sent: list[Tensor] = field(default_factory=list)  # read until then
+
+    def wait(self) -> list[Tensor] | Tensor:
+        """Let compute wait until they are there, and return them."""
+        wait(self.event)
+        self.sent.clear()
+        return self.arrived
+
+
 # ---------------------------------------------------------------------------- who attends to whom
 
 
@@ -152,7 +166,7 @@ class Mask:
 
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
     documents: Documents | None = None  # those of its own document; all sequences are one row
-    heads: range | None = None  # which query heads of the model are here, if Kernel.sees_heads
+    heads: range | None = None  # which query heads of the model are here; in rings unknown
 
 
 CAUSAL = Mask()
@@ -178,27 +192,34 @@ def _lengths(mask: Mask) -> dict:
     if mask.documents is None:
         return {}
     offsets, longest = mask.documents.offsets, mask.documents.longest
-    return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest,
-            "max_seqlen_k": longest}
+    return {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def _fa4_forward(q, k, v, mask):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=mask.causal, return_lse=True, **_lengths(mask))
+        q, k, v, causal=mask.causal, return_lse=True, **_lengths(mask)
+    )
     return o, lse
 
 
 def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
     grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_lengths(mask))
+        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_lengths(mask)
+    )
     return grads[:3]
 
 
 def _cudnn_forward(q, k, v, mask):
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_swap(q, k, v), None, True, 0.0, mask.causal)
+        *_swap(q, k, v), None, True, 0.0, mask.causal
+    )
     return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
 
 
@@ -206,9 +227,25 @@ def _cudnn_backward(do, q, k, v, o, lse, mask):
     queries, keys = q.shape[1], k.shape[1]
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, queries, keys, 0.0,
-        mask.causal))
+    return _swap(
+        *_aten._scaled_dot_product_cudnn_attention_backward(
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse.unsqueeze(-1),
+            no_seed,
+            no_seed,
+            None,
+            None,
+            None,
+            queries,
+            keys,
+            0.0,
+            mask.causal,
+        )
+    )
 
 
 def _flash_lengths(q, k, mask: Mask) -> tuple:
@@ -220,20 +257,24 @@ def _flash_lengths(q, k, mask: Mask) -> tuple:
 
 def _flash_forward(q, k, v, mask):
     o, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
+        q, k, v, *_flash_lengths(q, k, mask), 0.0, mask.causal, False
+    )
     return o, lse
 
 
 def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _aten._flash_attention_backward(
-        do, q, k, v, o, lse, *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed, no_seed)
+        do, q, k, v, o, lse, *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed, no_seed
+    )
 
 
 def _cpu_forward(q, k, v, mask):
     if mask.documents is not None:
-        parts = [_cpu_forward(*(t[None, cut] for t in (q, k, v)), CAUSAL)
-                 for cut in mask.documents.cuts()]
+        parts = [
+            _cpu_forward(*(t[None, cut] for t in (q, k, v)), CAUSAL)
+            for cut in mask.documents.cuts()
+        ]
         o, lse = zip(*parts)
         return torch.cat(o, 1)[0], torch.cat(lse, 2)[0]
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
@@ -242,12 +283,17 @@ def _cpu_forward(q, k, v, mask):
 
 def _cpu_backward(do, q, k, v, o, lse, mask):
     if mask.documents is not None:
-        parts = [_cpu_backward(*(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], CAUSAL)
-                 for cut in mask.documents.cuts()]
+        parts = [
+            _cpu_backward(*(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], CAUSAL)
+            for cut in mask.documents.cuts()
+        ]
         return [torch.cat(grads, 1)[0] for grads in zip(*parts)]
     do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, mask.causal))
+    return _swap(
+        *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, mask.causal
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -263,8 +309,9 @@ class Kernel:
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
-    "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
-                  "flash-attn-4[cu13]"),
+    "fa4": Kernel(
+        _fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface", "flash-attn-4[cu13]"
+    ),
     # for each document a graph for its length is built, and none for one of a single token
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False),
     "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
@@ -272,8 +319,9 @@ KERNELS = {  # best first: "auto" takes the first usable one
 }
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype,
-            documents: bool = False) -> str | None:
+def why_not(
+    name: str, device: torch.device, dtype: torch.dtype, documents: bool = False
+) -> str | None:
     """Return the reason why a kernel cannot run here, None if it can. documents: it is to take
     them."""
     kernel = KERNELS.get(name)
@@ -295,8 +343,9 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype,
     return None
 
 
-def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
-                documents: bool = False) -> str:
+def pick_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, documents: bool = False
+) -> str:
     """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
     names = list(KERNELS) if name == "auto" else [name]
     reasons = [why_not(k, device, dtype, documents) for k in names]
@@ -304,10 +353,11 @@ def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
         return names[reasons.index(None)]
     usable = [k for k in KERNELS if why_not(k, device, dtype, documents) is None]
     raise ValueError(
-        f"--attention {name}: {'; '.join(reasons)}; usable: {', '.join(usable) or 'none'}")
+        f"--attention {name}: {'; '.join(reasons)}; usable: {', '.join(usable) or 'none'}"
+    )
 
 
-# ---------------------------------------------------------------------------- groups of heads
+# ---------------------------------------------------------------------------- by heads
 
 MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
 
@@ -323,24 +373,6 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
         and (kv_heads % n == 0 or n % kv_heads == 0)
         and elements // n <= MAX_ELEMENTS
     ]
-
-
-@dataclass
-class Way:
-    """Tensors on their way from tokens to heads, back, or around a ring."""
-
-    arrived: list[Tensor] | Tensor
-    event: object = None  # they are there
-    sent: list[Tensor] = field(default_factory=list)  # read until then
-
-    def wait(self) -> list[Tensor] | Tensor:
-        """Let compute wait until they are there, and return them."""
-        wait(self.event)
-        self.sent.clear()
-        return self.arrived
-
-
-# ---------------------------------------------------------------------------- by heads
 
 
 def gpus_reach_each_other() -> bool:
@@ -364,12 +396,17 @@ class Exchange:
 
     in_use: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
-    def __init__(self, group: dist.ProcessGroup, peer_access: bool,
-                 timeout: timedelta = timedelta(minutes=10), stream: CommStream | None = None):
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        peer_access: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+        stream: CommStream | None = None,
+    ):
+        self.group = group  # None: of one rank, where nothing has to travel
         self.peer_access = peer_access
-        self.rank = group.rank()
-        self.ranks = group.size()
+        self.rank = group.rank() if group else 0
+        self.ranks = group.size() if group else 1
         self.stream = stream
         self.timeout_ms = round(1e3 * timeout.total_seconds())
         self.memory = torch.empty(0)  # that the others write to, outside PyTorch's allocator
@@ -390,11 +427,10 @@ class Exchange:
         if not self.peer_access:
             return [like.new_empty(shape) for shape in shapes]
         sizes = [math.prod(shape) for shape in shapes]
-        padded = [-(-n // SEND_ALIGN_ELEMENTS) * SEND_ALIGN_ELEMENTS for n in sizes]
-        if self.memory.numel() < sum(padded):
-            self.map_memory(sum(padded), like)
-        parts = self.memory[: sum(padded)].split(padded)
-        return [x[:n].view(shape) for x, n, shape in zip(parts, sizes, shapes)]
+        if self.memory.numel() < sum(sizes):
+            self.map_memory(sum(sizes), like)
+        parts = self.memory[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes)]
 
     def map_memory(self, elements: int, like: Tensor) -> None:
         """Allocate memory that all ranks of the group write to. A collective."""
@@ -423,12 +459,9 @@ class Exchange:
         self.handle.barrier(timeout_ms=self.timeout_ms)  # all parts have arrived
 
 
-def make_exchange(groups: Groups, ranks: int, stream: CommStream,
-                  per_node: int) -> Exchange | None:
-    """Return the exchange between U neighbouring ranks of a sequence, None if it is one. per_node:
-    ranks of a node, 0: unknown. A collective of all ranks."""
-    if ranks == 1:
-        return None
+def make_exchange(groups: Groups, ranks: int, stream: CommStream, per_node: int) -> Exchange:
+    """Return the exchange between U neighbouring ranks of a sequence. per_node: ranks of a node, 0:
+    unknown. A collective of all ranks."""
     group = groups.get("sequence", lambda r: r // ranks)
     one_node = per_node > 0 and per_node % ranks == 0
     peer_access = one_node and stream.stream is not None and gpus_reach_each_other()
@@ -449,12 +482,12 @@ class Ulysses:
     so memory is never given to another too early.
     """
 
-    def __init__(self, exchange: Exchange | None, count: int, q: Tensor, k: Tensor, backward: bool):
+    def __init__(self, exchange: Exchange, count: int, q: Tensor, k: Tensor, backward: bool):
         self.exchange = exchange
-        self.ranks = exchange.ranks if exchange else 1  # U
+        self.ranks = exchange.ranks  # U
         self.count = count  # G
         self.sums: list[Tensor] = []  # of dk, dv, if groups share them
-        if exchange is None:
+        if self.ranks == 1:
             return
         inputs = [q, k, k, q, q]  # as q, k, v, o, do: places (2, U, B, T/sp, h, D), for two groups
         outputs = [q, k, k]  # as dq, dk, dv, or o: places (U, B, T/sp, h, D)
@@ -479,25 +512,23 @@ class Ulysses:
         """Launch the way of group g's heads of tensors (B, T/sp, heads, D), the first so many of q,
         k, v, o, do; they arrive as views (B, U, T/sp, h, D)."""
         parts = [self.of(g, x) for x in tensors]
-        if self.exchange is None:
+        if self.ranks == 1:
             return Way([part.transpose(0, 1) for part in parts])
-        stream = self.exchange.stream
-        arrived = []
-        received = []
-        to_copy = []
-        for x, part, places in zip(tensors, parts, self.inputs[first:]):
-            n = self.sharing(x)
-            place = places[g // n % len(places)]
-            arrived.append(place.transpose(0, 1))  # of one sequence in order, without a copy
-            if g % n == 0:  # else it came with an earlier group
-                to_copy.append(part)
-                received.append(place)
+        places = [
+            sets[g // self.sharing(x) % len(sets)] for x, sets in zip(tensors, self.inputs[first:])
+        ]
+        # others came with an earlier group
+        new = [i for i, x in enumerate(tensors) if g % self.sharing(x) == 0]
+        received = [places[i] for i in new]
         sent = [torch.empty_like(place) for place in received]
+        stream = self.exchange.stream
         stream.used(*received)  # by kernel g - 2
         with stream.after_compute():  # so the places are free, on every rank
-            for part, buffer in zip(to_copy, sent):
-                copy_heads(part, buffer)
+            for i, buffer in zip(new, sent):
+                copy_heads(parts[i], buffer)
             self.exchange.all_to_all(sent, received)
+        # of one sequence in order, without a copy
+        arrived = [place.transpose(0, 1) for place in places]
         return Way(arrived, stream.last_event(), sent)
 
     def new_outputs(self, *like: Tensor) -> list[Tensor]:
@@ -514,7 +545,7 @@ class Ulysses:
         parts = [x.reshape(*by_rank, *x.shape[-2:]).transpose(0, 1) for x in results]  # as `of`
         if self.ranks * self.count == 1:
             return Way([part[0] for part in parts])
-        if self.exchange is None:
+        if self.ranks == 1:
             for part, whole in zip(parts, into):
                 copy_heads(part, self.of(g, whole))
             return Way(into)
@@ -558,19 +589,24 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
         return torch.arange(rank * size, (rank + 1) * size)
     r, u = divmod(rank, sp // ring)
     length = seq // (2 * ring)
-    of_ring_rank = torch.cat([torch.arange(part * length, (part + 1) * length)
-                              for part in (r, 2 * ring - 1 - r)])
+    of_ring_rank = torch.cat(
+        [torch.arange(part * length, (part + 1) * length) for part in (r, 2 * ring - 1 - r)]
+    )
     return of_ring_rank[u * size : (u + 1) * size]
 
 
 @compiled
 def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
-    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row.
-    """
+    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row."""
     both = torch.logaddexp(lse, lse_more)
     share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
     o.copy_(o + share * (more - o))
     lse.copy_(both)
+
+
+def take(tokens: slice, *tensors: Tensor) -> list[Tensor]:
+    """Return tokens of tensors (B, T/R, h, D), for a kernel."""
+    return [x[:, tokens].contiguous() for x in tensors]
 
 
 class Ring:
@@ -596,8 +632,13 @@ class Ring:
     sp: ranks of a sequence; those of a ring are sp/R apart.
     """
 
-    def __init__(self, groups: Groups | None = None, sp: int = 1, ranks: int = 1,
-                 stream: CommStream | None = None):
+    def __init__(
+        self,
+        groups: Groups | None = None,
+        sp: int = 1,
+        ranks: int = 1,
+        stream: CommStream | None = None,
+    ):
         self.ranks = ranks  # R
         self.stream = stream
         if ranks > 1:
@@ -642,8 +683,9 @@ class Ring:
                 yield kv, slice(half, None), slice(None)
         self.stream.used(kv)
 
-    def attend(self, kernel: Kernel, mask: Mask, passing: Way | None, q: Tensor, k: Tensor,
-               v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, kernel: Kernel, mask: Mask, passing: Way | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """q (B, T/R, h, D), k, v -> o like q, lse (B, h, T/R): these queries attend to the keys of
         all ring ranks. passing: of pass_keys."""
         o, lse = kernel.forward(q, k, v, mask)  # hides the first k, v
@@ -651,14 +693,23 @@ class Ring:
             return o, lse
         o = o.to(accumulation_dtype(q.dtype))
         for kv, queries, keys in self.steps(passing):
-            k, v = (x[:, keys].contiguous() for x in kv)
-            part = kernel.forward(q[:, queries].contiguous(), k, v, EVERYTHING)
+            part = kernel.forward(*take(queries, q), *take(keys, *kv), EVERYTHING)
             merge_into(o[:, queries], lse[:, :, queries], *part)
-            del kv, k, v
+            del kv
         return o.to(q.dtype), lse
 
-    def attend_backward(self, kernel: Kernel, mask: Mask, passing: Way | None, lse: Tensor,
-                        q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor) -> list[Tensor]:
+    def attend_backward(
+        self,
+        kernel: Kernel,
+        mask: Mask,
+        passing: Way | None,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        do: Tensor,
+    ) -> list[Tensor]:
         """Return dq, dk, dv."""
         if self.ranks == 1:
             return kernel.backward(do, q, k, v, o, lse, mask)
@@ -669,9 +720,12 @@ class Ring:
         summing = Way(sums)
         for kv, queries, keys in self.steps(passing):
             dq_part, *parts = kernel.backward(
-                do[:, queries].contiguous(), q[:, queries].contiguous(),
-                *(x[:, keys].contiguous() for x in kv), o[:, queries].contiguous(),
-                lse[:, :, queries].contiguous(), EVERYTHING)
+                *take(queries, do, q),
+                *take(keys, *kv),
+                *take(queries, o),
+                lse[:, :, queries].contiguous(),
+                EVERYTHING,
+            )
             dq[:, queries] += dq_part
             sums = summing.wait()  # hidden by this step's rectangle
             for total, part in zip(sums, parts):
@@ -716,18 +770,26 @@ class Attention:
     not stand where it would count them.
     """
 
-    def __init__(self, kernel: str, head_groups: int = 1, exchange: Exchange | None = None,
-                 ring: Ring | None = None, column: int = 0):
+    def __init__(
+        self,
+        kernel: str,
+        head_groups: int = 1,
+        exchange: Exchange | None = None,
+        ring: Ring | None = None,
+        column: int = 0,
+    ):
         self.kernel = KERNELS[kernel]
         self.head_groups = head_groups
-        self.exchange = exchange
+        self.exchange = exchange or Exchange()
         self.ring = ring or Ring()
         self.column = column
         self.mask = CAUSAL
         if self.ring.ranks > 1 and self.kernel.sees_heads:
-            raise ValueError(f"--attention {kernel} --ring {self.ring.ranks}: this kernel sees "
-                             "heads and where their keys stand, and a ring gives it parts of a "
-                             "sequence: --ring 1")
+            raise ValueError(
+                f"--attention {kernel} --ring {self.ring.ranks}: this kernel sees "
+                "heads and where their keys stand, and a ring gives it parts of a "
+                "sequence: --ring 1"
+            )
 
     def within(self, documents: Documents) -> "Attention":
         """Return this op for a micro-batch whose tokens attend inside their documents alone."""
@@ -741,7 +803,7 @@ class Attention:
 
     def cut(self, q: Tensor, k: Tensor, backward: bool = False) -> Ulysses:
         """Return the groups of heads of q (B, T/sp, H, D), k (B, T/sp, K, D)."""
-        ranks = self.exchange.ranks if self.exchange else 1
+        ranks = self.exchange.ranks
         elements = max(q.numel(), k.numel())
         legal = head_group_counts(q.shape[2] // ranks, k.shape[2] // ranks, elements)
         count = next((n for n in legal if n >= self.head_groups), None)
@@ -752,8 +814,7 @@ class Attention:
         """Return the mask of group g, which says where its heads of q (B, T/sp, H, D), or of a
         column's, stand in the model."""
         n = q.shape[2] // (heads.ranks * heads.count)
-        rank = self.exchange.rank if self.exchange else 0
-        first = self.column * q.shape[2] + (rank * heads.count + g) * n
+        first = self.column * q.shape[2] + (self.exchange.rank * heads.count + g) * n
         return replace(self.mask, heads=range(first, first + n))
 
     def on_heads(self, arrived: list[Tensor]) -> list[Tensor]:
@@ -779,11 +840,19 @@ class Attention:
             back.wait()  # hidden by this kernel
             back = heads.to_tokens(g, [o], into)
             del o
-        o, = back.wait()  # not hidden
+        (o,) = back.wait()  # not hidden
         return o, torch.stack(lse)
 
-    def backward(self, make_do: Callable, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                 in_place: bool = False) -> list[Tensor]:
+    def backward(
+        self,
+        make_do: Callable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        in_place: bool = False,
+    ) -> list[Tensor]:
         """Return dq, dk, dv. make_do() -> do (B, T/sp, H, D), and a list of functions, work that is
         left: both hide what travels. in_place: gradients may take the places of q, k and v."""
         heads = self.cut(q, k, backward=True)
@@ -806,7 +875,8 @@ class Attention:
                 passing = self.ring.pass_keys(arriving)
             mask = self.mask_of(heads, g, q)
             grads = self.ring.attend_backward(
-                self.kernel, mask, passed, lse[g], *self.on_heads(arrived))
+                self.kernel, mask, passed, lse[g], *self.on_heads(arrived)
+            )
             grads = heads.ready(g, k, *grads)
             back.wait()  # hidden by this kernel
             back = heads.to_tokens(g, grads, into)

@@ -306,7 +306,7 @@ def column_bytes(plan: Plan) -> tuple[float, float, float]:
 def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ranks: int,
                      head_groups: int) -> int:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
-    of one (attention.Ulysses.allocate). Groups that share a key/value head have one of it."""
+    of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
     if head_ranks == 1:
         return 0
     kv_groups = min(head_groups, cfg.kv_heads // head_ranks)
