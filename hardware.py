@@ -33,7 +33,7 @@ import torch.distributed as dist
 import model as llama
 from attention import Attention, CommStream, Exchange, gpus_reach_each_other
 from model import ModelConfig, accumulation_dtype, rope_tables, weight_grad_into
-from ranks import Groups, all_gather, most_of_ranks, reduce_scatter
+from ranks import Groups, all_gather, of_all_ranks, reduce_scatter
 from shard import ADAMW, States, adamw
 
 PROFILES = Path(__file__).parent / "results" / "profiles"
@@ -319,7 +319,7 @@ class Stopwatch:
             fn()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return most_of_ranks(time.perf_counter() - start, self.device)
+        return max(of_all_ranks(time.perf_counter() - start))
 
     def __call__(self, fn: Callable) -> float:
         """Return the seconds of a call among many, back to back, after as many that warm up."""

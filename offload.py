@@ -358,7 +358,7 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
         return buffer
 
     if sum(sizes) > 8 * GIB:
-        print0(f"pinning {sum(sizes) / GIB:.0f} GiB of host memory a rank", flush=True)
+        print0(f"pinning {sum(sizes) / GIB:.0f} GiB of host memory a rank")
     threads = min(len(sizes), len(os.sched_getaffinity(0)))
     with ThreadPoolExecutor(max(1, threads)) as pool:
         return list(pool.map(lock, sizes))

@@ -60,8 +60,8 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
 from offload import GIB, ChunkedLayers, buffer_bytes
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan
-from ranks import (ConfigError, Groups, Heartbeat, check_same, error_of_any, most_of_ranks,
-                   of_rank_0, on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
+from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
+                   on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
 from shard import OPTIMIZERS, STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -650,8 +650,9 @@ def with_hardware(run: Run) -> Run:
     name = device_name(run.device)
     if cfg.ranks and run.device.type == "cpu":
         name = "NVIDIA H200"
-    profile = of_rank_0(hardware.find_profile(  # of mixed devices, one plan
-        name, run.device, run.dtype, run.kernel, cfg.per_node, print0))
+    profile = hardware.find_profile(
+        name, run.device, run.dtype, run.kernel, cfg.per_node, print0)
+    profile = of_all_ranks(profile)[0]  # of mixed devices, one plan
     return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
 
@@ -723,7 +724,7 @@ def describe(run: Run) -> None:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
     print0(planner.describe_choice(plan, run.second, run.hardware))
-    print0(plan.memory.describe(), flush=True)
+    print0(plan.memory.describe())
 
 
 # ---------------------------------------------------------------------------- build, step
@@ -1046,7 +1047,7 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
     cfg = run.cfg
     background = cfg.save_async and cfg.save_every >= 0
     if background:
-        need = most_of_ranks(buffer_bytes(checkpoint.host_fields(states)), run.device)
+        need = max(of_all_ranks(buffer_bytes(checkpoint.host_fields(states))))
         free = run.hardware.host_budget - run.plan.host_bytes
         background = need <= free
         print0(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a rank, "
@@ -1207,7 +1208,7 @@ class Log:
 
     def write_evaluation(self, step: int, found: dict) -> None:
         """Print and log an evaluation without a step."""
-        print0(f"step {step} {describe_evaluation(found)}", flush=True)
+        print0(f"step {step} {describe_evaluation(found)}")
         self.append({"step": step} | found)
 
     def append(self, row: dict) -> None:
@@ -1486,7 +1487,7 @@ def main(argv: list[str] | None = None) -> None:
         parallel.use_more_queues()
     rank, world, local_rank = start_ranks(timeout)
     saved = "What was saved is whole: start it again, or continue with --resume"
-    with Heartbeat(rank, world, saved):
+    with heartbeat(rank, world, saved):
         trouble = run_ranks(cfg, rank, world, local_rank)
     dist.destroy_process_group()
     if trouble:
