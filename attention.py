@@ -597,7 +597,8 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
 
 @compiled
 def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
-    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row."""
+    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row.
+    """
     both = torch.logaddexp(lse, lse_more)
     share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
     o.copy_(o + share * (more - o))

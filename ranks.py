@@ -164,8 +164,8 @@ def on_all_ranks(check, group: Group = None):
 def on_rank_0(work, group: Group = None):
     """Return on all ranks what work() returns on rank 0, or raise as on_all_ranks does. A
     collective of all ranks."""
-    results = on_all_ranks(lambda: None if dist.get_rank() else work(), group)
-    return of_all_ranks(results, group)[0]
+    result = on_all_ranks(lambda: None if dist.get_rank() else work(), group)
+    return of_all_ranks(result, group)[0]
 
 
 def patient_group() -> dist.ProcessGroup:
@@ -175,7 +175,8 @@ def patient_group() -> dist.ProcessGroup:
 
 
 def check_same(facts: dict[str, object]) -> None:
-    """Raise ConfigError on all ranks, naming a fact that is not the same on all of them. A collective."""
+    """Raise ConfigError on all ranks, naming a fact that is not the same on all of them. A
+    collective."""
     first, *others = of_all_ranks(facts)
     for rank, theirs in enumerate(others, 1):
         for name, value in theirs.items():
