@@ -249,7 +249,7 @@ def find_profile(device_name: str, device: torch.device, dtype: torch.dtype, ker
             f"{profile.products['forward'][0][-1] / 1e12:.3g} TFLOP/s, attention "
             f"{profile.attention['forward'][0][-1] / 1e12:.3g}, memory {profile.memory / 1e9:.0f} "
             f"GB/s, to the host {profile.to_host / 1e9:.0f}; no MFU, whose peak comes from data "
-            "sheets alone", flush=True)
+            "sheets alone")
     return profile
 
 

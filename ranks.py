@@ -61,7 +61,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def place_of(rank: int, world: int, tp: int, pp: int) -> tuple[int, int, int]:
+def place_of(rank: int, world: int, tp: int, pp: int) -> tuple:
     """Return a rank's stage, its number among those of its stage and column, and its column."""
     stage, in_stage = divmod(rank, world // pp)
     return stage, *divmod(in_stage, tp)
@@ -208,13 +208,17 @@ def heartbeat(rank: int, world: int, advice: str):
     key = keys[rank]
     own = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
     over = threading.Event()
-    silent = f"for {SILENT_BEATS * BEAT_S:.0f} s: it is dead or unreachable"
-    no_store = f"the store on {os.environ['MASTER_ADDR']}, rank 0's node, gave no answer {silent}"
+    silent = f"for {SILENT_BEATS * BEAT_S:.0f} s"
+    no_store = (
+        f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered {silent}: rank "
+        "0 or its node"
+    )
 
     def end(cause):
         if over.is_set():
             return
-        print(f"rank {rank}: {cause}; this run ends. {advice}", file=sys.stderr, flush=True)
+        text = f"rank {rank}: {cause} is dead or unreachable; this run ends. {advice}"
+        print(text, file=sys.stderr, flush=True)
         time.sleep(2 * BEAT_S)  # others find the same, in a store that may be here
         os._exit(1)
 
@@ -230,7 +234,7 @@ def heartbeat(rank: int, world: int, advice: str):
                 timer.cancel()
                 for then, sign in zip(history[0], history[-1]):
                     if then == sign != b"" and len(history) > SILENT_BEATS:
-                        end(f"{sign.decode().partition(':')[0]} gave no sign {silent}")
+                        end(f"{sign.decode().partition(':')[0]} gave no sign {silent}: it")
             store.set(key, "")
 
     on_all_ranks(lambda: store.set(key, own))  # so each has a sign to read

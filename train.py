@@ -1194,7 +1194,7 @@ class Log:
             found and describe_evaluation(found),
             not facts.finite and "SKIPPED: not finite",
             unsaved and f"({unsaved})",
-            self.failed and f"({self.failed})"])), flush=True)
+            self.failed and f"({self.failed})"])))
         row = {"step": step, "loss": facts.loss, "grad_norm": facts.norm, "lr": lr, "tgs": tgs,
                "mfu_causal": mfu[0], "mfu_full": mfu[1], "keys_seen": facts.seen,
                "gpu_gib": facts.gpu_gib or None,
