@@ -1189,7 +1189,7 @@ PICKED = [make_case(line) for line in """
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half joins the last sum once
 4 tp=2 sp=2 g=2 os=2 micro=2
 4 tp=2 sp=2 groups=2 kernel=alibi
-4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys that groups share stay for the last
+4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys stay for the next group, too
 4 tp=2 mode=fsp p=2 g=2 os=2
 4 tp=2 docs=1
 4 tp=4 mode=mtp                                       # a column has one key/value head
@@ -4257,7 +4257,7 @@ def check_waits(cases: list[dict], folder: Path) -> None:
     make_small()
     torch.compiler.set_stance("force_eager")
     left_out, reached, groups = None, set(), {}
-    passed_on = {"wait", "wait_stream", "after_compute", "__enter__", "arrived"}
+    passed_on = {"wait", "wait_stream", "after_compute", "__enter__"}
 
     def may_be_left_out(wait: Callable) -> Callable:
         def wait_unless_left_out(*args):
