@@ -34,8 +34,8 @@ group's way hides under another's kernel:
     o; dq, dk, dv        to_tokens      the next kernel; the last group's: in    the next group's
                                         backward the last product for a weight,  way back, the end
                                         in forward not
-    ring: k, v           pass_keys,     the ring's step before; in backward the  attend,
-                         pass_on        first k, v: as q, k, v above             attend_backward
+    ring: k, v           pass_keys,     the ring's step before; in backward the  steps
+                         pass_on        first k, v: as q, k, v above
     ring: sums of dk, dv pass_on        the ring's next step                     attend_backward
 
 (Where layers run whole, do is there from the start: the first and last groups' ways are not
@@ -43,25 +43,27 @@ hidden.) Each kind of communication has a CUDA stream of its own (CommStream): l
 wait.
 
 Heads stand as (U ranks, G groups, h heads): in group g rank u has the query heads from (u G + g) h
-on, and as many of its K/U key/value heads. Where these are fewer than groups, they travel whole
-with the first group, and back with the last, so none is sent twice.
+on, and as many of its K/U key/value heads. Where these are fewer than groups, each travels with the
+first of the groups that attend to it, and its gradient back with the last, so none is sent twice.
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
-of its own (`Attention.within` the documents of a micro-batch); and which heads they are.
+of its own (`Attention.within` the documents of a micro-batch). It also says which heads are there.
 
 Left out: dropout, rings of documents, and two rings, one inside nodes (Ulysses serves there).
 
 Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head width; sp ranks of a
 sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
 """
+
 import contextlib
 import copy
 import functools
 import importlib
+import itertools
 import math
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import ClassVar
@@ -75,8 +77,6 @@ from torch.autograd.function import once_differentiable
 
 from model import accumulation_dtype, compiled, copy_heads
 from ranks import Groups
-
-SEND_ALIGN_ELEMENTS = 128  # where a tensor starts in memory that other ranks write to
 
 # ---------------------------------------------------------------------------- streams
 
@@ -124,6 +124,21 @@ def wait(event) -> None:
         torch.cuda.current_stream().wait_event(event)
 
 
+@dataclass
+class Way:
+    """Tensors on their way from tokens to heads, back, or around a ring."""
+
+    arrived: list[Tensor] | Tensor
+    event: object = None  # they are there
+    sent: list[Tensor] = field(default_factory=list)  # read until then
+
+    def wait(self) -> list[Tensor] | Tensor:
+        """Let compute wait until they are there, and return them."""
+        wait(self.event)
+        self.sent.clear()
+        return self.arrived
+
+
 # ---------------------------------------------------------------------------- who attends to whom
 
 
@@ -135,14 +150,14 @@ class Documents:
     offsets: Tensor  # the same, int32, on the device
 
     def lengths(self) -> list[int]:
-        return [end - begin for begin, end in zip(self.bounds, self.bounds[1:])]
+        return [end - begin for begin, end in itertools.pairwise(self.bounds)]
 
     @functools.cached_property
     def longest(self) -> int:
         return max(self.lengths())
 
     def cuts(self) -> list[slice]:
-        return [slice(*bounds) for bounds in zip(self.bounds, self.bounds[1:])]
+        return [slice(*bounds) for bounds in itertools.pairwise(self.bounds)]
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ class Mask:
 
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
     documents: Documents | None = None  # those of its own document; all sequences are one row
-    heads: range | None = None  # which query heads of the model are here, if Kernel.sees_heads
+    heads: range | None = None  # which query heads of the model are here; in rings unknown
 
 
 CAUSAL = Mask()
@@ -177,27 +192,34 @@ def _lengths(mask: Mask) -> dict:
     if mask.documents is None:
         return {}
     offsets, longest = mask.documents.offsets, mask.documents.longest
-    return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "max_seqlen_q": longest,
-            "max_seqlen_k": longest}
+    return {
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 def _fa4_forward(q, k, v, mask):
     warnings.filterwarnings("ignore", "Argument aux_data")  # its compiler's, once a kernel
     o, lse, *_ = _module("flash_attn.cute.interface")._flash_attn_fwd(
-        q, k, v, causal=mask.causal, return_lse=True, **_lengths(mask))
+        q, k, v, causal=mask.causal, return_lse=True, **_lengths(mask)
+    )
     return o, lse
 
 
 def _fa4_backward(do, q, k, v, o, lse, mask):
     exact = torch.are_deterministic_algorithms_enabled()
     grads = _module("flash_attn.cute.interface")._flash_attn_bwd(
-        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_lengths(mask))
+        q, k, v, o, do, lse, causal=mask.causal, deterministic=exact, **_lengths(mask)
+    )
     return grads[:3]
 
 
 def _cudnn_forward(q, k, v, mask):
     o, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        *_swap(q, k, v), None, True, 0.0, mask.causal)
+        *_swap(q, k, v), None, True, 0.0, mask.causal
+    )
     return o.transpose(1, 2), lse.view(q.shape[0], q.shape[2], q.shape[1])
 
 
@@ -205,9 +227,25 @@ def _cudnn_backward(do, q, k, v, o, lse, mask):
     queries, keys = q.shape[1], k.shape[1]
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_cudnn_attention_backward(
-        do, q, k, v, o, lse.unsqueeze(-1), no_seed, no_seed, None, None, None, queries, keys, 0.0,
-        mask.causal))
+    return _swap(
+        *_aten._scaled_dot_product_cudnn_attention_backward(
+            do,
+            q,
+            k,
+            v,
+            o,
+            lse.unsqueeze(-1),
+            no_seed,
+            no_seed,
+            None,
+            None,
+            None,
+            queries,
+            keys,
+            0.0,
+            mask.causal,
+        )
+    )
 
 
 def _flash_lengths(q, k, mask: Mask) -> tuple:
@@ -219,20 +257,24 @@ def _flash_lengths(q, k, mask: Mask) -> tuple:
 
 def _flash_forward(q, k, v, mask):
     o, lse, *_ = _aten._flash_attention_forward(
-        q, k, v, *_flash_lengths(q, k, mask), 0.0, mask.causal, False)
+        q, k, v, *_flash_lengths(q, k, mask), 0.0, mask.causal, False
+    )
     return o, lse
 
 
 def _flash_backward(do, q, k, v, o, lse, mask):
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return _aten._flash_attention_backward(
-        do, q, k, v, o, lse, *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed, no_seed)
+        do, q, k, v, o, lse, *_flash_lengths(q, k, mask), 0.0, mask.causal, no_seed, no_seed
+    )
 
 
 def _cpu_forward(q, k, v, mask):
     if mask.documents is not None:
-        parts = [_cpu_forward(*(t[None, cut] for t in (q, k, v)), CAUSAL)
-                 for cut in mask.documents.cuts()]
+        parts = [
+            _cpu_forward(*(t[None, cut] for t in (q, k, v)), CAUSAL)
+            for cut in mask.documents.cuts()
+        ]
         o, lse = zip(*parts)
         return torch.cat(o, 1)[0], torch.cat(lse, 2)[0]
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*_swap(q, k, v), 0.0, mask.causal)
@@ -241,12 +283,17 @@ def _cpu_forward(q, k, v, mask):
 
 def _cpu_backward(do, q, k, v, o, lse, mask):
     if mask.documents is not None:
-        parts = [_cpu_backward(*(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], CAUSAL)
-                 for cut in mask.documents.cuts()]
+        parts = [
+            _cpu_backward(*(t[None, cut] for t in (do, q, k, v, o)), lse[None, :, cut], CAUSAL)
+            for cut in mask.documents.cuts()
+        ]
         return [torch.cat(grads, 1)[0] for grads in zip(*parts)]
     do, q, k, v, o = _swap(do, q, k, v, o)
-    return _swap(*_aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, mask.causal))
+    return _swap(
+        *_aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            do, q, k, v, o, lse, 0.0, mask.causal
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -262,8 +309,9 @@ class Kernel:
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
-    "fa4": Kernel(_fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface",
-                  "flash-attn-4[cu13]"),
+    "fa4": Kernel(
+        _fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface", "flash-attn-4[cu13]"
+    ),
     # for each document a graph for its length is built, and none for one of a single token
     "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False),
     "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
@@ -271,19 +319,22 @@ KERNELS = {  # best first: "auto" takes the first usable one
 }
 
 
-def why_not(name: str, device: torch.device, dtype: torch.dtype,
-            documents: bool = False) -> str | None:
+def why_not(
+    name: str, device: torch.device, dtype: torch.dtype, documents: bool = False
+) -> str | None:
     """Return the reason why a kernel cannot run here, None if it can. documents: it is to take
     them."""
-    kernel = KERNELS[name]
+    kernel = KERNELS.get(name)
+    if kernel is None:
+        return "there is no such kernel"
     if documents and not kernel.documents:
-        return "it has no documents (--document-token)"
+        return f"{name} takes no documents (--document-token)"
     if device.type != "cuda":
-        return f"it needs a GPU, this is {device.type}" if kernel.capability else None
+        return f"{name} needs a GPU, this is {device.type}" if kernel.capability else None
     if (major := torch.cuda.get_device_capability(device)[0]) not in kernel.capability:
-        return f"it does not run on CUDA capability {major}.x"
+        return f"{name} does not run on CUDA capability {major}.x"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"it needs bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+        return f"{name} needs bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
     if kernel.module:
         try:
             importlib.import_module(kernel.module)
@@ -292,37 +343,21 @@ def why_not(name: str, device: torch.device, dtype: torch.dtype,
     return None
 
 
-def pick_kernel(name: str, device: torch.device, dtype: torch.dtype,
-                documents: bool = False) -> str:
+def pick_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, documents: bool = False
+) -> str:
     """Return the kernel's name, "auto" resolved. Raises ValueError if it cannot be used here."""
-    reasons = {k: why_not(k, device, dtype, documents) for k in KERNELS}
-    usable = [k for k in KERNELS if reasons[k] is None]
-    if name == "auto" and usable:
-        return usable[0]
-    reason = reasons.get(name, "there is no such kernel here")
-    if name == "auto":
-        reason = "; ".join(f"{k}: {why}" for k, why in reasons.items())
-    if reason:
-        raise ValueError(f"--attention {name}: {reason}; usable: {', '.join(usable) or 'none'}")
-    return name
+    names = list(KERNELS) if name == "auto" else [name]
+    reasons = [why_not(k, device, dtype, documents) for k in names]
+    if None in reasons:
+        return names[reasons.index(None)]
+    usable = [k for k in KERNELS if why_not(k, device, dtype, documents) is None]
+    raise ValueError(
+        f"--attention {name}: {'; '.join(reasons)}; usable: {', '.join(usable) or 'none'}"
+    )
 
 
-class _Attention(Function):
-    @staticmethod
-    def forward(ctx, q, k, v, op):
-        o, lse = op.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.op = op
-        ctx.mark_non_differentiable(lse)
-        return o, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, do, _):
-        return *ctx.op.backward(lambda: (do, []), *ctx.saved_tensors), None
-
-
-# ---------------------------------------------------------------------------- groups of heads
+# ---------------------------------------------------------------------------- by heads
 
 MAX_ELEMENTS = 2**31 - 1  # kernels index with 32 bits: no call sees a larger tensor
 
@@ -331,390 +366,23 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
     """Return the numbers of groups in which a rank's query heads may go, H/U of K/U key/value
     heads: a group has some key/value heads, or some query heads of one. elements: of its q; a group
     has at most MAX_ELEMENTS of them."""
-    return [n for n in range(1, heads + 1)
-            if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-            and elements // n <= MAX_ELEMENTS]
-
-
-@dataclass
-class Way:
-    """Tensors on their way from tokens to heads, back, or around a ring."""
-
-    arrived: list[Tensor] | Tensor
-    event: object = None  # they are there
-    sent: list[Tensor] = field(default_factory=list)  # read until then
-    passing: "Way | None" = None  # of a ring: k, v of these, on their way to the next rank
-
-    def wait(self) -> list[Tensor] | Tensor:
-        """Let compute wait until they are there, and return them."""
-        wait(self.event)
-        self.sent.clear()
-        return self.arrived
-
-
-@dataclass
-class HeadGroups:
-    """How the heads of one attention are cut, and where they are received."""
-
-    ranks: int  # U
-    count: int  # G
-    kv_heads: int  # of a rank, K/U
-    inputs: list[list[Tensor]]  # two sets, which groups take in turn: q, k, v, o, do
-    outputs: list[Tensor]
-    sums: list[Tensor] = field(default_factory=list)  # of dk, dv, if groups share them
-
-    @property
-    def share_keys(self) -> bool:
-        """Return whether all groups have all key/value heads: there are fewer of them."""
-        return self.kv_heads < self.count
-
-    def of(self, g: int, x: Tensor) -> Tensor:
-        """Return a view (U, B, T/sp, h, D) of group g's heads of x (B, T/sp, heads, D)."""
-        x = x.unflatten(2, (self.ranks, -1)).permute(2, 0, 1, 3, 4)
-        return x if x.shape[3] < self.count else x.chunk(self.count, 3)[g]
-
-    def keys(self, g: int, x: Tensor) -> Tensor:
-        """Return a view of what group g attends to of key/value heads (..., heads, D)."""
-        if not self.share_keys:
-            return x
-        own = g * self.kv_heads // self.count
-        return x[..., own : own + 1, :]
-
-    def on_heads(self, g: int, arrived: list[Tensor]) -> list[Tensor]:
-        """q, k, v and others (B, U, T/sp, h, D) -> as the kernel takes them, (B, T/R, h, D)."""
-        q, k, v, *others = arrived
-        return [x.flatten(1, 2) for x in (q, self.keys(g, k), self.keys(g, v), *others)]
-
-    def new_outputs(self, *like: Tensor) -> list[Tensor]:
-        """Return tensors to bring parts back into; none where the kernel's results are whole."""
-        return [torch.empty_like(x) for x in like] if self.ranks * self.count > 1 else []
-
-    def ready(self, g: int, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
-        """Return what may go back of group g's gradients (B, T/R, h, D): dk, dv that groups share
-        are summed, and go with the last."""
-        if not self.share_keys:
-            return [dq, *dkv]
-        if not self.sums:
-            b, t, _, d = dkv[0].shape
-            wide = accumulation_dtype(dq.dtype)
-            self.sums = [dq.new_zeros(b, t, self.kv_heads, d, dtype=wide) for _ in dkv]
-        for total, part in zip(self.sums, dkv):
-            self.keys(g, total).add_(part)
-        if g + 1 < self.count:
-            return [dq]
-        return [dq, *(total.to(dq.dtype) for total in self.sums)]
-
-
-def as_rows(mask: Mask, *tensors: Tensor) -> list[Tensor]:
-    """Return tensors (B, T, heads, D) as kernels take them: of documents (B*T, heads, D)."""
-    if mask.documents is not None:
-        tensors = [t.flatten(0, 1) for t in tensors]
-    return [t.contiguous() for t in tensors]
-
-
-class Attention:
-    """A kernel of the table, for one group of heads after the other: called, with autograd; or
-    forward and backward, as they are. lse: (G, B, h, T/R); of documents (G, h, B*T).
-
-    Subclasses split a sequence over ranks: `to_heads` and `to_tokens` bring what a group's
-    attention takes and gives, `attend` and `attend_backward` are that attention.
-
-    head_groups: the fewest; more, where a kernel would see too large a tensor.
-    """
-
-    head_ranks = 1  # U, that share a sequence by heads
-    head_rank = 0
-    ring = 1  # R, that share it by context
-    column = 0  # of tensor parallelism
-    mask = CAUSAL
-
-    def __init__(self, kernel: str, head_groups: int = 1):
-        self.kernel = KERNELS[kernel]
-        self.head_groups = head_groups
-
-    def within(self, documents: Documents) -> "Attention":
-        """Return this op for a micro-batch whose tokens attend inside their documents alone."""
-        assert self.ring == 1, "documents would cut rectangles"
-        op = copy.copy(self)
-        op.mask = Mask(documents=documents)
-        return op
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return _Attention.apply(q, k, v, self)
-
-    # -- one group
-
-    def mask_of(self, groups: HeadGroups, g: int, heads: int) -> Mask:
-        """Return the mask of group g; heads: H, or a column's of it."""
-        if not self.kernel.sees_heads:
-            return self.mask
-        h = heads // (groups.ranks * groups.count)
-        first = self.column * heads + (self.head_rank * groups.count + g) * h
-        return replace(self.mask, heads=range(first, first + h))
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-        """q (B, T/R, h, D), k, v -> o like q, lse (B, h, T/R). (Ring: these queries attend to the
-        keys of all ring ranks.)"""
-        o, lse = self.kernel.forward(*as_rows(mask, q, k, v), mask)
-        return o.view(q.shape), lse
-
-    def attend_backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                        mask: Mask, passing: Way | None) -> list[Tensor]:
-        """Return dq, dk, dv. passing: what pass_ahead has launched."""
-        grads = self.kernel.backward(*as_rows(mask, do, q, k, v, o), lse, mask)
-        return [grad.view(x.shape) for grad, x in zip(grads, (q, k, v))]
-
-    def pass_ahead(self, groups: HeadGroups, g: int, arriving: Way) -> None:
-        """Launch what attend_backward of group g brings from other ranks first."""
-
-    # -- a group's way
-
-    def cut(self, q: Tensor, k: Tensor, inputs: list[Tensor], outputs: list[Tensor]) -> HeadGroups:
-        """Return the groups of heads of q (B, T/sp, H, D), k (B, T/sp, K, D), with places to
-        receive their parts of such inputs and outputs. Raises ValueError if a head is too large."""
-        heads, kv_heads = (x.shape[2] // self.head_ranks for x in (q, k))
-        legal = head_group_counts(heads, kv_heads, max(q.numel(), k.numel()))
-        count = next((n for n in legal if n >= self.head_groups), None)
-        if count is None:
-            raise ValueError(f"{self.head_groups} groups of {heads} heads, of q {tuple(q.shape)}: "
-                             f"one of {legal}, each of at most {MAX_ELEMENTS} elements")
-        return HeadGroups(self.head_ranks, count, kv_heads, [[], []], [])
-
-    def to_heads(self, groups: HeadGroups, g: int, tensors: list[Tensor],
-                 places: list[Tensor]) -> Way:
-        """Launch the way of group g's heads of tensors (B, T/sp, heads, D) into places; they arrive
-        as views (B, U, T/sp, h, D)."""
-        return Way([groups.of(g, x).transpose(0, 1) for x in tensors])
-
-    def to_tokens(self, groups: HeadGroups, g: int, results: list[Tensor],
-                  into: list[Tensor]) -> Way:
-        """Launch the way back of group g's results (B, T/R, h, D) into its part of tensors (B,
-        T/sp, heads, D)."""
-        if groups.count == 1:
-            return Way(results)
-        for x, whole in zip(results, into):
-            copy_heads(x[None], groups.of(g, whole))
-        return Way(into)
-
-    # -- all groups
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """q (B, T/sp, H, D), k, v (B, T/sp, K, D) -> o like q, lse."""
-        groups = self.cut(q, k, [q, k, v], [q])
-        into = groups.new_outputs(q)
-        lse = []
-        back = None
-        arriving = self.to_heads(groups, 0, [q, k, v], groups.inputs[0])
-        for g in range(groups.count):
-            arrived = arriving.wait()  # hidden by the kernel before; of the first group, not
-            if g + 1 < groups.count:  # hidden by this kernel
-                arriving = self.to_heads(groups, g + 1, [q, k, v], groups.inputs[(g + 1) % 2])
-            mask = self.mask_of(groups, g, q.shape[2])
-            o, lse_of_group = self.attend(*groups.on_heads(g, arrived), mask)
-            lse.append(lse_of_group)
-            if back is not None:
-                back.wait()  # hidden by this kernel
-            back = self.to_tokens(groups, g, [o], into)
-            del o
-        o, = back.wait()  # not hidden
-        return o, torch.stack(lse)
-
-    def backward(self, make_do: Callable, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                 in_place: bool = False) -> list[Tensor]:
-        """Return dq, dk, dv. make_do() -> do (B, T/sp, H, D), and a list of functions, work that is
-        left: both hide what travels. in_place: gradients may take the places of q, k and v."""
-        groups = self.cut(q, k, [q, k, v, o, o], [q, k, v])
-        here = groups.inputs
-        arriving = self.to_heads(groups, 0, [q, k, v, o], here[0][:4])
-        self.pass_ahead(groups, 0, arriving)
-        do, left = make_do()  # hides the first group's q, k, v, o
-        do = do.contiguous()
-        of_do = self.to_heads(groups, 0, [do], here[0][4:])
-        last = left.pop() if left and groups.ranks > 1 else None
-        while left:
-            left.pop(0)()  # hides the first group's do
-        into = [q, k, v] if in_place else groups.new_outputs(q, k, v)
-        back = None
-        for g in range(groups.count):
-            arrived = arriving.wait()  # hidden by the kernel before
-            if g == 0:
-                arrived += of_do.wait()
-            passing = arriving.passing
-            if g + 1 < groups.count:  # hidden by this kernel
-                arriving = self.to_heads(groups, g + 1, [q, k, v, o, do], here[(g + 1) % 2])
-                self.pass_ahead(groups, g + 1, arriving)
-            *inputs, do_of_group = groups.on_heads(g, arrived)
-            mask = self.mask_of(groups, g, q.shape[2])
-            grads = self.attend_backward(do_of_group, *inputs, lse[g], mask, passing)
-            grads = groups.ready(g, *grads)
-            if back is not None:
-                back.wait()  # hidden by this kernel
-            back = self.to_tokens(groups, g, grads, into)
-            del grads
-        if last is not None:
-            last()  # hides the last group's way back
-        return back.wait()
-
-
-# ---------------------------------------------------------------------------- rings
-
-
-def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
-    """Return where the tokens (T/sp,) of one of its sp ranks stand in a sequence.
-
-    ring > 1: the sequence is cut in 2R parts; ring rank r, its sp/R neighbours in a row, has parts
-    r and 2R-1-r one after the other (zigzag), so that each has as much of the causal triangle:
-
-        R = 2    ring rank 0: parts 0, 3    ring rank 1: parts 1, 2
-    """
-    size = seq // sp
-    if ring == 1:
-        return torch.arange(rank * size, (rank + 1) * size)
-    r, u = divmod(rank, sp // ring)
-    length = seq // (2 * ring)
-    of_ring_rank = torch.cat([torch.arange(part * length, (part + 1) * length)
-                              for part in (r, 2 * ring - 1 - r)])
-    return of_ring_rank[u * size : (u + 1) * size]
-
-
-@compiled
-def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
-    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row.
-    """
-    both = torch.logaddexp(lse, lse_more)
-    share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
-    o.copy_(o + share * (more - o))
-    lse.copy_(both)
-
-
-class Ring(Attention):
-    """Attention over a sequence whose tokens lie on R ranks (`sequence_positions`), with all heads
-    that they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
-    2310.01889; zigzag).
-
-    After s steps ring rank r has the keys of r - s. Its own ones make a causal square. Of those of
-    an earlier rank both its parts attend to the first part, and of those of a later one its second
-    part attends to both, so each further step is a rectangle without a mask, as large as the
-    square: any kernel serves. Steps are merged in float32.
-
-        forward    compute  | square 0   | rectangle 1 | rectangle 2 |
-                   ring     | k, v to 1  | k, v to 2   |
-
-        backward   compute  | rectangle 1 | rectangle 2              | square 0    |
-                   ring     | k, v to 2   | sum of dk, dv of 1 to 2  | sum to 0    |
-
-    backward computes the square last: under it the sums of what other ranks computed for these
-    keys, which travel one step behind them, come home (R - 1 steps, in float32; of R = 2 it is one
-    step, and no sum: in the dtype of dk). Its first k, v travel under what comes before
-    (pass_ahead).
-
-    sp: ranks of a sequence; those of a ring are sp/R apart. Raises ValueError for a kernel that
-    sees heads: a rectangle's keys do not stand where it would count them.
-    """
-
-    def __init__(self, kernel: str, head_groups: int, sp: int, ring: int, groups: Groups,
-                 stream: CommStream):
-        super().__init__(kernel, head_groups)
-        assert sp % ring == 0, f"{ring} does not divide {sp} ranks of a sequence"
-        if ring > 1 and self.kernel.sees_heads:
-            raise ValueError(f"--attention {kernel} --ring {ring}: this kernel sees heads and "
-                             "where their keys stand, and a ring gives it parts of a sequence: "
-                             "--ring 1")
-        self.ring = ring
-        self.ring_stream = stream
-        self.ring_group = groups.get("ring", lambda r: (r // sp, r % (sp // ring)))
-        if self.ring_group is not None:
-            self.ring_rank = dist.get_rank(self.ring_group)
-            if stream.stream is not None:  # NCCL connects neighbours now, not amid a step
-                self.pass_on(torch.zeros(1, device=stream.stream.device)).wait()
-
-    def pass_keys(self, k: Tensor, v: Tensor, after: object = None) -> Way:
-        """Send k, v (B, T/R, h, D), or (B, U, T/sp, h, D), to the next ring rank, once the event
-        `after` is reached, as one tensor (2, B, T/R, h, D); and receive those of the previous one.
-        """
-        both = k.new_empty(2, *k.shape)
-        with self.ring_stream.after_compute():
-            wait(after)
-            torch.stack([k, v], out=both)
-        return self.pass_on(both.flatten(2, -3))
-
-    def pass_on(self, sent: Tensor) -> Way:
-        """Send a tensor to the next ring rank, and receive that of the previous one."""
-        received = torch.empty_like(sent)
-        there, here = [0] * self.ring, [0] * self.ring  # rows of the tensor, by rank
-        there[(self.ring_rank + 1) % self.ring] = here[self.ring_rank - 1] = len(sent)
-        with self.ring_stream.after_compute():
-            # on this very stream, which send and receive would leave for one of NCCL's own
-            dist.all_to_all_single(received, sent, here, there, group=self.ring_group)
-        return Way(received, self.ring_stream.last_event(), [sent])
-
-    def pass_ahead(self, groups, g, arriving):
-        if self.ring_group is not None:
-            k, v = (groups.keys(g, x) for x in arriving.arrived[1:3])
-            arriving.passing = self.pass_keys(k, v, arriving.event)
-
-    def rectangle(self, step: int, half: int) -> tuple[slice, slice]:
-        """Return which of this rank's queries attend to which of the keys that it has."""
-        if step <= self.ring_rank:  # of an earlier rank
-            return slice(None), slice(0, half)
-        return slice(half, None), slice(None)
-
-    def attend(self, q, k, v, mask):
-        if self.ring_group is None:
-            return super().attend(q, k, v, mask)
-        half = q.shape[1] // 2
-        passing = self.pass_keys(k, v)  # hidden by the square
-        o, lse = super().attend(q, k, v, CAUSAL)
-        o = o.to(accumulation_dtype(q.dtype))
-        for step in range(1, self.ring):
-            kv = passing.wait()
-            if step + 1 < self.ring:
-                passing = self.pass_on(kv)  # hidden by this step's rectangle
-            queries, keys = self.rectangle(step, half)
-            part = super().attend(q[:, queries], *(t[:, keys] for t in kv), EVERYTHING)
-            merge_into(o[:, queries], lse[:, :, queries], *part)
-        self.ring_stream.used(kv)
-        return o.to(q.dtype), lse
-
-    def attend_backward(self, do, q, k, v, o, lse, mask, passing):
-        if self.ring_group is None:
-            return super().attend_backward(do, q, k, v, o, lse, mask, passing)
-        half = q.shape[1] // 2
-        wide = accumulation_dtype(q.dtype)
-        dq = torch.zeros_like(q, dtype=wide)
-        summing = None  # sums of dk, dv (2, B, T/R, h, D), one step behind their k, v
-        for step in range(1, self.ring):
-            kv = passing.wait()
-            if step + 1 < self.ring:
-                passing = self.pass_on(kv)  # hidden by this step's rectangle
-            queries, keys = self.rectangle(step, half)
-            dq_part, *parts = super().attend_backward(
-                do[:, queries], q[:, queries], *(t[:, keys] for t in kv), o[:, queries],
-                lse[:, :, queries].contiguous(), EVERYTHING, None)
-            dq[:, queries] += dq_part
-            if summing is None:
-                sums = torch.zeros_like(kv, dtype=q.dtype if self.ring == 2 else wide)
-            else:
-                sums = summing.wait()  # hidden by this step's rectangle
-            for total, part in zip(sums, parts):
-                total[:, keys] += part
-            summing = self.pass_on(sums)  # hidden by the next step's, at last by the square
-        dq_part, *parts = super().attend_backward(do, q, k, v, o, lse, CAUSAL, None)
-        dq += dq_part
-        sums = summing.wait()
-        dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
-        self.ring_stream.used(kv, sums)
-        return [dq.to(q.dtype), dk, dv]
-
-
-# ---------------------------------------------------------------------------- sequences over ranks
+    return [
+        n
+        for n in range(1, heads + 1)
+        if heads % n == 0
+        and (kv_heads % n == 0 or n % kv_heads == 0)
+        and elements // n <= MAX_ELEMENTS
+    ]
 
 
 def gpus_reach_each_other() -> bool:
     """Return whether this GPU reads and writes the memory of the node's others."""
     here = torch.cuda.current_device()
-    others = [i for i in range(torch.cuda.device_count()) if i != here]
-    return all(torch.cuda.can_device_access_peer(here, i) for i in others)
+    return all(
+        torch.cuda.can_device_access_peer(here, i)
+        for i in range(torch.cuda.device_count())
+        if i != here
+    )
 
 
 class Exchange:
@@ -728,14 +396,20 @@ class Exchange:
 
     in_use: ClassVar[weakref.WeakSet] = weakref.WeakSet()
 
-    def __init__(self, group: dist.ProcessGroup, peer_access: bool,
-                 timeout: timedelta | None = None):
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        peer_access: bool = False,
+        timeout: timedelta = timedelta(minutes=10),
+        stream: CommStream | None = None,
+    ):
+        self.group = group  # None: of one rank, where nothing has to travel
         self.peer_access = peer_access
-        self.rank = dist.get_rank(group)
-        self.ranks = dist.get_world_size(group)
-        self.timeout_ms = round(1e3 * (timeout or timedelta(minutes=10)).total_seconds())
-        self.memory = torch.empty(0)  # that the others write to
+        self.rank = group.rank() if group else 0
+        self.ranks = group.size() if group else 1
+        self.stream = stream
+        self.timeout_ms = round(1e3 * timeout.total_seconds())
+        self.memory = torch.empty(0)  # that the others write to, outside PyTorch's allocator
         self.handle = None  # to theirs
         self.in_use.add(self)
 
@@ -753,11 +427,10 @@ class Exchange:
         if not self.peer_access:
             return [like.new_empty(shape) for shape in shapes]
         sizes = [math.prod(shape) for shape in shapes]
-        padded = [-(-n // SEND_ALIGN_ELEMENTS) * SEND_ALIGN_ELEMENTS for n in sizes]
-        if self.memory.numel() < sum(padded):
-            self.map_memory(sum(padded), like)
-        parts = self.memory[: sum(padded)].split(padded)
-        return [x[:n].view(shape) for x, n, shape in zip(parts, sizes, shapes)]
+        if self.memory.numel() < sum(sizes):
+            self.map_memory(sum(sizes), like)
+        parts = self.memory[: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, shapes)]
 
     def map_memory(self, elements: int, like: Tensor) -> None:
         """Allocate memory that all ranks of the group write to. A collective."""
@@ -769,98 +442,446 @@ class Exchange:
         self.memory = symm_mem.empty(elements, dtype=like.dtype, device=like.device)
         self.handle = symm_mem.rendezvous(self.memory, self.group)
 
-    def all_to_all(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        """Send part i of each first tensor (n, ...) to rank i, into part `rank` of the second one,
-        which `allocate_buffers` has given."""
+    def all_to_all(self, sent: list[Tensor], received: list[Tensor]) -> None:
+        """Send part i of each tensor (n, ...) to rank i, into part `rank` of what is received
+        there, which `allocate_buffers` has given."""
         if self.handle is None:
-            for send_buffer, recv_buffer in pairs:
+            for send_buffer, recv_buffer in zip(sent, received):
                 dist.all_to_all_single(recv_buffer, send_buffer, group=self.group)
             return
         self.handle.barrier(timeout_ms=self.timeout_ms)  # all have read what they received before
         for i in range(self.ranks):
             peer = (self.rank + i) % self.ranks  # another one for each rank
-            for send_buffer, recv_buffer in pairs:
+            for send_buffer, recv_buffer in zip(sent, received):
                 mine = recv_buffer[self.rank]
                 theirs = self.handle.get_buffer(peer, mine.shape, mine.dtype, mine.storage_offset())
                 theirs.copy_(send_buffer[peer])
         self.handle.barrier(timeout_ms=self.timeout_ms)  # all parts have arrived
 
 
-class Ulysses(Ring):
-    """Attention over a sequence that lies on sp = R * U neighbouring ranks: U of them by heads,
-    whose R rows are ring ranks.
+def make_exchange(groups: Groups, ranks: int, stream: CommStream, per_node: int) -> Exchange:
+    """Return the exchange between U neighbouring ranks of a sequence. per_node: ranks of a node, 0:
+    unknown. A collective of all ranks."""
+    group = groups.get("sequence", lambda r: r // ranks)
+    one_node = per_node > 0 and per_node % ranks == 0
+    peer_access = one_node and stream.stream is not None and gpus_reach_each_other()
+    return Exchange(group, peer_access, groups.timeout, stream)
 
-        q (B, T/sp, H, D) -> group by group (B, T/R, h, D) -> Ring -> o (B, T/sp, H, D)
 
-    Two groups are on heads at a time, in two sets of places. U divides the key/value heads (more
-    ranks than these take a ring). per_node: ranks of a node (0: unknown), for Exchange.
+class Ulysses:
+    """The heads of one attention in G groups, and their way between U neighbouring ranks.
 
-    Whatever the exchange stream reads or writes is allocated on the compute stream, and held until
-    compute has waited for the exchange: so memory is never given to another too early.
+        tokens (B, T/sp, heads, D)    <->    heads (B, U, T/sp, h, D), T/R tokens in order
+
+    Where a rank has fewer key/value heads than groups, some groups in a row share one: it travels
+    with the first of them, and the sum of its gradients back with the last. U divides the key/value
+    heads (more ranks than these take a ring). On one rank nothing has to travel.
+
+    Two groups are on heads at a time, in two sets of places. Whatever the exchange stream reads or
+    writes is allocated on the compute stream, and held until compute has waited for the exchange:
+    so memory is never given to another too early.
     """
 
-    def __init__(self, kernel: str, sp: int, groups: Groups, stream: CommStream,
-                 head_groups: int = 1, per_node: int = 0, ring: int = 1,
-                 ring_stream: CommStream | None = None):
-        super().__init__(kernel, head_groups, sp, ring, groups, ring_stream or stream)
-        self.column = groups.column
-        self.head_ranks = head_ranks = sp // ring  # U
-        self.stream = stream
-        self.group = groups.get("sequence", lambda r: r // head_ranks)
-        if self.group is not None:
-            self.head_rank = dist.get_rank(self.group)
-            self.one_node = per_node > 0 and per_node % head_ranks == 0
-            overlap = stream.stream is not None
-            peer_access = overlap and self.one_node and gpus_reach_each_other()
-            self.exchange = Exchange(self.group, peer_access, groups.timeout)
+    def __init__(self, exchange: Exchange, count: int, q: Tensor, k: Tensor, backward: bool):
+        self.exchange = exchange
+        self.ranks = exchange.ranks  # U
+        self.count = count  # G
+        self.sums: list[Tensor] = []  # of dk, dv, if groups share them
+        if self.ranks == 1:
+            return
+        inputs = [q, k, k, q, q]  # as q, k, v, o, do: places (2, U, B, T/sp, h, D), for two groups
+        outputs = [q, k, k]  # as dq, dk, dv, or o: places (U, B, T/sp, h, D)
+        if not (backward or exchange.peer_access):  # mapped memory grows once, from the start
+            inputs, outputs = inputs[:3], outputs[:1]
+        shapes = [(min(2, count // self.sharing(x)), *self.of(0, x).shape) for x in inputs]
+        shapes += [self.of(0, x).shape for x in outputs]
+        places = exchange.allocate_buffers(shapes, q)
+        self.inputs, self.outputs = places[: len(inputs)], places[len(inputs) :]
 
-    def cut(self, q, k, inputs, outputs):
-        groups = super().cut(q, k, inputs, outputs)
-        if self.group is None:
-            return groups
-        parts = [groups.of(0, x).shape for x in inputs]  # (U, B, T/sp, h, D)
-        again = parts if groups.count > 1 else []  # of the second set
-        if groups.share_keys:
-            again = parts[:1] + parts[3:]
-        back = [groups.of(0, x).shape for x in outputs]
-        places = self.exchange.allocate_buffers(parts + again + back, q)
-        n, m = len(parts), len(parts) + len(again)
-        groups.inputs = [places[:n], places[n:m]]
-        if groups.share_keys:  # k, v stay in the first
-            groups.inputs[1][1:1] = places[1:3]
-        groups.outputs = places[m:]
-        return groups
+    def sharing(self, x: Tensor) -> int:
+        """Return how many groups in a row have the same heads of x (B, T/sp, heads, D)."""
+        return max(1, self.ranks * self.count // x.shape[2])
 
-    def to_heads(self, groups, g, tensors, places):
-        if self.group is None:
-            return super().to_heads(groups, g, tensors, places)
-        parts = [groups.of(g, x) for x in tensors]  # (U, B, T/sp, h, D), by rank
-        received = list(places)
-        if groups.share_keys and g > 0:  # k, v came with the first group
-            del parts[1:3], received[1:3]
+    def of(self, g: int, x: Tensor) -> Tensor:
+        """Return a view (U, B, T/sp, h, D) of group g's heads of x (B, T/sp, heads, D), by rank."""
+        n = self.sharing(x)
+        x = x.unflatten(2, (self.ranks, self.count // n, -1))
+        return x[:, :, :, g // n].permute(2, 0, 1, 3, 4)
+
+    def to_heads(self, g: int, tensors: list[Tensor], first: int = 0) -> Way:
+        """Launch the way of group g's heads of tensors (B, T/sp, heads, D), the first so many of q,
+        k, v, o, do; they arrive as views (B, U, T/sp, h, D)."""
+        parts = [self.of(g, x) for x in tensors]
+        if self.ranks == 1:
+            return Way([part.transpose(0, 1) for part in parts])
+        places = [
+            sets[g // self.sharing(x) % len(sets)] for x, sets in zip(tensors, self.inputs[first:])
+        ]
+        # others came with an earlier group
+        new = [i for i, x in enumerate(tensors) if g % self.sharing(x) == 0]
+        received = [places[i] for i in new]
         sent = [torch.empty_like(place) for place in received]
-        self.stream.used(*received)  # by kernel g - 2
-        with self.stream.after_compute():  # so the places are free, on every rank
-            for x, buffer in zip(parts, sent):
-                copy_heads(x, buffer)
-            self.exchange.all_to_all(list(zip(sent, received)))
-        arrived = [x.transpose(0, 1) for x in places]  # of one sequence in order, without a copy
-        return Way(arrived, self.stream.last_event(), sent)
+        stream = self.exchange.stream
+        stream.used(*received)  # by kernel g - 2
+        with stream.after_compute():  # so the places are free, on every rank
+            for i, buffer in zip(new, sent):
+                copy_heads(parts[i], buffer)
+            self.exchange.all_to_all(sent, received)
+        # of one sequence in order, without a copy
+        arrived = [place.transpose(0, 1) for place in places]
+        return Way(arrived, stream.last_event(), sent)
 
-    def to_tokens(self, groups, g, results, into):
-        if self.group is None:
-            return super().to_tokens(groups, g, results, into)
-        # (B, T/R, h, D) -> (U, B, T/sp, h, D); of one sequence: a view
-        sent = [x.unflatten(1, (groups.ranks, -1)).transpose(0, 1).contiguous() for x in results]
-        with self.stream.after_compute():  # which has copied what came into these places before
-            self.exchange.all_to_all(list(zip(sent, groups.outputs)))
-            for place, whole in zip(groups.outputs[: len(sent)], into):
-                copy_heads(place, groups.of(g, whole))
-                self.stream.used(place)
-        return Way(into, self.stream.last_event(), sent)
+    def new_outputs(self, *like: Tensor) -> list[Tensor]:
+        """Return tensors to bring parts back into. Where one group on one rank has all heads its
+        results are whole, and nothing is brought."""
+        if self.ranks * self.count == 1:
+            return list(like)
+        return [torch.empty_like(x) for x in like]
 
-    def forward(self, q, k, v):
-        if self.group is not None and self.exchange.peer_access:
-            # as much as backward needs, from the start: memory that ranks map grows once
-            self.cut(q, k, [q, k, v, q, q], [q, k, v])
-        return super().forward(q, k, v)
+    def to_tokens(self, g: int, results: list[Tensor], into: list[Tensor]) -> Way:
+        """Launch the way back of group g's results (B, T/R, h, D), of documents (B*T, h, D), into
+        its part of tensors (B, T/sp, heads, D)."""
+        by_rank = len(into[0]), self.ranks, -1
+        parts = [x.reshape(*by_rank, *x.shape[-2:]).transpose(0, 1) for x in results]  # as `of`
+        if self.ranks * self.count == 1:
+            return Way([part[0] for part in parts])
+        if self.ranks == 1:
+            for part, whole in zip(parts, into):
+                copy_heads(part, self.of(g, whole))
+            return Way(into)
+        stream = self.exchange.stream
+        sent = [part.contiguous() for part in parts]
+        with stream.after_compute():  # which has copied what came into these places before
+            self.exchange.all_to_all(sent, self.outputs)
+            for _, place, whole in zip(sent, self.outputs, into):
+                copy_heads(place, self.of(g, whole))
+                stream.used(place)
+        return Way(into, stream.last_event(), sent)
+
+    def ready(self, g: int, k: Tensor, dq: Tensor, *dkv: Tensor) -> list[Tensor]:
+        """Return what may go back of group g's gradients (B, T/R, h, D)."""
+        n = self.sharing(k)
+        if n == 1:
+            return [dq, *dkv]
+        if g % n == 0:
+            self.sums = [part.to(accumulation_dtype(dq.dtype)) for part in dkv]
+        else:
+            for total, part in zip(self.sums, dkv):
+                total += part
+        if (g + 1) % n:
+            return [dq]
+        return [dq, *(total.to(dq.dtype) for total in self.sums)]
+
+
+# ---------------------------------------------------------------------------- by context
+
+
+def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
+    """Return where the tokens (T/sp,) of one of its sp ranks stand in a sequence.
+
+    ring > 1: the sequence is cut in 2R parts; ring rank r, its sp/R neighbours in a row, has parts
+    r and 2R-1-r one after the other (zigzag), so that each has as much of the causal triangle:
+
+        R = 2    ring rank 0: parts 0, 3    ring rank 1: parts 1, 2
+    """
+    size = seq // sp
+    if ring == 1:
+        return torch.arange(rank * size, (rank + 1) * size)
+    r, u = divmod(rank, sp // ring)
+    length = seq // (2 * ring)
+    of_ring_rank = torch.cat(
+        [torch.arange(part * length, (part + 1) * length) for part in (r, 2 * ring - 1 - r)]
+    )
+    return of_ring_rank[u * size : (u + 1) * size]
+
+
+@compiled
+def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
+    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row.
+    """
+    both = torch.logaddexp(lse, lse_more)
+    share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
+    o.copy_(o + share * (more - o))
+    lse.copy_(both)
+
+
+def take(tokens: slice, *tensors: Tensor) -> list[Tensor]:
+    """Return tokens of tensors (B, T/R, h, D), for a kernel."""
+    return [x[:, tokens].contiguous() for x in tensors]
+
+
+class Ring:
+    """Attention over a sequence whose tokens lie on R ranks (`sequence_positions`), with all heads
+    that they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
+    2310.01889; zigzag). Of one rank it is the kernel itself.
+
+    After s steps ring rank r has the keys of r - s. Its own ones make a causal square. Of those of
+    an earlier rank both its parts attend to the first part, and of those of a later one its second
+    part attends to both, so each further step is a rectangle without a mask, as large as the
+    square: any kernel serves. Steps are merged in float32.
+
+        forward    compute  | square 0   | rectangle 1 | rectangle 2 |
+                   ring     | k, v to 1  | k, v to 2   |
+
+        backward   compute  | rectangle 1 | rectangle 2              | square 0    |
+                   ring     | k, v to 2   | sum of dk, dv of 1 to 2  | sum to 0    |
+
+    backward computes the square last: under it the sums of what other ranks computed for these
+    keys, which travel one step behind them, come home (R - 1 steps, in float32; of R = 2 it is one
+    step, and no sum: in the dtype of dk).
+
+    sp: ranks of a sequence; those of a ring are sp/R apart.
+    """
+
+    def __init__(
+        self,
+        groups: Groups | None = None,
+        sp: int = 1,
+        ranks: int = 1,
+        stream: CommStream | None = None,
+    ):
+        self.ranks = ranks  # R
+        self.stream = stream
+        if ranks > 1:
+            self.group = groups.get("ring", lambda r: (r // sp, r % (sp // ranks)))
+            self.rank = self.group.rank()
+            if stream.stream is not None:  # NCCL connects neighbours now, not amid a step
+                self.pass_on(torch.zeros(1, device=stream.stream.device)).wait()
+
+    def pass_keys(self, arriving: Way) -> Way | None:
+        """Send k, v (B, U, T/sp, h, D) of a group, once they are there, to the next ring rank, as
+        one tensor (2, B, T/R, h, D); and receive those of the previous one."""
+        if self.ranks == 1:
+            return None
+        _, k, v, *_ = arriving.arrived
+        both = k.new_empty(2, *k.shape)
+        with self.stream.after_compute():
+            wait(arriving.event)
+            torch.stack([k, v], out=both)
+        return self.pass_on(both.flatten(2, 3))
+
+    def pass_on(self, sent: Tensor) -> Way:
+        """Send a tensor to the next ring rank, and receive that of the previous one."""
+        received = torch.empty_like(sent)
+        there, here = [0] * self.ranks, [0] * self.ranks  # rows of the tensor, by rank
+        there[(self.rank + 1) % self.ranks] = here[self.rank - 1] = len(sent)
+        with self.stream.after_compute():
+            # on this very stream, which send and receive would leave for one of NCCL's own
+            dist.all_to_all_single(received, sent, here, there, group=self.group)
+        return Way(received, self.stream.last_event(), [sent])
+
+    def steps(self, passing: Way) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Yield k, v (2, B, T/R, h, D) of one ring rank after the other, and which of this rank's
+        queries attend to which of them."""
+        for step in range(1, self.ranks):
+            kv = passing.wait()  # hidden by the step before
+            if step + 1 < self.ranks:
+                passing = self.pass_on(kv)  # hidden by this step's rectangle
+            half = kv.shape[2] // 2
+            if step <= self.rank:  # of an earlier rank
+                yield kv, slice(None), slice(0, half)
+            else:
+                yield kv, slice(half, None), slice(None)
+        self.stream.used(kv)
+
+    def attend(
+        self, kernel: Kernel, mask: Mask, passing: Way | None, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """q (B, T/R, h, D), k, v -> o like q, lse (B, h, T/R): these queries attend to the keys of
+        all ring ranks. passing: of pass_keys."""
+        o, lse = kernel.forward(q, k, v, mask)  # hides the first k, v
+        if self.ranks == 1:
+            return o, lse
+        o = o.to(accumulation_dtype(q.dtype))
+        for kv, queries, keys in self.steps(passing):
+            part = kernel.forward(*take(queries, q), *take(keys, *kv), EVERYTHING)
+            merge_into(o[:, queries], lse[:, :, queries], *part)
+            del kv
+        return o.to(q.dtype), lse
+
+    def attend_backward(
+        self,
+        kernel: Kernel,
+        mask: Mask,
+        passing: Way | None,
+        lse: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        do: Tensor,
+    ) -> list[Tensor]:
+        """Return dq, dk, dv."""
+        if self.ranks == 1:
+            return kernel.backward(do, q, k, v, o, lse, mask)
+        wide = accumulation_dtype(q.dtype)
+        dq = torch.zeros_like(q, dtype=wide)
+        # of dk, dv (2, B, T/R, h, D), one step behind their k, v
+        sums = torch.zeros(2, *k.shape, dtype=q.dtype if self.ranks == 2 else wide, device=q.device)
+        summing = Way(sums)
+        for kv, queries, keys in self.steps(passing):
+            dq_part, *parts = kernel.backward(
+                *take(queries, do, q),
+                *take(keys, *kv),
+                *take(queries, o),
+                lse[:, :, queries].contiguous(),
+                EVERYTHING,
+            )
+            dq[:, queries] += dq_part
+            sums = summing.wait()  # hidden by this step's rectangle
+            for total, part in zip(sums, parts):
+                total[:, keys] += part
+            summing = self.pass_on(sums)  # hidden by the next step's, at last by the square
+            del kv
+        dq_part, *parts = kernel.backward(do, q, k, v, o, lse, mask)
+        dq += dq_part
+        sums = summing.wait()
+        dk, dv = ((total.to(wide) + part).to(q.dtype) for total, part in zip(sums, parts))
+        self.stream.used(sums)
+        return [dq.to(q.dtype), dk, dv]
+
+
+# ---------------------------------------------------------------------------- all of it
+
+
+class _Attention(Function):
+    @staticmethod
+    def forward(ctx, q, k, v, op):
+        o, lse = op.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.op = op
+        ctx.mark_non_differentiable(lse)
+        return o, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, _):
+        return *ctx.op.backward(lambda: (do, []), *ctx.saved_tensors), None
+
+
+class Attention:
+    """A kernel of the table, for one group of heads after the other, over a sequence that lies on
+    sp = R * U neighbouring ranks: U of them by heads, whose R rows are ring ranks. Called, with
+    autograd; or forward and backward, as they are. lse: (G, B, h, T/R); of documents (G, h, B*T).
+
+        q (B, T/sp, H, D) -> group by group (B, T/R, h, D) -> o (B, T/sp, H, D)
+
+    head_groups: the fewest; more, where a kernel would see too large a tensor. column: of tensor
+    parallelism. Raises ValueError for a kernel that sees heads, on a ring: a rectangle's keys do
+    not stand where it would count them.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        head_groups: int = 1,
+        exchange: Exchange | None = None,
+        ring: Ring | None = None,
+        column: int = 0,
+    ):
+        self.kernel = KERNELS[kernel]
+        self.head_groups = head_groups
+        self.exchange = exchange or Exchange()
+        self.ring = ring or Ring()
+        self.column = column
+        self.mask = CAUSAL
+        if self.ring.ranks > 1 and self.kernel.sees_heads:
+            raise ValueError(
+                f"--attention {kernel} --ring {self.ring.ranks}: this kernel sees "
+                "heads and where their keys stand, and a ring gives it parts of a "
+                "sequence: --ring 1"
+            )
+
+    def within(self, documents: Documents) -> "Attention":
+        """Return this op for a micro-batch whose tokens attend inside their documents alone."""
+        assert self.ring.ranks == 1, "documents would cut rectangles"
+        op = copy.copy(self)
+        op.mask = Mask(documents=documents)
+        return op
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return _Attention.apply(q, k, v, self)
+
+    def cut(self, q: Tensor, k: Tensor, backward: bool = False) -> Ulysses:
+        """Return the groups of heads of q (B, T/sp, H, D), k (B, T/sp, K, D)."""
+        ranks = self.exchange.ranks
+        elements = max(q.numel(), k.numel())
+        legal = head_group_counts(q.shape[2] // ranks, k.shape[2] // ranks, elements)
+        count = next((n for n in legal if n >= self.head_groups), None)
+        assert count, f"{self.head_groups} groups of heads of {tuple(q.shape)}: one of {legal}"
+        return Ulysses(self.exchange, count, q, k, backward)
+
+    def mask_of(self, heads: Ulysses, g: int, q: Tensor) -> Mask:
+        """Return the mask of group g, which says where its heads of q (B, T/sp, H, D), or of a
+        column's, stand in the model."""
+        n = q.shape[2] // (heads.ranks * heads.count)
+        first = self.column * q.shape[2] + (self.exchange.rank * heads.count + g) * n
+        return replace(self.mask, heads=range(first, first + n))
+
+    def on_heads(self, arrived: list[Tensor]) -> list[Tensor]:
+        """(B, U, T/sp, h, D) -> as kernels take them, (B, T/R, h, D); of documents (B*T, h, D)."""
+        first = 1 if self.mask.documents is None else 0
+        return [x.flatten(first, 2).contiguous() for x in arrived]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """q (B, T/sp, H, D), k, v (B, T/sp, K, D) -> o like q, lse."""
+        heads = self.cut(q, k)
+        into = heads.new_outputs(q)
+        lse = []
+        back = Way([])
+        arriving = heads.to_heads(0, [q, k, v])
+        for g in range(heads.count):
+            arrived = arriving.wait()  # hidden by the kernel before; of the first group, not
+            passing = self.ring.pass_keys(arriving)  # hidden by the square
+            if g + 1 < heads.count:  # hidden by this kernel
+                arriving = heads.to_heads(g + 1, [q, k, v])
+            mask = self.mask_of(heads, g, q)
+            o, lse_of_group = self.ring.attend(self.kernel, mask, passing, *self.on_heads(arrived))
+            lse.append(lse_of_group)
+            back.wait()  # hidden by this kernel
+            back = heads.to_tokens(g, [o], into)
+            del o
+        (o,) = back.wait()  # not hidden
+        return o, torch.stack(lse)
+
+    def backward(
+        self,
+        make_do: Callable,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        in_place: bool = False,
+    ) -> list[Tensor]:
+        """Return dq, dk, dv. make_do() -> do (B, T/sp, H, D), and a list of functions, work that is
+        left: both hide what travels. in_place: gradients may take the places of q, k and v."""
+        heads = self.cut(q, k, backward=True)
+        arriving = heads.to_heads(0, [q, k, v, o])
+        passing = self.ring.pass_keys(arriving)
+        do, left = make_do()  # hides the first group's q, k, v, o
+        do = do.contiguous()
+        of_do = heads.to_heads(0, [do], first=4)
+        while len(left) > (heads.ranks > 1):  # hides the first group's do
+            left.pop(0)()
+        into = [q, k, v] if in_place else heads.new_outputs(q, k, v)
+        back = Way([])
+        for g in range(heads.count):
+            arrived = arriving.wait()  # hidden by the kernel before
+            if g == 0:
+                arrived += of_do.wait()
+            passed = passing
+            if g + 1 < heads.count:  # hidden by this kernel
+                arriving = heads.to_heads(g + 1, [q, k, v, o, do])
+                passing = self.ring.pass_keys(arriving)
+            mask = self.mask_of(heads, g, q)
+            grads = self.ring.attend_backward(
+                self.kernel, mask, passed, lse[g], *self.on_heads(arrived)
+            )
+            grads = heads.ready(g, k, *grads)
+            back.wait()  # hidden by this kernel
+            back = heads.to_tokens(g, grads, into)
+            del grads
+        for product in left:
+            product()  # hides the last group's way back
+        return back.wait()

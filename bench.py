@@ -50,7 +50,7 @@ from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan
 from planner import state_bytes
-from ranks import (ConfigError, Groups, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0,
+from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0,
                    print0, start_ranks)
 from shard import STREAMS, Factors, States
 from train import Config, Run, device_name, size
@@ -252,7 +252,7 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
         more["state_bytes_formula"] = state_bytes(
             param_count(step.run.model), step.states.factors, step.states.dtype,
             step.states.micro_batches > 1)
-    seconds = most_of_ranks(seconds, bench.device)  # infinite on all ranks, if on one
+    seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
     found = row(bench, label, MODELS[cfg.model], cfg.model, cfg.seq,
                 cfg.batch * cfg.seq // bench.world, seconds if math.isfinite(seconds) else None,
                 bound, bench.world, **more)
@@ -485,7 +485,7 @@ def kernel_bound(bench: Bench, name: str, seq: int, chunk: int = 2**14) -> dict:
     seconds = cfg.layers * sustained(layer, bench.device, 2.0)
     seconds += sustained(ends, bench.device, 0.5)
     return row(bench, "kernels alone", cfg, name, seq, tokens,
-               most_of_ranks(seconds, bench.device), gpus=bench.world, kernel=bench.kernel())
+               max(of_all_ranks(seconds)), gpus=bench.world, kernel=bench.kernel())
 
 
 # ---------------------------------------------------------------------------- tables: one step
@@ -955,7 +955,7 @@ def layout(rows: list[dict], forms_by_key: dict[str, dict] = FORMS_BY_KEY
 def show(rows: list[dict], head: bool = True) -> None:
     titles, write = layout(rows)
     for line in [titles] * head + [write(r) for r in rows]:
-        print0(f"{line[0]:<34}" + "".join(f"{text:>16}" for text in line[1:]), flush=True)
+        print0(f"{line[0]:<34}" + "".join(f"{text:>16}" for text in line[1:]))
 
 
 def versions() -> dict:
@@ -1146,7 +1146,7 @@ def main() -> None:
         args.tables = []
     last = []
     stopped = False
-    with Heartbeat(rank, world, "Rows so far are written"):
+    with heartbeat(rank, world, "Rows so far are written"):
         for name in args.tables:
             results, stopped = measure(bench, args, name, hardware)
             last.append(results)

@@ -307,15 +307,12 @@ def column_bytes(plan: Plan) -> tuple[float, float, float]:
 def all_to_all_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype, head_ranks: int,
                      head_groups: int) -> int:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
-    of one; k, v, dk and dv of all groups where they share them (attention.Ulysses.cut)."""
+    of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
     if head_ranks == 1:
         return 0
-    sets = min(2, head_groups)
-    heads = (3 * sets + 1) * cfg.heads / head_groups
-    if head_groups > cfg.kv_heads // head_ranks:
-        heads += 4 * cfg.kv_heads
-    else:
-        heads += (2 * sets + 2) * cfg.kv_heads / head_groups
+    kv_groups = min(head_groups, cfg.kv_heads // head_ranks)
+    heads = (3 * min(2, head_groups) + 1) * cfg.heads / head_groups
+    heads += (2 * min(2, kv_groups) + 2) * cfg.kv_heads / kv_groups
     return round(tokens * cfg.head_dim * dtype.itemsize * heads)
 
 

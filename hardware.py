@@ -33,7 +33,7 @@ import torch.distributed as dist
 import model as llama
 from attention import Attention, CommStream, Exchange, gpus_reach_each_other
 from model import ModelConfig, accumulation_dtype, rope_tables, weight_grad_into
-from ranks import Groups, all_gather, most_of_ranks, reduce_scatter
+from ranks import Groups, all_gather, of_all_ranks, reduce_scatter
 from shard import ADAMW, States, adamw
 
 PROFILES = Path(__file__).parent / "results" / "profiles"
@@ -249,7 +249,7 @@ def find_profile(device_name: str, device: torch.device, dtype: torch.dtype, ker
             f"{profile.products['forward'][0][-1] / 1e12:.3g} TFLOP/s, attention "
             f"{profile.attention['forward'][0][-1] / 1e12:.3g}, memory {profile.memory / 1e9:.0f} "
             f"GB/s, to the host {profile.to_host / 1e9:.0f}; no MFU, whose peak comes from data "
-            "sheets alone", flush=True)
+            "sheets alone")
     return profile
 
 
@@ -319,7 +319,7 @@ class Stopwatch:
             fn()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return most_of_ranks(time.perf_counter() - start, self.device)
+        return max(of_all_ranks(time.perf_counter() - start))
 
     def __call__(self, fn: Callable) -> float:
         """Return the seconds of a call among many, back to back, after as many that warm up."""
@@ -556,7 +556,7 @@ def operations(group: dist.ProcessGroup, size: int, dtype: torch.dtype, device: 
             "reduce_scatter": lambda: reduce_scatter(part, whole, group=group),
             "all_reduce": lambda: dist.all_reduce(whole, group=group),
             "broadcast": lambda: dist.broadcast(whole, first, group=group),
-            "all_to_all": lambda: exchange.all_to_all([(parts, received)])}
+            "all_to_all": lambda: exchange.all_to_all([parts], [received])}
 
 
 def measure_overlap(clock: Stopwatch, dtype: torch.dtype, effort: Effort,

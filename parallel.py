@@ -40,6 +40,7 @@ Legend: tp columns of ranks, t = T/sp/tp tokens at the ends; P stages, s one of 
 model on a stage, c one of all P*V (or a column), L layers, M micro-batches, B sequences of one, T
 tokens of a sequence, sp ranks that share it, n = T/sp, C width.
 """
+
 import functools
 import itertools
 import os
@@ -92,10 +93,16 @@ class Columns:
         self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
         self.enter, self.join, self.around = {
-            "mtp": (there_and_back(same, lambda dx: self.sum(dx) / self.ranks),
-                    there_and_back(self.sum, lambda dy: dy * self.ranks), same),
-            "msp": (there_and_back(self.gather, self.scatter),
-                    there_and_back(self.scatter, self.gather), same),
+            "mtp": (
+                there_and_back(same, lambda dx: self.sum(dx) / self.ranks),
+                there_and_back(self.sum, lambda dy: dy * self.ranks),
+                same,
+            ),
+            "msp": (
+                there_and_back(self.gather, self.scatter),
+                there_and_back(self.scatter, self.gather),
+                same,
+            ),
             "fsp": (same, there_and_back(self.scatter, self.gather), self.gather_behind),
         }[mode]
 
@@ -152,8 +159,10 @@ def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
         if size % tp:
             raise ValueError(f"--tp {tp}: does not divide {size} of a matrix {rows} x {cols}")
     firsts = itertools.accumulate(sizes, initial=0)
-    runs = tuple((first + c * size // tp, first + (c + 1) * size // tp)
-                 for first, size in zip(firsts, sizes))
+    runs = tuple(
+        (first + c * size // tp, first + (c + 1) * size // tp)
+        for first, size in zip(firsts, sizes)
+    )
     if matrix.cut == "columns":
         return Cut((rows, cols), ((0, rows),), *runs)
     return Cut((rows, cols), runs, (0, cols))
@@ -168,8 +177,10 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
         if not isinstance(matrix, Matrix) or matrix.cut == "whole":
             continue
         if not matrix.cut:
-            raise ValueError(f"--tp {columns.ranks}: the matrix {name} does not say how it is cut:"
-                             ' Matrix(rows, cols, cut="rows"), "columns" or "whole"; or --tp 1')
+            raise ValueError(
+                f"--tp {columns.ranks}: the matrix {name} does not say how it is cut:"
+                ' Matrix(rows, cols, cut="rows"), "columns" or "whole"; or --tp 1'
+            )
         matrix.take(part_of(matrix, columns.index, columns.ranks))
         if matrix.cut == "rows":
             matrix.enter, matrix.around = columns.enter, columns.around
@@ -194,31 +205,45 @@ def no_order(stages: int, chunks: int, micro_batches: int) -> str | None:
     turns by `stages` micro-batches."""
     if chunks == 1 or micro_batches % stages == 0:
         return None
-    return (f"{micro_batches} micro-batches are no multiple of {stages} stages, by which parts of "
-            "a stage take turns")
+    return (
+        f"{micro_batches} micro-batches are no multiple of {stages} stages, by which parts of "
+        "a stage take turns"
+    )
 
 
 def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Pass]:
     """Return a stage's passes of a step. With several parts on a stage `stages` micro-batches go
     through one before they go through the next (Megatron's order)."""
     assert no_order(stages, chunks, micro_batches) is None
-    turns = [(micro_batch, chunk) for first in range(0, micro_batches, stages)
-             for chunk in range(chunks)
-             for micro_batch in range(micro_batches)[first : first + stages]]
+    turns = [
+        (micro_batch, chunk)
+        for first in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for micro_batch in range(micro_batches)[first : first + stages]
+    ]
     forward = [Pass(True, *turn) for turn in turns]
-    backward = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
+    backward = [
+        Pass(False, micro_batch, chunks - 1 - chunk)
+        for micro_batch, chunk in turns
+    ]
     # a micro-batch's backward begins when it is through the last part, on the last stage at once;
     # an earlier one runs a forward more for each stage behind it, two if several parts take turns
     behind = stages - 1 - stage
-    first = min(behind if chunks == 1 else (chunks - 1) * stages + 2 * behind, len(turns))
+    first = behind if chunks == 1 else (chunks - 1) * stages + 2 * behind
+    first = min(first, len(turns))
     in_turn = itertools.chain(*zip(forward[first:], backward))
     return [*forward[:first], *in_turn, *backward[len(turns) - first :]]
 
 
 def in_flight(order: list[Pass], chunk: int) -> int:
     """Return the most passes of a part that wait for their backward at a time."""
-    return max(itertools.accumulate(1 if this.forward else -1 for this in order
-                                    if this.chunk == chunk))
+    return max(
+        itertools.accumulate(
+            1 if this.forward else -1
+            for this in order
+            if this.chunk == chunk
+        )
+    )
 
 
 # ---------------------------------------------------------------------------- parts of the model
@@ -232,8 +257,10 @@ def part_layers(layers: int, stages: int, chunks: int, part: int) -> range:
 
 def keep_stage(model: LLaMA, stage: int, stages: int, chunks: int) -> list[range]:
     """Leave of a model what lies on a stage. Returns the layers of its parts."""
-    parts = [part_layers(model.cfg.layers, stages, chunks, part)
-             for part in range(stage, stages * chunks, stages)]
+    parts = [
+        part_layers(model.cfg.layers, stages, chunks, part)
+        for part in range(stage, stages * chunks, stages)
+    ]
     for i in set(range(model.cfg.layers)).difference(*parts):
         model.blocks[i] = nn.Module()  # elsewhere; those here keep their numbers and names
     if stage > 0:
@@ -253,7 +280,7 @@ class Link:
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
-        self.leaving: deque[tuple[Tensor, dist.Work]] = deque()  # tensors live until they are there
+        self.leaving = deque()  # tensors, which live until they are there, and their works
 
     def launch(self, way: Callable, x: Tensor) -> dist.Work:
         """Launch the way of a tensor, dist.isend or dist.irecv, as a batch of one: it takes the
@@ -326,22 +353,17 @@ class Pipeline:
         tokens, *_ = micro_batch
         return torch.empty(*tokens.shape, self.model.cfg.dim, dtype=self.dtype, device=self.device)
 
-    def receive(self, micro_batch: tuple, this: Pass) -> Callable[[], Tensor | None]:
-        """Launch the way here of what a pass needs. Returns a function that lets compute wait for
-        it, and returns it; None: nothing comes."""
+    def receive(self, micro_batch: tuple, this: Pass) -> tuple:
+        """Launch the way here of what a pass needs. Returns what lets compute wait for it, and it;
+        None: nothing comes."""
         if this.chunk == (self.first if this.forward else self.last):
-            return lambda: None
+            return None, None
         x = self.between_layers(micro_batch)
-        work = self.links[this.forward, False].launch(dist.irecv, x)
+        return self.links[this.forward, False].launch(dist.irecv, x), x
 
-        def arrived() -> Tensor:
-            work.wait()
-            return x
-
-        return arrived
-
-    def run_part(self, chunk: int, micro_batch: tuple, each: bool,
-                 x: Tensor | None = None) -> Tensor:
+    def run_part(
+        self, chunk: int, micro_batch: tuple, each: bool, x: Tensor | None = None
+    ) -> Tensor:
         """Return the result of a part's layers, (B, n, C), on x like it; None: on the embedding's
         of the tokens. Of the model's last part, its loss; each: of each token."""
         tokens, labels, scale, *where = micro_batch
@@ -362,10 +384,13 @@ class Pipeline:
         arriving = deque(itertools.islice(messages, int(self.overlap)))  # launched as it is drawn
         for this in self.order:
             arriving.extend(itertools.islice(messages, 1))  # the next pass's, hidden by this one
-            x = arriving.popleft()()  # hidden by the pass before
+            work, x = arriving.popleft()
+            if work:
+                work.wait()  # hidden by the pass before
             key = this.micro_batch, this.chunk
             if this.forward:
-                graphs[key], y = self.run_forward(this.chunk, x, micro_batches[this.micro_batch])
+                micro_batch = micro_batches[this.micro_batch]
+                graphs[key], y = self.run_forward(this.chunk, x, micro_batch)
             else:
                 y = self.run_backward(graphs.pop(key), x)
             if this.forward and this.chunk == self.last:
@@ -376,13 +401,14 @@ class Pipeline:
             link.finish()  # in the open: it is the last of a step
         return loss
 
-    def run_forward(self, chunk: int, x: Tensor | None,
-                    micro_batch: tuple) -> tuple[ChunkGraph, Tensor]:
+    def run_forward(
+        self, chunk: int, x: Tensor | None, micro_batch: tuple
+    ) -> tuple[ChunkGraph, Tensor]:
         """Return the graph of a part, and what run_part does. Of the model's last part the graph
         holds the head's gradient, which is as large as the head: its backward is the next pass."""
         inputs = [] if x is None else [x]
-        graph, (y,) = ChunkGraph.run(
-            self.root, functools.partial(self.run_part, chunk, micro_batch, False), *inputs)
+        run = functools.partial(self.run_part, chunk, micro_batch, False)
+        graph, (y,) = ChunkGraph.run(self.root, run, *inputs)
         return graph, y
 
     @staticmethod
@@ -411,7 +437,9 @@ class Pipeline:
         assert each, "a stage has no logits of its own"
         losses = torch.zeros_like(micro_batch[0], dtype=accumulation_dtype(self.dtype))
         for chunk in range(len(self.parts)):
-            x = self.receive(micro_batch, Pass(True, 0, chunk))()
+            work, x = self.receive(micro_batch, Pass(True, 0, chunk))
+            if work:
+                work.wait()
             y = self.run_part(chunk, micro_batch, each, x)
             if chunk == self.last:
                 losses = y

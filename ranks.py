@@ -8,18 +8,21 @@ all of them again when one dies. What can go wrong between them is settled here:
     print0(text)             rank 0 says it, for all
     on_all_ranks(check)      all raise what one of them finds, so that none waits for it
     on_rank_0(work)          all have what one does
+    of_all_ranks(value)      all know all
     check_same(facts)        all raise if they were not started alike
-    with Heartbeat(...):     a rank that is dead or unreachable ends the others, with its name
+    with heartbeat(...):     a rank that is dead or unreachable ends the others, with its name
 
 Left out: fewer or more ranks than torchrun has started; its own time-outs; restarts of several
 nodes whose torchruns share a store, in which they count differently (README's export avoids it).
 """
+
 import contextlib
 import os
 import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -51,12 +54,14 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
 
 # ---------------------------------------------------------------------------- groups
 
+Group = dist.ProcessGroup | None  # None: all ranks; or one that is alone
+
 # torch 2.13 renames the flat collectives and deprecates the old names, which 2.11 has alone
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def place_of(rank: int, world: int, tp: int, pp: int) -> tuple[int, int, int]:
+def place_of(rank: int, world: int, tp: int, pp: int) -> tuple:
     """Return a rank's stage, its number among those of its stage and column, and its column."""
     stage, in_stage = divmod(rank, world // pp)
     return stage, *divmod(in_stage, tp)
@@ -75,12 +80,12 @@ class Groups:
                            column        0  1  0  1     0  1  0  1
                            rank          0  0  1  1     0  0  1  1
 
-    timeout: of their collectives; PyTorch's if none is given.
+    timeout: of their collectives.
     """
 
-    def __init__(self, timeout: timedelta | None = None, tp: int = 1, pp: int = 1):
+    def __init__(self, timeout: timedelta = timedelta(minutes=10), tp: int = 1, pp: int = 1):
         world = dist.get_world_size()
-        self.made: dict[tuple, dist.ProcessGroup] = {}
+        self.made = {}  # groups by (name, *global ranks)
         self.timeout = timeout
         self.tp = tp
         self.pp = pp
@@ -88,29 +93,28 @@ class Groups:
         self.places = [place_of(rank, world, tp, pp) for rank in range(world)]
         self.stage, self.rank, self.column = self.places[dist.get_rank()]
 
-    def get(self, name: str, key: Callable[[int], object]) -> dist.ProcessGroup | None:
+    def get(self, name: str, key: Callable) -> Group:
         """Return the group of the ranks r of this stage and column that have this rank's key(r),
         None if it is alone there. A collective of all ranks."""
         return self.of_places(name, lambda stage, r, column: (stage, column, key(r)))
 
-    def of_places(self, name: str, key: Callable[..., object]) -> dist.ProcessGroup | None:
+    def of_places(self, name: str, key: Callable) -> Group:
         """Return the group of the ranks that have this rank's key(stage, r, column), None if it is
         alone there. A collective of all ranks."""
-        members: dict = {}
+        members = {}
         for rank, place in enumerate(self.places):
             members.setdefault(key(*place), []).append(rank)
         mine = members[key(self.stage, self.rank, self.column)]
         for ranks in members.values():
-            if len(ranks) == 1 or (name, *ranks) in self.made:
-                continue
-            group = dist.new_group(ranks, timeout=self.timeout)
-            self.made[name, *ranks] = group
-            if ranks == mine and torch.cuda.is_initialized():
-                # NCCL takes its memory now, not amid a step that leaves it none
-                one = torch.zeros(1, device="cuda")
-                all_gather(one.new_empty(len(ranks)), one, group=group)
-                dist.all_reduce(one, group=group)
-        return self.made.get((name, *mine))
+            if len(ranks) > 1 and (name, *ranks) not in self.made:
+                self.made[name, *ranks] = dist.new_group(ranks, timeout=self.timeout)
+        group = self.made.get((name, *mine))
+        if group and torch.cuda.is_initialized():
+            # NCCL takes its memory now, not amid a step that leaves it none
+            one = torch.zeros(1, device="cuda")
+            all_gather(one.new_empty(len(mine)), one, group=group)
+            dist.all_reduce(one, group=group)
+        return group
 
 
 # ---------------------------------------------------------------------------- agree
@@ -120,13 +124,30 @@ class ConfigError(ValueError):
     """Bad input, found before any work, raised on all ranks alike."""
 
 
-def print0(*text, **options) -> None:
+def print0(*text) -> None:
     """Print on rank 0 alone; where there are no ranks, here."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(*text, **options)
+        print(*text, flush=True)
 
 
-def on_all_ranks(check, group: dist.ProcessGroup | None = None):
+def of_all_ranks(value, group: Group = None) -> list:
+    """Return what each rank gives, by rank. A collective of all ranks."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
+
+
+def error_of_any(error: str, group: Group = None) -> str:
+    """Return the first error of any rank, with the ranks that have one; "" if none has. A
+    collective of all ranks."""
+    errors = of_all_ranks(error, group)
+    failed = [rank for rank, text in enumerate(errors) if text]
+    if len(failed) in (0, len(errors)):
+        return errors[0]
+    return f"{errors[failed[0]]} (on ranks {failed})"
+
+
+def on_all_ranks(check, group: Group = None):
     """Return check() of every rank; if one fails, the same ConfigError on all: none hangs. They
     wait for each other as long as the group does. A collective; check holds none."""
     result = None
@@ -140,36 +161,11 @@ def on_all_ranks(check, group: dist.ProcessGroup | None = None):
     return result
 
 
-def on_rank_0(work, group: dist.ProcessGroup | None = None):
+def on_rank_0(work, group: Group = None):
     """Return on all ranks what work() returns on rank 0, or raise as on_all_ranks does. A
     collective of all ranks."""
-    return of_rank_0(on_all_ranks(lambda: None if dist.get_rank() else work(), group))
-
-
-def of_rank_0(value):
-    """Return rank 0's value on all ranks. A collective of all ranks."""
-    values = [value]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def most_of_ranks(value: float, device: torch.device) -> float:
-    """Return the largest of all ranks' numbers. A collective of all ranks."""
-    most = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return most.item()
-
-
-def error_of_any(error: str, group: dist.ProcessGroup | None = None) -> str:
-    """Return the first error of any rank, with the ranks that have one; "" if none has. A
-    collective of all ranks."""
-    errors = [""] * dist.get_world_size()
-    dist.all_gather_object(errors, error, group)
-    failed = [rank for rank, text in enumerate(errors) if text]
-    if not failed:
-        return ""
-    where = "" if len(failed) == len(errors) else f" (on ranks {failed})"
-    return errors[failed[0]] + where
+    result = on_all_ranks(lambda: None if dist.get_rank() else work(), group)
+    return of_all_ranks(result, group)[0]
 
 
 def patient_group() -> dist.ProcessGroup:
@@ -179,91 +175,80 @@ def patient_group() -> dist.ProcessGroup:
 
 
 def check_same(facts: dict[str, object]) -> None:
-    """Raise ConfigError on all ranks, naming what is not the same on all of them. A collective."""
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, facts)
-    differ = [f"{name} is {every[0][name]} on rank 0, {theirs[name]} on rank {rank}"
-              for name in facts for rank, theirs in enumerate(every)
-              if theirs[name] != every[0][name]]
-    if differ:
-        more = f", and {len(differ) - 3} more" if len(differ) > 3 else ""
-        raise ConfigError(f"ranks were started differently: {'; '.join(differ[:3])}{more}")
+    """Raise ConfigError on all ranks, naming a fact that is not the same on all of them. A
+    collective."""
+    first, *others = of_all_ranks(facts)
+    for rank, theirs in enumerate(others, 1):
+        for name, value in theirs.items():
+            if value != first[name]:
+                raise ConfigError(
+                    f"ranks were started differently: {name} is {first[name]} on rank 0, {value} "
+                    f"on rank {rank}"
+                )
 
 
 # ---------------------------------------------------------------------------- a rank that dies
 
 
-class Heartbeat:
-    """Ends this process by the name of a rank that is dead or unreachable: a collective with it
-    would hang. For the time of a `with`.
+@contextlib.contextmanager
+def heartbeat(rank: int, world: int, advice: str):
+    """End this process by the name of a rank that is dead or unreachable: a collective with it
+    would hang. A collective of all ranks.
 
     A thread writes a sign to the store, whatever the main thread waits for, and reads those of all
-    ranks: how often they have beaten, and their names; "" of one that has ended well. A second
-    thread watches that the first comes back: a store on a lost node hangs or raises.
+    ranks: their names, and the time; "" of one that has ended well. A timer runs while the store
+    answers: on a lost node it hangs, or raises.
     """
+    if world == 1:
+        yield
+        return
+    # a client of its own: in another's, a call of the main thread that waits holds a lock
+    store = dist.distributed_c10d._get_default_store().clone()
+    keys = [f"beat-{r}" for r in range(world)]
+    key = keys[rank]
+    own = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
+    over = threading.Event()
+    silent = f"for {SILENT_BEATS * BEAT_S:.0f} s"
+    no_store = (
+        f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered {silent}: rank "
+        "0 or its node"
+    )
 
-    def __init__(self, rank: int, world: int, advice: str):
-        """advice: what a rank says that ends."""
-        self.rank = rank
-        self.world = world
-        self.advice = advice
-        self.name = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
-        self.beats = 0
-        self.over = threading.Event()
-        self.ended_well = False
-        self.talking = threading.Thread(target=self.talk, daemon=True)
-
-    def __enter__(self) -> None:
-        if self.world > 1:
-            # a client of its own: in another's, a call of the main thread that waits holds a lock
-            self.store = dist.distributed_c10d._get_default_store().clone()
-            on_all_ranks(self.beat)  # so each has a sign to read
-            self.talking.start()
-            threading.Thread(target=self.watch_store, daemon=True).start()
-
-    def beat(self) -> None:
-        self.beats += 1
-        self.store.set(f"beat-{self.rank}", f"{self.beats} {self.name}")
-
-    def talk(self) -> None:
-        keys = [f"beat-{rank}" for rank in range(self.world)]
-        last = self.world * [b""]
-        silent = self.world * [0]  # beats without a new sign
-        with contextlib.suppress(RuntimeError):  # of the store: watch_store misses this thread
-            while not self.over.wait(BEAT_S):
-                self.beat()
-                signs = self.store.multi_get(keys)
-                for rank, sign in enumerate(signs):
-                    silent[rank] = silent[rank] + 1 if sign and sign == last[rank] else 0
-                    if silent[rank] == SILENT_BEATS:
-                        name = sign.decode().partition(" ")[2]
-                        self.end(f"{name} gave no sign for {SILENT_BEATS * BEAT_S:.0f} s: it is "
-                                 "dead or unreachable")
-                last = signs
-            if self.ended_well:
-                self.store.set(f"beat-{self.rank}", "")
-
-    def watch_store(self) -> None:
-        last = silent = 0
-        while not self.over.wait(BEAT_S):
-            silent = silent + 1 if self.beats == last else 0
-            last = self.beats
-            if silent == SILENT_BEATS:
-                self.end(f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not "
-                         f"answered for {silent * BEAT_S:.0f} s: rank 0 or its node is dead or "
-                         "unreachable")
-
-    def end(self, cause: str) -> None:
-        print(f"rank {self.rank}: {cause}; this run ends. {self.advice}", file=sys.stderr,
-              flush=True)
-        sys.stdout.flush()
+    def end(cause):
+        if over.is_set():
+            return
+        text = f"rank {rank}: {cause} is dead or unreachable; this run ends. {advice}"
+        print(text, file=sys.stderr, flush=True)
         time.sleep(2 * BEAT_S)  # others find the same, in a store that may be here
         os._exit(1)
 
-    def __exit__(self, kind, error, _) -> None:
-        if self.world > 1:
-            self.ended_well = error is None or isinstance(error, ConfigError)  # all have raised it
-            if not self.ended_well:
-                signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
-            self.over.set()
-            self.talking.join(2 * BEAT_S)
+    def beat():
+        history = deque(maxlen=SILENT_BEATS + 1)  # of all signs
+        with contextlib.suppress(RuntimeError):  # of the store: the timer goes on
+            while not over.wait(BEAT_S):
+                timer = threading.Timer(SILENT_BEATS * BEAT_S, end, [no_store])
+                timer.daemon = True
+                timer.start()
+                store.set(key, f"{own}: {time.monotonic()}")
+                history.append(store.multi_get(keys))
+                timer.cancel()
+                for then, sign in zip(history[0], history[-1]):
+                    if then == sign != b"" and len(history) > SILENT_BEATS:
+                        end(f"{sign.decode().partition(':')[0]} gave no sign {silent}: it")
+            store.set(key, "")
+
+    on_all_ranks(lambda: store.set(key, own))  # so each has a sign to read
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    refused = None
+    try:
+        yield
+    except ConfigError as error:
+        refused = error  # by all ranks
+    except BaseException:
+        signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
+        raise
+    over.set()
+    thread.join(2 * BEAT_S)
+    if refused:
+        raise refused

@@ -479,7 +479,7 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 def test_attention_choice():
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
-    no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "it needs a GPU, this is cpu")
+    no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, this is cpu")
     for name, reason in (no_gpu | {"fa5": "no such kernel"}).items():
         with pytest.raises(ValueError, match=f"--attention {name}: .*{reason}.*; usable: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
@@ -1188,7 +1188,7 @@ PICKED = [make_case(line) for line in """
 4 p=1 g=2 os=2 layout=inter micro=2                   # the kept half joins the last sum once
 4 tp=2 sp=2 g=2 os=2 micro=2
 4 tp=2 sp=2 groups=2 kernel=alibi
-4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys that groups share stay for the last
+4 sp=2 groups=4 p=2 g=4 os=4 keep=swapped             # keys stay for the next group, too
 4 tp=2 mode=fsp p=2 g=2 os=2
 4 tp=2 docs=1
 4 tp=4 mode=mtp                                       # a column has one key/value head
@@ -2150,7 +2150,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     if as_on_gpus:
         op.kernel = dataclasses.replace(op.kernel, backward=backward)
     if as_on_gpus and run.plan.head_ranks > 1:
-        op.exchange.peer_access = op.one_node
+        op.exchange.peer_access = True
     model, states = train.build(run, op, groups)
     plan = run.plan
     tokens = torch.zeros(plan.micro_batches, plan.micro_batch, plan.seq // plan.sp).long()
@@ -4256,7 +4256,7 @@ def check_waits(cases: list[dict], folder: Path) -> None:
     make_small()
     torch.compiler.set_stance("force_eager")
     left_out, reached, groups = None, set(), {}
-    passed_on = {"wait", "wait_stream", "after_compute", "__enter__", "arrived"}
+    passed_on = {"wait", "wait_stream", "after_compute", "__enter__"}
 
     def may_be_left_out(wait: Callable) -> Callable:
         def wait_unless_left_out(*args):

@@ -49,7 +49,8 @@ import hardware
 import model as llama
 import parallel
 import planner
-from attention import (CommStream, Documents, Exchange, Ulysses, pick_kernel, sequence_positions)
+from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
+                       pick_kernel, sequence_positions)
 from checkpoint import Checkpoint
 from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
                   fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
@@ -59,8 +60,8 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
 from offload import GIB, ChunkedLayers, buffer_bytes
 from parallel import Pipeline
 from planner import Constraints, Hardware, Plan
-from ranks import (ConfigError, Groups, Heartbeat, check_same, error_of_any, most_of_ranks,
-                   of_rank_0, on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
+from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
+                   on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
 from shard import OPTIMIZERS, STREAMS, States
 
 # ---------------------------------------------------------------------------- config
@@ -649,8 +650,9 @@ def with_hardware(run: Run) -> Run:
     name = device_name(run.device)
     if cfg.ranks and run.device.type == "cpu":
         name = "NVIDIA H200"
-    profile = of_rank_0(hardware.find_profile(  # of mixed devices, one plan
-        name, run.device, run.dtype, run.kernel, cfg.per_node, print0))
+    profile = hardware.find_profile(
+        name, run.device, run.dtype, run.kernel, cfg.per_node, print0)
+    profile = of_all_ranks(profile)[0]  # of mixed devices, one plan
     return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
 
@@ -722,7 +724,7 @@ def describe(run: Run) -> None:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
     print0(planner.describe_choice(plan, run.second, run.hardware))
-    print0(plan.memory.describe(), flush=True)
+    print0(plan.memory.describe())
 
 
 # ---------------------------------------------------------------------------- build, step
@@ -738,13 +740,16 @@ def make_groups(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
 
 
 def make_attention(run: Run, groups: Groups,
-                   make_stream: Callable[..., CommStream] = CommStream) -> Ulysses:
+                   make_stream: Callable[..., CommStream] = CommStream) -> Attention:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
-    return Ulysses(run.kernel, run.plan.sp, groups, make_stream(run.device), run.plan.head_groups,
-                   run.cfg.per_node // run.plan.tp, run.plan.ring, make_stream(run.device))
+    plan = run.plan
+    exchange = make_exchange(groups, plan.head_ranks, make_stream(run.device),
+                             run.cfg.per_node // plan.tp)
+    ring = Ring(groups, plan.sp, plan.ring, make_stream(run.device))
+    return Attention(run.kernel, plan.head_groups, exchange, ring, groups.column)
 
 
-def build(run: Run, op: Ulysses, groups: Groups,
+def build(run: Run, op: Attention, groups: Groups,
           make_stream: Callable[..., CommStream] = CommStream) -> tuple[LLaMA | Pipeline, States]:
     """Make what this rank has of the model, with layers in chunks if that is planned, and its
     states; their streams are of make_stream. A collective of all ranks."""
@@ -1037,7 +1042,7 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
     cfg = run.cfg
     background = cfg.save_async and cfg.save_every >= 0
     if background:
-        need = most_of_ranks(buffer_bytes(checkpoint.saved_tensors(states)), run.device)
+        need = max(of_all_ranks(buffer_bytes(checkpoint.saved_tensors(states))))
         free = run.hardware.host_budget - run.plan.host_bytes
         background = need <= free
         print0(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a rank, "
@@ -1184,7 +1189,7 @@ class Log:
             found and describe_evaluation(found),
             not facts.finite and "SKIPPED: not finite",
             unsaved and f"({unsaved})",
-            self.failed and f"({self.failed})"])), flush=True)
+            self.failed and f"({self.failed})"])))
         row = {"step": step, "loss": facts.loss, "grad_norm": facts.norm, "lr": lr, "tgs": tgs,
                "mfu_causal": mfu[0], "mfu_full": mfu[1], "keys_seen": facts.seen,
                "gpu_gib": facts.gpu_gib or None,
@@ -1198,7 +1203,7 @@ class Log:
 
     def write_evaluation(self, step: int, found: dict) -> None:
         """Print and log an evaluation without a step."""
-        print0(f"step {step} {describe_evaluation(found)}", flush=True)
+        print0(f"step {step} {describe_evaluation(found)}")
         self.append({"step": step} | found)
 
     def append(self, row: dict) -> None:
@@ -1475,7 +1480,7 @@ def main(argv: list[str] | None = None) -> None:
         parallel.use_more_queues()
     rank, world, local_rank = start_ranks(timeout)
     saved = "What was saved is whole: start it again, or continue with --resume"
-    with Heartbeat(rank, world, saved):
+    with heartbeat(rank, world, saved):
         trouble = run_ranks(cfg, rank, world, local_rank)
     dist.destroy_process_group()
     if trouble:
