@@ -128,6 +128,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import attention
 import bench
@@ -2058,13 +2062,23 @@ def test_memory_plan_checker_is_the_definition():
         with contextlib.nullcontext() if good else pytest.raises(ValueError, match="overlap|leave"):
             memplan.check(buffers, offsets, 150)
     assert seen == {True, False}
-    many = [memplan.Buffer(i, i + 9000, 8) for i in range(18000)]  # 9,000 are alive together
-    offsets = [8 * (i % 9000) for i in range(18000)]  # each where the one 9,000 before it has gone
-    memplan.check(many, offsets, 72000)
-    for i, shift in ((17191, 1), (17192, -1)):
-        moved = [*offsets[:i], offsets[i] + shift, *offsets[i + 1 :]]
-        with pytest.raises(ValueError, match=f"buffers {i + shift - 9000 * (shift > 0)} and"):
-            memplan.check(many, moved, 72000)
+
+
+def test_memory_plan_ends_in_time(monkeypatch):
+    """The integer program, in a process of its own that is ended."""
+    monkeypatch.setattr(memplan, "FEW_PAIRS", 0)
+    assert memplan.solve(HOLES, time_limit=20).optimal
+    plan = memplan.solve(HOLES, time_limit=0.1)
+    assert plan.method == "first fit" and plan.seconds < 1
+
+
+@pytest.mark.parametrize("name", ["16k", "64k", "256k"])
+def test_memory_plans_of_recorded_steps(name):
+    """By bench.py, on GPUs: no byte more than is alive at once."""
+    _, buffers = memplan.read_trace(HERE / "results" / f"memplan-{name}-2x.csv")
+    plan = memplan.solve(buffers)
+    memplan.check(buffers, plan.offsets, plan.peak)
+    assert plan.optimal and plan.seconds < 5
 
 
 def test_memory_plan_of_two_levels():
@@ -2164,6 +2178,49 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     return model, states, lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
 
 
+def simulate(make: Callable, ranks: int, fused: Callable) -> tuple[list[memplan.Buffer], int]:
+    """Return the buffers of a step on GPUs, and the bytes that last between steps, on fake tensors
+    of the CPU, for the first of so many ranks. make() builds everything, and returns the step;
+    fused() names the kernel that is running, if it is one that will be a single one: what is born
+    and dies in it is left out, and so is what kernels request inside."""
+    clock = itertools.count()
+    births, deaths = {}, {}  # by the moment of birth: size and kernel, moment of death and kernel
+    known = set()  # storages
+
+    def note_death(born: int, storage: int) -> None:
+        known.discard(storage)
+        deaths[born] = next(clock), fused()
+
+    class NoteBirths(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for t in tree_leaves(out):
+                if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in known:
+                    storage, born = t.untyped_storage(), next(clock)
+                    known.add(storage._cdata)
+                    births[born] = storage.nbytes(), fused()
+                    weakref.finalize(storage, note_death, born, storage._cdata)
+            return out
+
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    with FakeTensorMode(allow_non_fake_inputs=True), NoteBirths():
+        step = make()
+        step()  # what it makes and keeps lasts
+        first = next(clock)
+        step()
+        last = next(clock)
+    dist.destroy_process_group()
+    buffers, lasting = [], 0
+    for born, (size, kernel) in births.items():
+        died, ended_in = deaths.get(born, (last, None))
+        if born < first < died:
+            lasting += size
+        elif first < born and died < last and size >= memplan.MIN_PLANNED_BYTES["cuda"]:
+            if kernel is None or kernel is not ended_in:
+                buffers.append(memplan.Buffer(born, died, -(-size // 512) * 512))
+    return buffers, lasting
+
+
 def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]:
     """Return the first rank's buffers in a step on GPUs, as large as are planned, the bytes of what
     lasts between steps, and those that are counted; on fake tensors of the CPU, in a process group
@@ -2199,12 +2256,8 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
         patch.setattr(m, "SWIGLU", m.Before(m.swiglu_forward, m.swiglu_backward))
         patch.setattr(attention.CommStream, "after_compute", after_compute)
         patch.setattr(attention.Exchange, "map_memory", map_memory)
-        buffers, lasting = memplan.simulate(
-            lambda: built(run, as_on_gpus=True)[-1],
-            run.world,
-            lambda: running[-1],
-            memplan.MIN_PLANNED_BYTES["cuda"],
-            memplan.ALLOCATOR_ALIGN_BYTES["cuda"],
+        buffers, lasting = simulate(
+            lambda: built(run, as_on_gpus=True)[-1], run.world, lambda: running[-1]
         )
     host = round(run.plan.host_bytes)  # on the CPU here, too
     return buffers, lasting - host, run.plan.memory.total()
@@ -2227,6 +2280,10 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
         activations=offload.ActivationPlan(*kept),
         **choices,
     )
+
+
+def peak_alive(buffers: list[memplan.Buffer]) -> int:
+    return memplan.live_bytes(memplan.as_rows(buffers)).max()
 
 
 @slow
@@ -2255,7 +2312,7 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     model = dataclasses.replace(m.MODELS[name], layers=4)
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
-    simulated = lasting + memplan.lower_bound(requests)
+    simulated = lasting + peak_alive(requests)
     assert 0.995 * simulated <= counted <= 1.2 * simulated
 
 
@@ -2273,7 +2330,7 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
     _, real = memplan.read_trace(HERE / "results" / f"memplan-{name}-2x.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)
     requests, _, _ = simulate_step(plan)
-    assert memplan.lower_bound(requests) == pytest.approx(memplan.lower_bound(real), rel=1e-3)
+    assert peak_alive(requests) == pytest.approx(peak_alive(real), rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
     assert (ours & theirs).total() > 0.999 * len(real)
     # in each chunk two sums of the residual stream, and one of its gradients, are requests since
@@ -2322,8 +2379,6 @@ def test_dry_run_prints_the_planners_table(capsys):
 def test_memory_replay_is_bit_equal():
     """Steps on planned addresses beside a twin's: one of another length harms nothing, and a step
     that has changed is recorded again."""
-    x = torch.randn(512, 512)  # whose product is so large that a first fit of all meets the bound
-
     def make_step():
         model = m.LLaMA(SMALL)
         model.init_weights(0)
@@ -2332,7 +2387,7 @@ def test_memory_replay_is_bit_equal():
 
         def step(seed: int, seq: int) -> float:
             memplan.mark("forward")
-            loss = model(*example(seed=seed, seq=seq)) + (x @ x).mean()
+            loss = model(*example(seed=seed, seq=seq))
             memplan.mark("")
             kept.append(loss.detach().expand(5000).clone())
             del kept[:-4]  # of a recorded step, in the next one that is
@@ -2409,13 +2464,11 @@ def test_memplan_program(tmp_path, capsys):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("", "line 1: the columns"),
-        ("id,lower,size\n", "line 1: the columns are"),
-        ("id,size,upper,size\n", "line 1: .* each once"),
-        ("id,lower,upper,size\na,0,1,2\nb,0,x,2\n", "line 3: .*whole numbers"),
-        ("id,lower,upper,size\na,0,1,1_000\n", "line 2: .*whole"),
+        ("", "line 1: no id, lower, size, upper among"),
+        ("id,lower,size\n", "line 1: no upper among"),
+        ("id,lower,upper,size\na,0,1,2\nb,0,x,2\n", "line 3: invalid literal for int.*x"),
+        ("id,lower,upper,size\na,0,1\n", "line 2: int"),
         ("id,lower,upper,size\na,4,4,2\n", "line 2: a buffer is alive"),
-        ("id,lower,upper,size\na,0,1,2\na,0,1,2\n", "line 3: id a is on line 2"),
     ],
 )
 def test_memplan_names_the_line(text, message, tmp_path, capsys):
