@@ -287,17 +287,26 @@ def one_level(rows, deadline):
 
 
 def solve(buffers: list[Buffer], time_limit: float = 60.0) -> Plan:
-    """Return the lower of two plans, by two levels and of a first fit, after at most time_limit
-    seconds. No integer program is solved where a first fit of all meets the lower bound."""
+    """Return the lower of two plans, by two levels and of a first fit, within time_limit seconds. No integer program is solved where two levels could not be below a first fit, with each
+    level at its lower bound."""
     begin = time.monotonic()
     deadline = begin + time_limit
     rows = in_sections(as_rows(buffers))
+    passes = [b.in_pass for b in buffers]
     fitted = first_plan(rows, deadline)
-    plan_level = first_plan if fitted.optimal else one_level
-    by_levels = two_levels(rows, [b.in_pass for b in buffers], deadline, plan_level)
+    least = two_levels(rows, passes, deadline, bound_alone)
+    plan_level = one_level if least.peak < fitted.peak else first_plan
+    by_levels = two_levels(rows, passes, deadline, plan_level)
     plan, other = sorted([by_levels, fitted], key=lambda p: p.peak)
     bound = max(plan.lower_bound, other.lower_bound)
-    return replace(plan, lower_bound=bound, seconds=time.monotonic() - begin, beside=other)
+    seconds = time.monotonic() - begin
+    return replace(plan, lower_bound=bound, seconds=seconds, beside=other)
+
+
+def bound_alone(rows, deadline):
+    """Return a plan of a level that is only a peak: the lower bound."""
+    bound = int(live_bytes(rows).max(initial=0))
+    return Plan(np.zeros(len(rows), np.int64), bound, bound, "")
 
 
 def two_levels(rows, passes, deadline, plan_level):
