@@ -89,7 +89,8 @@ class Plan:
 def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
     """Return the buffers as rows. Raise ValueError for a buffer that is never alive or has no
     size, and for sizes that 64 bits cannot add up."""
-    rows = np.array([b[:3] for b in buffers], np.int64).reshape(-1, 3)
+    numbers = [b[:3] for b in buffers]
+    rows = np.array(numbers, np.int64).reshape(-1, 3)
     start, end, size = rows.T
     for i in np.flatnonzero((start >= end) | (size <= 0)):
         raise ValueError(f"a buffer is alive from start to before end, and of a size above 0; not "
@@ -116,8 +117,9 @@ def check(buffers: Iterable[Buffer], offsets: Iterable[int], peak: int) -> None:
         if low[i] < 0 or high[i] > peak:
             raise ValueError(f"buffer {number} of {size[i]} at {low[i]} leaves [0, {peak})")
         others = slice(i + 1, last[i])
-        overlapping = (low[others] < high[i]) & (low[i] < high[others])
-        for other in by_birth[others][overlapping]:
+        below = low[others] < high[i]
+        above = low[i] < high[others]
+        for other in by_birth[others][below & above]:
             raise ValueError(f"buffers {number} and {other} are alive together and overlap: "
                              f"{buffers[number]} at {low[i]}, {buffers[other]} at {offsets[other]}")
 
@@ -128,7 +130,9 @@ def in_sections(rows):
     start, end, size = rows.T
     births = np.unique(start)
     last = np.unique(births[np.searchsorted(births, end) - 1])
-    return np.stack([np.searchsorted(last, start), np.searchsorted(last, end), size], axis=1)
+    first_section = np.searchsorted(last, start)
+    end_section = np.searchsorted(last, end)
+    return np.stack([first_section, end_section, size], axis=1)
 
 
 def live_bytes(rows):
@@ -171,12 +175,20 @@ def first_plan(rows, deadline):
     the fullest moments first (MiniMalloc's order), the longest life, the largest area, size."""
     start, end, size = rows.T
     live = live_bytes(rows)
+    bound = int(live.max(initial=0))
     fullest = np.array([live[a:b].max() for a, b in zip(start, end)])
-    area = (end - start) * size.astype(float)
+    life = end - start
+    area = life * size.astype(float)
+    orders = [
+        np.lexsort((-area, -life, -fullest)),
+        np.argsort(-life, kind="stable"),
+        np.argsort(-area, kind="stable"),
+        np.argsort(-size, kind="stable"),
+    ]
     best = None
-    for keys in ((-area, start - end, -fullest), (start - end,), (-area,), (-size,)):
-        found = first_fit(rows, np.lexsort(keys), deadline)
-        plan = Plan(*found, int(live.max(initial=0)), "first fit")
+    for order in orders:
+        offsets, peak = first_fit(rows, order, deadline)
+        plan = Plan(offsets, peak, bound, "first fit")
         if best is None or plan.peak < best.peak:
             best = plan
         if best.optimal:
@@ -207,8 +219,10 @@ def program_rows(s, below, cliques, big):
     for members in cliques:
         for j in members:
             others = [i for i in members if i != j]
-            yield {j: 1} | {below[i, j]: -s[i] for i in others}, 0, np.inf
-            yield {top: 1, j: -1} | {below[j, i]: -s[i] for i in others}, s[j], np.inf
+            beneath = {below[i, j]: -s[i] for i in others}
+            above = {below[j, i]: -s[i] for i in others}
+            yield {j: 1} | beneath, 0, np.inf
+            yield {top: 1, j: -1} | above, s[j], np.inf
 
 
 def solve_program(rows, peak, deadline):
@@ -224,10 +238,15 @@ def solve_program(rows, peak, deadline):
     unit = int(np.gcd.reduce(size))
     unit *= -(-peak // (unit * EXACT_UNITS))
     big = peak // unit
-    cliques = [np.flatnonzero((start <= k) & (k < end)).tolist() for k in range(end.max())]
-    pairs = dict.fromkeys(p for members in cliques for p in itertools.permutations(members, 2))
-    below = dict(zip(pairs, itertools.count(n + 1)))
-    values, numbers, columns, least, most = [], [], [], [], []
+    cliques = []
+    below = {}
+    for section in range(end.max()):
+        members = np.flatnonzero((start <= section) & (section < end)).tolist()
+        cliques.append(members)
+        for pair in itertools.permutations(members, 2):
+            below.setdefault(pair, n + 1 + len(below))
+    values, numbers, columns = [], [], []
+    least, most = [], []
     lines = program_rows((size // unit).tolist(), below, cliques, big)
     for number, (coefficients, low, high) in enumerate(lines):
         values += coefficients.values()
@@ -235,18 +254,22 @@ def solve_program(rows, peak, deadline):
         numbers += [number] * len(coefficients)
         least.append(low)
         most.append(high)
-    is_binary = np.arange(n + 1 + len(below)) > n
+    matrix = coo_array((values, (numbers, columns)))
+    column = np.arange(n + 1 + len(below))
+    seconds = max(0.0, deadline - time.monotonic())
     found = milp(
-        np.arange(len(is_binary)) == n,  # M is minimised
-        integrality=is_binary,
-        bounds=Bounds(0, np.where(is_binary, 1, big)),
-        constraints=LinearConstraint(coo_array((values, (numbers, columns))).tocsr(), least, most),
-        options={"time_limit": 0.9 * max(0.0, deadline - time.monotonic()), "mip_rel_gap": 0.0})
-    # solved: they are equal
-    dual = found.fun if found.status == 0 else found.mip_dual_bound or 0
+        column == n,  # M is minimised
+        integrality=column > n,  # z is binary
+        bounds=Bounds(0, np.where(column > n, 1, big)),
+        constraints=LinearConstraint(matrix.tocsr(), least, most),
+        options={"time_limit": 0.9 * seconds, "mip_rel_gap": 0.0})
+    order = np.arange(n)
+    if found.x is not None:  # the order alone: rounding in x cannot make two buffers overlap
+        order = np.argsort(found.x[:n], kind="stable")
+    dual = found.mip_dual_bound or 0
+    if found.status == 0:  # solved: they are equal
+        dual = found.fun
     bound = math.ceil(dual - 1e-3) * unit if np.isfinite(dual) else 0
-    # the order alone: what is rounded in x cannot make two buffers overlap
-    order = np.arange(n) if found.x is None else np.argsort(found.x[:n], kind="stable")
     return order, bound
 
 
@@ -271,7 +294,8 @@ def one_level(rows, deadline):
     plan = first_plan(rows, deadline)
     start, end, _ = rows.T
     n = len(rows)
-    pairs = n * (n - 1) // 2 - np.searchsorted(np.sort(end), start, side="right").sum()
+    dead = np.searchsorted(np.sort(end), start, side="right")  # at each birth
+    pairs = n * (n - 1) // 2 - dead.sum()
     if plan.optimal or pairs > MAX_PAIRS or time.monotonic() > deadline:
         return plan
     solve_it = solve_program if pairs <= FEW_PAIRS else solve_apart
@@ -287,8 +311,8 @@ def one_level(rows, deadline):
 
 
 def solve(buffers: list[Buffer], time_limit: float = 60.0) -> Plan:
-    """Return the lower of two plans, by two levels and of a first fit, within time_limit seconds. No integer program is solved where two levels could not be below a first fit, with each
-    level at its lower bound."""
+    """Return the lower of two plans, of a first fit and by two levels, within time_limit seconds.
+    No integer program is solved where two levels, each at its lower bound, would not be lower."""
     begin = time.monotonic()
     deadline = begin + time_limit
     rows = in_sections(as_rows(buffers))
@@ -310,15 +334,15 @@ def bound_alone(rows, deadline):
 
 
 def two_levels(rows, passes, deadline, plan_level):
-    """Return a plan by Memo's two levels, each by plan_level(rows, deadline). passes: the name of
+    """Return a plan by Memo's two levels, of plan_level(rows, deadline) each. passes: the name of
     each buffer's pass, or "".
 
     The lower bound is that of all buffers, not of the blocks: what the levels cost is a gap.
     """
-    start, end, size = rows.T
+    start, end, _ = rows.T
     members = defaultdict(list)
-    for i in np.lexsort((size, end, start)).tolist():
-        members[passes[i]].append(i)
+    for i, name in enumerate(passes):
+        members[name].append(i)
     outer = members.pop("", [])
     if not members:
         return plan_level(rows, deadline)
@@ -333,14 +357,18 @@ def two_levels(rows, passes, deadline, plan_level):
             now = time.monotonic()
             plans[key] = plan_level(part, now + (deadline - now) / 2)
         inner.append(plans[key])
-    blocks = [(start[mine].min(), end[mine].max(), plan.peak)
-              for mine, plan in zip(members.values(), inner)]
-    step = plan_level(in_sections(np.concatenate([blocks, rows[outer]])), deadline)
+    blocks = [
+        (start[mine].min(), end[mine].max(), plan.peak)
+        for mine, plan in zip(members.values(), inner)
+    ]
+    top = in_sections(np.concatenate([blocks, rows[outer]]))
+    step = plan_level(top, deadline)
     offsets = np.empty(len(rows), np.int64)
     offsets[outer] = step.offsets[len(blocks) :]
     for base, mine, plan in zip(step.offsets, members.values(), inner):
         offsets[mine] = base + plan.offsets
-    return Plan(offsets, step.peak, int(live_bytes(rows).max()), f"two levels, {step.method}")
+    bound = int(live_bytes(rows).max())
+    return Plan(offsets, step.peak, bound, f"two levels, {step.method}")
 
 
 # ---------------------------------------------------------------------------- record and replay
@@ -481,14 +509,16 @@ class StepMemory:
         finally:
             recorder = None
             n = self.allocator.end()
-        requests = np.array(self.allocator.recorded()[: 3 * n], np.int64).reshape(n, 3)
+        numbers = self.allocator.recorded()[: 3 * n]
+        requests = np.array(numbers, np.int64).reshape(n, 3)
         requests[:, 2] += -requests[:, 2] % self.align
         self.requests = requests  # start, end (-1: outlives the step), size
-        self.buffers = with_passes([Buffer(*r) for r in requests.tolist() if r[1] >= 0], self.marks)
+        buffers = [Buffer(*r) for r in requests.tolist() if r[1] >= 0]
+        self.buffers = with_passes(buffers, self.marks)
         self.counts = {}  # of a plan that is not followed any more
         return result
 
-    def solve(self, time_limit: float = 20.0) -> None:
+    def solve(self, time_limit: float = 10.0) -> None:
         """Plan the recorded step, and check the plan."""
         self.plan = solve(self.buffers, time_limit)
         self.plans += 1
@@ -503,18 +533,21 @@ class StepMemory:
             return step()
         finally:
             self.allocator.end()
-            self.counts = dict(zip(self.COUNTS, self.allocator.counted()[:6]))
+            counted = self.allocator.counted()[: len(self.COUNTS)]
+            self.counts = dict(zip(self.COUNTS, counted))
 
     def load_arena(self) -> None:
         """Give the allocator the plan, and one block of PyTorch's for it."""
         import torch
 
-        entries = np.full((len(self.requests), 2), -1)  # (size, offset; -1: not planned)
-        entries[:, 0] = self.requests[:, 2]
-        entries[self.requests[:, 1] >= 0, 1] = self.plan.offsets
+        _, died, size = self.requests.T
+        entries = np.full((len(size), 2), -1)  # (size, offset; -1: not planned)
+        entries[:, 0] = size
+        entries[died >= 0, 1] = self.plan.offsets
         arena = torch.empty(self.plan.peak, dtype=torch.uint8, device=self.device)
         # refused while tensors lie in the last arena: its memory would go to others under them
-        if used := self.allocator.load(arena.data_ptr(), entries.ctypes.data, len(entries)):
+        used = self.allocator.load(arena.data_ptr(), entries.ctypes.data, len(entries))
+        if used:
             raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
         self.arena = live_arena[self.kind] = arena  # as long as the allocator may point into it
 
@@ -569,8 +602,16 @@ def draw(path: str, buffers: list[Buffer], plan: Plan) -> None:
     colors = colormaps["viridis"](shade / shade.max(initial=1))
     figure = Figure(figsize=(9, 5))
     ax = figure.subplots()
-    ax.barh(plan.offsets, end - start, size, start, align="edge", color=colors,
-            edgecolor="white", linewidth=0.2)
+    ax.barh(
+        plan.offsets,
+        width=end - start,
+        height=size,
+        left=start,
+        align="edge",
+        color=colors,
+        edgecolor="white",
+        linewidth=0.2,
+    )
     ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
     ax.set(xlabel="time", ylabel="address")
     ax.set_title(str(plan), fontsize=8)
@@ -587,7 +628,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     file = Path(args.trace)
     if file.suffix == ".pickle":  # solve_apart's
-        file.write_bytes(pickle.dumps(solve_program(*pickle.loads(file.read_bytes()))))
+        program = pickle.loads(file.read_bytes())
+        found = solve_program(*program)
+        file.write_bytes(pickle.dumps(found))
         return 0
     try:
         ids, buffers = read_trace(args.trace)
