@@ -159,7 +159,7 @@ using Annotations = std::vector<std::pair<string, string>>;
   type name(A a, B b) override { return native->name(std::forward<A>(a), std::forward<B>(b)); }
 #define PASS3(type, name, A, B, C) \
   type name(A a, B b, C c) override { return native->name(a, b, std::forward<C>(c)); }
-struct Delegate final : CUDAAllocator {
+struct Delegate final : CUDAAllocator {  // PyTorch's own, but for allocate
   DataPtr allocate(size_t n) override {
     int64_t size = static_cast<int64_t>(n);
     if (mode == REPLAY && size >= min_bytes) {
@@ -176,48 +176,37 @@ struct Delegate final : CUDAAllocator {
     native->copy_data(to, from, n);
   }
   bool isEnabled() const override { return native->isEnabled(); }
-  PASS0(bool, initialized)
-  PASS0(bool, isHistoryEnabled)
-  PASS0(string, name)
-  PASS0(string, getUserMetadata)
-  PASS0(void, popCompileContext)
-  PASS1(void, emptyCache, Pool)
-  PASS1(CachingDeviceAllocator::DeviceStats, getDeviceStats, Device)
-  PASS1(void, resetAccumulatedStats, Device)
-  PASS1(void, resetPeakStats, Device)
-  PASS1(void*, raw_alloc, size_t)
-  PASS1(void, raw_delete, void*)
-  PASS1(void, init, int)
-  PASS1(void, enable, bool)
-  PASS1(double, getMemoryFraction, Device)
-  PASS1(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, Device)
-  PASS1(ShareableHandle, shareIpcHandle, void*)
-  PASS1(std::shared_ptr<void>, getIpcDevPtr, string)
-  PASS1(void, recordAnnotation, const Annotations&)
-  PASS1(void, pushCompileContext, string&)
-  PASS1(void, setUserMetadata, const string&)
-  PASS1(void, attachOutOfMemoryObserver, OutOfMemoryObserver)
-  PASS1(void, attachAllocatorTraceTracker, AllocatorTraceTracker)
-  PASS2(void*, raw_alloc_with_stream, size_t, cudaStream_t)
-  PASS2(void, setMemoryFraction, double, Device)
-  PASS2(void, cacheInfo, Device, size_t*)
-  PASS2(void*, getBaseAllocation, void*, size_t*)
+  PASS0(bool, initialized) PASS0(string, name)
+  PASS1(void, init, int) PASS1(void, enable, bool) PASS1(void, emptyCache, Pool)
+  PASS1(void*, raw_alloc, size_t) PASS2(void*, raw_alloc_with_stream, size_t, cudaStream_t)
+  PASS1(void, raw_delete, void*) PASS2(void*, getBaseAllocation, void*, size_t*)
   PASS2(void, recordStream, const DataPtr&, CUDAStream)
-  PASS2(SnapshotInfo, snapshot, Pool, bool)
-  PASS2(void, enablePeerAccess, Device, Device)
-  PASS2(void, endAllocateToPool, Device, Pool)
-  PASS2(void, releasePool, Device, Pool)
-  PASS2(int, getPoolUseCount, Device, Pool)
-  PASS2(void, setNoSplit, Device, Pool)
+  // statistics and limits
+  PASS1(CachingDeviceAllocator::DeviceStats, getDeviceStats, Device)
+  PASS1(void, resetAccumulatedStats, Device) PASS1(void, resetPeakStats, Device)
+  PASS1(double, getMemoryFraction, Device) PASS2(void, setMemoryFraction, double, Device)
+  PASS1(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, Device)
+  PASS2(void, cacheInfo, Device, size_t*)
+  // pools, graphs, other processes and devices
+  PASS3(void, createOrIncrefPool, Device, Pool, std::shared_ptr<CUDAAllocator>)
+  PASS3(void, beginAllocateToPool, Device, Pool, std::function<bool(cudaStream_t)>)
+  PASS2(void, endAllocateToPool, Device, Pool) PASS2(void, releasePool, Device, Pool)
+  PASS2(int, getPoolUseCount, Device, Pool) PASS2(void, setNoSplit, Device, Pool)
+  PASS3(void, setUseOnOOM, Device, Pool, bool)
+  PASS3(bool, checkPoolLiveAllocations, Device, Pool, const std::unordered_set<void*>&)
   PASS2(State, getCheckpointState, Device, Pool)
   PASS2(CheckpointDelta, setCheckpointPoolState, Device, State)
-  PASS3(void, setUseOnOOM, Device, Pool, bool)
-  PASS3(void, beginAllocateToPool, Device, Pool, std::function<bool(cudaStream_t)>)
-  PASS3(void, createOrIncrefPool, Device, Pool, std::shared_ptr<CUDAAllocator>)
-  PASS3(bool, checkPoolLiveAllocations, Device, Pool, const std::unordered_set<void*>&)
+  PASS1(ShareableHandle, shareIpcHandle, void*) PASS1(std::shared_ptr<void>, getIpcDevPtr, string)
+  PASS2(void, enablePeerAccess, Device, Device)
+  // history
+  PASS0(bool, isHistoryEnabled) PASS2(SnapshotInfo, snapshot, Pool, bool)
+  PASS1(void, recordAnnotation, const Annotations&)
+  PASS1(void, pushCompileContext, string&) PASS0(void, popCompileContext)
+  PASS1(void, setUserMetadata, const string&) PASS0(string, getUserMetadata)
+  PASS1(void, attachOutOfMemoryObserver, OutOfMemoryObserver)
+  PASS1(void, attachAllocatorTraceTracker, AllocatorTraceTracker)
 #if TORCH_VERSION_MINOR >= 13
-  PASS1(void, markCaptureBegin, Device)
-  PASS1(void, markCaptureEnd, Device)
+  PASS1(void, markCaptureBegin, Device) PASS1(void, markCaptureEnd, Device)
   PASS1(std::shared_ptr<GatheredContext>, getContextForPointer, const void*)
   PASS1(void, attachOomRejectionObserver, OomRejectionObserver)
   PASS2(DataPtr, allocateWithAddress, size_t, void*)
