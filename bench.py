@@ -45,7 +45,7 @@ import planner
 import train
 from attention import Attention, pick_kernel
 from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
-from memplan import StepMemory, write_plan
+from memplan import StepMemory, draw, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan
@@ -838,7 +838,7 @@ def table_memplan(bench: Bench) -> None:
             if memory and memory.counts:
                 if bench.rank == 0:
                     file = str(bench.out / f"memplan-{seq // 1024}k-{world}x")
-                    memory.draw(f"{file}.png")
+                    draw(f"{file}.png", memory.buffers, memory.plan)
                     write_plan(f"{file}.csv", range(len(memory.buffers)), memory.buffers,
                                memory.plan.offsets)
                 found.update(memory_row(memory))

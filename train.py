@@ -54,7 +54,7 @@ from attention import (Attention, CommStream, Documents, Exchange, Ring, make_ex
 from checkpoint import Checkpoint
 from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
                   fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
-from memplan import StepMemory, library, live_arena, mark
+from memplan import StepMemory, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes
@@ -854,10 +854,9 @@ def plan_memory(run: Run) -> StepMemory | None:
 
     def load_allocator() -> StepMemory:
         try:
-            library(run.device.type)
-        except RuntimeError as e:
+            return StepMemory(str(run.device))
+        except (OSError, RuntimeError) as e:
             raise ValueError(f"--memplan on: {e}") from None
-        return StepMemory(str(run.device))
 
     return on_all_ranks(load_allocator)
 

@@ -12,17 +12,17 @@
 #include <vector>
 
 namespace {
-enum Mode { IDLE = 0, RECORD = 1, REPLAY = 2 };  // or both
+enum Mode { IDLE = 0, RECORD = 1, REPLAY = 2 };
 std::atomic<int> mode{IDLE};
-struct Event { int64_t request, size, address; };  // size -1: it was freed
+struct Request { int64_t born, died, size; };  // counted in events; died: -1 while it is alive
 struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
-struct Block { int64_t end, request, session; };
 std::mutex guard;
-std::vector<Event> events;
+std::vector<Request> requests;  // of the recorded step
+std::unordered_map<int64_t, size_t> alive;  // of the recorded step: address, number of the request
 std::vector<Entry> plan;
-std::vector<int64_t> seen;  // sizes of the step's requests so far
-std::map<int64_t, Block> live;  // planned blocks in use, by where they begin
-int64_t requests, min_bytes, align, session;
+std::vector<int64_t> seen;  // sizes of the replayed step's requests so far
+std::map<int64_t, int64_t> live;  // planned blocks in use: begin, end
+int64_t events, min_bytes, align;
 // Requests served (hits), that outlive the step (unplanned), that the plan does not have
 // (unmatched), whose addresses are in use (occupied); bytes of the first, and of all.
 enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED, HIT_BYTES, ALL_BYTES, NUM_COUNTS };
@@ -30,102 +30,81 @@ int64_t counts[NUM_COUNTS];
 int64_t cursor;  // the plan's next entry
 char* arena;
 
-void free_planned(void* context) {
-  std::lock_guard<std::mutex> lock(guard);
-  auto block = live.find(static_cast<char*>(context) - arena);
-  if ((mode & RECORD) && block->second.session == session)
-    events.push_back({block->second.request, -1, 0});
-  live.erase(block);
+void note_birth(int64_t address, int64_t size) {
+  alive[address] = requests.size();
+  requests.push_back({events++, -1, size});
+}
+
+void note_death(int64_t address) {
+  auto request = alive.find(address);
+  if (request == alive.end()) return;  // smaller than min_bytes, or of before the step
+  requests[request->second].died = events++;
+  alive.erase(request);
 }
 
 // Sizes repeat, so one alone tells little where a step leaves its plan: an entry so far BEFORE or
 // AFTER the next one, or nearer, counts if the ALIKE requests before it were the plan's, too.
-constexpr int ALIKE = 4, BEFORE = 4, AFTER = 16;
+constexpr int64_t ALIKE = 4, BEFORE = 4, AFTER = 16;
 
-// Returns the plan's entry that a request of this size is, or -1.
-int64_t matching_entry(int64_t size) {
-  auto follows = [size](int64_t k) {  // what has been requested: the same as before entry k
-    return plan[k].size == size && static_cast<int64_t>(seen.size()) >= ALIKE && std::equal(
-        seen.end() - ALIKE, seen.end(), plan.begin() + k - ALIKE,
-        [](int64_t a, const Entry& b) { return a == b.size; });
-  };
-  int64_t n = plan.size(), end = std::min<int64_t>(cursor + AFTER, n);
-  if (cursor < n && plan[cursor].size == size) return cursor;
-  for (int64_t k = std::max<int64_t>(cursor - BEFORE, ALIKE); k < end; ++k)
-    if (follows(k)) return k;
+// Returns the plan's entry that the last of `seen` is, or -1.
+int64_t matching_entry() {
+  int64_t n = plan.size(), end = std::min(cursor + AFTER, n);
+  if (cursor < n && plan[cursor].size == seen.back()) return cursor;
+  if (static_cast<int64_t>(seen.size()) <= ALIKE) return -1;
+  for (int64_t k = std::max(cursor - BEFORE, ALIKE); k < end; ++k)
+    if (std::equal(seen.end() - ALIKE - 1, seen.end(), plan.begin() + k - ALIKE,
+                   [](int64_t size, const Entry& entry) { return size == entry.size; }))
+      return k;
   return -1;
 }
 
-// Returns a request's planned address, or none: PyTorch is to serve it. In REPLAY, under the guard.
+// Returns a request's planned address, or none, and counts which: PyTorch is to serve it. In
+// REPLAY, under the guard.
 char* planned_address(int64_t size) {
-  counts[ALL_BYTES] += size;
-  int64_t rounded = (std::max<int64_t>(size, 1) + align - 1) / align * align;
-  int64_t k = matching_entry(rounded);
+  int64_t rounded = (size + align - 1) / align * align;
   seen.push_back(rounded);
-  if (k < 0) {
-    ++counts[UNMATCHED];
-    return nullptr;
-  }
-  cursor = k + 1;
-  int64_t begin = plan[k].offset;
+  int64_t k = matching_entry();
+  if (k >= 0) cursor = k + 1;
+  int64_t begin = k < 0 ? -1 : plan[k].offset;
   int64_t end = begin + rounded;
-  if (begin < 0) {
-    ++counts[UNPLANNED];
-    return nullptr;
-  }
   auto after = live.lower_bound(begin);
   bool occupied = (after != live.end() && after->first < end) ||
-                  (after != live.begin() && std::prev(after)->second.end > begin);
-  if (occupied) {
-    ++counts[OCCUPIED];
-    return nullptr;
-  }
-  live[begin] = {end, requests, session};
-  if (mode & RECORD)
-    events.push_back({requests++, size, reinterpret_cast<int64_t>(arena + begin)});
-  ++counts[HITS];
+                  (after != live.begin() && std::prev(after)->second > begin);
+  Count met = k < 0 ? UNMATCHED : begin < 0 ? UNPLANNED : occupied ? OCCUPIED : HITS;
+  ++counts[met];
+  counts[ALL_BYTES] += size;
+  if (met != HITS) return nullptr;
   counts[HIT_BYTES] += size;
+  live[begin] = end;
   return arena + begin;
 }
 }  // namespace
 
 #ifndef MEMPLAN_CUDA
 namespace {
-struct Recorded { c10::DataPtr inner; int64_t request, session; };
-std::unordered_map<void*, Recorded> recorded_blocks;
 c10::Allocator* native;
 
-void release(void* p) {  // of a block that is recorded, planned, or PyTorch's (raw, oneDNN's)
-  c10::DataPtr gone;  // when the lock is
+void release(void* p) {  // of a block that is planned, or PyTorch's (recorded, raw, oneDNN's)
   std::unique_lock<std::mutex> lock(guard);
-  if (auto r = recorded_blocks.find(p); r != recorded_blocks.end()) {
-    if ((mode & RECORD) && r->second.session == session)
-      events.push_back({r->second.request, -1, 0});
-    gone = std::move(r->second.inner);
-    recorded_blocks.erase(r);
-    return;
-  }
-  bool planned = live.count(static_cast<char*>(p) - arena);
+  if (live.erase(static_cast<char*>(p) - arena)) return;
+  if (mode == RECORD) note_death(reinterpret_cast<int64_t>(p));
   lock.unlock();
-  planned ? free_planned(p) : native->raw_deleter()(p);
+  native->raw_deleter()(p);
 }
 
 struct Delegate final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
+    std::unique_lock<std::mutex> lock(guard);
     int64_t size = static_cast<int64_t>(n);
-    {
-      std::lock_guard<std::mutex> lock(guard);
-      if ((mode & REPLAY) && size >= min_bytes)
-        if (char* p = planned_address(size))
-          return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
+    void* p = nullptr;
+    if (mode == REPLAY && size >= min_bytes) p = planned_address(size);
+    if (mode == RECORD && size >= min_bytes) {
+      p = native->raw_allocate(n);
+      note_birth(reinterpret_cast<int64_t>(p), size);
     }
-    c10::DataPtr inner = native->allocate(n);
-    std::lock_guard<std::mutex> lock(guard);
-    if (!(mode & RECORD) || size < min_bytes) return inner;
-    void* p = inner.get();
-    events.push_back({requests, size, reinterpret_cast<int64_t>(p)});
-    recorded_blocks[p] = {std::move(inner), requests++, session};
-    return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
+    if (p) return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
+    lock.unlock();
+    return native->allocate(n);
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override {
@@ -149,103 +128,97 @@ extern "C" void install(void*) {
 namespace c10::cuda::CUDACachingAllocator {
 namespace {
 void* stream;  // whose requests count
-c10::DeviceIndex device;
-std::unordered_map<int64_t, int64_t> born;  // address: request
+DeviceIndex device;
 CUDAAllocator* native;
 
 void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
   std::lock_guard<std::mutex> lock(guard);
-  if (!(mode & RECORD) || e.device_ != device) return;
+  if (mode != RECORD || e.device_ != device) return;
   int64_t address = static_cast<int64_t>(e.addr_), size = static_cast<int64_t>(e.size_);
-  if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= min_bytes) {
-    born[address] = requests;
-    events.push_back({requests++, size, address});
-  } else if (e.action_ == TraceEntry::FREE_COMPLETED) {
-    auto found = born.find(address);
-    if (found == born.end()) return;
-    events.push_back({found->second, -1, 0});
-    born.erase(found);
-  }
+  if (e.action_ == TraceEntry::ALLOC && e.stream_ == stream && size >= min_bytes)
+    note_birth(address, size);
+  else if (e.action_ == TraceEntry::FREE_COMPLETED)
+    note_death(address);
 }
 
-#define PASS(type, name, params, args) \
-  type name params override { return native->name args; }
-struct Delegate final : CUDAAllocator {
-  c10::DataPtr allocate(size_t n) override {
-    if ((mode & REPLAY) && static_cast<int64_t>(n) >= min_bytes) {
+void release(void* p) {
+  std::lock_guard<std::mutex> lock(guard);
+  live.erase(static_cast<char*>(p) - arena);
+}
+
+using std::string;
+using Device = c10::DeviceIndex;
+using Pool = MempoolId_t;
+using State = std::shared_ptr<AllocatorState>;
+using Annotations = std::vector<std::pair<string, string>>;
+
+#define PASS0(type, name) type name() override { return native->name(); }
+#define PASS1(type, name, A) \
+  type name(A a) override { return native->name(std::forward<A>(a)); }
+#define PASS2(type, name, A, B) \
+  type name(A a, B b) override { return native->name(std::forward<A>(a), std::forward<B>(b)); }
+#define PASS3(type, name, A, B, C) \
+  type name(A a, B b, C c) override { return native->name(a, b, std::forward<C>(c)); }
+struct Delegate final : CUDAAllocator {  // PyTorch's own, but for allocate
+  DataPtr allocate(size_t n) override {
+    int64_t size = static_cast<int64_t>(n);
+    if (mode == REPLAY && size >= min_bytes) {
       auto now = c10::cuda::getCurrentCUDAStream();
       std::lock_guard<std::mutex> lock(guard);
-      if ((mode & REPLAY) && now.stream() == stream && now.device_index() == device)
-        if (char* p = planned_address(static_cast<int64_t>(n)))
-          return {p, p, &free_planned, c10::Device(c10::DeviceType::CUDA, device)};
+      bool planned = mode == REPLAY && now.stream() == stream && now.device_index() == device;
+      if (char* p = planned ? planned_address(size) : nullptr)
+        return {p, p, &release, c10::Device(c10::DeviceType::CUDA, device)};
     }
     return native->allocate(n);
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // raw blocks: raw_alloc
+  DeleterFnPtr raw_deleter() const override { return nullptr; }  // raw blocks: raw_alloc
   void copy_data(void* to, const void* from, size_t n) const override {
     native->copy_data(to, from, n);
   }
-  PASS(bool, initialized, (), ())
-  PASS(void, emptyCache, (MempoolId_t id), (id))
-  PASS(CachingDeviceAllocator::DeviceStats, getDeviceStats, (c10::DeviceIndex d), (d))
-  PASS(void, resetAccumulatedStats, (c10::DeviceIndex d), (d))
-  PASS(void, resetPeakStats, (c10::DeviceIndex d), (d))
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex d) override {
-    return native->getMemoryInfo(d);
-  }
-  PASS(void*, raw_alloc, (size_t n), (n))
-  PASS(void*, raw_alloc_with_stream, (size_t n, cudaStream_t s), (n, s))
-  PASS(void, raw_delete, (void* p), (p))
-  PASS(void, init, (int count), (count))
-  PASS(double, getMemoryFraction, (c10::DeviceIndex d), (d))
-  PASS(void, setMemoryFraction, (double f, c10::DeviceIndex d), (f, d))
-  PASS(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, (c10::DeviceIndex d), (d))
-  PASS(void, enable, (bool on), (on))
   bool isEnabled() const override { return native->isEnabled(); }
-  PASS(void, cacheInfo, (c10::DeviceIndex d, size_t* n), (d, n))
-  PASS(void*, getBaseAllocation, (void* p, size_t* n), (p, n))
-  PASS(void, recordStream, (const DataPtr& p, CUDAStream s), (p, s))
-  PASS(SnapshotInfo, snapshot, (MempoolId_t id, bool traces), (id, traces))
-  PASS(void, beginAllocateToPool, (c10::DeviceIndex d, MempoolId_t id,
-       std::function<bool(cudaStream_t)> f), (d, id, std::move(f)))
-  PASS(void, endAllocateToPool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(void, releasePool, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(int, getPoolUseCount, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(void, createOrIncrefPool, (c10::DeviceIndex d, MempoolId_t id,
-       std::shared_ptr<CUDAAllocator> a), (d, id, std::move(a)))
-  PASS(void, setUseOnOOM, (c10::DeviceIndex d, MempoolId_t id, bool on), (d, id, on))
-  PASS(void, setNoSplit, (c10::DeviceIndex d, MempoolId_t id), (d, id))
-  PASS(bool, checkPoolLiveAllocations, (c10::DeviceIndex d, MempoolId_t id,
-       const std::unordered_set<void*>& expected), (d, id, expected))
-  PASS(ShareableHandle, shareIpcHandle, (void* p), (p))
-  PASS(std::shared_ptr<void>, getIpcDevPtr, (std::string handle), (std::move(handle)))
-  PASS(bool, isHistoryEnabled, (), ())
-  PASS(void, recordHistory, (bool on, CreateContextFn context, size_t most, RecordContext when,
-       bool clear, const std::vector<std::string>& skip), (on, context, most, when, clear, skip))
-  void recordAnnotation(const std::vector<std::pair<std::string, std::string>>& x) override {
-    native->recordAnnotation(x);
-  }
-  PASS(void, pushCompileContext, (std::string& x), (x))
-  PASS(void, popCompileContext, (), ())
-  PASS(void, setUserMetadata, (const std::string& x), (x))
-  PASS(std::string, getUserMetadata, (), ())
-  PASS(void, attachOutOfMemoryObserver, (OutOfMemoryObserver x), (std::move(x)))
-  PASS(void, attachAllocatorTraceTracker, (AllocatorTraceTracker x), (std::move(x)))
-  PASS(void, enablePeerAccess, (c10::DeviceIndex a, c10::DeviceIndex b), (a, b))
-  PASS(cudaError_t, memcpyAsync, (void* to, int d, const void* from, int e, size_t n,
-       cudaStream_t s, bool peer), (to, d, from, e, n, s, peer))
-  PASS(std::shared_ptr<AllocatorState>, getCheckpointState, (c10::DeviceIndex d, MempoolId_t id),
-       (d, id))
-  PASS(CheckpointDelta, setCheckpointPoolState, (c10::DeviceIndex d,
-       std::shared_ptr<AllocatorState> x), (d, std::move(x)))
-  PASS(std::string, name, (), ())
+  PASS0(bool, initialized) PASS0(string, name)
+  PASS1(void, init, int) PASS1(void, enable, bool) PASS1(void, emptyCache, Pool)
+  PASS1(void*, raw_alloc, size_t) PASS2(void*, raw_alloc_with_stream, size_t, cudaStream_t)
+  PASS1(void, raw_delete, void*) PASS2(void*, getBaseAllocation, void*, size_t*)
+  PASS2(void, recordStream, const DataPtr&, CUDAStream)
+  // statistics and limits
+  PASS1(CachingDeviceAllocator::DeviceStats, getDeviceStats, Device)
+  PASS1(void, resetAccumulatedStats, Device) PASS1(void, resetPeakStats, Device)
+  PASS1(double, getMemoryFraction, Device) PASS2(void, setMemoryFraction, double, Device)
+  PASS1(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, Device)
+  PASS2(void, cacheInfo, Device, size_t*)
+  // pools, graphs, other processes and devices
+  PASS3(void, createOrIncrefPool, Device, Pool, std::shared_ptr<CUDAAllocator>)
+  PASS3(void, beginAllocateToPool, Device, Pool, std::function<bool(cudaStream_t)>)
+  PASS2(void, endAllocateToPool, Device, Pool) PASS2(void, releasePool, Device, Pool)
+  PASS2(int, getPoolUseCount, Device, Pool) PASS2(void, setNoSplit, Device, Pool)
+  PASS3(void, setUseOnOOM, Device, Pool, bool)
+  PASS3(bool, checkPoolLiveAllocations, Device, Pool, const std::unordered_set<void*>&)
+  PASS2(State, getCheckpointState, Device, Pool)
+  PASS2(CheckpointDelta, setCheckpointPoolState, Device, State)
+  PASS1(ShareableHandle, shareIpcHandle, void*) PASS1(std::shared_ptr<void>, getIpcDevPtr, string)
+  PASS2(void, enablePeerAccess, Device, Device)
+  // history
+  PASS0(bool, isHistoryEnabled) PASS2(SnapshotInfo, snapshot, Pool, bool)
+  PASS1(void, recordAnnotation, const Annotations&)
+  PASS1(void, pushCompileContext, string&) PASS0(void, popCompileContext)
+  PASS1(void, setUserMetadata, const string&) PASS0(string, getUserMetadata)
+  PASS1(void, attachOutOfMemoryObserver, OutOfMemoryObserver)
+  PASS1(void, attachAllocatorTraceTracker, AllocatorTraceTracker)
 #if TORCH_VERSION_MINOR >= 13
-  PASS(void, markCaptureBegin, (c10::DeviceIndex d), (d))
-  PASS(void, markCaptureEnd, (c10::DeviceIndex d), (d))
-  PASS(std::shared_ptr<GatheredContext>, getContextForPointer, (const void* p), (p))
-  PASS(void, attachOomRejectionObserver, (OomRejectionObserver x), (std::move(x)))
-  PASS(DataPtr, allocateWithAddress, (size_t n, void* p), (n, p))
+  PASS1(void, markCaptureBegin, Device) PASS1(void, markCaptureEnd, Device)
+  PASS1(std::shared_ptr<GatheredContext>, getContextForPointer, const void*)
+  PASS1(void, attachOomRejectionObserver, OomRejectionObserver)
+  PASS2(DataPtr, allocateWithAddress, size_t, void*)
 #endif
+  void recordHistory(bool on, CreateContextFn context, size_t most, RecordContext when, bool clear,
+                     const std::vector<string>& skip) override {
+    native->recordHistory(on, context, most, when, clear, skip);
+  }
+  cudaError_t memcpyAsync(void* to, int d, const void* from, int e, size_t n, cudaStream_t s,
+                          bool peer) override {
+    return native->memcpyAsync(to, d, from, e, n, s, peer);
+  }
 } delegate;
 }  // namespace
 }  // namespace c10::cuda::CUDACachingAllocator
@@ -263,37 +236,34 @@ extern "C" void install(void* which) {  // after CUDA has started, on its curren
 #endif
 
 extern "C" {
-void begin(int which, int64_t smallest, int64_t step) {
+void begin(int which, int smallest, int alignment) {
   std::lock_guard<std::mutex> lock(guard);
   mode = which;
   min_bytes = smallest;
-  align = step;
-  ++session;
-  requests = 0;
-  cursor = 0;
+  align = alignment;
+  events = cursor = 0;
   std::fill(counts, counts + NUM_COUNTS, 0);
-  events.clear();
+  requests.clear();
+  alive.clear();
   seen.clear();
-#ifdef MEMPLAN_CUDA
-  c10::cuda::CUDACachingAllocator::born.clear();
-#endif
 }
-int64_t end() {
+int end() {  // the number of recorded requests
   std::lock_guard<std::mutex> lock(guard);
   mode = IDLE;
-  return static_cast<int64_t>(events.size());
+  return requests.size();
 }
-int64_t num_events() {  // so far: where a mark falls
+int now() {  // events so far: where a mark falls
   std::lock_guard<std::mutex> lock(guard);
-  return static_cast<int64_t>(events.size());
+  return events;
 }
-const Event* recorded() { return events.data(); }
+const Request* recorded() { return requests.data(); }
 const int64_t* counted() { return counts; }
-int64_t load(void* base, const Entry* entries, int64_t n) {
+int load(void* base, const Entry* entries, int n) {  // the number of blocks that are in the way
   std::lock_guard<std::mutex> lock(guard);
-  if (!live.empty()) return static_cast<int64_t>(live.size());  // the last arena is in use
-  arena = static_cast<char*>(base);
-  plan.assign(entries, entries + n);
-  return 0;
+  if (live.empty()) {
+    arena = static_cast<char*>(base);
+    plan.assign(entries, entries + n);
+  }
+  return live.size();
 }
 }
