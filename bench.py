@@ -41,10 +41,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import costs
 import planner
 import train
 from attention import Attention, pick_kernel
-from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
+from hardware import PROFILES, Machine, Profile, peak_flops, profile_text
 from memplan import StepMemory, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
@@ -1100,13 +1101,18 @@ def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) ->
     return {"table": name, **results}, stopped
 
 
+def layer_seconds(profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int) -> float:
+    """Return what costs.py counts for a layer, forward and backward."""
+    layer = costs.layer_seconds(costs.Estimator(profile), costs.Plan(model, dtype, 1, 1, tokens))
+    return layer.forward + sum(layer.backward)
+
+
 def write_profile(bench: Bench, name: str, per_node: int, hardware: str) -> None:
     """Measure what this machine does, and write it for planner.py. A collective."""
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
              "command": f"{launcher(bench.world)} bench.py --profile {name}"}
-    effort = FULL if bench.gpu else ON_CPU
-    profile = measure_profile(name, bench.device, bench.dtype, bench.kernel(), per_node, effort,
-                              about)
+    machine = Machine(bench.device, bench.dtype, bench.kernel(), per_node)
+    profile = machine.profile(name, layer_seconds, about)
     if bench.memory["host_memory"] is not None:  # some machines show less than they have
         profile = replace(profile, host_bytes=float(bench.memory["host_memory"]))
     path = PROFILES / f"{name}.json" if bench.gpu else bench.out / f"profile-{name}.json"

@@ -649,8 +649,7 @@ def with_hardware(run: Run) -> Run:
     name = device_name(run.device)
     if cfg.ranks and run.device.type == "cpu":
         name = "NVIDIA H200"
-    profile = of_rank_0(hardware.find_profile(  # of mixed devices, one plan
-        name, run.device, run.dtype, run.kernel, cfg.per_node, print0))
+    profile = of_rank_0(hardware.known_profile(name, cfg.per_node))  # of mixed devices, one plan
     return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
 
