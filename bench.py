@@ -999,7 +999,8 @@ def parse() -> argparse.Namespace:
                         help=f"of {', '.join(TABLES)}; default: step")
     parser.add_argument("--quick", action="store_true",
                         help="table step with a small model, in a minute")
-    parser.add_argument("--profile", default="", metavar="NAME", help="measure the rates that "
+    parser.add_argument("--profile", default="", type=str.lower, metavar="NAME",
+                        help="measure the rates that "
                         "planner.py predicts by, on all ranks, in two minutes, and write "
                         "results/profiles/NAME.json; no table")
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "

@@ -17,12 +17,10 @@ Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 """
 import bisect
 import functools
-import itertools
 import json
 import math
 import re
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -78,8 +76,8 @@ def rounded(value, digits: int):
 def profile_text(profile: Profile) -> str:
     """Return a profile's file: JSON, a point a line."""
     text = json.dumps(rounded(asdict(profile), 4), indent=1)
-    return re.sub(r"\[\s+([-\d.e+]+(?:,\s+[-\d.e+]+)*)\s+\]",
-                  lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
+    point = r"\[\s+([-\d.e+]+(?:,\s+[-\d.e+]+)*)\s+\]"
+    return re.sub(point, lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
 
 
 def interpolate(points: Points, at: float) -> float:
@@ -118,11 +116,16 @@ def times(rates, factor: float):
     return rates * factor
 
 
-def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
-           network: float = 1.0, host: float = 1.0, **changes) -> Profile:
+def scaled(profile: Profile, name: str,
+           flops: float = 1.0, memory: float = 1.0,
+           network: float = 1.0, host: float = 1.0,
+           **changes) -> Profile:
     """Return a profile whose rates are so many times those of another one."""
-    factors = {"products": flops, "attention": flops, "memory": memory, "optimizer": memory,
-               "collectives": network, "to_host": host, "visits": host}
+    factors = {
+        "products": flops, "attention": flops,
+        "memory": memory, "optimizer": memory,
+        "collectives": network,
+        "to_host": host, "visits": host}
     rates = {key: times(getattr(profile, key), factor) for key, factor in factors.items()}
     return replace(profile, name=name, **rates, **changes)
 
@@ -130,42 +133,36 @@ def scaled(profile: Profile, name: str, flops: float = 1.0, memory: float = 1.0,
 # ---------------------------------------------------------------------------- which profile
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A GPU's data sheet: what scales another one's profile where it has none of its own."""
-
-    flops: float  # dense bf16
-    memory: float  # bytes/s
-    nvlink: float  # bytes/s one way
-    pcie: float  # bytes/s one way
-    gib: float  # of memory, as PyTorch finds it
-
-
-SHEETS = {  # by PyTorch's device name, first match
-    r"A100.*40GB": Sheet(312e12, 1.555e12, 300e9, 32e9, 39.4),
-    r"A800": Sheet(312e12, 2.039e12, 200e9, 32e9, 79.2),
-    r"A100": Sheet(312e12, 2.039e12, 300e9, 32e9, 79.2),
-    r"H100 PCIe": Sheet(756e12, 2.0e12, 64e9, 64e9, 79.2),
-    r"H100 NVL": Sheet(835e12, 3.9e12, 300e9, 64e9, 93.1),
-    r"H200 NVL": Sheet(835e12, 4.8e12, 450e9, 64e9, 139.8),
-    r"H800": Sheet(989.4e12, 3.35e12, 200e9, 64e9, 79.2),
-    r"H100": Sheet(989.4e12, 3.35e12, 450e9, 64e9, 79.2),
-    r"H200": Sheet(989.4e12, 4.8e12, 450e9, 64e9, 139.8),
-    r"B200": Sheet(2250e12, 7.7e12, 900e9, 64e9, 178.4),
+# data sheets, which scale another GPU's profile where one has none of its own, by PyTorch's device
+# name, first match: dense bf16 FLOP/s; bytes/s of memory, of NVLink and of PCIe one way; GiB of
+# memory, as PyTorch finds it
+SHEETS = {
+    r"A100.*40GB": (312e12, 1.555e12, 300e9, 32e9, 39.4),
+    r"A800": (312e12, 2.039e12, 200e9, 32e9, 79.2),
+    r"A100": (312e12, 2.039e12, 300e9, 32e9, 79.2),
+    r"H100 PCIe": (756e12, 2.0e12, 64e9, 64e9, 79.2),
+    r"H100 NVL": (835e12, 3.9e12, 300e9, 64e9, 93.1),
+    r"H200 NVL": (835e12, 4.8e12, 450e9, 64e9, 139.8),
+    r"H800": (989.4e12, 3.35e12, 200e9, 64e9, 79.2),
+    r"H100": (989.4e12, 3.35e12, 450e9, 64e9, 79.2),
+    r"H200": (989.4e12, 4.8e12, 450e9, 64e9, 139.8),
+    r"B200": (2250e12, 7.7e12, 900e9, 64e9, 178.4),
 }
-
 BASE = "NVIDIA H200"  # whose profile others' are scaled from
 
 
-def find_sheet(device_name: str) -> Sheet | None:
-    return next((sheet for name, sheet in SHEETS.items()
-                 if re.search(rf"\b({name})\b", device_name, re.IGNORECASE)), None)
+def find_sheet(device_name: str) -> tuple[float, ...] | None:
+    """Return a device's row of SHEETS, None if it has none."""
+    for name, sheet in SHEETS.items():
+        if re.search(rf"\b({name})\b", device_name, re.IGNORECASE):
+            return sheet
+    return None
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return dense bf16 FLOP/s of a device, None if it is not in SHEETS: no MFU, then."""
     sheet = find_sheet(device_name)
-    return sheet.flops if sheet else None
+    return sheet[0] if sheet else None
 
 
 def profile_names() -> list[str]:
@@ -196,10 +193,13 @@ def check_profile(profile: Profile) -> None:
     tables += [profile.attention[kind] for kind in PASSES]
     for op in COLLECTIVES:
         tables += profile.collectives[op].values()
-    tables.append([[profile.memory, profile.optimizer, profile.to_host, profile.visits]])
+    rates = profile.memory, profile.optimizer, profile.to_host, profile.visits
+    tables.append([rates])
     for points in tables:
-        good = all(0 < x < math.inf for point in points for x in point)
-        if not good or points != sorted(points):
+        positive = all(
+            0 < x < math.inf
+            for point in points for x in point)
+        if not positive or points != sorted(points):
             raise ValueError(f"{points}: positive numbers at ascending points")
 
 
@@ -208,10 +208,13 @@ def known_profile(device_name: str, per_node: int) -> Profile:
     smallest node of so many, else of the largest node; without any, an H200's by data sheets."""
     every = [load_profile(f"{PROFILES / known}.json") for known in profile_names()]
     kind = find_sheet(device_name) or device_name
-    own = [p for p in every if (find_sheet(p.device) or p.device) == kind]
+    own = [
+        p for p in every
+        if (find_sheet(p.device) or p.device) == kind]
     if not own:
         return by_data_sheet(device_name, per_node)
-    nearest = min(own, key=lambda p: (p.per_node < per_node, abs(p.per_node - per_node)))
+    nearest = min(
+        own, key=lambda p: (p.per_node < per_node, abs(p.per_node - per_node)))
     return with_node(nearest, per_node)
 
 
@@ -219,19 +222,16 @@ def by_data_sheet(device_name: str, per_node: int) -> Profile:
     """Return an H200's profile by the ratios of the data sheets; as it is, if the device has
     none."""
     base = known_profile(BASE, per_node)
-    old = find_sheet(BASE)
     new = find_sheet(device_name)
+    old = find_sheet(BASE)
     how = "by its data sheet" if new else "as an H200, since it has no data sheet here"
     new = new or old
+    *ratios, _ = (x / y for x, y in zip(new, old))
     return scaled(
-        base, f"{device_name} {how}",
-        flops=new.flops / old.flops,
-        memory=new.memory / old.memory,
-        network=new.nvlink / old.nvlink,
-        host=new.pcie / old.pcie,
+        base, f"{device_name} {how}", *ratios,
         device=device_name,
         peak_flops=peak_flops(device_name),
-        gpu_bytes=new.gib * 2**30,
+        gpu_bytes=new[-1] * 2**30,
         sources={"all": f"{base.name}'s, by the ratios of the data sheets"})
 
 
@@ -244,9 +244,10 @@ def with_node(profile: Profile, per_node: int) -> Profile:
     names = ["collectives", "overlap"]
     if per_node > 1:
         names += ["per_node", "to_host", "visits", "host_bytes"]
-    changes = {name: getattr(shared, name) for name in names}
-    changes["sources"] = profile.sources | dict.fromkeys(names, shared.sources["all"])
-    return replace(profile, **changes)
+    return replace(
+        profile,
+        **{name: getattr(shared, name) for name in names},
+        sources=profile.sources | dict.fromkeys(names, shared.sources["all"]))
 
 
 # ---------------------------------------------------------------------------- measuring
@@ -260,8 +261,7 @@ class Machine:
     tokens = (2048, 4096, 16384)
     widths = (2048, 4096, 8192)
     seqs = (1024, 4096, 16384, 65536, 262144)
-    sizes = (2**20, 2**23, 2**26, 2**29)  # bytes that are sent
-    heads = 8  # of attention
+    sizes = (2**20, 2**23, 2**26, 2**29)  # bytes that are sent, or (the last) copied to the host
     middle = 4096  # tokens and width of whole layers
 
     def __init__(self, device: torch.device, dtype: torch.dtype, kernel: str, per_node: int):
@@ -278,16 +278,17 @@ class Machine:
             self.sizes = (2**16, 2**20)
             self.middle = 256
 
-    def profile(self, name: str, layer_seconds: Callable, about: dict) -> Profile:
+    def profile(self, name: str, layer_seconds, about: dict) -> Profile:
         """Measure what this machine does. layer_seconds(profile, model, dtype, tokens): what
         costs.py counts for a layer, forward and backward."""
-        host_bytes = float(Path("/proc/meminfo").read_text().split()[1]) * 1024
+        host_bytes = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
         device_name, gpu_bytes = "CPU", host_bytes
         if self.gpu:
             properties = torch.cuda.get_device_properties(self.device)
-            device_name, gpu_bytes = properties.name, float(properties.total_memory)
+            device_name, gpu_bytes = properties.name, properties.total_memory
         profile = Profile(
-            name, device_name, self.per_node, gpu_bytes, host_bytes, peak_flops(device_name),
+            name, device_name, self.per_node, gpu_bytes, host_bytes,
+            peak_flops(device_name),
             self.product_rates(),
             self.attention_rates(),
             math.inf,  # memory, below
@@ -304,68 +305,66 @@ class Machine:
     def time(self, fn):
         """Return the seconds of a call among many, back to back, after as many that warm up."""
         calls = 1
-        for turn in range(4):
-            dist.barrier()  # all ranks copy and send at the same time
+        for turn in range(4):  # all ranks at the same time: most_of_ranks waits for them
             start = time.perf_counter()
             for _ in range(calls):
                 fn()
             if self.gpu:
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize()
             seconds = most_of_ranks(time.perf_counter() - start, self.device)
             if turn == 1:
-                calls = max(2, min(2000, math.ceil(self.seconds / seconds)))
+                calls = max(2, math.ceil(self.seconds / seconds))
         return seconds / calls
 
     def product_rates(self):
         """Return FLOP/s of y = x W^T, dx = dy W, dW = dy^T x and, in float32, dW += dy^T x; W
         (width, width)."""
         found = {kind: [] for kind in PRODUCTS}
-        for tokens, width in itertools.product(self.tokens, self.widths):
-            x = self.random(tokens, width)
-            w = self.random(width, width)
-            dw = torch.zeros_like(w)
-            total = torch.zeros_like(w, dtype=accumulation_dtype(self.dtype))
-            work = (
-                lambda: x @ w.t(),
-                lambda: x @ w,
-                lambda: weight_grad_into(x, x, dw, 0),
-                lambda: weight_grad_into(x, x, total, 1))
-            for kind, fn in zip(PRODUCTS, work):
-                found[kind].append([tokens, width, 2 * tokens * width**2 / self.time(fn)])
+        for tokens in self.tokens:
+            for width in self.widths:
+                x = self.random(tokens, width)
+                w = self.random(width, width)
+                dw = torch.zeros_like(w)
+                total = torch.zeros_like(w, dtype=accumulation_dtype(self.dtype))
+                work = (
+                    lambda: x @ w.t(),
+                    lambda: x @ w,
+                    lambda: weight_grad_into(x, x, dw, 0),
+                    lambda: weight_grad_into(x, x, total, 1))
+                for kind, fn in zip(PRODUCTS, work):
+                    found[kind].append([tokens, width, 2 * tokens * width**2 / self.time(fn)])
         return found
 
     def attention_rates(self):
         """Return FLOP/s of causal attention, half of the (T, T) matrix counted."""
-        found = {kind: [] for kind in PASSES}
+        forward, backward = [], []
         op = self.attention
         for seq in self.seqs:
             batch = max(1, self.tokens[-1] * 4 // seq)  # much longer than its launch
-            q, k, v, do = (self.random(batch, seq, self.heads, 128) for _ in range(4))
+            q, k, v, do = (self.random(batch, seq, 8, 128) for _ in range(4))  # 8 heads
             o, lse = op.forward(q, k, v)
             flops = 2 * q.numel() * seq
-            forward = self.time(lambda: op.forward(q, k, v))
-            backward = self.time(lambda: op.backward(lambda: (do, []), q, k, v, o, lse))
-            found["forward"].append([seq, flops / forward])
-            found["backward"].append([seq, 2.5 * flops / backward])
-        return found
+            forward.append([seq, flops / self.time(lambda: op.forward(q, k, v))])
+            seconds = self.time(lambda: op.backward(lambda: (do, []), q, k, v, o, lse))
+            backward.append([seq, 2.5 * flops / seconds])
+        return {"forward": forward, "backward": backward}
 
     def make_model(self, layers, width):
         heads = width // 128
         cfg = ModelConfig(256, width, layers, heads, heads, width * 43 // 16)
-        with torch.device(self.device):
-            model = LLaMA(cfg, self.attention).to(self.dtype)
+        model = LLaMA(cfg, self.attention).to(self.device, self.dtype)
         model.init_weights(0)
         return model
 
     def make_layers(self):
         """Return a model, and a function that runs its layers forward and backward."""
         size = self.middle
-        model = self.make_model(4, size)
+        model = self.make_model(2, size)
         positions = torch.arange(size, device=self.device)
         x = self.random(1, size, size).requires_grad_()
 
         def run():
-            y = model.run_layers(range(4), model.layer_runner, x, positions)
+            y = model.run_layers(range(2), model.layer_runner, x, positions)
             y.backward(x.detach())
             model.zero_grad()
 
@@ -387,10 +386,10 @@ class Machine:
         model = self.make_model(4, self.middle)
         states = States(model, self.device, self.dtype, place=place)
         held = states.bytes()
-        moved = held["optimizer"]
-        if place == "gpu":
-            moved = held["parameters"] // self.dtype.itemsize * update_bytes(self.dtype)
-        return moved / self.time(lambda: states.update(0.0, 0.0))
+        moved = {
+            "gpu": held["parameters"] / self.dtype.itemsize * update_bytes(self.dtype),
+            "host": held["optimizer"]}
+        return moved[place] / self.time(lambda: states.update(0.0, 0.0))
 
     def copy_rate(self):
         """Return bytes/s to the host, of page-locked memory."""
@@ -412,15 +411,14 @@ class Machine:
         for micro_batch in range(40):
             if micro_batch % 4 == 0:
                 states.begin_step()
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize()
             start = time.perf_counter()
             loss = model(ids, ids)
             middle = time.perf_counter()
             loss.backward()
             moments.append([start, middle, time.perf_counter()])
-        warm = torch.tensor(moments[8:], dtype=torch.float64)
-        seconds = warm.diff().mean(0) / model.cfg.layers
-        return dict(zip(PASSES, seconds.tolist()))
+        seconds = torch.tensor(moments[8:], dtype=torch.float64).diff()  # two steps warm up
+        return dict(zip(PASSES, (seconds.mean(0) / 24).tolist()))
 
     def collective_rates(self):
         """Return bytes/s by operation and mesh, all groups of a mesh at once. Bytes: of the whole
@@ -429,15 +427,15 @@ class Machine:
         groups = Groups()
         per_node = self.per_node
         nodes = groups.ranks // per_node
-        for n, g in itertools.product(range(1, nodes + 1), range(1, per_node + 1)):
-            if n * g == 1 or nodes % n or per_node % g:
-                continue
-            # g neighbours in each of n nodes in a row
-            group = groups.get("profile", lambda r: (r % per_node // g, r // per_node // n))
-            for size in self.sizes:
-                for op, fn in self.collectives(group, size).items():
-                    points = found[op].setdefault(mesh_name((g, n)), [])
-                    points.append([size, size / self.time(fn)])
+        for n in range(1, nodes + 1):
+            for g in range(1, per_node + 1):  # g neighbours in each of n nodes in a row
+                if n * g == 1 or nodes % n or per_node % g:
+                    continue
+                group = groups.get("profile", lambda r: (r % per_node // g, r // per_node // n))
+                mesh = mesh_name((g, n))
+                for size in self.sizes:
+                    for op, fn in self.collectives(group, size).items():
+                        found[op].setdefault(mesh, []).append([size, size / self.time(fn)])
         return found
 
     def collectives(self, group, size):
@@ -446,7 +444,7 @@ class Machine:
         part = self.random(size // self.dtype.itemsize // len(ranks))
         parts = part.repeat(len(ranks), 1)
         whole = parts.flatten()
-        one_node = ranks[0] // self.per_node == ranks[-1] // self.per_node
+        one_node = ranks[-1] - ranks[0] < self.per_node
         exchange = Exchange(group, self.gpu and one_node and gpus_reach_each_other())
         (received,) = exchange.allocate_buffers([parts.shape], parts)
         work = (
@@ -460,10 +458,11 @@ class Machine:
     def overlap_factors(self):
         """Return how much longer compute and communication take while both run: gathers and
         scatters of all ranks beside a layer, all-to-alls beside attention."""
-        if not self.gpu or dist.get_world_size() == 1:
+        group = Groups().get("profile", lambda r: 0)
+        if not self.gpu or group is None:
             return {"collectives": [1.0, 1.0], "all_to_all": [1.0, 1.0]}
-        run = self.collectives(Groups().get("profile", lambda r: 0), self.sizes[-1])
-        q = self.random(1, self.tokens[-1], self.heads, 128)
+        run = self.collectives(group, self.sizes[-1])
+        q = self.random(1, self.tokens[-1], 8, 128)
         _, layers = self.make_layers()
 
         def gather_and_scatter():
@@ -480,25 +479,25 @@ class Machine:
         own, while both run. work: a function each."""
         streams = torch.cuda.current_stream(), CommStream(self.device).stream
         alone = [self.time(fn) for fn in work]
-        calls = [math.ceil(self.seconds / 8 / seconds) for seconds in alone]  # of a turn
+        longest = max(self.seconds / 8, *alone)
+        calls = [math.ceil(longest / seconds) for seconds in alone]
         events = []
-        torch.cuda.synchronize(self.device)
-        dist.barrier()
-        # in turns, so that the host is ahead of both streams; timed are those in which both work
+        # in turns, so that the host is ahead of both streams; `time` has waited for all before.
+        # The middle third is timed: in it both work
         for turn in range(48):
             for stream, fn, count in zip(streams, work, calls):
                 with torch.cuda.stream(stream):
                     if turn in (16, 32):
-                        event = torch.cuda.Event(enable_timing=True)
-                        events.append(stream.record_event(event))
+                        events.append(torch.cuda.Event(enable_timing=True))
+                        events[-1].record()
                     for _ in range(count):
                         fn()
-        torch.cuda.synchronize(self.device)
-        factors = []
-        for begin, end, count, seconds in zip(events[:2], events[2:], calls, alone):
-            factor = begin.elapsed_time(end) / 1e3 / (16 * count * seconds)
-            factors.append(max(1.0, most_of_ranks(factor, self.device)))
-        return factors
+        torch.cuda.synchronize()
+        spans = zip(events[:2], events[2:], calls, alone)
+        return [
+            max(1.0, most_of_ranks(
+                begin.elapsed_time(end) / 1e3 / (16 * count * seconds), self.device))
+            for begin, end, count, seconds in spans]
 
 
 def mesh_name(mesh: tuple[int, int]) -> str:
