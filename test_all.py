@@ -5050,7 +5050,7 @@ def test_placement_is_the_best(leaves, per_node):
             rings = placement.make_rings(ranks, f, layout, several, 1e9, 2e9, sp, exchanged)
             placed = placement.place_nodes(list(leaves), rings, per_node)
             assert sorted(placed.order) == list(range(num_nodes))
-            before, after = sum(placed.before.values()), sum(placed.after.values())
+            before, after = placed.before, placed.after
             best = min(spine_bytes(order, rings, per_node) for order in every)
             assert before == pytest.approx(spine_bytes(leaves, rings, per_node), abs=1)
             used = [leaves[node] for node in placed.order]
@@ -5070,7 +5070,7 @@ def test_placement_of_many_nodes():
     some.shuffle(leaves)
     rings = placement.make_rings(1024, shard.Factors(32, 32, 64), "inter", 4, 14e9, 14e9, 64, 4e9)
     placed = placement.place_nodes(leaves, rings, 8)
-    assert sum(placed.after.values()) < sum(placed.before.values()) / 2
+    assert placed.after < placed.before / 2
     used = [leaves[node] for node in placed.order]
     straddling = sum(len(set(used[i : i + 4])) > 1 for i in range(0, 128, 4))
     assert straddling == 32 - sum(count // 4 for count in Counter(leaves).values())
@@ -5081,16 +5081,12 @@ def test_placement_lines():
     placed = placement.place_nodes(list("abab"), rings, 2)
     assert placed.describe([f"n{i:02}" for i in range(8, 12)]) == (
         "order of nodes: n08, n10, n09, n11\n"
-        "spine traffic 36.00 -> 8.00 GiB a step, 78 % saved\n"
-        "  param_gather 24.00 -> 0.00, grad_scatter 12.00 -> 0.00, param_broadcast 0.00 -> 4.00, "
-        "grad_reduce 0.00 -> 4.00"
+        "spine traffic 36.00 -> 8.00 GiB a step, 78% saved"
     )
     placed = placement.place_nodes(list("aaaa"), rings, 2)
     assert placed.describe("0123") == (
-        "order of nodes: 0..3\n" "spine traffic 0.00 -> 0.00 GiB a step"
+        "order of nodes: 0, 1, 2, 3\n" "spine traffic 0.00 -> 0.00 GiB a step, 0% saved"
     )
-    names = "a08 a09 a10 a2 b3 b4 login 7 8 3".split()
-    assert placement.in_ranges(names) == "a08..a10, a2, b3..b4, login, 7..8, 3"
 
 
 def test_leaf_flag(tmp_path):
@@ -5099,11 +5095,11 @@ def test_leaf_flag(tmp_path):
     file.write_text("# the third row\nn2 left  # new\n\nn1\tright\n")
     assert placement.parse_leaf(str(file), 2) == (["n2", "n1"], ["left", "right"])
     for text, message in (
-        ("n1 a\nn2\n", "line 2: 'n2': a node's name"),
-        ("n1 a b\n", "line 1: 'n1 a b': a node's name"),
-        ("n1 a\nn2 a\nn1 b", "line 3: node n1 is under leaf a already"),
-        ("n1 a\n\nn2 a\nn3 b", "line 4: node n3 is one more than 2"),
-        ("n1 a\n\n", "1 nodes of 2; one a line"),
+        ("n1 a\nn2\n", "a file of a node's name.*#1 has length 1; 2 is required"),
+        ("n1 a b\n", "a file of a node's name.*#0 has length 3; 2 is required"),
+        ("n1 a\nn2 a\nn1 b", "3 lines of 2 nodes, instead of one for each of 2"),
+        ("n1 a\n\nn2 a\nn3 b", "3 lines of 3 nodes, instead of one for each of 2"),
+        ("n1 a\n\n", "1 lines of 1 nodes, instead of one for each of 2"),
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
