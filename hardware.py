@@ -313,7 +313,7 @@ class Machine:
                 torch.cuda.synchronize()
             seconds = most_of_ranks(time.perf_counter() - start, self.device)
             if turn == 1:
-                calls = max(2, math.ceil(self.seconds / seconds))
+                calls = math.ceil(self.seconds / seconds)
         return seconds / calls
 
     def product_rates(self):
@@ -394,7 +394,7 @@ class Machine:
     def copy_rate(self):
         """Return bytes/s to the host, of page-locked memory."""
         here = self.random(self.sizes[-1] // self.dtype.itemsize)
-        there = torch.empty_like(here, device="cpu", pin_memory=self.gpu)
+        there = torch.empty(here.shape, dtype=self.dtype, pin_memory=self.gpu)
         return here.nbytes / self.time(lambda: there.copy_(here, non_blocking=True))
 
     def launch_seconds(self):

@@ -42,6 +42,7 @@ from shard import Factors
 
 # ---------------------------------------------------------------------------- placement
 
+
 @dataclass(frozen=True)
 class Ring:
     """A communication of all ranks: in every block of `block` neighbours, each rank sends to the
@@ -81,7 +82,9 @@ def make_rings(ranks: int, f: Factors, layout: str, micro_batches: int,
         Ring(kind, block, stride,
              times * size * (1 - stride / block))
         for kind, block, stride, size, times in rows]
-    rings += [Ring("all_to_all", sp, i, exchanged_bytes / sp) for i in range(1, sp)]
+    rings += [
+        Ring("all_to_all", sp, i, exchanged_bytes / sp)
+        for i in range(1, sp)]
     return [ring for ring in rings if ring.sent]
 
 
@@ -160,7 +163,9 @@ def place_nodes(leaves: list[str], rings: list[Ring], per_node: int) -> Placemen
     starts = [given]
     for i in range(len(sizes) + 1):
         packed = pack_blocks(sizes[i:], given)
-        starts += [np.roll(packed, turn) for turn in range(8)]  # blocks may begin within a leaf
+        starts += [  # turned, since blocks may begin within a leaf
+            np.roll(packed, turn)
+            for turn in range(8)]
     starts.sort(key=spine_bytes)
     found = [given] + [swap_places(traffic, start) for start in starts[:24]]  # for 512 nodes: 10 s
     whole = traffic.sum() or 1.0
@@ -168,8 +173,7 @@ def place_nodes(leaves: list[str], rings: list[Ring], per_node: int) -> Placemen
         found, key=lambda order: round(spine_bytes(order) / whole, 9))
     order = np.empty_like(given)  # nodes of a leaf take its places in the given order
     order[best.argsort(kind="stable")] = given.argsort(kind="stable")
-    return Placement(
-        order.tolist(), spine_bytes(given), spine_bytes(best))
+    return Placement(order.tolist(), spine_bytes(given), spine_bytes(best))
 
 
 def parse_leaf(text: str, num_nodes: int) -> tuple[list[str], list[str]]:
