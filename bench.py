@@ -41,10 +41,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import costs
 import planner
 import train
 from attention import Attention, pick_kernel
-from hardware import FULL, ON_CPU, PROFILES, measure_profile, peak_flops, profile_text
+from hardware import PROFILES, Machine, Profile, peak_flops, profile_text
 from memplan import StepMemory, draw, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
@@ -998,7 +999,8 @@ def parse() -> argparse.Namespace:
                         help=f"of {', '.join(TABLES)}; default: step")
     parser.add_argument("--quick", action="store_true",
                         help="table step with a small model, in a minute")
-    parser.add_argument("--profile", default="", metavar="NAME", help="measure the rates that "
+    parser.add_argument("--profile", default="", type=str.lower, metavar="NAME",
+                        help="measure the rates that "
                         "planner.py predicts by, on all ranks, in two minutes, and write "
                         "results/profiles/NAME.json; no table")
     parser.add_argument("--out", help="folder of the results files; default: results on GPUs, "
@@ -1100,13 +1102,18 @@ def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) ->
     return {"table": name, **results}, stopped
 
 
+def layer_seconds(profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int) -> float:
+    """Return what costs.py counts for a layer, forward and backward."""
+    layer = costs.layer_seconds(costs.Estimator(profile), costs.Plan(model, dtype, 1, 1, tokens))
+    return layer.forward + sum(layer.backward)
+
+
 def write_profile(bench: Bench, name: str, per_node: int, hardware: str) -> None:
     """Measure what this machine does, and write it for planner.py. A collective."""
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
              "command": f"{launcher(bench.world)} bench.py --profile {name}"}
-    effort = FULL if bench.gpu else ON_CPU
-    profile = measure_profile(name, bench.device, bench.dtype, bench.kernel(), per_node, effort,
-                              about)
+    machine = Machine(bench.device, bench.dtype, bench.kernel(), per_node)
+    profile = machine.profile(name, layer_seconds, about)
     if bench.memory["host_memory"] is not None:  # some machines show less than they have
         profile = replace(profile, host_bytes=float(bench.memory["host_memory"]))
     path = PROFILES / f"{name}.json" if bench.gpu else bench.out / f"profile-{name}.json"

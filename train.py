@@ -650,8 +650,7 @@ def with_hardware(run: Run) -> Run:
     name = device_name(run.device)
     if cfg.ranks and run.device.type == "cpu":
         name = "NVIDIA H200"
-    profile = hardware.find_profile(
-        name, run.device, run.dtype, run.kernel, cfg.per_node, print0)
+    profile = hardware.known_profile(name, cfg.per_node)
     profile = of_all_ranks(profile)[0]  # of mixed devices, one plan
     return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
 
