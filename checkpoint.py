@@ -24,7 +24,7 @@ run code. Hugging Face's files are read and written one tensor at a time; ours a
 q, k and v, gate_up two matrices.
 
     find_checkpoint(...) -> Checkpoint  load_checkpoint(states, found)       Saver(...).begin(meta)
-    hf_config(folder) -> ModelConfig    hf_open(folder, config) -> read      hf_export(...)
+    hf_config(source) -> ModelConfig    hf_open(folder, config) -> read      hf_export(...)
 
 Left out: checkpoints in several places, and Hugging Face's files of other architectures
 (_ARCHITECTURES), or in pickles.
@@ -587,7 +587,7 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
     if wrong:
         made = saved.meta["config"]
         source = f"--model {made.get('model')}"
-        if made.get("model") == "hf":
+        if made.get("model") == "auto":  # an import
             flags = ("init", "rope_scaling")
             source = " ".join(f"--{name.replace('_', '-')} {made[name]}" for name in flags
                               if made.get(name)) + "; a resume needs none of these flags"
@@ -788,15 +788,14 @@ def hf_source(folder: str | Path) -> dict:
     return c
 
 
-def hf_config(folder: str | Path) -> ModelConfig:
-    """Return the model of config.json. Raises ValueError for what is not built."""
-    c = hf_source(folder)
+def hf_config(source: dict) -> ModelConfig:
+    """Return the model of a config.json. Raises ValueError for what is not built."""
     try:
-        return _hf_model(c, _ARCHITECTURES[c["model_type"]])
+        return _hf_model(source, _ARCHITECTURES[source["model_type"]])
     except KeyError as e:
-        raise ValueError(f"{folder}/config.json: no key {e}") from e
+        raise ValueError(f"config.json: no key {e}") from e
     except ValueError as e:
-        raise ValueError(f"{folder}/config.json: {e}") from e
+        raise ValueError(f"config.json: {e}") from e
 
 
 def _hf_model(c: dict, architecture: Architecture) -> ModelConfig:
@@ -977,7 +976,7 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
 
 def hf_model(folder: str | Path) -> LLaMA:
     """Return the model of a Hugging Face folder on the CPU, in float32. Raises ValueError."""
-    cfg = hf_config(folder)
+    cfg = hf_config(hf_source(folder))
     read = hf_open(folder, cfg)
     model = LLaMA(cfg)
     for name, p in model.named_parameters():

@@ -566,9 +566,11 @@ def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) ->
     alpha = constraints.alpha
     n = max(plan.parts)
     has = f"each of {plan.pp * plan.pp_chunks} parts" if plan.pp > 1 else "the model"
-    if k and k > n:
+    if k is not None and not 2 <= k <= n:
         raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the {n}"
                          f" that {has} has")
+    if alpha is not None and not 0 <= alpha <= 1:
+        raise ValueError(f"--alpha {alpha}: from 0 to 1")
     if alpha and n <= 2:
         raise ValueError(f"--alpha {alpha}: the last two layers never swap, and {has} has {n}")
     if alpha and k == n:
@@ -1349,12 +1351,15 @@ def main(argv: list[str] | None = None) -> int:
     import train  # whose flags these are: the one import that points upward, for the program alone
 
     parser = train.make_parser("Which factors? Print the best plans of train.py's flags for a "
-                               "cluster, on any machine.")
+                               "cluster, on any machine.", train.Config)
+    parser.add_argument("--ranks", type=int, default=0, help="GPUs (default: of a node)")
+    parser.add_argument("--per-node", type=int, default=0, help="GPUs of a node (default: the "
+                        "profile's)")
     parser.add_argument("--cluster", default="h200x8", help="profile of the machine: "
                         f"{', '.join(profile_names())}, or a file of bench.py --profile (default: "
                         "%(default)s)")
     parser.add_argument("--top", type=int, default=10, help="plans to print (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print them as JSON, and nothing else")
+    parser.add_argument("--json", action="store_true", default=False, help="print them as JSON, and nothing else")
     parser.add_argument("--leaf", default="", help="nodes under a leaf switch, or a file with a "
                         "node's and its leaf's name a line: print the best order of nodes")
     args = parser.parse_args(argv)
@@ -1411,18 +1416,22 @@ def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
     """Return what a command asks for. Raises ValueError."""
     import train
 
-    flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(train.Config)}
+    names = [f.name for f in dataclasses.fields(train.Config)]
+    cfg = train.Config(**{name: value for name, value in vars(args).items() if name in names})
+    cfg, model, _ = train.choose_model(cfg, torch.device("cuda"), None)
     # of a GPU by its name, nodes of 8
     named = find_sheet(args.cluster) and not args.cluster.endswith(".json")
     per_node = 8 if named else load_profile(args.cluster).per_node
-    cfg, model = train.planned_flags(train.Config(**flags), per_node)
-    profile = load_profile(args.cluster, cfg.per_node)
+    ranks = args.ranks or per_node
+    per_node = args.per_node or math.gcd(per_node, ranks)
+    profile = load_profile(args.cluster, per_node)
     hardware = Hardware(
-        cfg.ranks, cfg.per_node, profile,
+        ranks, per_node, profile,
         GPU_SHARE * min(profile.gpu_bytes, cfg.gpu_memory or profile.gpu_bytes),
-        (cfg.host_memory or profile.host_bytes * 7 // 8) / max(1, min(cfg.per_node, cfg.ranks)))
-    constraints = constraints_of(cfg, train.DTYPES[cfg.dtype], train.usual_batch(cfg))
-    check(constraints, model, cfg.ranks, cfg.per_node)
+        (cfg.host_memory or profile.host_bytes * 7 // 8) / max(1, min(per_node, ranks)))
+    constraints = constraints_of(cfg, train.DTYPES.get(cfg.dtype, torch.bfloat16),
+                                 train.default_batch(cfg))
+    check(constraints, model, ranks, per_node)
     return constraints, model, hardware
 
 
