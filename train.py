@@ -51,8 +51,8 @@ import parallel
 import planner
 from attention import (CommStream, Documents, Exchange, Ulysses, pick_kernel, sequence_positions)
 from checkpoint import Checkpoint
-from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
-                  fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
+from data import (Sequences, are_ids, check_tokens, document_starts, find_files, fingerprint,
+                  open_corpus, regular, split, tokenise)
 from memplan import StepMemory, library, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
@@ -119,11 +119,12 @@ class Config:
     seed: int = flag(0, "of the weights and of the order of the data")
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
                      " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside"
-                     ' it says: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, of which 0 is'
-                     " never a label), a folder with .bin files (val.bin is the validation split),"
+                     ' it says: {"token_bytes": 4, "ignore": 0}, of which 0 is never a label),'
+                     " a folder with .bin files (its val.bin is the validation split),"
                      " or stdlib: the sources of Python's standard library")
-    tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
-                          " are kept in OUT/tokens")
+    tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text, and"
+                          " whose tokenizer_config.json names the one that ends a text; they are"
+                          " kept in OUT/tokens")
     document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
                                       " documents, positions restart with each, and the label"
                                       " behind one's end does not count; auto: a resumed run's,"
@@ -538,14 +539,10 @@ def with_tokens(run: Run) -> Run:
     cfg = run.cfg
     if not cfg.tokenizer:
         return run
-
-    def tokens_and_end() -> tuple[Path | None, int]:
-        path = tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
-        return path, end_of_text(cfg.tokenizer, load_tokenizer(cfg.tokenizer)) if path else -1
-
+    cache = Path(cfg.out) / "tokens"
     # not within --timeout; a first rank that dies closes its connections, which ends the others
     patient = patient_group()
-    tokens, end = on_rank_0(tokens_and_end, patient)
+    tokens, end = on_rank_0(lambda: tokenise(cfg.data, cfg.tokenizer, cache), patient)
     dist.destroy_process_group(patient)
     cfg = replace(cfg, **cfg.where_open({"document_token": end}))
     return run.but(cfg=cfg, tokens=tokens)
@@ -567,7 +564,7 @@ def kept_flags(cfg: Config, old: Config, step: int) -> dict:
 def with_files(run: Run, resumed: Checkpoint | None) -> Run:
     """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
     cfg = run.cfg
-    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab)
+    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data))
     train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
     corpora = [c for c in (corpus, val_corpus) if c is not None]
     check_tokens(corpora, run.model.vocab, run.rank, run.world)
