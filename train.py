@@ -443,8 +443,7 @@ def choose_model(cfg: Config, device: torch.device, resumed: Checkpoint | None) 
     source = {}
     if folder:
         name = "hf"
-        source = checkpoint.hf_source(folder)
-        model = checkpoint.hf_config(folder)
+        model, source = checkpoint.hf_config(folder)
         if not resumed:
             pretrained = checkpoint.hf_open(folder, model)
     else:
@@ -623,7 +622,7 @@ def check_folders(cfg: Config, run: Run) -> None:
         if full or folder.resolve() == Path(cfg.out).resolve():
             raise ValueError(
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
-        checkpoint.hf_architecture(run.model, run.source)
+        checkpoint.hf_settings(run.model, run.source, run.dtype)
     for folder in {cfg.out, cfg.export} - {""}:
         try_folder(folder)
 
@@ -1233,7 +1232,7 @@ class Log:
 
 def draw_losses(out: Path) -> None:
     """OUT/log.jsonl -> OUT/loss.png, and OUT/position.png if there was an evaluation."""
-    rows, _ = checkpoint.read_log(out / "log.jsonl")
+    rows = checkpoint.read_log(out / "log.jsonl")
     lines = []
     for key, style in (("loss", "-"), ("val_loss", "o--")):
         points = sorted((r["step"], r[key]) for r in rows if r.get(key) is not None)
@@ -1413,9 +1412,9 @@ def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
     if cfg.import_folder and not beside[0].is_dir():
         print0(f"{beside[0]} is not there any more: the export has no tokenizer and no license of "
                "it")
-    checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside, group)
-    kind = checkpoint.hf_architecture(run.model, run.source)
-    print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
+    family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype, run.source,
+                               beside, group)
+    print0(f"exported {cfg.export}: {family}, {cfg.dtype}")
 
 
 def build_and_train(run: Run) -> str:
