@@ -24,11 +24,11 @@ checksum, on the rank of the same number, whose own parts then lie in memory. No
 can run code. Hugging Face's files are read and written one tensor at a time; ours are fused: qkv
 holds q, k and v, gate_up two matrices.
 
-    find_checkpoint(...) -> Checkpoint    load_checkpoint(states, found)       Saver(...).begin(meta)
-    hf_config(folder) -> ModelConfig, ...    hf_open(folder, config) -> read    export(...)
+    find_checkpoint(...) -> Checkpoint     load_checkpoint(states, found)     Saver(...).begin(meta)
+    hf_config(folder) -> ModelConfig, ...  hf_open(folder, config) -> read    export(...)
 
-Left out: checkpoints in several places, and Hugging Face's files of other architectures (_FAMILIES),
-or in pickles.
+Left out: checkpoints in several places; Hugging Face's files of other architectures (_FAMILIES), in
+pickles, or for transformers 4, which would read an export without its rotary base and scaling.
 """
 import ast
 import contextlib
@@ -41,7 +41,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
@@ -60,7 +60,6 @@ from shard import StatePart, States
 # ---------------------------------------------------------------------------- a checkpoint's files
 
 FILE_BYTES = 4 * 2**30  # of tensors in one file
-BLOCK_BYTES = 2**24  # that are read at once for a checksum
 
 
 def pack(sizes: dict[str, int]) -> list[list[str]]:
@@ -77,7 +76,8 @@ def pack(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file. Raises OSError."""
+    """Write a safetensors file in a folder, which is made. Raises OSError."""
+    path.parent.mkdir(exist_ok=True)
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as e:
@@ -88,7 +88,7 @@ def checksum(path: Path) -> list[int]:
     """Return size and crc32 of a file. Raises OSError."""
     crc32 = 0
     with open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
+        while block := file.read(2**24):
             crc32 = zlib.crc32(block, crc32)
         return [file.tell(), crc32]
 
@@ -101,13 +101,13 @@ def sync(path: Path) -> None:
 
 
 def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[int]]:
-    """Write {name of a tensor: a part of it} as this rank's files. Of GPUs' states one file's are
-    on the host at a time, and a file is summed while the next is written. Returns size and crc32 of
-    each by its name. Raises OSError."""
-    folder.mkdir(exist_ok=True)
+    """Write what this rank saves of {name of a tensor: a part of it} as its files. Of GPUs' states
+    one file's are on the host at a time, and a file is summed while the next is written. Returns
+    size and crc32 of each by its name. Raises OSError."""
+    saved = {name: part.values.nbytes for name, part in parts.items() if part.saves}
     sums = {}
     with ThreadPoolExecutor() as pool:
-        for i, names in enumerate(pack({name: p.values.nbytes for name, p in parts.items()})):
+        for i, names in enumerate(pack(saved)):
             path = folder / f"rank-{dist.get_rank():05d}-{i}.safetensors"
             tensors = {}
             places = {}
@@ -148,8 +148,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             raise ValueError("meta.json is not what was written: its checksum differs")
         meta = json.loads(body + "}")
         for name, (size, _) in meta["files"].items():
-            found = (folder / name).stat().st_size
-            if found != size:
+            if (found := (folder / name).stat().st_size) != size:
                 raise ValueError(f"{name} has {found} bytes, not {size}")
     except (OSError, ValueError) as e:
         raise ValueError(f"--resume: {folder} is not a whole checkpoint: {e}; earlier ones are "
@@ -160,12 +159,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def check_files(saved: Checkpoint) -> None:
     """Read the files that the rank of this number saved, or of such a number modulo ranks. Raises
     OSError, or ValueError if they are not what was written."""
-    files = saved.meta["files"]
-    mine = [name for name in files if int(name[5:10]) % dist.get_world_size() == dist.get_rank()]
     with ThreadPoolExecutor() as pool:
-        found = pool.map(checksum, [saved.folder / name for name in mine])
-    for name, sums in zip(mine, found):
-        if sums != files[name]:
+        found = {name: pool.submit(checksum, saved.folder / name) for name in saved.meta["files"]
+                 if int(name[5:10]) % dist.get_world_size() == dist.get_rank()}
+    for name, sums in found.items():
+        if sums.result() != saved.meta["files"][name]:
             raise ValueError(f"--resume: {saved.folder / name} is not what was written: its "
                              "checksum differs; earlier checkpoints are beside it")
 
@@ -173,7 +171,7 @@ def check_files(saved: Checkpoint) -> None:
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
     """Set parts of tensors from a checkpoint, of which no more is read than they need. Raises
     ValueError, also for what is not finite, or OSError."""
-    stored: dict[str, list[StatePart]] = {}  # values: slices of a file, read when they are taken
+    stored = {}  # name: parts of it, whose values are slices of a file, read when they are taken
     for file in saved.meta["files"]:
         handle = safe_open(saved.folder / file, "pt")
         for name, place in handle.metadata().items():
@@ -181,45 +179,37 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
             part = StatePart(handle.get_slice(name), start, shape, True, cut and Cut(*cut))
             stored.setdefault(name, []).append(part)
 
-    def read(name: str) -> None:
+    def read(name):
         part = parts[name]
-        there = stored.get(name, [])
-        shapes = {each.shape for each in there}
-        if shapes != {part.shape}:
-            raise ValueError(f"--resume: {saved.folder}: {name} is {part.shape} here, there it is "
-                             f"{shapes or 'not'}: it is of another model or optimizer")
+        there = [each for each in stored.get(name, []) if each.shape == part.shape]
+        if not there:
+            raise ValueError(f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
+                             "of another model or optimizer")
+        there.sort(key=lambda each: each.start)
+
+        def elements(cut, first, end):  # of the flat tensor of a cut, or as many as it has
+            return torch.cat([each.values[max(0, first - each.start) : max(0, end - each.start)]
+                              for each in there if each.cut == cut])
+
         cuts = {each.cut for each in there}
+        end = part.start + len(part.values)
         if part.cut in cuts:
-            fill(part.values, part.start, part.cut, there)
+            values = elements(part.cut, part.start, end)
         else:
+            rows, cols = part.shape
+            everything = Cut(part.shape, ((0, rows),), (0, cols))
             whole = torch.empty(part.shape, dtype=part.values.dtype)
             for cut in cuts:
-                piece = whole if cut is None else whole.new_empty(cut.shape)
-                fill(piece.view(-1), 0, cut, there)
-                if cut is not None:
-                    cut.put(piece, whole)
-            flat = (whole if part.cut is None else part.cut.of(whole)).view(-1)
-            part.values.copy_(flat[part.start : part.start + len(part.values)])
-        if not is_finite(part.values):
+                box = cut or everything
+                box.put(elements(cut, 0, whole.numel()).view(box.shape), whole)
+            values = (part.cut or everything).of(whole).view(-1)[part.start : end]
+        if not is_finite(values):
             raise ValueError(f"--resume: {saved.folder}: {name} has values that are not finite; "
                              "earlier checkpoints are beside it")
+        part.values.copy_(values)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(read, parts))
-
-
-def fill(values: Tensor, start: int, cut: Cut | None, stored: list[StatePart]) -> None:
-    """Set values (count,), elements [start, start + count) of a flat tensor, from the stored parts
-    of that cut which overlap."""
-    missing = len(values)
-    for part in stored:
-        first = part.start
-        begin = max(start, first)
-        end = min(start + len(values), first + part.values.get_shape()[0])
-        if part.cut == cut and begin < end:
-            values[begin - start : end - start].copy_(part.values[begin - first : end - first])
-            missing -= end - begin
-    assert missing == 0, f"{missing} of {len(values)} elements are in no file"
 
 
 def is_finite(values: Tensor) -> bool:
@@ -253,11 +243,11 @@ class Saver:
     states: States
     background: bool = False  # takes the host memory of `host_fields`
     group: dist.ProcessGroup | None = None  # ranks.patient_group(), as one may write for long
-    job: Future | None = None
     failed: str = ""  # why the last save was none, in a sentence
 
     def __post_init__(self):
         """Raise MemoryError if there is no room for copies."""
+        self.job = None  # of the thread: the files of this rank
         self.thread = ThreadPoolExecutor(1)
         if self.background:
             fields = host_fields(self.states)
@@ -274,10 +264,10 @@ class Saver:
         self.finish()
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
-        parts = saved_parts(self.states)
+        parts = self.states.state_parts()
         if self.background:  # page-locked: at the speed of the link, or of memory
-            parts = {name: replace(part, values=self.copies[name].copy_(part.values))
-                     for name, part in parts.items()}
+            parts = {name: replace(parts[name], values=copy.copy_(parts[name].values))
+                     for name, copy in self.copies.items()}
         self.job = self.thread.submit(write_states, self.folder, parts)
         if not self.background:
             self.finish()
@@ -289,42 +279,33 @@ class Saver:
             return
         job = self.job
         self.job = None
-        every = [None] * dist.get_world_size()
+        written = [None] * dist.get_world_size()
+
+        def complete():  # as the files of all ranks are there
+            files = {name: sums for of_rank in written for name, sums in of_rank.items()}
+            write_meta(self.folder, self.meta | {"files": files})
+            sync(self.folder)
+            final = self.folder.with_suffix("")
+            os.rename(self.folder, final)
+            sync(self.out)
+            print(f"saved {final}", flush=True)
+            for old in steps_of(self.out)[: -self.keep]:
+                shutil.rmtree(old, ignore_errors=True)
+
         try:
-            dist.all_gather_object(every, on_all_ranks(job.result, self.group), self.group)
-            # nobody goes on, and is killed, before it has its name
-            on_rank_0(lambda: self.complete(every), self.group)
+            dist.all_gather_object(written, on_all_ranks(job.result, self.group), self.group)
+            on_rank_0(complete, self.group)  # nobody goes on, and is killed, before it has its name
             self.failed = ""
         except ConfigError as e:
             on_rank_0(lambda: shutil.rmtree(self.folder, ignore_errors=True), self.group)
             self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
-            print0(self.failed, flush=True)
-
-    def complete(self, written: list[dict[str, list[int]]]) -> None:
-        """Give a checkpoint its name, as the files of all ranks are there, and delete old ones.
-        written: what each rank's write_states returned. Raises OSError."""
-        files = {name: sums for of_rank in written for name, sums in of_rank.items()}
-        write_meta(self.folder, self.meta | {"files": files})
-        sync(self.folder)
-        final = self.folder.with_suffix("")
-        os.rename(self.folder, final)
-        sync(self.out)
-        print(f"saved {final}", flush=True)
-        for old in whole_checkpoints(self.out)[: -self.keep]:
-            torn = old.folder.with_suffix(".tmp")
-            os.rename(old.folder, torn)  # killed while it deletes, this leaves nothing whole
-            shutil.rmtree(torn, ignore_errors=True)
-
-
-def saved_parts(states: States) -> dict[str, StatePart]:
-    """Return what this rank writes."""
-    return {name: part for name, part in states.state_parts().items() if part.saves}
+            print0(self.failed)
 
 
 def host_fields(states: States) -> list[Field]:
     """Return what copies of all that this rank writes take on the host (offload.buffer_bytes)."""
-    return [(name, tuple(part.values.shape), part.values.dtype)
-            for name, part in saved_parts(states).items()]
+    return [(name, part.values.shape, part.values.dtype)
+            for name, part in states.state_parts().items() if part.saves]
 
 
 # ---------------------------------------------------------------------------- a run's folder
@@ -333,18 +314,7 @@ def host_fields(states: States) -> list[Field]:
 def steps_of(out: Path) -> list[Path]:
     """Return the folders of checkpoints in OUT, by their steps; those that are being written or
     deleted have other names."""
-    return sorted(out.glob("step-" + 8 * "[0-9]"))
-
-
-def whole_checkpoints(out: Path) -> list[Checkpoint]:
-    """Return the whole checkpoints of a folder, by their steps."""
-    found = []
-    for folder in steps_of(out):
-        try:
-            found.append(open_checkpoint(folder))
-        except ValueError as e:  # torn: it neither counts nor displaces
-            print(f"passed over: {e}", flush=True)
-    return found
+    return sorted(out.glob("step-????????"))
 
 
 def find_checkpoint(out: Path, resume: str) -> Checkpoint | None:
@@ -354,10 +324,14 @@ def find_checkpoint(out: Path, resume: str) -> Checkpoint | None:
         return None
     if resume not in ("auto", "latest"):
         return open_checkpoint(Path(resume))
-    *_, newest = [None, *whole_checkpoints(out)]
-    if newest is None and resume == "latest":
+    for folder in reversed(steps_of(out)):
+        try:
+            return open_checkpoint(folder)
+        except ValueError as e:
+            print(f"passed over: {e}")
+    if resume == "latest":
         raise ValueError(f"--resume {resume}: there is no checkpoint in {out}")
-    return newest
+    return None
 
 
 def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]) -> None:
@@ -381,18 +355,18 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     last = -1
     if resumed and resumed.folder.resolve().parent == out.resolve():
         last = resumed.meta["step"] if trains else math.inf
-    aside = [path for path in steps_of(out) if int(path.name[5:]) > last]
+    later = [folder for folder in steps_of(out) if int(folder.name[5:]) > last]
     if last < 0:
-        aside += [*out.glob("log.jsonl"), *out.glob("*.png")]
-    if aside:
+        later += [*out.glob("log.jsonl"), *out.glob("*.png")]
+    if later:  # before the log is cut, lest it end before a later checkpoint
         n = 1
         while (out / f"earlier-{n}").exists():
             n += 1
-        folder = out / f"earlier-{n}"
-        folder.mkdir()
-        for path in aside:  # before the log is cut, lest it end before a later checkpoint
-            os.rename(path, folder / path.name)
-        print(f"moved {', '.join(path.name for path in aside)} of an earlier run to {folder}")
+        aside = out / f"earlier-{n}"
+        aside.mkdir()
+        for path in later:
+            os.rename(path, aside / path.name)
+        print(f"moved {', '.join(path.name for path in later)} to {aside}")
     log = out / "log.jsonl"
     if log.exists():
         kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= last]
@@ -403,13 +377,13 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
 def read_log(log: Path) -> list[dict]:
     """Return the rows of a log.jsonl; lines that are none are said. Raises OSError."""
     rows = []
-    for number, line in enumerate(regular(log).read_bytes().splitlines(), 1):
+    for line in regular(log).read_bytes().splitlines():
         try:
             row = json.loads(line)
             row["step"] + 0
             rows.append(row)
         except (ValueError, TypeError, KeyError):
-            print(f"{log}: line {number} is no step's, and is dropped")
+            print(f"{log}: dropped what is no step's: {line[:60]}")
     return rows
 
 
@@ -428,8 +402,8 @@ def locked(out: Path):
         except OSError as e:
             print(f"--out {out}: not guarded against a second run: {e}", flush=True)
         file.truncate(0)
-        file.write(f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}\n")
-        file.flush()
+        print(f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}", file=file,
+              flush=True)
         os.fsync(file.fileno())  # other nodes read it
         yield
 
@@ -439,7 +413,7 @@ def check_shared(out: Path) -> None:
     all ranks."""
     lock = out / "lock"
     seen = lock.read_text().strip() if lock.exists() else "another"
-    check_same({f"--out {out}, which must be on storage that all nodes share,": seen})
+    check_same({f"the lock of --out {out}, which must be on storage that all nodes share,": seen})
 
 
 # ---------------------------------------------------------------------------- Hugging Face files
@@ -448,13 +422,12 @@ def check_shared(out: Path) -> None:
 # exported, or a ValueError names the key, the tensor or the file that stands in the way.
 
 _HF = {  # our weight: theirs, whose rows follow one another in it
-    "embed": ["model.embed_tokens"], "norm": ["model.norm"], "head": ["lm_head"],
-    "norm1": ["input_layernorm"], "norm2": ["post_attention_layernorm"],
-    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "qkv_bias": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "q_norm": ["self_attn.q_norm"], "k_norm": ["self_attn.k_norm"],
-    "out": ["self_attn.o_proj"], "gate_up": ["mlp.gate_proj", "mlp.up_proj"],
-    "down": ["mlp.down_proj"],
+    "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+    "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+    "qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "qkv_bias": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
+    "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj",
 }
 _HF_KEYS = {  # our field: its key in config.json
     "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers",
@@ -470,7 +443,7 @@ _BESIDE = (r"tokenizer.*|(special_tokens_map|added_tokens|vocab|tekken|generatio
            r"|merges\.txt|chat_template.*|(LICENSE|NOTICE|USE_POLICY).*")  # goes along
 
 
-def hf_config(folder: str | Path) -> tuple[ModelConfig, dict]:
+def hf_config(folder: str) -> tuple[ModelConfig, dict]:
     """Return the model of a folder's config.json, and all that this says, as transformers completes
     it. Raises ValueError for what is not built."""
     from transformers import AutoConfig
@@ -490,10 +463,9 @@ def _hf_model(config) -> ModelConfig:
     if config.model_type not in _FAMILIES:
         raise ValueError(f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is "
                          "built")
-    wrong = {key: getattr(config, key) for key, only in _FIXED.items()
-             if getattr(config, key, only) != only}
-    if wrong:
-        raise ValueError(f"{wrong} is not built; only {_FIXED} is")
+    for key, only in _FIXED.items():
+        if getattr(config, key, only) != only:
+            raise ValueError(f"{key} is {getattr(config, key)!r}; only {only!r} is built")
     rope = {key: value for key, value in config.rope_parameters.items()
             if value is not None and key not in ("type", "finetuned")}  # no frequency reads these
     theta = rope.pop("rope_theta")
@@ -503,10 +475,9 @@ def _hf_model(config) -> ModelConfig:
     reach = config.max_position_embeddings
     if kind == "yarn":  # whether or not the file says it
         reach = round(rope["original_max_position_embeddings"] * rope["factor"])
-    if not getattr(config, "head_dim", None):
-        config.head_dim = config.hidden_size // config.num_attention_heads
+    keys = {"head_dim": config.hidden_size // config.num_attention_heads} | config.to_dict()
     return ModelConfig(
-        **{ours: getattr(config, key) for ours, key in _HF_KEYS.items()},
+        **{ours: keys[key] for ours, key in _HF_KEYS.items()},
         **_FAMILIES[config.model_type], max_positions=reach, rope_theta=theta,
         rope_scaling={} if kind == "default" else rope)
 
@@ -514,13 +485,12 @@ def _hf_model(config) -> ModelConfig:
 def hf_window(source: dict) -> int:
     """Return how many tokens a token attends to, itself among them, in layers with a sliding window
     of an import; 0: no layer has one. source: of hf_config, or {}."""
-    slides = "sliding_attention" in source.get("layer_types", [])
-    if slides or source.get("model_type") == "mistral":
-        return source["sliding_window"] or 0
-    return 0
+    slides = (source.get("model_type") == "mistral"
+              or "sliding_attention" in source.get("layer_types", []))
+    return slides and source["sliding_window"] or 0
 
 
-def hf_parts(cfg: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
+def hf_parts(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
     """Return {our weight: {their weight: its shape}}."""
     with torch.device("meta"):
         shapes = LLaMA(cfg).shapes
@@ -530,13 +500,16 @@ def hf_parts(cfg: ModelConfig) -> dict[str, dict[str, tuple[int, ...]]]:
         *layer, leaf, _ = name.split(".")
         prefix = f"model.layers.{layer[1]}." if layer else ""
         suffix = "bias" if leaf == "qkv_bias" else "weight"
-        counts = {1: [rows], 2: [cfg.ffn, cfg.ffn], 3: [rows - 2 * kv, kv, kv]}[len(_HF[leaf])]
+        theirs = _HF[leaf].split()
+        counts = len(theirs) * [rows // len(theirs)]
+        if len(theirs) == 3:
+            counts = [rows - 2 * kv, kv, kv]
         parts[name] = {f"{prefix}{part}.{suffix}": (count, *cols)
-                       for part, count in zip(_HF[leaf], counts)}
+                       for part, count in zip(theirs, counts)}
     return parts
 
 
-def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
+def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
     """Check all files, names, dtypes and shapes against cfg; return name -> tensor, read when it is
     called.
 
@@ -544,81 +517,65 @@ def hf_open(folder: str | Path, cfg: ModelConfig) -> Callable[[str], Tensor]:
     truncated, misshapen or left over; a read raises it for what is not finite.
     """
     stored = {}  # their name: the tensor, read when it is taken
-    for path in sorted(Path(folder).glob("model*.safetensors")):
+    single = Path(folder) / "model.safetensors"  # goes before others, as in transformers
+    for path in [single] if single.exists() else Path(folder).glob("model-*.safetensors"):
         try:
             file = safe_open(regular(path), "pt")
         except (OSError, SafetensorError) as e:
             raise ValueError(f"{path}: weights missing or truncated: {e}") from e
-        if twice := stored.keys() & file.keys():
-            raise ValueError(f"{folder}: {sorted(twice)[0]} is in two files; one is {path.name}")
         stored |= {part: file.get_slice(part) for part in file.keys()
                    if not part.endswith("rotary_emb.inv_freq")}
-    if not stored:
-        raise ValueError(f"{folder}: no model*.safetensors. Pickles are never read, since they may "
-                         "run code; convert them first: python -c \"from transformers import "
-                         f"AutoModelForCausalLM as M; M.from_pretrained('{folder}', dtype='auto')"
-                         f".save_pretrained('{folder}')\"")
-    if cfg.tied and "model.embed_tokens.weight" in stored:  # a head that is there is the head
-        stored.setdefault("lm_head.weight", stored["model.embed_tokens.weight"])
     parts = hf_parts(cfg)
+    if cfg.tied and "lm_head.weight" not in stored:  # one that is there is the head
+        parts["head.weight"] = parts["embed.weight"]
     wanted = {part for each in parts.values() for part in each.items()}
     found = {(part, tuple(tensor.get_shape())) for part, tensor in stored.items()}
     if wrong := sorted(wanted ^ found):
-        raise ValueError(f"{folder}: {len(wrong)} tensors are in config.json's model alone, or in "
-                         f"the weights alone: {wrong[:4]}")
-    if other := {tensor.get_dtype() for tensor in stored.values()} - {"F64", "F32", "F16", "BF16"}:
-        raise ValueError(f"{folder}: weights are stored as {other}; F64, F32, F16 and BF16 are "
-                         "read")
+        raise ValueError(
+            f"{folder}: {len(wrong)} tensors are in config.json's model alone, or in the weights "
+            f"alone (model*.safetensors): {wrong[:4]}. Pickles are never read, since they may run "
+            "code; convert them: python -c \"from transformers import AutoModelForCausalLM as M; "
+            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\"")
 
-    def read(name: str) -> Tensor:
+    def read(name):
         tensor = torch.cat([stored[part][:] for part in parts[name]])
-        if not is_finite(tensor):
-            raise ValueError(f"{folder}: {[*parts[name]]} has values that are not finite")
+        if not (tensor.is_floating_point() and is_finite(tensor)):
+            raise ValueError(f"{folder}: {[*parts[name]]}, {tensor.dtype}, has values that are not "
+                             "finite, or no floating point")
         return tensor
 
     return read
 
 
-def hf_model(folder: str | Path) -> LLaMA:
+def hf_model(folder: str) -> LLaMA:
     """Return the model of a Hugging Face folder on the CPU, in float32. Raises ValueError."""
     cfg, _ = hf_config(folder)
     read = hf_open(folder, cfg)
     model = LLaMA(cfg)
-    for name, p in model.named_parameters():
-        p.data.copy_(read(name))
+    model.load_state_dict({name: read(name) for name in model.state_dict()})
     return model
 
 
-def hf_settings(cfg: ModelConfig, source: dict, dtype: torch.dtype) -> dict:
-    """Return the config.json of an export, which transformers 4 and 5 read: of its import's family,
-    else of the first that computes cfg. source: of hf_config, or {}; what changes no logits goes
-    along. Raises ValueError if nothing reads cfg from it again: an export would drop a field in
-    silence."""
+def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
+    """Return the transformers config of an export: of its import's family, else of the first that
+    computes cfg. source: of hf_config, or {}; what changes no logits goes along. Raises ValueError
+    if cfg cannot be read from it again: an export would drop a field in silence."""
     from transformers import AutoConfig
 
-    dropped = ("model_type", "auto_map", "transformers_version")  # auto_map: other code
-    settings = {key: value for key, value in source.items() if key not in dropped}
-    settings |= {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()}
-    settings["max_position_embeddings"] = cfg.max_positions
-    settings["rope_parameters"] = {
-        "rope_type": "default", "rope_theta": cfg.rope_theta} | cfg.rope_scaling
+    settings = source | {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()} | {
+        "max_position_embeddings": cfg.max_positions, "dtype": dtype,
+        "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling}
+    settings.pop("auto_map", None)  # other code
     for kind in [source["model_type"]] if source else _FAMILIES:
-        try:
-            config = AutoConfig.for_model(kind, **settings)
-        except Exception as e:  # its errors have no class of their own
-            raise ValueError(f"--export: {e}") from e
+        settings["model_type"] = kind
+        settings["architectures"] = [f"{kind.capitalize()}ForCausalLM"]
+        config = AutoConfig.for_model(**settings)
         read = asdict(_hf_model(config))
         lost = [f"{name}={value!r}" for name, value in asdict(cfg).items() if read[name] != value]
         if not lost:
-            break
-    else:
-        raise ValueError(f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what "
-                         "reads it would compute another model")
-    name = str(dtype).removeprefix("torch.")
-    older = {"torch_dtype": name, "rope_theta": cfg.rope_theta,
-             "rope_scaling": cfg.rope_scaling or None}  # what transformers 4 reads
-    return json.loads(config.to_json_string()) | older | {
-        "architectures": [f"{kind.capitalize()}ForCausalLM"], "dtype": name}
+            return config
+    raise ValueError(f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what reads "
+                     "it would compute another model")
 
 
 def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
@@ -631,26 +588,26 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
     """
     partial = folder / "partial"  # its files move up when all are there
     tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
-    settings = hf_settings(replace(cfg, tied=tied), source, dtype)
+    config = export_config(replace(cfg, tied=tied), source, dtype)
 
-    def finish() -> None:
-        index = json.dumps({"metadata": {}, "weight_map": places}, indent=1)
+    def finish():
+        index = json.dumps({"metadata": {}, "weight_map": places})
         (partial / "model.safetensors.index.json").write_text(index)
-        (partial / "config.json").write_text(json.dumps(settings, indent=1))
-        for file in [file for other in beside for file in other.glob("*")]:
-            if re.fullmatch(_BESIDE, file.name) and file.is_file():
-                shutil.copy(file, partial)
+        config.save_pretrained(partial)
+        for other in beside:
+            for file in other.glob("*"):
+                if re.fullmatch(_BESIDE, file.name) and file.is_file():
+                    shutil.copy(file, partial)
         for file in partial.iterdir():
-            os.replace(file, folder / file.name)
+            file.rename(folder / file.name)
         partial.rmdir()
 
     on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True), group)
-    on_rank_0(lambda: partial.mkdir(parents=True), group)
     parts = hf_parts(cfg)
     if tied:
         del parts["head.weight"]
-    sizes = {name: sum(map(math.prod, each.values())) for name, each in parts.items()}
-    files = pack({name: count * dtype.itemsize for name, count in sizes.items()})
+    files = pack({name: dtype.itemsize * sum(map(math.prod, each.values()))
+                  for name, each in parts.items()})
     places = {}  # their name: file
     for i, names in enumerate(files, 1):
         file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
@@ -663,4 +620,4 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
         on_rank_0(lambda: write_tensors(tensors, partial / file, {"format": "pt"}), group)
         places |= dict.fromkeys(tensors, file)
     on_rank_0(finish, group)
-    return settings["model_type"]
+    return config.model_type

@@ -2531,6 +2531,7 @@ def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
     """Export a model, and return it as transformers loads it. Needs a group of ranks."""
     from transformers import AutoModelForCausalLM
 
+    folder.mkdir(exist_ok=True)
     weights = dict(model.named_parameters())
     checkpoint.export(folder, model.cfg, lambda name: weights[name].data, dtype, source, [])
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -2539,7 +2540,7 @@ def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_hf_published(name, tmp_path, monkeypatch, group):
     """As each is published: logits within and beyond the trained length, and back as the same
-    architecture in several files, for transformers 4 and 5."""
+    architecture in several files."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 60_000)
     kind, keys = PUBLISHED[name]
     hf = hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
@@ -2562,12 +2563,7 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert model.cfg == cfg == checkpoint.hf_config(tmp_path / "out")[0]
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1 and "auto_map" not in written
-    scaling = dict(older["rope_scaling"] or {})  # what transformers 4 reads
-    scaling = {"rope_type": scaling.pop("type", "default")} | scaling if scaling else None
-    if scaling:
-        scaling.pop("finetuned", None)
-    assert (written["rope_theta"], written["rope_scaling"]) == (older["rope_theta"], scaling)
-    assert written["torch_dtype"] == "float32"
+    assert written["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
@@ -2630,7 +2626,7 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape).bfloat16() / 8)
     if message:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(Exception, match=message):  # transformers' own has no other class
             hf_back(model, tmp_path, {"model_type": kind} if kind else {})
     else:
         back = hf_back(model, tmp_path, {}, torch.bfloat16)
@@ -2641,8 +2637,8 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("hidden_act", "gelu", "'hidden_act': 'gelu'. is not built"),
-        ("attention_bias", True, "'attention_bias': True. is not built"),
+        ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is built"),
+        ("attention_bias", True, "attention_bias is True; only False is built"),
         ("partial_rotary_factor", 0.5, "'default' with .'partial_rotary_factor'. are not built"),
         ("hidden_size", "64", "'hidden_size' expected int, got str"),
         ("num_key_value_heads", 3, "kv_heads is 3, which does not divide the 4 heads; nearest: 2"),
@@ -2942,7 +2938,7 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "the end"}')
     corpus = tokenise()
     assert corpus.read(0, len(corpus)).tolist() == [69_999, 5, 65_536, 70_000]
-    with pytest.raises(ValueError, match="token 3 is 70000, .*ends at 69999; .*another.* tokenizer"):
+    with pytest.raises(ValueError, match="token 3 is 70000, .*ends at 69999; .* or tokenizer"):
         data.check_tokens([corpus], 70_000, 0, 1)
     text.write_bytes(b"w5\n\xff\xfe")
     with pytest.raises(ValueError, match="a.txt is not UTF-8 text"):
@@ -3281,7 +3277,9 @@ def test_one_run_under_four_plans(tmp_path):
             ranks,
             "train.checkpoint.FILE_BYTES = 900_000",
         )
-        rows, weights = log(out), load_file(hf / "model-00001-of-00001.safetensors")
+        rows, weights = log(out), {}
+        for file in hf.glob("*.safetensors"):
+            weights |= load_file(file)
         if not i:
             wanted, wanted_weights = rows, weights
         for a, b in zip(wanted[i and i + 1 :], rows, strict=True):
@@ -3432,7 +3430,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     for sentence in (
         "THE DATA HAS CHANGED since the checkpoint",
         "saved by ranks of 7 threads",
-        *(f"log.jsonl: line {n} is no step's" for n in (3, 4, 5, 6, 7)),
+        "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'",
     ):
         assert sentence in text
     assert log(out)[:2] == rows and len(log(out)) == 3
@@ -3855,11 +3853,7 @@ REFUSED = [
     ("rm hf/config.json && train.py --init hf:hf", "config.json cannot be read.*hf download"),
     (
         "rm hf/model* && touch hf/pytorch_model.bin && train.py --init hf:hf",
-        r"Pickles are never read.*from_pretrained\('hf', .*save_pretrained\('hf'\)",
-    ),
-    (
-        "cp hf/model-00001* hf/model.safetensors && train.py --init hf:hf",
-        "hf: model.* is in two files; one is model.safetensors",
+        r"tensors are in.*Pickles are never read.*from_pretrained\('hf', .*save_pretrained\('hf'\)",
     ),
     ("ln -sf /dev/zero hf/config.json && train.py --init hf:hf", "config.json is no regular file"),
     (
@@ -3877,7 +3871,7 @@ REFUSED = [
     (
         """sed -i '1s/{/{"quantization_config": {"quant_method": "gptq"},/' hf/config.json"""
         " && train.py --init hf:hf",
-        "'quantization_config': .*gptq.* is not built",
+        "quantization_config is .*gptq.*; only None is built",
     ),
     (
         """sed -i '1s/{/{"sliding_window": 16,/; s/"llama"/"mistral"/' hf/config.json"""
@@ -3892,11 +3886,11 @@ REFUSED = [
     (
         r"f=$(ls hf/model-00002*) && printf '\377\377\377\377' | dd of=$f bs=1 conv=notrunc"
         " seek=$(($(stat -c %s $f) - 4)) && train.py --init hf:hf",
-        "model.*weight'. has values that are not finite",
+        "model.*weight'., torch.float32, has values that are not finite",
     ),
     (
         """sed -i 's/"F32"/"I32"/' hf/model-00002* && train.py --init hf:hf""",
-        "weights are stored as .'I32'.; F64, F32, F16 and BF16 are read",
+        "model.*weight'., torch.int32, has values that are not finite, or no floating point",
     ),
     # ---- checkpoints
     ("train.py --resume", "there is no checkpoint in new"),
@@ -3989,7 +3983,7 @@ DIFFERENT = [  # flags of a rank that is started in a folder of its own, and wha
     ("--timeout {rank}", r"--timeout 0\.0: from 1 to 1000000000\.0 \(on ranks \[0\]\)"),
     ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
     ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
-    ("--out out", ".*?--out out, which must be on storage that all nodes share, is host .*another on rank 1"),
+    ("--out out", ".*?lock of --out out, .*?storage that all nodes share, .*?another on rank 1"),
 ]
 
 

@@ -9,7 +9,7 @@ micro-batches; the sp ranks of each hold parts of the same sequences. The loss i
 valid tokens divided by their number, so no split changes it. What is left open (sp, p, g, os, what
 layers keep) is chosen by planner.py, from counted bytes and measured times, and printed. Stopped by
 SIGTERM or SIGINT, a run finishes its step and saves (checkpoint.py); killed, it continues from
-OUT/latest with `--resume` as if nothing had happened.
+the newest step in OUT with `--resume` as if nothing had happened.
 
     Config (every flag)  ->  Run (what flags, files, devices, planner settle)  ->  model, states
 
@@ -622,7 +622,7 @@ def check_folders(cfg: Config, run: Run) -> None:
         if full or folder.resolve() == Path(cfg.out).resolve():
             raise ValueError(
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
-        checkpoint.hf_settings(run.model, run.source, run.dtype)
+        checkpoint.export_config(run.model, run.source, run.dtype)
     for folder in {cfg.out, cfg.export} - {""}:
         try_folder(folder)
 
