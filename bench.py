@@ -187,8 +187,7 @@ def plan_run(bench: Bench, cfg: Config, **budgets: float) -> Run:
     cfg = replace(cfg, document_token=-1, **bench.memory)
     cfg, model, _ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
-    there = replace(train.find_hardware(cfg, bench.device, bench.dtype, kernel), **budgets)
-    plans = train.choose_plans(cfg, model, bench.dtype, there)
+    plans, there = train.choose_plans(cfg, model, bench.device, bench.dtype, kernel, **budgets)
     return Run(cfg, bench.rank, bench.world, bench.device, bench.dtype, kernel, model, plans[0],
                there)
 

@@ -9,7 +9,7 @@ micro-batches; the sp ranks of each hold parts of the same sequences. The loss i
 valid tokens divided by their number, so no split changes it. What flags leave open (sp, p, g, os,
 what layers keep) is chosen by planner.py, from counted bytes and predicted times, and printed.
 Stopped by SIGTERM or SIGINT, a run finishes its step and saves (checkpoint.py); killed, it
-continues from OUT/latest with `--resume` as if nothing had happened.
+continues from OUT's newest step with `--resume` as if nothing had happened.
 
     run_ranks    settles flags, device, model, data and plan, in straight code
     build        makes a rank's part of the model, and its states
@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import functools
 import gc
+import itertools
 import json
 import math
 import os
@@ -35,8 +36,8 @@ import threading
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -53,8 +54,7 @@ import parallel
 import planner
 from attention import (CommStream, Documents, Exchange, Ulysses, pick_kernel, sequence_positions)
 from checkpoint import Checkpoint
-from data import (Sequences, check_tokens, end_of_text, fingerprint, load_tokenizer, open_corpus,
-                  regular, split, tokenise)
+from data import Sequences, check_tokens, fingerprint, open_corpus, regular, split, tokenise
 from memplan import StepMemory, library, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
@@ -94,11 +94,11 @@ def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def flag_type(f: Field) -> Callable[[str], object]:
+def flag_type(f):
     """Return the function text -> value of a flag; auto is None where that is allowed."""
     kind, *others = typing.get_args(f.type) or (f.type,)
 
-    def convert(text: str):
+    def convert(text):
         if others and text == "auto":
             return None
         return size(text) if kind is int else kind(text)
@@ -285,7 +285,7 @@ def parse(argv: list[str] | None = None) -> dict:
     return vars(make_parser(__doc__.split("\n")[0], Config).parse_args(argv))
 
 
-def resumed_flags(given: dict, resumed: Checkpoint | None) -> Config:
+def resumed_flags(given, resumed):
     """Return the flags of the checkpoint to resume, updated by those that are given: the same
     tokens a step, if --seq is given and --batch is not. Raises ValueError."""
     if resumed is None:
@@ -349,7 +349,7 @@ class Run:
         return stage, *divmod(rank, plan.sp), column
 
 
-def choose_device(cfg: Config, local_rank: int) -> torch.device:
+def choose_device(cfg, local_rank):
     """Return this process's device. Raises ValueError if it is not there."""
     if torch.__version__ < "2.11":
         raise ValueError(f"torch {torch.__version__}: at least 2.11")
@@ -362,16 +362,16 @@ def choose_device(cfg: Config, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def with_rope(text: str, model: ModelConfig) -> ModelConfig:
+def with_rope(text, model):
     """Return the model with a --rope-scaling, and the positions that it reaches. Raises
     ValueError."""
     if not text:
         return model
-    kind, _, number = text.partition(":")
-    factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
-    if kind not in ("theta", *llama.ROPE_KEYS) or not 1 <= factor < 1e9:
+    found = re.fullmatch(rf"(theta|{'|'.join(llama.ROPE_KEYS)}):(\d+(\.\d*)?)", text)
+    if not found or float(found[2]) < 1:
         raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
                          "theta:BASE, from 1")
+    kind, factor = found[1], float(found[2])
     if kind == "theta":
         return replace(model, rope_theta=factor)
     old = model.rope_scaling
@@ -393,16 +393,18 @@ def choose_model(cfg: Config, device: torch.device,
     """Return the flags with the model's name (auto: an import's), --seq and --lr; the model; and
     config.json of an import, {} of others. Raises ValueError, also if the checkpoint to resume is
     of another model: only a --rope-scaling, the first or of the same kind, may be new."""
-    source = {}
-    if resumed:
-        source = resumed.meta["source"]
-    elif cfg.import_folder:
-        source = checkpoint.hf_source(cfg.import_folder)
-        if cfg.model != "auto":
-            raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
     name = cfg.model
-    if name == "auto" and not source:
+    source = {}
+    if resumed and resumed.meta["source"]:
+        model, source = checkpoint.hf_model_of(resumed.meta["source"]), resumed.meta["source"]
+    elif cfg.import_folder and not resumed:
+        model, source = checkpoint.hf_config(cfg.import_folder)
+        if name != "auto":
+            raise ValueError(f"--model {name}: with --init hf:DIR the model is DIR's; drop it")
+    elif name == "auto":
         name = "tiny" if device.type == "cpu" else "7b"
+    if name != "auto":
+        model = MODELS[name]
     rates = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(cfg, model=name, seq=cfg.seq or (256 if name == "tiny" else 4096),
                   lr=rates.get(name, 3e-4) if cfg.lr is None else cfg.lr)
@@ -410,26 +412,23 @@ def choose_model(cfg: Config, device: torch.device,
     if 0 < window < cfg.seq:
         raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
                          f"{window} tokens, which are not built; at most --seq {window}")
-    model = checkpoint.hf_config(source) if name == "auto" else MODELS[name]
     model = with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
-    if not resumed:
-        # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
-        if (not source or kind == "theta") and llama.rope_kind(model.rope_scaling) != "yarn":
-            model = replace(model, max_positions=max(model.max_positions, cfg.seq))
-        return cfg, model, source
-    trained = resumed.meta["model"]
-    if trained["rope_scaling"] == model.rope_scaling:  # it may have been trained at more
-        model = replace(model, max_positions=trained["max_positions"])
-    may_differ = {"max_positions", "tied"}
-    old, _, _ = resumed.meta["config"]["rope_scaling"].partition(":")
-    if kind and old in ("", kind):
-        may_differ.add("rope_theta" if kind == "theta" else "rope_scaling")
-    checkpoint.check_same_model(resumed, model, may_differ)
-    return cfg, model, source
+    if resumed:
+        may_differ = {"max_positions"}
+        if kind:
+            may_differ.add("rope_theta" if kind == "theta" else "rope_scaling")
+        checkpoint.check_same_model(resumed, model, may_differ)
+        reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
+    # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
+    elif source and kind != "theta" or llama.rope_kind(model.rope_scaling) == "yarn":
+        reach = 0
+    else:
+        reach = cfg.seq
+    return cfg, replace(model, max_positions=max(model.max_positions, reach)), source
 
 
-def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Sequences, Sequences, dict]:
+def open_data(cfg, model):
     """Return the flags with --document-token, training and validation sequences, and what tells
     changed data from the same. Tokens that --tokenizer makes of text the first rank writes, if they
     are not there; the others wait, which may take hours. Raises ConfigError. A collective of all
@@ -438,32 +437,27 @@ def open_data(cfg: Config, model: ModelConfig) -> tuple[Config, Sequences, Seque
     if cfg.tokenizer:
         # not within --timeout; a first rank that dies closes its connections, which ends the others
         patient = patient_group()
-        tokens, end = on_rank_0(lambda: tokens_and_end(cfg, model.vocab), patient)
+        cache = Path(cfg.out) / "tokens"
+        tokens, end = on_rank_0(lambda: tokenise(cfg.data, cfg.tokenizer, cache), patient)
         dist.destroy_process_group(patient)
         path = str(tokens or path)
     if cfg.document_token is None:
         cfg = replace(cfg, document_token=end)
 
-    def check_and_split() -> tuple[Sequences, Sequences, dict]:
-        if cfg.document_token >= model.vocab:
-            raise ValueError(f"--document-token {cfg.document_token}: the model's vocabulary ends "
-                             f"at {model.vocab - 1}")
-        if cfg.document_token >= 0 and cfg.memplan == "on":
-            raise ValueError("--memplan on: requests differ with each batch's documents: --memplan "
-                             "off, or --document-token -1")
-        corpus, val = open_corpus(path, model.vocab)
+    if cfg.document_token >= model.vocab:
+        raise ConfigError(f"--document-token {cfg.document_token}: the model's vocabulary ends at "
+                          f"{model.vocab - 1}")
+    if cfg.document_token >= 0 and cfg.memplan == "on":
+        raise ConfigError("--memplan on: requests differ with each batch's documents: --memplan "
+                          "off, or --document-token -1")
+
+    def read():
+        corpus, val = open_corpus(path)
         corpora = [corpus, val] if val else [corpus]
         check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size())
         return *split(corpus, val, cfg.seq, cfg.seed), fingerprint(corpora)
 
-    return cfg, *on_all_ranks(check_and_split)
-
-
-def tokens_and_end(cfg: Config, vocab: int) -> tuple[Path | None, int]:
-    """Return the file of tokens of the data, None if they are tokens, and the id that ends a
-    text."""
-    path = tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", vocab)
-    return path, end_of_text(cfg.tokenizer, load_tokenizer(cfg.tokenizer)) if path else -1
+    return cfg, *on_all_ranks(read)
 
 
 def try_folder(folder: str, advice: str = "") -> None:
@@ -475,7 +469,7 @@ def try_folder(folder: str, advice: str = "") -> None:
         raise ValueError(f"{folder} cannot be written: {e}{advice}") from e
 
 
-def check_folders(cfg: Config, model: ModelConfig, source: dict) -> None:
+def check_folders(cfg, model, source):
     """Raise ValueError unless --out and --export can be written, and an export overwrites and
     drops nothing."""
     try_folder(cfg.out)
@@ -485,34 +479,32 @@ def check_folders(cfg: Config, model: ModelConfig, source: dict) -> None:
         if any(f.name != "partial" for f in folder.iterdir()) or folder.samefile(cfg.out):
             raise ValueError(
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
-        checkpoint.hf_architecture(model, source)
+        checkpoint.export_config(model, source, torch.float32)
 
 
-def find_hardware(cfg: Config, device: torch.device, dtype: torch.dtype, kernel: str) -> Hardware:
-    """Return the ranks, the profile of their devices, and the memory that the smallest of them has.
-    Raises ConfigError. A collective of all ranks."""
+def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype,
+                 kernel: str, most: int | None = None, resumes: bool = False,
+                 **budgets: float) -> tuple[list[Plan], Hardware]:
+    """Return the best plans for what flags leave open, by predicted time, and what they are for:
+    the ranks, the profile of their devices, and the memory that the smallest of them has. most:
+    training sequences that the data have; budgets: other memory. Raises ConfigError. A collective
+    of all ranks: all come to the same plans."""
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    gpu = planner.gpu_budget(device, cfg.gpu_memory)
     host = on_all_ranks(lambda: planner.host_budget(per_node, cfg.host_memory))
     profile = of_rank_0(hardware.find_profile(  # of mixed devices, one plan
         device_name(device), device, dtype, kernel, per_node, print0))
-    gpu = planner.gpu_budget(device, cfg.gpu_memory)
-    return Hardware(world, per_node, profile,
-                    *(-most_of_ranks(-budget, device) for budget in (gpu, host)))
-
-
-def default_batch(cfg: Config) -> int:
-    return max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
-
-
-def choose_plans(cfg: Config, model: ModelConfig, dtype: torch.dtype, there: Hardware,
-                 most: int | None = None, resumes: bool = False) -> list[Plan]:
-    """Return the best plans for what flags leave open, by predicted time; most: training sequences
-    that the data have. Raises ConfigError. A collective of all ranks: all come to the same
-    plans."""
+    there = Hardware(world, per_node, profile, -most_of_ranks(-gpu, device),
+                     -most_of_ranks(-host, device))
+    there = replace(there, **budgets)
     batch = default_batch(cfg)
     constraints = planner.constraints_of(cfg, dtype, min(batch, most or batch), most, resumes)
-    return on_all_ranks(lambda: planner.plan(constraints, model, there))
+    return on_all_ranks(lambda: planner.plan(constraints, model, there)), there
+
+
+def default_batch(cfg):
+    return max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
 
 
 def device_name(device: torch.device) -> str:
@@ -521,13 +513,13 @@ def device_name(device: torch.device) -> str:
 
 def cap_gpu(run: Run) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
-    if run.device.type == "cuda":
+    if run.cfg.gpu_memory and run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-        most = (run.cfg.gpu_memory or 2**60) - costs.sent_bytes(run.plan)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, most / total), run.device)
+        share = (run.cfg.gpu_memory - costs.sent_bytes(run.plan)) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), run.device)
 
 
-def introduce(run: Run) -> None:
+def introduce(run):
     """Print the flags that are not as usual, the model and the data."""
     cfg = run.cfg
     print0("config:", *(f"{f.name}={getattr(cfg, f.name)}" for f in fields(cfg)
@@ -562,8 +554,6 @@ def describe(run: Run) -> None:
                f"{plan.os_layout}-tensor")
     if plan.os_place == "host":
         print0(f"optimizer states on the host, {plan.host['optimizer'] / GIB:.1f} GiB a rank")
-    if plan.tp > 1:
-        print0(f"layers: {plan.tp_mode}, shared by {plan.tp} neighbouring ranks, columns")
     if plan.pp > 1:
         idle = (plan.pp - 1) / (plan.pp_chunks * plan.micro_batches + plan.pp - 1)
         print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts, "
@@ -589,8 +579,7 @@ def make_attention(run: Run, groups: Groups,
 def build(run: Run, op: Ulysses, groups: Groups,
           make_stream: Callable[..., CommStream] = CommStream) -> tuple[LLaMA | Pipeline, States]:
     """Make what this rank has of the model, with layers in chunks if that is planned, and its
-    states; their streams are of make_stream. A collective of all ranks."""
-    cfg = run.cfg
+    states; their streams are of make_stream. Raises ConfigError. A collective of all ranks."""
     plan = run.plan
     kept = plan.activations
     with torch.device("meta"):
@@ -599,32 +588,25 @@ def build(run: Run, op: Ulysses, groups: Groups,
     on_all_ranks(lambda: parallel.split_columns(model, columns))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    runners = on_all_ranks(lambda: layer_runners(run, model, parts, order, make_stream))
+    runners = len(parts) * [whole_layers]  # of each part of the model on this stage
+    if kept:
+        shape = (plan.micro_batch, plan.seq // plan.sp)
+        runners = on_all_ranks(lambda: [
+            ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
+                          parallel.in_flight(order, v), part, make_stream).start
+            for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
+    overlaps = run.cfg.overlaps
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
-        overlap=cfg.overlaps, gather_layers=kept is not None,
-        num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place,
-        optimizer=OPTIMIZERS[plan.optimizer], make_stream=make_stream)
+        overlap=overlaps, gather_layers=kept is not None, num_chunks=kept.chunks if kept else 1,
+        decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer],
+        make_stream=make_stream)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, order, run.device, run.dtype,
-                         "pipeline" in cfg.overlaps)
+                         "pipeline" in overlaps)
     return model, states
-
-
-def layer_runners(run: Run, model: LLaMA, parts: list[range], order: list[parallel.Pass],
-                  make_stream: Callable[..., CommStream]) -> list[Callable]:
-    """Return what runs the layers of each part of the model on this stage, whose passes are in this
-    order. Raises MemoryError."""
-    plan = run.plan
-    kept = plan.activations
-    if kept is None:
-        return len(parts) * [whole_layers]
-    shape = (plan.micro_batch, plan.seq // plan.sp)
-    return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
-                          parallel.in_flight(order, v), part, make_stream).start
-            for v, part in enumerate(parts)]
 
 
 def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
@@ -635,23 +617,20 @@ def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a step."""
+    """A rank's share of a step, by micro-batches; what is of all of them stands there M times."""
 
     tokens: Tensor  # (M, B, n): T/sp, or a column's own of them (own_tokens)
     labels: Tensor  # likewise
-    positions: Tensor | None = None  # (T/sp,), None: 0, 1, ...; (M, B, T/sp) of documents
-    documents: list[Documents] | None = None  # of each micro-batch
+    positions: Sequence[Tensor]  # (T/sp,), or (B, T/sp) of documents
+    documents: Sequence[Documents | None]
     scale: Tensor | None = None  # 1 / valid labels of all ranks
     seen: float | Tensor = 0.0  # tokens that one sees, the mean of this rank's; then of all
     unread: str = ""  # why this rank could not read its part, which is blank then
 
     def micro_batches(self) -> Iterator[tuple]:
-        """Yield tokens, labels, scale, positions and documents of each, as a model takes them."""
-        for i, (tokens, labels) in enumerate(zip(self.tokens, self.labels)):
-            if self.documents is None:
-                yield tokens, labels, self.scale, self.positions
-            else:
-                yield tokens, labels, self.scale, self.positions[i], self.documents[i]
+        """Return tokens, labels, scale, positions and documents of each, as a model takes them."""
+        return zip(self.tokens, self.labels, itertools.repeat(self.scale), self.positions,
+                   self.documents)
 
 
 def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | None,
@@ -682,7 +661,7 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
     return loss, *states.update(lr, clip, loss)
 
 
-def run_planned(memory: StepMemory | None, step: Callable[[], tuple]) -> tuple:
+def run_planned(memory, step):
     """Run a step in planned memory, if there is any; print a plan that is new."""
     if memory is None:
         return step()
@@ -696,17 +675,16 @@ def run_planned(memory: StepMemory | None, step: Callable[[], tuple]) -> tuple:
 # ---------------------------------------------------------------------------- data of a step
 
 
-def own_tokens(run: Run) -> slice:
+def own_tokens(run):
     """Return which of a rank's T/sp tokens its column has between layers' products."""
     plan = run.plan
-    tokens = plan.seq // plan.sp
-    if not plan.splits_tokens:
-        return slice(0, tokens)
-    _, _, _, column = run.coordinates
-    return slice(column * tokens // plan.tp, (column + 1) * tokens // plan.tp)
+    *_, column = run.coordinates
+    columns = plan.tp if plan.splits_tokens else 1
+    count = plan.seq // plan.sp // columns
+    return slice(column % columns * count, (column % columns + 1) * count)
 
 
-def to_device(array: np.ndarray, run: Run) -> Tensor:
+def to_device(array, run):
     """Return an array on the device; the host does not wait for the copy."""
     tensor = torch.from_numpy(array)
     if run.device.type == "cuda":
@@ -719,27 +697,27 @@ def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
     count on the last stage."""
     plan = run.plan
     stage, _, rank, _ = run.coordinates
-    positions = sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()  # (T/sp,)
+    here = sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()  # (T/sp,)
     whole = np.stack(windows)  # (M * B, T + 1)
-    both = to_device(np.stack([whole[:, positions], whole[:, positions + 1]]), run)
-    tokens, labels = both.view(2, -1, plan.micro_batch, len(positions))[..., own_tokens(run)]
+    shape = (-1, plan.micro_batch, len(here))
+    both = to_device(np.stack([whole[:, here], whole[:, here + 1]]), run)
+    tokens, labels = both.view(2, *shape)[..., own_tokens(run)].contiguous()
+    end = run.cfg.document_token
     labels = labels.masked_fill(labels == run.ignored_id, IGNORE)
     if stage < plan.pp - 1:
         labels.fill_(IGNORE)
-    end = run.cfg.document_token
-    documents = None
-    if end >= 0:
-        labels = labels.masked_fill(tokens == end, IGNORE)
-        first = np.pad(whole[:, :-2] == end, ((0, 0), (1, 0)), constant_values=True)  # of documents
-        every = np.arange(plan.seq)
-        positions = (every - np.maximum.accumulate(first * every, 1)).take(positions, 1)
-        positions = positions.reshape(-1, plan.micro_batch, positions.shape[1])
-        documents = []
-        for row in first.reshape(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
-            bounds = np.append(np.flatnonzero(row), len(row))
-            documents.append(
-                Documents(tuple(bounds.tolist()), to_device(bounds.astype(np.int32), run)))
-    return Batch(tokens.contiguous(), labels, to_device(positions, run), documents,
+    if end < 0:
+        every = len(tokens) * [to_device(here, run)]
+        return Batch(tokens, labels, every, len(tokens) * [None], seen=1 + 2 * here.mean())
+    labels = labels.masked_fill(tokens == end, IGNORE)
+    first = np.pad(whole[:, :-2] == end, ((0, 0), (1, 0)), constant_values=True)  # of a document
+    at = np.arange(plan.seq)
+    positions = (at - np.maximum.accumulate(first * at, 1)).take(here, 1)
+    documents = []
+    for row in first.reshape(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
+        bounds = np.append(np.flatnonzero(row), len(row))
+        documents.append(Documents(tuple(bounds.tolist()), to_device(bounds.astype(np.int32), run)))
+    return Batch(tokens, labels, to_device(positions, run).view(shape), documents,
                  seen=1 + 2 * positions.mean())
 
 
@@ -764,30 +742,34 @@ def load_batch(run: Run, samples: int) -> Batch:
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: LLaMA) -> dict:
+def evaluate(run, model):
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
     None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
     document, as [first position, loss]. A rank without a sequence runs one again, whose labels are
     IGNORE. Raises ConfigError if a rank cannot read its data. A collective of all ranks."""
+    seq = run.plan.seq
     size = run.plan.micro_batch
     _, data_rank, _, _ = run.coordinates
     count = min(run.val.count, EVAL_SEQUENCES)
-    firsts = 2 ** torch.arange((run.plan.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
-    total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
+    total = torch.zeros(seq, 2, dtype=torch.float64, device=run.device)  # loss, labels
     for first in range(0, count, run.plan.dp * size):
         mine = range(first + data_rank * size, first + (data_rank + 1) * size)
         windows = on_all_ranks(lambda: [run.val.window(min(i, count - 1)) for i in mine])
-        tokens, labels, _, positions, *documents = next(local_batch(windows, run).micro_batches())
+        (tokens, labels, _, *where), = local_batch(windows, run).micro_batches()
         labels[max(0, count - mine.start) :] = IGNORE
-        losses = model(tokens, labels, None, positions, *documents, each=True)
+        losses = model(tokens, labels, None, *where, each=True)
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, n, 2)
-        part = torch.bucketize(positions[..., own_tokens(run)], firsts, right=True)  # 0: position 0
-        total.index_add_(0, part.expand_as(labels).flatten(), both.flatten(0, 1))
+        positions = where[0][..., own_tokens(run)].expand_as(labels)
+        total.index_add_(0, positions.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
+    by_position = []
+    for first in [0, *(2**i for i in range((seq - 1).bit_length()))]:
+        loss, valid = total[first : max(1, 2 * first)].sum(0).tolist()
+        if valid:
+            by_position.append([first, loss / valid])
     loss, valid = total.sum(0).tolist()
-    by_position = [[first, loss / n]
-                   for first, (loss, n) in zip([0, *firsts.tolist()], total.tolist()) if n]
     return {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
+
 
 # ---------------------------------------------------------------------------- weights, checkpoints
 
@@ -798,8 +780,7 @@ def load_random_weights(run: Run, states: States) -> None:
             states.load(name, initial_weight(run.model, name, shape, run.cfg.seed, run.device))
 
 
-def load_weights(run: Run, states: States, resumed: Checkpoint | None,
-                 read: Callable[[str], Tensor] | None) -> None:
+def load_weights(run, states, resumed, read):
     """Load the checkpoint to resume, else the import that `read` reads, else random weights. A
     collective of all ranks."""
     if resumed:
@@ -818,7 +799,7 @@ def load_weights(run: Run, states: States, resumed: Checkpoint | None,
         load_random_weights(run, states)
 
 
-def recorded_facts(meta: dict) -> dict:
+def recorded_facts(meta):
     """Return what a resumed run and its losses depend on: flags, the data, and the number of
     threads, which sums on a CPU follow."""
     return {name: value for name, value in meta["config"].items() if name not in OF_A_COMMAND} | {
@@ -826,18 +807,17 @@ def recorded_facts(meta: dict) -> dict:
 
 
 def make_saver(run: Run, states: States) -> checkpoint.Saver:
-    """Return what saves this run's checkpoints. A collective of all ranks."""
+    """Return what saves this run's checkpoints. Raises ConfigError. A collective of all ranks."""
     cfg = run.cfg
-    background = cfg.save_async and cfg.save_every >= 0
-    if background:
+    if cfg.save_async:
         need = most_of_ranks(buffer_bytes(checkpoint.host_fields(states)), run.device)
         free = run.hardware.host_budget - run.plan.host_bytes
-        background = need <= free
-        print0(f"--save-async: copies take {need / GIB:.2f} of {free / GIB:.2f} GiB of the host",
-               "" if background else "that are left: steps wait while checkpoints are written")
+        if need > free:
+            raise ConfigError(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a "
+                              f"rank, {free / GIB:.2f} are left; --no-save-async")
     group = patient_group()
     return on_all_ranks(
-        lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, background, group))
+        lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, cfg.save_async, group))
 
 
 def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
@@ -847,7 +827,7 @@ def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
             "threads": torch.get_num_threads()}
 
 
-def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
+def export(run, states, group):
     """Write the weights to --export, with what the import had beside them. A collective."""
     cfg = run.cfg
     # what made the data goes before
@@ -855,14 +835,15 @@ def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
     for folder in beside:
         if not folder.is_dir():
             print0(f"{folder} is not there any more: its tokenizer and license are not exported")
-    checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside, group)
-    print0(f"exported {cfg.export}: {checkpoint.hf_architecture(run.model, run.source)}")
+    family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype, run.source,
+                               beside, group)
+    print0(f"exported {cfg.export}: {family}")
 
 
 # ---------------------------------------------------------------------------- the loop
 
 
-def learning_rate(cfg: Config, decay_steps: int, step: int) -> float:
+def learning_rate(cfg, decay_steps, step):
     """Linear warm-up, then a cosine from lr to min_lr * lr at decay_steps; step counts from 0."""
     warmup = min(decay_steps // 4, 500) if cfg.warmup is None else cfg.warmup
     if step < warmup:
@@ -871,60 +852,43 @@ def learning_rate(cfg: Config, decay_steps: int, step: int) -> float:
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-class Progress(threading.Thread):
-    """Says twice a minute where in a long step the device is: it polls, and nothing waits for
-    it."""
-
-    every = 30.0  # seconds
-
-    def __init__(self, states: States, rank: int = 0):
-        super().__init__(daemon=True)
-        self.states = states
-        self.step = 0  # 0: between steps
-        self.begin()
-        if rank == 0:
-            self.start()
-
-    def begin(self) -> None:
-        """Let the clock of the next step run."""
-        self.since = time.perf_counter()
-
-    def end(self) -> float:
-        """Return the seconds of the step."""
-        self.step = 0
-        return time.perf_counter() - self.since
-
-    def run(self) -> None:
-        text = ""
-        while True:
-            time.sleep(self.every)
-            text = self.states.progress() or text
-            seconds = time.perf_counter() - self.since
-            if self.step and text and seconds > self.every:
-                print(f"step {self.step}: {text}, {seconds:.0f} s", flush=True)
+PROGRESS_SECONDS = 30.0
 
 
-class Stop:
-    """A signal that asks the run to end after its step."""
+def show_progress(states, now):
+    """Say twice a minute where in a long step the device is: a thread that polls, and nothing waits
+    for it. now: the step, or 0, and since when it runs."""
+    text = ""
+    while True:
+        time.sleep(PROGRESS_SECONDS)
+        text = states.progress() or text
+        step, since = now
+        seconds = time.perf_counter() - since
+        if step and text and seconds > PROGRESS_SECONDS:
+            print(f"step {step}: {text}, {seconds:.0f} s", flush=True)
 
-    def __init__(self):
-        self.signal = 0  # that this rank has got; all ranks agree on it at the end of a step
-        signal.signal(signal.SIGTERM, self.take)
-        signal.signal(signal.SIGINT, self.take)
 
-    def take(self, number: int, _) -> None:
-        if self.signal == signal.SIGINT == number and "RANK" not in os.environ:
-            raise KeyboardInterrupt  # Ctrl-C twice: now (torchrun itself sends it twice)
-        self.signal = number
+def listen():
+    """Return a list to which signals come that ask the run to end after its step."""
+    signals = []
+
+    def take(number, _):
+        signals.append(number)
+        if "RANK" not in os.environ:  # Ctrl-C twice: now (torchrun itself sends it twice)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGTERM, take)
+    signal.signal(signal.SIGINT, take)
+    return signals
 
 
 class Facts(typing.NamedTuple):
     """What the host knows of a finished step, of all ranks."""
 
     loss: float
-    norm: float
+    grad_norm: float
     finite: float  # 0 or 1
-    seen: float  # flops_per_token's
+    keys_seen: float  # flops_per_token's
     signal: float  # that a rank has got, else 0
     writing: float  # whether a rank still writes a checkpoint
     unread: float  # whether a rank could not read the next batch
@@ -939,30 +903,29 @@ def gpu_peak_gib(device: torch.device) -> float:
     return (peak + Exchange.mapped_bytes()) / GIB
 
 
-def agree(device: torch.device, result: list[Tensor], stop: Stop, writing: bool,
-          unread: bool) -> Facts:
+def agree(device, result, *worst):
     """Return what the host must know of a step: its only wait for the device, in one copy. result:
-    the first facts. A collective of all ranks."""
+    the first facts; worst: the next ones, of which the largest of all ranks counts. A collective
+    of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    worst = torch.tensor([stop.signal, writing, unread, gpu_peak_gib(device), host_gib],
-                         device=device).double()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    most = torch.tensor([*worst, gpu_peak_gib(device), host_gib], device=device).double()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
     own = torch.stack([value.double() for value in result])
-    return Facts(*torch.cat([own, worst]).tolist())
+    return Facts(*torch.cat([own, most]).tolist())
 
 
 class Log:
     """OUT/log.jsonl, which rank 0 writes, and the line of a step."""
 
-    def __init__(self, run: Run):
+    def __init__(self, run):
         self.run = run
-        self.out = Path(run.cfg.out)
-        self.file = open(regular(self.out / "log.jsonl"), "a") if run.rank == 0 else None
+        self.file = None
         self.failed = ""  # why log.jsonl could not be written
-        self.times: list[float] = []  # of the last steps
+        self.times = []  # of the last steps
+        if run.rank == 0:
+            self.file = open(regular(Path(run.cfg.out) / "log.jsonl"), "a")
 
-    def write(self, step: int, facts: Facts, lr: float, seconds: float, found: dict,
-              counts: dict | None, unsaved: str) -> None:
+    def write(self, step, facts, lr, seconds, found, counts, unsaved):
         """Print and log a step; found: by an evaluation; counts: of planned memory; unsaved: why
         there is no checkpoint."""
         run = self.run
@@ -970,34 +933,27 @@ class Log:
         left = statistics.median(self.times) * (run.cfg.steps - step)
         tgs = run.plan.batch * run.plan.seq / seconds / run.world
         peak = run.hardware.profile.peak_flops
-        causal, full = (peak and flops * tgs / peak
-                        for flops in flops_per_token(run.model, run.plan.seq, facts.seen))
-        parts = [
-            f"step {step}/{run.cfg.steps} loss {facts.loss:.4f} grad {facts.norm:.3f} lr {lr:.2e}",
-            f"TGS {tgs:,.0f}",
+        causal, full = (peak and flops * tgs / peak for flops in flops_per_token(
+            run.model, run.plan.seq, facts.keys_seen))
+        row = {"step": step, "lr": lr, "tgs": tgs, "mfu_causal": causal, "mfu_full": full,
+               "seconds": seconds, "memplan": counts}
+        self.append(
+            row | facts._asdict() | found,
+            f"step {step}/{run.cfg.steps} loss {facts.loss:.4f} grad {facts.grad_norm:.3f}",
+            f"lr {lr:.2e} TGS {tgs:,.0f}",
             peak and f"MFU {causal:.1%} causal {full:.1%} full",
             facts.gpu_gib and f"GPU {facts.gpu_gib:.1f} GiB",
             f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
             describe_evaluation(found),
             not facts.finite and "SKIPPED: not finite",
             unsaved,
-            self.failed]
-        print0(" ".join(filter(None, parts)), flush=True)
-        row = {"step": step, "loss": facts.loss, "grad_norm": facts.norm, "lr": lr, "tgs": tgs,
-               "mfu_causal": causal, "mfu_full": full, "keys_seen": facts.seen,
-               "gpu_gib": facts.gpu_gib or None, "host_gib": facts.host_gib, "seconds": seconds,
-               "skipped": not facts.finite}
-        self.append(row | ({"memplan": counts} if counts else {}) | found)
+            self.failed)
 
-    def write_evaluation(self, step: int, found: dict) -> None:
-        """Print and log an evaluation without a step."""
-        print0(f"step {step} {describe_evaluation(found)}", flush=True)
-        self.append({"step": step} | found)
-
-    def append(self, row: dict) -> None:
-        """Write a row, on rank 0."""
+    def append(self, row, *parts):
+        """Print a line of parts, and write a row, on rank 0."""
         if self.file is None:
             return
+        print(*filter(None, parts), flush=True)
         # null for numbers that are not finite, which JSON has not
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)
         try:
@@ -1006,18 +962,18 @@ class Log:
         except OSError as e:  # the disk is full; what is not written is tried again with the next
             self.failed = f"log.jsonl cannot be written: {e.strerror}"
 
-    def close(self) -> None:
+    def close(self):
         """Close the file, and draw what it holds."""
         if self.file is None:
             return
         try:
             self.file.close()
-            draw_losses(self.out)
+            draw_losses(Path(self.run.cfg.out))
         except OSError as e:
-            print(f"{self.out}: log.jsonl or loss.png could not be written: {e.strerror}")
+            print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
 
-def describe_evaluation(found: dict) -> str:
+def describe_evaluation(found):
     """Return what is printed of an evaluation, "" if there was none."""
     if not found:
         return ""
@@ -1026,7 +982,7 @@ def describe_evaluation(found: dict) -> str:
     return f"val_loss {found['val_loss']:.4f}"
 
 
-def draw_losses(out: Path) -> None:
+def draw_losses(out):
     """OUT/log.jsonl -> OUT/loss.png: losses by step, and of the first and the last evaluation by
     position."""
     import matplotlib
@@ -1034,31 +990,30 @@ def draw_losses(out: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows, _ = checkpoint.read_log(out / "log.jsonl")
+    rows = checkpoint.read_log(out / "log.jsonl")
     fig, (left, right) = plt.subplots(1, 2, figsize=(12, 4))
-    for key, style in (("loss", "-"), ("val_loss", "o--")):
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        left.plot(*np.array(points).reshape(-1, 2).T, style, label=key)
+    for key in ("loss", "val_loss"):
+        points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+        left.plot(points.keys(), points.values(), ".-", label=key)
     left.set(xlabel="step", ylabel="cross-entropy, nats a token")
     left.legend()
-    evaluated = [row for row in rows if row.get("val_loss_by_position")]
-    for row in evaluated[:1] + evaluated[1:][-1:]:
-        first, losses = zip(*row["val_loss_by_position"])
+    evaluated = {row["step"]: row["val_loss_by_position"] for row in rows if row.get("val_loss")}
+    for step in {*[*evaluated][:1], *[*evaluated][-1:]}:
+        first, losses = zip(*evaluated[step])
         # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
-        right.plot([max(1, 2 * i) for i in first], losses, "o-", label=f"step {row['step']}")
+        right.plot([max(1, 2 * i) for i in first], losses, ".-", label=f"step {step}")
         right.legend()
     right.set(xlabel="tokens of context, at most", xscale="log")
-    fig.tight_layout()
     fig.savefig(out / "loss.png", dpi=120)
     plt.close(fig)
 
 
-def due(step: int, every: int) -> bool:
+def due(step, every):
     """Whether this step is one of every so many; none is, if that is 0 or -1."""
     return every > 0 and step % every == 0
 
 
-def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, saved: int) -> str:
+def train(run, model, states, saver, saved):
     """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
     checkpoint has, -1 if none has. Returns what went wrong: too many steps in a row were not
     finite, the data cannot be read any more, or the last checkpoint was not saved. A collective of
@@ -1072,15 +1027,18 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, saved
         trouble = ends = error_of_any(batch.unread)
         warm_up(model, batch)
     elif cfg.eval_every > 0:
-        log.write_evaluation(step, evaluate(run, model))
-    stop = Stop()  # until here there is nothing to save
-    progress = Progress(states, run.rank)
+        found = evaluate(run, model)
+        log.append({"step": step} | found, f"step {step}", describe_evaluation(found))
+    signals = listen()  # until here there is nothing to save
+    now = [0, time.perf_counter()]
+    if run.rank == 0:
+        threading.Thread(target=show_progress, args=(states, now), daemon=True).start()
     memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
     in_a_row = 0  # steps that were not finite
     while step < cfg.steps and not ends:
         # ---- the step, and while the GPU works at it the next batch
         step += 1
-        progress.step = step
+        now[0] = step
         lr = learning_rate(cfg, run.decay_steps, step - 1)
         work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
         results = [*run_planned(memory, work), batch.seen]
@@ -1088,10 +1046,12 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, saved
         samples += run.plan.batch
         if step < cfg.steps:
             batch = load_batch(run, samples)
-        facts = agree(run.device, results, stop, saver.writing, bool(batch.unread))
+        facts = agree(run.device, results, max(signals, default=0), saver.writing,
+                      bool(batch.unread))
         if not facts.finite:
             states.check_uses()
-        seconds = progress.end()
+        seconds = time.perf_counter() - now[1]
+        now[0] = 0
 
         # ---- what follows from it: evaluate, log, save
         in_a_row = 0 if facts.finite else in_a_row + 1
@@ -1116,32 +1076,25 @@ def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, saved
         if saves:
             saver.begin(checkpoint_meta(run, step, samples))
             saved = step
-        progress.begin()
+        now[1] = time.perf_counter()
     if ends:
         print0(f"{ends}: the run ends after step {step}")
     if memory:
         memory.give_back()
     log.close()
-    finish(run, states, saver, step, samples, saved, in_a_row < MAX_SKIPS)
-    return trouble or saver.failed
-
-
-def finish(run: Run, states: States, saver: checkpoint.Saver, step: int, samples: int, saved: int,
-           finite: bool) -> None:
-    """Save the last step, if it is not saved yet, and export it. A collective of all ranks."""
-    cfg = run.cfg
     saver.finish()
     if cfg.save_every >= 0 and (saved != step or saver.failed):
         saver.begin(checkpoint_meta(run, step, samples))
         saver.finish()
-    if cfg.export and step >= cfg.steps and finite:
+    if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
+    return trouble or saver.failed
 
 
 # ---------------------------------------------------------------------------- the program
 
 
-def run_ranks(given: dict, local_rank: int) -> str:
+def run_ranks(given, local_rank):
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
 
@@ -1155,14 +1108,14 @@ def run_ranks(given: dict, local_rank: int) -> str:
 
     # ---- device
     device = on_all_ranks(lambda: choose_device(cfg, local_rank))
-    dtype = DTYPES.get(cfg.dtype, torch.float32)
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    dtype = DTYPES.get(cfg.dtype, torch.bfloat16 if on_gpu else torch.float32)
+    if on_gpu:
         if cfg.pp != 1:
             parallel.use_more_queues()
         torch.cuda.set_device(device)
         expandable_segments()
-        dtype = DTYPES.get(cfg.dtype, torch.bfloat16)
-    torch.compiler.set_stance("default" if device.type == "cuda" else "force_eager")
+    torch.compiler.set_stance("default" if on_gpu else "force_eager")
 
     # ---- model
     cfg, model, source = on_all_ranks(lambda: choose_model(cfg, device, resumed))
@@ -1180,8 +1133,8 @@ def run_ranks(given: dict, local_rank: int) -> str:
         lambda: pick_kernel(cfg.attention, device, dtype, cfg.document_token >= 0))
     check_same({"the data": data, "the model": model, "--attention": kernel,
                 "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
-    there = find_hardware(cfg, device, dtype, kernel)
-    plans = choose_plans(cfg, model, dtype, there, training.count, resumed is not None)
+    plans, there = choose_plans(
+        cfg, model, device, dtype, kernel, training.count, resumed is not None)
     cfg = replace(cfg, batch=plans[0].batch)
     start, samples, decay_steps = 0, 0, cfg.steps
     if resumed:
@@ -1202,8 +1155,7 @@ def run_ranks(given: dict, local_rank: int) -> str:
     return trouble
 
 
-def build_and_train(run: Run, resumed: Checkpoint | None,
-                    read: Callable[[str], Tensor] | None) -> str:
+def build_and_train(run, resumed, read):
     """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
     ranks."""
     cfg = run.cfg
