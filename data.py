@@ -163,12 +163,6 @@ class Sequences:
         return self.window(epoch_order(self.seed, epoch, self.count)[position])
 
 
-def document_starts(tokens: np.ndarray, end: int) -> np.ndarray:
-    """Return where documents begin in the tokens (T,) of a sequence: at 0, and behind each `end`,
-    a document's last token. The first may have begun before, and the last go on behind."""
-    return np.concatenate([[0], np.flatnonzero(tokens[:-1] == end) + 1])
-
-
 def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:
     """Return training and validation sequences; these are a twentieth from the end, at least one,
     where there is no val. Raises ValueError with the longest legal --seq."""
