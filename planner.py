@@ -52,8 +52,8 @@ import numpy as np
 import torch
 
 from attention import KERNELS, MAX_ELEMENTS, head_group_counts
-from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
-                   computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
+from costs import (Estimator, Memory, Plan, column_bytes,
+                   computation_seconds, fullest_stages, host_bytes, imbalance,
                    in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, loss_peak,
                    message_bytes, resident_bytes, ring_traffic, rounding_bytes, slowest_stage,
                    stage_ends, stage_layers, stage_params, state_bytes, step_seconds, unit_seconds,
@@ -892,12 +892,12 @@ class Search:
             kept = ActivationPlan(n, shape.chunks, n)
         plan = replace(shape, activations=kept)
         working = Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
-        return layer.forward, sum(layer.backward), layer.attention, working
+        return layer.forward, layer.backward, layer.attention, working
 
     def with_states(self, shape: Plan) -> Iterator[Plan]:
         """Yield the plans of a shape, with the seconds that they take at least."""
         for plan in self.choose(STATES, shape):
-            yield replace(plan, seconds=bound_seconds(self.est, plan, shape.step_s))
+            yield plan
 
     def with_seconds(self, plan: Plan) -> Iterator[Plan]:
         """Yield the plan with the seconds of a step whose layers lose the least that memory allows.
@@ -1067,8 +1067,9 @@ def link_seconds(est: Estimator, plan: Plan) -> float:
         return 0.0
     stage = slowest_stage(plan)
     layers = stage_layers(plan, stage)
-    layer = unit_seconds(est, plan, plan.matrices)
-    visits = stage_ends(plan, stage) * end_seconds(est, plan).visit + layers * layer.visit
+    layer = unit_seconds(est, plan, plan.matrices)["host_update"]
+    end = unit_seconds(est, plan, ((plan.model.vocab, plan.model.dim),))["host_update"]
+    visits = layers * layer + stage_ends(plan, stage) * end
     return visits / layers / plan.micro_batches
 
 

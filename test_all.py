@@ -28,6 +28,7 @@ test_resumed_under_others             a state read into the wrong place
 test_cases_*, test_refused_cases      two mechanisms that no case has together, or refused unsaid
 test_factors                          an illegal factor accepted, states' bytes without a term
 test_planner_chooses_*                a choice that hand-counted bytes or seconds contradict
+test_predictions_are_*                seconds or bytes far from what GPUs took
 test_papers_choices                   a prediction for which AMSP's choice is no longer the best
 test_activation_plans_*               memory promised twice, time or inputs lost for nothing
 test_progress_*                       a step of minutes that says nothing
@@ -1564,6 +1565,24 @@ def fastest(
     for plan in found:
         assert plan.memory.total() <= gib * 2**30 and plan.host_bytes <= host
     return found[0]
+
+
+def test_predictions_are_what_was_measured():
+    """Of all settings that were measured: seconds, and which setting of a question is the fastest;
+    and bytes."""
+    sys.path.insert(0, str(HERE / "results"))
+    import report
+
+    rows = report.predicted_rows()
+    errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows)
+    assert len(rows) >= 37 and errors[18] < 0.013 and errors[33] < 0.05 and errors[-1] < 0.08
+    assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.05 for r in rows)
+    questions = {}
+    for r in rows:
+        questions.setdefault((r["question"], r["gpu"], r["gpus"]), []).append(r)
+    for asked in questions.values():
+        fastest_now = min(asked, key=lambda r: r["now_s"])
+        assert fastest_now["step_s"] == min(r["step_s"] for r in asked), asked
 
 
 def test_papers_choices():
