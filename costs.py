@@ -258,6 +258,10 @@ class Memory:
         """Return the bytes of all but what layers keep."""
         return self.total() - self.lasting["activations"]
 
+    def terms(self) -> dict[str, float]:
+        """Return all of them, the highest moment's as one."""
+        return self.lasting | {"working": self.working()}
+
     def describe(self) -> str:
         """Return lines for people: the terms of each moment in GiB."""
         def gib(terms: dict[str, float]) -> str:
@@ -461,7 +465,7 @@ def rounding_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
     """Return the bytes of two rounding buffers; layer: layer_bytes. Also of many plans."""
     x, attn, intermediates = layer
     _, _, groups, outputs = kept_parts(plan)
-    swapped = plan.most_swapped_chunks() if plan.swapped_chunks else 0
+    swapped = np.ceil(plan.swapped_chunks / np.maximum(1, plan.layers - plan.resident))
     # a group keeps most if it is the last that leaves
     largest = x + np.minimum(plan.stride, outputs) * attn
     return 2 * (groups > 0) * (largest + swapped * intermediates / plan.chunks)
@@ -542,6 +546,60 @@ def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool,
     return {"parameters": e * params / f.p,
             "gradients": (accum_bytes if accumulates else e) * params / f.g,
             "optimizer": len(OPTIMIZERS[optimizer].states) * accum_bytes * params / f.os}
+
+
+def kept_bytes(plan: Plan, stage: int) -> float:
+    """Return what a stage's layers keep on the GPU, of all that is in flight there."""
+    layer = column_bytes(plan)
+    layers = in_flight(plan, stage)
+    kept = plan.activations
+    if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
+        return resident_bytes(kept, layer) * (layers / kept.layers)
+    return layers * sum(layer)
+
+
+def states_of_stage(plan: Plan, stage: int) -> dict[str, float]:
+    """Return the bytes of a rank's states, of the rank that owns most."""
+    f = plan.factors
+    states = state_bytes(stage_params(plan, stage), f, plan.dtype, plan.accumulates,
+                         plan.optimizer)
+    if plan.os_layout == "inter":
+        most = imbalance(plan, stage)
+        states["optimizer"] *= most
+        if f.g > f.p:
+            states["gradients"] *= most
+    return states
+
+
+def stage_memory(plan: Plan, stage: int) -> Memory:
+    """Return the bytes of a GPU of a stage."""
+    lasting = states_of_stage(plan, stage)
+    lasting["optimizer"] *= plan.os_place == "gpu"
+    lasting |= weight_buffer_bytes(plan, stage) | visit_bytes(plan, stage)
+    lasting |= message_bytes(plan) | {"activations": kept_bytes(plan, stage)}
+    peaks = {"head and loss": loss_peak(plan)} if stage == plan.pp - 1 else {}
+    return Memory(lasting, peaks | layer_peaks(plan))
+
+
+def host_states(plan: Plan) -> float:
+    """Return the bytes of host memory of a rank for optimizer states."""
+    if plan.os_place == "gpu":
+        return 0.0
+    return max(states_of_stage(plan, stage)["optimizer"] for stage in fullest_stages(plan))
+
+
+def with_memory(plan: Plan) -> Plan:
+    """Return the plan with its bytes counted: on the GPU those of the stage that needs most."""
+    stages = fullest_stages(plan)
+    kept = plan.activations
+    host = {}
+    if kept:
+        times = max(in_flight(plan, stage) for stage in stages) / kept.layers
+        host["activations"] = times * host_bytes(kept, column_bytes(plan))
+    if plan.os_place == "host":
+        host["optimizer"] = host_states(plan)
+    memory = max((stage_memory(plan, stage) for stage in stages), key=Memory.total)
+    return replace(plan, memory=memory, host=host)
 
 
 # ---------------------------------------------------------------------------- seconds of operations
@@ -668,7 +726,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
 
 
 def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of what columns exchange in a layer's forward and backward, in the open."""
+    """Return the seconds of what columns exchange in the open, in a layer's forward and backward.
+    """
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
 
     def twice(op: str) -> float:
@@ -789,6 +848,18 @@ def unit_seconds(est: Estimator, plan: Plan,
 def grad_bytes(plan: Plan) -> int:
     """Return the bytes of a gradient's element where it is kept."""
     return plan.accum_bytes if plan.accumulates else plan.dtype.itemsize
+
+
+def visit_seconds(est: Estimator, plan: Plan) -> float:
+    """Return seconds of a layer's forward, in the mean, in which optimizer states take the link to
+    the host."""
+    if plan.os_place == "gpu":
+        return 0.0
+    stage = slowest_stage(plan)
+    layers, ends = stage_layers(plan, stage), stage_ends(plan, stage)
+    layer = unit_seconds(est, plan, plan.matrices)["host_update"]
+    end = unit_seconds(est, plan, ((plan.model.vocab, plan.model.dim),))["host_update"]
+    return (layer + ends * end / layers) / plan.micro_batches
 
 
 def crosses_nodes(plan: Plan) -> dict[str, bool]:

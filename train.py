@@ -16,7 +16,6 @@ OUT/latest with `--resume` as if nothing had happened.
 Legend: pp * dp * sp * tp ranks, R = dp * sp of them of one stage and column; M micro-batches a step
 and rank, B sequences a micro-batch, T tokens a sequence, T/sp on a rank.
 """
-import argparse
 import contextlib
 import difflib
 import functools
@@ -34,7 +33,7 @@ import time
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -58,81 +57,52 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
                    initial_weight, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes
 from parallel import Pipeline
-from planner import Constraints, Hardware, Plan
+from planner import (DTYPES, Constraints, Hardware, Plan, check_values, flag, flag_name, flags_of,
+                     make_parser, size, types_of)
 from ranks import (ConfigError, Groups, Heartbeat, check_same, error_of_any, most_of_ranks,
                    of_rank_0, on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
-from shard import OPTIMIZERS, STREAMS, States
+from shard import OPTIMIZERS, States
 
 # ---------------------------------------------------------------------------- config
 
-
-def size(text: str) -> int:
-    """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
-    number = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
-    value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
-    return int(value)
-
-
-OVERLAPS = (*STREAMS, "pipeline")
 EVAL_SEQUENCES = 64  # most of a validation
+TIMEOUTS = (1, 1e9)  # seconds
 MAX_SKIPS = 5  # non-finite steps in a row that end the run
 
 
-def flag(default, text: str):
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
-class Config:
-    """Every flag. None is `auto`: chosen by what the help says; a Run's Config has the choice."""
+class Config(Constraints):
+    """Every flag, with those of the planner. None is `auto`: chosen by what the help says; a Run's
+    Config has the choice."""
 
     model: str = flag("auto", f"auto (a resumed run's; tiny on a CPU, 7b on GPUs),"
                       f" {', '.join(MODELS)}")
-    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
-    sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
-    ring: int | None = flag(None, "of them, by context, around which k, v travel (across nodes); "
-                            "the other sp / ring by heads; auto: by predicted time")
-    tp: int | None = flag(1, "neighbours that share each layer's matrices, by columns and rows;"
-                          " auto: by predicted time")
-    tp_mode: str = flag("msp", "of them: mtp (all have all tokens), msp (tokens are split between"
-                        " products), fsp (and gathered again in backward)")
-    pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
-    pp_chunks: int | None = flag(None, "parts of the model on a stage, interleaved; auto: by"
-                                 " predicted time")
+    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096", 1, 2**40)
     steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
                       " with --eval-every 1: evaluate, save nothing; states and gradients"
-                      " are allocated nevertheless")
+                      " are allocated nevertheless", 0, 2**40)
     batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
                              " tokens for tiny and 512K tokens for others")
-    micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
-                                   " within 8K tokens a rank")
     lr: float | None = flag(None, "peak learning rate; auto: a resumed run's, else 3e-3 for tiny,"
-                            " 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4")
+                            " 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4", 0, 1e30)
     min_lr: float | None = flag(None, "the cosine decay's end at --steps, as a fraction of --lr;"
-                                " auto: a resumed run's, else 0.1")
+                                " auto: a resumed run's, else 0.1", 0, 1)
     warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
-                              " quarter of --steps, at most 500")
-    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
-    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
-    seed: int = flag(0, "of the weights and of the order of the data")
+                              " quarter of --steps, at most 500", 0, 2**40)
+    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases", 0, 1e6)
+    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
+    seed: int = flag(0, "of the weights and of the order of the data", 0, 2**31 - 1)
     data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
                      " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside"
                      ' it says: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, of which 0 is'
                      " never a label), a folder with .bin files (val.bin is the validation split),"
                      " or stdlib: the sources of Python's standard library")
-    tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
-                          " are kept in OUT/tokens")
-    document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
-                                      " documents, positions restart with each, and the label"
-                                      " behind one's end does not count; auto: a resumed run's,"
-                                      " else what --tokenizer ends each text with; -1: none")
-    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
+    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never", -1, 2**40)
     out: str = flag("out", "folder of log.jsonl, loss.png, position.png (validation loss by"
                     " position) and checkpoints")
-    save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
-    keep: int = flag(2, "checkpoints kept")
+    save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never",
+                           -1, 2**40)
+    keep: int = flag(2, "checkpoints kept", 1, 2**40)
     save_async: bool = flag(False, "write checkpoints while steps go on, from copies in host"
                             " memory")
     resume: str = flag("never", "never, latest, auto (latest if there is one: what a torchrun that"
@@ -147,44 +117,15 @@ class Config:
                              " llama3:FACTOR or yarn:FACTOR, times the length that a checkpoint"
                              " reaches; one that is scaled takes its own kind alone (Llama 3.1's"
                              " 128K, llama3:2: 256K); or theta:BASE, another rotary base")
-    p: int | None = flag(None, "parameter shards; auto: by predicted time, then the fewest shards,"
-                         " p before g before os")
-    g: int | None = flag(None, "gradient shards, p or os; auto: likewise")
-    os: int | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
     per_node: int | None = flag(None, "ranks of a node; auto: torchrun's local world size")
-    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
-    os_layout: str = flag("auto", "of optimizer states: inter (whole tensors, greedy), intra (each"
-                          " tensor split evenly), or auto: by predicted time")
-    os_place: str = flag("auto", "where optimizer states lie: gpu; host, in page-locked memory,"
-                         " from which they visit the GPU under the next forward; or auto: by"
-                         " predicted time")
-    overlap: str = flag(",".join(OVERLAPS), "communication that runs under computation, a list, or"
-                        " none: param_gather (weights before they are used), grad_scatter (a"
-                        " matrix's gradient to its shards), grad_reduce (shards over replicas),"
-                        " param_broadcast (updated weights to those who hold them), host_update (of"
-                        " states on the host), pipeline (messages between stages)")
-    recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
-                          " program of planner.py says; none: they keep everything; full: their"
-                          " input alone, and all of them runs again, attention included")
-    alpha: float | None = flag(None, "fraction of tokens whose activations a swapped layer swaps;"
-                               " auto: by the program")
-    resident_layers: int | None = flag(None, "last layers whose inputs and attention outputs stay"
-                                       " on the GPU; auto: by the program")
-    chunk: int | None = flag(None, "most tokens that a layer runs at once, which cuts them into"
-                             " equal parts; auto: 16K")
-    head_groups: int | None = flag(None, "parts of a rank's heads; with --sp the next one's"
-                                   " all-to-all runs under this one's attention, without they save"
-                                   " memory of attention's backward; auto: at most 4, or 8")
-    host_memory: int | None = flag(None, "bytes of a node (as 400G) for states and activations;"
-                                   " auto: what the control group or the machine allows, less an"
-                                   " eighth")
-    gpu_memory: int | None = flag(None, "bytes of a GPU that may be used (as 80G); auto: all")
-    attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
     device: str = flag("auto", "auto, cpu or cuda")
-    dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
-    memplan: str = flag("off", "addresses of a step's tensors, planned once: off, or on")
+    dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64",
+                      among=("auto", *DTYPES))
+    memplan: str = flag("off", "addresses of a step's tensors, planned once: off, or on",
+                        among=("off", "on"))
     compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
+    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank",
+                          *TIMEOUTS)
     dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
     ranks: int | None = flag(None, "with --dry-run: plan for so many; none of them need be there;"
                              " auto: the ranks that are")
@@ -198,103 +139,25 @@ class Config:
         """Return DIR of --init hf:DIR, else an empty text."""
         return self.init.partition("hf:")[2]
 
-    @property
-    def overlaps(self) -> tuple[str, ...]:
-        return () if self.overlap == "none" else tuple(self.overlap.split(","))
-
     def where_open(self, values: dict) -> dict:
         """Return those of the values whose flags are open."""
         return {name: value for name, value in values.items()
                 if getattr(self, name) in (None, "auto")}
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
-           "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
-           "tp_mode": ("mtp", "msp", "fsp"), "memplan": ("off", "on")}
-TIMEOUTS = (1, 1e9)  # seconds
-LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
-    (0, 1): "alpha min_lr",
-    (0, 1e6): "weight_decay",
-    (0, 1e30): "lr clip",
-    TIMEOUTS: "timeout",
-    (1, 2**20): "sp ring tp pp pp_chunks p g os head_groups ranks",
-    (2, 2**20): "resident_layers",
-    (0, 2**31 - 1): "seed",
-    (-1, 2**32): "document_token",
-    (-1, 2**40): "eval_every save_every",
-    (0, 2**40): "steps warmup",
-    (1, 2**40): "seq batch micro_batch keep per_node chunk",
-    (0, 2**60): "host_memory",
-    (1, 2**60): "gpu_memory",
-}
-SIZES = ("seq", "steps", "batch", "micro_batch", "chunk", "host_memory", "gpu_memory")
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        """End with argparse's own message, and the nearest flag for an unknown one."""
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].split("=")[0]
-        near = difflib.get_close_matches(unknown, self._option_string_actions, 1)
-        super().error(message + (f" (nearest: {near[0]})" if unknown and near else ""))
-
-
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def types_of(f: Field) -> tuple[type, ...]:
-    return typing.get_args(f.type) or (f.type,)
-
-
-def flag_type(f: Field):
-    """Return the function text -> value of a field; auto is None where that is allowed."""
-    kind = size if f.name in SIZES else types_of(f)[0]
-
-    def convert(text: str):
-        return None if text == "auto" and type(None) in types_of(f) else kind(text)
-
-    convert.__name__ = kind.__name__  # argparse says "invalid float value"
-    return convert
-
-
-def make_parser(description: str) -> Parser:
-    """Return a parser of Config's flags."""
-    parser = Parser(
-        description=description, allow_abbrev=False,
-        epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
-        "by the program, as its help says, and the choice is printed.")
-    for f in fields(Config):
-        default = "auto" if f.default is None else f.default
-        shown = "" if default in ("", False) else f" (default: {default})"
-        kind = {"default": f.default, "help": (f.metadata["help"] + shown).replace("%", "%%")}
-        if f.type is bool:
-            kind["action"] = argparse.BooleanOptionalAction
-        else:
-            kind["type"] = flag_type(f)
-        if f.name == "resume":
-            kind |= {"nargs": "?", "const": "latest"}
-        parser.add_argument(flag_name(f.name), **kind)
-    return parser
-
-
 def parse(argv: list[str] | None = None) -> Config:
-    return Config(**vars(make_parser(__doc__.split("\n")[0]).parse_args(argv)))
+    return Config(**vars(make_parser(Config, __doc__.split("\n")[0]).parse_args(argv)))
+
+
+def values_of(cfg: Config) -> dict:
+    """Return the flags, by name."""
+    return {name: getattr(cfg, name) for name in flags_of(cfg)}
 
 
 def check_flags(cfg: Config) -> None:
     """Raise ValueError for a number out of its range, a word that is none of its choices, flags
     that contradict each other. It reads flags alone."""
-    for name, values in CHOICES.items():
-        if getattr(cfg, name) not in values:
-            raise ValueError(f"{flag_name(name)} {getattr(cfg, name)}: one of {', '.join(values)}")
-    for (least, most), names in LIMITS.items():
-        for name in names.split():
-            value = getattr(cfg, name)
-            if value is not None and not least <= value <= most:  # a NaN is not, either
-                raise ValueError(f"{flag_name(name)} {value}: from {least} to {most}")
-    if not set(cfg.overlaps) <= set(OVERLAPS):
-        raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
+    check_values(cfg)
     by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
                if getattr(cfg, name) is not None]
     if by_hand and cfg.recompute != "auto":
@@ -368,9 +231,9 @@ class Run:
         """Return what the flags leave to the planner, and what they do not."""
         most = self.train.count if self.train else None
         usual = usual_batch(self.cfg)
-        return planner.constraints_of(
-            self.cfg, self.dtype, min(usual, most or usual),
-            most if self.cfg.ranks is None else None, resumes=self.resume is not None)
+        return replace(self.cfg, default_batch=min(usual, most or usual),
+                       most_sequences=most if self.cfg.ranks is None else None,
+                       resumes=self.resume is not None)
 
 
 def usual_batch(cfg: Config) -> int:
@@ -604,7 +467,7 @@ def recorded_flags(resumed: Checkpoint) -> Config:
     folder = resumed.folder
     recorded = resumed.meta["config"]
     known = {}
-    for f in fields(Config):
+    for f in flags_of(Config).values():
         value = known[f.name] = recorded.get(f.name, f.default)
         types = types_of(f)
         if float in types:
@@ -673,16 +536,6 @@ def with_plan(run: Run) -> Run:
     return run.but(cfg=cfg, plan=best, second=plans[1] if len(plans) > 1 else None)
 
 
-def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
-    """Return the flags as a plan for GPUs needs them, with the usual values where they are open,
-    and the model; per_node: GPUs of a node where neither is said. Raises ValueError."""
-    check_flags(replace(cfg, dry_run=True))
-    cfg, model, _, _ = choose_model(cfg, torch.device("cuda"), None)
-    ranks = cfg.ranks or per_node
-    cfg = replace(cfg, ranks=ranks, per_node=cfg.per_node or math.gcd(per_node, ranks))
-    return default_flags(cfg, ranks, torch.device("cuda")), model
-
-
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
@@ -712,7 +565,8 @@ def describe(run: Run) -> None:
            f"{cfg.per_node // plan.tp} a node; {cfg.os_layout}-tensor; optimizer states on the "
            f"{cfg.os_place}{there}; overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
     print0(f"batch: {plan.batch} sequences = {plan.dp} data-parallel ranks x "
-           f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
+           f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={plan.sp} "
+           f"ring={plan.ring}, "
            f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
     if plan.pp > 1:
         idle = (plan.pp - 1) / (plan.pp_chunks * plan.micro_batches + plan.pp - 1)
@@ -1026,7 +880,7 @@ def load_weights(run: Run, states: States) -> int:
         print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
                "what was drawn may come again")
     then = meta["config"]
-    changed = [f"{name} {then.get(name)} -> {value}" for name, value in vars(cfg).items()
+    changed = [f"{name} {then.get(name)} -> {value}" for name, value in values_of(cfg).items()
                if then.get(name) != value and name not in ("resume", "out", "device")]
     text = f"; changed: {', '.join(changed)}" if changed else ""
     print0(f"resumed {run.resume.folder} at step {meta['step']}{text}")
@@ -1056,7 +910,7 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
 def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
     """Return what a resumed run must know."""
     return {"step": step, "samples": samples, "decay_steps": run.decay_steps, "data": run.data,
-            "model": asdict(run.model), "config": asdict(run.cfg), "source": run.source,
+            "model": asdict(run.model), "config": values_of(run.cfg), "source": run.source,
             "threads": torch.get_num_threads()}
 
 
@@ -1277,7 +1131,7 @@ def introduce(run: Run) -> None:
     """Print the resolved flags, the model and the data."""
     cfg = run.cfg
     print0("config: " + " ".join(f"{name}={'auto' if value is None else value}"
-                                 for name, value in vars(cfg).items()))
+                                 for name, value in values_of(cfg).items()))
     causal, full = flops_per_token(run.model, cfg.seq)
     print0(f"model {cfg.model}: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token "
            f"causal, {full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}")
@@ -1446,7 +1300,7 @@ def build_and_train(run: Run) -> str:
 def run_ranks(cfg: Config, rank: int, world: int, local_rank: int) -> str:
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
     on_all_ranks(lambda: check_flags(cfg))
-    check_same({flag_name(name): value for name, value in vars(cfg).items()
+    check_same({flag_name(name): value for name, value in values_of(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     # rank 0's choice: for a minute, another node may see a shared folder as it was
     resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume))
