@@ -50,11 +50,11 @@ from memplan import StepMemory, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan
-from planner import state_bytes
+from planner import size, state_bytes
 from ranks import (ConfigError, Groups, Heartbeat, most_of_ranks, on_all_ranks, on_rank_0,
                    print0, start_ranks)
 from shard import STREAMS, Factors, States
-from train import Config, Run, device_name, size
+from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row

@@ -18,7 +18,6 @@ continues from OUT's newest step with `--resume` as if nothing had happened.
 Legend: pp * dp * sp * tp ranks, R = dp * sp of them of one stage and column; M micro-batches a step
 and rank, B sequences a micro-batch, T tokens a sequence, T/sp on a rank.
 """
-import argparse
 import contextlib
 import functools
 import gc
@@ -37,7 +36,7 @@ import time
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,91 +59,25 @@ from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops
                    initial_weight, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes
 from parallel import Pipeline
-from planner import Hardware, Plan
+from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
+                     make_parser)
 from ranks import (ConfigError, Groups, Heartbeat, check_same, error_of_any, most_of_ranks,
                    of_rank_0, on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
-from shard import OPTIMIZERS, STREAMS, States
+from shard import OPTIMIZERS, States
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-OVERLAPS = (*STREAMS, "pipeline")
 EVAL_SEQUENCES = 64  # most of a validation
 MAX_SKIPS = 5  # non-finite steps in a row that end the run
 
-# ---------------------------------------------------------------------------- flags of a dataclass
-
-
-def size(text: str) -> int:
-    """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
-    number = re.fullmatch(r"(-1|\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
-    value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
-    return int(value)
-
-
-def flag(default, help: str, choices: tuple[str, ...] | None = None, alone: str | None = None,
-         group: str = ""):
-    """Return a field that is a flag. alone: its value where it is said without one; group: the
-    title of those that begin with it."""
-    return field(default=default, metadata={
-        "help": help, "choices": choices, "alone": alone, "group": group})
-
-
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def flag_type(f):
-    """Return the function text -> value of a flag; auto is None where that is allowed."""
-    kind, *others = typing.get_args(f.type) or (f.type,)
-
-    def convert(text):
-        if others and text == "auto":
-            return None
-        return size(text) if kind is int else kind(text)
-
-    convert.__name__ = kind.__name__  # argparse says "invalid float value"
-    return convert
-
-
-def make_parser(description: str, cls: type) -> argparse.ArgumentParser:
-    """Return a parser of a dataclass whose fields are flags. What it parses has those alone that a
-    command gives."""
-    group = parser = argparse.ArgumentParser(
-        description=description, usage="%(prog)s [flags]", allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        epilog="Whole numbers may end in K, M or G, which are binary: 4K is 4096. What is auto is "
-        "chosen by the program, and printed.")
-    for f in fields(cls):
-        about = f.metadata
-        if about["group"]:
-            group = parser.add_argument_group(about["group"])
-        default = "auto" if f.default is None else f.default
-        shown = "" if default in ("", False) else f" ({default})"
-        options = {"help": (about["help"] + shown).replace("%", "%%")}
-        if f.type is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            convert = flag_type(f)
-            options |= {"type": convert, "choices": about["choices"]}
-            if not about["choices"]:
-                options["metavar"] = convert.__name__.upper()
-        if about["alone"]:
-            options |= {"nargs": "?", "const": about["alone"]}
-        group.add_argument(flag_name(f.name), **options)
-    return parser
-
-
-# ---------------------------------------------------------------------------- train.py's flags
+# ---------------------------------------------------------------------------- flags
 
 
 @dataclass(frozen=True)
-class Config:
-    """Every flag. None is `auto`: chosen by what the help says, and not written back but for what
-    defines a run: model, seq, batch, lr, document_token."""
+class Config(Constraints):
+    """Every flag: these, and what they leave to the planner. None is `auto`, and stays so but for
+    what defines a run: model, seq, batch, lr, document_token."""
 
     model: str = flag(
-        "auto", "tiny on a CPU, 7b on GPUs, of --init its own", choices=("auto", *MODELS),
+        "auto", "auto: tiny on a CPU, 7b on GPUs, of --init its own", among=("auto", *MODELS),
         group="what is trained, on what, how long")
     init: str = flag(
         "random", "first weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
@@ -155,110 +88,44 @@ class Config:
     data: str = flag(
         "stdlib", "a text file or a folder of them (bytes are the tokens, without --tokenizer), "
         "a .bin file of ids or a folder of them (val.bin: validation; uint16, or as FILE.bin.json "
-        "says: README), or stdlib: the sources of Python")
-    tokenizer: str = flag(
-        "", "Hugging Face folder whose tokenizer makes tokens of text, kept in OUT/tokens")
-    document_token: int | None = flag(
-        None, "id that ends a document, in which attention stays, and behind which no label "
-        "counts; -1: none; auto: what --tokenizer ends texts with, else none")
-    seq: int | None = flag(
-        None, "tokens a sequence; auto: 256 for tiny, else 4096")
-    batch: int | None = flag(
-        None, "sequences a step of all ranks; auto: 4K tokens for tiny, else 512K; a resumed run's "
-        "tokens")
+        'says: {"token_bytes": 4, "ignore": 0}: 0 is no label), or stdlib: the sources of Python')
+    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096", 1, 2**40)
     steps: int = flag(
-        200, "of the whole run; 0: initialise, save, export; with --eval-every 1 evaluate alone")
+        200, "of the whole run; 0: initialise, save, export; with --eval-every 1 evaluate alone",
+        0, 2**40)
     lr: float | None = flag(
-        None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 for --init, else 3e-4")
-    min_lr: float = flag(0.1, "where the cosine decay ends, at --steps, as a fraction of --lr")
+        None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 for --init, else 3e-4",
+        0, 1e30)
+    min_lr: float = flag(0.1, "the cosine decay's end at --steps, as a fraction of --lr", 0, 1)
     warmup: int | None = flag(
-        None, "steps of linear warm-up; auto: a quarter of --steps, at most 500")
-    weight_decay: float = flag(0.1, "of matrices, not of norms and biases")
-    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
-    seed: int = flag(0, "of the weights and of the order of the data")
-
-    device: str = flag(
-        "auto", "auto: GPUs if there are any", choices=("auto", "cpu", "cuda"),
-        group="where")
-    dtype: str = flag(
-        "auto", "of weights and activations; auto: bf16 on GPUs, else fp32",
-        choices=("auto", *DTYPES))
-    attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
-    gpu_memory: int | None = flag(
-        None, "bytes of a GPU that may be used, as 80G; auto: all")
-    host_memory: int | None = flag(
-        None, "bytes of a node for states and activations, as 400G; auto: what its control group "
-        "or the machine allows, less an eighth")
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
+        None, "steps of linear warm-up; auto: a quarter of --steps, at most 500", 0, 2**40)
+    weight_decay: float = flag(0.1, "of matrices, not of norms and biases", 0)
+    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
+    seed: int = flag(0, "of the weights and of the order of the data", 0, 2**31 - 1)
+    device: str = flag("auto", "auto: GPUs, if any", among=("auto", "cpu", "cuda"), group="where")
+    dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
+    memplan: str = flag("off", "addresses of a step's tensors, planned once", among=("off", "on"))
+    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
     dry_run: bool = flag(False, "print the best plans and their memory, and end")
-
-    p: int | None = flag(
-        None, "parameter shards; auto: by predicted time, then the fewest",
-        group="states and layers over ranks")
-    g: int | None = flag(None, "gradient shards: p or os")
-    os: int | None = flag(None, "optimizer state shards, a multiple of p")
-    strategy: str = flag("", "p, g, os by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
-    os_layout: str = flag(
-        "auto", "of optimizer states: whole tensors, or each split evenly",
-        choices=("auto", "inter", "intra"))
-    os_place: str = flag(
-        "auto", "where optimizer states lie; from the host they visit the GPU under the next "
-        "forward", choices=("auto", "gpu", "host"))
-    overlap: str = flag(
-        ",".join(OVERLAPS), "communication under computation, a list, or none: weights before "
-        "they are used, gradients to shards, shards over replicas, new weights to their holders, "
-        "states on the host, messages between stages")
-    tp: int | None = flag(1, "neighbours that share each layer's matrices")
-    tp_mode: str = flag(
-        "msp", "all have all tokens; they split them between products; and gather them again in "
-        "backward", choices=("mtp", "msp", "fsp"))
-    pp: int | None = flag(1, "stages of a pipeline")
-    pp_chunks: int | None = flag(
-        None, "parts of the model on a stage, interleaved; auto: by predicted time")
-
-    sp: int | None = flag(
-        None, "ranks that share a sequence; auto: by predicted time",
-        group="sequences over ranks")
-    ring: int | None = flag(
-        None, "of them, by context, around which k, v travel; the other sp / ring by heads; auto: "
-        "by predicted time")
-    head_groups: int | None = flag(
-        None, "parts of a rank's heads: the next one's all-to-all runs under this one's attention; "
-        "without --sp they save memory; auto: by predicted time")
-
-    micro_batch: int | None = flag(
-        None, "sequences that sp ranks run at once; auto: the most within 8K tokens a rank",
-        group="memory")
-    recompute: str = flag(
-        "auto", "layers keep, swap or recompute chunks as planned; keep all; or keep their input "
-        "alone, and run again, attention included", choices=("auto", "none", "full"))
-    alpha: float | None = flag(
-        None, "fraction of tokens whose activations a swapped layer swaps; auto: as planned")
-    resident_layers: int | None = flag(
-        None, "last layers whose inputs and attention outputs stay on the GPU; auto: as planned")
-    chunk: int | None = flag(
-        None, "most tokens that a layer runs at once; auto: as planned, of 16K, 8K, 4K")
-    memplan: str = flag(
-        "off", "addresses of a step's tensors, planned once", choices=("off", "on"))
-
-    out: str = flag("out", "folder of log.jsonl, pictures of losses, and checkpoints",
-                    group="files")
-    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
+    out: str = flag(
+        "out", "folder of log.jsonl, loss.png (by step, and by position) and checkpoints",
+        group="files")
+    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never", -1, 2**40)
     save_every: int = flag(
-        0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
+        0, "steps between checkpoints; 0: at the end or when stopped; -1: never", -1, 2**40)
     keep: int = flag(2, "checkpoints kept")
     save_async: bool = flag(False, "write them while steps go on, from copies in host memory")
     resume: str = flag(
-        "never", "go on from never, latest (said alone, too), auto (latest, if there is one), or "
-        "a checkpoint's folder, under its flags but for those that are given", alone="latest")
+        "never", "never, latest (said alone, too), auto (latest, if there is one) or a "
+        "checkpoint's folder: goes on under its flags, but for those that are given")
     export: str = flag(
         "", "folder for a Hugging Face checkpoint of the last weights in --dtype, of the "
         "architecture that was imported (else Llama), with its tokenizer and license")
 
     def __post_init__(self):
-        """Raise ValueError for flags that contradict each other, or are not of their form."""
-        if not set(self.overlaps) <= set(OVERLAPS):
-            raise ValueError(f"--overlap {self.overlap}: a list of {', '.join(OVERLAPS)}, or none")
+        """Raise ValueError for flags out of their range, or that contradict each other."""
+        check_values(self)
+        assert isinstance(self.overlaps, tuple)  # or it has raised
         if not re.fullmatch("random|hf:.+", self.init):
             raise ValueError(f"--init {self.init}: random or hf:DIR")
         by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
@@ -272,9 +139,9 @@ class Config:
         """Return DIR of --init hf:DIR, else an empty text."""
         return self.init.partition("hf:")[2]
 
-    @property
-    def overlaps(self) -> tuple[str, ...]:
-        return () if self.overlap == "none" else tuple(self.overlap.split(","))
+    def values(self):
+        """Return the flags by their names."""
+        return {name: getattr(self, name) for name in flags_of(self)}
 
 
 OF_A_COMMAND = ("resume", "out", "export", "dry_run")  # not of the run that it goes on with
@@ -282,7 +149,7 @@ OF_A_COMMAND = ("resume", "out", "export", "dry_run")  # not of the run that it 
 
 def parse(argv: list[str] | None = None) -> dict:
     """Return the flags that a command gives, by the names of their fields."""
-    return vars(make_parser(__doc__.split("\n")[0], Config).parse_args(argv))
+    return vars(make_parser(Config, __doc__.split("\n")[0]).parse_args(argv))
 
 
 def resumed_flags(given, resumed):
@@ -291,7 +158,7 @@ def resumed_flags(given, resumed):
     if resumed is None:
         return Config(**given)
     old = resumed.meta["config"]
-    known = [f.name for f in fields(Config) if f.name in old and f.name not in OF_A_COMMAND]
+    known = [name for name in flags_of(Config) if name in old and name not in OF_A_COMMAND]
     flags = {name: old[name] for name in known} | given
     flags["seq"] = flags["seq"] or old["seq"]
     if "batch" not in given:
@@ -329,7 +196,7 @@ class Run:
     dtype: torch.dtype
     kernel: str
     model: ModelConfig
-    plan: Plan
+    plan: costs.Plan
     hardware: Hardware | None = None
     train: Sequences | None = None
     val: Sequences | None = None
@@ -484,7 +351,7 @@ def check_folders(cfg, model, source):
 
 def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype,
                  kernel: str, most: int | None = None, resumes: bool = False,
-                 **budgets: float) -> tuple[list[Plan], Hardware]:
+                 **budgets: float) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open, by predicted time, and what they are for:
     the ranks, the profile of their devices, and the memory that the smallest of them has. most:
     training sequences that the data have; budgets: other memory. Raises ConfigError. A collective
@@ -498,13 +365,10 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: t
     there = Hardware(world, per_node, profile, -most_of_ranks(-gpu, device),
                      -most_of_ranks(-host, device))
     there = replace(there, **budgets)
-    batch = default_batch(cfg)
-    constraints = planner.constraints_of(cfg, dtype, min(batch, most or batch), most, resumes)
-    return on_all_ranks(lambda: planner.plan(constraints, model, there)), there
-
-
-def default_batch(cfg):
-    return max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+    usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+    cfg = replace(cfg, dtype=next(name for name in DTYPES if DTYPES[name] == dtype),
+                  default_batch=min(usual, most or usual), most_sequences=most, resumes=resumes)
+    return on_all_ranks(lambda: planner.plan(cfg, model, there)), there
 
 
 def device_name(device: torch.device) -> str:
@@ -522,8 +386,8 @@ def cap_gpu(run: Run) -> None:
 def introduce(run):
     """Print the flags that are not as usual, the model and the data."""
     cfg = run.cfg
-    print0("config:", *(f"{f.name}={getattr(cfg, f.name)}" for f in fields(cfg)
-                        if getattr(cfg, f.name) != f.default))
+    print0("config:", *(f"{name}={getattr(cfg, name)}" for name, f in flags_of(cfg).items()
+                        if getattr(cfg, name) != f.default))
     causal, full = flops_per_token(run.model, cfg.seq)
     print0(f"model: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token causal, "
            f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
@@ -545,22 +409,8 @@ def introduce(run):
 def describe(run: Run) -> None:
     """Print what was chosen."""
     plan = run.plan
-    f = plan.factors
-    print0(f"batch: {plan.batch} sequences = {plan.dp} data-parallel ranks x "
-           f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
-           f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
-    if run.world > 1:
-        print0(f"states: p={f.p} g={f.g} os={f.os} of {plan.state_ranks} ranks, "
-               f"{plan.os_layout}-tensor")
-    if plan.os_place == "host":
-        print0(f"optimizer states on the host, {plan.host['optimizer'] / GIB:.1f} GiB a rank")
-    if plan.pp > 1:
-        idle = (plan.pp - 1) / (plan.pp_chunks * plan.micro_batches + plan.pp - 1)
-        print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts, "
-               f"{plan.micro_batches} micro-batches: idle {idle:.1%} if all passes take as long")
-    if plan.activations:
-        print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
-               f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
+    print0(f"plan: {planner.in_words(plan)} (batch: data-parallel ranks x micro-batches x sequences"
+           " of one)")
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(plan.memory.describe(), flush=True)
 
@@ -823,7 +673,7 @@ def make_saver(run: Run, states: States) -> checkpoint.Saver:
 def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
     """Return what a resumed run must know."""
     return {"step": step, "samples": samples, "decay_steps": run.decay_steps, "data": run.data,
-            "model": asdict(run.model), "config": asdict(run.cfg), "source": run.source,
+            "model": asdict(run.model), "config": run.cfg.values(), "source": run.source,
             "threads": torch.get_num_threads()}
 
 
@@ -1100,7 +950,7 @@ def run_ranks(given, local_rank):
 
     # ---- flags
     cfg = on_all_ranks(lambda: Config(**given))
-    check_same({flag_name(name): value for name, value in vars(cfg).items()
+    check_same({flag_name(name): value for name, value in cfg.values().items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     # rank 0's choice: for a minute, another node may see a shared folder as it was
     resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume))
