@@ -62,7 +62,7 @@ test_one_run_under_four_plans         train.py's flags unheard, other losses und
 test_killed_*, test_restart           a torn checkpoint, a resume that is not bit for bit
 test_newest_*, test_going_back_*      a torn or older checkpoint taken, a log that it does not reach
 test_weights_that_*                   a run that goes on from weights that are no numbers
-test_meta_of_*, test_cuts_*           a checkpoint believed that has holes, overlaps, other types
+test_meta_of_*, test_cuts_*           a torn meta.json believed, a part read at another place
 test_resume_says_*                    changed data, threads or a broken log passed over in silence
 test_saving_*, test_disk_*            a full disk that ends a run, a late copy of later states
 test_one_run_writes_*                 two runs in one folder, a stale lock
@@ -3473,7 +3473,7 @@ def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
         while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
             time.sleep(0.1)
 
-    at_file(f"{tmp_path}/b/step-00000002.tmp/rank", late)
+    at_file(f"{tmp_path}/b/step-00000002.tmp", late, "os.mkdir")  # before a tensor is written
     args = [*QUICK, "--save-every", "2", "--keep", "9", "--out"]
     train.main([*args, f"{tmp_path}/a"])
     capsys.readouterr()
