@@ -181,13 +181,13 @@ class Step:
         return self.memory.replay(work) if self.memory.plan else self.memory.run(work)
 
 
-def plan_run(bench: Bench, cfg: Config, **budgets: float) -> Run:
-    """Return what train.py chooses for these flags on all ranks; budgets: of Hardware, by hand.
-    Raises ConfigError. A collective."""
+def plan_run(bench: Bench, cfg: Config, gpu: float | None = None) -> Run:
+    """Return what train.py chooses for these flags on all ranks; gpu: bytes of a GPU to plan with,
+    if not its own. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, **bench.memory)
     cfg, model, _ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
-    plans, there = train.choose_plans(cfg, model, bench.device, bench.dtype, kernel, **budgets)
+    plans, there = train.choose_plans(cfg, model, bench.device, bench.dtype, kernel, gpu=gpu)
     return Run(cfg, bench.rank, bench.world, bench.device, bench.dtype, kernel, model, plans[0],
                there)
 
@@ -356,7 +356,7 @@ def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     """Build a step of the same model and kernels under FSDP2. With a sequence over ranks, layers
     are recomputed, and all-to-alls are NCCL's, in one head group."""
     run = plan_run(bench, replace(cfg, head_groups=1, ring=1, recompute="none"),
-                   gpu_budget=2.0**60)  # what fits is FSDP2's to say
+                   gpu=2.0**60)  # what fits is FSDP2's to say
     plan = replace(run.plan, factors=Factors(), per_node=0)
     run = replace(run, plan=plan)
     op = train.make_attention(run, groups_of(run))

@@ -237,7 +237,8 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[Path | None, int]:
     cache.mkdir(parents=True, exist_ok=True)
     writing = cache / f"{path.name}.{os.getpid()}.tmp"
     segments = read_segments(files)
-    progress = tqdm(total=sum(size for _, size, _ in stats), unit="B", unit_scale=True)
+    size = sum(size for _, size, _ in stats)
+    progress = tqdm(total=size, unit="B", unit_scale=True, mininterval=2)
     try:
         with progress, open(writing, "wb") as out:
             while batch := list(itertools.islice(segments, 64)):  # for threads to share

@@ -63,7 +63,7 @@ test_one_run_under_four_plans         train.py's flags unheard, other losses und
 test_killed_*, test_restart           a torn checkpoint, a resume that is not bit for bit
 test_newest_*, test_going_back_*      a torn or older checkpoint taken, a log that it does not reach
 test_weights_that_*                   a run that goes on from weights that are no numbers
-test_meta_of_*, test_cuts_*           a checkpoint believed that has holes, overlaps, other types
+test_meta_of_*, test_cuts_*           a torn meta.json believed, a part read at another place
 test_resume_says_*                    changed data, threads or a broken log passed over in silence
 test_saving_*, test_disk_*            a full disk that ends a run, a late copy of later states
 test_one_run_writes_*                 two runs in one folder, a stale lock
@@ -3030,6 +3030,11 @@ def changed_meta(path: Path, change: str) -> None:
     checkpoint.write_meta(path.parent, c)
 
 
+def saved(out: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder."""
+    return [int(path.name[5:]) for path in checkpoint.steps_of(out)]
+
+
 def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     """Also from --steps 0 on, as if the run had not ended there. Files are read here by the
     safetensors library."""
@@ -3045,7 +3050,7 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     assert [r["step"] for r in rows if "val_loss" in r] == [3, 6, 7]
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["mfu_causal"] is None
     assert "1,869,504 parameters" in text and "left 0:00:0" in text
-    assert sorted(p.name for p in out.glob("step-*")) == ["step-00000006", "step-00000007"]
+    assert saved(out) == [6, 7]
     assert (out / "loss.png").read_bytes()[1:4] == b"PNG"
     states = load_file(out / "step-00000007" / "rank-00000-0.safetensors")
     theirs = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
@@ -3193,7 +3198,7 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
         )
     rows = log(tmp_path)
     assert [r["finite"] for r in rows[-5:]] == [0] * 5 and len(rows) < 20
-    assert rows[-1]["grad_norm"] is None and checkpoint.steps_of(tmp_path)
+    assert rows[-1]["grad_norm"] is None and saved(tmp_path)
 
 
 @slow
@@ -3335,7 +3340,7 @@ def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
     args = [*QUICK, "--save-every", "2", "--out", tmp_path, *flags.split()]
     code = f"import test_all as t; t.at_file({path!r}, t.die, {event!r})"
     run(args, code=code, expect=-signal.SIGKILL)
-    assert len(losses(tmp_path)) >= 4 and checkpoint.steps_of(tmp_path)
+    assert len(losses(tmp_path)) >= 4 and saved(tmp_path)
     text = run([*args, "--save-every", "3", "--resume", "auto"])
     assert f"resumed {tmp_path}/step-0000000{step} at step {step}" in text
     assert losses(tmp_path) == straight(0) and not list(tmp_path.glob("*.tmp"))
@@ -3355,9 +3360,8 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     assert checkpoint.find_checkpoint(tmp_path, "auto").folder == second
     assert checkpoint.find_checkpoint(tmp_path / "empty", "auto") is None
     train.main([*args, "--steps", "4", "--resume"])
-    aside = {path.name for path in (tmp_path / "earlier-1").iterdir()}
-    assert aside == {third.name, torn.name} and len(losses(tmp_path)) == 4
-    assert checkpoint.find_checkpoint(tmp_path, "auto").meta["step"] == 4
+    assert saved(tmp_path) == [2, 3, 4] and saved(tmp_path / "earlier-1") == [3, 9]
+    assert len(losses(tmp_path)) == 4
     shutil.copy(second / "rank-00000-0.safetensors", tmp_path / "step-00000004")
     with pytest.raises(ValueError, match="step-00000004/rank.* is not what was written"):
         train.main([*args, "--resume"])
@@ -3371,16 +3375,12 @@ def test_going_back_is_one_with_the_log(tmp_path):
     want = losses(tmp_path)
     back = [*args, "--resume", f"{tmp_path}/step-00000002"]
     train.main([*back, "--steps", "0", "--eval-every", "1", "--export", f"{tmp_path}/hf"])
-    steps = [f"step-0000000{step}" for step in (2, 4, 6)]
-    assert [path.name for path in checkpoint.steps_of(tmp_path)] == steps
-    assert losses(tmp_path) == want
+    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
     train.main([*back, "--steps", "3", "--save-every", "-1"])
-    assert [path.name for path in checkpoint.steps_of(tmp_path)] == steps[:1]
-    assert [path.name for path in checkpoint.steps_of(tmp_path / "earlier-1")] == steps[1:]
+    assert saved(tmp_path) == [2] and saved(tmp_path / "earlier-1") == [4, 6]
     assert losses(tmp_path) == want[:3]
     train.main([*args, "--resume"])
-    assert [path.name for path in checkpoint.steps_of(tmp_path)] == steps
-    assert losses(tmp_path) == want
+    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
 
 
 def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
@@ -3398,34 +3398,28 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
 
 def test_cuts_of_a_checkpoint_are_a_matrix(tmp_path, monkeypatch):
     """What ranks have saved of rows and columns of a matrix, in flat parts, others read."""
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    ranks = itertools.count()
+    monkeypatch.setattr(dist, "get_rank", lambda: next(ranks))
     matrix = torch.randn(6, 4)
-    halves = [[m.Cut((6, 4), rows, (0, 4)) for rows in (((0, 2), (4, 5)), ((2, 4), (5, 6)))]]
-    halves += [[m.Cut((6, 4), ((0, 6),), cols) for cols in ((0, 1), (1, 4))]]
-    layouts = [(cuts, count) for cuts in ([None], *halves) for count in (1, 2, 5)]
+    rows = [((0, 2), (4, 5)), ((2, 4), (5, 6))]
+    cuts = [None], [m.Cut((6, 4), part, (0, 4)) for part in rows]
+    cuts += ([m.Cut((6, 4), ((0, 6),), part) for part in ((0, 1), (1, 4))],)
 
-    def parts_of(cuts: list, count: int) -> list[shard.StatePart]:
-        parts = []
+    def parts_of(cuts, count):
         for cut in cuts:
             flat = (matrix if cut is None else cut.of(matrix)).flatten()
-            ends = [len(part) for part in flat.tensor_split(count)]
-            starts = itertools.accumulate(ends[:-1], initial=0)
-            parts += [
-                shard.StatePart(values.clone(), start, (6, 4), True, cut)
-                for start, values in zip(starts, flat.tensor_split(count))
-            ]
-        return parts
+            for part in torch.arange(len(flat)).tensor_split(count):
+                yield shard.StatePart(flat[part], part[0].item(), (6, 4), True, cut)
 
-    for i, saved in enumerate(layouts):
-        files = {}
-        for j, part in enumerate(parts_of(*saved)):
-            monkeypatch.setattr(dist, "get_rank", lambda: j)
-            files |= checkpoint.write_states(tmp_path / f"{i}", {"master.x": part})
-        found = checkpoint.Checkpoint(tmp_path / f"{i}", {"files": files})
-        for part in itertools.chain(*(parts_of(*loaded) for loaded in layouts)):
-            blank = dataclasses.replace(part, values=torch.zeros_like(part.values))
-            checkpoint.read_states(found, {"master.x": blank})
-            assert torch.equal(blank.values, part.values)
+    for saved in itertools.product(cuts, (1, 2, 5)):
+        folder = tmp_path / f"{next(ranks)}"
+        parts = [checkpoint.write_states(folder, {"x": part}) for part in parts_of(*saved)]
+        found = checkpoint.Checkpoint(folder, {"files": [name for part in parts for name in part]})
+        for loaded in itertools.product(cuts, (1, 3)):
+            for part in parts_of(*loaded):
+                blank = dataclasses.replace(part, values=torch.zeros(len(part.values)))
+                checkpoint.read_states(found, {"x": blank})
+                assert torch.equal(blank.values, part.values)
 
 
 def test_resume_says_what_has_changed(tmp_path, capsys):
@@ -3462,10 +3456,10 @@ def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
     text = capsys.readouterr().out
     assert f"step 4 was not saved: {out}/step-00000004.tmp: [Errno 28] No space left" in text
     assert re.search(r"step 6/6 .*\(step 4 was not saved", text)
-    assert [p.name for p in sorted(out.glob("step*"))] == ["step-00000002", "step-00000006"]
+    assert saved(out) == [2, 6]
     with pytest.raises(SystemExit, match="step 7 was not saved: .* No space left"):
         train.main([*args, "--out", f"{out}", "--steps", "7", "--resume"])
-    assert [p.name for p in sorted(out.glob("step*"))] == ["step-00000002", "step-00000006"]
+    assert saved(out) == [2, 6] and not [*out.glob("*.tmp")]
     at_file(f"{tmp_path}/gone/step-00000002.tmp/rank", lambda: shutil.rmtree(tmp_path / "gone"))
     with pytest.raises(SystemExit, match="step 6 was not saved: .*No such file or directory"):
         train.main([*args, "--out", f"{tmp_path}/gone"])
@@ -3495,14 +3489,14 @@ def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
         while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
             time.sleep(0.1)
 
-    at_file(f"{tmp_path}/b/step-00000002.tmp/rank", late)
+    at_file(f"{tmp_path}/b/step-00000002.tmp", late, "os.mkdir")  # before a tensor is written
     args = [*QUICK, "--save-every", "2", "--keep", "9", "--out"]
     train.main([*args, f"{tmp_path}/a"])
     capsys.readouterr()
     train.main([*args, f"{tmp_path}/b", "--save-async", "--os-place", "host"])
     for step in (2, 4, 6):
-        a, b = (tmp_path / x / f"step-0000000{step}" / "rank-00000-0.safetensors" for x in "ab")
-        a, b = load_file(a), load_file(b)
+        file = f"step-0000000{step}/rank-00000-0.safetensors"
+        a, b = load_file(tmp_path / "a" / file), load_file(tmp_path / "b" / file)
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     text = capsys.readouterr().out
     assert text.index("step 3/6") < text.index(f"saved {tmp_path}")
@@ -3567,7 +3561,7 @@ def test_signals(ranks, number, tmp_path):
     done = len(losses(out))
     assert [process.exitcode for process in processes] == [0] * len(processes)
     assert f"stopped by {number.name}: the run ends after step {done}\n" in said.read_text()
-    assert checkpoint.find_checkpoint(out, "latest").meta["step"] == done
+    assert saved(out) == [done]
 
 
 def test_signal_in_the_last_step_leaves_nothing_out(tmp_path):
@@ -3585,7 +3579,7 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path):
             f"{tmp_path}/hf",
         ]
     )
-    assert checkpoint.find_checkpoint(tmp_path / "o", "latest").meta["step"] == 2
+    assert saved(tmp_path / "o") == [1, 2]
     assert (tmp_path / "hf" / "model-00001-of-00001.safetensors").stat().st_size > 2**20
 
 
@@ -3609,7 +3603,7 @@ def test_data_that_goes_away(size, message, tmp_path):
     with pytest.raises(SystemExit, match=f"train.py: .*{message}"):
         train.main(args)
     words.write_bytes(text)
-    assert checkpoint.find_checkpoint(out, "latest").meta["step"] == 3
+    assert saved(out) == [2, 3]
     train.main([*args, "--resume"])
     assert [step for step, *_ in losses(out)] == [1, 2, 3, 4, 5, 6]
 
@@ -3648,7 +3642,7 @@ t.at_file('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(missi
     assert re.search(r"step 2 was not saved: .* No space left on device \(on ranks \[1\]\)", text)
     assert re.search(r"'words.txt' \(on ranks \[1\]\): the run ends after step 5", text)
     assert text.count("train.py: [Errno") == 1 and "Traceback" not in text
-    assert sorted(p.name[-1] for p in (tmp_path / "o").glob("step*")) == ["4", "5"]
+    assert saved(tmp_path / "o") == [4, 5]
 
 
 # ---------------------------------------------------------------------------- several nodes

@@ -125,7 +125,7 @@ class Config(Constraints):
     def __post_init__(self):
         """Raise ValueError for flags out of their range, or that contradict each other."""
         check_values(self)
-        assert isinstance(self.overlaps, tuple)  # or it has raised
+        _ = self.overlaps  # raises it
         if not re.fullmatch("random|hf:.+", self.init):
             raise ValueError(f"--init {self.init}: random or hf:DIR")
         by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
@@ -351,20 +351,19 @@ def check_folders(cfg, model, source):
 
 def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype,
                  kernel: str, most: int | None = None, resumes: bool = False,
-                 **budgets: float) -> tuple[list[costs.Plan], Hardware]:
+                 gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open, by predicted time, and what they are for:
     the ranks, the profile of their devices, and the memory that the smallest of them has. most:
-    training sequences that the data have; budgets: other memory. Raises ConfigError. A collective
-    of all ranks: all come to the same plans."""
+    training sequences that the data have; gpu: bytes of a GPU to plan with, if not its own. Raises
+    ConfigError. A collective of all ranks: all come to the same plans."""
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    gpu = planner.gpu_budget(device, cfg.gpu_memory)
+    gpu = gpu or planner.gpu_budget(device, cfg.gpu_memory)
     host = on_all_ranks(lambda: planner.host_budget(per_node, cfg.host_memory))
     profile = of_rank_0(hardware.find_profile(  # of mixed devices, one plan
         device_name(device), device, dtype, kernel, per_node, print0))
     there = Hardware(world, per_node, profile, -most_of_ranks(-gpu, device),
                      -most_of_ranks(-host, device))
-    there = replace(there, **budgets)
     usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
     cfg = replace(cfg, dtype=next(name for name in DTYPES if DTYPES[name] == dtype),
                   default_batch=min(usual, most or usual), most_sequences=most, resumes=resumes)
@@ -383,8 +382,8 @@ def cap_gpu(run: Run) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, share), run.device)
 
 
-def introduce(run):
-    """Print the flags that are not as usual, the model and the data."""
+def introduce(run, plans):
+    """Print the flags that are not as usual, the model, the data, and what was chosen."""
     cfg = run.cfg
     print0("config:", *(f"{name}={getattr(cfg, name)}" for name, f in flags_of(cfg).items()
                         if getattr(cfg, name) != f.default))
@@ -404,6 +403,11 @@ def introduce(run):
     print0(f"data {corpus.files[0] if len(corpus.files) == 1 else cfg.data}: {len(corpus):,} "
            f"tokens, {run.train.count:,} training and {run.val.count:,} validation sequences"
            + (f"; documents end with token {end}" if end >= 0 else ""))
+    describe(run)
+    if run.device.type == "cuda":
+        print0(planner.describe_choice(*[*plans, None][:2], run.hardware))
+    if cfg.dry_run:
+        print0(planner.describe_plans(plans, run.hardware))
 
 
 def describe(run: Run) -> None:
@@ -775,10 +779,11 @@ class Log:
         if run.rank == 0:
             self.file = open(regular(Path(run.cfg.out) / "log.jsonl"), "a")
 
-    def write(self, step, facts, lr, seconds, found, counts, unsaved):
+    def write(self, step, facts, seconds, found, counts, unsaved):
         """Print and log a step; found: by an evaluation; counts: of planned memory; unsaved: why
         there is no checkpoint."""
         run = self.run
+        lr = learning_rate(run.cfg, run.decay_steps, step - 1)
         self.times = [*self.times[-19:], seconds]
         left = statistics.median(self.times) * (run.cfg.steps - step)
         tgs = run.plan.batch * run.plan.seq / seconds / run.world
@@ -880,22 +885,16 @@ def train(run, model, states, saver, saved):
         found = evaluate(run, model)
         log.append({"step": step} | found, f"step {step}", describe_evaluation(found))
     signals = listen()  # until here there is nothing to save
-    now = [0, time.perf_counter()]
+    now = [0, time.perf_counter()]  # the step, 0 between steps; since when
     if run.rank == 0:
         threading.Thread(target=show_progress, args=(states, now), daemon=True).start()
     memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
     in_a_row = 0  # steps that were not finite
     while step < cfg.steps and not ends:
-        # ---- the step, and while the GPU works at it the next batch
         step += 1
         now[0] = step
-        lr = learning_rate(cfg, run.decay_steps, step - 1)
-        work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
-        results = [*run_planned(memory, work), batch.seen]
-        del work  # it holds the batch
         samples += run.plan.batch
-        if step < cfg.steps:
-            batch = load_batch(run, samples)
+        results, batch = step_and_load(run, model, states, memory, batch, step, samples)
         facts = agree(run.device, results, max(signals, default=0), saver.writing,
                       bool(batch.unread))
         if not facts.finite:
@@ -903,7 +902,7 @@ def train(run, model, states, saver, saved):
         seconds = time.perf_counter() - now[1]
         now[0] = 0
 
-        # ---- what follows from it: evaluate, log, save
+        # ---- evaluate, log, save
         in_a_row = 0 if facts.finite else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
@@ -922,7 +921,7 @@ def train(run, model, states, saver, saved):
         ends = f"stopped by {signal.Signals(facts.signal).name}" if facts.signal else trouble
         if not facts.writing:
             saver.finish()
-        log.write(step, facts, lr, seconds, found, memory and memory.counts, saver.failed)
+        log.write(step, facts, seconds, found, memory and memory.counts, saver.failed)
         if saves:
             saver.begin(checkpoint_meta(run, step, samples))
             saved = step
@@ -939,6 +938,17 @@ def train(run, model, states, saver, saved):
     if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
     return trouble or saver.failed
+
+
+def step_and_load(run, model, states, memory, batch, step, samples):
+    """Run a step, and while the GPU works at it load the next batch. Returns what the step and its
+    batch have on the device, and that batch. A collective of all ranks."""
+    lr = learning_rate(run.cfg, run.decay_steps, step - 1)
+    work = functools.partial(run_step, model, states, batch, lr, run.cfg.clip)
+    results = [*run_planned(memory, work), batch.seen]
+    if step < run.cfg.steps:
+        batch = load_batch(run, samples)
+    return results, batch
 
 
 # ---------------------------------------------------------------------------- the program
@@ -993,10 +1003,8 @@ def run_ranks(given, local_rank):
         decay_steps = resumed.meta["decay_steps"] if start else cfg.steps
     run = Run(cfg, rank, world, device, dtype, kernel, model, plans[0], there, training, val,
               training.corpus.ignored_id, start, samples, decay_steps, data, source)
-    introduce(run)
-    describe(run)
+    introduce(run, plans)
     if cfg.dry_run:
-        print0(planner.describe_plans(plans, there))
         return ""
     with contextlib.ExitStack() as lock:  # of OUT, for this run
         on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out))))
