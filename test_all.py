@@ -3875,7 +3875,7 @@ REFUSED = [
     ),
     (
         """sed -i 's/"llama"/"gpt2"/' hf/config.json && train.py --init hf:hf""",
-        "model_type is 'gpt2'; one of llama, mistral, qwen2, qwen3",
+        "model_type is 'gpt2'; one of qwen2, qwen3, llama, mistral",
     ),
     (
         """sed -i '1s/{/{"quantization_config": {"quant_method": "gptq"},/' hf/config.json"""

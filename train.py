@@ -757,14 +757,14 @@ def gpu_peak_gib(device: torch.device) -> float:
     return (peak + Exchange.mapped_bytes()) / GIB
 
 
-def agree(device, result, *worst):
-    """Return what the host must know of a step: its only wait for the device, in one copy. result:
-    the first facts; worst: the next ones, of which the largest of all ranks counts. A collective
-    of all ranks."""
+def agree(device, results, signals, writing, unread):
+    """Return what the host must know of a step: its only wait for the device, in one copy. results:
+    the first facts; of the others the largest of all ranks counts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    most = torch.tensor([*worst, gpu_peak_gib(device), host_gib], device=device).double()
+    most = torch.tensor([max(signals, default=0), writing, bool(unread), gpu_peak_gib(device),
+                         host_gib], device=device).double()
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    own = torch.stack([value.double() for value in result])
+    own = torch.stack([value.double() for value in results])
     return Facts(*torch.cat([own, most]).tolist())
 
 
@@ -870,9 +870,8 @@ def due(step, every):
 
 def train(run, model, states, saver, saved):
     """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
-    checkpoint has, -1 if none has. Returns what went wrong: too many steps in a row were not
-    finite, the data cannot be read any more, or the last checkpoint was not saved. A collective of
-    all ranks."""
+    checkpoint has, -1 if none has. Returns what went wrong: steps that were not finite, data that
+    cannot be read any more, a last checkpoint that was not saved. A collective of all ranks."""
     cfg = run.cfg
     step, samples = run.start, run.samples
     log = Log(run)
@@ -885,24 +884,22 @@ def train(run, model, states, saver, saved):
         found = evaluate(run, model)
         log.append({"step": step} | found, f"step {step}", describe_evaluation(found))
     signals = listen()  # until here there is nothing to save
-    now = [0, time.perf_counter()]  # the step, 0 between steps; since when
+    memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
+    now = [0, 0.0]  # the step, 0 between steps; since when
     if run.rank == 0:
         threading.Thread(target=show_progress, args=(states, now), daemon=True).start()
-    memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
     in_a_row = 0  # steps that were not finite
     while step < cfg.steps and not ends:
         step += 1
-        now[0] = step
+        now[:] = step, time.perf_counter()
         samples += run.plan.batch
         results, batch = step_and_load(run, model, states, memory, batch, step, samples)
-        facts = agree(run.device, results, max(signals, default=0), saver.writing,
-                      bool(batch.unread))
+        facts = agree(run.device, results, signals, saver.writing, batch.unread)
         if not facts.finite:
             states.check_uses()
         seconds = time.perf_counter() - now[1]
         now[0] = 0
 
-        # ---- evaluate, log, save
         in_a_row = 0 if facts.finite else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
@@ -910,14 +907,12 @@ def train(run, model, states, saver, saved):
             trouble = error_of_any(batch.unread)
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
         saves = due(step, cfg.save_every)
-        if memory and (evaluates or saves or facts.signal or trouble):
+        if memory and (evaluates or saves or facts.signal or trouble or step == cfg.steps):
             memory.give_back()  # what is not a step must not starve beside the arena
-        found = {}
-        if evaluates:
-            try:
-                found = evaluate(run, model)
-            except ConfigError as e:
-                trouble = str(e)
+        try:
+            found = evaluate(run, model) if evaluates else {}
+        except ConfigError as e:
+            found, trouble = {}, str(e)
         ends = f"stopped by {signal.Signals(facts.signal).name}" if facts.signal else trouble
         if not facts.writing:
             saver.finish()
@@ -925,11 +920,8 @@ def train(run, model, states, saver, saved):
         if saves:
             saver.begin(checkpoint_meta(run, step, samples))
             saved = step
-        now[1] = time.perf_counter()
     if ends:
         print0(f"{ends}: the run ends after step {step}")
-    if memory:
-        memory.give_back()
     log.close()
     saver.finish()
     if cfg.save_every >= 0 and (saved != step or saver.failed):
