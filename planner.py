@@ -122,7 +122,7 @@ def make_parser(program: type, description: str) -> Parser:
         epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
         "by the program, and printed.")
     flags = flags_of(program)
-    own = [name for name in flags if name in program.__annotations__]
+    own = [name for name in program.__annotations__ if name in flags]
     for name in dict.fromkeys([*own, *flags]):
         f = flags[name]
         if f.metadata["group"]:

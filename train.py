@@ -102,7 +102,8 @@ class Config(Constraints):
     weight_decay: float = flag(0.1, "of matrices, not of norms and biases", 0)
     clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
     seed: int = flag(0, "of the weights and of the order of the data", 0, 2**31 - 1)
-    device: str = flag("auto", "auto: GPUs, if any", among=("auto", "cpu", "cuda"), group="where")
+    device: str = flag("auto", "auto: GPUs, if any", among=("auto", "cpu", "cuda"),
+                      group="on which machine")
     dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
     memplan: str = flag("off", "addresses of a step's tensors, planned once", among=("off", "on"))
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
