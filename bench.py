@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 
@@ -50,11 +51,11 @@ from memplan import StepMemory, draw, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan
-from planner import state_bytes
+from planner import size, state_bytes
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0,
                    print0, start_ranks)
 from shard import STREAMS, Factors, States
-from train import Config, Run, device_name, size
+from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
 TIMES = ("step_s", "tgs", "flops", "mfu_causal", "mfu_full")  # of a row
@@ -71,7 +72,6 @@ class Bench:
     device: torch.device
     rank: int
     world: int
-    local_rank: int = 0
     out: Path = HERE  # folder of results files
     seqs: list[int] = field(default_factory=list)  # --seq
     skip: list[str] = field(default_factory=list)  # --skip
@@ -182,29 +182,33 @@ class Step:
         return self.memory.replay(work) if self.memory.plan else self.memory.run(work)
 
 
-def machine(bench: Bench, cfg: Config) -> Run:
-    """Return the run of these flags on this machine, without a plan. Raises ConfigError. A
-    collective."""
-    cfg = replace(cfg, **bench.memory)
-    if cfg.per_node is None:
-        cfg = replace(cfg, per_node=bench.world)
-    run = on_all_ranks(lambda: train.machine(cfg, bench.rank, bench.world, bench.local_rank))
-    return train.with_hardware(run)
+def plan_run(bench: Bench, cfg: Config, gpu: float | None = None) -> Run:
+    """Return what train.py chooses for these flags on all ranks; gpu: bytes of a GPU to plan with,
+    if not its own. Raises ConfigError. A collective."""
+    cfg = replace(cfg, document_token=-1, **bench.memory)
+    cfg, model, _ = train.choose_model(cfg, bench.device, None)
+    kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
+    plans, there = train.choose_plans(cfg, model, bench.device, bench.dtype, kernel, gpu=gpu)
+    return Run(cfg, bench.rank, bench.world, bench.device, bench.dtype, kernel, model, plans[0],
+               there)
 
 
-def plan_run(bench: Bench, cfg: Config) -> Run:
-    """Return what train.py chooses for these flags on all ranks. Raises ConfigError. A
-    collective."""
-    return train.with_plan(machine(bench, cfg))
+def groups_of(run: Run) -> Groups:
+    """Return the groups of the plan's stages and columns, made once for all plans whose model is
+    cut alike."""
+    key = run.plan.tp, run.plan.pp
+    if key not in GROUPS:
+        GROUPS[key] = Groups(timedelta(seconds=run.cfg.timeout), *key)
+    return GROUPS[key]
 
 
 def random_batch(run: Run) -> train.Batch:
     """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of data,
     and the scale of the loss."""
     _, data_rank, _, _ = run.coordinates
-    shape = (run.plan.batch // run.plan.dp, run.cfg.seq + 1)
+    shape = (run.plan.batch // run.plan.dp, run.plan.seq + 1)
     windows = np.random.default_rng(data_rank).integers(run.model.vocab, size=shape)
-    scale = torch.full((), 1 / (run.plan.batch * run.cfg.seq), device=run.device,
+    scale = torch.full((), 1 / (run.plan.batch * run.plan.seq), device=run.device,
                        dtype=accumulation_dtype(run.dtype))
     return replace(train.local_batch(list(windows), run), scale=scale)
 
@@ -215,10 +219,9 @@ def make_step(bench: Bench, cfg: Config | None = None, run: Run | None = None,
     collective."""
     run = run or plan_run(bench, cfg)
     train.cap_gpu(run)
-    groups = train.make_groups(run, GROUPS)
-    op = train.make_attention(run, groups)
+    groups = groups_of(run)
     train.describe(run)
-    model, states = train.build(run, op, groups)
+    model, states = train.build(run, train.make_attention(run, groups), groups)
     train.load_random_weights(run, states)
     batch = random_batch(run)
     train.warm_up(model, batch)
@@ -288,7 +291,7 @@ def chosen(run: Run) -> dict:
             "planned_gib": {name: value / GIB for name, value in (
                 memory.lasting | {"working": memory.working()}).items()},
             "alpha": kept and kept.alpha,
-            "host_gib": run.cfg.per_node / GIB * plan.host_bytes or None}
+            "host_gib": plan.per_node / GIB * plan.host_bytes or None}
 
 
 class Fsdp2States:
@@ -353,18 +356,17 @@ def checkpointed_layers(model: LLaMA, rope: tuple[Tensor, Tensor], attention: Ca
 def fsdp2_step(bench: Bench, cfg: Config, mesh, reshard: bool) -> Step:
     """Build a step of the same model and kernels under FSDP2. With a sequence over ranks, layers
     are recomputed, and all-to-alls are NCCL's, in one head group."""
-    run = machine(bench, replace(cfg, head_groups=1, ring=1, recompute="none"))
-    anything = replace(run.hardware, gpu_budget=2.0**60)  # what fits is FSDP2's to say
-    run = train.with_plan(run.but(hardware=anything))
-    op = train.make_attention(run.but(cfg=replace(run.cfg, per_node=0)),
-                              train.make_groups(run, GROUPS))
+    run = plan_run(bench, replace(cfg, head_groups=1, ring=1, recompute="none"),
+                   gpu=2.0**60)  # what fits is FSDP2's to say
+    plan = replace(run.plan, factors=Factors(), per_node=0)
+    run = replace(run, plan=plan)
+    op = train.make_attention(run, groups_of(run))
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     if run.plan.sp > 1:
         model.layer_runner = checkpointed_layers
     states = Fsdp2States(model, mesh, reshard, run.plan.micro_batches, bench.device)
-    return Step(run.but(plan=replace(run.plan, factors=Factors())), model, states,
-                random_batch(run))
+    return Step(run, model, states, random_batch(run))
 
 
 # ---------------------------------------------------------------------------- ceilings
@@ -614,11 +616,11 @@ def table_nodes(bench: Bench) -> None:
     kinds = [Factors(1, 1, k), Factors(k, k, k), Factors(1, 1, bench.world),
              Factors(*[bench.world] * 3)]
     for f in dict.fromkeys(kinds):
-        cfg = sharded(bench, "1b", f, 1, per_node=k)
+        cfg = sharded(bench, "1b", f, 1)
         attempt(bench, f"ours {f.p},{f.g},{f.os} nodes={nodes}", cfg, 3)
     two = dist.init_device_mesh("cuda", (nodes, k), mesh_dim_names=("rep", "shard"))
     flat = dist.init_device_mesh("cuda", (bench.world,))
-    cfg = sharded(bench, "1b", Factors(), 1, per_node=k)
+    cfg = sharded(bench, "1b", Factors(), 1)
     for label, mesh, reshard in (("HSDP", two, False), ("ZeRO-3", flat, True)):
         attempt(bench, f"fsdp2 {label} nodes={nodes}", cfg, 3,
                 build=lambda: fsdp2_step(bench, cfg, mesh, reshard))
@@ -633,7 +635,7 @@ def table_ring(bench: Bench) -> None:
     for name in ("7b", "llama3-8b"):
         for seq in bench.seqs or [2**14 * world * i for i in (1, 2, 4)]:
             attempt_beside_kernels(bench, name, seq, kinds, 1 if seq // world > 2**14 else 3,
-                                   sp=world, batch=1, per_node=world // bench.nodes)
+                                   sp=world, batch=1)
 
 
 def union_ms(spans: list[tuple[float, float]]) -> float:
@@ -734,7 +736,7 @@ def compile_kernels(bench: Bench, run: Run) -> None:
     dropped = min(2, kept.layers_recomputing_attention)
     few = ActivationPlan(2, 2, 2, 0, 0, dropped)
     seq = 2 * run.plan.chunk * run.plan.sp
-    short = of_layers(run.but(cfg=replace(run.cfg, seq=seq)), few, seq=seq)
+    short = of_layers(run, few, seq=seq)
     make_step(bench, run=short)()
     # the norm before the head is of all tokens at once
     tokens = run.plan.tokens
@@ -750,7 +752,7 @@ def of_layers(run: Run, kept: ActivationPlan, **planned) -> Run:
     """Return the run of a model with as many layers as `kept` is of, which keep so much."""
     model = replace(run.model, layers=kept.layers)
     plan = replace(run.plan, model=model, activations=kept, **planned)
-    return run.but(model=model, plan=planner.with_memory(plan))
+    return replace(run, model=model, plan=planner.with_memory(plan))
 
 
 def first_and_last_layers(run: Run) -> Run:
@@ -1127,14 +1129,16 @@ def main() -> None:
     args = parse()
     gpu = torch.cuda.is_available()
     if args.nodes > 1:
-        node = int(os.environ.get("LOCAL_RANK", 0)) * args.nodes // int(os.environ["WORLD_SIZE"])
+        ranks = int(os.environ["WORLD_SIZE"]) // args.nodes
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        os.environ["NCCL_HOSTID"] = f"node{node}"
+        os.environ["NCCL_HOSTID"] = f"node{int(os.environ.get('LOCAL_RANK', 0)) // ranks}"
+        os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # by which train.py plans
+        args.host_memory = args.host_memory or int(planner.host_budget(args.nodes, None))
     rank, world, local_rank = start_ranks(600)
     device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
     memory = {"host_memory": args.host_memory, "gpu_memory": args.gpu_memory}
-    bench = Bench(device, rank, world, local_rank, out, args.seq, args.skip.split(","), args.model,
+    bench = Bench(device, rank, world, out, args.seq, args.skip.split(","), args.model,
                   args.batch, args.nodes, args.quick, memory)
     on_rank_0(lambda: train.try_folder(str(out), "; name another --out"))  # before it measures
     if gpu:

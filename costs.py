@@ -5,20 +5,15 @@ three stages,
 
     operations   FLOPs / rate(shape), bytes / bandwidth(operation, bytes, mesh): Estimator
     layers       products, attention with its all-to-alls, element-wise parts: layer_seconds
-    step         a StepTimeline, on which compute and communication run beside each other as
-                 shard.py launches them and waits for them, and slow each other down
+    step         each pass with the communication that runs beside it (`beside`): what is longer
+                 counts, and neither hides the other for free: step_seconds
 
 and no number is fitted to whole steps: they follow from a Profile (hardware.py).
 
-Of a pipeline the bytes are those of the stage that needs most, and the seconds those of the stage
-with most layers, which runs its M micro-batches one after the other and waits for the others:
-
-    step = a stage's timeline + idle + messages
-
-where it is idle (`pipeline_seconds`) before its first pass and after its last. Of T columns of a
-layer (tensor modes) one has H/T, K/T heads and F/T: `column_model`, which counts and times it as
-any other model; what the columns exchange is added. With e bytes an element and N tokens of all
-columns
+For a pipeline we count the bytes of the fullest stage and the seconds of the longest one, plus the
+time it idles (`idle_seconds`). Of T columns of a layer (tensor modes) one has H/T, K/T heads and
+F/T: `column_model`, which counts and times it as any other model; what the columns exchange is
+added. With e bytes an element and N tokens of all columns
 
     mode   a layer's forward            its backward             x, h that are kept
     mtp    2 all-reduces (N, C)         the same                 N tokens
@@ -26,12 +21,11 @@ columns
            reduce-scatters
     fsp    as msp                       and 2 all-gathers more   N/T
 
-Left out: ranks that wait for a slower one, the first step's compilation, gathers of weights that
-the host still updates or that inputs which are made again need, and of a forker's other block
-whatever its matrices do not say (element-wise parts are counted as model.Block's); of pipelines
-that parts alternate (a stage's layers are gathered as if a micro-batch ran through all of them),
-and that the rounding buffers of what is swapped are not needed once a micro-batch in flight, as
-they are counted.
+Left out: ranks that wait for a slower one, the first step's compilation, and gathers of weights
+that the host still updates. If you change model.Block, only its matrices are counted; its
+element-wise kernels are assumed to be ours. A pipeline's parts are timed as if a micro-batch ran
+through all of a stage's layers at once, and each micro-batch in flight is counted with rounding
+buffers of its own.
 
 Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width,
 H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
@@ -42,9 +36,7 @@ import functools
 import heapq
 import itertools
 import math
-import operator
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -266,6 +258,10 @@ class Memory:
         """Return the bytes of all but what layers keep."""
         return self.total() - self.lasting["activations"]
 
+    def terms(self) -> dict[str, float]:
+        """Return all of them, the highest moment's as one."""
+        return self.lasting | {"working": self.working()}
+
     def describe(self) -> str:
         """Return lines for people: the terms of each moment in GiB."""
         def gib(terms: dict[str, float]) -> str:
@@ -467,7 +463,7 @@ def rounding_bytes(plan: ActivationPlan, layer: tuple[int, int, int]) -> float:
     """Return the bytes of two rounding buffers; layer: layer_bytes. Also of many plans."""
     x, attn, intermediates = layer
     _, _, groups, outputs = kept_parts(plan)
-    swapped = plan.most_swapped_chunks() if plan.swapped_chunks else 0
+    swapped = np.ceil(plan.swapped_chunks / np.maximum(1, plan.layers - plan.resident))
     # a group keeps most if it is the last that leaves
     largest = x + np.minimum(plan.stride, outputs) * attn
     return 2 * (groups > 0) * (largest + swapped * intermediates / plan.chunks)
@@ -550,6 +546,60 @@ def state_bytes(params: int, f: Factors, dtype: torch.dtype, accumulates: bool,
             "optimizer": len(OPTIMIZERS[optimizer].states) * accum_bytes * params / f.os}
 
 
+def kept_bytes(plan: Plan, stage: int) -> float:
+    """Return what a stage's layers keep on the GPU, of all that is in flight there."""
+    layer = column_bytes(plan)
+    layers = in_flight(plan, stage)
+    kept = plan.activations
+    if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
+        return resident_bytes(kept, layer) * (layers / kept.layers)
+    return layers * sum(layer)
+
+
+def states_of_stage(plan: Plan, stage: int) -> dict[str, float]:
+    """Return the bytes of a rank's states, of the rank that owns most."""
+    f = plan.factors
+    states = state_bytes(stage_params(plan, stage), f, plan.dtype, plan.accumulates,
+                         plan.optimizer)
+    if plan.os_layout == "inter":
+        most = imbalance(plan, stage)
+        states["optimizer"] *= most
+        if f.g > f.p:
+            states["gradients"] *= most
+    return states
+
+
+def stage_memory(plan: Plan, stage: int) -> Memory:
+    """Return the bytes of a GPU of a stage."""
+    lasting = states_of_stage(plan, stage)
+    lasting["optimizer"] *= plan.os_place == "gpu"
+    lasting |= weight_buffer_bytes(plan, stage) | visit_bytes(plan, stage)
+    lasting |= message_bytes(plan) | {"activations": kept_bytes(plan, stage)}
+    peaks = {"head and loss": loss_peak(plan)} if stage == plan.pp - 1 else {}
+    return Memory(lasting, peaks | layer_peaks(plan))
+
+
+def host_states(plan: Plan) -> float:
+    """Return the bytes of host memory of a rank for optimizer states."""
+    if plan.os_place == "gpu":
+        return 0.0
+    return max(states_of_stage(plan, stage)["optimizer"] for stage in fullest_stages(plan))
+
+
+def with_memory(plan: Plan) -> Plan:
+    """Return the plan with its bytes counted: on the GPU those of the stage that needs most."""
+    stages = fullest_stages(plan)
+    kept = plan.activations
+    host = {}
+    if kept:
+        times = max(in_flight(plan, stage) for stage in stages) / kept.layers
+        host["activations"] = times * host_bytes(kept, column_bytes(plan))
+    if plan.os_place == "host":
+        host["optimizer"] = host_states(plan)
+    memory = max((stage_memory(plan, stage) for stage in stages), key=Memory.total)
+    return replace(plan, memory=memory, host=host)
+
+
 # ---------------------------------------------------------------------------- seconds of operations
 
 
@@ -559,7 +609,6 @@ class Estimator:
     def __init__(self, profile: Profile):
         self.profile = profile
         self.held: set[str] = set()  # what lies outside the profile's points, in words
-        self.cache: dict[tuple, object] = {}  # what has been computed, by what it depends on
         self.product = functools.cache(self.product)
         self.collective = functools.cache(self.collective)
 
@@ -568,17 +617,9 @@ class Estimator:
         rate = interpolate_twice(self.profile.products[kind], tokens, math.sqrt(rows * cols))
         return 2 * tokens * rows * cols / rate
 
-    def moved(self, plan: Plan, elements: float) -> float:
-        """Return seconds of an element-wise kernel that reads and writes so many elements."""
-        return elements * plan.dtype.itemsize / self.profile.memory
-
-    def attention(self, kind: str, cfg: ModelConfig, tokens: int, seq: int, ring: int = 1) -> float:
-        """Return seconds of the kernel for a rank's share of sequences, all heads of `tokens`;
-        ring: at the rate of a square of so many parts of the sequence."""
-        flops = 2 * cfg.heads * cfg.head_dim * seq * tokens
-        if kind == "backward":
-            flops *= 2.5
-        return flops / interpolate(self.profile.attention[kind], seq / ring)
+    def moved(self, plan: Plan, *columns: float) -> float:
+        """Return seconds of element-wise kernels that read and write tensors (N, columns)."""
+        return plan.tokens * sum(columns) * plan.dtype.itemsize / self.profile.memory
 
     def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
@@ -586,22 +627,19 @@ class Estimator:
         for GPUs of a node the nearest is taken, and outside it is held."""
         if mesh == (1, 1) or not size:
             return 0.0
-        return size / self.bandwidth(op, size, mesh)
-
-    def bandwidth(self, op: str, size: float, mesh: tuple[int, int]) -> float:
         tables = {tuple(map(int, name.split("x"))): points
                   for name, points in self.profile.collectives[op].items()}
         if not tables:
             raise ValueError(f"profile {self.profile.name}: measured on one rank, it has no rates "
                              f"of {op}; --ranks 1, or another --cluster")
-        across = mesh[1] > 1
-        alike = [g_n for g_n in tables if (g_n[1] > 1) == across] or list(tables)
-        in_node = min((g for g, _ in alike), key=lambda g: abs(math.log(g / mesh[0])))
-        by_nodes = sorted([n, interpolate(tables[g, n], size)] for g, n in alike if g == in_node)
-        if in_node != mesh[0] or not by_nodes[0][0] <= mesh[1] <= by_nodes[-1][0]:
-            nearest = min(by_nodes, key=lambda point: abs(math.log(point[0] / mesh[1])))[0]
-            self.held.add(f"{op} over {mesh_name(mesh)} as over {mesh_name((in_node, nearest))}")
-        return interpolate(by_nodes, mesh[1])
+        per_node, nodes = mesh
+        alike = [there for there in tables if (there[1] > 1) == (nodes > 1)] or list(tables)
+        nearest = min((g for g, _ in alike), key=lambda g: abs(math.log(g / per_node)))
+        rates = sorted([n, interpolate(tables[g, n], size)] for g, n in alike if g == nearest)
+        known = min(max(nodes, rates[0][0]), rates[-1][0])
+        if (nearest, known) != mesh:
+            self.held.add(f"{op} over {mesh_name(mesh)} as over {mesh_name((nearest, known))}")
+        return size / interpolate(rates, known)
 
 
 @functools.cache
@@ -612,68 +650,13 @@ def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]
     return tuple(m.shape for m in block.modules() if isinstance(m, llama.Matrix))
 
 
-# ---------------------------------------------------------------------------- a timeline
-
-
-class Timeline:
-    """Compute, and communication that runs beside it: what stays in a node and what crosses nodes
-    take other wires, on each of which the order is that of the launch. While both run, compute
-    takes `slow_compute` and communication `slow_other` times as long, so neither is ever hidden for
-    free (Galvatron's two coefficients)."""
-
-    def __init__(self, slow_compute: float, slow_other: float):
-        self.slow_compute = slow_compute
-        self.slow_other = slow_other
-        # of jobs [kind, seconds left, if it ran alone]: in a node, across nodes
-        self.wires: tuple[deque[list], deque[list]] = (deque(), deque())
-        self.now = 0.0
-        self.exposed: dict[str, float] = defaultdict(float)  # seconds in which compute waits
-        self.slowed = 0.0  # seconds that compute takes longer because something runs beside it
-
-    def launch(self, kind: str, seconds: float, across: bool = False) -> list | None:
-        """Begin communication after all that was launched before on its wire. Returns what to wait
-        for."""
-        if not seconds:
-            return None
-        job = [kind, seconds]
-        self.wires[across].append(job)
-        return job
-
-    def pass_time(self, most: float, slow: float) -> float:
-        """Let both wires work until one of their jobs is done, for `most` seconds at most; slow:
-        their factor. Returns the seconds."""
-        working = [wire for wire in self.wires if wire]
-        both = min(most, slow * min(wire[0][1] for wire in working))
-        self.now += both
-        for wire in working:
-            wire[0][1] -= both / slow
-            if wire[0][1] <= 1e-12:
-                wire.popleft()[1] = 0.0
-        return both
-
-    def run(self, seconds: float) -> None:
-        """Compute."""
-        while seconds > 0 and any(self.wires):
-            both = self.pass_time(seconds * self.slow_compute, self.slow_other)
-            self.slowed += both - both / self.slow_compute
-            seconds -= both / self.slow_compute
-        self.now += max(0.0, seconds)
-
-    def idle_until(self, when: float, kind: str) -> None:
-        """Let compute wait for something else."""
-        start = self.now
-        while self.now < when and any(self.wires):
-            self.pass_time(when - self.now, 1.0)
-        self.now = max(self.now, when)
-        if self.now > start:
-            self.exposed[kind] += self.now - start
-
-    def wait(self, job: list | None) -> None:
-        """Let compute wait for a job, and so for all before it on its wire."""
-        while job is not None and job[1]:
-            wire = self.wires[any(job is other for other in self.wires[1])]
-            kind = wire[0][0]
-            self.exposed[kind] += self.pass_time(math.inf, 1.0)
+def beside(compute: float, other: float, slow: list[float]) -> tuple[float, float]:
+    """Return the seconds of communication that computation does not hide, and those that it takes
+    longer meanwhile. slow: the factors on the seconds of computation and of communication while
+    both run, so that neither is ever hidden for free (Galvatron's two coefficients)."""
+    slow_compute, slow_other = slow
+    hidden = min(other, compute * slow_compute / slow_other)
+    return other - hidden, hidden * slow_other * (1 - 1 / slow_compute)
 
 
 # ---------------------------------------------------------------------------- seconds of a layer
@@ -681,187 +664,121 @@ class Timeline:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer for a micro-batch, if nothing runs beside it."""
+    """Seconds of one layer for a micro-batch, if no communication of states runs beside it."""
 
     forward: float
-    attention: float  # of it, with its all-to-alls
-    backward: tuple[float, ...]  # from one matrix's use to the next, last matrix first
-    exchange: float  # of both passes, all-to-alls that no computation hides
-    kernels: float  # of both passes, attention alone
+    backward: float
+    final: float  # of backward, from its begin to the last matrix' gradients
+    attention: float  # of forward, with its all-to-alls
+    post: float  # of forward, what makes the next layer's input from attention's output
     recompute: float  # of the intermediates of all tokens, in backward
-    post: float  # of what makes the next layer's input again
-    columns: float  # of both passes, what columns exchange that no computation hides
+    kernels: float  # of both passes, attention alone
+    exchange: float  # of both passes, all-to-alls and a ring that no computation hides
+    columns: float  # of both passes, what columns exchange
 
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
-    key = (plan.column, plan.dtype, plan.in_node, plan.tokens, plan.seq, plan.sp, plan.ring,
-           plan.head_groups, plan.recompute, plan.chunk, plan.tp, plan.tp_mode,
-           plan.accumulates and plan.factors.g == 1)
-    if key not in est.cache:
-        est.cache[key] = compute_layer_seconds(est, plan)
-    return est.cache[key]
-
-
-def compute_layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
-    # in the gradient's own place: in float32 where several contributions add up
+    cfg = plan.column
+    tokens = plan.tokens / plan.chunks
+    # in the gradient's own place, in float32, where several contributions add up
     summed = plan.chunks > 1 or (plan.accumulates and plan.factors.g == 1)
     weight_grad = "weight_grad_sum" if summed else "weight_grad"
-    pre, post, backward = tokenwise_seconds(est, plan, weight_grad)
-    before = after = 0.0
-    if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
-        before = sum(backward[:-1])
-        after = est.product(weight_grad, plan.tokens / plan.chunks, *plan.matrices[1])
-    kernel, attention = attention_seconds(est, plan, "forward")
-    kernel_back, attention_back = attention_seconds(est, plan, "backward", before, after)
-    backward[-2] += attention_back
-    # which a recomputed layer leaves out
-    last = product_seconds(est, plan, "forward", plan.matrices[-1])
-    columns, of_rows, of_cols = column_exchanges(est, plan)
-    more = (of_cols, of_rows, of_cols, of_rows)  # down, gate|up, out, qkv
-    post += columns  # where layers run in chunks, products are joined there
-    layer = pre + attention + post
-    return LayerSeconds(
-        layer, attention, tuple(map(operator.add, backward, more)),
-        attention - kernel + (attention_back - kernel_back), kernel + kernel_back,
-        pre + post - last - columns / 2, post, columns + sum(more))
 
+    def products(kind: str, matrices) -> float:
+        return plan.chunks * sum(est.product(kind, tokens, *matrix) for matrix in matrices)
 
-def product_seconds(est: Estimator, plan: Plan, kind: str, matrix: tuple[int, int]) -> float:
-    """Return the seconds of a matrix's products with all tokens, chunk by chunk."""
-    return plan.chunks * est.product(kind, plan.tokens / plan.chunks, *matrix)
-
-
-def tokenwise_seconds(est: Estimator, plan: Plan,
-                      weight_grad: str) -> tuple[float, float, list[float]]:
-    """Return the seconds of block.pre and of block.post, and of their backward by matrix, the last
-    one first. weight_grad: the kind of product."""
-    cfg = plan.column
-    qkv = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim
+    first, *others = plan.matrices
+    heads = cfg.heads * cfg.head_dim
+    qkv = heads + 2 * cfg.kv_heads * cfg.head_dim
     copied = plan.chunks > 1  # chunks are put together and cut
     dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim  # norms are of own tokens
-    product = functools.partial(product_seconds, est, plan)
+    # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
+    pre = products("forward", [first]) + est.moved(plan, 2 * dim, (2 + 2 * copied) * qkv)
+    post = products("forward", others) + est.moved(plan, 7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
 
-    def moved(*columns: float) -> float:
-        return est.moved(plan, plan.tokens * sum(columns))
+    def gradients(matrices) -> float:
+        return products("input_grad", matrices) + products(weight_grad, matrices)
 
-    # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU
-    first, *others = plan.matrices
-    pre = product("forward", first) + moved(2 * dim, 2 * qkv, copied * 2 * qkv)
-    post = sum(product("forward", matrix) for matrix in others)
-    post += moved(7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
-    backward = [product("input_grad", matrix) + product(weight_grad, matrix)
-                for matrix in reversed(plan.matrices)]
-    backward[0] += moved(6 * cfg.ffn)
-    backward[1] += moved(5 * dim)
-    backward[-1] += moved(5 * dim, 2 * qkv, copied * 2 * cfg.heads * cfg.head_dim,
-                          copied * 3 * cfg.dim)
-    return pre, post, backward
+    final = est.moved(plan, 6 * cfg.ffn) + gradients(others[-1:])
+    back = est.moved(plan, 10 * dim, 2 * qkv, copied * (2 * heads + 3 * cfg.dim))
+    back += final + gradients(plan.matrices[:-1])
+    before = after = 0.0
+    if plan.recompute == "auto":  # offload.py's order: under block.post's, and one product
+        before = gradients(others)
+        after = est.product(weight_grad, tokens, *others[0])
+    kernel, attention = attention_seconds(est, plan, "forward", 0.0, 0.0)
+    kernel_back, attention_back = attention_seconds(est, plan, "backward", before, after)
+    columns, columns_back = column_exchanges(est, plan)
+    post += columns  # where layers run in chunks, products are joined there
+    return LayerSeconds(
+        forward=pre + attention + post,
+        backward=back + attention_back + columns_back,
+        final=final,
+        attention=attention,
+        post=post,
+        # the last product is left out, and its sum over columns
+        recompute=pre + post - products("forward", others[-1:]) - columns / 2,
+        kernels=kernel + kernel_back,
+        exchange=attention - kernel + attention_back - kernel_back,
+        columns=columns + columns_back)
 
 
-def attention_seconds(est: Estimator, plan: Plan, kind: str, before: float = 0.0,
-                      after: float = 0.0) -> tuple[float, float]:
+def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float]:
+    """Return the seconds of what columns exchange in the open, in a layer's forward and backward.
+    """
+    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
+
+    def twice(op: str) -> float:
+        return 2 * est.collective(op, size, (plan.tp, 1))
+
+    if plan.tp_mode == "mtp":
+        return twice("all_reduce"), twice("all_reduce")
+    both = twice("all_gather") + twice("reduce_scatter")
+    return both, both + (twice("all_gather") if plan.tp_mode == "fsp" else 0.0)
+
+
+def attention_seconds(est: Estimator, plan: Plan, kind: str, before: float,
+                      after: float) -> tuple[float, float]:
     """Return the seconds of attention's kernel, forward or backward, with what is copied for it;
-    and with the all-to-alls and the ring that neither it hides nor the computation before and after
-    it."""
+    and with the all-to-alls and the ring that no computation hides. Other head groups and the
+    ring's next part travel under the kernel, the first group's way there under `before`, the last
+    one's way back under `after` (attention.Ulysses)."""
     cfg = plan.column
+    groups = plan.head_groups
+    e = plan.dtype.itemsize
     q = cfg.heads * cfg.head_dim
-    backward = kind == "backward"
-    kernel = est.attention(kind, cfg, plan.tokens, plan.seq, plan.ring)
-
-    def moved(columns: float) -> float:
-        return est.moved(plan, plan.tokens * columns)
-
-    if plan.head_ranks == 1 < plan.head_groups:  # a group's tensors, to it and back
-        kernel += moved((8 if backward else 4) * (cfg.heads + cfg.kv_heads) * cfg.head_dim)
-    if plan.sp == 1:
-        return kernel, kernel
     kv = cfg.kv_heads * cfg.head_dim
+    backward = kind == "backward"
+    # columns that travel to heads, and back to tokens
     there, back = (3 * q + 2 * kv, q + 2 * kv) if backward else (q + 2 * kv, q)
+    flops = (5 if backward else 2) * q * plan.tokens * plan.seq
+    # a ring's kernels are squares of its part of a sequence
+    kernel = flops / interpolate(est.profile.attention[kind], plan.seq / plan.ring)
     if plan.ring > 1:  # merged, and summed, in float32
         steps = 3.75 * (plan.ring - 1)
-        kernel += moved((10 * q + 8 * kv if backward else 6 * q) + steps * back)
-    if plan.head_ranks > 1:
-        # copies to and from the order of heads take the multiprocessors from all else
-        kernel += moved(2 * there + 2 * back)
-    return kernel, exchanged(est, plan, kernel, there, back, kv, before, after, backward)
+        kernel += est.moved(plan, 10 * q + 8 * kv if backward else 6 * q, steps * back)
+    if plan.head_ranks * groups > 1:  # copies to and from the order of heads
+        kernel += est.moved(plan, 2 * there, 2 * back)
+    if plan.sp == 1:
+        return kernel, kernel
 
+    def exchange(columns: int) -> float:
+        """Return the seconds of one head group's all-to-all of tensors (N, columns)."""
+        size = plan.tokens * columns * e / groups
+        return est.collective("all_to_all", size, plan.mesh(plan.head_ranks))
 
-def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float, float]:
-    """Return the seconds of what columns exchange around a layer's products, which nothing hides:
-    in forward, and in backward of a matrix cut by rows and one cut by columns."""
-    if plan.tp == 1:
-        return 0.0, 0.0, 0.0
-    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
-    mesh = (plan.tp, 1)
-    if plan.tp_mode == "mtp":
-        reduction = est.collective("all_reduce", size, mesh)
-        return 2 * reduction, reduction, 0.0
-    gather = est.collective("all_gather", size, mesh)
-    scatter = est.collective("reduce_scatter", size, mesh)
-    again = gather if plan.tp_mode == "fsp" else 0.0
-    return 2 * gather + 2 * scatter, scatter + again, gather
-
-
-def exchanged(est: Estimator, plan: Plan, kernel: float, there: int, back: int, kv: int,
-              before: float = 0.0, after: float = 0.0, backward: bool = False) -> float:
-    """Return seconds of attention whose heads travel in groups (attention.Attention), and k, v
-    around a ring (attention.Ring). kernel: its seconds for all groups; there, back: columns that
-    travel to heads and to tokens; kv: of k or v. before, after: seconds of computation that hides
-    the first group's way there and the last one's way back."""
-    groups = plan.head_groups
-    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)  # or each has one head
-    # what goes around a ring takes multiprocessors; all-to-alls in a node, copy engines alone
-    line = Timeline(*est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"])
-    across = plan.sp > plan.in_node
-    step = kernel / groups / plan.ring
-    # a step around the ring with a group's k, v: one of the R - 1 that an all-gather takes
-    around = plan.tokens * (2 * kv / kv_groups) * plan.dtype.itemsize * plan.ring
-    keys = est.collective("all_gather", around, plan.mesh(plan.sp, plan.head_ranks))
-    keys /= max(1, plan.ring - 1)
-    sums = keys * bytes_of_sums(plan) / plan.dtype.itemsize
-
-    def travel(kind: str, seconds: float) -> list | None:
-        return line.launch(kind, seconds, across)
-
-    def exchange(kind: str, columns: int) -> list | None:
-        """Launch one head group's all-to-all of tensors (N, columns)."""
-        size = plan.tokens * columns / plan.head_groups * plan.dtype.itemsize
-        return line.launch(kind, est.collective("all_to_all", size, plan.mesh(plan.head_ranks)))
-
-    def run_kernel(passing: list | None) -> None:
-        """Run the ring's steps: in forward the square first, in backward last."""
-        if not backward:
-            passing = travel("k, v", keys)
-            line.run(step)
-        summing = None
-        for i in range(1, plan.ring):
-            line.wait(passing)
-            if i + 1 < plan.ring:
-                passing = travel("k, v", keys)
-            line.run(step)
-            if backward:
-                line.wait(summing)
-                summing = travel("dk, dv", sums)
-        if backward:
-            line.run(step)
-            line.wait(summing)
-
-    first = exchange("there", there)
-    passing = travel("k, v", keys) if backward else None
-    line.run(before)
-    for g in range(groups):
-        arriving = after_next = None
-        if g + 1 < groups:  # the next group's way, under this group's kernel
-            arriving = exchange("there", there)
-            after_next = travel("k, v", keys) if backward else None
-        line.wait(first)
-        run_kernel(passing)
-        last = exchange("back", back)
-        first, passing = arriving, after_next
-    line.run(after)
-    line.wait(last)
-    return line.now - before - after
+    kv_groups = min(groups, cfg.kv_heads // plan.head_ranks)  # or each has one head
+    parts = plan.ring * plan.tokens * 2 * kv * e / kv_groups
+    around = groups * est.collective("all_gather", parts, plan.mesh(plan.sp, plan.head_ranks))
+    if backward:  # dk, dv too
+        around *= 1 + bytes_of_sums(plan) / e
+    # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
+    slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
+    hidden = (groups - 1) * (exchange(there) + exchange(back)) + around
+    return kernel, kernel + sum(
+        sum(beside(compute, other, slow)) for compute, other in
+        ((before, exchange(there)), (kernel, hidden), (after, exchange(back))))
 
 
 def head_seconds(est: Estimator, plan: Plan) -> float:
@@ -875,17 +792,205 @@ def head_seconds(est: Estimator, plan: Plan) -> float:
     e = plan.dtype.itemsize
     logits = tokens * cfg.vocab * (5 * plan.accum_bytes + e)  # read and written
     ends = cfg.vocab * cfg.dim * (2 * plan.accum_bytes + 4 * e)  # gradients
-    return products + (logits + ends) / est.profile.memory + est.moved(plan, 6 * tokens * cfg.dim)
+    return products + (logits + ends + 6 * tokens * cfg.dim * e) / est.profile.memory
+
+
+# ---------------------------------------------------------------------------- seconds of states
+
+
+def unit_seconds(est: Estimator, plan: Plan,
+                 matrices: tuple[tuple[int, int], ...]) -> dict[str, float]:
+    """Return the table in shard.py's docstring in seconds, each alone, of a layer's matrices, or of
+    the embedding or the head: by streams, and what the GPU itself does for them."""
+    f = plan.factors
+    e = plan.dtype.itemsize
+    count = sum(rows * cols for rows, cols in matrices)
+    is_end = matrices != plan.matrices
+    intra = plan.os_layout == "intra"
+    kept_apart = f.g > f.p  # a rank keeps its owned part of gradients alone
+
+    def alone(op: str, shards: int, mesh: tuple[int, int]) -> float:
+        return sum(est.collective(op, e * rows * cols / shards, mesh) for rows, cols in matrices)
+
+    subgroup = plan.mesh(f.os, f.p)
+    summed = f.os if intra else f.p  # shards of what is summed over the ranks that are left
+    in_node, nodes = plan.mesh(plan.state_ranks, summed)
+    if is_end:  # which all columns have
+        in_node *= plan.tp
+    scatter = alone("reduce_scatter", 1, plan.mesh(f.p))
+    inside = alone("reduce_scatter" if intra else "all_reduce", f.p, subgroup)
+    over = alone("all_reduce", summed, (in_node, nodes))
+    each = scatter + inside * kept_apart
+    last, reduce = (scatter, over) if not kept_apart else (scatter + over, 0.0)
+    if intra:
+        last, reduce = each, over + inside * (not kept_apart)
+    held = grad_bytes(plan)
+    moved = count / f.g / est.profile.memory
+    keep = moved * (e + 2 * held) * (f.g > 1)
+    if plan.chunks > 1 and f.g > 1 and not is_end:  # they add up in float32, and are cast whole
+        keep += moved * f.g * (plan.accum_bytes + e)
+    owned = count / f.os * (1 if intra else imbalance(plan, slowest_stage(plan)))
+    states = len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes * (plan.os_place == "host")
+    return {
+        "param_gather": alone("all_gather", 1, plan.mesh(f.p)),
+        "param_broadcast": alone("all_gather" if intra else "broadcast", f.p, subgroup),
+        "earlier_scatter": each,  # of micro-batches before the last
+        "grad_scatter": last,
+        "grad_reduce": reduce,
+        "host_update": owned * states / est.profile.visits,  # there and back
+        "keep": keep,  # a micro-batch's gradients are added to grad_shard
+        # to the type in which they travel, and back
+        "cast": moved * 2 * (held + e) if reduce and held != e else 0.0,
+        "update": owned * update_bytes(plan.dtype) / est.profile.optimizer}
+
+
+def grad_bytes(plan: Plan) -> int:
+    """Return the bytes of a gradient's element where it is kept."""
+    return plan.accum_bytes if plan.accumulates else plan.dtype.itemsize
+
+
+def visit_seconds(est: Estimator, plan: Plan) -> float:
+    """Return seconds of a layer's forward, in the mean, in which optimizer states take the link to
+    the host."""
+    if plan.os_place == "gpu":
+        return 0.0
+    stage = slowest_stage(plan)
+    layers, ends = stage_layers(plan, stage), stage_ends(plan, stage)
+    layer = unit_seconds(est, plan, plan.matrices)["host_update"]
+    end = unit_seconds(est, plan, ((plan.model.vocab, plan.model.dim),))["host_update"]
+    return (layer + ends * end / layers) / plan.micro_batches
+
+
+def crosses_nodes(plan: Plan) -> dict[str, bool]:
+    """Return which streams cross nodes."""
+    f = plan.factors
+    nodes = plan.state_ranks > plan.in_node
+    return {"param_gather": f.p > plan.in_node, "param_broadcast": f.os > plan.in_node,
+            "grad_scatter": f.os > plan.in_node or (nodes and plan.os_layout == "inter"),
+            "grad_reduce": nodes}
+
+
+def not_hidden(est: Estimator, plan: Plan, compute: float,
+               traffic: dict[str, float]) -> dict[str, float]:
+    """Return the seconds by which communication makes a pass longer, by its stream. What stays in a
+    node and what crosses nodes take other wires, of which the busier one counts; what does not
+    overlap runs in the open."""
+    across = crosses_nodes(plan)
+    hidden = traffic.keys() & set(plan.overlap)
+    wires = [{name: traffic[name] for name in hidden if across[name] == which}
+             for which in (False, True)]
+    wire = max(wires, key=lambda wire: sum(wire.values()))
+    total = sum(wire.values())
+    exposed, slowed = beside(compute, total, est.profile.overlap["collectives"])
+    found = {name: alone for name, alone in traffic.items() if name not in hidden}
+    found |= {name: alone * exposed / max(total, 1e-30) for name, alone in wire.items()}
+    return found | {"slowed by communication": slowed}
+
+
+# ---------------------------------------------------------------------------- seconds of a step
+
+
+def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
+                 waits: float = 0.0) -> dict[str, float]:
+    """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of a
+    micro-batch's way through the largest part of the model, what plan_activations loses to
+    recomputation and to copies. Of a pipeline it is the stage with most layers."""
+    stage = slowest_stage(plan)
+    layers = stage_layers(plan, stage)
+    count = plan.micro_batches
+    passes = count * layers
+    share = layers / max(plan.parts)
+    layer = layer_seconds(est, plan)
+    again = recomputed / max(plan.parts)
+    # the host must launch a pass in less than it takes
+    forward = max(layer.forward, plan.chunks * est.profile.launch["forward"])
+    backward = max(layer.backward + again, plan.chunks * est.profile.launch["backward"])
+    head = head_seconds(est, plan) if stage == plan.pp - 1 else 0.0
+    traffic = traffic_seconds(est, plan, layers * forward, layers * backward,
+                              layers * layer.final)
+    seconds = {
+        "attention": passes * layer.kernels,
+        "all-to-all": passes * layer.exchange,  # and around a ring
+        "tensor exchanges": passes * layer.columns,
+        "rest of layers": passes * (
+            layer.forward + layer.backward - layer.kernels - layer.exchange - layer.columns),
+        "recomputation": passes * again,
+        "copies": count * share * waits,
+        "launches": passes * (forward + backward - layer.forward - layer.backward - again),
+        "head and loss": count * head,
+        # loss, norm, vectors, labels, facts: of a MiB, since less takes as long
+        "small sums": 5 * est.collective(
+            "all_reduce", 2.0**20, mesh_of(plan.ranks, 1, plan.per_node))}
+    if plan.pp > 1:
+        seconds["pipeline idle"] = idle_seconds(plan, forward + backward, head)
+        seconds["stage messages"] = exposed_messages(plan) * message_seconds(est, plan)
+    return {name: float(s) for name, s in (seconds | traffic).items() if s}
+
+
+def traffic_seconds(est: Estimator, plan: Plan, forward: float, backward: float,
+                    final: float) -> dict[str, float]:
+    """Return what states add to a step: communication by its stream, as far as no pass hides it,
+    and what the GPU itself does. forward, backward: a micro-batch's seconds of all layers of the
+    slowest stage; final: LayerSeconds.final of all.
+
+    The first forward hides new parameters, the last backward sums over replicas, each pass what is
+    gathered for it. In the open are the embedding's and the first layer's before the one, and
+    after the other. In backward a whole layer gathers a matrix ahead, behind the gradients of the
+    layer before: both hide under the last matrix, and other weights under the rest.
+    """
+    stage = slowest_stage(plan)
+    layers, ends = stage_layers(plan, stage), stage_ends(plan, stage)
+    count = plan.micro_batches
+    layer = unit_seconds(est, plan, plan.matrices)
+    end = unit_seconds(est, plan, ((plan.model.vocab, plan.model.dim),))
+    total = {name: layers * layer[name] + ends * end[name] for name in layer}
+    alone = {name: layer[name] + min(1, ends) * end[name] for name in layer}
+    hidden = {name: total[name] - alone[name] for name in layer}
+    first = ("param_gather", "param_broadcast")
+    last = ("grad_scatter", "grad_reduce")
+    # the last two layers' buffers still hold their weights
+    gathers = {"param_gather": max(0, layers - 2) * layer["param_gather"]}
+    by_matrix = plan.recompute == "none" and plan.factors.p > 1
+    half = {"param_gather": gathers["param_gather"] / 2}
+    across = crosses_nodes(plan)
+    norm = stage_params(plan, stage) / plan.factors.os * grad_bytes(plan) / est.profile.memory
+    under = forward if "host_update" in plan.overlap else 0.0
+    seconds = Counter({
+        "gradient sums": count * total["keep"] + total["cast"],
+        "optimizer": norm + total["update"],
+        "host_update": max(0.0, total["host_update"] - under)})
+    passes = [(1, 0.0, {name: alone[name] for name in first + last}),
+              (1, forward, {name: hidden[name] for name in first}),
+              (count - 1, forward, gathers)]
+    backward += total["keep"]
+    for times, compute, traffic in (
+            (count - 1, backward, {"grad_scatter": total["earlier_scatter"]}),
+            (1, backward + total["cast"], {name: hidden[name] for name in last})):
+        if not by_matrix:
+            passes += [(times, compute, gathers | traffic)]
+            continue
+        ahead = {name: alone if across[name] == across["param_gather"] else alone * final / compute
+                 for name, alone in traffic.items()}
+        passes += [(times, final, half | ahead), (times, compute - final, half | {
+            name: alone - ahead[name] for name, alone in traffic.items()})]
+    for times, compute, traffic in passes:
+        for name, more in not_hidden(est, plan, compute, traffic).items():
+            seconds[name] += times * more
+    return seconds
 
 
 # ---------------------------------------------------------------------------- pipelines
 
 
-def part_seconds(plan: Plan, layer: float, end: float) -> tuple[float, ...]:
-    """Return the seconds of a pass through each part; layer: of one; end: of the last part beside
-    its layers."""
-    *parts, last = [layers * layer for layers in plan.parts]
-    return *parts, last + end
+def idle_seconds(plan: Plan, layer: float, head: float) -> float:
+    """Return the seconds that a pipeline's stage with most layers is idle: while one micro-batch
+    goes through a part of each other stage, (P - 1) t of M V t + (P - 1) t if parts are alike; and
+    while a stage with the head takes longer. layer: seconds of one there and back."""
+    stages = [layer * stage_layers(plan, stage) for stage in range(plan.pp)]
+    own = stages[slowest_stage(plan)] + head * (slowest_stage(plan) == plan.pp - 1)
+    stages[-1] += head
+    longest = max(stages)
+    return plan.micro_batches * (longest - own) + (sum(stages) - longest) / plan.pp_chunks
 
 
 def message_seconds(est: Estimator, plan: Plan) -> float:
@@ -896,15 +1001,6 @@ def message_seconds(est: Estimator, plan: Plan) -> float:
         size /= plan.tp
     mesh = (1, 2) if plan.ranks > plan.per_node else (2, 1)
     return est.collective("all_gather", 2 * size, mesh)
-
-
-def pipeline_seconds(plan: Plan, parts: tuple[float, ...]) -> float:
-    """Return the seconds of all stages' passes, if a micro-batch takes so long through each part,
-    there and back. The longest stage is idle while one micro-batch goes through a part of each
-    other stage: M V t + (P - 1) t, if parts are alike."""
-    stages = [sum(parts[stage :: plan.pp]) for stage in range(plan.pp)]
-    longest = max(stages)
-    return plan.micro_batches * longest + (sum(stages) - longest) / plan.pp_chunks
 
 
 def exposed_messages(plan: Plan) -> float:
@@ -918,359 +1014,14 @@ def exposed_messages(plan: Plan) -> float:
     return 2 * (stages - 1) * plan.micro_batches / stages + 2 * (stages - 2)
 
 
-# ---------------------------------------------------------------------------- seconds of a step
-
-
-@dataclass(frozen=True)
-class UnitSeconds:
-    """Seconds of one unit's communication, each alone: of a layer, the embedding or the head."""
-
-    gather: tuple[float, ...]  # by matrix, in the order of use
-    scatter: float  # of a micro-batch's gradients
-    last_scatter: float  # of the last micro-batch's
-    keep: float  # a micro-batch's gradients are added to grad_shard: beside compute, but computed
-    reduce: float  # over replicas, once a step
-    cast: float  # to the type in which they travel, and back: likewise
-    broadcast: float  # of new parameters, once a step
-    update: float  # of what a rank owns: compute
-    visit: float  # of its states, if they lie on the host: there and back, the update between
-
-
-NOTHING = UnitSeconds((), 0, 0, 0, 0, 0, 0, 0, 0)  # of an end that another stage has
-
-
-def end_seconds(est: Estimator, plan: Plan) -> UnitSeconds:
-    """Return the seconds of the embedding, or of the head."""
-    return unit_seconds(est, plan, ((plan.model.vocab, plan.model.dim),))
-
-
-def unit_seconds(est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
-    """Return the table in shard.py's docstring in seconds."""
-    key = (plan.model, plan.dtype, plan.ranks, plan.per_node, plan.tp, plan.pp, plan.pp_chunks,
-           plan.factors, plan.os_layout, plan.os_place, plan.optimizer, plan.accumulates,
-           plan.chunks > 1, matrices)
-    if key not in est.cache:
-        est.cache[key] = compute_unit_seconds(est, plan, matrices)
-    return est.cache[key]
-
-
-def compute_unit_seconds(est: Estimator, plan: Plan,
-                         matrices: tuple[tuple[int, int], ...]) -> UnitSeconds:
-    f = plan.factors
-    counts = [rows * cols for rows, cols in matrices]
-
-    def seconds(op: str, element_bytes: int, shards: int, mesh: tuple[int, int]) -> list[float]:
-        """Return the seconds of each matrix's collective, of a 1/shards of it."""
-        return [est.collective(op, element_bytes * count / shards, mesh) for count in counts]
-
-    e = plan.dtype.itemsize
-    gather = tuple(seconds("all_gather", e, 1, plan.mesh(f.p)))
-    # with inter a matrix has one owner
-    broadcast = seconds("all_gather" if plan.os_layout == "intra" else "broadcast", e, f.p,
-                        plan.mesh(f.os, f.p))
-    scatter, last_scatter, reduce = grad_seconds(plan, matrices, seconds)
-    wire = plan.dtype.itemsize
-    held = grad_bytes(plan)
-    moved = sum(counts) / f.g / est.profile.memory
-    keep = moved * (wire + 2 * held) if f.g > 1 else 0.0
-    in_chunks = plan.chunks > 1 and matrices == plan.matrices
-    if in_chunks and f.g > 1:  # they add up in float32, and are cast whole
-        keep += moved * f.g * (plan.accum_bytes + wire)
-    cast = moved * 2 * (held + wire) if reduce and held != wire else 0.0
-    owned = sum(counts) / f.os
-    if plan.os_layout == "inter":
-        owned *= imbalance(plan, slowest_stage(plan))
-    update = owned * update_bytes(plan.dtype) / est.profile.optimizer
-    visit = 0.0
-    if plan.os_place == "host":
-        states = OPTIMIZERS[plan.optimizer].states
-        visit = owned * len(states) * plan.accum_bytes / est.profile.visits
-    return UnitSeconds(gather, scatter, last_scatter, keep, reduce, cast, sum(broadcast), update,
-                       visit)
-
-
-def grad_seconds(plan: Plan, matrices: tuple[tuple[int, int], ...],
-                 seconds: Callable) -> tuple[float, float, float]:
-    """Return the seconds in which a micro-batch's gradients are scattered, the last one's, and in
-    which they are reduced once a step. seconds: of each matrix's collective."""
-    f = plan.factors
-    wire = plan.dtype.itemsize
-    subgroup = plan.mesh(f.os, f.p)
-    replicas = plan.mesh(plan.state_ranks, f.p)
-    cross_os = plan.mesh(plan.state_ranks, f.os)
-    if matrices != plan.matrices:  # all columns have the embedding and the head
-        replicas, cross_os = ((plan.tp * in_node, nodes) for in_node, nodes in (replicas, cross_os))
-    scatter = sum(seconds("reduce_scatter", wire, 1, plan.mesh(f.p)))
-    if plan.os_layout == "intra":
-        in_subgroup = sum(seconds("reduce_scatter", wire, f.p, subgroup))
-        reduce = sum(seconds("all_reduce", wire, f.os, cross_os))
-        if f.g > f.p:
-            return scatter + in_subgroup, scatter + in_subgroup, reduce
-        return scatter, scatter, in_subgroup + reduce
-    over_replicas = sum(seconds("all_reduce", wire, f.p, replicas))
-    if f.g > f.p:
-        in_subgroup = sum(seconds("all_reduce", wire, f.p, subgroup))
-        return scatter + in_subgroup, scatter + over_replicas, 0.0
-    return scatter, scatter, over_replicas
-
-
-class StepTimeline(Timeline):
-    """A step as train.run_step enqueues it: the update, whose parameters travel under what follows,
-    then forward and backward of each micro-batch. (A step begins with its last part, so that it
-    ends where nothing is on its way.) Of a pipeline the stage with most layers, which never waits
-    for the others."""
-
-    def __init__(self, est: Estimator, plan: Plan, recomputed: float):
-        """recomputed: seconds of a layer's backward in which its forward runs again."""
-        super().__init__(*est.profile.overlap["collectives"])
-        self.est = est
-        self.plan = plan
-        self.stage = slowest_stage(plan)
-        self.layers = stage_layers(plan, self.stage)
-        self.sharded = plan.factors.p > 1
-        self.across = crosses_nodes(plan)
-        layer = layer_seconds(est, plan)
-        computed = {"forward": layer.forward, "backward": sum(layer.backward) + recomputed}
-        self.seconds = {  # of a layer's pass; the host must launch it in less than it takes
-            kind: max(seconds, plan.chunks * est.profile.launch[kind])
-            for kind, seconds in computed.items()}
-        self.of_layer = {  # of both passes, by what they are for
-            "attention": layer.kernels, "all-to-all": layer.exchange,  # and around a ring
-            "tensor exchanges": layer.columns,
-            "rest of layers": (layer.forward + sum(layer.backward) - layer.exchange - layer.kernels
-                               - layer.columns),
-            "recomputation": recomputed,
-            "launches": (self.seconds["forward"] - layer.forward + self.seconds["backward"]
-                         - computed["backward"])}
-        # the host's part is spread likewise
-        launched = self.seconds["backward"] / computed["backward"]
-        self.by_matrix = tuple(launched * compute for compute in layer.backward)
-        ends = end_seconds(est, plan)
-        first = ends if self.stage == 0 else NOTHING
-        last = ends if self.stage == plan.pp - 1 else NOTHING
-        of_layer = unit_seconds(est, plan, plan.matrices)
-        self.units = [first, *[of_layer] * self.layers, last]  # embedding, layers, head
-        self.head = 0.0 if last is NOTHING else head_seconds(est, plan)
-        self.computed: dict[str, float] = {}  # seconds of computation, by what it is for
-        self.fresh: list = []  # travels of new parameters, of the first units
-        self.updated: list[float] = []  # by unit: when it is updated, if under the next forward
-        self.gathered: dict = {}  # of units, of (unit, matrix)
-        self.scattered: dict[int, list | None] = {}  # by unit
-        self.reduced: list | None = None  # the last one's
-
-    def send(self, kind: str, seconds: float) -> list | None:
-        """Launch one of shard.STREAMS; compute waits at once if that stream does not overlap."""
-        job = self.launch(kind, seconds, self.across[kind])
-        if kind not in self.plan.overlap:
-            self.wait(job)
-        return job
-
-    def update(self) -> None:
-        """States.update: the norm, then unit by unit, each one's new parameters leave."""
-        plan = self.plan
-        norm = stage_params(plan, self.stage) / plan.factors.os * grad_bytes(plan)
-        norm_s = norm / self.est.profile.memory
-        self.run(norm_s)
-        later = plan.os_place == "host" and "host_update" in plan.overlap
-        when = self.now
-        for unit in self.units:
-            when += unit.visit
-            if later:
-                self.updated.append(when)
-                continue
-            self.idle_until(self.now + unit.visit, "host_update")
-            self.run(unit.update)
-            self.fresh.append(self.send("param_broadcast", unit.broadcast))
-        self.computed["optimizer"] = norm_s + sum(unit.update for unit in self.units)
-
-    def arrive(self, unit: int) -> None:
-        """Let compute wait for a unit's new parameters. Those that were updated meanwhile leave;
-        their kernels take what compute would have."""
-        if self.updated:
-            self.idle_until(self.updated[unit], "host_update")
-        while len(self.fresh) < len(self.updated) and self.updated[len(self.fresh)] <= self.now:
-            fresh = self.units[len(self.fresh)]
-            self.run(fresh.update)
-            self.fresh.append(self.send("param_broadcast", fresh.broadcast))
-        self.wait(self.fresh[unit])
-
-    def gather(self, unit: int) -> None:
-        """Launch the all-gathers of a unit's weights, unless its buffers hold them."""
-        if unit not in self.gathered:
-            self.gathered[unit] = self.send("param_gather", sum(self.units[unit].gather))
-
-    def forward(self) -> None:
-        """All of the next layer's weights are gathered under a layer."""
-        last = self.layers + 1
-        for unit in range(last + 1):
-            self.arrive(unit)
-            if self.sharded:
-                self.gather(unit)
-                if unit < last:
-                    self.gather(unit + 1)
-                self.wait(self.gathered[unit])
-                if 2 < unit < last:  # the layer after the next takes a layer's buffers
-                    self.gathered.pop(unit - 2, None)
-            if 0 < unit < last:
-                self.run(self.seconds["forward"])
-        self.run(self.head)
-
-    def backward(self, last: bool) -> None:
-        """Where layers run whole and once, the next matrix is gathered under one; else all of the
-        layer before under a layer. Gradients leave as they are complete."""
-        self.reduce_grads(self.layers + 1, last)
-        for unit in range(self.layers, 0, -1):
-            self.wait(self.scattered.get(self.had_buffers(unit)))  # they are free
-            if self.sharded and self.plan.recompute == "none":
-                self.backward_by_matrix(unit)
-            else:
-                if self.sharded:
-                    self.gather(unit)
-                    if unit > 1:
-                        self.gather(unit - 1)
-                    self.wait(self.gathered[unit])
-                    if unit + 2 <= self.layers:
-                        self.gathered.pop(unit + 2, None)
-                self.run(self.seconds["backward"])
-            self.reduce_grads(unit, last)
-        self.reduce_grads(0, last)
-
-    def had_buffers(self, unit: int) -> int:
-        """Return the unit that had a layer's buffers last: the layer but one behind; of a stage's
-        last layers one of its first, in the micro-batch before."""
-        if unit + 2 <= self.layers or self.plan.pp == 1:
-            return unit + 2
-        return 2 - unit % 2
-
-    def backward_by_matrix(self, unit: int) -> None:
-        """While a matrix's gradients are computed, the next one's weight arrives."""
-        last = len(self.plan.matrices) - 1
-        held = unit in self.gathered  # the last two layers' weights are still there
-        seconds = self.units[unit].gather
-        job = self.gathered.pop((unit, last), None)
-        if not held and job is None:
-            job = self.send("param_gather", seconds[last])
-        for j, compute in zip(range(last, -1, -1), self.by_matrix):
-            arriving = None
-            if j and not held:
-                arriving = self.send("param_gather", seconds[j - 1])
-            elif not j and unit > 1 and unit - 1 not in self.gathered:
-                self.gathered[unit - 1, last] = self.send("param_gather", seconds[last])
-            self.wait(job)
-            self.run(compute)
-            job = arriving
-        self.gathered.setdefault(unit, None)  # the next forward finds the first two layers' ...
-        if unit + 2 <= self.layers:
-            self.gathered.pop(unit + 2, None)  # ... and the layer but one before takes a buffer
-
-    def reduce_grads(self, unit: int, last: bool) -> None:
-        seconds = self.units[unit]
-        scatter = seconds.last_scatter if last else seconds.scatter
-        self.scattered[unit] = self.send("grad_scatter", scatter)
-        self.run(seconds.keep + last * seconds.cast)  # their kernels take what compute would have
-        if last:
-            self.reduced = self.send("grad_reduce", seconds.reduce) or self.reduced
-
-    def micro_batch(self, last: bool) -> None:
-        self.forward()
-        self.backward(last)
-        if last:  # finish_gradients
-            for job in (*self.scattered.values(), self.reduced):
-                self.wait(job)
-
-    def micro_batches(self) -> None:
-        """Run all of a step's; those between the second and the last are alike, or, of a few
-        layers, once so many have passed as fill the wires."""
-        count = self.plan.micro_batches
-        second = 1 if self.plan.pp == 1 else 1 + 8 // self.layers
-        for m in sorted({*range(min(second + 1, count)), count - 1}):
-            before = self.now, self.slowed, dict(self.exposed)
-            self.micro_batch(m == count - 1)
-            if m == second and count > second + 2:
-                self.repeat(*before, count - second - 2)
-        self.computed["head and loss"] = count * self.head
-        self.computed["gradient sums"] = sum(
-            count * unit.keep + unit.cast for unit in self.units)
-        for name, seconds in self.of_layer.items():
-            self.computed[name] = count * self.layers * seconds
-
-    def repeat(self, now: float, slowed: float, exposed: dict[str, float], times: int) -> None:
-        """Count so many times more what has happened since then."""
-        self.now += times * (self.now - now)
-        self.slowed += times * (self.slowed - slowed)
-        for kind, seconds in self.exposed.items():
-            self.exposed[kind] += times * (seconds - exposed.get(kind, 0.0))
-
-
-def step_seconds(est: Estimator, plan: Plan, recomputed: float = 0.0,
-                 waits: float = 0.0) -> dict[str, float]:
-    """Return a step's seconds by what takes them: they add up to the step. recomputed, waits: of a
-    micro-batch's way through the largest part of the model, what plan_activations loses to
-    recomputation and to copies."""
-    layers = max(plan.parts)
-    line = StepTimeline(est, plan, recomputed / layers)
-    line.update()
-    line.micro_batches()
-    everyone = mesh_of(plan.ranks, 1, plan.per_node)
-    small = est.collective("all_reduce", 2.0**20, everyone)  # less takes as long
-    parts = line.computed | line.exposed
-    parts["small sums"] = 5 * small  # loss, norm, vectors, labels, facts
-    parts["slowed by communication"] = line.slowed
-    parts["copies"] = float(waits) * plan.micro_batches * line.layers / layers
-    if plan.pp > 1:
-        passes = part_seconds(plan, sum(line.seconds.values()), line.head)
-        alone = plan.micro_batches * sum(passes[line.stage :: plan.pp])
-        parts["pipeline idle"] = pipeline_seconds(plan, passes) - alone
-        parts["stage messages"] = exposed_messages(plan) * message_seconds(est, plan)
-    return {name: seconds for name, seconds in parts.items() if seconds}
-
-
 def computation_seconds(est: Estimator, plan: Plan) -> dict[str, float]:
     """Return the seconds of a step's layers and head alone, and of a pipeline's idle time: a bound
     for all factors, of which some add gradients up in their own place and others do not."""
     least = math.inf
     for accumulates in {plan.accumulates, False}:
         layer = layer_seconds(est, replace(plan, accumulates=accumulates))
-        least = min(least, layer.forward + sum(layer.backward))
-    parts = part_seconds(plan, least, head_seconds(est, plan))
-    return {"computation": pipeline_seconds(plan, parts)}
-
-
-def bound_seconds(est: Estimator, plan: Plan, computed: float) -> dict[str, float]:
-    """Return seconds that a step takes at least: its computation with the update, and communication
-    that is all hidden, which slows computation down; or the communication of one wire alone, or the
-    visits of states that lie on the host. computed: computation_seconds, in all."""
-    m = plan.micro_batches
-    stage = slowest_stage(plan)
-    layer = unit_seconds(est, plan, plan.matrices)
-    across = crosses_nodes(plan)
-    wires = [0.0, 0.0]
-    visits = 0.0
-    for unit, count in ((end_seconds(est, plan), stage_ends(plan, stage)),
-                        (layer, stage_layers(plan, stage))):
-        computed += count * (unit.update + m * unit.keep + unit.cast)
-        visits += count * unit.visit
-        wires[across["param_broadcast"]] += count * unit.broadcast
-        wires[across["grad_reduce"]] += count * unit.reduce
-        wires[across["grad_scatter"]] += count * ((m - 1) * unit.scatter + unit.last_scatter)
-        if plan.factors.p > 1:  # the last two layers' weights are still there for backward
-            gathers = m * sum(unit.gather) if unit is layer else sum(unit.gather)
-            wires[across["param_gather"]] += max(0, count - 2 * (unit is layer)) * gathers
-    slow_compute, slow_other = est.profile.overlap["collectives"]
-    share = min(1.0, slow_other * (1 - 1 / slow_compute))
-    return {"bound": max(computed + share * max(wires), *wires, visits)}
-
-
-def crosses_nodes(plan: Plan) -> dict[str, bool]:
-    """Return which kinds of communication cross nodes."""
-    f = plan.factors
-    in_node = plan.in_node
-    nodes = plan.state_ranks > in_node
-    return {"param_gather": f.p > in_node, "param_broadcast": f.os > in_node,
-            "grad_scatter": f.os > in_node or (nodes and plan.os_layout == "inter"),
-            "grad_reduce": nodes}
-
-
-def grad_bytes(plan: Plan) -> int:
-    """Return the bytes of a gradient's element where it is kept."""
-    return plan.accum_bytes if plan.accumulates else plan.dtype.itemsize
+        least = min(least, layer.forward + layer.backward)
+    head = head_seconds(est, plan)
+    own = stage_layers(plan, slowest_stage(plan)) * least
+    own += head if slowest_stage(plan) == plan.pp - 1 else 0.0
+    return {"computation": plan.micro_batches * own + idle_seconds(plan, least, head)}

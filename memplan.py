@@ -406,7 +406,7 @@ def with_passes(buffers, marks):
 def load_allocator(kind: str) -> ctypes.CDLL:
     """Return csrc/allocator.cpp for "cpu" or "cuda", installed for good: outside of record and
     replay it only delegates. Compiled at first use (some seconds) and kept in the user's cache.
-    Raise RuntimeError with the compiler's words."""
+    Raise ValueError with the compiler's words."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, include_paths
 
@@ -430,7 +430,7 @@ def load_allocator(kind: str) -> ctypes.CDLL:
         made = built.with_suffix(f".{os.getpid()}")
         done = subprocess.run([*command, "-o", made], capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+            raise ValueError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
         made.rename(built)  # whole at any moment, whoever compiles
     allocator = ctypes.CDLL(str(built))
     allocator.recorded.restype = ctypes.POINTER(ctypes.c_int64)

@@ -1,125 +1,235 @@
 """Which factors? How many ranks share a sequence, how states are sharded, how many sequences run at
 once, and what layers keep: by predicted time and counted bytes.
 
-    python planner.py --model 7b --ranks 8 --per-node 8 --seq 1M --cluster h200x8
+    python planner.py --model 7b --ranks 8 --seq 1M --batch 1 --cluster h200x8
     plan(constraints, model, hardware) -> [Plan]        best first, a pure function
 
-Constraints are what the flags of a command say, None where they leave it open. A plan is a value
-for each row of DEGREES; costs.py says what it takes,
+Constraints are what the flags of a command say, None where they leave it open. Each degree of a
+plan is a function of SHAPE or `states`, which lists its legal values, and says of one that is not
+why, and which are near. costs.py says what a plan takes,
 
     least  seconds of a step / its tokens     subject to  bytes <= memory of a GPU, of the host
 
-(AMSP, section IV, with InternEvo's degrees and Memo's activations.) The search is exact, best first
-by bounds that get better (Search.best_first):
+(AMSP, section IV, with InternEvo's degrees and Memo's activations). What has one best answer is a
+rule (RULES), the rest loops, in the order of bounds of the time: a shape's computation alone, then
+a step that recomputes nothing, then with what its layers keep (`plan_activations`).
 
-    a shape: columns, stages, sp, micro-batch,      its computation alone, and the least that
-      head groups, chunk                              a pipeline is idle
-    with shards, layout, place                      all communication hidden, or one wire's alone
-    ... that fit, simulated                         a step that recomputes what has no room at all
-    with what layers keep (plan_activations)        its step; it is found if no bound is less
-
-Ties, within 0.2 %, go to fewer ranks a sequence and a ring, larger micro-batches, states on the
-GPU, less host memory, fewer shards (`preference`).
+Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, larger micro-batches, states
+on the GPU, less host memory, fewer shards (`preference`).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
-ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node.
-What a stage's layers keep is planned for one micro-batch through its largest part, with the memory
-of the stage that has the least for it, over what is in flight there.
+ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
+layers keep is planned for one micro-batch through its largest part, with the memory of the stage
+that has the least for it, over what is in flight there.
 
 Left out: other plans of what layers keep for other stages.
 
 Legend: M micro-batches a step and rank, N tokens of one on a rank, p, g, os shards of parameters,
 gradients and optimizer states, sp ranks that share a sequence; tp columns of layers, pp stages of a
 pipeline, pp_chunks parts of the model on one; of what layers keep n layers, c chunks of one, k
-resident layers, m layers of which one keeps x, X layers without o.
+resident layers, K kept and S swapped chunks, m layers of which one keeps x, X layers without o.
 """
+import argparse
 import bisect
 import contextlib
-import dataclasses
+import difflib
 import functools
 import heapq
 import itertools
 import json
 import math
-import operator
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from attention import KERNELS, MAX_ELEMENTS, head_group_counts
-from costs import (Estimator, Memory, Plan, bound_seconds, column_bytes,
-                   computation_seconds, end_seconds, fullest_stages, host_bytes, imbalance,
-                   in_flight, kept_parts, layer_bytes, layer_peaks, layer_seconds, loss_peak,
-                   message_bytes, resident_bytes, ring_traffic, rounding_bytes, slowest_stage,
-                   stage_ends, stage_layers, stage_params, state_bytes, step_seconds, unit_seconds,
-                   visit_bytes, weight_buffer_bytes)
+from attention import KERNELS, head_group_counts
+from costs import (Estimator, Plan, column_bytes, computation_seconds, fullest_stages,
+                   host_bytes, host_states, in_flight, kept_parts, layer_seconds, resident_bytes,
+                   ring_traffic, rounding_bytes, stage_memory, state_bytes, step_seconds,
+                   visit_seconds, with_memory)
 from hardware import Profile, find_sheet, load_profile, profile_names, scaled
-from model import ModelConfig, flops_per_token, param_count
+from model import MODELS, ModelConfig, flops_per_token, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
 from placement import Ring, make_rings, parse_leaf, place_nodes
-from shard import OPTIMIZERS, STREAMS, Factors, check_factors, legal_factors, parse_strategy
+from shard import OPTIMIZERS, STREAMS, Factors, illegal, legal_factors, parse_strategy
 
-# ---------------------------------------------------------------------------- constraints
+# ---------------------------------------------------------------------------- flags
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one layer on one rank, and seconds of its forward."""
+def size(text: str) -> int:
+    """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
+    number = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
+    value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
+    if value != int(value):
+        raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
+    return int(value)
 
-    input: int  # x
-    attn: int  # o and the log-sum-exp
-    intermediates: int  # what a block saves beside them: q, k, v, h, gate|up
-    layer_s: float  # forward
-    recompute_s: float  # of it, what recomputing the intermediates takes
-    attn_s: float  # of it, attention
-    post_s: float  # of it, what follows attention
 
-    @property
-    def layer(self) -> tuple[int, int, int]:
-        """Return the bytes, as costs.layer_bytes does."""
-        return self.input, self.attn, self.intermediates
+def flag(default, text: str, low: float = 1, high: float = 2**20, among: Iterable[str] = (),
+         group: str = ""):
+    """Return a field that is a flag: a number between `low` and `high`, or a word of `among`.
+    group: the title of those that begin with it in --help."""
+    return field(default=default, metadata={
+        "help": text, "range": (low, high), "among": among, "group": group})
+
+
+def flags_of(program) -> dict[str, Field]:
+    """Return a dataclass's fields that are flags, by name."""
+    return {f.name: f for f in fields(program) if "help" in f.metadata}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """End with argparse's own message, and the nearest flag for an unknown one."""
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].split("=")[0]
+        near = difflib.get_close_matches(unknown, self._option_string_actions, 1)
+        super().error(message + (f" (nearest: {near[0]})" if unknown and near else ""))
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def types_of(f: Field) -> tuple[type, ...]:
+    return typing.get_args(f.type) or (f.type,)
+
+
+def flag_type(f: Field):
+    """Return the function text -> value of a field; auto is None where that is allowed."""
+    kind = size if int in types_of(f) else types_of(f)[0]
+
+    def convert(text: str):
+        return None if text == "auto" and type(None) in types_of(f) else kind(text)
+
+    convert.__name__ = kind.__name__  # argparse says "invalid float value"
+    return convert
+
+
+def make_parser(program: type, description: str) -> Parser:
+    """Return a parser of a dataclass's flags, its own before those of Constraints. What it parses
+    has those alone that a command gives."""
+    group = parser = Parser(
+        description=description, usage="%(prog)s [flags]", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
+        "by the program, and printed.")
+    flags = flags_of(program)
+    own = [name for name in program.__annotations__ if name in flags]
+    for name in dict.fromkeys([*own, *flags]):
+        f = flags[name]
+        if f.metadata["group"]:
+            group = parser.add_argument_group(f.metadata["group"])
+        shown = "" if f.default in ("", None) or f.default is False else f" ({f.default})"
+        kind = {"help": (f.metadata["help"] + shown).replace("%", "%%")}
+        if f.type is bool:
+            kind["action"] = argparse.BooleanOptionalAction
+        else:
+            convert = kind["type"] = flag_type(f)
+            kind["metavar"] = "|".join(f.metadata["among"]) or convert.__name__.upper()
+        if name == "resume":
+            kind |= {"nargs": "?", "const": "latest"}
+        group.add_argument(flag_name(name), **kind)
+    return parser
+
+
+def check_values(program) -> None:
+    """Raise ValueError for a number out of its range, or a word that is none of its choices."""
+    for name, f in flags_of(program).items():
+        value = getattr(program, name)
+        among, (low, high) = f.metadata["among"], f.metadata["range"]
+        if among and value not in among:
+            raise ValueError(f"{flag_name(name)} {value}: one of {', '.join(among)}")
+        if type(value) in (int, float) and not low <= value <= high:  # a NaN is not, either
+            raise ValueError(f"{flag_name(name)} {value}: from {low} to {high}")
+
+
+OVERLAPS = (*STREAMS, "pipeline")
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Constraints:
-    """What a command fixes; None, or an empty text, is open. Fields are train.py's flags."""
+    """What a command fixes; None, or auto, is open. A program's flags are these and its own."""
 
-    seq: int
-    dtype: torch.dtype
+    seq: int | None = flag(4096, "tokens a sequence", 1, 2**40)
+    batch: int | None = flag(
+        None, "sequences a step over all ranks; auto: 512K tokens (4K for tiny); of a resumed run "
+        "its tokens", group="a step and its tokens")
+    micro_batch: int | None = flag(
+        None, "sequences that sp ranks run at once; auto: the most within 8K tokens a rank, or "
+        "fewer, by predicted time")
+    tokenizer: str = flag(
+        "", "Hugging Face folder whose tokenizer.json makes tokens of text, kept in OUT/tokens")
+    document_token: int | None = flag(
+        None, "id that ends a document, in which attention stays, and behind which no label "
+        "counts; -1: none; auto: what --tokenizer ends texts with, else none", -1, 2**32)
+    attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
+    dtype: str = flag("bf16", "of weights and activations", among=DTYPES)
+    p: int | None = flag(
+        None, "parameter shards; auto: by predicted time, then the fewest", group="sharding")
+    g: int | None = flag(None, "gradient shards, p or os; auto: likewise")
+    os: int | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
+    strategy: str = flag("", "p, g, os by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
+    os_layout: str = flag(
+        "auto", "of optimizer states: whole tensors (inter), or each split evenly; auto: intra",
+        among=("auto", "intra", "inter"))
+    os_place: str = flag(
+        "auto", "where optimizer states lie; from the host they visit the GPU under the next "
+        "forward", among=("auto", "gpu", "host"))
+    overlap: str = flag(
+        ",".join(OVERLAPS), "what runs under computation, a list, or none: weights before they are "
+        "used, gradients to shards, shards over replicas, new weights to who holds them, states on "
+        "the host, messages between stages")
+    tp: int | None = flag(1, "neighbours that share each layer's matrices; auto: by predicted time")
+    tp_mode: str = flag(
+        "msp", "of them: all have all tokens (mtp), tokens are split between products, and (fsp) "
+        "gathered again in backward", among=("mtp", "msp", "fsp"))
+    pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
+    pp_chunks: int | None = flag(
+        None, "parts of the model on a stage, interleaved; auto: by predicted time")
+    sp: int | None = flag(
+        None, "ranks that share a sequence; auto: by predicted time", group="sequences over ranks")
+    ring: int | None = flag(
+        None, "of them, by context, around which k, v travel; the other sp / ring by heads; auto: "
+        "the fewest")
+    head_groups: int | None = flag(
+        None, "parts of a rank's heads: the next one's all-to-all runs under this one's attention; "
+        "without --sp they save memory; auto: 4, or more")
+    recompute: str = flag(
+        "auto", "layers keep, swap or recompute chunks as planned; keep everything (none); or keep "
+        "their input alone and run again, attention included (full)",
+        among=("auto", "none", "full"), group="memory")
+    chunk: int | None = flag(
+        None, "most tokens that a layer runs at once, in equal parts; auto: 16K or 8K", 1, 2**40)
+    alpha: float | None = flag(
+        None, "fraction of tokens whose activations a swapped layer swaps; auto: as planned", 0, 1)
+    resident_layers: int | None = flag(
+        None, "last layers whose inputs and attention outputs stay on the GPU; auto: as planned", 2)
+    host_memory: int | None = flag(
+        None, "bytes of a node (as 400G) for states and activations; auto: what the control group "
+        "or the machine allows, less an eighth", 0, 2**60)
+    gpu_memory: int | None = flag(
+        None, "bytes of a GPU that may be used (as 80G); auto: all", 1, 2**60)
+    optimizer: str = "adamw"
     default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
     most_sequences: int | None = None  # that the data has
     resumes: bool = False  # a run, whose batch it keeps
-    batch: int | None = None
-    micro_batch: int | None = None
-    sp: int | None = None
-    ring: int | None = None
-    tp: int | None = 1
-    tp_mode: str = "msp"
-    pp: int | None = 1
-    pp_chunks: int | None = None
-    head_groups: int | None = None
-    p: int | None = None
-    g: int | None = None
-    os: int | None = None
-    strategy: str = ""
-    os_layout: str = "auto"
-    os_place: str = "auto"
-    optimizer: str = "adamw"
-    layers_run: str = ""  # none, auto: of these alone
-    overlap: str = ",".join(STREAMS)
-    recompute: str = "auto"
-    chunk: int | None = None
-    alpha: float | None = None
-    resident_layers: int | None = None
-    document_token: int | None = None
-    tokenizer: str = ""
-    attention: str = "auto"
+
+    @property
+    def overlaps(self) -> tuple[str, ...]:
+        """Return what overlaps. Raises ValueError."""
+        names = () if self.overlap == "none" else tuple(self.overlap.split(","))
+        if not set(names) <= set(OVERLAPS):
+            raise ValueError(f"--overlap {self.overlap}: a list of {', '.join(OVERLAPS)}, or none")
+        return names
 
     @property
     def no_ring(self) -> str:
@@ -132,15 +242,6 @@ class Constraints:
         return ""
 
 
-def constraints_of(flags, dtype: torch.dtype, default_batch: int,
-                   most_sequences: int | None = None, resumes: bool = False) -> Constraints:
-    """Return the constraints of flags, an object whose attributes have the names of fields."""
-    known = {f.name for f in dataclasses.fields(Constraints)}
-    given = {name: value for name, value in vars(flags).items() if name in known}
-    return Constraints(**given | {"dtype": dtype, "default_batch": default_batch,
-                                  "most_sequences": most_sequences, "resumes": resumes})
-
-
 @dataclass(frozen=True)
 class Hardware:
     """The ranks, and what one of them has."""
@@ -150,27 +251,6 @@ class Hardware:
     profile: Profile
     gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
     host_budget: float = 2.0**60  # bytes of host memory of a rank, for states and to swap to
-
-
-def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
-    """Raise ValueError for constraints that no plan meets, whatever memory there is."""
-    search = Search(constraints, model, Hardware(ranks, per_node, None))
-    if not search.has_shape():
-        raise search.errors[0]
-
-
-def group_limit() -> int | None:
-    """Return the bytes that control groups allow this process, None if they do not say."""
-    limits = []
-    root = Path("/sys/fs/cgroup")
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, kinds, path = line.split(":", 2)  # version 2 has no kinds
-        here = (root / "memory" if "memory" in kinds else root) / path.lstrip("/")
-        for folder in (here, *here.parents):
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-                    limits.append(int((folder / name).read_text()))
-    return min((x for x in limits if x < 2**50), default=None)  # version 1: none is a huge number
 
 
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
@@ -190,493 +270,147 @@ def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float
     elsewhere: the plan is for another machine. Raises ValueError if control groups allow less."""
     if asked is not None and elsewhere:
         return asked / ranks
-    allowed = group_limit()
-    if asked is not None and allowed and asked > allowed:
-        raise ValueError(f"--host-memory {asked / GIB:.0f}G: the control group allows "
-                         f"{allowed / GIB:.0f}G, and other things need some of it")
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    return ((allowed or total) * 7 // 8 if asked is None else asked) / ranks
+    limits = [int(Path("/proc/meminfo").read_text().split()[1]) * 1024]
+    path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
+    group = Path("/sys/fs/cgroup" + path)
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int((folder / "memory.max").read_text()))
+    allowed = min(limits)
+    if asked is not None and asked > allowed:
+        raise ValueError(f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
+                         f"allows {allowed / GIB:.0f}G, and other things need some of it")
+    return (allowed * 7 // 8 if asked is None else asked) / ranks
 
 
 # ---------------------------------------------------------------------------- what layers keep
 
 
 class TooLarge(ValueError):
-    """A step that does not fit; over: bytes of a rank that are missing."""
+    """A step that does not fit; over: how many times too much it needs of a memory."""
 
     def __init__(self, message: str, over: float):
         super().__init__(message)
         self.over = over
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of one layer on one rank, and seconds of its forward."""
+
+    input: float  # x
+    attn: float  # o and the log-sum-exp
+    intermediates: float  # what a block saves beside them: q, k, v, h, gate|up
+    layer_s: float  # forward
+    recompute_s: float  # of it, what recomputing the intermediates takes
+    attn_s: float  # of it, attention
+    post_s: float  # of it, what follows attention
+
+    @property
+    def layer(self) -> tuple[float, float, float]:
+        """Return the bytes, as costs.layer_bytes does."""
+        return self.input, self.attn, self.intermediates
+
+
+MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
+TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
+
+
 def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
                      resident: int | None = None, alpha: float | None = None,
                      busy: float = 0.0) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
-    backward.
+    backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
+    chunks K as have room. Raises TooLarge.
 
     bandwidth: bytes/s to the host, with all GPUs copying; busy: seconds of a layer's forward in
-    which other things are copied; gpu, host: bytes a rank can give to activations. With the number
-    of resident layers k, of kept chunks K, of swapped chunks S, of layers without o, X, and of
-    seconds w in which compute waits for copies:
+    which other things are copied; gpu, host: bytes a rank can give to activations; resident, alpha:
+    set by hand.
 
-        min  w + X*attn_s - (K + S)*recompute_s/c      (+ a tenth of a millisecond a GiB swapped)
-        GPU    k*(input + attn) + K*S_others/c + 2*(input + attn + a*S_others/c)   <= gpu
-               (and, while layers leave in forward,  4*(input + attn + a*S_others/c) <= gpu)
-        host   (n - k)*(input + attn) - X*attn + S*S_others/c                    <= host
-        time   (n - k)*(input + attn) - X*attn + S*S_others/c
-                                                     <= bandwidth*((n - k)*(layer_s - busy) + w)
-               K <= c*k,  S <= a*(n - k),  X <= n - k
+        min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
+             resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
+             layers that are leaving <= gpu
 
-    where a, the chunks that a rounding buffer has room for, takes some values in turn (eighths of a
-    layer); with k = n there are no buffers. Memo's alpha, the fraction that is swapped, is S/(c*(n
-    - k)). The backward takes twice the forward's time and copies as much, so it never binds.
-    resident, alpha: set by hand. With k = 2, where waiting for a copy costs more than it saves, S
-    is Memo's rule, to a chunk:
+    Time falls with S as long as copies hide behind computation, so S is what a rounding buffer of
+    so many chunks a layer has room for, the most that the host has, or the most that still hides.
+    Layers that drop inputs (m > 1) keep no intermediates. With k = 2, m = 1, where waiting for a
+    copy costs more than it saves, S is Memo's rule, to a chunk:
 
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
-
-    Where X > 0, or copies are waited for, what drops x or o and keeps no intermediates may lose
-    less (`best_dropping`). Raises TooLarge, a ValueError, with what is missing.
     """
-    if (missing := bytes_missing(n, s, gpu, host)) > 0:
-        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), missing)
-    best = best_swapping(n, s, chunks, bandwidth, gpu, host, resident, alpha, busy)
-    value, activations, waits = best
-    if alpha is None and (
-            value == math.inf or waits or activations.layers_recomputing_attention):
-        dropping = best_dropping(n, s, chunks, bandwidth, gpu, host, resident, busy)
-        value, activations, waits = min(best, dropping, key=operator.itemgetter(0))
-    if value == math.inf:
-        missing = n * (s.input + s.attn) - max(0.0, gpu) - host
-        raise TooLarge(what_is_missing(n, s, gpu, host, resident, alpha), max(1.0, missing))
-    return activations, waits + recomputed_seconds(activations, s)
-
-
-def best_swapping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
-                  resident: int | None, alpha: float | None,
-                  busy: float) -> tuple[float, ActivationPlan | None, float]:
-    """Return the least value of plan_activations' program if all layers keep x, the plan, and the
-    seconds of waiting; the value is infinite if nothing is feasible. All a, k and X are tried at
-    once, of X the least that the host allows if more gains nothing: for them K is the most that has
-    room, and the value is convex in S with one kink, where copies begin to be waited for. (A solver
-    of integer programs takes fifty times as long.)"""
-    io = s.input + s.attn
-    part = s.intermediates / c
-    low = max(min(2, n), resident or 0)
-    high = min(n - 1 if alpha else n, resident or n)
-    if low > high:
-        return math.inf, None, 0.0
-    rooms = sorted({round(c * eighth / 8) for eighth in range(9)})
-    if alpha is not None:
-        rooms = [math.ceil(alpha * c)]
-    a = np.array(rooms)[:, None, None, None]
-    k = np.arange(low, high + 1)[None, :, None, None]
+    part = s.intermediates / chunks
+    x, drops, m, k, rule = ways_to_keep(n)
     away = n - k
-    x = np.arange(n + 1)[None, None, :, None]
-    # what a layer without o saves at most: the host's room for others, and a copy
-    saved = s.attn / s.intermediates * s.recompute_s + s.attn / bandwidth
-    if s.attn_s > saved:
-        x = np.maximum(0, np.ceil((away * io - host) / s.attn - 1e-9)).astype(int)
-    buffers = 2 * (away > 0) * (io + a * part)
-    kept = np.minimum(c * k, np.floor((gpu - k * io - buffers) / part + 1e-9))
-    by_host = (host - away * io + x * s.attn) / part
-    covered = away * max(0.0, s.layer_s - busy)  # seconds that hide copies
-    hidden = (bandwidth * covered - away * io + x * s.attn) / part  # copies, to the kink
-    limit = np.minimum(a * away, np.floor(by_host + 1e-9))
-    shape = np.broadcast_shapes(kept.shape, limit.shape, hidden.shape)
-    kink = np.clip(hidden, 0, limit)
-    swapped = np.concatenate([np.broadcast_to(count, shape) for count in (
-        limit, np.floor(kink + 1e-9), np.minimum(limit, np.ceil(kink - 1e-9)), 0 * limit)], -1)
-    if alpha is not None:  # the nearest number of chunks
-        swapped = np.broadcast_to(np.rint(alpha * c * away), shape)
-    waits = np.maximum(0, (away * io - x * s.attn + swapped * part) / bandwidth - covered)
-    feasible = ((kept >= 0) & (x <= away) & (2 * buffers <= gpu) & (swapped >= 0)
-                & (swapped <= np.minimum(a * away, by_host + 1e-9)))
-    tie = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
-    value = (waits + x * s.attn_s - (kept + swapped) * s.recompute_s / c
-             + tie * (away * io + swapped * part))
-    value = np.where(feasible, value, np.inf)
-    at = np.unravel_index(np.argmin(value), value.shape)
-    chosen = [int(np.broadcast_to(y, value.shape)[at]) for y in (k, kept, swapped, x)]
-    return float(value[at]), ActivationPlan(n, c, *chosen), float(waits[at])
-
-
-MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
-
-
-def best_dropping(n: int, s: Sizes, c: int, bandwidth: float, gpu: float, host: float,
-                  resident: int | None,
-                  busy: float) -> tuple[float, ActivationPlan | None, float]:
-    """Return the least value of plan_activations' program if no intermediates are kept and layers
-    drop x (all but one in m) or o (the first X), the plan, and the seconds of waiting; the value is
-    infinite if nothing fits. All m, k and X are tried at once.
-
-        min  (n - n/m)*post_s + X*attn_s + (X - X/m)*pre_s + w
-    """
-    x, m, k = ways_to_drop(n)
-    plans = ActivationPlan(n, c, k, 0, 0, x, m)
-    kept = resident_bytes(plans, s.layer)
-    # in forward, beside the buffers that backward will take, two layers that are leaving
-    leaving = rounding_bytes(plans, s.layer) + 2 * (s.input + s.attn)
+    hideable = bandwidth * away * max(0.0, s.layer_s - busy)
+    least, hidden = (np.ceil((away * (s.input + s.attn) - room) / s.attn - 1e-9)
+                     for room in (host, np.minimum(host, hideable)))
+    x = np.where(drops > 0, np.clip(np.choose(drops, [x, least, hidden, away]), 0, away), x)
+    plans = ActivationPlan(n, chunks, k, 0, 0, x, m)
     copied = host_bytes(plans, s.layer)
-    feasible = (np.where(k < n, np.maximum(kept, leaving), kept) <= gpu) & (copied <= host)
-    if resident is not None:
-        feasible &= k == resident
-    waits = waiting_seconds(plans, s, bandwidth, busy)
-    value = recomputed_seconds(plans, s) - n * s.recompute_s + waits + 1e-4 / GIB * copied
-    value = np.where(feasible, value, np.inf)
+    most = np.minimum(np.floor((host - copied) / part + 1e-9), chunks * away)
+    hides = (hideable - copied) / part
+    eighths = np.rint(chunks * np.minimum(rule, 8) / 8) * away
+    swapped = np.choose(np.maximum(0, rule - 8), [
+        eighths, most, np.floor(hides + 1e-9), np.ceil(hides - 1e-9)])
+    if alpha is not None:  # the nearest number of chunks
+        swapped = np.rint(alpha * chunks * away)
+    saves = (m == 1) & (x <= away)  # intermediates
+    feasible = (most >= 0) & (0 <= swapped) & (swapped <= most) & (saves | (swapped == 0))
+    swapped = np.where(feasible, swapped, 0)
+    plans = replace(plans, swapped_chunks=swapped)
+    kept = np.floor((gpu - resident_bytes(plans, s.layer)) / part + 1e-9)
+    plans = replace(plans, kept_chunks=np.where(saves, np.clip(kept, 0, chunks * k), 0))
+    leaving = rounding_bytes(plans, s.layer) + 2 * (
+        s.input + s.attn + part * np.ceil(swapped / np.maximum(1, away)))
+    feasible &= (kept >= 0) & ((k == n) | (leaving <= gpu)) & (k == (resident or k))
+    if alpha:
+        feasible &= k < n
+    lost = sum(lost_seconds(plans, s, bandwidth, busy))
+    value = np.where(feasible, lost + TIE_S * host_bytes(plans, s.layer), np.inf)
     at = np.unravel_index(np.argmin(value), value.shape)
-    chosen = replace(plans, resident=int(k[at]), layers_recomputing_attention=int(x[at]),
-                     stride=int(m[at]))
-    return float(value[at]), chosen, float(waits[at])
+    if value[at] == np.inf:
+        raise TooLarge(f"--alpha {alpha} --resident-layers {resident}: what layers keep does not "
+                       f"fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a rank",
+                       math.inf)
+    chosen = (k, plans.kept_chunks, swapped, x, m)
+    return ActivationPlan(n, chunks, *(int(each[at]) for each in chosen)), float(lost[at])
 
 
 @functools.cache
-def ways_to_drop(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return X, m and k, as arrays (X, pairs of m and k of which whole groups leave)."""
-    m, k = np.array([(m, k) for m in range(1, MOST_STRIDE + 1) for k in range(min(2, n), n + 1)
-                     if (n - k) % m == 0]).T
-    x = np.arange(n + 1)[:, None]
-    return np.broadcast_arrays(x, m, k)
+def ways_to_keep(n: int) -> np.ndarray:
+    """Return X, a rule for X, m, k and a rule for S, of all plans in question: each X of layers
+    that swap no intermediates; else the least X that the host allows, the least whose copies hide
+    too, or all that leave, and from 0 to 8 eighths of a layer, the most that the host has, the most
+    chunks whose copies hide, or one more."""
+    ways = [(x, 0, m, k, 0) for m in range(1, MOST_STRIDE + 1) for k in range(min(2, n), n + 1)
+            if (n - k) % m == 0 for x in range(n + 1)]
+    ways += [(0, drops, 1, k, rule) for k in range(min(2, n), n) for drops in (1, 2, 3)
+             for rule in range(1, 12)]
+    return np.array(ways).T
 
 
-def least_lost(n: int, s: Sizes, room: float) -> float:
-    """Return seconds that a micro-batch's backward recomputes at least, if what layers keep has so
-    many bytes of room on GPU and host together: what costs least a byte is dropped first, in long
-    sequences intermediates, then inputs, then o."""
-    missing = n * sum(s.layer) - room
-    rates = (s.recompute_s / s.intermediates, s.post_s / s.input, s.attn_s / s.attn)
-    if missing <= 0 or sorted(rates) != list(rates):  # attention of short sequences is cheap
-        return max(0.0, missing) * min(rates)
-    intermediates = min(missing, n * s.intermediates)
-    inputs = min(missing - intermediates, (1 - 1 / MOST_STRIDE) * n * s.input)
-    outputs = missing - intermediates - inputs
-    return sum(size * rate for size, rate in zip((intermediates, inputs, outputs), rates))
-
-
-@functools.cache
-def least_bytes(n: int, s: Sizes) -> tuple[float, float]:
-    """Return what layers keep at least if they drop all that they can: on GPU and host together,
-    and on the GPU (two resident layers, or two that leave, and two buffers of inputs)."""
-    together = min(resident_bytes(ActivationPlan(n, 1, n, 0, 0, n, m), s.layer)
-                   for m in range(1, MOST_STRIDE + 1))
-    return together, min(together, 4 * s.input + 2 * s.attn)
-
-
-def bytes_missing(n: int, s: Sizes, gpu: float, host: float) -> float:
-    """Return what is missing of that."""
-    together, on_gpu = least_bytes(n, s)
-    return max(together - max(0.0, gpu) - host, on_gpu - gpu)
-
-
-def what_is_missing(n: int, s: Sizes, gpu: float, host: float, resident: int | None,
-                    alpha: float | None) -> str:
-    """Return why no plan fits, for people."""
-    io = (s.input + s.attn) / GIB
-    together, on_gpu = (size / GIB for size in least_bytes(n, s))
-    need = (f"layer inputs and attention outputs are {n * io:.1f} GiB a rank, {together:.1f} where "
-            f"layers drop all that they can, {on_gpu:.1f} of it on the GPU")
-    if resident is not None or alpha is not None:
-        k = resident or 2
-        buffer = io + (alpha or 0) * s.intermediates / GIB
-        need = (f"with {k} resident layers and alpha {alpha or 0:g} they take "
-                f"{max(4 * buffer, k * io + 2 * buffer):.1f} GiB of a GPU and "
-                f"{(n - k) * buffer:.1f} of the host a rank")
-    return (f"activations do not fit: {need}; there is room for {gpu / GIB:.1f} GiB on the GPU and "
-            f"{host / GIB:.1f} on the host; a larger --sp, --host-memory or --gpu-memory, more "
-            "ranks, or a shorter --seq")
-
-
-def recomputed_seconds(activations: ActivationPlan, s: Sizes) -> float:
-    """Return the seconds of a micro-batch's backward in which parts of its forward run again. Also
-    of many plans at once, whose numbers are arrays."""
-    saved = (activations.kept_chunks + activations.swapped_chunks) / activations.chunks
-    again = np.maximum(0.0, activations.layers - saved) * s.recompute_s
-    inputs, _, inputs_away, _ = kept_parts(activations)
-    again += (activations.layers - inputs - inputs_away) * s.post_s
-    dropped = activations.layers_recomputing_attention
-    again += (dropped - dropped // activations.stride) * (s.layer_s - s.attn_s - s.post_s)
-    return again + dropped * s.attn_s
-
-
-def waiting_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float, busy: float) -> float:
-    """Return the seconds of a micro-batch's forward in which compute waits for copies. Also of many
-    plans."""
-    away = activations.layers - activations.resident
-    copies = host_bytes(activations, s.layer) / bandwidth
-    return np.maximum(0.0, copies - away * max(0.0, s.layer_s - busy))
-
-
-def lost_seconds(activations: ActivationPlan, s: Sizes, bandwidth: float,
+def lost_seconds(plan: ActivationPlan, s: Sizes, bandwidth: float,
                  busy: float) -> tuple[float, float]:
-    """Return the seconds of a micro-batch that are lost to recomputation and to copies."""
-    return recomputed_seconds(activations, s), waiting_seconds(activations, s, bandwidth, busy)
-
-
+    """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
+    of its forward in which compute waits for copies. Also of many plans, whose numbers are arrays.
+    """
+    saved = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
+    inputs, _, inputs_away, _ = kept_parts(plan)
+    dropped = plan.layers_recomputing_attention
+    again = (np.maximum(0.0, plan.layers - saved) * s.recompute_s
+             + (plan.layers - inputs - inputs_away) * s.post_s
+             + (dropped - dropped // plan.stride) * (s.layer_s - s.attn_s - s.post_s)
+             + dropped * s.attn_s)
+    hidden = (plan.layers - plan.resident) * max(0.0, s.layer_s - busy)
+    return again, np.maximum(0.0, host_bytes(plan, s.layer) / bandwidth - hidden)
 
 
 # ---------------------------------------------------------------------------- degrees
 
 
-def no_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
-    return {}
-
-
-@dataclass(frozen=True)
-class Degree:
-    """One choice of a plan, of one field or several that go together."""
-
-    names: tuple[str, ...]  # of Plan's fields
-    legal: Callable[..., list[tuple]]  # (constraints, hardware, plan) -> values of them,
-    # given what the degrees above have chosen; raises ValueError with what would be legal
-    seconds: tuple[str, ...]  # parts of step_seconds that come from it
-    bytes: Callable[..., dict[str, float]] = no_bytes  # (plan, stage) -> what lasts through a
-    # step on a stage
-
-
-def values(plan: Plan, degrees: tuple[Degree, ...], *left_out: str) -> dict:
-    """Return a plan's values for degrees, by name."""
-    return {name: getattr(plan, name) for degree in degrees for name in degree.names
-            if name not in left_out}
-
-
-def legal_tensor(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (columns of a layer's matrices, mode): neighbours in a node, each with as many heads
-    and features; if they are open, powers of two. Raises ValueError with the legal ones."""
-    model = plan.model
-    shared = {"GPUs of a node": hardware.per_node, "heads": model.heads,
-              "key/value heads": model.kv_heads, "features": model.ffn}
-    legal = divisors(math.gcd(*shared.values()))
-    if OPTIMIZERS[constraints.optimizer].whole:  # a column has parts of matrices
-        legal = [1]
-        if constraints.tp not in (None, 1):
-            raise ValueError(f"--tp {constraints.tp}: this optimizer needs whole matrices: --tp 1")
-    if constraints.tp is None:
-        return [(n, constraints.tp_mode) for n in legal if n & (n - 1) == 0]
-    if constraints.tp not in legal:
-        counts = ", ".join(f"{count} {name}" for name, count in shared.items())
-        raise ValueError(f"--tp {constraints.tp}: it must divide {counts}: one of {listed(legal)}")
-    return [(constraints.tp, constraints.tp_mode)]
-
-
-def legal_pipeline(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (stages, parts of the model on one). Raises ValueError with the nearest legal ones."""
-    ranks, per_node, layers = hardware.ranks, hardware.per_node, plan.model.layers
-    pp, chunks = constraints.pp, constraints.pp_chunks
-    if pp == 1 and (chunks or 1) > 1:
-        raise ValueError(f"--pp-chunks {chunks}: of a pipeline; --pp from 2, or auto")
-    stages = [n for n in divisors(ranks) if n <= layers
-              and in_nodes(ranks // n, per_node) and ranks // n % plan.tp == 0]
-    if pp not in (None, 1, *stages):
-        raise ValueError(f"--pp {pp}: each of at most {layers} stages, one a layer, has "
-                         f"whole nodes of {per_node}, or parts that divide one, of {ranks} ranks "
-                         f"in columns of {plan.tp}; nearest: {nearest_of(pp, stages)}")
-    found = []
-    if pp in (None, 1) and (chunks or 1) == 1:
-        found.append((1, 1))
-    for n in stages:
-        if n == 1 or pp not in (None, n):
-            continue
-        most = layers // n
-        if chunks and chunks > most and pp:
-            raise ValueError(f"--pp-chunks {chunks}: {n} stages x {chunks} parts are more than the "
-                             f"{layers} layers; at most {most}")
-        found += [(n, v) for v in ([chunks] if chunks else (1, 2, 4)) if v <= most]
-    if not found:
-        raise ValueError(f"--pp-chunks {chunks}: no --pp that divides {ranks} ranks has so many "
-                         f"parts of {layers} layers")
-    return found
-
-
-def in_nodes(ranks: int, per_node: int) -> bool:
-    """Return whether so many neighbours are whole nodes, or divide one."""
-    return ranks % per_node == 0 or per_node % ranks == 0
-
-
 def divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
-
-
-def listed(legal: Iterable[int]) -> str:
-    return ", ".join(map(str, legal))
-
-
-def nearest_of(value: int, legal: list[int]) -> str:
-    """Return those of the legal ones that are next to value, for messages."""
-    low = [n for n in legal if n < value][-1:]
-    high = [n for n in legal if n > value][:1]
-    return " or ".join(map(str, low + high))
-
-
-def legal_sequences(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (sp, ring): columns share a sequence, too. Raises ValueError."""
-    found = legal_degrees(constraints, plan)
-    if plan.tp == 1:
-        return found
-    legal = [(sp, ring) for sp, ring in found if constraints.seq % (sp * plan.tp) == 0]
-    if not legal:
-        sp = min(sp for sp, _ in found)
-        raise ValueError(f"--seq {constraints.seq}: no multiple of sp {sp} x tp {plan.tp}; "
-                         f"nearest: {nearest(constraints.seq, sp * plan.tp)}")
-    return legal
-
-
-def legal_batches(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return (batch, micro-batch), largest micro-batch first: parts that alternate on a stage want
-    so many as fill all stages. Raises ValueError with the nearest --batch."""
-    dp = plan.dp
-    most = constraints.most_sequences
-    batch = constraints.batch or -(-constraints.default_batch // dp) * dp
-    if constraints.batch is None and most is not None and most >= dp:
-        batch = min(batch, most // dp * dp)
-    if most is not None and batch > most:
-        raise ValueError(f"--batch {batch}: the data has {most} training sequences of "
-                         f"{constraints.seq} tokens; --batch counts sequences")
-    if batch % dp:
-        kept = ", which a resumed run keeps" if constraints.resumes else ""
-        raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
-                         f"nearest: {nearest(batch, dp)}")
-    each = batch // dp
-    size = constraints.micro_batch
-    if size is not None and each % size:
-        raise ValueError(
-            f"--micro-batch {size}: does not divide the {each} sequences of a rank (--batch "
-            f"{batch} over {dp}); nearest --batch: {nearest(batch, size * dp)}")
-    largest = min(each, max(1, 2**13 * plan.sp // constraints.seq))
-    sizes = [n for n in reversed(divisors(each)) if n <= largest] if size is None else [size]
-    if plan.pp_chunks == 1:
-        return [(batch, size) for size in sizes]
-    why = {size: no_order(plan.pp, plan.pp_chunks, each // size) for size in sizes}
-    legal = [(batch, size) for size, reason in why.items() if reason is None]
-    if not legal:
-        size = sizes[-1]
-        raise ValueError(f"--pp-chunks {plan.pp_chunks}: {why[size]}; --pp-chunks 1, or the "
-                         f"nearest --batch: {nearest(batch, dp * size * plan.pp)}")
-    return legal
-
-
-def legal_recompute(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return how layers may run. What is said of chunks by hand asks for them. Raises ValueError
-    where columns that split tokens are to have some, and for layers that there are not."""
-    if constraints.recompute == "none":
-        return [("none",)]
-    k = constraints.resident_layers
-    alpha = constraints.alpha
-    n = max(plan.parts)
-    has = f"each of {plan.pp * plan.pp_chunks} parts" if plan.pp > 1 else "the model"
-    if k and k > n:
-        raise ValueError(f"--resident-layers {k}: from 2, whose backward starts at once, to the {n}"
-                         f" that {has} has")
-    if alpha and n <= 2:
-        raise ValueError(f"--alpha {alpha}: the last two layers never swap, and {has} has {n}")
-    if alpha and k == n:
-        raise ValueError(f"--alpha {alpha}: no layer swaps if all {n} are resident")
-    cut = constraints.chunk is not None and constraints.chunk < plan.tokens
-    by_hand = constraints.alpha is not None or constraints.resident_layers
-    # chunks alone let a group's gradients take its tensors' places
-    full = constraints.recompute == "full"
-    in_chunks = full or cut or by_hand or plan.sp == 1 < plan.head_groups
-    if in_chunks and plan.splits_tokens:
-        raise ValueError(f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
-                         " so layers run whole, without --chunk, --alpha, --resident-layers,"
-                         " --recompute full and, of sp 1, --head-groups: --tp-mode mtp")
-    if in_chunks:
-        return [("auto",)]
-    ways = ("none",) if plan.splits_tokens else ("none", "auto")
-    return [(how,) for how in ways if constraints.layers_run in ("", how)]
-
-
-def legal_chunks(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return the most tokens that a layer runs at once: equal parts of at most --chunk, of 16K, 8K
-    or 4K if that is open."""
-    tokens = plan.tokens
-    if plan.recompute != "auto":
-        return [(tokens,)]
-    found = []
-    for most in [constraints.chunk] if constraints.chunk else (2**14, 2**13, 2**12):
-        parts = -(-tokens // most)
-        if not constraints.chunk:  # --alpha is a number of them
-            least = Fraction(constraints.alpha or 0).limit_denominator(8).denominator
-            parts = -(-parts // least) * least
-        found.append((-(-tokens // min(tokens, parts)),))
-    return list(dict.fromkeys(found))
-
-
-def legal_states(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return the legal factors that the flags allow, fewest shards first. Raises ValueError."""
-    world = plan.state_ranks
-    per_node = plan.in_node
-    if world % per_node:
-        closest = min(divisors(world), key=lambda n: abs(n - per_node))
-        raise ValueError(f"--per-node {per_node}: does not divide {world} ranks; nearest: "
-                         f"{closest}")
-    asked = {"p": constraints.p, "g": constraints.g, "os": constraints.os}
-    wish = {name: count for name, count in asked.items() if count is not None}
-    if constraints.strategy:
-        if wish:
-            raise ValueError(f"--strategy {constraints.strategy} sets all factors: drop "
-                             f"--{' --'.join(wish)}")
-        factors = [parse_strategy(constraints.strategy, world)]
-        check_factors(factors[0], world, per_node)
-    else:
-        factors = [f for f in legal_factors(world, per_node)
-                   if all(getattr(f, name) == count for name, count in wish.items())]
-    if not factors:
-        low = wish.get("p", 1)
-        high = wish.get("os", world)
-        check_factors(Factors(low, wish.get("g", high), high), world, per_node)
-        raise AssertionError("check_factors accepts what is not legal")
-    if OPTIMIZERS[constraints.optimizer].whole:  # its rank updates whole matrices
-        factors = [f for f in factors if f.p == 1 and constraints.os_layout != "intra"]
-        if not factors:
-            raise ValueError("this optimizer needs whole matrices: --os-layout inter --p 1")
-    return [(f,) for f in factors]
-
-
-def legal_places(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return places of optimizer states; the host is tried where they are a twentieth of what a GPU
-    has, or more."""
-    if constraints.os_place != "auto":
-        return [(constraints.os_place,)]
-    params = param_count(plan.model) / (plan.tp * plan.pp)
-    held = state_bytes(params, plan.factors, constraints.dtype, False, plan.optimizer)
-    large = held["optimizer"] > hardware.gpu_budget / 20
-    return [("gpu",), ("host",)] if large else [("gpu",)]
-
-
-def legal_layouts(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return layouts of optimizer states; where a subgroup has one rank, they are the same."""
-    if constraints.os_layout != "auto":
-        return [(constraints.os_layout,)]
-    if OPTIMIZERS[constraints.optimizer].whole:
-        return [("inter",)]
-    return [("intra",), ("inter",)] if plan.factors.os > plan.factors.p else [("intra",)]
-
-
-def kept_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
-    """Return what a stage's layers keep, of all that is in flight there."""
-    layer = column_bytes(plan)
-    layers = in_flight(plan, stage)
-    kept = plan.activations
-    if kept is not None and kept.kept_chunks < kept.layers * kept.chunks:
-        return {"activations": resident_bytes(kept, layer) * (layers / kept.layers)}
-    return {"activations": layers * sum(layer)}
-
-
-def factor_bytes(plan: Plan, stage: int = 0) -> dict[str, float]:
-    """Return the bytes of a stage's states, and of the buffers of their weights and gradients."""
-    f = plan.factors
-    states = state_bytes(stage_params(plan, stage), f, plan.dtype, plan.accumulates,
-                         plan.optimizer)
-    states["optimizer"] *= plan.os_place == "gpu"
-    if plan.os_layout == "inter":  # of the rank that owns most
-        most = imbalance(plan, stage)
-        states["optimizer"] *= most
-        if f.g > f.p:
-            states["gradients"] *= most
-    return states | weight_buffer_bytes(plan, stage)
 
 
 def nearest(value: int, step: int) -> str:
@@ -685,373 +419,361 @@ def nearest(value: int, step: int) -> str:
     return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
-def legal_degrees(constraints: Constraints, plan: Plan) -> list[tuple[int, int]]:
-    """Return (sp, ring) to try: in a ring, ranks that share heads are of one node. Raises
-    ValueError with the legal ones."""
-    seq = constraints.seq
-    ranks = plan.state_ranks
-    per_node = plan.in_node
-    model = plan.column
-    no_ring = constraints.no_ring
-    legal = []
-    for sp in (n for n in divisors(ranks) if seq % n == 0):
-        for ring in divisors(sp):
-            head_ranks = sp // ring
-            cut = not no_ring and per_node % head_ranks == 0 and seq % (2 * ring) == 0
-            if model.kv_heads % head_ranks == 0 and (ring == 1 or cut):
-                legal.append((sp, ring))
-    sp, ring = constraints.sp, constraints.ring
-    if no_ring and ring not in (None, 1):
-        raise ValueError(f"--ring {ring}: {no_ring} goes by heads alone: --ring 1")
-    asked = [pair for pair in legal if sp in (None, pair[0]) and ring in (None, pair[1])]
-    if asked:
-        return asked
-    of_sp = sorted({pair[1] for pair in legal if pair[0] == sp})
-    if ring is not None and of_sp:
-        raise ValueError(
-            f"--ring {ring}: with --sp {sp} the other {sp} / ring ranks share {model.kv_heads} "
-            f"key/value heads inside a node of {per_node}, and --seq {seq} is cut in 2 x ring "
-            f"parts: one of {listed(of_sp)}")
-    if sp is not None:
-        alone = f", since {no_ring} goes by heads alone" if no_ring else ""
-        raise ValueError(
-            f"--sp {sp}: it must divide {ranks} ranks and --seq {seq}, and sp / ring the "
-            f"{model.kv_heads} key/value heads{alone}: one of "
-            f"{listed(sorted({n for n, _ in legal}))}")
-    raise ValueError(f"--ring {ring}: it must divide --sp, which divides {ranks} ranks, and "
-                     f"--seq {seq} must be a multiple of 2 x ring: one of "
-                     f"{listed(sorted({n for _, n in legal}))}")
+def legal(c: Constraints, names: Sequence[str], every: Iterable[tuple[int, ...]],
+          why_not: Callable[..., str | None]) -> list[tuple[int, ...]]:
+    """Return the values of flags, of `every`, that are as asked and break no rule. Raises
+    ValueError with the rule that what is asked breaks, and the legal values that are near."""
+    every = [values for values in every if not why_not(*values)]
+    asked = [getattr(c, name) for name in names]
+    found = [values for values in every
+             if all(want in (None, value) for want, value in zip(asked, values))]
+    if found:
+        return found
+    def said(values: Iterable) -> str:
+        return " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
+
+    wish = [want or 1 for want in asked]
+    every.sort(key=lambda values: sum(abs(a - b) for a, b in zip(values, wish)))
+    near = ", ".join(map(said, sorted(every[:4]))) or "none"
+    raise ValueError(f"{said(wish)}: {why_not(*wish)}; legal here: {near}")
 
 
-def legal_head_groups(constraints: Constraints, hardware: Hardware, plan: Plan) -> list[tuple]:
-    """Return the parts of a rank's heads; if they are open, at most 4 of a sequence on several
-    ranks, or 16 of a long one, and 1 or at most 8 of a long one on one rank, for less memory.
-    Raises ValueError with the legal ones."""
-    model = plan.column
-    heads, kv_heads = model.heads // plan.head_ranks, model.kv_heads // plan.head_ranks
-    legal = head_group_counts(heads, kv_heads, plan.tokens * model.heads * model.head_dim)
-    wanted = constraints.head_groups
-    if wanted is not None and wanted not in legal:
-        raise ValueError(f"--head-groups {wanted}: a rank has {heads} query heads at a time, and "
-                         f"{kv_heads} of keys and values; one of {listed(legal)}")
-    if wanted is not None:
-        return [(wanted,)]
-    if not legal:
-        raise ValueError(f"--seq {constraints.seq}: one head of {plan.tokens} tokens at a time has "
-                         f"over {MAX_ELEMENTS} elements; more --sp, or less --micro-batch")
-    usual, most = (4, 16) if plan.head_ranks > 1 else (1, 8)
-    tried = {n for n in legal if n <= max(usual, legal[0])}
-    # layers of columns that split tokens run whole
-    if plan.tokens > 2**16 and (plan.head_ranks > 1 or not plan.splits_tokens):
-        tried.add(max(n for n in legal if n <= max(most, legal[0])))
-    return [(n,) for n in sorted(tried)]
+def columns(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with columns of a layer's matrices: neighbours in a node, each with as many
+    heads and features."""
+    model = plan.model
+
+    def why_not(tp: int) -> str:
+        if math.gcd(hardware.per_node, model.heads, model.kv_heads, model.ffn) % tp:
+            return (f"it must divide {hardware.per_node} GPUs of a node, {model.heads} heads, "
+                    f"{model.kv_heads} key/value heads, {model.ffn} features")
+        whole = tp > 1 and OPTIMIZERS[c.optimizer].whole
+        return "this optimizer needs whole matrices: --tp 1" if whole else ""
+
+    for tp, in legal(c, ["tp"], zip(divisors(hardware.per_node)), why_not):
+        yield replace(plan, tp=tp, tp_mode=c.tp_mode)
 
 
-SHAPE = (  # of the computation
-    Degree(("tp", "tp_mode"), legal_tensor, ("tensor exchanges",)),
-    Degree(("pp", "pp_chunks"), legal_pipeline, ("pipeline idle", "stage messages"),
-           message_bytes),
-    Degree(("sp", "ring"), legal_sequences, ("all-to-all",)),
-    Degree(("batch", "micro_batch"), legal_batches, ("attention", "head and loss")),
-    Degree(("head_groups",), legal_head_groups, ("all-to-all",)),
-    Degree(("recompute",), legal_recompute, ("recomputation", "copies"), kept_bytes),
-    Degree(("chunk",), legal_chunks, ("rest of layers", "launches")),
-)
-STATES = (  # of model states: AMSP's
-    Degree(("factors",), legal_states,
-           ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "optimizer",
-            "gradient sums", "small sums", "slowed by communication"), factor_bytes),
-    Degree(("os_layout",), legal_layouts, ("grad_reduce", "param_broadcast")),
-    Degree(("os_place",), legal_places, ("host_update",), visit_bytes),
-)
-DEGREES = SHAPE + STATES
+def stages(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with stages of a pipeline, and parts of the model on one."""
+    ranks, per_node, layers = hardware.ranks, hardware.per_node, plan.model.layers
+
+    def why_not(pp: int, parts: int) -> str:
+        of_stage = ranks // pp
+        if ranks % pp or of_stage % plan.tp or of_stage % per_node * (per_node % of_stage):
+            return (f"each stage has whole nodes of {per_node}, or parts that divide one, of "
+                    f"{ranks} ranks in columns of {plan.tp}")
+        if pp * parts > layers or pp == 1 < parts:
+            return (f"{pp} stages x {parts} parts of {layers} layers, and several parts are of a "
+                    "pipeline")
+        return ""
+
+    every = itertools.product(divisors(ranks), range(1, layers + 1))
+    for pp, parts in legal(c, ["pp", "pp_chunks"], every, why_not):
+        if c.pp_chunks or parts in (1, 2, 4):
+            yield replace(plan, pp=pp, pp_chunks=parts)
+
+
+def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with ranks that share a sequence, and of them the least ring that leaves those
+    that share heads in one node: their all-to-alls cross no network."""
+    ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
+
+    def why_not(sp: int, ring: int) -> str:
+        if ranks % sp or c.seq % (sp * plan.tp):
+            return (f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
+                    f"{sp} x {plan.tp}")
+        heads = max(1, sp // ring)
+        if ring > 1 and c.no_ring:
+            return f"{c.no_ring} goes by heads alone: --ring 1"
+        if sp % ring or kv_heads % heads or (ring > 1 and in_node % heads):
+            return (f"sp / ring ranks share {kv_heads} key/value heads, inside a node of {in_node} "
+                    "if there is a ring")
+        return f"--seq {c.seq} is cut in 2 x ring parts" if c.seq % (2 * ring) and ring > 1 else ""
+
+    every = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
+    rings = {}
+    for sp, ring in legal(c, ["sp", "ring"], every, why_not):
+        rings.setdefault(sp, []).append(ring)
+    for sp, some in rings.items():
+        ring = min(some, key=lambda ring: (in_node % (sp // ring) > 0, ring))
+        yield replace(plan, sp=sp, ring=ring)
+
+
+def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with sequences a step, and at once: within 8K tokens a rank the most, the next
+    and one."""
+    dp, most = plan.dp, c.most_sequences
+    batch = c.batch or -(-c.default_batch // dp) * dp
+    if c.batch is None and most is not None and most >= dp:
+        batch = min(batch, most // dp * dp)
+    if most is not None and batch > most:
+        raise ValueError(f"--batch {batch}: the data has {most} training sequences of {c.seq} "
+                         "tokens; --batch counts sequences")
+    each = batch // dp
+    if batch % dp:
+        kept = ", which a resumed run keeps" if c.resumes else ""
+        raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
+                         f"nearest: {nearest(batch, dp)}")
+
+    def why_not(size: int) -> str | None:
+        if each % size:
+            return f"it does not divide the {each} sequences of a rank (--batch {batch} over {dp})"
+        reason = no_order(plan.pp, plan.pp_chunks, each // size)
+        return reason and (f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: "
+                           f"{nearest(batch, dp * size * plan.pp)}")
+
+    sizes = [size for size, in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
+    if c.micro_batch is None:
+        sizes = [n for n in sizes if n <= max(sizes[0], 2**13 * plan.sp // c.seq)]
+    for size in {*sizes[-2:], sizes[0]}:
+        yield replace(plan, batch=batch, micro_batch=size, accumulates=each > size)
+
+
+def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with parts of a rank's heads: 4 hide all-to-alls; of long sequences the most
+    too, which need less memory."""
+    column, ranks = plan.column, plan.head_ranks
+    heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
+    counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
+
+    def why_not(groups: int) -> str:
+        return "" if groups in counts else (
+            f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head "
+            f"of {plan.tokens} tokens may have too many elements: more --sp")
+
+    found = [n for n, in legal(c, ["head_groups"], zip(range(1, heads + 1)), why_not)]
+    limits = (4, 16) if ranks > 1 else (1, 8)
+    for limit in limits if plan.tokens > 2**16 and len(found) > 1 else limits[:1]:
+        yield replace(plan, head_groups=max(n for n in found if n <= max(limit, found[0])))
+
+
+def treatments(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with layers that run whole, and in equal chunks of at most 16K and 8K tokens:
+    below that products slow down. What is said of chunks by hand asks for them."""
+    n = max(plan.parts)
+    k, alpha = c.resident_layers, c.alpha
+    if k and k > n or alpha and (n <= 2 or k == n):
+        raise ValueError(f"--resident-layers {k} --alpha {alpha}: of the {n} layers that each part "
+                         "of the model has, the last two never swap, nor do resident ones")
+    by_hand = alpha is not None or k or c.chunk and c.chunk < plan.tokens
+    # chunks alone let a group's gradients take its tensors' places
+    in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
+    if c.recompute == "none" or not in_chunks:
+        yield replace(plan, recompute="none", chunk=plan.tokens)
+    elif plan.splits_tokens:
+        raise ValueError(f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
+                         " so layers run whole, without --chunk, --alpha, --resident-layers,"
+                         " --recompute full and, of sp 1, --head-groups: --tp-mode mtp")
+    if c.recompute == "none" or plan.splits_tokens:
+        return
+    whole = Fraction(alpha or 0).limit_denominator(8).denominator  # alpha is a number of chunks
+    for most in {min(plan.tokens, c.chunk or size) for size in (2**14, 2**13)}:
+        parts = -(-plan.tokens // most)
+        if not c.chunk:
+            parts = min(plan.tokens, -(-parts // whole) * whole)
+        yield replace(plan, recompute="auto", chunk=-(-plan.tokens // parts))
+
+
+every_legal_factor = functools.cache(legal_factors)
+
+
+def states(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with the legal factors, fewest shards first, and places of optimizer states:
+    the host where they are a twentieth of what a GPU has, or more. Layout intra: all have as much
+    to update."""
+    world, in_node = plan.state_ranks, plan.in_node
+    if world % in_node:
+        closest = min(divisors(world), key=lambda n: abs(n - in_node))
+        raise ValueError(f"--per-node {in_node}: does not divide {world} ranks; nearest: {closest}")
+    if c.strategy:
+        if c.p or c.g or c.os:
+            raise ValueError(f"--strategy {c.strategy} sets all factors: drop --p --g --os")
+        c = replace(c, **asdict(parse_strategy(c.strategy, world)))
+    whole = OPTIMIZERS[c.optimizer].whole  # its rank updates whole matrices
+
+    def why_not(p: int, g: int, os: int) -> str | None:
+        if whole and (p > 1 or c.os_layout == "intra"):
+            return "this optimizer needs whole matrices: --os-layout inter --p 1"
+        return illegal(Factors(p, g, os), world, in_node)
+
+    layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
+    params = param_count(plan.model) / (plan.tp * plan.pp)
+    for f in legal(c, ["p", "g", "os"], map(astuple, every_legal_factor(world, in_node)), why_not):
+        plan = replace(plan, factors=Factors(*f), os_layout=layout)
+        held = state_bytes(params, plan.factors, plan.dtype, False, plan.optimizer)["optimizer"]
+        places = ("gpu", "host") if held > hardware.gpu_budget / 20 else ("gpu",)
+        for place in places if c.os_place == "auto" else (c.os_place,):
+            yield replace(plan, os_place=place)
+
+
+SHAPE = (columns, stages, sequences, batches, head_groups, treatments)  # of the computation
 
 
 # ---------------------------------------------------------------------------- the search
 
 TIE = 0.002  # of a step's time: less is no difference
+FAR = 1.3  # times the best: what takes longer is not looked at
 
 
 def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
          top: int = 10) -> list[Plan]:
-    """Return the `top` plans of the least predicted time a token that fit, best first; of those
-    that tie with the fastest the first by `preference`. Raises ValueError with what is missing if
-    none fits."""
-    search = Search(constraints, model, hardware)
-    found: list[Plan] = []
-    steps = set()
-    for candidate in search.best_first():
-        if (step := same_step(candidate)) in steps:
-            continue
-        steps.add(step)
-        if len(found) >= top and candidate.token_s > (1 + TIE) * found[0].token_s:
-            break
-        found.append(candidate)
-    if not found:
-        raise search.why_not()
-    ties = [p for p in found if p.token_s <= (1 + TIE) * found[0].token_s]
-    best = min(ties, key=lambda p: preference(p, hardware))
-    return [best, *(p for p in found if p is not best)][:top]
+    """Return the plan of the least predicted time a token that fits, and the best ones of other
+    kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
+    return Search(constraints, model, hardware).best()[:top]
 
 
-def preference(plan: Plan, hardware: Hardware) -> tuple:
-    """Return what decides between plans that tie, less is better: ranks a sequence and a ring,
-    small micro-batches, states on the host, a twentieth of its memory, shards."""
-    f = plan.factors
-    share = round(20 * plan.host_bytes / max(1, hardware.host_budget))
-    return (plan.pp, plan.tp, plan.pp_chunks, plan.sp, plan.ring, -plan.micro_batch,
-            plan.os_place != "gpu", share, f.p, f.g, f.os, plan.os_layout != "intra",
-            plan.recompute != "none", plan.head_groups, -plan.chunk)
+def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
+    """Raise ValueError for constraints that no plan meets, whatever memory there is."""
+    search = Search(constraints, model, Hardware(ranks, per_node, None))
+    if not search.choose([search.start], columns, stages, states, sequences):
+        raise search.errors[0]
 
 
-def same_step(plan: Plan) -> tuple:
-    """Return what is equal of plans that do the same under other names: layers of a single chunk
-    that keep everything run whole."""
-    keep = layers_text(plan).partition(",")[0]
-    how = plan.chunk if keep != "all" else ""
-    return (*values(plan, DEGREES, "recompute", "chunk").values(), keep, how, plan.step_s)
+def kind(plan: Plan) -> tuple[int, int, int]:
+    """Return what plans of a kind have in common: columns, stages, ranks that share a sequence."""
+    return plan.tp, plan.pp, plan.sp
 
 
 class Search:
-    """All plans in the order of their time, found by ever better bounds of it."""
+    """Plans in the order of bounds of their time."""
 
     def __init__(self, constraints: Constraints, model: ModelConfig, hardware: Hardware):
-        self.constraints = constraints
+        c = self.constraints = constraints
         self.hardware = hardware
         self.est = Estimator(hardware.profile)
-        self.start = Plan(model, constraints.dtype, hardware.ranks, hardware.per_node,
-                          constraints.seq, optimizer=constraints.optimizer)
+        self.start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
+                          optimizer=c.optimizer, overlap=c.overlaps)
         self.errors: list[ValueError] = []
+        self.tried: list[tuple[int, Plan]] = []  # and how often its bound was made better
 
-    def best_first(self) -> Iterator[Plan]:
-        """Yield plans, fastest first. A heap holds bounds, and how often they were made better."""
-        better = (self.with_states, self.with_seconds, self.with_activations)
+    def choose(self, plans: Iterable[Plan], *degrees: Callable) -> list[Plan]:
+        """Return the plans with all that the degrees may choose."""
+        for degree in degrees:
+            found = []
+            for plan in plans:
+                try:
+                    found += degree(self.constraints, self.hardware, plan)
+                except ValueError as e:
+                    self.errors.append(e)
+            plans = found
+        return plans
+
+    def best(self) -> list[Plan]:
+        """Return the best plan of each kind, fastest first, but for what ties with the first."""
+        found: dict[tuple, list[Plan]] = {}  # by kind, the fastest first
+        queue = []
         order = itertools.count()  # equal bounds: as listed, fewest shards first
-        heap = [(shape.token_s, next(order), 0, shape) for shape in self.shapes()]
-        heapq.heapify(heap)
-        while heap:
-            _, _, times, candidate = heapq.heappop(heap)
-            if times == len(better):
-                yield candidate
+
+        def put(level: int, plan: Plan) -> None:
+            heapq.heappush(queue, (plan.token_s, next(order), level, plan))
+
+        for shape in self.choose([self.start], *SHAPE):
+            put(0, replace(shape, seconds=computation_seconds(self.est, shape)))
+        while queue:
+            seconds, _, level, plan = heapq.heappop(queue)
+            first = next(iter(found.values()), None)
+            alike = found.get(kind(plan))
+            late = (first and seconds > FAR * first[0].token_s
+                    or alike and seconds > (1 + TIE) * alike[0].token_s)
+            if late or level == 2:
+                self.tried.append((level, plan))
+            if late:
                 continue
-            try:
-                for plan in better[times](candidate):
-                    heapq.heappush(heap, (plan.token_s, next(order), times + 1, plan))
-            except TooLarge as e:
-                self.errors.append(e)
+            if level == 2:
+                found.setdefault(kind(plan), []).append(plan)
+            elif level == 0:
+                for better in self.choose([plan], states):
+                    put(1, self.with_bound(better))
+            else:
+                try:
+                    put(2, self.fit(plan))
+                except TooLarge as e:
+                    self.errors.append(e)
+                    self.tried.append((level, replace(plan, seconds={"never": math.inf})))
+        if not found:
+            raise self.why_not()
+        others = [self.preferred(plans) for plans in found.values()]
+        best = self.preferred(others)
+        return [best, *(plan for plan in others if plan is not best)]
 
-    def choose(self, degrees: tuple[Degree, ...], plan: Plan) -> Iterator[Plan]:
-        """Yield the plan with all that the degrees may choose."""
-        if not degrees:
-            yield plan
-            return
-        degree, *others = degrees
-        try:
-            legal = degree.legal(self.constraints, self.hardware, plan)
-        except ValueError as e:
-            self.errors.append(e)
-            return
-        for chosen in legal:
-            yield from self.choose(others, replace(plan, **dict(zip(degree.names, chosen))))
+    def preferred(self, plans: list[Plan]) -> Plan:
+        """Return of the plans that tie with the first the one with fewer stages, columns, ranks a
+        sequence, small micro-batches, states and activations on the host, and shards."""
+        def preference(plan: Plan) -> tuple:
+            share = round(20 * plan.host_bytes / max(1.0, self.hardware.host_budget))
+            return (plan.pp, plan.tp, plan.pp_chunks, plan.sp, -plan.micro_batch, plan.os_place,
+                    share, astuple(plan.factors), plan.recompute != "none", plan.head_groups)
 
-    def choose_shape(self) -> Iterator[Plan]:
-        """Yield plans without states and costs."""
-        c = self.constraints
-        overlap = tuple(c.overlap.split(",")) if c.overlap != "none" else ()
-        for shape in self.choose(SHAPE, replace(self.start, overlap=overlap)):
-            yield replace(shape, accumulates=shape.micro_batches > 1)
+        most = (1 + TIE) * plans[0].token_s
+        return min((plan for plan in plans if plan.token_s <= most), key=preference)
 
-    def shapes(self) -> Iterator[Plan]:
-        """Yield plans without states, with the seconds of their computation alone; not those that
-        one with another ring, and else alike, beats in each pass of a layer and in memory (by more
-        than a tie, or with a smaller ring)."""
-        alike: dict[tuple, list[Plan]] = {}
-        for shape in self.choose_shape():
-            shape = replace(shape, seconds=computation_seconds(self.est, shape))
-            key = tuple(values(shape, SHAPE, "ring", "head_groups").values())
-            alike.setdefault(key, []).append(shape)
-        for shapes in alike.values():
-            if len({shape.ring for shape in shapes}) == 1:
-                yield from shapes
-                continue
-            prices = [self.prices(shape) for shape in shapes]
-            for shape, price in zip(shapes, prices):
-                if not any(all(map(operator.le, others, price))
-                           and (other.ring < shape.ring or other.ring > shape.ring
-                                and (1 + TIE) * other.step_s < shape.step_s)
-                           for other, others in zip(shapes, prices)):
-                    yield shape
-
-    def prices(self, shape: Plan) -> tuple[float, ...]:
-        """Return what a step with these shapes needs at least: seconds of a layer's passes, and of
-        what may run again, and bytes beside states and what layers keep."""
-        layer = layer_seconds(self.est, shape)
-        kept = None
-        if shape.recompute == "auto":
-            n = max(shape.parts)
-            kept = ActivationPlan(n, shape.chunks, n)
-        plan = replace(shape, activations=kept)
-        working = Memory({}, layer_peaks(plan) | {"head and loss": loss_peak(plan)}).total()
-        return layer.forward, sum(layer.backward), layer.attention, working
-
-    def with_states(self, shape: Plan) -> Iterator[Plan]:
-        """Yield the plans of a shape, with the seconds that they take at least."""
-        for plan in self.choose(STATES, shape):
-            yield replace(plan, seconds=bound_seconds(self.est, plan, shape.step_s))
-
-    def with_seconds(self, plan: Plan) -> Iterator[Plan]:
-        """Yield the plan with the seconds of a step whose layers lose the least that memory allows.
-        Raises TooLarge."""
-        yield replace(plan, seconds=step_seconds(self.est, plan, self.least_lost(plan)))
-
-    def least_lost(self, plan: Plan) -> float:
-        """Return seconds of a micro-batch that are recomputed at least. Raises TooLarge if there is
-        not even room for all but what layers keep."""
-        if plan.recompute != "auto":
-            self.fit(plan)
-            return 0.0
-        everything = self.keeping_all(plan)
-        sizes = layer_sizes(self.est, plan)
-        return least_lost(everything.activations.layers, sizes, sum(self.rooms(everything)))
+    def fit(self, plan: Plan) -> Plan:
+        """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
+        plan = with_memory(replace(plan, activations=self.kept(plan)))
+        gpu, host = self.hardware.gpu_budget, self.hardware.host_budget
+        over = max(plan.memory.total() / gpu, plan.host_bytes / max(1.0, host))
+        if over > 1 + 1e-9:
+            raise TooLarge(
+                f"a step needs {plan.memory.total() / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
+                f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
+                f"{host / GIB:.1f}, with {in_words(plan)}", over)
+        return replace(plan, seconds=step_seconds(self.est, plan, *lost(self.est, plan)))
 
     def rooms(self, plan: Plan) -> tuple[float, float]:
-        """Return the bytes of a GPU and of its host that there are for what one micro-batch's way
-        through a part keeps, on the stage that has least. Raises TooLarge."""
-        host = self.host_left(plan)
-        budget = self.hardware.gpu_budget
-        if plan.pp == 1:
-            return budget - plan.memory.beside_activations(), host
-        stages = memory_of_stages(plan)
-        times = {stage: in_flight(plan, stage) / plan.activations.layers for stage in stages}
-        gpu = min((budget - memory.beside_activations()) / times[stage]
-                  for stage, memory in stages.items())
-        return gpu, host / max(times.values())
-
-    def with_activations(self, plan: Plan) -> Iterator[Plan]:
-        """Yield the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
-        plan, lost = self.fit(plan)
-        if any(lost):
-            plan = replace(plan, seconds=step_seconds(self.est, plan, *lost))
-        yield plan
-
-    def fit(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
-        """Return the plan with what its layers keep and its bytes; and the seconds of a micro-batch
-        that are lost to recomputation and to copies. Raises TooLarge."""
-        if plan.recompute == "auto":
-            return self.fit_chunks(plan)
-        plan = with_memory(plan)
-        self.check_memory(plan, plan.memory)
-        return plan, (0.0, 0.0)
-
-    def has_shape(self) -> bool:
-        """Return whether columns and stages leave factors and ways to share a sequence."""
-        tensor, pipeline, sequences, *_ = SHAPE
-        states, *_ = STATES
-        return any(all(any(self.choose((degree,), cut)) for degree in (states, sequences))
-                   for cut in self.choose((tensor, pipeline), self.start))
-
-    def check_memory(self, plan: Plan, memory: Memory) -> None:
-        """Raise TooLarge, with numbers and what to change, if a GPU has less memory than that, or
-        the host less than its optimizer states take. What both lack adds up: else a plan that lacks
-        much of the one would seem nearer to fitting than one that lacks a little of the other."""
-        room = self.hardware.gpu_budget
-        over = max(0.0, memory.total() - room)
-        try:
-            self.host_left(plan)
-        except TooLarge as e:
-            more = f"; and a GPU lacks {over / GIB:.0f} GiB" if over else ""
-            raise TooLarge(f"{e}{more}", e.over + over) from None
-        if not over:
-            return
-        c = self.constraints
-        f = plan.factors
-        beside = " beside activations" if plan.activations else ""
-        instead = "--recompute full, " if c.recompute == "none" else ""
-        instead += "--os-place host, " if c.os_place == "gpu" else ""
-        kept = memory.lasting.get("activations", 0)
-        terms = in_gib(memory) + (f", activations {kept / GIB:.1f}" if kept else "")
-        raise TooLarge(
-            f"a step needs {memory.total() / GIB:.0f} GiB a GPU{beside} even with p={f.p} g={f.g} "
-            f"os={f.os}, there is room for {room / GIB:.0f} ({terms}); more ranks, {instead}a "
-            "shorter --seq, a smaller --micro-batch or --model", over)
-
-    def host_left(self, plan: Plan) -> float:
-        """Return the bytes of host memory beside optimizer states. Raises TooLarge."""
-        states = plan.host.get("optimizer", 0.0)
-        left = self.hardware.host_budget - states
-        if left < 0:
-            f = plan.factors
-            raise TooLarge(f"optimizer states on the host with p={f.p} g={f.g} os={f.os} are "
-                           f"{states / GIB:.1f} GiB a rank, there is room for "
-                           f"{self.hardware.host_budget / GIB:.1f}; more ranks, a larger --os or "
-                           "--host-memory, or a smaller --model", -left)
-        return left
-
-    def keeping_all(self, plan: Plan) -> Plan:
-        """Return a plan in chunks that keep everything, with its bytes. Raises TooLarge if they do
-        not even fit without what layers keep."""
-        hardware = self.hardware
+        """Return the bytes of a GPU and of its host that a micro-batch may keep on its way through
+        a part of the model, on the stage that has least."""
         n = max(plan.parts)
-        kept = ActivationPlan(n, plan.chunks, n, n * plan.chunks)
-        plan = with_memory(replace(plan, activations=kept))
-        without = Memory(plan.memory.lasting | {"activations": 0.0}, plan.memory.peaks)
-        try:
-            self.check_memory(plan, without)
-        except TooLarge as e:  # layers find no room, either
-            x, attn, _ = layer_bytes(plan.model, plan.tokens, plan.dtype)
-            e.over += max(0.0, n * (x + attn) - hardware.host_budget)
-            raise
-        return plan
+        all_twice = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
+        plan = replace(plan, activations=all_twice)
+        host = self.hardware.host_budget - host_states(plan)
+        rooms = []
+        for stage in fullest_stages(plan):
+            gpu = self.hardware.gpu_budget - stage_memory(plan, stage).beside_activations()
+            times = in_flight(plan, stage) / n
+            rooms.append((gpu / times, host / times))
+        gpus, hosts = zip(*rooms)
+        return min(gpus), min(hosts)
 
-    def fit_chunks(self, plan: Plan) -> tuple[Plan, tuple[float, float]]:
-        """Return the plan with the solution of plan_activations, and what it loses."""
-        c = self.constraints
-        everything = self.keeping_all(plan)
-        by_hand = c.alpha is not None or c.resident_layers
-        budget = self.hardware.gpu_budget
-        sizes = layer_sizes(self.est, plan)
-        host_rate = self.est.profile.to_host
-        busy = link_seconds(self.est, plan)
-        if c.recompute == "full":  # all layers keep x alone
-            n = max(plan.parts)
-            kept = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
-            plan = with_memory(replace(plan, activations=kept))
-            self.check_memory(plan, plan.memory)
-            return plan, lost_seconds(kept, sizes, host_rate, busy)
-        if everything.memory.total() <= budget and not by_hand:
-            return everything, (0.0, 0.0)
-        gpu, host = self.rooms(everything)
-        others = everything.memory.beside_activations()
-        asked = everything.activations
-        for _ in range(3):
-            try:
-                activations, _ = plan_activations(
-                    asked.layers, sizes, asked.chunks, host_rate, gpu, host, c.resident_layers,
-                    c.alpha, busy)
-            except TooLarge as e:
-                f = plan.factors
-                raise TooLarge(
-                    f"--seq {c.seq} with sp={sp_text(plan)} p={f.p} g={f.g} os={f.os}: {e} (of "
-                    f"{budget / GIB:.0f} GiB a GPU {others / GIB:.1f} are for all else: "
-                    f"{in_gib(everything.memory)})", e.over) from e
-            plan = with_memory(replace(plan, activations=activations))
-            if plan.memory.total() <= budget:
-                break
-            # the last layer is not kept whole, so its backward needs q, k, v
-            kept = replace(activations, kept_chunks=0)
-            again = with_memory(replace(plan, activations=kept))
-            others = again.memory.beside_activations()
-            gpu, _ = self.rooms(again)
-        assert plan.memory.total() <= budget + 1, plan
-        return plan, lost_seconds(activations, sizes, host_rate, busy)
+    def with_bound(self, plan: Plan) -> Plan:
+        """Return the plan with the seconds that it takes at least: what has no room on GPU and host
+        together is recomputed, at the lowest price of a byte."""
+        if plan.recompute == "none":
+            return replace(plan, seconds=step_seconds(self.est, plan))
+        s = layer_sizes(self.est, plan)
+        price = min(s.recompute_s / s.intermediates, s.post_s / s.input, s.attn_s / s.attn)
+        missing = max(0.0, max(plan.parts) * sum(s.layer) - sum(self.rooms(plan)))
+        return replace(plan, seconds=step_seconds(self.est, plan, price * missing))
+
+    def kept(self, plan: Plan) -> ActivationPlan | None:
+        """Return what layers keep: what loses least; what needs least if nothing has room."""
+        if plan.recompute == "none":
+            return None
+        c, n = self.constraints, max(plan.parts)
+        if c.recompute == "full":
+            return ActivationPlan(n, plan.chunks, n, 0, 0, n)
+        rooms = self.rooms(plan)
+        ways = [(resident_bytes(way, column_bytes(plan)), m, way)
+                for m in range(1, MOST_STRIDE + 1)
+                for way in [ActivationPlan(n, plan.chunks, n, 0, 0, n, m)]]
+        least, _, drop_all = min(ways)
+        if least > sum(rooms):
+            return drop_all
+        try:
+            return plan_activations(
+                n, layer_sizes(self.est, plan), plan.chunks, self.est.profile.to_host, *rooms,
+                c.resident_layers, c.alpha, visit_seconds(self.est, plan))[0]
+        except TooLarge:
+            if c.alpha is not None or c.resident_layers:
+                raise
+            return drop_all
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
-        for shape in self.choose_shape():
-            for plan in self.choose((STATES[0], STATES[-1]), shape):  # layouts need the same
-                with contextlib.suppress(TooLarge):
-                    self.fit(plan)
-                    return True
+        for plan in self.choose([self.start], *SHAPE, states):
+            with contextlib.suppress(TooLarge):
+                self.fit(plan)
+                return True
         return False
 
     def why_not(self) -> ValueError:
@@ -1060,251 +782,177 @@ class Search:
         return min(too_large, key=lambda e: e.over) if too_large else self.errors[-1]
 
 
-def link_seconds(est: Estimator, plan: Plan) -> float:
-    """Return seconds of a layer's forward, in the mean, in which optimizer states take the link to
-    the host."""
-    if plan.os_place == "gpu":
-        return 0.0
-    stage = slowest_stage(plan)
-    layers = stage_layers(plan, stage)
-    layer = unit_seconds(est, plan, plan.matrices)
-    visits = stage_ends(plan, stage) * end_seconds(est, plan).visit + layers * layer.visit
-    return visits / layers / plan.micro_batches
-
-
 def layer_sizes(est: Estimator, plan: Plan) -> Sizes:
     """Return the bytes and the seconds of a layer, by a profile."""
     layer = layer_seconds(est, plan)
     return Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post)
 
 
+def lost(est: Estimator, plan: Plan) -> tuple[float, float]:
+    """Return lost_seconds of a plan."""
+    if plan.activations is None:
+        return 0.0, 0.0
+    return lost_seconds(plan.activations, layer_sizes(est, plan), est.profile.to_host,
+                        visit_seconds(est, plan))
+
+
 def predict(plan: Plan, profile: Profile) -> Plan:
     """Return a plan, what its layers keep included, with its bytes and seconds."""
     est = Estimator(profile)
-    lost = (0.0, 0.0)
-    if plan.activations is not None:
-        lost = lost_seconds(plan.activations, layer_sizes(est, plan), profile.to_host,
-                            link_seconds(est, plan))
-    return replace(with_memory(plan), seconds=step_seconds(est, plan, *lost))
-
-
-def with_memory(plan: Plan) -> Plan:
-    """Return the plan with its bytes counted: on the GPU those of the stage that needs most."""
-    stages = memory_of_stages(plan)
-    kept = plan.activations
-    host = {}
-    if kept:
-        times = max(in_flight(plan, stage) for stage in stages) / kept.layers
-        host["activations"] = times * host_bytes(kept, column_bytes(plan))
-    if plan.os_place == "host":
-        on_gpu = replace(plan, os_place="gpu")
-        host["optimizer"] = max(factor_bytes(on_gpu, stage)["optimizer"] for stage in stages)
-    return replace(plan, memory=max(stages.values(), key=Memory.total), host=host)
-
-
-def memory_of_stages(plan: Plan) -> dict[int, Memory]:
-    """Return the bytes of the stages of which one needs the most."""
-    found = {}
-    for stage in fullest_stages(plan):
-        lasting: dict[str, float] = {}
-        for degree in reversed(DEGREES):
-            lasting |= degree.bytes(plan, stage)
-        peaks = {"head and loss": loss_peak(plan)} if stage == plan.pp - 1 else {}
-        found[stage] = Memory(lasting, peaks | layer_peaks(plan))
-    return found
-
-
-def in_gib(memory: Memory) -> str:
-    terms = memory.lasting | {"working": memory.working()}
-    return ", ".join(f"{name} {value / GIB:.1f}" for name, value in terms.items()
-                     if value and name != "activations")
+    return replace(with_memory(plan), seconds=step_seconds(est, plan, *lost(est, plan)))
 
 
 # ---------------------------------------------------------------------------- what to say
 
-
-def figures(plan: Plan, hardware: Hardware) -> dict:
-    """Return a plan as --json prints it."""
-    f = plan.factors
-    kept = plan.activations
-    tgs = plan.batch * plan.seq / plan.step_s / plan.ranks
-    peak = hardware.profile.peak_flops
-    causal, full = (peak and flops * tgs / peak for flops in flops_per_token(plan.model, plan.seq))
-
-    return {"dp": plan.dp, "sp": plan.sp, "ring": plan.ring, "tp": plan.tp,
-            "tp_mode": plan.tp_mode if plan.tp > 1 else None, "pp": plan.pp,
-            "pp_chunks": plan.pp_chunks, "p": f.p, "g": f.g, "os": f.os,
-            "os_layout": plan.os_layout,
-            "os_place": plan.os_place, "micro_batch": plan.micro_batch, "recompute": plan.recompute,
-            "alpha": kept.alpha if kept else None,
-            "resident_layers": kept.resident if kept else None, "chunk": plan.chunk,
-            "head_groups": plan.head_groups, "step_s": plan.step_s, "tgs": tgs,
-            "mfu_causal": causal, "mfu_full": full, "gpu_gib": plan.memory.total() / GIB,
-            "host_gib": plan.host_bytes * plan.per_node / GIB}
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Return numbered rows as lines, in columns by name; - where a row lacks one."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [["", *names]]
-    cells += [[f"{i}", *(row.get(name, "-") for name in names)] for i, row in enumerate(rows, 1)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
-                     for row in cells)
-
-
-def shards_text(plan: Plan) -> str:
-    """Return p, g, os, and how and where optimizer states lie."""
-    f = plan.factors
-    place = ", os on the host" if plan.os_place == "host" else ""
-    return f"{f.p},{f.g},{f.os} {plan.os_layout}{place}"
-
-
-def layers_text(plan: Plan) -> str:
-    """Return what layers keep, in a few words."""
-    kept = plan.activations
-    if kept is None:
-        return "all"
-    if kept.resident == kept.layers and kept.kept_chunks == kept.layers * kept.chunks:
-        return f"all, chunks of {plan.chunk:,}"
-    twice = kept.layers_recomputing_attention
-    return (f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
-            + (f", inputs of one in {kept.stride}" if kept.stride > 1 else "")
-            + (f", attention twice in {twice}" if twice else ""))
-
-
-def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
-    """Return tables for people: the choices and what they reach, the seconds, the bytes."""
-    rows = []
-    for plan in plans:
-        found = figures(plan, hardware)
-        mfu = ["-" if found[k] is None else f"{found[k]:.1%}" for k in ("mfu_causal", "mfu_full")]
-        row = {"step s": f"{plan.step_s:.4g}", "TGS": f"{found['tgs']:,.0f}",
-               "MFU causal": mfu[0], "full": mfu[1]}
-        if any(other.tp > 1 for other in plans):
-            row["tp"] = tp_text(plan)
-        if any(other.pp > 1 for other in plans):
-            row["pp"] = pp_text(plan)
-        rows.append(row | {
-            "dp": f"{plan.dp}", "sp": sp_text(plan), "groups": f"{plan.head_groups}",
-            "p,g,os": shards_text(plan),
-            "batch": f"{plan.micro_batches}x{plan.micro_batch}", "layers keep": layers_text(plan),
-            "GPU GiB": f"{found['gpu_gib']:.1f}", "host GiB a node": f"{found['host_gib']:.1f}"})
-    return "\n\n".join([
-        table(rows),
-        "seconds of a step; of communication what computation does not hide\n"
-        + terms_table([plan.seconds for plan in plans], "{:.4g}"),
-        "GiB of a GPU\n" + terms_table([memory_terms(plan) for plan in plans], "{:.2f}")])
-
-
-def memory_terms(plan: Plan) -> dict[str, float]:
-    """Return the GiB of a GPU by what they are for, the highest moment's as one."""
-    memory = plan.memory
-    terms = memory.lasting | {f"working, {memory.highest()}": memory.working()}
-    return {name: size / GIB for name, size in terms.items() if size}
-
-
-def terms_table(plans: list[dict[str, float]], form: str) -> str:
-    shown = {name for terms in plans for name, value in terms.items() if value > 5e-5}
-    return table([{name: form.format(value) for name, value in terms.items()
-                   if value and name in shown} for terms in plans])
-
-
-def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
-    """Return a line for people: what the step is predicted to take, and the second best plan."""
-    parts = ", ".join(f"{name} {seconds:.3g}" for name, seconds in plan.seconds.items()
-                      if seconds > 1e-3 * plan.step_s)
-    text = f"predicted by profile {hardware.profile.name}: {plan.step_s:.4g} s a step: {parts}"
-    if second is not None:
-        more = second.token_s / plan.token_s - 1
-        text += (f"\nsecond best: {difference(plan, second)}: {more:+.2%} predicted"
-                 + (" (a tie)" if abs(more) <= TIE else ""))
-    return text
-
-
-def sp_text(plan: Plan) -> str:
-    return f"{plan.sp}" if plan.ring == 1 else f"{plan.sp} ring={plan.ring}"
-
-
-def tp_text(plan: Plan) -> str:
-    return "1" if plan.tp == 1 else f"{plan.tp} {plan.tp_mode}"
-
-
-def pp_text(plan: Plan) -> str:
-    """Return stages x parts of each."""
-    return f"{plan.pp}x{plan.pp_chunks}" if plan.pp_chunks > 1 else f"{plan.pp}"
+RULES = {  # choice -> how often a bound must be made better to know it; why it is as it is
+    "tp": (0, "columns exchange in the open: as asked"),
+    "pp": (0, "stages wait for each other: as asked"),
+    "sp": (0, "the fewest ranks a sequence that fit and are fast"),
+    "ring": (0, "the least that leaves ranks that share heads in one node"),
+    "groups": (0, "4 hide all-to-alls, more need less memory"),
+    "batch": (0, "micro-batches as large as 8K tokens a rank, for large products"),
+    "p,g,os": (1, "the fewest shards that fit and are fast"),
+    "layers keep": (2, "what fits and loses the least time"),
+}
 
 
 def choices(plan: Plan) -> dict[str, str]:
-    """Return what a plan chooses, in words; columns and stages where there are several."""
-    cut = {"tp": tp_text(plan), "pp": pp_text(plan)}
-    return {name: text for name, text in cut.items() if text != "1"} | {
-            "sp": sp_text(plan), "p,g,os": shards_text(plan),
-            "batch": f"{plan.batch}", "micro-batch": f"{plan.micro_batch}",
-            "head groups": f"{plan.head_groups}", "layers keep": layers_text(plan)}
+    """Return what a plan chooses, in words."""
+    f, kept = plan.factors, plan.activations
+    host = ", os on the host" if plan.os_place == "host" else ""
+    keeps = "all"
+    if kept is not None:
+        keeps = f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
+        if kept.kept_chunks == kept.layers * kept.chunks:
+            keeps = f"all, chunks of {plan.chunk:,}"
+        if kept.stride > 1:
+            keeps += f", inputs of one in {kept.stride}"
+        if kept.layers_recomputing_attention:
+            keeps += f", attention twice in {kept.layers_recomputing_attention}"
+    return {"tp": f"{plan.tp} {plan.tp_mode}" if plan.tp > 1 else "1",
+            "pp": f"{plan.pp}x{plan.pp_chunks}",
+            "sp": f"{plan.sp}", "ring": f"{plan.ring}", "groups": f"{plan.head_groups}",
+            "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
+            "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}", "layers keep": keeps}
 
 
-def difference(plan: Plan, other: Plan) -> str:
-    """Return the choices of another plan that differ."""
-    mine, others = choices(plan), choices(other)
-    return ", ".join(f"{name} {others.get(name, 1)}" for name in mine | others
-                     if others.get(name) != mine.get(name))
+def in_words(plan: Plan, other: Plan | None = None) -> str:
+    """Return a plan's choices; those that differ from another's."""
+    known = choices(other) if other else {}
+    return ", ".join(f"{name} {text}" for name, text in choices(plan).items()
+                     if text != known.get(name))
 
 
-def binding(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-            best: Plan) -> str:
-    """Return what holds the best plan back, in words: what would shorten the step most if there
-    were a thousand times as much of it."""
+def in_gib(plan: Plan) -> str:
+    """Return the bytes of a GPU, by what they are for."""
+    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.terms().items()
+                     if size > GIB / 20)
+
+
+def figures(plan: Plan, hardware: Hardware) -> dict:
+    """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
+    rate = plan.batch * plan.seq / plan.step_s
+    peak = hardware.profile.peak_flops
+    causal, full = (peak and flops * rate / plan.ranks / peak
+                    for flops in flops_per_token(plan.model, plan.seq))
+    kept = plan.activations
+    return asdict(plan) | asdict(plan.factors) | {
+        "dtype": next(name for name, dtype in DTYPES.items() if dtype == plan.dtype),
+        "dp": plan.dp, "alpha": kept and kept.alpha, "resident_layers": kept and kept.resident,
+        "step_s": plan.step_s, "tgs": rate / plan.ranks, "tokens_a_day": 86400 * rate,
+        "mfu_causal": causal, "mfu_full": full, "gpu_gib": plan.memory.total() / GIB,
+        "host_gib": plan.host_bytes * plan.per_node / GIB, "command": command(plan)}
+
+
+def command(plan: Plan) -> str:
+    """Return the command that runs a plan."""
+    values = vars(plan) | asdict(plan.factors) | {"overlap": ",".join(plan.overlap) or "none"}
+    if plan.recompute == "none":
+        del values["chunk"]
+    known = next((name for name, model in MODELS.items() if model == plan.model), "?")
+    flags = {"model": known} | {
+        name: values[name] for name, f in flags_of(Constraints).items()
+        if name in values and name != "dtype" and values[name] != f.default}
+    return (f"torchrun --nproc_per_node {min(plan.ranks, plan.per_node)} --nnodes "
+            f"{-(-plan.ranks // plan.per_node)} train.py "
+            + " ".join(f"{flag_name(name)} {value}" for name, value in flags.items()))
+
+
+def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
+    """Return lines for people: the best plan and those that differ in kind; where the best one's
+    seconds and bytes go."""
+    rows = []
+    for plan in plans:
+        found = figures(plan, hardware)
+        mfu = ["-" if found[key] is None else f"{found[key]:.1%}"
+               for key in ("mfu_causal", "mfu_full")]
+        rows.append({"step s": f"{plan.step_s:.4g}", "TGS": f"{found['tgs']:,.0f}",
+                     "MFU causal": mfu[0], "full": mfu[1], **choices(plan),
+                     "GPU GiB": f"{found['gpu_gib']:.1f}",
+                     "host GiB a node": f"{found['host_gib']:.1f}"})
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    best = plans[0]
+    parts = sorted(best.seconds.items(), key=lambda part: -part[1])
+    shown = [f"{name} {value:.3g}" for name, value in parts if value > 5e-4 * best.step_s]
+    return "\n".join([
+        *("  ".join(map(str.rjust, line, widths)) for line in cells),
+        "batch: data-parallel ranks x micro-batches x sequences of one", "",
+        f"seconds of a step (of communication what nothing hides): {', '.join(shown)}",
+        f"GiB of a GPU: {in_gib(best)}"])
+
+
+def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
+    """Return a line for people: what the step is predicted to take, and the best plan of another
+    kind."""
+    text = f"predicted by profile {hardware.profile.name}: {plan.step_s:.4g} s a step"
+    if second is not None:
+        more = second.token_s / plan.token_s - 1
+        tie = " (a tie)" if abs(more) <= TIE else ""
+        text += f"; second best: {in_words(second, plan)}: {more:+.2%} predicted{tie}"
+    return text
+
+
+def reasons(search: Search, best: Plan) -> list[str]:
+    """Return a line a choice: its rule, and the best other value."""
+    lines = []
+    for name, text in choices(best).items():
+        needed, rule = RULES[name]
+        least: dict[str, float] = {}
+        for level, plan in search.tried:
+            other = choices(plan)[name]
+            if level >= needed and other != text:
+                least[other] = min(plan.token_s, least.get(other, math.inf))
+        instead = ""
+        if least:
+            other = min(least, key=least.get)
+            more = least[other] / best.token_s - 1
+            instead = f"; {other}: " + ("does not fit" if more == math.inf else f"{more:+.1%}")
+        lines.append(f"  {name} {text}: {rule}{instead}")
+    return lines
+
+
+def binding(search: Search, best: Plan) -> str:
+    """Return what holds the best plan back: what would shorten its step most, if there were a
+    thousand times as much of it."""
     plenty = 1000.0
-
-    def faster(**rates: float) -> Hardware:
-        profile = hardware.profile
-        return replace(hardware, profile=scaled(profile, profile.name, **rates))
-
-    relaxed = {
-        "FLOP/s": faster(flops=plenty),
-        "GPU memory": replace(hardware, gpu_budget=plenty * hardware.gpu_budget),
-        "host memory": replace(hardware, host_budget=plenty * hardware.host_budget),
-        "copies to the host": faster(host=plenty), "the network": faster(network=plenty),
-        "memory bandwidth": faster(memory=plenty)}
-    gains = {}
-    for name, there in relaxed.items():
-        fastest = next(Search(constraints, model, there).best_first())
-        gains[name] = 1 - fastest.token_s / best.token_s
-    name = max(gains, key=gains.get)
-    gain = gains.pop(name)
-    others = ", ".join(f"{other} {value:.1%}" for other, value in gains.items() if value > TIE)
-    if gain <= TIE:
-        return "nothing: neither FLOP/s, memory nor bandwidths would shorten the step"
-    return (f"{name}: with no limit to it a step would take {gain:.1%} less"
-            + (f" (then {others})" if others else ""))
+    hardware = search.hardware
+    times = {}
+    for name, rate in (("FLOP/s", "flops"), ("copies to the host", "host"),
+                       ("the network", "network"), ("memory bandwidth", "memory")):
+        there = scaled(hardware.profile, hardware.profile.name, **{rate: plenty})
+        times[name] = predict(best, there).token_s
+    for name, budget in (("GPU memory", "gpu_budget"), ("host memory", "host_budget")):
+        there = replace(hardware, **{budget: plenty * getattr(hardware, budget)})
+        times[name] = plan(search.constraints, best.model, there)[0].token_s
+    gains = {name: 1 - time / best.token_s for name, time in times.items()}
+    name, *others = sorted(gains, key=gains.get, reverse=True)
+    then = ", ".join(f"{other} {gains[other]:.1%}" for other in others if gains[other] > TIE)
+    return f"{name}: with no limit to it a step would take {gains[name]:.1%} less" + (
+        f" (then {then})" if then else "")
 
 
-def of_one_sequence(constraints: Constraints, hardware: Hardware, seq: int) -> Constraints:
-    """Return the constraints of a step of one sequence over all ranks, whose layers run in chunks.
-    """
-    return replace(constraints, seq=seq, batch=1, tp=1, pp=1, sp=hardware.ranks,
-                               layers_run="auto")
-
-
-def longest(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> int:
-    """Return the most tokens of one sequence over all ranks that fit, in steps of 16K a rank; 0 if
-    not even one step does."""
-    step = hardware.ranks * 2**14
-
-    def too_long(count: int) -> bool:
-        asked = of_one_sequence(constraints, hardware, count * step)
-        return not Search(asked, model, hardware).fits()
-
-    bad = 1
-    while not too_long(bad):
-        bad *= 2
-    return step * (least(too_long, bad // 2 + 1, bad) - 1)
-
-
-def least(works: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the smallest number from low on that works; high, if none below it does."""
-    return low + bisect.bisect_left(range(low, high), True, key=works)
+# ---------------------------------------------------------------------------- the program
 
 
 def changes_that_fit(constraints: Constraints, model: ModelConfig,
@@ -1316,142 +964,129 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
         asked = replace(constraints, seq=seq, default_batch=usual)
         return Search(asked, model, replace(hardware, **changes)).fits()
 
+    def more_gpus(ranks: int) -> bool:  # which share their nodes' memory
+        per_node = min(ranks, max(hardware.per_node, hardware.profile.per_node))
+        of_one = hardware.host_budget * hardware.per_node / per_node
+        return fits(ranks=ranks, per_node=per_node, host_budget=of_one)
+
+    seq, ranks, per_node = constraints.seq, hardware.ranks, hardware.per_node
+    unit = math.lcm(1024, ranks) if seq > 2**14 else 64
+    gpu, node = hardware.gpu_budget / GIB, hardware.host_budget * per_node / GIB
     found = []
-    unit = math.lcm(1024, hardware.ranks) if constraints.seq > 2**14 else 64
-    most = constraints.seq // unit - 1
-    if most > 0 and fits(seq=constraints.seq - most * unit):
-        fewer = least(lambda n: fits(seq=constraints.seq - n * unit), 1, most)
-        seq = constraints.seq - fewer * unit
-        found.append((constraints.seq / seq, f"--seq {seq} instead of {constraints.seq}"))
-    node = hardware.host_budget * hardware.per_node / GIB
-    for name, field, there in (("host memory a node", "host_budget", node),
-                               ("memory a GPU", "gpu_budget", hardware.gpu_budget / GIB)):
-        of_one = getattr(hardware, field) / there
-        most = math.ceil(16 * there)
-        if fits(**{field: most * of_one}):
-            gib = least(lambda n: fits(**{field: n * of_one}), math.ceil(there), most)
-            found.append((gib / there, f"{gib} GiB of {name} to plan with instead of {there:.0f}"))
-    for times in (2, 4, 8, 16, 32):
-        more = times * hardware.ranks
-        per_node = min(more, max(hardware.per_node, hardware.profile.per_node))
-        of_one = hardware.host_budget * hardware.per_node / per_node  # they share their nodes'
-        if fits(ranks=more, per_node=per_node, host_budget=of_one):
-            found.append((times, f"{more} GPUs instead of {hardware.ranks}"))
-            break
+    for text, now, values, works in (  # values from the smallest change on
+            ("--seq {}", seq, range((seq - 1) // unit * unit, 0, -unit), fits),
+            ("{} GiB of host memory a node to plan with", node,
+             range(math.ceil(node), math.ceil(16 * node)),
+             lambda gib: fits(host_budget=gib * GIB / per_node)),
+            ("{} GiB of memory a GPU to plan with", gpu,
+             range(math.ceil(gpu), math.ceil(16 * gpu)), lambda gib: fits(gpu_budget=gib * GIB)),
+            ("{} GPUs", ranks, [ranks * 2**i for i in range(1, 6)], more_gpus)):
+        at = bisect.bisect_left(values, True, key=works)
+        if at < len(values):
+            change = values[at] / now
+            found.append((max(change, 1 / change),
+                          f"{text.format(values[at])} instead of {now:.0f}"))
     return [text for _, text in sorted(found)]
 
 
-# ---------------------------------------------------------------------------- the program
+@dataclass(frozen=True)
+class Question(Constraints):
+    """What the program is asked."""
+
+    model: str = flag("7b", ", ".join(MODELS), among=MODELS)
+    cluster: str = flag("h200x8", f"profile of the machine: {', '.join(profile_names())}, a GPU "
+                        "(A100, H100, ...), or a file of bench.py --profile")
+    ranks: int | None = flag(None, "GPUs; auto: those of a node")
+    per_node: int | None = flag(None, "GPUs of a node; auto: the cluster's")
+    top: int = flag(4, "plans to print: the best ones of another tp, pp or sp follow the first")
+    json: bool = flag(False, "print them as JSON, and nothing else", 0)
+    leaf: str = flag("", "nodes under a leaf switch, or a file with a node's and its leaf's name a "
+                     "line: print the best order of nodes")
+
+    def hardware(self) -> Hardware:
+        """Return the machine. Raises ValueError."""
+        # of a GPU by its name, nodes of 8
+        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
+        per_node = 8 if named else load_profile(self.cluster).per_node
+        ranks = self.ranks or per_node
+        per_node = self.per_node or math.gcd(per_node, ranks)
+        profile = load_profile(self.cluster, per_node)
+        gpu = GPU_SHARE * min(profile.gpu_bytes, self.gpu_memory or profile.gpu_bytes)
+        host = (self.host_memory or profile.host_bytes * 7 // 8) / min(per_node, ranks)
+        return Hardware(ranks, per_node, profile, gpu, host)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the best plans of a command. Returns the exit status: 1 if nothing fits."""
-    import train  # whose flags these are: the one import that points upward, for the program alone
-
-    parser = train.make_parser("Which factors? Print the best plans of train.py's flags for a "
-                               "cluster, on any machine.")
-    parser.add_argument("--cluster", default="h200x8", help="profile of the machine: "
-                        f"{', '.join(profile_names())}, or a file of bench.py --profile (default: "
-                        "%(default)s)")
-    parser.add_argument("--top", type=int, default=10, help="plans to print (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print them as JSON, and nothing else")
-    parser.add_argument("--leaf", default="", help="nodes under a leaf switch, or a file with a "
-                        "node's and its leaf's name a line: print the best order of nodes")
-    args = parser.parse_args(argv)
+    """Print the best plan of a command, and why. Returns the exit status: 1 if nothing fits."""
+    parser = make_parser(Question, "Which factors? Print the best plan for a cluster, on any "
+                         "machine.")
+    asked = Question(**vars(parser.parse_args(argv)))
+    asked = replace(asked, default_batch=max(1, 2**19 // max(1, asked.seq)))
+    model = MODELS.get(asked.model)
     try:
-        if args.top < 1:
-            raise ValueError(f"--top {args.top}: from 1")
-        constraints, model, hardware = asked(args)
-        if args.leaf:
-            parse_leaf(args.leaf, hardware.ranks // hardware.per_node)  # refused before it is used
-        plans = plan(constraints, model, hardware, args.top)
-        if args.leaf and plans[0].tp * plans[0].pp > 1:
-            raise ValueError(f"--leaf {args.leaf}: places nodes of --tp 1 --pp 1, and the best "
-                             f"plan has --tp {plans[0].tp} --pp {plans[0].pp}")
+        check_values(asked)
+        hardware = asked.hardware()
+        check(asked, model, hardware.ranks, hardware.per_node)
+        if asked.leaf:  # refused before it is used
+            parse_leaf(asked.leaf, hardware.ranks // hardware.per_node)
+        search = Search(asked, model, hardware)
+        plans = search.best()[: asked.top]
+        placed = place(plans[0], asked.leaf) if asked.leaf else ""
     except TooLarge as e:
-        changes = changes_that_fit(constraints, model, hardware)
-        if args.json:
-            print(json.dumps({"plans": [], "binding": "; ".join([str(e), *changes])}))
-        else:
-            print(f"nothing fits: {e}\nwhat would fit, the smallest change first:",
-                  *(changes or ["none of fewer tokens, more memory, more GPUs"]), sep="\n  ")
+        lines = [str(e), "what would fit, the smallest change first:",
+                 *changes_that_fit(asked, model, hardware)]
+        print(json.dumps({"plans": [], "binding": lines}) if asked.json
+              else "nothing fits: " + "\n  ".join(lines))
         return 1
     except ValueError as e:
         parser.error(str(e))
-    held = binding(constraints, model, hardware, plans[0])
-    if args.json:
-        found = [figures(p, hardware) for p in plans]
-        print(json.dumps({"plans": found, "binding": held}))
-        return 0
-    print(describe(hardware, plans, held))
-    if args.leaf:
-        print(place(plans[0], args.leaf))
+    if asked.json:
+        found = [figures(plan, hardware) for plan in plans]
+        print(json.dumps({"plans": found, "binding": binding(search, plans[0])}))
+    else:
+        print(describe(search, plans), placed, sep="\n")
     return 0
 
 
 def place(plan: Plan, leaf: str) -> str:
     """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
     ValueError."""
+    if plan.tp * plan.pp > 1:
+        raise ValueError(f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
+                         f"--tp {plan.tp} --pp {plan.pp}")
     names, leaves = parse_leaf(leaf, plan.ranks // plan.per_node)
     model = plan.model
-    # q, k, v, o, and twice as much in backward
-    width = 2 * (model.heads + model.kv_heads) * model.head_dim
     e = plan.dtype.itemsize
-    exchanged = 3 * width * plan.tokens * e * model.layers * plan.micro_batches
-    rings = make_rings(
-        plan.ranks, plan.factors, plan.os_layout, plan.micro_batches,
-        param_count(model) * e, param_count(model) * e,
-        plan.head_ranks, exchanged)
+    size = param_count(model) * e
+    # q, k, v, o, and twice as much in backward
+    columns = 3 * 2 * (model.heads + model.kv_heads) * model.head_dim
+    exchanged = columns * plan.tokens * e * model.layers * plan.micro_batches
+    rings = make_rings(plan.ranks, plan.factors, plan.os_layout, plan.micro_batches, size, size,
+                       plan.head_ranks, exchanged)
     if plan.ring > 1:
         rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(plan)))
     return place_nodes(leaves, rings, plan.per_node).describe(names)
 
 
-def asked(args) -> tuple[Constraints, ModelConfig, Hardware]:
-    """Return what a command asks for. Raises ValueError."""
-    import train
-
-    flags = {f.name: getattr(args, f.name) for f in dataclasses.fields(train.Config)}
-    # of a GPU by its name, nodes of 8
-    named = find_sheet(args.cluster) and not args.cluster.endswith(".json")
-    per_node = 8 if named else load_profile(args.cluster).per_node
-    cfg, model = train.planned_flags(train.Config(**flags), per_node)
-    profile = load_profile(args.cluster, cfg.per_node)
-    hardware = Hardware(
-        cfg.ranks, cfg.per_node, profile,
-        GPU_SHARE * min(profile.gpu_bytes, cfg.gpu_memory or profile.gpu_bytes),
-        (cfg.host_memory or profile.host_bytes * 7 // 8) / max(1, min(cfg.per_node, cfg.ranks)))
-    constraints = constraints_of(cfg, train.DTYPES[cfg.dtype], train.usual_batch(cfg))
-    check(constraints, model, cfg.ranks, cfg.per_node)
-    return constraints, model, hardware
-
-
-def describe(hardware: Hardware, plans: list[Plan], held: str) -> str:
-    """Return what a command prints: the question, the plans, ties, what binds, what was guessed."""
+def describe(search: Search, plans: list[Plan]) -> str:
+    """Return what a command prints: the question, the plan, why, and what follows."""
+    hardware, best = search.hardware, plans[0]
     profile = hardware.profile
-    best = plans[0]
-    est = Estimator(profile)
-    for candidate in plans:
-        step_seconds(est, candidate)  # which notes what lies outside the profile's points
-    ties = sum(p.token_s <= (1 + TIE) * best.token_s for p in plans) - 1
+    found = figures(best, hardware)
     lines = [f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
-             f"sequence, {best.batch} sequences a step, {hardware.ranks} GPUs, "
+             f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
              f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
              f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
              "plan with",
              f"profile {profile.name}: {profile.device}, "
              f"{profile.sources.get('all', 'see its file')}",
-             "", describe_plans(plans, hardware), ""]
-    if ties > 0:
-        lines.append(f"{ties} of these tie with the first within {TIE:.1%}; it has the fewest "
-                     "ranks a sequence and a ring, then the largest micro-batch, states on the "
-                     "GPU, the least host memory, the fewest shards")
-    if est.held:
-        lines.append("not in the profile: " + "; ".join(sorted(est.held)))
-    return "\n".join(lines + [f"what binds: {held}"])
+             "", *reasons(search, best), "", found["command"], "",
+             describe_plans(plans, hardware), f"{found['tokens_a_day']:,.0f} tokens a day",
+             f"what binds: {binding(search, best)}"]
+    if search.est.held:
+        lines.append("not in the profile: " + "; ".join(sorted(search.est.held)))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    from planner import main as planner_main  # the module that train imports, not a second copy
-
-    sys.exit(planner_main())
+    sys.exit(main())

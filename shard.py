@@ -78,7 +78,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attention import CommStream, wait
-from model import Cut, Matrix, Vector, accumulation_dtype, compiled
+from model import Cut, Matrix, accumulation_dtype, compiled
 from offload import pin_host_buffers
 from ranks import (ConfigError, Groups, all_gather, error_of_any, on_all_ranks,
                    reduce_scatter)

@@ -28,6 +28,7 @@ test_resumed_under_others             a state read into the wrong place
 test_cases_*, test_refused_cases      two mechanisms that no case has together, or refused unsaid
 test_factors                          an illegal factor accepted, states' bytes without a term
 test_planner_chooses_*                a choice that hand-counted bytes or seconds contradict
+test_predictions_are_*                seconds or bytes far from what GPUs took
 test_papers_choices                   a prediction for which AMSP's choice is no longer the best
 test_activation_plans_*               memory promised twice, time or inputs lost for nothing
 test_progress_*                       a step of minutes that says nothing
@@ -45,7 +46,7 @@ test_dry_run*                         a dry run that plans otherwise than planne
 test_hf_published                     rows of a fused matrix in the wrong order, an unheard key
 test_hf_windows                       a window that is not seen, or is lost on export
 test_hf_exports_*                     a model that transformers would compute in another way
-test_hf_keys_*, test_hf_index_*       a key or a path that is believed, another default
+test_hf_keys_*                        a key that is not heard, or believed
 test_hf_tied_*, test_hf_train_*       a tied head lost or tied again, files that do not go along
 test_hf_resumes_*                     a resume that needs what it was made from
 test_data_default_*                   data too small for a long sequence
@@ -63,7 +64,7 @@ test_one_run_under_four_plans         train.py's flags unheard, other losses und
 test_killed_*, test_restart           a torn checkpoint, a resume that is not bit for bit
 test_newest_*, test_going_back_*      a torn or older checkpoint taken, a log that it does not reach
 test_weights_that_*                   a run that goes on from weights that are no numbers
-test_meta_of_*, test_cuts_*           a checkpoint believed that has holes, overlaps, other types
+test_meta_of_*, test_cuts_*           a torn meta.json believed, a part read at another place
 test_resume_says_*                    changed data, threads or a broken log passed over in silence
 test_saving_*, test_disk_*            a full disk that ends a run, a late copy of later states
 test_one_run_writes_*                 two runs in one folder, a stale lock
@@ -114,6 +115,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import weakref
 import zlib
@@ -148,6 +150,7 @@ import placement
 import planner
 import shard
 import train
+from ranks import Groups
 
 HERE = Path(__file__).parent
 ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: many more cases
@@ -569,7 +572,7 @@ def plan_of(case: dict) -> costs.Plan:
     chunk = min(tokens, tokens // is_.chunks + 1)  # the last one is shorter
     return costs.Plan(
         model,
-        train.DTYPES[is_.dtype],
+        planner.DTYPES[is_.dtype],
         is_.ranks,
         per_node=is_.ranks,
         seq=SEQ,
@@ -599,11 +602,9 @@ def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
     plan = plan_of(case)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # as GPUs that do not reach each other's memory, where ranks share one
-    shared = case["device"] == "cuda" and torch.cuda.device_count() < ranks
+    if case["device"] == "cuda" and torch.cuda.device_count() < ranks:
+        plan = dataclasses.replace(plan, per_node=1)
     cfg = train.Config(
-        seq=SEQ,
-        batch=BATCH,
-        per_node=1 if shared else ranks,
         document_token=END if case["docs"] else -1,
         overlap="none" if case["open"] else train.Config.overlap,
     )
@@ -619,15 +620,22 @@ def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
         plan.dtype,
         case["kernel"],
         plan.model,
-        plan=plan,
+        plan,
         train=SimpleNamespace(sample=windows),
         ignored_id=IGNORED,
     )
     m.Block = m.ForkBlock if case["block"] == "fork" else Block
-    there = train.make_groups(run, groups)
+    there = groups_of(plan, groups)
     op = train.make_attention(run, there, make_stream)
     built, states = train.build(run, op, there, make_stream)
     return run, built, states
+
+
+def groups_of(plan: costs.Plan, made: dict) -> Groups:
+    key = plan.tp, plan.pp
+    if key not in made:
+        made[key] = Groups(None, *key)
+    return made[key]
 
 
 def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPlan | None:
@@ -925,7 +933,8 @@ def near(found: torch.Tensor, wanted: float, noise: float, what: str) -> list[st
 
 
 def save(run: train.Run, states: shard.States, folder: Path, step: int) -> None:
-    saver = train.make_saver(run.but(cfg=dataclasses.replace(run.cfg, out=str(folder))), states)
+    cfg = dataclasses.replace(run.cfg, out=str(folder))
+    saver = train.make_saver(dataclasses.replace(run, cfg=cfg), states)
     saver.begin(train.checkpoint_meta(run, step, step * BATCH))
     saver.finish()
 
@@ -1025,7 +1034,7 @@ def refusal(case: dict) -> str | None:
     f = plan.factors
     constraints = planner.Constraints(
         SEQ,
-        plan.dtype,
+        dtype=is_.dtype,
         batch=BATCH,
         micro_batch=plan.micro_batch,
         sp=plan.sp,
@@ -1047,7 +1056,7 @@ def refusal(case: dict) -> str | None:
         attention=is_.kernel,
     )
     search = planner.Search(constraints, plan.model, planner.Hardware(is_.ranks, is_.ranks, None))
-    legal = any(search.choose(planner.DEGREES, search.start))
+    legal = search.choose([search.start], *planner.SHAPE, planner.states)
     return None if legal else str(search.errors[0])
 
 
@@ -1561,13 +1570,31 @@ def fastest(
 ) -> costs.Plan:
     """Return the planner's first choice for GPUs of so many GiB; host: bytes a rank."""
     there = planner.Hardware(ranks, min(ranks, per_node), profile, gib * 2**30, host)
-    constraints = planner.Constraints(**{"dtype": torch.bfloat16, **flags})
+    constraints = planner.Constraints(**flags)
     found = planner.plan(constraints, model, there)
     rates = [plan.token_s for plan in found]
     assert rates[1:] == sorted(rates[1:]) and rates[0] <= 1.002 * min(rates)
     for plan in found:
         assert plan.memory.total() <= gib * 2**30 and plan.host_bytes <= host
     return found[0]
+
+
+def test_predictions_are_what_was_measured():
+    """Of all settings that were measured: seconds, and which setting of a question is the fastest;
+    and bytes."""
+    sys.path.insert(0, str(HERE / "results"))
+    import report
+
+    rows = report.predicted_rows()
+    errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows)
+    assert len(rows) >= 37 and errors[18] < 0.013 and errors[33] < 0.05 and errors[-1] < 0.08
+    assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.05 for r in rows)
+    questions = {}
+    for r in rows:
+        questions.setdefault((r["question"], r["gpu"], r["gpus"]), []).append(r)
+    for asked in questions.values():
+        fastest_now = min(asked, key=lambda r: r["now_s"])
+        assert fastest_now["step_s"] == min(r["step_s"] for r in asked), asked
 
 
 def test_papers_choices():
@@ -1603,10 +1630,11 @@ def brute_force_activations(n, s, c, bandwidth, gpu, host) -> float:
         return max(0.0, copied / bandwidth - layers * s.layer_s)
 
     for k, swapped in [(k, x) for k in range(2, n + 1) for x in range(c * (n - k) + 1)]:
-        buffers = 2 * (io + -(-swapped // max(1, n - k)) * part) * (k < n)
+        leaving = 2 * (io + -(-swapped // max(1, n - k)) * part) * (k < n)
         for kept, dropped in itertools.product(range(c * k + 1), range(n - k + 1)):
             out = (n - k) * io - dropped * s.attn + swapped * part
-            if k * io + kept * part + buffers > gpu or 2 * buffers > gpu or out > host:
+            buffers = leaving - 2 * s.attn * (dropped == n - k > 0)  # to which no o comes back
+            if max(k * io + kept * part, leaving) + buffers > gpu or out > host:
                 continue
             again = (n - (kept + swapped) / c) * s.recompute_s + dropped * s.attn_s
             best = min(best, waits(out, n - k) + again)
@@ -1672,18 +1700,17 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
         assert plan.alpha == pytest.approx(alpha, abs=1 / (1024 * (n - 2)))
 
 
-def test_progress_inside_a_step(capsys):
+def test_progress_inside_a_step(monkeypatch, capsys):
     class Running:
         def progress(self):
             return "backward layer 3/4"
 
-    shown = train.Progress(Running(), False)
-    shown.every = 0.01
-    shown.begin(7)
-    shown.start()
+    monkeypatch.setattr(train, "PROGRESS_SECONDS", 0.01)
+    now = [7, time.perf_counter()]
+    threading.Thread(target=train.show_progress, args=(Running(), now), daemon=True).start()
     time.sleep(0.2)
-    shown.end()
-    assert "step 7: backward layer 3/4, 0 s, GPU" in capsys.readouterr().out
+    now[0] = 0
+    assert "step 7: backward layer 3/4, 0 s\n" in capsys.readouterr().out
 
 
 END = 5  # the token that ends a document
@@ -1788,7 +1815,7 @@ def test_fork_optimizer(tmp_path):
     refused = start("--p", "2")
     assert refused.returncode and "needs whole matrices: --os-layout inter --p 1" in refused.stdout
     done = start("--os", "2")
-    assert done.returncode == 0 and "inter-tensor" in done.stdout, done.stdout[-3000:]
+    assert done.returncode == 0 and " inter, " in done.stdout, done.stdout[-3000:]
     first, *_, last = losses(tmp_path / "out")
     assert last[1] < first[1]
 
@@ -2095,7 +2122,7 @@ def test_planned_run_is_bit_equal(tmp_path):
     text = run([*args, tmp_path / "on", "--memplan", "on"], 2)
     assert re.search("memory plan of a step: .* buffers, peak .*two levels", text)
     off, on = (log(tmp_path / name) for name in ("off", "on"))
-    counts = {row["step"]: row.pop("memplan") for row in on if "memplan" in row}
+    counts = {row["step"]: row["memplan"] for row in on if row["memplan"]}
     assert [*counts] == [4, 5, 6] and min(count["hits"] for count in counts.values()) > 100
     for key in ("loss", "grad_norm", "val_loss"):
         assert [row.get(key) for row in off] == [row.get(key) for row in on], key
@@ -2103,16 +2130,15 @@ def test_planned_run_is_bit_equal(tmp_path):
 
 def planned_run(plan: costs.Plan) -> train.Run:
     """Return the first rank's run of a plan, whose bytes are counted."""
-    cfg = train.Config(seq=plan.seq, per_node=plan.per_node, ranks=plan.ranks, document_token=-1)
     return train.Run(
-        cfg,
+        train.Config(),
         0,
         plan.ranks,
         torch.device("cpu"),
         plan.dtype,
         "cpu",
         plan.model,
-        plan=planner.with_memory(plan),
+        planner.with_memory(plan),
     )
 
 
@@ -2126,7 +2152,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
         return grads
 
     torch.compiler.set_stance("force_eager")
-    groups = train.make_groups(run, {})
+    groups = groups_of(run.plan, {})
     op = train.make_attention(run, groups)
     if as_on_gpus:
         op.kernel = dataclasses.replace(op.kernel, backward=backward)
@@ -2138,7 +2164,8 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     batch = train.Batch(
         tokens,
         tokens,
-        torch.arange(tokens.shape[2]),
+        plan.micro_batches * [torch.arange(tokens.shape[2])],
+        plan.micro_batches * [None],
         scale=torch.ones((), dtype=states.accum_dtype),
     )
     return model, states, lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
@@ -2306,7 +2333,8 @@ def test_gradients_of_chunks_are_rounded_once(group):
         model, states, _ = built(run)
         train.load_random_weights(run, states)
         labels = torch.stack([tokens, torch.full_like(tokens, m.IGNORE)])[:several, None]
-        batch = train.Batch(tokens.expand(several, 1, 64), labels, scale=torch.ones(()))
+        rest = several * [torch.arange(64)], several * [None], torch.ones(())
+        batch = train.Batch(tokens.expand(several, 1, 64), labels, *rest)
         train.run_step(model, states, batch, 1e-9, 0.0)
         found.append(
             {
@@ -2319,18 +2347,6 @@ def test_gradients_of_chunks_are_rounded_once(group):
         wide = found[1][name]
         assert (narrow - wide).abs().max() > 0, name
         assert ((narrow - wide).abs() <= 1.01 * 2**-8 * wide.abs() + 1e-12).all(), name
-
-
-def test_dry_run_prints_the_planners_table(capsys):
-    """Also of ranks that are not there."""
-    flags = "--model 160m --ranks 2 --per-node 2 --seq 4K --batch 4 --dtype bf16"
-    flags += " --gpu-memory 20G --host-memory 64G"
-    table = ask(f"{flags} --cluster {hardware.known_profile('NVIDIA H200', 2).name}")
-    table = table[table.index("step s") :].partition("\n\nGiB of a GPU")[0]
-    train.main([*flags.split(), "--dry-run", "--device", "cpu"])
-    text = capsys.readouterr().out
-    assert table in text and "second best: " in text and "% predicted" in text
-    assert "of 2 ranks" in text and 0 < float(re.search(r"([\d.]+) GiB in all", text)[1]) < 20
 
 
 def test_memory_replay_is_bit_equal():
@@ -2447,14 +2463,7 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
         },
     ),
     "TinyLlama": ("llama", {"num_key_value_heads": 1, "rope_scaling": None}),
-    "Vicuna v1.5 16K": (
-        "llama",
-        {
-            "rope_scaling": {"factor": 4.0, "type": "linear"},
-            "max_position_embeddings": 16,
-            "max_sequence_length": 64,
-        },
-    ),
+    "Vicuna v1.5 16K": ("llama", {"rope_scaling": {"factor": 4.0, "type": "linear"}}),
     "Yarn-Llama-2": ("llama", {"rope_scaling": YARN}),
     "Mistral-Nemo": (
         "mistral",
@@ -2532,23 +2541,24 @@ def hf_error(model, hf, seq: int) -> float:
     return relative(model(tokens), hf(tokens).logits)
 
 
-def hf_back(model, folder: Path, source: dict | None = None, dtype=torch.float32):
-    """Export a model, and return it as transformers loads it."""
+def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
+    """Export a model, and return it as transformers loads it. Needs a group of ranks."""
     from transformers import AutoModelForCausalLM
 
+    folder.mkdir(exist_ok=True)
     weights = dict(model.named_parameters())
-    checkpoint.hf_export(folder, model.cfg, lambda name: weights[name].data, dtype, source=source)
+    checkpoint.export(folder, model.cfg, lambda name: weights[name].data, dtype, source, [])
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_hf_published(name, tmp_path, monkeypatch):
+def test_hf_published(name, tmp_path, monkeypatch, group):
     """As each is published: logits within and beyond the trained length, and back as the same
-    architecture in several files, for transformers 4 and 5."""
-    monkeypatch.setattr(checkpoint, "HF_FILE_BYTES", 60_000)
+    architecture in several files."""
+    monkeypatch.setattr(checkpoint, "FILE_BYTES", 60_000)
     kind, keys = PUBLISHED[name]
     hf = hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
-    cfg = checkpoint.hf_config(tmp_path / "in")
+    cfg, _ = checkpoint.hf_config(tmp_path / "in")
     older = {
         "rope_parameters": ...,
         "rope_theta": 10000.0,
@@ -2559,37 +2569,25 @@ def test_hf_published(name, tmp_path, monkeypatch):
     } | keys
     hf_edit(tmp_path / "in", **older)
     model = checkpoint.hf_model(tmp_path / "in")
-    back = hf_back(model, tmp_path / "out", checkpoint.hf_source(tmp_path / "in"))
+    back = hf_back(model, tmp_path / "out", checkpoint.hf_config(tmp_path / "in")[1])
     assert type(back) is type(hf) and cfg.max_positions == 64
     assert cfg.tied == back.config.tie_word_embeddings == keys.get("tie_word_embeddings", False)
     for seq in (40, 90):
         assert hf_error(model, hf, seq) < 2e-6 and hf_error(model, back, seq) < 2e-6
-    written = checkpoint.hf_source(tmp_path / "out")
-    assert model.cfg == cfg == checkpoint.hf_config(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert model.cfg == cfg == checkpoint.hf_config(tmp_path / "out")[0]
     assert len([*(tmp_path / "out").glob("*.safetensors")]) > 1 and "auto_map" not in written
-    if older["rope_scaling"] != YARN:  # what transformers 4 reads; its first did not know YaRN
-        for key in ("rope_theta", "rope_scaling"):
-            assert written[key] == older[key]
+    assert written["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
-def test_hf_keys_that_are_left_out(kind, tmp_path):
-    """They have the values that transformers gives them."""
-    from transformers import AutoConfig
+@pytest.mark.parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
+def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
+    from transformers import AutoModelForCausalLM
 
-    sizes = dict(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=32,
-    )
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **sizes}))
-    ours, theirs = checkpoint.hf_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
-    assert ours.kv_heads == theirs.num_key_value_heads and ours.norm_eps == theirs.rms_norm_eps
-    assert ours.max_positions == theirs.max_position_embeddings
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // 32)
+    hf_model(tmp_path)
+    hf_edit(tmp_path, **keys)  # beside rope_parameters
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert hf_error(checkpoint.hf_model(tmp_path), theirs, 40) < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -2607,19 +2605,20 @@ def test_hf_keys_that_are_left_out(kind, tmp_path):
         ),
     ],
 )
-def test_hf_windows(kind, keys, window, tmp_path):
+def test_hf_windows(kind, keys, window, tmp_path, group):
     """A window counts from where transformers' logits are others: where the sequence is longer, in
     whichever layer. It goes along on export."""
     hf = hf_model(tmp_path / "in", kind, sliding_window=40, **keys)
-    source = checkpoint.hf_source(tmp_path / "in")
+    model = checkpoint.hf_model(tmp_path / "in")
+    _, source = checkpoint.hf_config(tmp_path / "in")
     assert checkpoint.hf_window(source) == window
     if "layer_types" not in keys:  # files of older releases have none
-        assert checkpoint.hf_window(source | {"layer_types": None}) == window
-    model = checkpoint.hf_model(tmp_path / "in")
+        hf_edit(tmp_path / "in", layer_types=...)
+        assert checkpoint.hf_window(checkpoint.hf_config(tmp_path / "in")[1]) == window
     for seq in (40, 60):
         assert (hf_error(model, hf, seq) < 2e-6) == (not window or seq <= window)
     assert hf_error(model, hf_back(model, tmp_path / "out", source), 40) < 2e-6
-    exported = checkpoint.hf_source(tmp_path / "out")
+    _, exported = checkpoint.hf_config(tmp_path / "out")
     for key in ("sliding_window", "layer_types", *keys):
         assert exported.get(key) == source.get(key), key
 
@@ -2630,85 +2629,63 @@ def test_hf_windows(kind, keys, window, tmp_path):
         ({}, "llama", ""),
         ({"qkv_bias": True}, "qwen2", ""),
         ({"qk_norm": True}, "qwen3", ""),
-        ({"qkv_bias": True, "qk_norm": True}, "", "Qwen.*no key for q.*=True"),
-        ({"qk_norm": True}, "mistral", "MistralForCausalLM's config.json has no key for qk_norm"),
-        ({"dim": 50}, "", "6 heads do not divide its width 50"),
+        ({"qkv_bias": True, "qk_norm": True}, "", "no key for q.*=True"),
+        ({"qk_norm": True}, "mistral", "mistral's config.json has no key for qk_norm"),
+        ({"dim": 50}, "", "hidden size .50. is not a multiple of .* heads .6."),
     ],
 )
-def test_hf_exports_what_computes_it(changes, kind, message, tmp_path):
+def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
     """Of a model from scratch, or refuses what transformers would compute in another way."""
     model = m.LLaMA(dataclasses.replace(SMALL, vocab=300, **changes))
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape).bfloat16() / 8)
     if message:
-        with pytest.raises(ValueError, match=message):
-            hf_back(model, tmp_path, {"model_type": kind} if kind else None)
+        with pytest.raises(Exception, match=message):  # transformers' own has no other class
+            hf_back(model, tmp_path, {"model_type": kind} if kind else {})
     else:
-        back = hf_back(model, tmp_path, dtype=torch.bfloat16)
+        back = hf_back(model, tmp_path, {}, torch.bfloat16)
         assert (back.config.model_type, back.dtype) == (kind, torch.bfloat16)
         assert hf_error(model, back.float(), 40) < 2e-6
 
 
 @pytest.mark.parametrize(
     "key, value, message",
-    [  # value: JSON; none: the key is missing
-        ("hidden_act", '"gelu"', "hidden_act is 'gelu'; only \"silu\" is built"),
-        ("attention_bias", "true", "attention_bias is True; only false is built"),
-        ("partial_rotary_factor", "0.5", "partial_rotary_factor is 0.5; only 1.0 is built"),
-        ("hidden_size", "", "no key 'hidden_size'"),
-        ("hidden_size", '"64"', "dim is '64': a whole number"),
-        ("num_hidden_layers", "1" + "0" * 400, "layers is 10000.*: a whole number from 1 to 4096"),
-        ("rms_norm_eps", "NaN", "norm_eps is nan: a number"),
-        ("rope_parameters", "[1]", "rope_parameters is .1.: an object"),
+    [
+        ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is built"),
+        ("attention_bias", True, "attention_bias is True; only False is built"),
+        ("partial_rotary_factor", 0.5, "'default' with .'partial_rotary_factor'. are not built"),
+        ("hidden_size", "64", "'hidden_size' expected int, got str"),
+        ("num_key_value_heads", 3, "kv_heads is 3, which does not divide the 4 heads; nearest: 2"),
+        ("rope_parameters", [1], "'rope_parameters' with value .1."),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "'dynamic' with .'factor'"),
         (
             "rope_parameters",
-            '{"rope_type": "dynamic", "factor": 2}',
-            "'dynamic' is not built; linear,",
+            {"rope_type": "yarn", "factor": 2.0, "truncate": False},
+            "'yarn' with .'truncate'. are not built",
         ),
-        (
-            "rope_parameters",
-            '{"rope_type": "yarn", "factor": 2, "truncate": false}',
-            "rope_parameters with .'truncate'. is not built",
-        ),
-        (
-            "rope_parameters",
-            '{"rope_type": "linear", "factor": Infinity}',
-            "factor of linear .* inf",
-        ),
-        ("rope_theta", "7e5", "rope_parameters says .* rope_theta says .*delete one"),
-        ("rope_scaling", json.dumps(LLAMA3), "rope_parameters says .* says .*delete one"),
     ],
 )
 def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
     hf_model(tmp_path)
-    hf_edit(tmp_path, **{key: json.loads(value) if value else ...})
+    hf_edit(tmp_path, **{key: value})
     with pytest.raises(ValueError, match=message):
         checkpoint.hf_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "place", ["../x.safetensors", "/tmp/x.safetensors", "a\\b.safetensors", "..", "a.bin", 3, None]
-)
-def test_hf_index_that_leads_elsewhere_is_refused(place, tmp_path):
-    hf_model(tmp_path)
-    hf_edit(tmp_path, "model.safetensors.index.json", weight_map={"lm_head.weight": place})
-    with pytest.raises(ValueError, match="index.json: "):
-        checkpoint.hf_open(tmp_path, checkpoint.hf_config(tmp_path))
-
-
-def test_hf_tied_head_that_is_stored_too(tmp_path):
-    """Some checkpoints hold it, and it is the embedding; one that is another is not dropped."""
+@pytest.mark.parametrize("other", [0, 1])
+def test_hf_tied_head_that_is_stored_too(other, tmp_path):
+    """Some checkpoints hold it, and it is the embedding; one that is another is the head, as
+    transformers 5 has it."""
     from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
 
     hf_model(tmp_path, tie_word_embeddings=True, shard="1GB")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
-    embedding = tensors["model.embed_tokens.weight"]
-    save_file(tensors | {"lm_head.weight": embedding.clone()}, file)
-    assert torch.equal(checkpoint.hf_model(tmp_path).head.weight, embedding)
-    save_file(tensors | {"lm_head.weight": embedding + 1}, file)
-    with pytest.raises(ValueError, match="lm_head.weight is model.embed_tokens.weight.*another"):
-        checkpoint.hf_model(tmp_path)
+    head = tensors["model.embed_tokens.weight"] + other
+    save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
+    ours, theirs = checkpoint.hf_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(ours.head.weight, head) and hf_error(ours, theirs, 40) < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -2749,7 +2726,7 @@ def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positi
             f"{tmp_path}/out",
         ]
     )
-    written = checkpoint.hf_source(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
     del written["rope_parameters"]["rope_theta"]
     assert written["rope_parameters"] == scaling
     assert written["max_position_embeddings"] == positions
@@ -2786,11 +2763,12 @@ def test_hf_train_and_export(tmp_path, capsys):
                 f"{tmp_path / target}",
             ]
         )
-        assert f"exported {tmp_path / target}: llama, fp32" in capsys.readouterr().out
+        assert f"exported {tmp_path / target}: llama" in capsys.readouterr().out
         hf = AutoModelForCausalLM.from_pretrained(tmp_path / target)
         states.append(hf.state_dict())
     files = {file.name for file in (tmp_path / "a").iterdir()}
-    assert files == {*beside, "config.json", "model.safetensors"}
+    weights = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+    assert files == {*beside, "config.json", *weights}
     assert not hf.config.tie_word_embeddings  # two matrices, trained apart
     for name, tensor in states[0].items():
         assert torch.equal(tensor, states[1][name]), name
@@ -2808,7 +2786,7 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
     train.main([*args, *init, "--out", f"{tmp_path}/a"])
     assert (
         "--seq 160 is past the 128 tokens that the rotary embedding reaches; "
-        "--rope-scaling yarn:3 extends it"
+        "a larger factor of --rope-scaling extends it"
     ) in capsys.readouterr().out
     (tmp_path / "in").rename(tmp_path / "gone")
     for flags in ([], init):
@@ -2837,7 +2815,7 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
 
 
 def test_data_default_is_large_sorted_text():
-    corpus, val = data.open_corpus("stdlib", 256)
+    corpus, val = data.open_corpus("stdlib")
     assert val is None and corpus.files == sorted(corpus.files)
     sequences, val = data.split(corpus, None, 2**20, 0)
     assert sequences.count >= 8 and val.count >= 1
@@ -2851,7 +2829,7 @@ def test_data_windows_cover_everything_once(tmp_path):
     for name, part in zip(("0", "1", "2", "sub/3"), np.split(text, [10, 10, 503])):
         part.tofile(tmp_path / name)
     windows = [text[start : start + 11].tolist() for start in range(0, 989, 10)]
-    corpus, _ = data.open_corpus(str(tmp_path), 256)
+    corpus, _ = data.open_corpus(str(tmp_path))
     orders = [windows[:95]]  # a twentieth of the 99 is held out
     for seed, epoch in ((5, 1), (5, 0), (6, 0)):
         sequences, val = data.split(corpus, None, 10, seed)
@@ -2868,63 +2846,27 @@ def test_data_windows_cover_everything_once(tmp_path):
         (2, 4, "", "", 300, ""),
         (2, 300, '{"token_bytes": 2, "ignore": 5}', "", 70_000, ""),
         (4, 70_000, '{"token_bytes": 4, "vocab": 70000}', '{"token_bytes": 4}', 70_000, ""),
-        (
-            2,
-            50_257,
-            '{"token_bytes": 4}',
-            "",
-            128_256,
-            "token .* the model's vocabulary ends at 128255" ".*another token_bytes",
-        ),
-        (
-            4,
-            300,
-            "",
-            "",
-            50_304,
-            'train.bin is next to 0.*say {"token_bytes": 4} in train.bin.json',
-        ),
-        (4, 128_256, "", "", 128_256, "train.bin is next to 0"),
-        (
-            4,
-            128_256,
-            '{"token_bytes": 4, "vocab": 128256}',
-            "",
-            32_000,
-            "train.bin.json says a vocabulary of 128256, the model's has 32000",
-        ),
+        (2, 50_257, '{"token_bytes": 4}', "", 128_256, "ends at 128255.*another token_bytes"),
+        (4, 65_000, "", "", 60_000, "ends at 59999.*another token_bytes"),
+        (4, 128_256, '{"token_bytes": 4}', "", 32_000, "token .* ends at 31999; .*another model"),
         (2, 300, '{"vocab": 5}', "", 300, "train.bin.json is not of the form"),
         (2, 300, '{"token_bytes": 3}', "", 300, "train.bin.json is not of the form"),
-        (2, 300, '{"token_bytes": 2, "ignore": "5"}', "", 300, "train.bin.json is not of the form"),
+        (2, 300, '{"token_bytes": 2, "ignore": "x"}', "", 300, "train.bin.json is not of the form"),
         (2, 300, '{"token_bytes"', "", 300, "train.bin.json is not of the form"),
-        (
-            2,
-            300,
-            '{"token_bytes": 2}',
-            '{"token_bytes": 4}',
-            300,
-            "train.bin.json, token_bytes 2: .*val.bin.json says 4",
-        ),
-        (
-            2,
-            300,
-            '{"token_bytes": 2}',
-            '{"token_bytes": 2, "ignore": 5}',
-            300,
-            "ignore ids .-1, 5., which differ",
-        ),
+        (2, 300, '{"token_bytes": 2}', '{"token_bytes": 4}', 300, "hold .*uint32.*the same"),
+        (2, 300, '{"token_bytes": 2, "ignore": 5}', '{"token_bytes": 2}', 300, "hold .*5.*same"),
     ],
 )
 def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
     """Ids of two or four bytes, as nanoGPT writes them. FILE.bin.json says which; without a word,
-    they have two, and what looks like four is refused."""
+    they have two."""
     ids = np.random.default_rng(0).integers(0, most, 20_000)
     for name, sidecar in (("train", said), ("val", of_val or said)):
         ids.astype(f"<u{width}").tofile(tmp_path / f"{name}.bin")
         if sidecar:
             (tmp_path / f"{name}.bin.json").write_text(sidecar)
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        corpora = data.open_corpus(str(tmp_path), vocab)
+        corpora = data.open_corpus(str(tmp_path))
         data.check_tokens(corpora, vocab, 0, 1)
         for corpus in corpora:
             assert np.array_equal(corpus.read(777, len(corpus)), ids[777:])
@@ -2968,24 +2910,24 @@ def test_data_tokenised_text(tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for i, text in enumerate(texts):
         (tmp_path / "text" / f"{i:02}.txt").write_bytes(text.encode())
-    args = f"{tmp_path}/text", f"{tmp_path}/hf", tmp_path / "t", 300
-    path = data.tokenise(*args)
-    corpus, _ = data.open_corpus(str(path), 300)
+    args = f"{tmp_path}/text", f"{tmp_path}/hf", tmp_path / "t"
+    path, last = data.tokenise(*args)
+    corpus, _ = data.open_corpus(str(path))
     ids = corpus.read(0, len(corpus)).tolist()
-    assert f"{len(ids):,} tokens" in capsys.readouterr().out
+    assert "100%" in capsys.readouterr().err
     hf = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/hf/tokenizer.json")
     for text in texts:
-        end = ids.index(hf.convert_tokens_to_ids("<end>"))
+        end = ids.index(last)
         if text == long_line:
             assert hf.decode(ids[:end]) == text
         else:
             assert ids[:end] == hf.encode(text, add_special_tokens=False)
         del ids[: end + 1]
-    assert not ids
-    assert data.tokenise(*args) == path and capsys.readouterr().out == ""  # of the earlier run
+    assert not ids and last == hf.convert_tokens_to_ids("<end>")
+    assert data.tokenise(*args) == (path, last) and not capsys.readouterr().err  # the earlier run's
     os.utime(tmp_path / "text" / "02.txt", (1, 1))
-    assert data.tokenise(*args) != path
-    assert data.tokenise(str(path), "no folder", tmp_path, 300) is None  # ids already
+    assert data.tokenise(*args)[0] != path
+    assert data.tokenise(str(path), "no folder", tmp_path) == (None, -1)  # ids already
 
 
 def test_data_tokenised_to_four_bytes(tmp_path):
@@ -3000,16 +2942,18 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("w69999 w5\nw65536")
 
-    def tokenise(vocab: int = 70_001) -> Path:
-        return data.tokenise(str(text), str(tmp_path), tmp_path / "t", vocab)
+    def tokenise() -> data.Corpus:
+        return data.open_corpus(str(data.tokenise(str(text), str(tmp_path), tmp_path / "t")[0]))[0]
 
-    with pytest.raises(ValueError, match="no id that ends a text.*eos_token_id in config.json"):
-        tokenise()
-    (tmp_path / "config.json").write_text('{"eos_token_id": [99999, 70000]}')
-    with pytest.raises(ValueError, match="token 'the end' is 70000, .*ends at 69999; take its own"):
-        tokenise(70_000)
-    corpus, _ = data.open_corpus(str(tokenise()), 70_001)
+    for config in ("{}", '{"eos_token": "of"}', '{"eos_token": null}', "["):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        with pytest.raises(ValueError, match="eos_token of tokenizer_config.json"):
+            tokenise()
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "the end"}')
+    corpus = tokenise()
     assert corpus.read(0, len(corpus)).tolist() == [69_999, 5, 65_536, 70_000]
+    with pytest.raises(ValueError, match="token 3 is 70000, .*ends at 69999; .* or tokenizer"):
+        data.check_tokens([corpus], 70_000, 0, 1)
     text.write_bytes(b"w5\n\xff\xfe")
     with pytest.raises(ValueError, match="a.txt is not UTF-8 text"):
         tokenise()
@@ -3047,7 +2991,7 @@ train.tokenise = lambda *args: (time.sleep(10), tokenise(*args))[1]
 """,
     )
     (tokens,) = (tmp_path / "o" / "tokens").glob("*.bin")
-    assert f"a.txt as {tokens}: 18,982 tokens" in said and said.count("each text ends with") == 1
+    assert f"a.txt as {tokens}: 18,982 tokens" in said and said.count("100%") == 1
     text.write_bytes(b"\xff" * 9999)
     said = run(args, 2, expect=1)
     assert len(re.findall("ConfigError: .*a.txt is not UTF-8 text", said)) == 2
@@ -3084,6 +3028,11 @@ def changed_meta(path: Path, change: str) -> None:
     checkpoint.write_meta(path.parent, c)
 
 
+def saved(out: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder."""
+    return [int(path.name[5:]) for path in checkpoint.steps_of(out)]
+
+
 def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     """Also from --steps 0 on, as if the run had not ended there. Files are read here by the
     safetensors library."""
@@ -3099,17 +3048,16 @@ def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     assert [r["step"] for r in rows if "val_loss" in r] == [3, 6, 7]
     assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["mfu_causal"] is None
     assert "1,869,504 parameters" in text and "left 0:00:0" in text
-    assert sorted(p.name for p in out.glob("step-*")) == ["step-00000006", "step-00000007"]
-    assert os.readlink(out / "latest") == "step-00000007"
+    assert saved(out) == [6, 7]
     assert (out / "loss.png").read_bytes()[1:4] == b"PNG"
-    states = load_file(out / "latest" / "rank-00000.safetensors")
-    theirs = load_file(tmp_path / "hf" / "model.safetensors")
+    states = load_file(out / "step-00000007" / "rank-00000-0.safetensors")
+    theirs = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
     qkv = [theirs[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(states["master.blocks.1.qkv.weight"], torch.cat(qkv))
+    assert torch.equal(states["master.blocks.1.qkv.weight"], torch.cat(qkv).flatten())
     assert states["updates"] == 7 and states["exp_avg.embed.weight"].any()
     train.main(args)  # anew: the old run is kept
     assert losses(out) == losses(out / "earlier-1")
-    assert (out / "earlier-1" / "latest" / "meta.json").exists()
+    assert (out / "earlier-1" / "step-00000007" / "meta.json").exists()
 
 
 def test_dry_run(tmp_path, capsys):
@@ -3123,12 +3071,13 @@ def test_dry_run(tmp_path, capsys):
     )
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
-    assert "optimizer 75.31" in text and not (tmp_path / "a" / "log.jsonl").exists()
+    assert "optimizer 75.31" in text and "step s  TGS  MFU causal" in text
+    assert not (tmp_path / "a").exists()
 
 
 def ids_without_spaces(path: Path) -> Path:
     """Write the standard library's bytes as ids of which spaces (32) are never labels."""
-    corpus, _ = data.open_corpus("stdlib", 256)
+    corpus, _ = data.open_corpus("stdlib")
     corpus.read(0, 10**6).astype("<u2").tofile(path)
     Path(f"{path}.json").write_text('{"token_bytes": 2, "ignore": 32}')
     return path
@@ -3161,10 +3110,10 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
         "import model; model.LOSS_ELEMENTS = 2**14",  # losses in chunks of tokens
     )
     (row,) = log(tmp_path)
-    assert not list(tmp_path.glob("step-*")) and (tmp_path / "position.png").exists()
+    assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
     model = m.LLaMA(m.MODELS["tiny"]).double()
     model.init_weights(0)
-    _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"), 256)[0], None, 96, 0)
+    _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
     windows = torch.from_numpy(np.stack([val.window(i) for i in range(64)]))
     labels = windows[:, 1:]
     want = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), labels, reduction="none")
@@ -3214,9 +3163,7 @@ def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
     args = [*QUICK, "--out", f"{tmp_path}"]
     train.main([*args, *"--steps 25 --warmup 5 --lr 0.01 --min-lr 0.2".split()])
     train.main([*args, "--steps", "27", "--resume"])
-    assert "--lr 0.01 --min-lr 0.2 --warmup 5; --lr decays until step 25\n" in (
-        capsys.readouterr().out
-    )
+    assert "at step 25; changed: ['steps 25 -> 27']" in capsys.readouterr().out
     train.main([*args, "--steps", "28", "--resume"])
     rates = [r["lr"] for r in log(tmp_path)]
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
@@ -3248,8 +3195,8 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
             ]
         )
     rows = log(tmp_path)
-    assert [r.get("skipped", False) for r in rows[-5:]] == [True] * 5 and len(rows) < 20
-    assert rows[-1]["grad_norm"] is None and (tmp_path / "latest" / "meta.json").exists()
+    assert [r["finite"] for r in rows[-5:]] == [0] * 5 and len(rows) < 20
+    assert rows[-1]["grad_norm"] is None and saved(tmp_path)
 
 
 @slow
@@ -3298,7 +3245,7 @@ def test_data_goes_on_where_it_was_left(tmp_path):
     train.main([*args, *"--lr 0 --document-token 10 --batch 4 --steps 2".split()])
     train.main([*args, "--steps", "3", "--resume"])
     train.main([*args, "--steps", "4", "--resume", "--batch", "2"])
-    sequences, _ = data.split(data.open_corpus("stdlib", 256)[0], None, 32, 0)
+    sequences, _ = data.split(data.open_corpus("stdlib")[0], None, 32, 0)
     ends = (0, 4, 8, 12, 14)
     for row, first, end in zip(log(tmp_path), ends[:-1], ends[1:], strict=True):
         windows = [sequences.sample(i) for i in range(first, end)]
@@ -3310,7 +3257,7 @@ def test_data_goes_on_where_it_was_left(tmp_path):
 def test_one_run_under_four_plans(tmp_path):
     """train.py from its flags: on one process; sequences over two ranks, swapping; columns and
     stages over four; and one process that runs layers again. Each goes on from the one before, in
-    documents, with ignored labels, and with checksums of parts of tensors."""
+    documents, with ignored labels, and with several files a rank."""
     from safetensors.torch import load_file
 
     args = [
@@ -3330,15 +3277,16 @@ def test_one_run_under_four_plans(tmp_path):
         "--data",
         ids_without_spaces(tmp_path / "ids.bin"),
     ]
+    swapping = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --g 2 --os 2"
     plans = [
         (0, "", "documents end with token 10"),
+        (2, swapping, "k=2 alpha=0.50"),
         (
-            2,
-            "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --g 2 --os 2",
-            "2 of 4 layers resident",
+            4,
+            re.sub(r"\d\S*", "auto", swapping) + " --tp 2 --pp 2 --os-place host --save-async",
+            "pp 2x",
         ),
-        (4, "--tp 2 --pp 2 --os-place host --save-async", "pipeline: 2 stages"),
-        (0, "--recompute full", "recomputed: full"),
+        (0, "--tp 1 --pp 1 --recompute full --os-place auto --no-save-async", "twice in 4"),
     ]
     for i, (ranks, flags, says) in enumerate(plans):
         out, hf = tmp_path / f"o{i}", tmp_path / f"hf{i}"
@@ -3346,9 +3294,11 @@ def test_one_run_under_four_plans(tmp_path):
         assert says in run(
             [*args, *flags.split(), "--out", out, "--export", hf],
             ranks,
-            "train.checkpoint.SUM_BYTES = 4000",
+            "train.checkpoint.FILE_BYTES = 900_000",
         )
-        rows, weights = log(out), load_file(hf / "model.safetensors")
+        rows, weights = log(out), {}
+        for file in hf.glob("*.safetensors"):
+            weights |= load_file(file)
         if not i:
             wanted, wanted_weights = rows, weights
         for a, b in zip(wanted[i and i + 1 :], rows, strict=True):
@@ -3381,38 +3331,38 @@ def straight(ranks: int) -> list:
         ("open", "step-00000006.tmp/rank", "", 4),  # two steps after a save
         ("open", "step-00000004.tmp/meta", "--save-async", 2),  # in a save beside steps
         ("os.rename", "step-00000004.tmp", "", 2),  # before a checkpoint has its name
-        ("os.symlink", "step-00000004", "", 2),  # before `latest` names it
+        ("shutil.rmtree", "step-00000002", "--keep 1", 4),  # while it deletes an older one
     ],
 )
 def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
     args = [*QUICK, "--save-every", "2", "--out", tmp_path, *flags.split()]
     code = f"import test_all as t; t.at_file({path!r}, t.die, {event!r})"
     run(args, code=code, expect=-signal.SIGKILL)
-    assert len(losses(tmp_path)) >= 4 and (tmp_path / "latest" / "meta.json").exists()
+    assert len(losses(tmp_path)) >= 4 and saved(tmp_path)
     text = run([*args, "--save-every", "3", "--resume", "auto"])
     assert f"resumed {tmp_path}/step-0000000{step} at step {step}" in text
     assert losses(tmp_path) == straight(0) and not list(tmp_path.glob("*.tmp"))
 
 
 def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
-    """`latest` dangling, looping or missing; torn folders beside whole ones; a clock that went
-    backwards; a file that is cut short."""
-    args = [*QUICK, "--out", f"{tmp_path}", "--keep", "2", "--save-every", "1"]
+    """Torn folders beside whole ones; a clock that went backwards; a file that is cut short, or of
+    another checkpoint. A run that goes on before them puts them aside."""
+    args = [*QUICK, "--out", f"{tmp_path}", "--keep", "3", "--save-every", "1"]
     train.main([*args, "--steps", "3"])
-    latest, second, third = (
-        tmp_path / name for name in ("latest", "step-00000002", "step-00000003")
-    )
+    second, third, torn = (tmp_path / f"step-0000000{step}" for step in (2, 3, 9))
     os.utime(second, (2e9, 2e9))  # from the future
-    (tmp_path / "step-00000009").mkdir()  # torn
-    for link in ("nowhere", "latest"):
-        latest.unlink()
-        latest.symlink_to(link)
-        assert checkpoint.find_checkpoint(tmp_path, "auto").folder == third
-        assert "leads nowhere" in capsys.readouterr().out
-    latest.unlink()
-    os.truncate(third / "rank-00000.safetensors", 999)
+    torn.mkdir()
+    assert checkpoint.find_checkpoint(tmp_path, "auto").folder == third
+    assert f"passed over: --resume: {torn} is not a whole checkpoint" in capsys.readouterr().out
+    os.truncate(third / "rank-00000-0.safetensors", 999)
     assert checkpoint.find_checkpoint(tmp_path, "auto").folder == second
     assert checkpoint.find_checkpoint(tmp_path / "empty", "auto") is None
+    train.main([*args, "--steps", "4", "--resume"])
+    assert saved(tmp_path) == [2, 3, 4] and saved(tmp_path / "earlier-1") == [3, 9]
+    assert len(losses(tmp_path)) == 4
+    shutil.copy(second / "rank-00000-0.safetensors", tmp_path / "step-00000004")
+    with pytest.raises(ValueError, match="step-00000004/rank.* is not what was written"):
+        train.main([*args, "--resume"])
 
 
 def test_going_back_is_one_with_the_log(tmp_path):
@@ -3423,97 +3373,72 @@ def test_going_back_is_one_with_the_log(tmp_path):
     want = losses(tmp_path)
     back = [*args, "--resume", f"{tmp_path}/step-00000002"]
     train.main([*back, "--steps", "0", "--eval-every", "1", "--export", f"{tmp_path}/hf"])
-    assert os.readlink(tmp_path / "latest") == "step-00000006" and losses(tmp_path) == want
+    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
     train.main([*back, "--steps", "3", "--save-every", "-1"])
-    assert os.readlink(tmp_path / "latest") == "step-00000002" and losses(tmp_path) == want[:3]
+    assert saved(tmp_path) == [2] and saved(tmp_path / "earlier-1") == [4, 6]
+    assert losses(tmp_path) == want[:3]
     train.main([*args, "--resume"])
-    assert os.readlink(tmp_path / "latest") == "step-00000006-1" and losses(tmp_path) == want
+    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
 
 
 def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
-    """Under a checksum that is right, in any place that a resume relies on."""
-    folder = shutil.copytree(sandbox / "o" / "latest", tmp_path / "o")
+    """Whatever has become of it."""
+    folder = shutil.copytree(sandbox / "o" / "step-00000001", tmp_path / "o")
     meta = folder / "meta.json"
-    whole = json.loads(meta.read_text())
-    file, tensor = ("['files']['rank-00000.safetensors']", "['tensors']['master.norm.weight']")
-    places = [f"[{key!r}]" for key in whole if key != "crc32"] + [file, tensor]
-    places += [f"{file}[{key!r}]" for key in ("bytes", "header")]
-    places += [f"{tensor}[{key!r}]" for key in ("dtype", "shape", "parts")]
-    places += [
-        f"{tensor}['parts'][0][{key!r}]" for key in ("file", "offset", "start", "count", "crc32")
-    ]
-    for place, value in itertools.product(places, ("None", "'x'", "[[]]", "1.5")):
-        changed_meta(meta, f"c{place} = {value}")
+    whole = meta.read_text()
+    places = random.Random(0).sample(range(len(whole)), 40)
+    flipped = [f"{whole[:i]}{chr(ord(whole[i]) ^ 1)}{whole[i + 1:]}" for i in places]
+    for text in ("[" * 100_000, "", "\xff", "3", *(whole[:i] for i in places), *flipped):
+        meta.write_text(text, encoding="latin-1")
         with pytest.raises(ValueError, match=f"--resume: {folder} is not a whole checkpoint"):
             checkpoint.open_checkpoint(folder)
-        meta.write_text(json.dumps(whole))
-    for text in ("[" * 100_000, "", "\xff", "3"):
-        meta.write_text(text, encoding="latin-1")
-        with pytest.raises(ValueError, match="not a whole checkpoint"):
-            checkpoint.open_checkpoint(folder)
 
 
-@pytest.mark.parametrize(
-    "cuts, message",
-    [  # rows and columns of parts of a matrix (6, 4)
-        ("[[[[0, 2], [4, 6]], [0, 4]], [[[2, 4]], [0, 4]]]", ""),
-        ("[[[[0, 6]], [0, 2]], [[[0, 6]], [2, 4]]]", ""),
-        ("[[[[0, 6]], [0, 2]], [[[0, 6]], [1, 3]]]", "columns 1 to 3 of .6, 4. are there twice"),
-        ("[[[[0, 6]], [1, 3]], [[[0, 6]], [0, 2]]]", "columns 0 to 2 of .6, 4. are there twice"),
-        (
-            "[[[[0, 3]], [0, 4]], [[[2, 5]], [0, 4]]]",
-            "rows 2 to 5, columns 0 to 4 of .6, 4. are th",
-        ),
-        (
-            "[[[[2, 5]], [0, 4]], [[[0, 3]], [0, 4]]]",
-            "rows 0 to 3, columns 0 to 4 of .6, 4. are th",
-        ),
-        ("[[[[0, 2]], [0, 4]], [[[4, 6]], [0, 4]]]", "cuts have 16 elements of .6, 4."),
-        ("[[[[0, 6]], [0, 2]], [[[0, 6]], [2, 5]]]", "columns 2 to 5 of .6, 4."),
-        ("[[[[0, 6]], [0, 2]], [[[0, 6], [6, 6]], [2, 4]]]", "rows 6 to 6"),
-    ],
-)
-def test_cuts_of_a_checkpoint_are_a_matrix(cuts, message):
-    """What columns of ranks have saved is believed if each element is there once."""
-    parts = []
-    for rows, (left, right) in json.loads(cuts):
-        count = sum(bottom - top for top, bottom in rows) * (right - left)
-        parts.append(
-            {
-                "file": "rank-0.safetensors",
-                "offset": 0,
-                "start": 0,
-                "count": count,
-                "crc32": [0],
-                "cut": [rows, [left, right]],
-            }
-        )
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        checkpoint.read_tensor(
-            {"rank-0.safetensors": {"bytes": 999}},
-            {"dtype": "F32", "shape": [6, 4], "parts": parts},
-        )
+def test_cuts_of_a_checkpoint_are_a_matrix(tmp_path, monkeypatch):
+    """What ranks have saved of rows and columns of a matrix, in flat parts, others read."""
+    ranks = itertools.count()
+    monkeypatch.setattr(dist, "get_rank", lambda: next(ranks))
+    matrix = torch.randn(6, 4)
+    rows = [((0, 2), (4, 5)), ((2, 4), (5, 6))]
+    cuts = [None], [m.Cut((6, 4), part, (0, 4)) for part in rows]
+    cuts += ([m.Cut((6, 4), ((0, 6),), part) for part in ((0, 1), (1, 4))],)
+
+    def parts_of(cuts, count):
+        for cut in cuts:
+            flat = (matrix if cut is None else cut.of(matrix)).flatten()
+            for part in torch.arange(len(flat)).tensor_split(count):
+                yield shard.StatePart(flat[part], part[0].item(), (6, 4), True, cut)
+
+    for saved in itertools.product(cuts, (1, 2, 5)):
+        folder = tmp_path / f"{next(ranks)}"
+        parts = [checkpoint.write_states(folder, {"x": part}) for part in parts_of(*saved)]
+        found = checkpoint.Checkpoint(folder, {"files": [name for part in parts for name in part]})
+        for loaded in itertools.product(cuts, (1, 3)):
+            for part in parts_of(*loaded):
+                blank = dataclasses.replace(part, values=torch.zeros(len(part.values)))
+                checkpoint.read_states(found, {"x": blank})
+                assert torch.equal(blank.values, part.values)
 
 
 def test_resume_says_what_has_changed(tmp_path, capsys):
-    """Data of the same size, threads, on which sums depend, and lines of the log that are none."""
+    """Data of another size, threads, on which sums depend, and lines of the log that are none."""
     words, out = tmp_path / "a.txt", tmp_path / "o"
     words.write_bytes(bytes(range(256)) * 20)
     args = [*QUICK, "--data", f"{words}", "--out", f"{out}", "--steps"]
     train.main([*args, "1"])
     train.main([*args, "2", "--resume"])
     rows, text = log(out), capsys.readouterr().out
-    assert "HAS CHANGED" not in text and "saved by ranks" not in text
-    words.write_bytes(bytes(range(256)) * 19 + bytes(256))
-    changed_meta(out / "latest" / "meta.json", "c['threads'] = 7")
+    assert "at step 1; changed: ['steps 1 -> 2']\n" in text
+    words.write_bytes(bytes(range(256)) * 19)
+    changed_meta(out / "step-00000002" / "meta.json", "c['threads'] = 7")
     with open(out / "log.jsonl", "ab") as file:
         file.write(b'3\n{"step": null}\n{"no": 1}\n\xff\n{"step": 3, "lo')
     train.main([*args, "3", "--resume"])
     text = capsys.readouterr().out
     for sentence in (
-        "THE DATA HAS CHANGED since the checkpoint",
-        "saved by ranks of 7 threads",
-        "log.jsonl: dropped what is no step's: line 3, line 4, line 5",
+        "'data {'files': 1, ",
+        f"'threads 7 -> {torch.get_num_threads()}'",
+        "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'",
     ):
         assert sentence in text
     assert log(out)[:2] == rows and len(log(out)) == 3
@@ -3527,12 +3452,12 @@ def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
     at_file(f"{out}/step-0000000[47].tmp/rank", full_disk)
     train.main([*args, "--out", f"{out}"])
     text = capsys.readouterr().out
-    assert f"step 4 was not saved: {out}/step-00000004.tmp: No space left" in text
+    assert f"step 4 was not saved: {out}/step-00000004.tmp: [Errno 28] No space left" in text
     assert re.search(r"step 6/6 .*\(step 4 was not saved", text)
-    assert [p.name for p in sorted(out.glob("step*"))] == ["step-00000002", "step-00000006"]
-    with pytest.raises(SystemExit, match="step 7 was not saved: .*: No space left"):
+    assert saved(out) == [2, 6]
+    with pytest.raises(SystemExit, match="step 7 was not saved: .* No space left"):
         train.main([*args, "--out", f"{out}", "--steps", "7", "--resume"])
-    assert os.readlink(out / "latest") == "step-00000006" and not list(out.glob("*.tmp"))
+    assert saved(out) == [2, 6] and not [*out.glob("*.tmp")]
     at_file(f"{tmp_path}/gone/step-00000002.tmp/rank", lambda: shutil.rmtree(tmp_path / "gone"))
     with pytest.raises(SystemExit, match="step 6 was not saved: .*No such file or directory"):
         train.main([*args, "--out", f"{tmp_path}/gone"])
@@ -3555,20 +3480,22 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
 def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
     """Copies are taken at once, though they are written when the next step is done, also of states
     that lie on the host."""
+    from safetensors.torch import load_file
 
     def late():
         deadline = time.time() + 20
         while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
             time.sleep(0.1)
 
-    at_file(f"{tmp_path}/b/step-00000002.tmp/rank", late)
+    at_file(f"{tmp_path}/b/step-00000002.tmp", late, "os.mkdir")  # before a tensor is written
     args = [*QUICK, "--save-every", "2", "--keep", "9", "--out"]
     train.main([*args, f"{tmp_path}/a"])
     capsys.readouterr()
     train.main([*args, f"{tmp_path}/b", "--save-async", "--os-place", "host"])
     for step in (2, 4, 6):
-        a, b = (tmp_path / x / f"step-0000000{step}" / "rank-00000.safetensors" for x in "ab")
-        assert a.read_bytes() == b.read_bytes()
+        file = f"step-0000000{step}/rank-00000-0.safetensors"
+        a, b = load_file(tmp_path / "a" / file), load_file(tmp_path / "b" / file)
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     text = capsys.readouterr().out
     assert text.index("step 3/6") < text.index(f"saved {tmp_path}")
 
@@ -3631,8 +3558,8 @@ def test_signals(ranks, number, tmp_path):
         process.kill()  # one that did not hear it would run for hours
     done = len(losses(out))
     assert [process.exitcode for process in processes] == [0] * len(processes)
-    assert f"stopped by {number.name} after step {done}\n" in said.read_text()
-    assert os.readlink(out / "latest") == f"step-{done:08d}"
+    assert f"stopped by {number.name}: the run ends after step {done}\n" in said.read_text()
+    assert saved(out) == [done]
 
 
 def test_signal_in_the_last_step_leaves_nothing_out(tmp_path):
@@ -3650,8 +3577,8 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path):
             f"{tmp_path}/hf",
         ]
     )
-    assert os.readlink(tmp_path / "o" / "latest") == "step-00000002"
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size > 2**20
+    assert saved(tmp_path / "o") == [1, 2]
+    assert (tmp_path / "hf" / "model-00001-of-00001.safetensors").stat().st_size > 2**20
 
 
 @pytest.mark.parametrize(
@@ -3669,12 +3596,12 @@ def test_data_that_goes_away(size, message, tmp_path):
     args = [*QUICK, "--save-every", "2", "--data", f"{words}", "--out", f"{out}"]
     at_file(
         f"{out}/step-00000002.tmp/rank",
-        lambda: words.unlink() if size is None else os.truncate(words, size),
+        lambda: words.unlink(missing_ok=True) if size is None else os.truncate(words, size),
     )
     with pytest.raises(SystemExit, match=f"train.py: .*{message}"):
         train.main(args)
     words.write_bytes(text)
-    assert os.readlink(out / "latest") == "step-00000003"
+    assert saved(out) == [2, 3]
     train.main([*args, "--resume"])
     assert [step for step, *_ in losses(out)] == [1, 2, 3, 4, 5, 6]
 
@@ -3692,7 +3619,7 @@ ranks.BEAT_S = 0.2
 os.chdir(r'{tmp_path}/' + os.environ['RANK'])
 t.at_file('step-00000002.tmp/rank-00001', t.full_disk)
 t.at_file('step-00000003.tmp/rank-00000', lambda: time.sleep(7))
-t.at_file('step-00000004.tmp/rank-00001', lambda: os.unlink('words.txt'))
+t.at_file('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(missing_ok=True))
 """
     text = run(
         [
@@ -3710,10 +3637,10 @@ t.at_file('step-00000004.tmp/rank-00001', lambda: os.unlink('words.txt'))
         code,
         expect=1,
     )
-    assert re.search(r"step 2 was not saved: .*: No space left on device \(on ranks \[1\]\)", text)
-    assert re.search(r"ends after step 5: .*'words.txt' \(on ranks \[1\]\)", text)
+    assert re.search(r"step 2 was not saved: .* No space left on device \(on ranks \[1\]\)", text)
+    assert re.search(r"'words.txt' \(on ranks \[1\]\): the run ends after step 5", text)
     assert text.count("train.py: [Errno") == 1 and "Traceback" not in text
-    assert sorted(p.name[-1] for p in (tmp_path / "o").glob("step*")) == ["4", "5"]
+    assert saved(tmp_path / "o") == [4, 5]
 
 
 # ---------------------------------------------------------------------------- several nodes
@@ -3756,8 +3683,6 @@ if 'LOST' in os.environ:
                 "2",
                 "--resume",
                 "auto",
-                "--per-node",
-                "2",
                 "--out",
                 tmp_path / "out",
             ],
@@ -3825,7 +3750,6 @@ def sandbox(tmp_path_factory):
     ids = np.zeros(500, "<u2")
     ids[3] = 999
     ids.tofile(folder / "big.bin")
-    np.arange(250, dtype="<u4").tofile(folder / "wide.bin")
     return folder
 
 
@@ -3837,7 +3761,7 @@ REFUSED = [
     (f"train.py --seq {'4' * 400}", "argument --seq: 4{400}: a whole number, as 4096"),
     ("train.py --seq 5T", "5T: a whole number, as 4096"),
     ("train.py --seq 0.3K", "0.3K: a whole number"),
-    ("train.py --model llama-8b", "llama-8b.*65b.*nearest: llama3-8b"),
+    ("train.py --model llama-8b", "llama-8b: one of .*65b.*llama3-8b"),
     ("train.py --attention fa4", "fa4.*needs a GPU.*usable: cpu"),
     ("train.py --dtype int8", "int8.*bf16, fp32"),
     ("train.py --steps -3", "--steps -3: from 0"),
@@ -3845,8 +3769,6 @@ REFUSED = [
     ("train.py --resident-layers 1", "--resident-layers 1: from 2"),
     ("train.py --lr nan", "--lr nan: from 0"),
     ("train.py --seed -1", "--seed -1: from 0"),
-    ("train.py --timeout inf", "--timeout inf: from 1"),
-    ("train.py --timeout 0", "--timeout 0.0: from 1"),
     ("train.py --sp 0", "--sp 0: from 1"),
     ("train.py --batch 0", "--batch 0: from 1"),
     ("train.py --rope-scaling theta:0.5", "theta:0.5: .*theta:BASE, from 1"),
@@ -3862,47 +3784,50 @@ REFUSED = [
     ("train.py --document-token 10 --memplan on", "--memplan on: requests differ with"),
     # ---- flags that this model, these ranks or this memory cannot have
     ("train.py --document-token 256", "--document-token 256: .*vocabulary ends at 255"),
-    ("train.py --micro-batch 4", "4.*6 sequences.*nearest --batch: 4 or 8"),
-    ("train.py --head-groups 4", "a rank has 6 query heads at .*; one of 1, 2, 3, 6$"),
-    ("train.py --resident-layers 5", "--resident-layers 5: from 2.*the 4 that the model has"),
+    ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
+    ("train.py --head-groups 4", "a rank has 6 query heads at .*; legal .* 3, --head-groups 6$"),
+    ("train.py --resident-layers 5", "--resident-layers 5 .* of the 4 layers"),
     (
-        "train.py --pp 2 --ranks 2 --dry-run --resident-layers 3",
-        "--resident-layers 3: from 2.* parts has",
+        "planner.py --model tiny --ranks 2 --seq 32 --pp 2 --resident-layers 3",
+        "--resident-layers 3 .* of the . layers",
     ),
-    ("train.py --resident-layers 4 --alpha 0.5", "no layer swaps if all 4 are resident"),
-    ("train.py --chunk 8 --alpha 1 --host-memory 0", "room for.*0.0 on the host"),
+    ("train.py --resident-layers 4 --alpha 0.5", "--resident-layers 4 .*, nor do resident ones"),
+    ("train.py --chunk 8 --alpha 1 --host-memory 0", "--alpha 1.0 .* fit .* 0.0 of the host"),
     (
         "train.py --os-place host --host-memory 1M",
-        "optimizer states on the host with"
-        " p=1 g=1 os=1 are 0.0 GiB a rank, there is room for 0.0; more ranks",
+        "0.0 GiB of host memory a rank of 0.0, with .*os on the host",
     ),
-    ("train.py --p 2", "p=2 g=1 os=1: 2 shards do not fit 1 ranks.*nearest: --p 1"),
-    ("train.py --tp 2", "--tp 2: it must divide 1 GPUs of a node, .*: one of 1$"),
-    ("train.py --per-node 2", "--per-node 2: does not divide 1 ranks"),
+    ("train.py --p 2", "--p 2 --g 1 --os 1: 2 shards do not fit 1 ranks.*legal here: --p 1"),
+    ("train.py --tp 2", "--tp 2: it must divide 1 GPUs of a node, .* here: --tp 1$"),
     (
-        "train.py --dry-run --ranks 2 --batch 5 --sp 1",
+        "planner.py --model tiny --seq 32 --ranks 2 --batch 5 --sp 1",
         "--batch 5: not divisible by 2 data-parallel ranks; nearest: 4 or 6",
     ),
     (
-        "train.py --dry-run --ranks 2 --sp 3",
-        "--sp 3: it must divide 2 ranks and --seq 32, and sp / "
-        "ring the 6 key/value heads: one of 1, 2",
+        "planner.py --model tiny --seq 32 --ranks 2 --sp 3",
+        "--sp 3 .* it must divide 2 ranks, .* --seq 32 .*: --sp 1 --ring 1, --sp 2",
     ),
     (
-        "train.py --dry-run --ranks 2 --ring 4",
-        "--ring 4: it must divide --sp, which divides 2 ranks.*: one of 1, 2",
+        "planner.py --model tiny --seq 32 --ranks 2 --ring 4",
+        "--ring 4: sp / ring ranks share 6 key/value heads.*: .*--ring 2",
     ),
-    ("train.py --dry-run --ranks 2 --tp 2 --chunk 8", "--tp-mode msp: .*layers run whole, without"),
-    ("train.py --dry-run --ranks 2 --tp 2 --seq 33", "--seq 33: no multiple of sp 1 x tp 2;"),
+    (
+        "planner.py --model tiny --seq 32 --batch 6 --ranks 2 --tp 2 --chunk 8",
+        "--tp-mode msp: .*layers run whole, without",
+    ),
+    (
+        "planner.py --model tiny --ranks 2 --tp 2 --seq 33",
+        "--seq 33 be a multiple of sp x tp = 1 x 2",
+    ),
     # ---- data
     ("train.py --seq 64M", r"67108864.*longest that fits is --seq \d{7}"),
     (
-        "train.py --batch 4M",
-        "--batch 4194304: the data has [0-9]+ training sequences of "
+        "train.py --batch 1M",
+        "--batch 1048576: the data has [0-9]+ training sequences of "
         "32 tokens.*--batch counts sequences",
     ),
-    ("train.py --data none", "no such file"),
-    ("mkdir empty && train.py --data empty", "no files"),
+    ("train.py --data none", "no such file or folder"),
+    ("mkdir empty && train.py --data empty", "no files in it"),
     ("mkdir empty && train.py --tokenizer empty", "empty: no tokenizer.json"),
     (
         "printf 'of twenty letters...' > a.txt && train.py --data a.txt",
@@ -3910,16 +3835,14 @@ REFUSED = [
     ),
     (
         "printf x > a.txt && train.py --data a.txt",
-        "--seq 32: the data has 1 tokens, too few for "
-        "training and validation; even --seq 1 needs 3$",
+        "--seq 32: the data has 1 tokens, too few for training and validation; .* --seq 0$",
     ),
     ("printf x > locked.txt && train.py --data locked.txt", "Permission denied.*locked.txt"),
     ("head -c 2001 /dev/zero > a.bin && train.py --data a.bin", "a.bin is not a whole number of 2"),
     ("train.py --data big.bin", "token 3 is 999.*255"),
-    ("train.py --data wide.bin", "wide.bin is next to 0.*token_bytes.: 4"),
     (
-        """echo '{"token_bytes": 4, "vocab": 300}' > wide.bin.json && train.py --data wide.bin""",
-        "wide.bin.json says a vocabulary of 300.* 256",
+        """echo '{"token_bytes": 4}' > big.bin.json && train.py --data big.bin""",
+        f"token 1 is {999 << 16}, .*another token_bytes in FILE.bin.json",
     ),
     ("mkfifo big.bin.json && train.py --data big.bin", "big.bin.json is not of the form"),
     ("mkfifo tokenizer.json && train.py --tokenizer .", "tokenizer.json is no regular file"),
@@ -3933,20 +3856,11 @@ REFUSED = [
     ),
     # ---- Hugging Face models
     ("truncate -s -100 hf/model-00002* && train.py --init hf:hf", "missing or truncated"),
-    ("rm hf/model-00002* && train.py --init hf:hf", "missing or truncated"),
-    ("rm hf/config.json && train.py --init hf:hf", "config.json cannot be read"),
+    ("rm hf/model-00002* && train.py --init hf:hf", "3 tensors are in config.json's model alone"),
+    ("rm hf/config.json && train.py --init hf:hf", "config.json cannot be read.*hf download"),
     (
         "rm hf/model* && touch hf/pytorch_model.bin && train.py --init hf:hf",
-        r"pytorch_model.bin is a pickle.*save_pretrained\('hf'\)",
-    ),
-    (
-        "rm hf/* && touch hf/consolidated.00.pth && train.py --init hf:hf",
-        "consolidated.00.pth is a pickle.*convert_llama_weights_to_hf --input_dir hf ",
-    ),
-    (
-        "cp hf/model-00001* hf/model.safetensors && train.py --init hf:hf",
-        "model.safetensors and "
-        "model.safetensors.index.json, which names model-00001.*delete one",
+        r"tensors are in.*Pickles are never read.*from_pretrained\('hf', .*save_pretrained\('hf'\)",
     ),
     ("ln -sf /dev/zero hf/config.json && train.py --init hf:hf", "config.json is no regular file"),
     (
@@ -3955,24 +3869,16 @@ REFUSED = [
     ),
     (
         """sed -i 's/_size": 96/_size": 97/' hf/config.json && train.py --init hf:hf""",
-        r"gate_proj.weight is \(96, 64\).*\(97, 64\)",
+        r"12 tensors are in config.json's model alone.*gate_proj.weight', \(96, 64.*\(97, 64",
     ),
     (
         """sed -i 's/"llama"/"gpt2"/' hf/config.json && train.py --init hf:hf""",
-        "model_type is 'gpt2'; one of llama, mistral, qwen2, qwen3",
-    ),
-    (
-        """sed -i 's/value_heads": 4/value_heads": 3/' hf/config.json && train.py --init hf:hf""",
-        "config.json.*kv_heads is 3, which does not divide the 4 heads; nearest: 2",
-    ),
-    (
-        """sed -i 's/layers": 2/layers": 1000000000/' hf/config.json && train.py --init hf:hf""",
-        "layers is 1000000000: a whole number from 1 to 4096",
+        "model_type is 'gpt2'; one of qwen2, qwen3, llama, mistral",
     ),
     (
         """sed -i '1s/{/{"quantization_config": {"quant_method": "gptq"},/' hf/config.json"""
         " && train.py --init hf:hf",
-        "quantization_config is .*gptq.* only null is built",
+        "quantization_config is .*gptq.*; only None is built",
     ),
     (
         """sed -i '1s/{/{"sliding_window": 16,/; s/"llama"/"mistral"/' hf/config.json"""
@@ -3987,54 +3893,45 @@ REFUSED = [
     (
         r"f=$(ls hf/model-00002*) && printf '\377\377\377\377' | dd of=$f bs=1 conv=notrunc"
         " seek=$(($(stat -c %s $f) - 4)) && train.py --init hf:hf",
-        "model.*weight has values that are not finite",
+        "model.*weight'., torch.float32, has values that are not finite",
     ),
     (
         """sed -i 's/"F32"/"I32"/' hf/model-00002* && train.py --init hf:hf""",
-        "model.*weight is stored as I32; F64, F32, F16 and BF16 are read",
+        "model.*weight'., torch.int32, has values that are not finite, or no floating point",
     ),
     # ---- checkpoints
     ("train.py --resume", "there is no checkpoint in new"),
-    ("train.py --resume none", "there is no none"),
+    ("train.py --resume none", "none is not a whole checkpoint: .*No such file"),
     ("train.py --resume big.bin", "not a whole checkpoint"),
     (
-        "rm o/latest/meta.json && mkfifo o/latest/meta.json && train.py --resume o/latest",
-        "meta.json is no regular file",
+        "rm o/step*/meta.json && mkfifo o/step-00000001/meta.json && train.py --resume --out o",
+        "there is no checkpoint in o",
     ),
-    ("rm o/latest/rank* && train.py --resume --out o", "rank-00000.safetensors is missing"),
-    ("truncate -s -1 o/latest/rank* && train.py --resume --out o", r"\d+ bytes, not \d+; earlier"),
+    ("rm o/step*/rank* && train.py --resume o/step-00000001", "whole checkpoint: .*No such file.*"),
     (
-        """sed -i 's/"step": 1/"step": 3/' o/latest/meta.json && train.py --resume --out o""",
+        "truncate -s -1 o/step*/rank*-0* && train.py --resume o/step-00000001",
+        r"rank-00000-0.safetensors has \d+ bytes, not \d+; earlier",
+    ),
+    (
+        """sed -i 's/"step": 1/"step": 3/' o/step*/meta.json"""
+        " && train.py --resume o/step-00000001",
         "meta.json is not what was written: its checksum differs",
     ),
     (
-        "printf X | dd of=o/latest/rank-00000.safetensors bs=1 conv=notrunc seek=20"
+        "printf X | dd of=o/step-00000001/rank-00000-0.safetensors bs=1 conv=notrunc seek=20"
         " && train.py --resume --out o",
-        "are not what was written: their checksum differs",
+        "rank-00000-0.safetensors is not what was written: its checksum differs",
     ),
     (
-        "printf X | dd of=o/latest/rank-00000.safetensors bs=1 conv=notrunc seek=500000"
+        "printf X | dd of=o/step-00000001/rank-00000-0.safetensors bs=1 conv=notrunc seek=500000"
         " && train.py --resume auto --out o",
-        "are not what was written: their checksum differs",
+        "rank-00000-0.safetensors is not what was written: its checksum differs",
     ),
     (
-        r"""printf "cos\nsystem\n(S'touch ran'\ntR." | dd of=o/latest/rank-00000.safetensors """
-        "conv=notrunc && train.py --resume --out o",
-        "are not what was written",
+        r"""printf "cos\nsystem\n(S'touch ran'\ntR." | dd conv=notrunc """
+        "of=o/step-00000001/rank-00000-0.safetensors && train.py --resume --out o",
+        "is not what was written",
     ),  # a pickle
-    (
-        "meta c['tensors']['updates']['parts'][0]['file'] = '../big.bin'"
-        " && train.py --resume --out o",
-        "not a whole checkpoint",
-    ),
-    ("meta c['tensors']['updates']['parts'] = [] && train.py --resume --out o", "0 elements of"),
-    ("meta c['tensors']['updates']['parts'] *= 2 && train.py --resume --out o", "after element 1"),
-    (
-        "meta c['tensors']['updates']['parts'][0]['offset'] = 10**9 && train.py --resume --out o",
-        "after element 0",
-    ),
-    ("meta c['version'] = 99 && train.py --resume --out o", "of version 99; this program reads"),
-    ("meta c['config']['lr'] = 'x' && train.py --resume --out o", "has --lr 'x'"),
     ("meta c['model']['experts'] = 8 && train.py --resume --out o", "of another model.*experts"),
     (
         "meta c['source'] |= dict(model_type='mistral', sliding_window=16) && train.py --resume"
@@ -4042,10 +3939,6 @@ REFUSED = [
         "--seq 32: .*windows of 16 tokens.*at most --seq 16",
     ),
     ("train.py --resume --out o --model 160m", r"another model.* dim 64 \(here 768\)"),
-    (
-        "train.py --resume --out o --dry-run --ranks 4 --sp 1",
-        "--batch 6, which a resumed run keeps: not divisible by 4 .*nearest: 4 or 8",
-    ),
     # ---- bench.py
     ("bench.py long", "table long measures GPUs, and there are none here; a CPU can measure step$"),
     ("bench.py step --nodes 2", "--nodes 2: splits the ranks of tables nodes, ring, not of step"),
@@ -4073,7 +3966,7 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     subprocess.run(shell, shell=True, check=True, stderr=subprocess.DEVNULL)
     for edit in edits:
         if edit.startswith("meta "):
-            changed_meta(Path("o/latest/meta.json"), edit.removeprefix("meta "))
+            changed_meta(Path("o/step-00000001/meta.json"), edit.removeprefix("meta "))
     program, *flags = command.split()
     if program == "train.py":
         flags = [*QUICK[2:], "--out", "new", *flags]
@@ -4089,10 +3982,9 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
 
 DIFFERENT = [  # flags of a rank that is started in a folder of its own, and what both say
     ("--lr 0.{rank}1", r"ranks were started differently: --lr is 0\.01 on rank 0, 0\.11 on rank 1"),
-    ("--timeout {rank}", r"--timeout 0\.0: from 1 to 1000000000\.0 \(on ranks \[0\]\)"),
     ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
-    ("--data both.txt", ".*the data is .* on rank 0, .* on rank 1"),
-    ("--out out", "--out out: another folder.*storage that all nodes share"),
+    ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
+    ("--out out", ".*?lock of --out out, .*?storage that all nodes share, .*?another on rank 1"),
 ]
 
 
@@ -4125,7 +4017,7 @@ def test_refused_on_all_ranks(tmp_path):
     waits for the others."""
     for rank in "01":
         (tmp_path / rank).mkdir()
-        (tmp_path / rank / "both.txt").write_text(1000 * rank)
+        (tmp_path / rank / "both.txt").write_text((1000 + int(rank)) * "x")
     (tmp_path / "0" / "only-0.txt").write_text(1000 * "x")
     ports = [free_port() for _ in DIFFERENT]
     text = run([], 2, f"import test_all; test_all.refused_on_two({str(tmp_path)!r}, {ports})")
@@ -4868,33 +4760,49 @@ def test_planner_is_fast():
 
 # -- the program
 
-JSON_KEYS = (
-    "dp sp ring tp tp_mode pp pp_chunks p g os os_layout os_place micro_batch recompute "
-    "alpha resident_layers chunk head_groups step_s tgs mfu_causal mfu_full gpu_gib "
-    "host_gib"
-).split()
-
-
 def test_planner_prints_plans():
     flags = (
-        "--model 1b --ranks 4 --per-node 2 --seq 8K --sp 1 --batch 16 --cluster h200x2 "
-        "--gpu-memory 30G --top 4"
+        "--model 1b --ranks 4 --per-node 2 --seq 8K --batch 16 --cluster h200x2 --gpu-memory 30G "
+        "--top 3"
     )
     text = ask(f"{flags} --leaf 1")
-    assert len(re.findall(r"^ *\d+  .*%", text, re.M)) == 4
-    assert "what binds: " in text and "order of nodes: 0..1" in text
+    for name in planner.RULES:  # a reason a choice
+        assert re.search(rf"^  {name} .*: ", text, re.M), name
+    assert "what binds: " in text and "order of nodes: 0..1" in text and "tokens a day" in text
     assert "not in the profile: " in text  # h200x2 has no network between nodes
     found = json.loads(ask(f"{flags} --json"))
-    assert list(found) == ["plans", "binding"] and found["binding"]
-    assert len(found["plans"]) == 4 and all(list(plan) == JSON_KEYS for plan in found["plans"])
-    first, *others = (plan["tgs"] for plan in found["plans"])
-    ties = sum(tgs >= first / 1.002 for tgs in others)
-    assert ties == 0 or f"{ties} of these tie with the first within 0.2%" in text
+    first, *others = (plan_from(plan) for plan in found["plans"])
+    assert found["binding"] and 1 <= len(others) <= 2
+    assert len({plan.sp for plan in (first, *others)}) == 1 + len(others)
+    again = planner.predict(first, hardware.load_profile("h200x2"))
+    assert again.step_s == pytest.approx(first.step_s) and again.memory == first.memory
+    # the command that runs it leaves the planner no other choice
+    command = train.parse(text[text.index("train.py") :].partition("\n")[0].split()[1:])
+    assert (command.sp, command.batch, command.p, command.os) == (
+        first.sp, first.batch, first.factors.p, first.factors.os
+    )
     text = ask(
         "--model 7b --ranks 8 --seq 1M --batch 1 --sp 8 --ring 1 --p 1 --g 1 --os 8 "
         "--chunk 16K --cluster h200x8"
     )
     assert re.search("what binds: FLOP/s: with no limit to it a step would take 9.* less", text)
+
+
+def plan_from(row: dict) -> costs.Plan:
+    """Return the plan of which --json tells."""
+    whole = {f.name: row[f.name] for f in dataclasses.fields(costs.Plan)}
+    kept = whole["activations"]
+    return costs.Plan(
+        **whole
+        | {
+            "model": m.ModelConfig(**whole["model"]),
+            "dtype": planner.DTYPES[whole["dtype"]],
+            "factors": shard.Factors(**whole["factors"]),
+            "overlap": tuple(whole["overlap"]),
+            "activations": kept and offload.ActivationPlan(**kept),
+            "memory": costs.Memory(**whole["memory"]),
+        }
+    )
 
 
 def test_planner_places_rings(tmp_path):
@@ -4916,43 +4824,43 @@ def test_planner_places_rings(tmp_path):
     "flags, message",
     [
         ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
-        ("--ranks 6 --per-node 4", "--per-node 4: does not divide 6 ranks; nearest: 3"),
-        ("--ranks 8 --sp 3", "--sp 3: it must divide 8 ranks"),
+        ("--ranks 6 --per-node 4", "each stage has whole nodes of 4.* of 6 ranks"),
+        ("--ranks 8 --sp 3", "--sp 3 --ring 1: it must divide 8 ranks"),
         (
             "--ranks 8 --sp 8 --ring 3",
-            "--ring 3: with --sp 8 .* 16 key/value heads .* of 1, 2, 4, 8",
+            "--sp 8 --ring 3: .* 16 key/value heads.*--sp 8 --ring 2, --sp 8 --ring 4",
         ),
         (
             "--ranks 8 --model llama3-8b --sp 8 --ring 1 --head-groups 3",
-            "4 query heads .*, and 1 of .* of 1, 2, 4$",
+            "4 query heads .*, and 1 of .* --head-groups 1, --head-groups 2, --head-groups 4$",
         ),
         (
             "--ranks 16 --per-node 16 --model llama3-8b --sp 16 --ring 1",
-            "--ring 1: .* of 2, 4, 8, 16",
+            "--ring 1: .* 8 key/value heads.*--sp 16 --ring 2",
         ),
-        ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .* --seq 40 .* one of 1, 2, 4$"),
+        ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .*--seq 40 is cut .*--sp 8 --ring 4"),
         (
             "--ranks 8 --ring 2 --document-token 0",
             "--ring 2: attention inside documents .*: --ring 1",
         ),
-        ("--ranks 8 --sp 3 --tokenizer x", "--sp 3: .* inside documents .* heads alone: one"),
-        ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value heads, .*: one of 1, 2, 4, 8$"),
-        ("--ranks 8 --per-node 4 --pp 16", "--pp 16: .* nearest: 8$"),
-        ("--ranks 24 --per-node 4 --pp 4", "--pp 4: .* whole nodes of 4, .* nearest: 3 or 6$"),
+        ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 ranks, .* --sp 2 --ring 1"),
+        ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
+        ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
+        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* whole nodes of 4, .*--pp 3 --pp-chunks 1"),
         (
             "--ranks 8 --pp 8 --pp-chunks 4",
-            "--pp-chunks 4: 8 stages x 4 parts .* 24 layers; at most 3",
+            "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 3",
         ),
-        ("--ranks 8 --pp-chunks 2", "--pp-chunks 2: of a pipeline; --pp from 2, or auto"),
+        ("--ranks 8 --pp-chunks 2", "--pp-chunks 2: 1 stages .* several parts are of a pipeline"),
         (
             "--ranks 8 --pp 4 --pp-chunks 2 --sp 1 --batch 6",
             "--pp-chunks 2: 3 micro-batches are no multiple of 4 stages.* --batch: 8",
         ),
-        ("--ranks 4 --tp 4 --seq 18", "--seq 18: no multiple of sp 1 x tp 4; nearest: 16 or 20$"),
+        ("--ranks 4 --tp 4 --seq 18", "--seq 18 be a multiple of sp x tp = 1 x 4"),
         ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
         (
             "--ranks 12 --per-node 4 --pp 12 --pp-chunks 1 --alpha 0.5",
-            "last two layers never swap, and .* has 2$",
+            "--alpha 0.5: of the 2 layers .* the last two never swap",
         ),
         ("--top 0", "--top 0: from 1"),
         ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
@@ -4973,17 +4881,16 @@ def test_planner_refuses(flags, message, capsys):
         (
             "--model 7b --ranks 8 --batch 1 --seq 4M --cluster h200x8 --sp 8 --ring 1 --p 8 "
             "--chunk 16K --os-place gpu --host-memory 8G",
-            "inputs and attention outputs are 258.0 GiB a rank, 60.2 where layers drop all "
-            "that they can",
+            "a step needs [0-9.]+ GiB a GPU of 132.8 .*activations 60.2.* host .* of 1.0",
         ),
         (
             "--model 13b --ranks 2 --seq 4K --batch 2 --cluster h200x2 --host-memory 8G "
             "--gpu-memory 60G",
-            "a step needs .* GiB a GPU .*even with p=2 g=2 os=2, there is room for 57",
+            "a step needs .* GiB a GPU of 57.0 .*p,g,os 2,2,2",
         ),
         (
             "--model 65b --ranks 8 --batch 8 --seq 8K --cluster H100 --os-place host --sp 1",
-            "optimizer states on the host .* are 91.2 GiB a rank, there is room for 61.2",
+            "a step needs .*, and 91.2 GiB of host memory a rank of 61.2.*os on the host",
         ),
     ],
 )
@@ -5196,7 +5103,7 @@ def test_readme_numbers_are_measured():
     table = README.partition("<!-- table -->")[2].partition("<!-- end -->")[0].split("\n")[3:-1]
     for line in table:
         _, seq, gpus, *figures = line.strip("| ").split(" | ")
-        assert (train.size(seq), int(gpus), *figures) in measured, line
+        assert (planner.size(seq), int(gpus), *figures) in measured, line
     tgs = {}
     for file in (HERE / "results").glob("long-*k-4xh200.json"):
         for r in json.loads(file.read_text())["rows"]:

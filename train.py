@@ -1,4 +1,4 @@
-"""What happens, in order? Config -> setup -> plan -> build -> loop.
+"""What happens, in order? flags -> device -> model -> data -> plan -> build -> loop.
 
     python train.py                                   a laptop: a tiny model, the machine's own text
     torchrun --nproc_per_node 8 train.py --model 7b   one process a GPU, the same code path
@@ -6,35 +6,37 @@
 
 A step draws `batch` sequences (data.py), and splits them over the data-parallel ranks and then into
 micro-batches; the sp ranks of each hold parts of the same sequences. The loss is the sum over all
-valid tokens divided by their number, so no split changes it. What is left open (sp, p, g, os, what
-layers keep) is chosen by planner.py, from counted bytes and measured times, and printed. Stopped by
-SIGTERM or SIGINT, a run finishes its step and saves (checkpoint.py); killed, it continues from
-OUT/latest with `--resume` as if nothing had happened.
+valid tokens divided by their number, so no split changes it. What flags leave open (sp, p, g, os,
+what layers keep) is chosen by planner.py, from counted bytes and predicted times, and printed.
+Stopped by SIGTERM or SIGINT, a run finishes its step and saves (checkpoint.py); killed, it
+continues from OUT's newest step with `--resume` as if nothing had happened.
 
-    Config (every flag)  ->  Run (what flags, files, devices, planner settle)  ->  model, states
+    run_ranks    settles flags, device, model, data and plan, in straight code
+    build        makes a rank's part of the model, and its states
+    train        is the loop; run_step is a step, and its docstring says what runs beside what
 
 Legend: pp * dp * sp * tp ranks, R = dp * sp of them of one stage and column; M micro-batches a step
 and rank, B sequences a micro-batch, T tokens a sequence, T/sp on a rank.
 """
-import argparse
 import contextlib
-import difflib
 import functools
 import gc
+import itertools
 import json
 import math
 import os
 import re
 import resource
 import signal
+import statistics
 import sys
 import tempfile
 import threading
 import time
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import Field, asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -52,260 +54,118 @@ import planner
 from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
                        pick_kernel, sequence_positions)
 from checkpoint import Checkpoint
-from data import (Sequences, are_ids, check_tokens, document_starts, end_of_text, find_files,
-                  fingerprint, load_tokenizer, open_corpus, regular, split, tokenise)
-from memplan import StepMemory, live_arena, mark
+from data import Sequences, check_tokens, fingerprint, open_corpus, regular, split, tokenise
+from memplan import StepMemory, live_arena, load_allocator, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
 from offload import GIB, ChunkedLayers, buffer_bytes
 from parallel import Pipeline
-from planner import Constraints, Hardware, Plan
+from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
+                     make_parser)
 from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
                    on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
-from shard import OPTIMIZERS, STREAMS, States
+from shard import OPTIMIZERS, States
 
-# ---------------------------------------------------------------------------- config
-
-
-def size(text: str) -> int:
-    """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
-    number = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
-    value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
-    if value != int(value):
-        raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
-    return int(value)
-
-
-OVERLAPS = (*STREAMS, "pipeline")
 EVAL_SEQUENCES = 64  # most of a validation
 MAX_SKIPS = 5  # non-finite steps in a row that end the run
 
-
-def flag(default, text: str):
-    return field(default=default, metadata={"help": text})
+# ---------------------------------------------------------------------------- flags
 
 
 @dataclass(frozen=True)
-class Config:
-    """Every flag. None is `auto`: chosen by what the help says; a Run's Config has the choice."""
+class Config(Constraints):
+    """Every flag: these, and what they leave to the planner. None is `auto`, and stays so but for
+    what defines a run: model, seq, batch, lr, document_token."""
 
-    model: str = flag("auto", f"auto (a resumed run's; tiny on a CPU, 7b on GPUs),"
-                      f" {', '.join(MODELS)}")
-    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096")
-    sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
-    ring: int | None = flag(None, "of them, by context, around which k, v travel (across nodes); "
-                            "the other sp / ring by heads; auto: by predicted time")
-    tp: int | None = flag(1, "neighbours that share each layer's matrices, by columns and rows;"
-                          " auto: by predicted time")
-    tp_mode: str = flag("msp", "of them: mtp (all have all tokens), msp (tokens are split between"
-                        " products), fsp (and gathered again in backward)")
-    pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
-    pp_chunks: int | None = flag(None, "parts of the model on a stage, interleaved; auto: by"
-                                 " predicted time")
-    steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
-                      " with --eval-every 1: evaluate, save nothing; states and gradients"
-                      " are allocated nevertheless")
-    batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
-                             " tokens for tiny and 512K tokens for others")
-    micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
-                                   " within 8K tokens a rank")
-    lr: float | None = flag(None, "peak learning rate; auto: a resumed run's, else 3e-3 for tiny,"
-                            " 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4")
-    min_lr: float | None = flag(None, "the cosine decay's end at --steps, as a fraction of --lr;"
-                                " auto: a resumed run's, else 0.1")
-    warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
-                              " quarter of --steps, at most 500")
-    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases")
-    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping")
-    seed: int = flag(0, "of the weights and of the order of the data")
-    data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
-                     " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside"
-                     ' it says: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, of which 0 is'
-                     " never a label), a folder with .bin files (val.bin is the validation split),"
-                     " or stdlib: the sources of Python's standard library")
-    tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
-                          " are kept in OUT/tokens")
-    document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
-                                      " documents, positions restart with each, and the label"
-                                      " behind one's end does not count; auto: a resumed run's,"
-                                      " else what --tokenizer ends each text with; -1: none")
-    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never")
-    out: str = flag("out", "folder of log.jsonl, loss.png, position.png (validation loss by"
-                    " position) and checkpoints")
-    save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never")
+    model: str = flag(
+        "auto", "auto: tiny on a CPU, 7b on GPUs, of --init its own", among=("auto", *MODELS),
+        group="what is trained, on what, how long")
+    init: str = flag(
+        "random", "first weights: random, or hf:DIR, a Hugging Face folder of Llama, Mistral, "
+        "Qwen2, Qwen2.5 or Qwen3 in safetensors; a resumed run does not need DIR")
+    rope_scaling: str = flag(
+        "", "for sequences past the trained length: linear:FACTOR, llama3:FACTOR or yarn:FACTOR "
+        "times what the model reaches, which keeps its own kind; or theta:BASE, another base")
+    data: str = flag(
+        "stdlib", "a text file or a folder of them (bytes are the tokens, without --tokenizer), "
+        "a .bin file of ids or a folder of them (val.bin: validation; uint16, or as FILE.bin.json "
+        'says: {"token_bytes": 4, "ignore": 0}: 0 is no label), or stdlib: the sources of Python')
+    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096", 1, 2**40)
+    steps: int = flag(
+        200, "of the whole run; 0: initialise, save, export; with --eval-every 1 evaluate alone",
+        0, 2**40)
+    lr: float | None = flag(
+        None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 for --init, else 3e-4",
+        0, 1e30)
+    min_lr: float = flag(0.1, "the cosine decay's end at --steps, as a fraction of --lr", 0, 1)
+    warmup: int | None = flag(
+        None, "steps of linear warm-up; auto: a quarter of --steps, at most 500", 0, 2**40)
+    weight_decay: float = flag(0.1, "of matrices, not of norms and biases", 0)
+    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
+    seed: int = flag(0, "of the weights and of the order of the data", 0, 2**31 - 1)
+    device: str = flag("auto", "auto: GPUs, if any", among=("auto", "cpu", "cuda"),
+                      group="on which machine")
+    dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
+    memplan: str = flag("off", "addresses of a step's tensors, planned once", among=("off", "on"))
+    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
+    dry_run: bool = flag(False, "print the best plans and their memory, and end")
+    out: str = flag(
+        "out", "folder of log.jsonl, loss.png (by step, and by position) and checkpoints",
+        group="files")
+    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never", -1, 2**40)
+    save_every: int = flag(
+        0, "steps between checkpoints; 0: at the end or when stopped; -1: never", -1, 2**40)
     keep: int = flag(2, "checkpoints kept")
-    save_async: bool = flag(False, "write checkpoints while steps go on, from copies in host"
-                            " memory")
-    resume: str = flag("never", "never, latest, auto (latest if there is one: what a torchrun that"
-                       " restarts ranks needs), or a checkpoint's folder; alone: latest")
-    init: str = flag("random", "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral,"
-                     " Qwen2, Qwen2.5 or Qwen3, in safetensors; a resumed run needs neither the"
-                     " flag nor DIR")
-    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype,"
-                       " of the architecture that was imported (else Llama), with its tokenizer and"
-                       " license")
-    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
-                             " llama3:FACTOR or yarn:FACTOR, times the length that a checkpoint"
-                             " reaches; one that is scaled takes its own kind alone (Llama 3.1's"
-                             " 128K, llama3:2: 256K); or theta:BASE, another rotary base")
-    p: int | None = flag(None, "parameter shards; auto: by predicted time, then the fewest shards,"
-                         " p before g before os")
-    g: int | None = flag(None, "gradient shards, p or os; auto: likewise")
-    os: int | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
-    per_node: int | None = flag(None, "ranks of a node; auto: torchrun's local world size")
-    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
-    os_layout: str = flag("auto", "of optimizer states: inter (whole tensors, greedy), intra (each"
-                          " tensor split evenly), or auto: by predicted time")
-    os_place: str = flag("auto", "where optimizer states lie: gpu; host, in page-locked memory,"
-                         " from which they visit the GPU under the next forward; or auto: by"
-                         " predicted time")
-    overlap: str = flag(",".join(OVERLAPS), "communication that runs under computation, a list, or"
-                        " none: param_gather (weights before they are used), grad_scatter (a"
-                        " matrix's gradient to its shards), grad_reduce (shards over replicas),"
-                        " param_broadcast (updated weights to those who hold them), host_update (of"
-                        " states on the host), pipeline (messages between stages)")
-    recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
-                          " program of planner.py says; none: they keep everything; full: their"
-                          " input alone, and all of them runs again, attention included")
-    alpha: float | None = flag(None, "fraction of tokens whose activations a swapped layer swaps;"
-                               " auto: by the program")
-    resident_layers: int | None = flag(None, "last layers whose inputs and attention outputs stay"
-                                       " on the GPU; auto: by the program")
-    chunk: int | None = flag(None, "most tokens that a layer runs at once, which cuts them into"
-                             " equal parts; auto: 16K")
-    head_groups: int | None = flag(None, "parts of a rank's heads; with --sp the next one's"
-                                   " all-to-all runs under this one's attention, without they save"
-                                   " memory of attention's backward; auto: at most 4, or 8")
-    host_memory: int | None = flag(None, "bytes of a node (as 400G) for states and activations;"
-                                   " auto: what the control group or the machine allows, less an"
-                                   " eighth")
-    gpu_memory: int | None = flag(None, "bytes of a GPU that may be used (as 80G); auto: all")
-    attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
-    device: str = flag("auto", "auto, cpu or cuda")
-    dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64")
-    memplan: str = flag("off", "addresses of a step's tensors, planned once: off, or on")
-    compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
-    dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
-    ranks: int | None = flag(None, "with --dry-run: plan for so many; none of them need be there;"
-                             " auto: the ranks that are")
+    save_async: bool = flag(False, "write them while steps go on, from copies in host memory")
+    resume: str = flag(
+        "never", "never, latest (said alone, too), auto (latest, if there is one) or a "
+        "checkpoint's folder: goes on under its flags, but for those that are given")
+    export: str = flag(
+        "", "folder for a Hugging Face checkpoint of the last weights in --dtype, of the "
+        "architecture that was imported (else Llama), with its tokenizer and license")
 
-    @property
-    def evaluates_alone(self) -> bool:
-        return self.steps == 0 < self.eval_every
+    def __post_init__(self):
+        """Raise ValueError for flags out of their range, or that contradict each other."""
+        check_values(self)
+        _ = self.overlaps  # raises it
+        if not re.fullmatch("random|hf:.+", self.init):
+            raise ValueError(f"--init {self.init}: random or hf:DIR")
+        by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
+                   if getattr(self, name) is not None]
+        if by_hand and self.recompute != "auto":
+            raise ValueError(f"{' '.join(by_hand)} and --recompute {self.recompute} say different "
+                             "things: drop one")
 
     @property
     def import_folder(self) -> str:
         """Return DIR of --init hf:DIR, else an empty text."""
         return self.init.partition("hf:")[2]
 
-    @property
-    def overlaps(self) -> tuple[str, ...]:
-        return () if self.overlap == "none" else tuple(self.overlap.split(","))
-
-    def where_open(self, values: dict) -> dict:
-        """Return those of the values whose flags are open."""
-        return {name: value for name, value in values.items()
-                if getattr(self, name) in (None, "auto")}
+    def values(self):
+        """Return the flags by their names."""
+        return {name: getattr(self, name) for name in flags_of(self)}
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-CHOICES = {"os_layout": ("auto", "intra", "inter"), "os_place": ("auto", "gpu", "host"),
-           "recompute": ("auto", "none", "full"), "dtype": ("auto", *DTYPES),
-           "tp_mode": ("mtp", "msp", "fsp"), "memplan": ("off", "on")}
-TIMEOUTS = (1, 1e9)  # seconds
-LIMITS = {  # from, to -> the flags whose numbers lie between, if they are not auto
-    (0, 1): "alpha min_lr",
-    (0, 1e6): "weight_decay",
-    (0, 1e30): "lr clip",
-    TIMEOUTS: "timeout",
-    (1, 2**20): "sp ring tp pp pp_chunks p g os head_groups ranks",
-    (2, 2**20): "resident_layers",
-    (0, 2**31 - 1): "seed",
-    (-1, 2**32): "document_token",
-    (-1, 2**40): "eval_every save_every",
-    (0, 2**40): "steps warmup",
-    (1, 2**40): "seq batch micro_batch keep per_node chunk",
-    (0, 2**60): "host_memory",
-    (1, 2**60): "gpu_memory",
-}
-SIZES = ("seq", "steps", "batch", "micro_batch", "chunk", "host_memory", "gpu_memory")
+OF_A_COMMAND = ("resume", "out", "export", "dry_run")  # not of the run that it goes on with
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        """End with argparse's own message, and the nearest flag for an unknown one."""
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].split("=")[0]
-        near = difflib.get_close_matches(unknown, self._option_string_actions, 1)
-        super().error(message + (f" (nearest: {near[0]})" if unknown and near else ""))
+def parse(argv: list[str] | None = None) -> dict:
+    """Return the flags that a command gives, by the names of their fields."""
+    return vars(make_parser(Config, __doc__.split("\n")[0]).parse_args(argv))
 
 
-def flag_name(field_name: str) -> str:
-    return "--" + field_name.replace("_", "-")
-
-
-def types_of(f: Field) -> tuple[type, ...]:
-    return typing.get_args(f.type) or (f.type,)
-
-
-def flag_type(f: Field):
-    """Return the function text -> value of a field; auto is None where that is allowed."""
-    kind = size if f.name in SIZES else types_of(f)[0]
-
-    def convert(text: str):
-        return None if text == "auto" and type(None) in types_of(f) else kind(text)
-
-    convert.__name__ = kind.__name__  # argparse says "invalid float value"
-    return convert
-
-
-def make_parser(description: str) -> Parser:
-    """Return a parser of Config's flags."""
-    parser = Parser(
-        description=description, allow_abbrev=False,
-        epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
-        "by the program, as its help says, and the choice is printed.")
-    for f in fields(Config):
-        default = "auto" if f.default is None else f.default
-        shown = "" if default in ("", False) else f" (default: {default})"
-        kind = {"default": f.default, "help": (f.metadata["help"] + shown).replace("%", "%%")}
-        if f.type is bool:
-            kind["action"] = argparse.BooleanOptionalAction
-        else:
-            kind["type"] = flag_type(f)
-        if f.name == "resume":
-            kind |= {"nargs": "?", "const": "latest"}
-        parser.add_argument(flag_name(f.name), **kind)
-    return parser
-
-
-def parse(argv: list[str] | None = None) -> Config:
-    return Config(**vars(make_parser(__doc__.split("\n")[0]).parse_args(argv)))
-
-
-def check_flags(cfg: Config) -> None:
-    """Raise ValueError for a number out of its range, a word that is none of its choices, flags
-    that contradict each other. It reads flags alone."""
-    for name, values in CHOICES.items():
-        if getattr(cfg, name) not in values:
-            raise ValueError(f"{flag_name(name)} {getattr(cfg, name)}: one of {', '.join(values)}")
-    for (least, most), names in LIMITS.items():
-        for name in names.split():
-            value = getattr(cfg, name)
-            if value is not None and not least <= value <= most:  # a NaN is not, either
-                raise ValueError(f"{flag_name(name)} {value}: from {least} to {most}")
-    if not set(cfg.overlaps) <= set(OVERLAPS):
-        raise ValueError(f"--overlap {cfg.overlap}: a list of {', '.join(OVERLAPS)}, or none")
-    by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
-               if getattr(cfg, name) is not None]
-    if by_hand and cfg.recompute != "auto":
-        raise ValueError(f"{' '.join(by_hand)} and --recompute {cfg.recompute} say different things"
-                         ": drop one")
-    if cfg.ranks and not cfg.dry_run:
-        raise ValueError(f"--ranks {cfg.ranks}: of a plan alone; with --dry-run")
-    if not re.fullmatch("random|hf:.+", cfg.init):
-        raise ValueError(f"--init {cfg.init}: random or hf:DIR")
-
+def resumed_flags(given, resumed):
+    """Return the flags of the checkpoint to resume, updated by those that are given: the same
+    tokens a step, if --seq is given and --batch is not. Raises ValueError."""
+    if resumed is None:
+        return Config(**given)
+    old = resumed.meta["config"]
+    known = [name for name in flags_of(Config) if name in old and name not in OF_A_COMMAND]
+    flags = {name: old[name] for name in known} | given
+    flags["seq"] = flags["seq"] or old["seq"]
+    if "batch" not in given:
+        flags["batch"] = max(1, old["batch"] * old["seq"] // flags["seq"])
+    return Config(**flags)
 
 # ---------------------------------------------------------------------------- setup
 
@@ -329,32 +189,25 @@ def expandable_segments() -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A command on this machine: what flags, files and devices settle, and then the planner."""
+    """What a command has settled."""
 
-    cfg: Config  # with the choices, where it left them open
+    cfg: Config
     rank: int
-    world: int  # R
+    world: int
     device: torch.device
     dtype: torch.dtype
     kernel: str
     model: ModelConfig
-    pretrained: Callable[[str], Tensor] | None = None  # name -> tensor of the imported checkpoint
-    source: dict = field(default_factory=dict)  # its config.json, also where it resumes
-    tokens: Path | None = None  # the .bin file that --tokenizer made of --data
+    plan: costs.Plan
+    hardware: Hardware | None = None
     train: Sequences | None = None
     val: Sequences | None = None
-    resume: Checkpoint | None = None
     ignored_id: int = -1  # that is never a label, as the data says; -1: none
-    samples: int = 0  # sequences that a resumed run has seen
-    decay_steps: int = 0  # the step at which --min-lr is reached: a resumed run's, else --steps
-    data: dict = field(default_factory=dict)  # fingerprint of both
-    budgets: tuple[float, float] = (2.0**60, 2.0**60)  # bytes of a GPU, of host memory of a rank
-    hardware: Hardware | None = None
-    plan: Plan | None = None
-    second: Plan | None = None  # the next best, by the same prediction
-
-    def but(self, **changes) -> "Run":
-        return replace(self, **changes)
+    start: int = 0  # the step, and ...
+    samples: int = 0  # ... the sequences seen, that it goes on from
+    decay_steps: int = 0  # the step at which --min-lr is reached
+    data: dict = field(default_factory=dict)  # fingerprint
+    source: dict = field(default_factory=dict)  # config.json of an import
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
@@ -364,59 +217,37 @@ class Run:
         stage, rank, column = place_of(self.rank, self.world, plan.tp, plan.pp)
         return stage, *divmod(rank, plan.sp), column
 
-    @property
-    def constraints(self) -> Constraints:
-        """Return what the flags leave to the planner, and what they do not."""
-        most = self.train.count if self.train else None
-        usual = usual_batch(self.cfg)
-        return planner.constraints_of(
-            self.cfg, self.dtype, min(usual, most or usual),
-            most if self.cfg.ranks is None else None, resumes=self.resume is not None)
 
-
-def usual_batch(cfg: Config) -> int:
-    """Return the sequences of a step where neither flags nor a resumed run say it."""
-    return max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
-
-
-def choose_device(cfg: Config, local_rank: int) -> torch.device:
+def choose_device(cfg, local_rank):
     """Return this process's device. Raises ValueError if it is not there."""
+    if torch.__version__ < "2.11":
+        raise ValueError(f"torch {torch.__version__}: at least 2.11")
     gpus = torch.cuda.device_count()
-    kind = cfg.device
-    if kind == "auto":
-        kind = "cuda" if gpus else "cpu"
-    if kind not in ("cpu", "cuda") or (kind == "cuda" and local_rank >= gpus):
-        fewer = f", or --nproc_per_node {gpus} or fewer" if gpus else ""
-        raise ValueError(f"--device {kind}: this node has {gpus} GPUs, and this process is number "
-                         f"{local_rank}; cpu{fewer}")
-    return torch.device(kind, local_rank if kind == "cuda" else None)
+    if cfg.device == "cpu" or (cfg.device == "auto" and not gpus):
+        return torch.device("cpu")
+    if local_rank >= gpus:
+        raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
+                         f"number {local_rank}; cpu, or --nproc_per_node {gpus}")
+    return torch.device("cuda", local_rank)
 
 
-def rope_factor(text: str) -> tuple[str, float]:
-    """Return kind and factor of a --rope-scaling. Raises ValueError."""
-    kind, _, number = text.partition(":")
-    factor = float(number) if re.fullmatch(r"\d+(\.\d*)?", number) else 0.0
-    if kind not in ("theta", *llama.ROPE_KEYS) or not 1 <= factor < 1e9:
+def with_rope(text, model):
+    """Return the model with a --rope-scaling, and the positions that it reaches. Raises
+    ValueError."""
+    if not text:
+        return model
+    found = re.fullmatch(rf"(theta|{'|'.join(llama.ROPE_KEYS)}):(\d+(\.\d*)?)", text)
+    if not found or float(found[2]) < 1:
         raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
                          "theta:BASE, from 1")
-    return kind, factor
-
-
-def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
-    """Return the model with --rope-scaling, and the positions that it reaches; made: a
-    --rope-scaling that it has already. Raises ValueError."""
-    if not cfg.rope_scaling:
-        return model
-    kind, factor = rope_factor(cfg.rope_scaling)
+    kind, factor = found[1], float(found[2])
     if kind == "theta":
         return replace(model, rope_theta=factor)
-    if made.startswith(kind):
-        factor /= rope_factor(made)[1]
     old = model.rope_scaling
     has = llama.rope_kind(old)
     if old and has != kind:
-        raise ValueError(f"--rope-scaling {cfg.rope_scaling}: its rotary embedding has {has} "
-                         f"scaling already; extend it with {has}:FACTOR")
+        raise ValueError(f"--rope-scaling {text}: its rotary embedding has {has} scaling already; "
+                         f"extend it with {has}:FACTOR")
     fresh = {"factor": 1.0, "original_max_position_embeddings": model.max_positions,
              "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
     scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in llama.ROPE_KEYS[kind]})
@@ -426,210 +257,76 @@ def with_rope(cfg: Config, model: ModelConfig, made: str = "") -> ModelConfig:
                    max_positions=round(model.max_positions * factor))
 
 
-Chosen = tuple[Config, ModelConfig, Callable | None, dict]  # cfg, model, pretrained, source of Run
-
-
-def choose_model(cfg: Config, device: torch.device, resumed: Checkpoint | None) -> Chosen:
-    """Return the flags with the model's name, the model of --model or --init, and for --init hf:DIR
-    name -> tensor and DIR's config.json. A run that resumes has them from its checkpoint, unless
-    flags name them. Raises ValueError."""
-    folder = cfg.import_folder
-    if folder and cfg.model not in ("auto", "hf"):
-        raise ValueError(f"--model {cfg.model}: with --init hf:DIR the model is DIR's; drop it")
-    there = folder and (Path(folder) / "config.json").exists()
-    if resumed and cfg.model in ("auto", "hf") and not there:
-        return resumed_model(cfg, resumed)
-    pretrained = None
+def choose_model(cfg: Config, device: torch.device,
+                 resumed: Checkpoint | None) -> tuple[Config, ModelConfig, dict]:
+    """Return the flags with the model's name (auto: an import's), --seq and --lr; the model; and
+    config.json of an import, {} of others. Raises ValueError, also if the checkpoint to resume is
+    of another model: only a --rope-scaling, the first or of the same kind, may be new."""
+    name = cfg.model
     source = {}
-    if folder:
-        name = "hf"
-        source = checkpoint.hf_source(folder)
-        model = checkpoint.hf_config(folder)
-        if not resumed:
-            pretrained = checkpoint.hf_open(folder, model)
-    else:
-        name = cfg.model
-        if name == "auto":
-            name = "tiny" if device.type == "cpu" else "7b"
-        if name not in MODELS:
-            near = difflib.get_close_matches(name.lower(), MODELS, 1)
-            hint = f"; nearest: {near[0]}" if near else ""
-            raise ValueError(f"--model {name}: auto, {', '.join(MODELS)}{hint}")
+    if resumed and resumed.meta["source"]:
+        model, source = checkpoint.hf_model_of(resumed.meta["source"]), resumed.meta["source"]
+    elif cfg.import_folder and not resumed:
+        model, source = checkpoint.hf_config(cfg.import_folder)
+        if name != "auto":
+            raise ValueError(f"--model {name}: with --init hf:DIR the model is DIR's; drop it")
+    elif name == "auto":
+        name = "tiny" if device.type == "cpu" else "7b"
+    if name != "auto":
         model = MODELS[name]
-    trained = resumed.meta["model"] if resumed else {}
-    if trained.get("rope_scaling") == model.rope_scaling:  # it may have been trained at more
-        model = replace(model, max_positions=trained["max_positions"])
-    return replace(cfg, model=name), with_rope(cfg, model), pretrained, source
-
-
-def resumed_model(cfg: Config, resumed: Checkpoint) -> Chosen:
-    """Return what choose_model does, of the checkpoint to resume. The flags that made it may be
-    repeated or left out. Raises ValueError."""
-    old = recorded_flags(resumed)
-    try:
-        model = ModelConfig(**resumed.meta["model"])
-    except (TypeError, ValueError) as e:
-        raise ValueError(f"--resume: {resumed.folder} is of another model: {e}") from e
-    cfg = replace(cfg, model=old.model, init=old.init,
-                  rope_scaling=cfg.rope_scaling or old.rope_scaling)
-    return cfg, with_rope(cfg, model, old.rope_scaling), None, resumed.meta["source"]
-
-
-def default_flags(cfg: Config, world: int, device: torch.device) -> Config:
-    """Return the flags with the usual values where they are open and nothing need be known."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    return replace(cfg, **cfg.where_open({
-        "device": device.type,
-        "dtype": "bf16" if device.type == "cuda" else "fp32",
-        "seq": 256 if cfg.model == "tiny" else 4096,
-        "per_node": math.gcd(8, world) if cfg.ranks else per_node}))
-
-
-def machine(cfg: Config, rank: int, world: int, local_rank: int,
-            resumed: Checkpoint | None = None) -> Run:
-    """Return the run as far as flags, devices and the model settle it; resumed: the checkpoint that
-    it continues from. Raises ValueError for what cannot work, with numbers."""
-    device = choose_device(cfg, local_rank)
-    cfg, model, pretrained, source = choose_model(cfg, device, resumed)
-    cfg = default_flags(cfg, world, device)
-    # an import reaches further by its flags alone, and YaRN's reach is a number that it computes by
-    new_base = cfg.rope_scaling.startswith("theta")
-    by_length = resumed is None and (cfg.model != "hf" or new_base)
-    if by_length and llama.rope_kind(model.rope_scaling) != "yarn":
-        model = replace(model, max_positions=max(model.max_positions, cfg.seq))
-    dtype = DTYPES[cfg.dtype]
-    cfg = with_documents(cfg, model, resumed)
+    rates = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
+    cfg = replace(cfg, model=name, seq=cfg.seq or (256 if name == "tiny" else 4096),
+                  lr=rates.get(name, 3e-4) if cfg.lr is None else cfg.lr)
     window = checkpoint.hf_window(source)
     if 0 < window < cfg.seq:
         raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
                          f"{window} tokens, which are not built; at most --seq {window}")
-    if torch.__version__ < "2.11":
-        raise ValueError(f"torch {torch.__version__}: at least 2.11")
-    kernel = pick_kernel(cfg.attention, device, dtype, cfg.document_token != -1)
-    cfg = replace(cfg, attention=kernel)
-    run = Run(cfg, rank, world, device, dtype, kernel, model, pretrained, source)
-    planner.check(run.constraints, model, world, cfg.per_node)
-    ranks_of_node = max(cfg.per_node, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    return run.but(budgets=(
-        planner.gpu_budget(device, cfg.gpu_memory),
-        planner.host_budget(ranks_of_node, cfg.host_memory, bool(cfg.ranks))))
-
-
-def with_documents(cfg: Config, model: ModelConfig, resumed: Checkpoint | None) -> Config:
-    """Return the flags with --document-token, as far as they and the checkpoint say it: None is the
-    id that --tokenizer will end each text with. Raises ValueError."""
-    end = cfg.document_token
-    if end is None and resumed:
-        end = recorded_flags(resumed).document_token
-    if end is None and (not cfg.tokenizer or are_ids(find_files(cfg.data)[0])):
-        end = -1
-    if end is not None and end >= model.vocab:
-        raise ValueError(f"--document-token {end}: the model's vocabulary ends at "
-                         f"{model.vocab - 1}")
-    if end != -1 and cfg.memplan == "on":
-        raise ValueError("--memplan on: requests differ with each batch's documents: "
-                         "--memplan off, or --document-token -1")
-    return replace(cfg, document_token=end)
-
-
-def with_tokens(run: Run) -> Run:
-    """Return the run with the file of what --tokenizer makes of text, and the id that ends each:
-    the first rank writes it if it is not there, and the others wait, which may take hours. Raises
-    ConfigError. A collective of all ranks."""
-    cfg = run.cfg
-    if not cfg.tokenizer:
-        return run
-
-    def tokens_and_end() -> tuple[Path | None, int]:
-        path = tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", run.model.vocab)
-        return path, end_of_text(cfg.tokenizer, load_tokenizer(cfg.tokenizer)) if path else -1
-
-    # not within --timeout; a first rank that dies closes its connections, which ends the others
-    patient = patient_group()
-    tokens, end = on_rank_0(tokens_and_end, patient)
-    dist.destroy_process_group(patient)
-    cfg = replace(cfg, **cfg.where_open({"document_token": end}))
-    return run.but(cfg=cfg, tokens=tokens)
-
-
-SCHEDULE = ("lr", "min_lr", "warmup")
-
-
-def kept_flags(cfg: Config, old: Config, step: int) -> dict:
-    """Return the flags that a resumed run takes from its checkpoint's, where they are open: the
-    same tokens a step, whatever ranks there are now; and the schedule, once it has begun, so that
-    the rate of an extended run does not rise again."""
-    kept = {"batch": max(1, old.batch * old.seq // cfg.seq)}
-    if step:
-        kept |= {name: getattr(old, name) for name in SCHEDULE}
-    return cfg.where_open(kept)
-
-
-def with_files(run: Run, resumed: Checkpoint | None) -> Run:
-    """Return the run with its data and the checkpoint that it resumes. Raises ValueError."""
-    cfg = run.cfg
-    corpus, val_corpus = open_corpus(str(run.tokens or cfg.data), run.model.vocab)
-    train, val = split(corpus, val_corpus, cfg.seq, cfg.seed)
-    corpora = [c for c in (corpus, val_corpus) if c is not None]
-    check_tokens(corpora, run.model.vocab, run.rank, run.world)
-    if not cfg.dry_run:
-        check_folders(cfg, run)
-    usual = {"lr": {"tiny": 3e-3, "160m": 6e-4, "hf": 2e-5}.get(cfg.model, 3e-4),
-             "min_lr": 0.1, "warmup": min(cfg.steps // 4, 500)}
-    samples = 0
-    decay_steps = cfg.steps
+    model = with_rope(cfg.rope_scaling, model)
+    kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
-        may_differ = {"max_positions", "tied"}
-        if cfg.rope_scaling:
-            is_base = cfg.rope_scaling.startswith("theta")
-            may_differ.add("rope_theta" if is_base else "rope_scaling")
-        checkpoint.check_same_model(resumed, run.model, may_differ)
-        old = recorded_flags(resumed)
-        samples = resumed.meta["samples"] * old.seq // cfg.seq
-        kept = kept_flags(cfg, old, resumed.meta["step"])
-        if resumed.meta["step"]:
-            decay_steps = resumed.meta["decay_steps"]
-        if kept:
-            print0(f"kept from {resumed.folder}: " + " ".join(
-                f"{flag_name(name)} {value}" for name, value in kept.items())
-                + f"; --lr decays until step {decay_steps}")
-        usual |= kept
-    cfg = replace(cfg, **cfg.where_open(usual))
-    return run.but(cfg=cfg, train=train, val=val, ignored_id=corpus.ignored_id, resume=resumed,
-                   samples=samples, decay_steps=decay_steps, data=fingerprint(corpora))
+        may_differ = {"max_positions"}
+        if kind:
+            may_differ.add("rope_theta" if kind == "theta" else "rope_scaling")
+        checkpoint.check_same_model(resumed, model, may_differ)
+        reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
+    # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
+    elif source and kind != "theta" or llama.rope_kind(model.rope_scaling) == "yarn":
+        reach = 0
+    else:
+        reach = cfg.seq
+    return cfg, replace(model, max_positions=max(model.max_positions, reach)), source
 
 
-def recorded_flags(resumed: Checkpoint) -> Config:
-    """Return the flags that a checkpoint was made with: those that it does not know have their
-    defaults. Raises ValueError for one of another type."""
-    folder = resumed.folder
-    recorded = resumed.meta["config"]
-    known = {}
-    for f in fields(Config):
-        value = known[f.name] = recorded.get(f.name, f.default)
-        types = types_of(f)
-        if float in types:
-            types += (int,)
-        if type(value) not in types:
-            raise ValueError(f"--resume: {folder} has {flag_name(f.name)} {value!r}")
-    old = Config(**known)
-    if None in [getattr(old, name) for name in ("seq", "batch", *SCHEDULE)]:
-        raise ValueError(f"--resume: {folder} does not say its --seq, --batch or schedule")
-    return old
+def open_data(cfg, model):
+    """Return the flags with --document-token, training and validation sequences, and what tells
+    changed data from the same. Tokens that --tokenizer makes of text the first rank writes, if they
+    are not there; the others wait, which may take hours. Raises ConfigError. A collective of all
+    ranks."""
+    path, end = cfg.data, -1
+    if cfg.tokenizer:
+        # not within --timeout; a first rank that dies closes its connections, which ends the others
+        patient = patient_group()
+        cache = Path(cfg.out) / "tokens"
+        tokens, end = on_rank_0(lambda: tokenise(cfg.data, cfg.tokenizer, cache), patient)
+        dist.destroy_process_group(patient)
+        path = str(tokens or path)
+    if cfg.document_token is None:
+        cfg = replace(cfg, document_token=end)
 
+    if cfg.document_token >= model.vocab:
+        raise ConfigError(f"--document-token {cfg.document_token}: the model's vocabulary ends at "
+                          f"{model.vocab - 1}")
+    if cfg.document_token >= 0 and cfg.memplan == "on":
+        raise ConfigError("--memplan on: requests differ with each batch's documents: --memplan "
+                          "off, or --document-token -1")
 
-def check_folders(cfg: Config, run: Run) -> None:
-    """Raise ValueError unless --out and --export can be written, and an export overwrites and
-    drops nothing."""
-    if cfg.export:
-        folder = Path(cfg.export)
-        full = folder.is_dir() and any(f.name != "partial" for f in folder.iterdir())
-        if full or folder.resolve() == Path(cfg.out).resolve():
-            raise ValueError(
-                f"--export {cfg.export}: the folder is not empty, or --out; name another")
-        checkpoint.hf_architecture(run.model, run.source)
-    for folder in {cfg.out, cfg.export} - {""}:
-        try_folder(folder)
+    def read():
+        corpus, val = open_corpus(path)
+        corpora = [corpus, val] if val else [corpus]
+        check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size())
+        return *split(corpus, val, cfg.seq, cfg.seed), fingerprint(corpora)
+
+    return cfg, *on_all_ranks(read)
 
 
 def try_folder(folder: str, advice: str = "") -> None:
@@ -641,47 +338,38 @@ def try_folder(folder: str, advice: str = "") -> None:
         raise ValueError(f"{folder} cannot be written: {e}{advice}") from e
 
 
-def with_hardware(run: Run) -> Run:
-    """Return the run with the profile of its devices, and with what the smallest rank has. A
-    collective of all ranks."""
-    budgets = torch.tensor(run.budgets, dtype=torch.float64, device=run.device)
-    dist.all_reduce(budgets, dist.ReduceOp.MIN)
-    cfg = run.cfg
-    name = device_name(run.device)
-    if cfg.ranks and run.device.type == "cpu":
-        name = "NVIDIA H200"
-    profile = hardware.known_profile(name, cfg.per_node)
+def check_folders(cfg, model, source):
+    """Raise ValueError unless --out and --export can be written, and an export overwrites and
+    drops nothing."""
+    try_folder(cfg.out)
+    if cfg.export:
+        try_folder(cfg.export)
+        folder = Path(cfg.export)
+        if any(f.name != "partial" for f in folder.iterdir()) or folder.samefile(cfg.out):
+            raise ValueError(
+                f"--export {cfg.export}: the folder is not empty, or --out; name another")
+        checkpoint.export_config(model, source, torch.float32)
+
+
+def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype,
+                 kernel: str, most: int | None = None, resumes: bool = False,
+                 gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
+    """Return the best plans for what flags leave open, by predicted time, and what they are for:
+    the ranks, the profile of their devices, and the memory that the smallest of them has. most:
+    training sequences that the data have; gpu: bytes of a GPU to plan with, if not its own. Raises
+    ConfigError. A collective of all ranks: all come to the same plans."""
+    world = dist.get_world_size()
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    gpu = gpu or planner.gpu_budget(device, cfg.gpu_memory)
+    host = on_all_ranks(lambda: planner.host_budget(per_node, cfg.host_memory))
+    profile = hardware.known_profile(device_name(device), per_node)
     profile = of_all_ranks(profile)[0]  # of mixed devices, one plan
-    return run.but(hardware=Hardware(run.world, cfg.per_node, profile, *budgets.tolist()))
-
-
-PLANNED = ("sp", "ring", "tp", "pp", "pp_chunks", "batch", "micro_batch",
-           "head_groups", "chunk", "os_layout", "os_place")
-
-
-def with_plan(run: Run) -> Run:
-    """Return the run with the best plan by the profile of its devices, and its choices as flags.
-    Raises ConfigError. A collective of all ranks: all come to the same plan."""
-    constraints = run.constraints
-    plans = on_all_ranks(lambda: planner.plan(constraints, run.model, run.hardware))
-    best = plans[0]
-    if run.cfg.batch is None and best.batch != constraints.default_batch:
-        print0(f"--batch: {constraints.default_batch} by default, {best.batch} so that "
-               f"{best.dp} data-parallel ranks divide it")
-    if run.cfg.dry_run:
-        print0(planner.describe_plans(plans, run.hardware))
-    cfg = replace(run.cfg, **{name: getattr(best, name) for name in PLANNED})
-    return run.but(cfg=cfg, plan=best, second=plans[1] if len(plans) > 1 else None)
-
-
-def planned_flags(cfg: Config, per_node: int) -> tuple[Config, ModelConfig]:
-    """Return the flags as a plan for GPUs needs them, with the usual values where they are open,
-    and the model; per_node: GPUs of a node where neither is said. Raises ValueError."""
-    check_flags(replace(cfg, dry_run=True))
-    cfg, model, _, _ = choose_model(cfg, torch.device("cuda"), None)
-    ranks = cfg.ranks or per_node
-    cfg = replace(cfg, ranks=ranks, per_node=cfg.per_node or math.gcd(per_node, ranks))
-    return default_flags(cfg, ranks, torch.device("cuda")), model
+    there = Hardware(
+        world, per_node, profile, min(of_all_ranks(gpu)), min(of_all_ranks(host)))
+    usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+    cfg = replace(cfg, dtype=next(name for name in DTYPES if DTYPES[name] == dtype),
+                  default_batch=min(usual, most or usual), most_sequences=most, resumes=resumes)
+    return on_all_ranks(lambda: planner.plan(cfg, model, there)), there
 
 
 def device_name(device: torch.device) -> str:
@@ -690,52 +378,50 @@ def device_name(device: torch.device) -> str:
 
 def cap_gpu(run: Run) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
-    if run.device.type == "cuda":
+    if run.cfg.gpu_memory and run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-        mapped = costs.sent_bytes(run.plan)
-        share = 1.0
-        if run.cfg.gpu_memory:
-            share = min(1.0, (run.cfg.gpu_memory - mapped) / total)
-        torch.cuda.set_per_process_memory_fraction(share, run.device)
+        share = (run.cfg.gpu_memory - costs.sent_bytes(run.plan)) / total
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share), run.device)
+
+
+def introduce(run, plans):
+    """Print the flags that are not as usual, the model, the data, and what was chosen."""
+    cfg = run.cfg
+    print0("config:", *(f"{name}={getattr(cfg, name)}" for name, f in flags_of(cfg).items()
+                        if getattr(cfg, name) != f.default))
+    causal, full = flops_per_token(run.model, cfg.seq)
+    print0(f"model: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token causal, "
+           f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
+           f"{run.kernel}")
+    reached = run.model.max_positions
+    if cfg.seq > reached:
+        print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
+               "; a larger factor of --rope-scaling extends it")
+    if run.model.tied:
+        print0("the head of the import is its embedding: here they are trained as two matrices, "
+               "and exported as two unless they are still equal")
+    corpus = run.train.corpus
+    end = cfg.document_token
+    print0(f"data {corpus.files[0] if len(corpus.files) == 1 else cfg.data}: {len(corpus):,} "
+           f"tokens, {run.train.count:,} training and {run.val.count:,} validation sequences"
+           + (f"; documents end with token {end}" if end >= 0 else ""))
+    describe(run)
+    if run.device.type == "cuda":
+        print0(planner.describe_choice(*[*plans, None][:2], run.hardware))
+    if cfg.dry_run:
+        print0(planner.describe_plans(plans, run.hardware))
 
 
 def describe(run: Run) -> None:
-    """Print what was chosen and why."""
-    cfg = run.cfg
+    """Print what was chosen."""
     plan = run.plan
-    f = plan.factors
-    there = ""
-    if cfg.os_place == "host":
-        there = f", {plan.host['optimizer'] / GIB:.1f} GiB a rank"
-    if plan.tp > 1:
-        print0(f"layers: {plan.tp_mode}, shared by {plan.tp} neighbouring ranks, columns")
-    print0(f"states: p={f.p} g={f.g} os={f.os} of {plan.state_ranks} ranks, "
-           f"{cfg.per_node // plan.tp} a node; {cfg.os_layout}-tensor; optimizer states on the "
-           f"{cfg.os_place}{there}; overlapped: {cfg.overlap}; recomputed: {cfg.recompute}")
-    print0(f"batch: {plan.batch} sequences = {plan.dp} data-parallel ranks x "
-           f"{plan.micro_batches} micro-batches x {plan.micro_batch}; sp={planner.sp_text(plan)}, "
-           f"{plan.head_groups} head groups; {plan.tokens:,} tokens a rank at once")
-    if plan.pp > 1:
-        idle = (plan.pp - 1) / (plan.pp_chunks * plan.micro_batches + plan.pp - 1)
-        print0(f"pipeline: {plan.pp} stages x {plan.pp_chunks} parts of {run.model.layers} layers, "
-               f"{plan.micro_batches} micro-batches: idle {idle:.1%} if all passes take as long")
-    if plan.activations:
-        print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
-               f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
-    print0(planner.describe_choice(plan, run.second, run.hardware))
-    print0(plan.memory.describe())
+    print0(f"plan: {planner.in_words(plan)} (batch: data-parallel ranks x micro-batches x sequences"
+           " of one)")
+    if run.device.type == "cuda" or run.cfg.dry_run:
+        print0(plan.memory.describe())
 
 
 # ---------------------------------------------------------------------------- build, step
-
-
-def make_groups(run: Run, made: dict[tuple[int, int], Groups]) -> Groups:
-    """Return the groups of the plan's stages and columns, made once for all plans whose model is
-    cut alike."""
-    key = run.plan.tp, run.plan.pp
-    if key not in made:
-        made[key] = Groups(timedelta(seconds=run.cfg.timeout), *key)
-    return made[key]
 
 
 def make_attention(run: Run, groups: Groups,
@@ -743,7 +429,7 @@ def make_attention(run: Run, groups: Groups,
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     plan = run.plan
     exchange = make_exchange(groups, plan.head_ranks, make_stream(run.device),
-                             run.cfg.per_node // plan.tp)
+                             plan.per_node // plan.tp)
     ring = Ring(groups, plan.sp, plan.ring, make_stream(run.device))
     return Attention(run.kernel, plan.head_groups, exchange, ring, groups.column)
 
@@ -751,8 +437,7 @@ def make_attention(run: Run, groups: Groups,
 def build(run: Run, op: Attention, groups: Groups,
           make_stream: Callable[..., CommStream] = CommStream) -> tuple[LLaMA | Pipeline, States]:
     """Make what this rank has of the model, with layers in chunks if that is planned, and its
-    states; their streams are of make_stream. A collective of all ranks."""
-    cfg = run.cfg
+    states; their streams are of make_stream. Raises ConfigError. A collective of all ranks."""
     plan = run.plan
     kept = plan.activations
     with torch.device("meta"):
@@ -761,33 +446,25 @@ def build(run: Run, op: Attention, groups: Groups,
     on_all_ranks(lambda: parallel.split_columns(model, columns))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    runners = on_all_ranks(lambda: layer_runners(run, model, parts, order, make_stream))
+    runners = len(parts) * [whole_layers]  # of each part of the model on this stage
+    if kept:
+        shape = (plan.micro_batch, plan.seq // plan.sp)
+        runners = on_all_ranks(lambda: [
+            ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
+                          parallel.in_flight(order, v), part, make_stream).start
+            for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
+    overlaps = run.cfg.overlaps
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
-        overlap=cfg.overlaps,
-        gather_layers=kept is not None,
-        num_chunks=kept.chunks if kept else 1, decay=cfg.weight_decay, place=plan.os_place,
-        optimizer=OPTIMIZERS[plan.optimizer], make_stream=make_stream)
+        overlap=overlaps, gather_layers=kept is not None, num_chunks=kept.chunks if kept else 1,
+        decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer],
+        make_stream=make_stream)
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, order, run.device, run.dtype,
-                         "pipeline" in cfg.overlaps)
+                         "pipeline" in overlaps)
     return model, states
-
-
-def layer_runners(run: Run, model: LLaMA, parts: list[range], order: list[parallel.Pass],
-                  make_stream: Callable[..., CommStream]) -> list[Callable]:
-    """Return what runs the layers of each part of the model on this stage, whose passes are in this
-    order. Raises MemoryError."""
-    plan = run.plan
-    kept = plan.activations
-    if kept is None:
-        return len(parts) * [whole_layers]
-    shape = (plan.micro_batch, plan.seq // plan.sp)
-    return [ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
-                          parallel.in_flight(order, v), part, make_stream).start
-            for v, part in enumerate(parts)]
 
 
 def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
@@ -798,23 +475,20 @@ def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a step."""
+    """A rank's share of a step, by micro-batches; what is of all of them stands there M times."""
 
     tokens: Tensor  # (M, B, n): T/sp, or a column's own of them (own_tokens)
     labels: Tensor  # likewise
-    positions: Tensor | None = None  # (T/sp,); (M, B, T/sp) of documents; None: 0, 1, ...
-    documents: list[Documents] | None = None  # of each micro-batch
+    positions: Sequence[Tensor]  # (T/sp,), or (B, T/sp) of documents
+    documents: Sequence[Documents | None]
     scale: Tensor | None = None  # 1 / valid labels of all ranks
-    seen: Tensor | None = None  # flops_per_token's, the mean of all ranks' tokens
+    seen: float | Tensor = 0.0  # tokens that one sees, the mean of this rank's; then of all
     unread: str = ""  # why this rank could not read its part, which is blank then
 
     def micro_batches(self) -> Iterator[tuple]:
-        """Yield tokens, labels, scale, positions and documents of each, as a model takes them."""
-        for i, (tokens, labels) in enumerate(zip(self.tokens, self.labels)):
-            if self.documents is None:
-                yield tokens, labels, self.scale, self.positions
-            else:
-                yield tokens, labels, self.scale, self.positions[i], self.documents[i]
+        """Return tokens, labels, scale, positions and documents of each, as a model takes them."""
+        return zip(self.tokens, self.labels, itertools.repeat(self.scale), self.positions,
+                   self.documents)
 
 
 def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | None,
@@ -845,22 +519,7 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
     return loss, *states.update(lr, clip, loss)
 
 
-def plan_memory(run: Run) -> StepMemory | None:
-    """Return what plans a step's memory, for --memplan. Raises ConfigError if its allocator cannot
-    be built. A collective of all ranks."""
-    if run.cfg.memplan == "off":
-        return None
-
-    def load_allocator() -> StepMemory:
-        try:
-            return StepMemory(str(run.device))
-        except (OSError, RuntimeError) as e:
-            raise ValueError(f"--memplan on: {e}") from None
-
-    return on_all_ranks(load_allocator)
-
-
-def run_planned(memory: StepMemory | None, step: Callable[[], tuple]) -> tuple:
+def run_planned(memory, step):
     """Run a step in planned memory, if there is any; print a plan that is new."""
     if memory is None:
         return step()
@@ -871,27 +530,19 @@ def run_planned(memory: StepMemory | None, step: Callable[[], tuple]) -> tuple:
     return result
 
 
-# ---------------------------------------------------------------------------- the loop
+# ---------------------------------------------------------------------------- data of a step
 
 
-def local_positions(run: Run) -> np.ndarray:
-    """Return where this rank's tokens (T/sp,) stand in their sequence."""
-    plan = run.plan
-    _, _, rank, _ = run.coordinates
-    return sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()
-
-
-def own_tokens(run: Run) -> slice:
+def own_tokens(run):
     """Return which of a rank's T/sp tokens its column has between layers' products."""
     plan = run.plan
-    tokens = plan.seq // plan.sp
-    if not plan.splits_tokens:
-        return slice(0, tokens)
-    _, _, _, column = run.coordinates
-    return slice(column * tokens // plan.tp, (column + 1) * tokens // plan.tp)
+    *_, column = run.coordinates
+    columns = plan.tp if plan.splits_tokens else 1
+    count = plan.seq // plan.sp // columns
+    return slice(column % columns * count, (column % columns + 1) * count)
 
 
-def to_device(array: np.ndarray, run: Run) -> Tensor:
+def to_device(array, run):
     """Return an array on the device; the host does not wait for the copy."""
     tensor = torch.from_numpy(array)
     if run.device.type == "cuda":
@@ -902,27 +553,30 @@ def to_device(array: np.ndarray, run: Run) -> Tensor:
 def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
     """Return this rank's part of windows (T + 1,), and of documents in them where they lie. Labels
     count on the last stage."""
-    size = run.plan.micro_batch
-    here = local_positions(run)
-    both = np.stack([[window[here + shift] for window in windows] for shift in (0, 1)])
-    both = to_device(both, run).view(2, -1, size, len(here))
-    tokens, labels = both[..., own_tokens(run)].contiguous()
-    labels = labels.masked_fill(labels == run.ignored_id, IGNORE)
-    stage, _, _, _ = run.coordinates
-    if stage < run.plan.pp - 1:
-        labels.fill_(IGNORE)
+    plan = run.plan
+    stage, _, rank, _ = run.coordinates
+    here = sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()  # (T/sp,)
+    whole = np.stack(windows)  # (M * B, T + 1)
+    shape = (-1, plan.micro_batch, len(here))
+    both = to_device(np.stack([whole[:, here], whole[:, here + 1]]), run)
+    tokens, labels = both.view(2, *shape)[..., own_tokens(run)].contiguous()
     end = run.cfg.document_token
+    labels = labels.masked_fill(labels == run.ignored_id, IGNORE)
+    if stage < plan.pp - 1:
+        labels.fill_(IGNORE)
     if end < 0:
-        return Batch(tokens, labels, to_device(here, run))
-    bounds = [np.append(document_starts(window[:-1], end), run.cfg.seq) for window in windows]
-    positions = np.stack([np.arange(run.cfg.seq) - np.repeat(b[:-1], np.diff(b)) for b in bounds])
+        every = len(tokens) * [to_device(here, run)]
+        return Batch(tokens, labels, every, len(tokens) * [None], seen=1 + 2 * here.mean())
+    labels = labels.masked_fill(tokens == end, IGNORE)
+    first = np.pad(whole[:, :-2] == end, ((0, 0), (1, 0)), constant_values=True)  # of a document
+    at = np.arange(plan.seq)
+    positions = (at - np.maximum.accumulate(first * at, 1)).take(here, 1)
     documents = []
-    for first in range(0, len(windows), size):  # one row of a micro-batch's sequences
-        row = [b[:-1] + i * run.cfg.seq for i, b in enumerate(bounds[first : first + size])]
-        row = np.append(np.concatenate(row), size * run.cfg.seq)
-        documents.append(Documents(tuple(row.tolist()), to_device(row.astype(np.int32), run)))
-    return Batch(tokens, labels.masked_fill(tokens == end, IGNORE),
-                 to_device(positions[:, here], run).view(-1, size, len(here)), documents)
+    for row in first.reshape(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
+        bounds = np.append(np.flatnonzero(row), len(row))
+        documents.append(Documents(tuple(bounds.tolist()), to_device(bounds.astype(np.int32), run)))
+    return Batch(tokens, labels, to_device(positions, run).view(shape), documents,
+                 seen=1 + 2 * positions.mean())
 
 
 def load_batch(run: Run, samples: int) -> Batch:
@@ -931,75 +585,51 @@ def load_batch(run: Run, samples: int) -> Batch:
     each = run.plan.batch // run.plan.dp
     _, data_rank, _, _ = run.coordinates
     first = samples + data_rank * each
-    windows, unread = read_windows(run, run.train.sample, range(first, first + each))
+    unread = ""
+    try:
+        windows = [run.train.sample(i) for i in range(first, first + each)]
+    except OSError as e:  # a file has gone, or is shorter than it was: until all ranks know, blank
+        unread = str(e)
+        windows = each * [np.zeros(run.plan.seq + 1, np.int64)]
     batch = local_batch(windows, run)
-    lengths = each * [run.cfg.seq]
-    if batch.documents is not None:
-        lengths = [n for documents in batch.documents for n in documents.lengths()]
-    seen = sum(n * n for n in lengths)
-    sums = torch.stack([(batch.labels != IGNORE).sum().double(), torch.full(
-        (), seen * run.plan.dp / run.world, device=run.device, dtype=torch.float64)])
+    sums = torch.full((2,), batch.seen / run.world, device=run.device, dtype=torch.float64)
+    sums[0] = (batch.labels != IGNORE).sum()
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
-    return replace(batch, scale=scale, unread=unread,
-                   seen=sums[1] / (run.plan.batch * run.cfg.seq))
-
-
-def read_windows(run: Run, read: Callable[[int], np.ndarray],
-                 ids: Iterable[int]) -> tuple[list[np.ndarray], str]:
-    """Return windows (T + 1,), and why some could not be read: then they are blank, since other
-    ranks count on this one's collectives until all know of it."""
-    try:
-        return [read(i) for i in ids], ""
-    except OSError as e:  # a file has gone, or is shorter than it was
-        return [np.zeros(run.cfg.seq + 1, np.int64) for _ in ids], str(e)
-
-
-def score(run: Run, model: LLaMA, count: int):
-    """Run the first `count` windows of the validation, whatever R. Yields of this rank's
-    micro-batches positions, (n,) or (B, n), labels and losses (B, n), and why they could not be
-    read. Ranks without one run a blank, whose labels are IGNORE. A collective of all ranks.
-    """
-    size = run.plan.micro_batch
-    _, data_rank, _, _ = run.coordinates
-    for first in range(0, count, run.plan.dp * size):
-        mine = first + data_rank * size
-        ids = [min(mine + i, count - 1) for i in range(size)]
-        windows, unread = read_windows(run, run.val.window, ids)
-        (tokens, labels, _, *where), = local_batch(windows, run).micro_batches()
-        labels[[row for row in range(size) if mine + row >= count or unread]] = IGNORE
-        losses = model(tokens, labels, None, *where, each=True)
-        yield where[0][..., own_tokens(run)], labels, losses, unread
+    return replace(batch, scale=scale, seen=sums[1], unread=unread)
 
 
 @torch.no_grad()
-def evaluate(run: Run, model: LLaMA) -> dict:
+def evaluate(run, model):
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
     None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
-    document, as [first position, loss]. Raises ConfigError if a rank could not read its data. A
-    collective of all ranks."""
+    document, as [first position, loss]. A rank without a sequence runs one again, whose labels are
+    IGNORE. Raises ConfigError if a rank cannot read its data. A collective of all ranks."""
+    seq = run.plan.seq
+    size = run.plan.micro_batch
+    _, data_rank, _, _ = run.coordinates
     count = min(run.val.count, EVAL_SEQUENCES)
-    firsts = 2 ** torch.arange((run.cfg.seq - 1).bit_length(), device=run.device)  # 1, 2, 4, ...
-    total = torch.zeros(len(firsts) + 1, 2, dtype=torch.float64, device=run.device)  # loss, labels
-    error = ""
-    for positions, labels, losses, unread in score(run, model, count):
-        error = error or unread
+    total = torch.zeros(seq, 2, dtype=torch.float64, device=run.device)  # loss, labels
+    for first in range(0, count, run.plan.dp * size):
+        mine = range(first + data_rank * size, first + (data_rank + 1) * size)
+        windows = on_all_ranks(lambda: [run.val.window(min(i, count - 1)) for i in mine])
+        (tokens, labels, _, *where), = local_batch(windows, run).micro_batches()
+        labels[max(0, count - mine.start) :] = IGNORE
+        losses = model(tokens, labels, None, *where, each=True)
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, n, 2)
-        part = torch.bucketize(positions, firsts, right=True)  # 0 for position 0
-        total.index_add_(0, part.expand_as(labels).flatten(), both.flatten(0, 1))
-    if error := error_of_any(error):
-        raise ConfigError(error)
+        positions = where[0][..., own_tokens(run)].expand_as(labels)
+        total.index_add_(0, positions.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
+    by_position = []
+    for first in [0, *(2**i for i in range((seq - 1).bit_length()))]:
+        loss, valid = total[first : max(1, 2 * first)].sum(0).tolist()
+        if valid:
+            by_position.append([first, loss / valid])
     loss, valid = total.sum(0).tolist()
-    by_position = [[first, loss / n]
-                   for first, (loss, n) in zip([0, *firsts.tolist()], total.tolist()) if n]
     return {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
 
 
-def describe_evaluation(found: dict) -> str:
-    if found["val_loss"] is None:
-        return "val_loss none (all labels are ignored)"
-    return f"val_loss {found['val_loss']:.4f}"
+# ---------------------------------------------------------------------------- weights, checkpoints
 
 
 def load_random_weights(run: Run, states: States) -> None:
@@ -1007,130 +637,112 @@ def load_random_weights(run: Run, states: States) -> None:
                                             run.device))
 
 
-def load_weights(run: Run, states: States) -> int:
-    """Load the checkpoint to resume, else the first weights. Returns the step that they are of. A
+def load_weights(run, states, resumed, read):
+    """Load the checkpoint to resume, else the import that `read` reads, else random weights. A
     collective of all ranks."""
-    cfg = run.cfg
-    if run.resume is None:
-        if run.pretrained:
-            states.load(run.pretrained)  # one tensor at a time
-        else:
-            load_random_weights(run, states)
-        print0(f"weights: {cfg.init}, seed {cfg.seed}")
-        return 0
-    checkpoint.load_checkpoint(states, run.resume)
-    meta = run.resume.meta
-    if meta["data"] != run.data:
-        print0(f"THE DATA HAS CHANGED since the checkpoint: {meta['data']} then, {run.data} now; "
-               "what was drawn may come again")
-    then = meta["config"]
-    changed = [f"{name} {then.get(name)} -> {value}" for name, value in vars(cfg).items()
-               if then.get(name) != value and name not in ("resume", "out", "device")]
-    text = f"; changed: {', '.join(changed)}" if changed else ""
-    print0(f"resumed {run.resume.folder} at step {meta['step']}{text}")
-    threads = torch.get_num_threads()
-    if run.device.type == "cpu" and meta["threads"] != threads:
-        print0(f"it was saved by ranks of {meta['threads']} threads, these have {threads}: losses "
-               "differ by the order of sums")
-    return meta["step"]
+    if resumed:
+        checkpoint.load_checkpoint(states, resumed)
+        then = recorded_facts(resumed.meta)
+        changed = [f"{name} {then.get(name)} -> {now}"
+                   for name, now in recorded_facts(checkpoint_meta(run, 0, 0)).items()
+                   if then.get(name) != now]
+        print0(f"resumed {resumed.folder} at step {run.start}; changed: {changed}")
+    elif read:
+        states.load(read)  # one tensor at a time
+    else:
+        load_random_weights(run, states)
+
+
+def recorded_facts(meta):
+    """Return what a resumed run and its losses depend on: flags, the data, and the number of
+    threads, which sums on a CPU follow."""
+    return {name: value for name, value in meta["config"].items() if name not in OF_A_COMMAND} | {
+        name: meta[name] for name in ("data", "threads", "decay_steps")}
 
 
 def make_saver(run: Run, states: States) -> checkpoint.Saver:
-    """Return what saves this run's checkpoints. A collective of all ranks."""
+    """Return what saves this run's checkpoints. Raises ConfigError. A collective of all ranks."""
     cfg = run.cfg
-    background = cfg.save_async and cfg.save_every >= 0
-    if background:
+    if cfg.save_async:
         need = max(of_all_ranks(buffer_bytes(checkpoint.saved_tensors(states))))
         free = run.hardware.host_budget - run.plan.host_bytes
-        background = need <= free
-        print0(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a rank, "
-               f"{free / GIB:.2f} are left"
-               + ("" if background else ": steps wait while checkpoints are written"))
+        if need > free:
+            raise ConfigError(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a "
+                              f"rank, {free / GIB:.2f} are left; --no-save-async")
     group = patient_group()
     return on_all_ranks(
-        lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, background, group))
+        lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, cfg.save_async, group))
 
 
 def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
     """Return what a resumed run must know."""
     return {"step": step, "samples": samples, "decay_steps": run.decay_steps, "data": run.data,
-            "model": asdict(run.model), "config": asdict(run.cfg), "source": run.source,
+            "model": asdict(run.model), "config": run.cfg.values(), "source": run.source,
             "threads": torch.get_num_threads()}
 
 
-def learning_rate(cfg: Config, decay_steps: int, step: int) -> float:
+def export(run, states, group):
+    """Write the weights to --export, with what the import had beside them. A collective."""
+    cfg = run.cfg
+    # what made the data goes before
+    beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
+    for folder in beside:
+        if not folder.is_dir():
+            print0(f"{folder} is not there any more: its tokenizer and license are not exported")
+    family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype, run.source,
+                               beside, group)
+    print0(f"exported {cfg.export}: {family}")
+
+
+# ---------------------------------------------------------------------------- the loop
+
+
+def learning_rate(cfg, decay_steps, step):
     """Linear warm-up, then a cosine from lr to min_lr * lr at decay_steps; step counts from 0."""
-    if step < cfg.warmup:
-        return cfg.lr * (step + 1) / cfg.warmup
-    done = min(1, (step - cfg.warmup) / max(1, decay_steps - cfg.warmup))
+    warmup = min(decay_steps // 4, 500) if cfg.warmup is None else cfg.warmup
+    if step < warmup:
+        return cfg.lr * (step + 1) / warmup
+    done = min(1, (step - warmup) / max(1, decay_steps - warmup))
     return cfg.lr * (cfg.min_lr + (1 - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
-class Progress(threading.Thread):
-    """Shows where in a step the device is, for steps that take long: it polls, and nothing waits
-    for it. A terminal gets one line that is rewritten, a file one every half minute."""
-
-    def __init__(self, states: States, on: bool):
-        super().__init__(daemon=True)
-        self.states = states
-        self.step = 0  # 0: between steps
-        self.since = 0.0
-        self.text = ""
-        self.every = 1.0 if sys.stdout.isatty() else 30.0
-        if on:
-            self.start()
-
-    def begin(self, step: int) -> None:
-        self.since = time.perf_counter()
-        self.text = ""
-        self.step = step
-
-    def end(self) -> None:
-        self.step = 0
-
-    def run(self) -> None:
-        page = resource.getpagesize()
-        while True:
-            time.sleep(self.every)
-            self.text = self.states.progress() or self.text
-            if not (self.step and self.text and time.perf_counter() - self.since > self.every):
-                continue
-            host = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
-            gpu = 0.0
-            if torch.cuda.is_initialized():
-                gpu = (torch.cuda.memory_allocated() + Exchange.mapped_bytes()) / GIB
-            line = (f"step {self.step}: {self.text}, {time.perf_counter() - self.since:.0f} s, GPU "
-                    f"{gpu:.1f} GiB, host {host:.1f} GiB a rank")
-            if self.every == 1:
-                print(f"\r{line}\033[K", end="\r", flush=True)
-            else:
-                print(line, flush=True)
+PROGRESS_SECONDS = 30.0
 
 
-@dataclass
-class Stop:
-    """A signal that asks the run to end after its step."""
-
-    signal: int = 0  # that this rank has got; all ranks agree on it at the end of a step
-
-    def listen(self) -> None:
-        signal.signal(signal.SIGTERM, self.take)
-        signal.signal(signal.SIGINT, self.take)
-
-    def take(self, number: int, _) -> None:
-        if self.signal == signal.SIGINT == number and "RANK" not in os.environ:
-            raise KeyboardInterrupt  # Ctrl-C twice: now (torchrun itself sends it twice)
-        self.signal = number
+def show_progress(states, now):
+    """Say twice a minute where in a long step the device is: a thread that polls, and nothing waits
+    for it. now: the step, or 0, and since when it runs."""
+    text = ""
+    while True:
+        time.sleep(PROGRESS_SECONDS)
+        text = states.progress() or text
+        step, since = now
+        seconds = time.perf_counter() - since
+        if step and text and seconds > PROGRESS_SECONDS:
+            print(f"step {step}: {text}, {seconds:.0f} s", flush=True)
 
 
-@dataclass(frozen=True)
-class Facts:
+def listen():
+    """Return a list to which signals come that ask the run to end after its step."""
+    signals = []
+
+    def take(number, _):
+        signals.append(number)
+        if "RANK" not in os.environ:  # Ctrl-C twice: now (torchrun itself sends it twice)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGTERM, take)
+    signal.signal(signal.SIGINT, take)
+    return signals
+
+
+class Facts(typing.NamedTuple):
     """What the host knows of a finished step, of all ranks."""
 
     loss: float
-    norm: float
+    grad_norm: float
     finite: float  # 0 or 1
-    seen: float  # flops_per_token's
+    keys_seen: float  # flops_per_token's
     signal: float  # that a rank has got, else 0
     writing: float  # whether a rank still writes a checkpoint
     unread: float  # whether a rank could not read the next batch
@@ -1145,69 +757,58 @@ def gpu_peak_gib(device: torch.device) -> float:
     return (peak + Exchange.mapped_bytes()) / GIB
 
 
-def agree(run: Run, result: tuple[Tensor, ...], stop: Stop, writing: bool, unread: bool) -> Facts:
-    """Return what the host must know of a step: its only wait for the device, in one copy. result:
-    the first facts. A collective of all ranks."""
+def agree(device, results, signals, writing, unread):
+    """Return what the host must know of a step: its only wait for the device, in one copy. results:
+    the first facts; of the others the largest of all ranks counts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    worst = torch.tensor([stop.signal, writing, unread, gpu_peak_gib(run.device), host_gib],
-                         device=run.device).double()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    own = torch.stack([value.double() for value in result])
-    return Facts(*torch.cat([own, worst]).tolist())
+    most = torch.tensor([max(signals, default=0), writing, bool(unread), gpu_peak_gib(device),
+                         host_gib], device=device).double()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    own = torch.stack([value.double() for value in results])
+    return Facts(*torch.cat([own, most]).tolist())
 
 
-@dataclass
 class Log:
-    """OUT/log.jsonl, and the line of a step."""
+    """OUT/log.jsonl, which rank 0 writes, and the line of a step."""
 
-    run: Run
-    file: typing.TextIO | None  # of rank 0
-    failed: str = ""  # why log.jsonl could not be written
-    times: list[float] = field(default_factory=list)  # of the last steps
+    def __init__(self, run):
+        self.run = run
+        self.file = None
+        self.failed = ""  # why log.jsonl could not be written
+        self.times = []  # of the last steps
+        if run.rank == 0:
+            self.file = open(regular(Path(run.cfg.out) / "log.jsonl"), "a")
 
-    def write(self, step: int, facts: Facts, lr: float, seconds: float, first: int,
-              found: dict | None, memory: StepMemory | None, unsaved: str = "") -> None:
-        """Print and log a step; first: that this process has run; found: by an evaluation; unsaved:
-        what is to be said of checkpoints."""
-        cfg = self.run.cfg
-        if step == first + 1:
-            self.times.clear()  # the first one compiles
-        self.times = self.times[-19:] + [seconds]
-        left = timedelta(seconds=round(sum(self.times) / len(self.times) * (cfg.steps - step)))
-        tgs = cfg.batch * cfg.seq / seconds / self.run.world
-        peak = self.run.hardware.profile.peak_flops
-        mfu = [flops * tgs / peak if peak else None
-               for flops in flops_per_token(self.run.model, cfg.seq, facts.seen)]
-        print0(" ".join(filter(None, [
-            f"step {step}/{cfg.steps} loss {facts.loss:.4f} grad {facts.norm:.3f} lr {lr:.2e}",
-            f"TGS {tgs:,.0f}",
-            peak and f"MFU {mfu[0]:.1%} causal {mfu[1]:.1%} full",
+    def write(self, step, facts, seconds, found, counts, unsaved):
+        """Print and log a step; found: by an evaluation; counts: of planned memory; unsaved: why
+        there is no checkpoint."""
+        run = self.run
+        lr = learning_rate(run.cfg, run.decay_steps, step - 1)
+        self.times = [*self.times[-19:], seconds]
+        left = statistics.median(self.times) * (run.cfg.steps - step)
+        tgs = run.plan.batch * run.plan.seq / seconds / run.world
+        peak = run.hardware.profile.peak_flops
+        causal, full = (peak and flops * tgs / peak for flops in flops_per_token(
+            run.model, run.plan.seq, facts.keys_seen))
+        row = {"step": step, "lr": lr, "tgs": tgs, "mfu_causal": causal, "mfu_full": full,
+               "seconds": seconds, "memplan": counts}
+        self.append(
+            row | facts._asdict() | found,
+            f"step {step}/{run.cfg.steps} loss {facts.loss:.4f} grad {facts.grad_norm:.3f}",
+            f"lr {lr:.2e} TGS {tgs:,.0f}",
+            peak and f"MFU {causal:.1%} causal {full:.1%} full",
             facts.gpu_gib and f"GPU {facts.gpu_gib:.1f} GiB",
-            f"{seconds:.2f} s left {left}",
-            found and describe_evaluation(found),
+            f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
+            describe_evaluation(found),
             not facts.finite and "SKIPPED: not finite",
-            unsaved and f"({unsaved})",
-            self.failed and f"({self.failed})"])))
-        row = {"step": step, "loss": facts.loss, "grad_norm": facts.norm, "lr": lr, "tgs": tgs,
-               "mfu_causal": mfu[0], "mfu_full": mfu[1], "keys_seen": facts.seen,
-               "gpu_gib": facts.gpu_gib or None,
-               "host_gib": facts.host_gib, "seconds": seconds}
-        row |= found or {}
-        if not facts.finite:
-            row["skipped"] = True
-        if memory and memory.counts:
-            row["memplan"] = memory.counts
-        self.append(row)
+            unsaved,
+            self.failed)
 
-    def write_evaluation(self, step: int, found: dict) -> None:
-        """Print and log an evaluation without a step."""
-        print0(f"step {step} {describe_evaluation(found)}")
-        self.append({"step": step} | found)
-
-    def append(self, row: dict) -> None:
-        """Write a row, on rank 0."""
+    def append(self, row, *parts):
+        """Print a line of parts, and write a row, on rank 0."""
         if self.file is None:
             return
+        print(*filter(None, parts), flush=True)
         # null for numbers that are not finite, which JSON has not
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)
         try:
@@ -1216,270 +817,223 @@ class Log:
         except OSError as e:  # the disk is full; what is not written is tried again with the next
             self.failed = f"log.jsonl cannot be written: {e.strerror}"
 
-    def close(self) -> None:
+    def close(self):
         """Close the file, and draw what it holds."""
         if self.file is None:
             return
-        out = Path(self.run.cfg.out)
         try:
-            rows = self.file.tell()
             self.file.close()
-            if rows:
-                draw_losses(out)
-                print0(f"wrote {out / 'log.jsonl'} and {out / 'loss.png'}")
-        except (OSError, ValueError, TypeError, OverflowError) as e:  # full; or rows are not ours
-            why = getattr(e, "strerror", None) or e
-            print0(f"{out}: log.jsonl or loss.png could not be written: {why}")
+            draw_losses(Path(self.run.cfg.out))
+        except OSError as e:
+            print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
 
-def draw_losses(out: Path) -> None:
-    """OUT/log.jsonl -> OUT/loss.png, and OUT/position.png if there was an evaluation."""
-    rows, _ = checkpoint.read_log(out / "log.jsonl")
-    lines = []
-    for key, style in (("loss", "-"), ("val_loss", "o--")):
-        points = sorted((r["step"], r[key]) for r in rows if r.get(key) is not None)
-        lines.append((key.replace("_", " "), style, points))
-    draw_lines(out / "loss.png", lines, xlabel="step")
-    evaluated = [r for r in rows if r.get("val_loss_by_position")]
-    lines = []
-    for row in (evaluated[-1:] + evaluated[:1])[: len(evaluated)]:
-        # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
-        points = [(max(1, 2 * first), loss) for first, loss in row["val_loss_by_position"]]
-        lines.append((f"step {row['step']}", "o-", points))
-    if lines:
-        draw_lines(out / "position.png", lines, xlabel="tokens of context, at most", xbase=2)
+def describe_evaluation(found):
+    """Return what is printed of an evaluation, "" if there was none."""
+    if not found:
+        return ""
+    if found["val_loss"] is None:
+        return "val_loss none (all labels are ignored)"
+    return f"val_loss {found['val_loss']:.4f}"
 
 
-def draw_lines(path: Path, lines: list[tuple], xlabel: str, xbase: int = 0) -> None:
-    """Draw losses. lines: label, style, points (x, loss) of each; xbase: of a logarithmic axis."""
+def draw_losses(out):
+    """OUT/log.jsonl -> OUT/loss.png: losses by step, and of the first and the last evaluation by
+    position."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    fig, ax = plt.subplots(figsize=(7, 4))
-    for label, style, points in lines:
-        if points:
-            ax.plot(*zip(*points), style, markersize=4, label=label)
-    if xbase:
-        ax.set_xscale("log", base=xbase)
-    ax.set(xlabel=xlabel, ylabel="cross-entropy, nats a token")
-    if ax.lines:
-        ax.legend()
-    fig.tight_layout()
-    fig.savefig(path, dpi=120)
+    rows = checkpoint.read_log(out / "log.jsonl")
+    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 4))
+    for key in ("loss", "val_loss"):
+        points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+        left.plot(points.keys(), points.values(), ".-", label=key)
+    left.set(xlabel="step", ylabel="cross-entropy, nats a token")
+    left.legend()
+    evaluated = {row["step"]: row["val_loss_by_position"] for row in rows if row.get("val_loss")}
+    for step in {*[*evaluated][:1], *[*evaluated][-1:]}:
+        first, losses = zip(*evaluated[step])
+        # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
+        right.plot([max(1, 2 * i) for i in first], losses, ".-", label=f"step {step}")
+        right.legend()
+    right.set(xlabel="tokens of context, at most", xscale="log")
+    fig.savefig(out / "loss.png", dpi=120)
     plt.close(fig)
 
 
-def introduce(run: Run) -> None:
-    """Print the resolved flags, the model and the data."""
-    cfg = run.cfg
-    print0("config: " + " ".join(f"{name}={'auto' if value is None else value}"
-                                 for name, value in vars(cfg).items()))
-    causal, full = flops_per_token(run.model, cfg.seq)
-    print0(f"model {cfg.model}: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token "
-           f"causal, {full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}")
-    reached = run.model.max_positions
-    if cfg.seq > reached:
-        kind = llama.rope_kind(run.model.rope_scaling).replace("default", "yarn")
-        asked, _, factor = cfg.rope_scaling.partition(":")
-        factor = float(factor) if asked == kind else 1.0
-        print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
-               f"; --rope-scaling {kind}:{math.ceil(factor * cfg.seq / reached)} extends it")
-    if cfg.document_token >= 0:
-        print0(f"documents end with token {cfg.document_token}: attention stays inside them, which "
-               "MFU counts; predicted are times of sequences that are one each")
-    as_tokens = f" as {run.tokens}" if run.tokens else ""
-    print0(f"data {cfg.data}{as_tokens}: {len(run.train.corpus):,} tokens, {run.train.count:,} "
-           f"training and {run.val.count:,} validation sequences of {cfg.seq:,}")
-    if cfg.model == "hf" and run.train.corpus.dtype.itemsize == 1 and run.model.vocab != 256:
-        has_one = (Path(cfg.import_folder) / "tokenizer.json").exists()
-        print0(f"bytes are read as ids of {cfg.init}, which they hardly are: --tokenizer "
-               f"{cfg.import_folder if has_one else 'DIR'} makes tokens of the text")
-    if are_ids(run.train.corpus.files) and not run.tokens:
-        others = [f for f in Path(cfg.data).rglob("*") if f.is_file() and f.suffix != ".bin"
-                  and not f.name.endswith(".bin.json")]
-        if others or cfg.tokenizer:
-            print0(f"--data {cfg.data} is read as ids: {len(others)} other files there are not "
-                   "read, nor is --tokenizer")
-    if run.model.tied:
-        print0("the head of the import is its embedding: here they are trained as two matrices, "
-               "and exported as two unless they are still equal")
-
-
-def due(step: int, every: int) -> bool:
+def due(step, every):
     """Whether this step is one of every so many; none is, if that is 0 or -1."""
     return every > 0 and step % every == 0
 
 
-def train(run: Run, model: LLaMA, states: States, saver: checkpoint.Saver, start: int) -> str:
-    """Run the steps after `start`, with evaluations and checkpoints. Returns what went wrong: too
-    many steps in a row were not finite, the data cannot be read any more, or the last checkpoint
-    was not saved. A collective of all ranks."""
+def train(run, model, states, saver, saved):
+    """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
+    checkpoint has, -1 if none has. Returns what went wrong: steps that were not finite, data that
+    cannot be read any more, a last checkpoint that was not saved. A collective of all ranks."""
     cfg = run.cfg
-    log = Log(run, open(regular(Path(cfg.out) / "log.jsonl"), "a") if run.rank == 0 else None)
-    gc.collect()
-    gc.freeze()  # what lives until the end need not be walked by every collection
-    samples = run.samples
-    if start < cfg.steps:
+    step, samples = run.start, run.samples
+    log = Log(run)
+    trouble = ends = ""
+    if step < cfg.steps:
         batch = load_batch(run, samples)
-        if error := error_of_any(batch.unread):
-            raise ConfigError(error)
-    stop = Stop()
-    stop.listen()  # until here there is nothing to save
-    clock = time.perf_counter()
-    progress = Progress(states, run.rank == 0)
-    memory = plan_memory(run)
-    if start < cfg.steps:
+        trouble = ends = error_of_any(batch.unread)
         warm_up(model, batch)
     elif cfg.eval_every > 0:
-        log.write_evaluation(start, evaluate(run, model))
-    saved = step = start
-    skipped = in_a_row = 0
-    unread = ""  # why the data cannot be read any more
-    while step < cfg.steps:
-        # ---- the step, and while the GPU works at it the next batch
+        found = evaluate(run, model)
+        log.append({"step": step} | found, f"step {step}", describe_evaluation(found))
+    signals = listen()  # until here there is nothing to save
+    memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
+    now = [0, 0.0]  # the step, 0 between steps; since when
+    if run.rank == 0:
+        threading.Thread(target=show_progress, args=(states, now), daemon=True).start()
+    in_a_row = 0  # steps that were not finite
+    while step < cfg.steps and not ends:
         step += 1
-        progress.begin(step)
-        lr = learning_rate(cfg, run.decay_steps, step - 1)
-        work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
-        result = *run_planned(memory, work), batch.seen
-        del work  # it holds the batch
-        samples += cfg.batch
-        if step < cfg.steps:
-            batch = load_batch(run, samples)
-        facts = agree(run, result, stop, saver.writing, bool(batch.unread))
+        now[:] = step, time.perf_counter()
+        samples += run.plan.batch
+        results, batch = step_and_load(run, model, states, memory, batch, step, samples)
+        facts = agree(run.device, results, signals, saver.writing, batch.unread)
         if not facts.finite:
             states.check_uses()
-        seconds = time.perf_counter() - clock
-        progress.end()
+        seconds = time.perf_counter() - now[1]
+        now[0] = 0
 
-        # ---- what follows from it
-        skipped += not facts.finite
         in_a_row = 0 if facts.finite else in_a_row + 1
-        unread = error_of_any(batch.unread) if facts.unread else ""
+        if in_a_row == MAX_SKIPS:
+            trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
+        if facts.unread:
+            trouble = error_of_any(batch.unread)
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
-
-        # ---- evaluate, log, save
-        if memory and (evaluates or unread or facts.signal or in_a_row == MAX_SKIPS
-                       or due(step, cfg.save_every)):
+        saves = due(step, cfg.save_every)
+        if memory and (evaluates or saves or facts.signal or trouble or step == cfg.steps):
             memory.give_back()  # what is not a step must not starve beside the arena
-        found = None
-        if evaluates:
-            try:
-                found = evaluate(run, model)
-            except ConfigError as e:
-                unread = str(e)
-        ends = facts.signal or in_a_row == MAX_SKIPS or unread
-        saves = due(step, cfg.save_every) or (ends and cfg.save_every >= 0)
+        try:
+            found = evaluate(run, model) if evaluates else {}
+        except ConfigError as e:
+            found, trouble = {}, str(e)
+        ends = f"stopped by {signal.Signals(facts.signal).name}" if facts.signal else trouble
         if not facts.writing:
             saver.finish()
-        log.write(step, facts, lr, seconds, start + 1, found, memory, saver.failed)
-        if facts.signal:
-            print0(f"stopped by {signal.Signals(int(facts.signal)).name} after step {step}")
-        if in_a_row == MAX_SKIPS:
-            print0(f"{in_a_row} steps in a row were not finite: the run ends here")
-        if unread:
-            print0(f"the data cannot be read any more, the run ends after step {step}: {unread}")
+        log.write(step, facts, seconds, found, memory and memory.counts, saver.failed)
         if saves:
             saver.begin(checkpoint_meta(run, step, samples))
             saved = step
-        if ends:
-            break
-        clock = time.perf_counter()
-
-    # ---- what is left to save, draw, export
-    if memory:
-        memory.give_back()
+    if ends:
+        print0(f"{ends}: the run ends after step {step}")
+    log.close()
     saver.finish()
-    first_weights = step == 0 and not run.resume and not cfg.evaluates_alone  # of --steps 0
-    if cfg.save_every >= 0 and (saved != step or saver.failed or first_weights):
+    if cfg.save_every >= 0 and (saved != step or saver.failed):
         saver.begin(checkpoint_meta(run, step, samples))
         saver.finish()
-    if skipped:
-        print0(f"{skipped} steps were skipped: the loss or the gradient was not finite")
-    log.close()
     if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
-    if in_a_row == MAX_SKIPS:
-        return "the loss or the gradient was not finite; see the log"
-    return unread or saver.failed
+    return trouble or saver.failed
 
 
-def export(run: Run, states: States, group: dist.ProcessGroup) -> None:
-    """Write the weights to --export, with what the import had beside them. A collective."""
-    cfg = run.cfg
-    # what made the data goes before
-    beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-    if cfg.import_folder and not beside[0].is_dir():
-        print0(f"{beside[0]} is not there any more: the export has no tokenizer and no license of "
-               "it")
-    checkpoint.export(Path(cfg.export), run.model, states, run.dtype, run.source, beside, group)
-    kind = checkpoint.hf_architecture(run.model, run.source)
-    print0(f"exported {cfg.export}: {kind}, {cfg.dtype}")
+def step_and_load(run, model, states, memory, batch, step, samples):
+    """Run a step, and while the GPU works at it load the next batch. Returns what the step and its
+    batch have on the device, and that batch. A collective of all ranks."""
+    lr = learning_rate(run.cfg, run.decay_steps, step - 1)
+    work = functools.partial(run_step, model, states, batch, lr, run.cfg.clip)
+    results = [*run_planned(memory, work), batch.seen]
+    if step < run.cfg.steps:
+        batch = load_batch(run, samples)
+    return results, batch
 
 
-def build_and_train(run: Run) -> str:
-    """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
-    ranks."""
-    cfg = run.cfg
-    fused = cfg.compile and run.device.type == "cuda"
-    torch.compiler.set_stance("default" if fused else "force_eager")
-    print0(f"attention kernel: {run.kernel}; element-wise parts: "
-           f"{'compiled' if fused else 'eager'}")
-    groups = make_groups(run, {})
-    op = make_attention(run, groups)
-    describe(run)
-    model, states = build(run, op, groups)
-    start = load_weights(run, states)
-    if start >= cfg.steps > 0:
-        print0(f"nothing to train: at step {start} of {cfg.steps}")
-    on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), run.resume, start < cfg.steps))
-    saver = make_saver(run, states)
-    return train(run, model, states, saver, start)
+# ---------------------------------------------------------------------------- the program
 
 
-def run_ranks(cfg: Config, rank: int, world: int, local_rank: int) -> str:
+def run_ranks(given, local_rank):
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
-    on_all_ranks(lambda: check_flags(cfg))
-    check_same({flag_name(name): value for name, value in vars(cfg).items()
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    # ---- flags
+    cfg = on_all_ranks(lambda: Config(**given))
+    check_same({flag_name(name): value for name, value in cfg.values().items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     # rank 0's choice: for a minute, another node may see a shared folder as it was
     resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume))
-    run = on_all_ranks(lambda: machine(cfg, rank, cfg.ranks or world, local_rank, resumed))
-    run = with_tokens(run)
-    run = on_all_ranks(lambda: with_files(run, resumed))
-    check_same({"the data": run.data, "the model": run.model, "--per-node": run.cfg.per_node,
-                "--attention": run.kernel})
-    if run.device.type == "cuda":
-        torch.cuda.set_device(run.device)
-        expandable_segments()
-    run = with_plan(with_hardware(run))
-    cap_gpu(run)
-    introduce(run)
-    if cfg.dry_run:
-        describe(run)
-        return ""
+    cfg = on_all_ranks(lambda: resumed_flags(given, resumed))
 
+    # ---- device
+    device = on_all_ranks(lambda: choose_device(cfg, local_rank))
+    on_gpu = device.type == "cuda"
+    dtype = DTYPES.get(cfg.dtype, torch.bfloat16 if on_gpu else torch.float32)
+    if on_gpu:
+        if cfg.pp != 1:
+            parallel.use_more_queues()
+        torch.cuda.set_device(device)
+        expandable_segments()
+    torch.compiler.set_stance("default" if on_gpu else "force_eager")
+
+    # ---- model
+    cfg, model, source = on_all_ranks(lambda: choose_model(cfg, device, resumed))
+    read = None  # of an import: name -> tensor
+    if cfg.import_folder and not resumed:
+        read = on_all_ranks(lambda: checkpoint.hf_open(cfg.import_folder, model))
+
+    # ---- data
+    if not cfg.dry_run:
+        on_all_ranks(lambda: check_folders(cfg, model, source))
+    cfg, training, val, data = open_data(cfg, model)
+
+    # ---- plan
+    kernel = on_all_ranks(
+        lambda: pick_kernel(cfg.attention, device, dtype, cfg.document_token >= 0))
+    check_same({"the data": data, "the model": model, "--attention": kernel,
+                "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
+    plans, there = choose_plans(
+        cfg, model, device, dtype, kernel, training.count, resumed is not None)
+    cfg = replace(cfg, batch=plans[0].batch)
+    start, samples, decay_steps = 0, 0, cfg.steps
+    if resumed:
+        start = resumed.meta["step"]
+        samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
+        decay_steps = resumed.meta["decay_steps"] if start else cfg.steps
+    run = Run(cfg, rank, world, device, dtype, kernel, model, plans[0], there, training, val,
+              training.corpus.ignored_id, start, samples, decay_steps, data, source)
+    introduce(run, plans)
+    if cfg.dry_run:
+        return ""
     with contextlib.ExitStack() as lock:  # of OUT, for this run
         on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out))))
-        if cfg.save_every >= 0:
-            checkpoint.check_shared(Path(cfg.out))
-        trouble = build_and_train(run)
+        trouble = build_and_train(run, resumed, read)
     dist.barrier()
     return trouble
 
 
+def build_and_train(run, resumed, read):
+    """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
+    ranks."""
+    cfg = run.cfg
+    if cfg.save_every >= 0:
+        checkpoint.check_shared(Path(cfg.out))
+    if cfg.memplan == "on":
+        on_all_ranks(lambda: load_allocator(run.device.type))
+    cap_gpu(run)
+    groups = Groups(timedelta(seconds=cfg.timeout), run.plan.tp, run.plan.pp)
+    model, states = build(run, make_attention(run, groups), groups)
+    load_weights(run, states, resumed, read)
+    on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), resumed, run.start < cfg.steps))
+    saver = make_saver(run, states)
+    gc.collect()
+    gc.freeze()  # what lives until the end need not be walked by every collection
+    evaluates_alone = cfg.steps == 0 < cfg.eval_every
+    saved = run.start if resumed or evaluates_alone else -1
+    return train(run, model, states, saver, saved)
+
+
 def main(argv: list[str] | None = None) -> None:
-    cfg = parse(argv)
-    # any other is refused, as all flags are, once ranks have met
-    timeout = cfg.timeout if TIMEOUTS[0] <= cfg.timeout <= TIMEOUTS[1] else Config.timeout
-    if cfg.pp != 1:
+    given = parse(argv)
+    if given.get("pp", 1) != 1:
         parallel.use_more_queues()
-    rank, world, local_rank = start_ranks(timeout)
+    rank, world, local_rank = start_ranks(given.get("timeout", Config.timeout))
     saved = "What was saved is whole: start it again, or continue with --resume"
     with heartbeat(rank, world, saved):
-        trouble = run_ranks(cfg, rank, world, local_rank)
+        trouble = run_ranks(given, local_rank)
     dist.destroy_process_group()
     if trouble:
         sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
@@ -1498,7 +1052,7 @@ if __name__ == "__main__":
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
         arena = live_arena.get("cuda")
-        held = "" if arena is None else f", and --memplan holds {arena.nbytes / GIB:.2f} GiB"
+        held = "" if arena is None else f"; --memplan holds {arena.nbytes / GIB:.2f} GiB"
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
                  f"was planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
                  "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "

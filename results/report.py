@@ -329,11 +329,17 @@ right before it.
 
 def plan_of(r: dict) -> Plan:
     """Return the plan that a row has run."""
-    kept = r["activations"] and ActivationPlan(**r["activations"])
     plan = Plan(MODELS[r["model"]], torch.bfloat16, r["gpus"], r["gpus"], r["seq"], r["sp"],
                 r.get("ring", 1), r["batch"], r["micro_batch"], r["head_groups"], r["recompute"],
                 r["chunk"], Factors(r["p"], r["g"], r["os"]), r["os_layout"],
-                r.get("os_place", "gpu"), activations=kept)
+                r.get("os_place", "gpu"))
+    kept = r["activations"] and ActivationPlan(**r["activations"])
+    if r["recompute"] == "full":  # layers that keep their input alone, whole or in chunks
+        n = plan.model.layers
+        chunks = -(-plan.tokens // plan.chunk)
+        kept = ActivationPlan(n, chunks, n, layers_recomputing_attention=n)
+        plan = replace(plan, recompute="auto")
+    plan = replace(plan, activations=kept)
     return replace(plan, accumulates=plan.micro_batches > 1)
 
 

@@ -14,14 +14,13 @@ schedule, without the overlaps that AMSP (section VI-C) says it lacks.
 Legend: mesh (GPUs in a node g, nodes n) of a group, k = g*n ranks.
 """
 import argparse
+import bisect
 import dataclasses
 import itertools
 import json
 import math
 import sys
 from pathlib import Path
-
-import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
@@ -30,8 +29,8 @@ from hardware import (COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_pro
                       profile_text, rounded)
 from model import MODELS, ModelConfig
 from offload import GIB
-from planner import (GPU_SHARE, Constraints, Hardware, Plan, figures, layers_text, longest, plan,
-                     shards_text, sp_text)
+from planner import GPU_SHARE, Constraints, Hardware, Plan, Search, figures, plan
+from planner import choices as choices_of
 
 # ---------------------------------------------------------------------------- networks
 
@@ -255,15 +254,16 @@ def a800s(gpus: int) -> Hardware:
 def best_plan(model: ModelConfig, hardware: Hardware, **flags) -> Plan | None:
     """Return the planner's first choice for flags, None if nothing fits or they are illegal."""
     try:
-        return plan(Constraints(dtype=torch.bfloat16, **flags), model, hardware, top=1)[0]
+        return plan(Constraints(**flags), model, hardware, top=1)[0]
     except ValueError:
         return None
 
 
 def shown(found: Plan, hardware: Hardware, *names: str) -> dict:
     """Return some of a plan's figures, with its choices in words."""
-    every = figures(found, hardware) | {
-        "sp": sp_text(found), "shards": shards_text(found), "layers": layers_text(found)}
+    words = choices_of(found)
+    every = figures(found, hardware) | {"shards": words["p,g,os"], "layers": words["layers keep"]}
+    every["sp"] = words["sp"] + (f" ring={found.ring}" if found.ring > 1 else "")
     return {name: every[name] for name in names}
 
 
@@ -325,7 +325,7 @@ def figures_11_and_12() -> list[dict]:
                 if found:
                     row |= shown(found, a800s(gpus), "tgs")
                     row |= {"mfu": row["tgs"] * paper_flops(model, 4096) / 312e12,
-                            "shards": shards_text(found)}
+                            "shards": choices_of(found)["p,g,os"]}
                 rows.append(row)
     return rows
 
@@ -347,17 +347,31 @@ MEMORY = {"24 GB": 24.0, "80 GB": 79.2, "141 GB": 139.8}  # GiB of a GPU, as CUD
 HOST = {1: 112, 2: 224, 8: 560}  # GPUs: GiB of host memory that they may use
 
 
+def longest(model: ModelConfig, hardware: Hardware) -> int:
+    """Return the most tokens of one sequence over all ranks that fit, in steps of 16K a rank; 0 if
+    not even one step does."""
+    step = hardware.ranks * 2**14
+
+    def too_long(count: int) -> bool:
+        asked = Constraints(count * step, batch=1, sp=hardware.ranks)
+        return not Search(asked, model, hardware).fits()
+
+    bad = 1
+    while not too_long(bad):
+        bad *= 2
+    return step * (bisect.bisect_left(range(bad), True, lo=1, key=too_long) - 1)
+
+
 def fits() -> list[dict]:
     """Return the longest sequences that fit GPUs of 24, 80 and 141 GB, in those of h200x8's
     place."""
     rows = []
-    asked = Constraints(seq=0, dtype=torch.bfloat16, default_batch=1)
     for (memory, gib), (ranks, host), name in itertools.product(
             MEMORY.items(), HOST.items(), ("1b", "7b", "llama3-8b")):
         here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
                         host * GIB / ranks)
         rows.append({"memory": memory, "gpus": ranks, "host_gib": host, "model": name,
-                     "seq": longest(asked, MODELS[name], here)})
+                     "seq": longest(MODELS[name], here)})
     return rows
 
 
