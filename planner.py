@@ -50,9 +50,8 @@ import numpy as np
 import torch
 
 from attention import KERNELS, head_group_counts
-from costs import (Estimator, Plan, column_bytes, computation_seconds, fullest_stages,
-                   host_bytes, host_states, in_flight, kept_parts, layer_seconds, resident_bytes,
-                   ring_traffic, rounding_bytes, stage_memory, state_bytes, step_seconds,
+from costs import (Estimator, LayerSeconds, Plan, column_bytes, host_bytes, layer_seconds,
+                   lost_seconds, resident_bytes, ring_traffic, rounding_bytes, step_seconds,
                    visit_seconds, with_memory)
 from hardware import Profile, find_sheet, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, flops_per_token, param_count
@@ -73,7 +72,7 @@ def size(text: str) -> int:
     return int(value)
 
 
-def flag(default, text: str, low: float = 1, high: float = 2**20, among: Iterable[str] = ()):
+def flag(text: str, default=None, low: float = 1, high: float = 2**20, among: Iterable[str] = ()):
     """Return a field that is a flag: a number between `low` and `high`, or a word of `among`."""
     return field(default=default, metadata={"help": text, "range": (low, high), "among": among})
 
@@ -145,67 +144,77 @@ OVERLAPS = (*STREAMS, "pipeline")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
+Count = int | None  # None: auto
+
+
 @dataclass(frozen=True)
 class Constraints:
     """What a command fixes; None, or auto, is open. A program's flags are these and its own."""
 
-    seq: int | None = flag(4096, "tokens a sequence", 1, 2**40)
-    batch: int | None = flag(None, "sequences a step over all ranks; auto: 512K tokens")
-    micro_batch: int | None = flag(None, "sequences that sp ranks run at once; auto: the most"
-                                   " within 8K tokens a rank, or fewer, by predicted time")
-    sp: int | None = flag(None, "ranks that share a sequence; auto: by predicted time")
-    ring: int | None = flag(None, "of them, by context, around which k, v travel (across nodes); "
-                            "the other sp / ring by heads; auto: the fewest")
-    tp: int | None = flag(1, "neighbours that share each layer's matrices, by columns and rows;"
-                          " auto: by predicted time")
-    tp_mode: str = flag("msp", "of them: mtp (all have all tokens), msp (tokens are split between"
-                        " products), fsp (and gathered again in backward)",
-                        among=("mtp", "msp", "fsp"))
-    pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
-    pp_chunks: int | None = flag(None, "parts of the model on a stage, interleaved; auto: by"
-                                 " predicted time")
-    head_groups: int | None = flag(None, "parts of a rank's heads; with --sp the next one's"
-                                   " all-to-all runs under this one's attention, without they save"
-                                   " memory of attention's backward; auto: 4, or more")
-    p: int | None = flag(None, "parameter shards; auto: by predicted time, then the fewest shards,"
-                         " p before g before os")
-    g: int | None = flag(None, "gradient shards, p or os; auto: likewise")
-    os: int | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
-    strategy: str = flag("", "factors by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
-    os_layout: str = flag("auto", "of optimizer states: inter (whole tensors, greedy), intra (each"
-                          " tensor split evenly), or auto: intra", among=("auto", "intra", "inter"))
-    os_place: str = flag("auto", "where optimizer states lie: gpu; host, in page-locked memory,"
-                         " from which they visit the GPU under the next forward; or auto: by"
-                         " predicted time", among=("auto", "gpu", "host"))
-    overlap: str = flag(",".join(OVERLAPS), "communication that runs under computation, a list, or"
-                        " none: param_gather (weights before they are used), grad_scatter (a"
-                        " matrix's gradient to its shards), grad_reduce (shards over replicas),"
-                        " param_broadcast (updated weights to those who hold them), host_update (of"
-                        " states on the host), pipeline (messages between stages)")
-    recompute: str = flag("auto", "auto: layers keep, swap or recompute chunks of tokens, as the"
-                          " program of planner.py says; none: they keep everything; full: their"
-                          " input alone, and all of them runs again, attention included",
-                          among=("auto", "none", "full"))
-    chunk: int | None = flag(None, "most tokens that a layer runs at once, which cuts them into"
-                             " equal parts; auto: 16K or 8K", 1, 2**40)
-    alpha: float | None = flag(None, "fraction of tokens whose activations a swapped layer swaps;"
-                               " auto: by the program", 0, 1)
-    resident_layers: int | None = flag(None, "last layers whose inputs and attention outputs stay"
-                                       " on the GPU; auto: by the program", 2)
-    document_token: int | None = flag(None, "an id that ends a document: attention stays inside"
-                                      " documents, positions restart with each, and the label"
-                                      " behind one's end does not count; auto: a resumed run's,"
-                                      " else what --tokenizer ends each text with; -1: none",
-                                      -1, 2**32)
-    tokenizer: str = flag("", "Hugging Face folder whose tokenizer.json makes tokens of text; they"
-                          " are kept in OUT/tokens")
-    attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
-    dtype: str = flag("bf16", "of weights and activations: bf16, fp32, fp64", among=DTYPES)
-    host_memory: int | None = flag(None, "bytes of a node (as 400G) for states and activations;"
-                                   " auto: what the control group or the machine allows, less an"
-                                   " eighth", 0, 2**60)
-    gpu_memory: int | None = flag(None, "bytes of a GPU that may be used (as 80G); auto: all",
-                                   1, 2**60)
+    seq: Count = flag("tokens a sequence", 4096, 1, 2**40)
+    batch: Count = flag("sequences a step over all ranks; auto: 512K tokens")
+    micro_batch: Count = flag(
+        "sequences that sp ranks run at once; auto: the most within 8K tokens a rank, or fewer, "
+        "by predicted time")
+    sp: Count = flag("ranks that share a sequence; auto: by predicted time")
+    ring: Count = flag(
+        "of them, by context, around which k, v travel (across nodes); the other sp / ring by "
+        "heads; auto: the fewest")
+    tp: Count = flag(
+        "neighbours that share each layer's matrices, by columns and rows; auto: by predicted "
+        "time", 1)
+    tp_mode: str = flag(
+        "of them: mtp (all have all tokens), msp (tokens are split between products), fsp (and "
+        "gathered again in backward)", "msp", among=("mtp", "msp", "fsp"))
+    pp: Count = flag("stages of a pipeline; auto: by predicted time", 1)
+    pp_chunks: Count = flag("parts of the model on a stage, interleaved; auto: by predicted time")
+    head_groups: Count = flag(
+        "parts of a rank's heads; with --sp the next one's all-to-all runs under this one's "
+        "attention, without they save memory of attention's backward; auto: 4, or more")
+    p: Count = flag(
+        "parameter shards; auto: by predicted time, then the fewest shards, p before g before os")
+    g: Count = flag("gradient shards, p or os; auto: likewise")
+    os: Count = flag("optimizer state shards, a multiple of p; auto: likewise")
+    strategy: str = flag("factors by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K", "")
+    os_layout: str = flag(
+        "of optimizer states: inter (whole tensors, greedy), intra (each tensor split evenly), "
+        "or auto: intra", "auto", among=("auto", "intra", "inter"))
+    os_place: str = flag(
+        "where optimizer states lie: gpu; host, in page-locked memory, from which they visit the "
+        "GPU under the next forward; or auto: by predicted time",
+        "auto", among=("auto", "gpu", "host"))
+    overlap: str = flag(
+        "communication that runs under computation, a list, or none: param_gather (weights "
+        "before they are used), grad_scatter (a matrix's gradient to its shards), grad_reduce "
+        "(shards over replicas), param_broadcast (updated weights to those who hold them), "
+        "host_update (of states on the host), pipeline (messages between stages)",
+        ",".join(OVERLAPS))
+    recompute: str = flag(
+        "auto: layers keep, swap or recompute chunks of tokens, as the program of planner.py "
+        "says; none: they keep everything; full: their input alone, and all of them runs again, "
+        "attention included", "auto", among=("auto", "none", "full"))
+    chunk: Count = flag(
+        "most tokens that a layer runs at once, which cuts them into equal parts; auto: 16K or 8K",
+        None, 1, 2**40)
+    alpha: float | None = flag(
+        "fraction of tokens whose activations a swapped layer swaps; auto: by the program",
+        None, 0, 1)
+    resident_layers: Count = flag(
+        "last layers whose inputs and attention outputs stay on the GPU; auto: by the program",
+        None, 2)
+    document_token: Count = flag(
+        "an id that ends a document: attention stays inside documents, positions restart with "
+        "each, and the label behind one's end does not count; auto: a resumed run's, else what "
+        "--tokenizer ends each text with; -1: none", None, -1, 2**32)
+    tokenizer: str = flag(
+        "Hugging Face folder whose tokenizer.json makes tokens of text; they are kept in "
+        "OUT/tokens", "")
+    attention: str = flag("kernel: auto, fa4, cudnn, flash, cpu", "auto")
+    dtype: str = flag("of weights and activations: bf16, fp32, fp64", "bf16", among=DTYPES)
+    host_memory: Count = flag(
+        "bytes of a node (as 400G) for states and activations; auto: what the control group or "
+        "the machine allows, less an eighth", None, 0, 2**60)
+    gpu_memory: Count = flag("bytes of a GPU that may be used (as 80G); auto: all", None, 1, 2**60)
     optimizer: str = "adamw"
     default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
     most_sequences: int | None = None  # that the data has
@@ -282,38 +291,21 @@ class TooLarge(ValueError):
         self.over = over
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one layer on one rank, and seconds of its forward."""
-
-    input: float  # x
-    attn: float  # o and the log-sum-exp
-    intermediates: float  # what a block saves beside them: q, k, v, h, gate|up
-    layer_s: float  # forward
-    recompute_s: float  # of it, what recomputing the intermediates takes
-    attn_s: float  # of it, attention
-    post_s: float  # of it, what follows attention
-
-    @property
-    def layer(self) -> tuple[float, float, float]:
-        """Return the bytes, as costs.layer_bytes does."""
-        return self.input, self.attn, self.intermediates
-
-
 MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
 TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
-def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
-                     resident: int | None = None, alpha: float | None = None,
-                     busy: float = 0.0) -> tuple[ActivationPlan, float]:
+def plan_activations(
+        n: int, layer: tuple[float, float, float], s: LayerSeconds, chunks: int, bandwidth: float,
+        gpu: float, host: float, resident: int | None = None, alpha: float | None = None,
+        busy: float = 0.0) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
     chunks K as have room. Raises TooLarge.
 
-    bandwidth: bytes/s to the host, with all GPUs copying; busy: seconds of a layer's forward in
-    which other things are copied; gpu, host: bytes a rank can give to activations; resident, alpha:
-    set by hand.
+    layer: bytes of one, as costs.layer_bytes; bandwidth: bytes/s to the host, with all GPUs
+    copying; busy: seconds of a layer's forward in which other things are copied; gpu, host: bytes a
+    rank can give to activations; resident, alpha: set by hand.
 
         min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
              resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
@@ -327,15 +319,17 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    part = s.intermediates / chunks
+    _, attn, others = layer
+    part = others / chunks
     x, drops, m, k, rule = ways_to_keep(n)
     away = n - k
-    hideable = bandwidth * away * max(0.0, s.layer_s - busy)
-    least, hidden = (np.ceil((away * (s.input + s.attn) - room) / s.attn - 1e-9)
+    hideable = bandwidth * away * max(0.0, s.forward - busy)
+    everything = host_bytes(ActivationPlan(n, chunks, k), layer)
+    least, hidden = (np.ceil((everything - room) / attn - 1e-9)
                      for room in (host, np.minimum(host, hideable)))
     x = np.where(drops > 0, np.clip(np.choose(drops, [x, least, hidden, away]), 0, away), x)
     plans = ActivationPlan(n, chunks, k, 0, 0, x, m)
-    copied = host_bytes(plans, s.layer)
+    copied = host_bytes(plans, layer)
     most = np.minimum(np.floor((host - copied) / part + 1e-9), chunks * away)
     hides = (hideable - copied) / part
     eighths = np.rint(chunks * np.minimum(rule, 8) / 8) * away
@@ -345,24 +339,22 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         swapped = np.rint(alpha * chunks * away)
     saves = (m == 1) & (x <= away)  # intermediates
     feasible = (most >= 0) & (0 <= swapped) & (swapped <= most) & (saves | (swapped == 0))
-    swapped = np.where(feasible, swapped, 0)
-    plans = replace(plans, swapped_chunks=swapped)
-    kept = np.floor((gpu - resident_bytes(plans, s.layer)) / part + 1e-9)
+    plans = replace(plans, swapped_chunks=np.where(feasible, swapped, 0))
+    kept = np.floor((gpu - resident_bytes(plans, layer)) / part + 1e-9)
     plans = replace(plans, kept_chunks=np.where(saves, np.clip(kept, 0, chunks * k), 0))
-    leaving = rounding_bytes(plans, s.layer) + 2 * (
-        s.input + s.attn + part * np.ceil(swapped / np.maximum(1, away)))
-    feasible &= (kept >= 0) & ((k == n) | (leaving <= gpu)) & (k == (resident or k))
-    if alpha:
-        feasible &= k < n
-    lost = sum(lost_seconds(plans, s, bandwidth, busy))
-    value = np.where(feasible, lost + TIE_S * host_bytes(plans, s.layer), np.inf)
-    at = np.unravel_index(np.argmin(value), value.shape)
+    # in forward two layers are leaving, whole
+    leaving = rounding_bytes(plans, layer) + rounding_bytes(
+        replace(plans, stride=1, layers_recomputing_attention=0), layer)
+    feasible &= (kept >= 0) & (leaving <= gpu) & (k == (resident or k)) & ((k < n) | (not alpha))
+    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
+    value = np.where(feasible, lost + TIE_S * host_bytes(plans, layer), np.inf)
+    at = np.argmin(value)
     if value[at] == np.inf:
-        raise TooLarge(f"--alpha {alpha} --resident-layers {resident}: what layers keep does not "
-                       f"fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a rank",
-                       math.inf)
-    chosen = (k, plans.kept_chunks, swapped, x, m)
-    return ActivationPlan(n, chunks, *(int(each[at]) for each in chosen)), float(lost[at])
+        raise TooLarge(f"--alpha {alpha} --resident-layers {resident} of {n} layers: activations "
+                       f"do not fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a "
+                       "rank", math.inf)
+    chosen = (int(each[at]) for each in (k, plans.kept_chunks, plans.swapped_chunks, x, m))
+    return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
 
 @functools.cache
@@ -378,33 +370,11 @@ def ways_to_keep(n: int) -> np.ndarray:
     return np.array(ways).T
 
 
-def lost_seconds(plan: ActivationPlan, s: Sizes, bandwidth: float,
-                 busy: float) -> tuple[float, float]:
-    """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
-    of its forward in which compute waits for copies. Also of many plans, whose numbers are arrays.
-    """
-    saved = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
-    inputs, _, inputs_away, _ = kept_parts(plan)
-    dropped = plan.layers_recomputing_attention
-    again = (np.maximum(0.0, plan.layers - saved) * s.recompute_s
-             + (plan.layers - inputs - inputs_away) * s.post_s
-             + (dropped - dropped // plan.stride) * (s.layer_s - s.attn_s - s.post_s)
-             + dropped * s.attn_s)
-    hidden = (plan.layers - plan.resident) * max(0.0, s.layer_s - busy)
-    return again, np.maximum(0.0, host_bytes(plan, s.layer) / bandwidth - hidden)
-
-
 # ---------------------------------------------------------------------------- degrees
 
 
 def divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
-
-
-def nearest(value: int, step: int) -> str:
-    """Return the multiples of step around value, for messages."""
-    low = value // step * step
-    return " or ".join(str(n) for n in (low, low + step) if n > 0)
 
 
 def legal(c: Constraints, names: Sequence[str], every: Iterable[tuple[int, ...]],
@@ -422,8 +392,8 @@ def legal(c: Constraints, names: Sequence[str], every: Iterable[tuple[int, ...]]
 
     wish = [want or 1 for want in asked]
     every.sort(key=lambda values: sum(abs(a - b) for a, b in zip(values, wish)))
-    near = ", ".join(map(said, sorted(every[:4]))) or "none"
-    raise ValueError(f"{said(wish)}: {why_not(*wish)}; legal here: {near}")
+    raise ValueError(f"{said(wish)}: {why_not(*wish)}; legal here: "
+                     + (", ".join(map(said, sorted(every[:4]))) or "none"))
 
 
 def columns(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
@@ -491,31 +461,31 @@ def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
 def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with sequences a step, and at once: within 8K tokens a rank the most, the next
     and one."""
-    dp, most = plan.dp, c.most_sequences
-    batch = c.batch or -(-c.default_batch // dp) * dp
-    if c.batch is None and most is not None and most >= dp:
-        batch = min(batch, most // dp * dp)
-    if most is not None and batch > most:
+    dp = plan.dp
+    most = math.inf if c.most_sequences is None else c.most_sequences
+    batch = c.batch or max(dp, min(-(-c.default_batch // dp), most // dp) * dp)
+    each, left = divmod(batch, dp)
+    if batch > most:
         raise ValueError(f"--batch {batch}: the data has {most} training sequences of {c.seq} "
                          "tokens; --batch counts sequences")
-    each = batch // dp
-    if batch % dp:
+    if left:
         kept = ", which a resumed run keeps" if c.resumes else ""
         raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
-                         f"nearest: {nearest(batch, dp)}")
+                         f"nearest: {each * dp or dp} or {(each + 1) * dp}")
 
     def why_not(size: int) -> str | None:
         if each % size:
             return f"it does not divide the {each} sequences of a rank (--batch {batch} over {dp})"
+        turns = dp * size * plan.pp
         reason = no_order(plan.pp, plan.pp_chunks, each // size)
         return reason and (f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: "
-                           f"{nearest(batch, dp * size * plan.pp)}")
+                           f"{-(-batch // turns) * turns}")
 
     sizes = [size for size, in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
     if c.micro_batch is None:
         sizes = [n for n in sizes if n <= max(sizes[0], 2**13 * plan.sp // c.seq)]
     for size in {*sizes[-2:], sizes[0]}:
-        yield replace(plan, batch=batch, micro_batch=size, accumulates=each > size)
+        yield replace(plan, batch=int(batch), micro_batch=int(size), accumulates=each > size)
 
 
 def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
@@ -539,12 +509,7 @@ def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan
 def treatments(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with layers that run whole, and in equal chunks of at most 16K and 8K tokens:
     below that products slow down. What is said of chunks by hand asks for them."""
-    n = max(plan.parts)
-    k, alpha = c.resident_layers, c.alpha
-    if k and k > n or alpha and (n <= 2 or k == n):
-        raise ValueError(f"--resident-layers {k} --alpha {alpha}: of the {n} layers that each part "
-                         "of the model has, the last two never swap, nor do resident ones")
-    by_hand = alpha is not None or k or c.chunk and c.chunk < plan.tokens
+    by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
     if c.recompute == "none" or not in_chunks:
@@ -555,7 +520,7 @@ def treatments(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]
                          " --recompute full and, of sp 1, --head-groups: --tp-mode mtp")
     if c.recompute == "none" or plan.splits_tokens:
         return
-    whole = Fraction(alpha or 0).limit_denominator(8).denominator  # alpha is a number of chunks
+    whole = Fraction(c.alpha or 0).limit_denominator(8).denominator  # alpha is a number of chunks
     for most in {min(plan.tokens, c.chunk or size) for size in (2**14, 2**13)}:
         parts = -(-plan.tokens // most)
         if not c.chunk:
@@ -567,13 +532,9 @@ every_legal_factor = functools.cache(legal_factors)
 
 
 def states(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with the legal factors, fewest shards first, and places of optimizer states:
-    the host where they are a twentieth of what a GPU has, or more. Layout intra: all have as much
-    to update."""
+    """Yield the plan with the legal factors, fewest shards first, and places of optimizer states.
+    Layout intra: all ranks have as much to update."""
     world, in_node = plan.state_ranks, plan.in_node
-    if world % in_node:
-        closest = min(divisors(world), key=lambda n: abs(n - in_node))
-        raise ValueError(f"--per-node {in_node}: does not divide {world} ranks; nearest: {closest}")
     if c.strategy:
         if c.p or c.g or c.os:
             raise ValueError(f"--strategy {c.strategy} sets all factors: drop --p --g --os")
@@ -586,13 +547,10 @@ def states(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
         return illegal(Factors(p, g, os), world, in_node)
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
-    params = param_count(plan.model) / (plan.tp * plan.pp)
+    places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
     for f in legal(c, ["p", "g", "os"], map(astuple, every_legal_factor(world, in_node)), why_not):
-        plan = replace(plan, factors=Factors(*f), os_layout=layout)
-        held = state_bytes(params, plan.factors, plan.dtype, False, plan.optimizer)["optimizer"]
-        places = ("gpu", "host") if held > hardware.gpu_budget / 20 else ("gpu",)
-        for place in places if c.os_place == "auto" else (c.os_place,):
-            yield replace(plan, os_place=place)
+        for place in places:
+            yield replace(plan, factors=Factors(*f), os_layout=layout, os_place=place)
 
 
 SHAPE = (columns, stages, sequences, batches, head_groups, treatments)  # of the computation
@@ -657,31 +615,29 @@ class Search:
             heapq.heappush(queue, (plan.token_s, next(order), level, plan))
 
         for shape in self.choose([self.start], *SHAPE):
-            put(0, replace(shape, seconds=computation_seconds(self.est, shape)))
+            put(0, replace(shape, seconds=step_seconds(self.est, shape, states=False)))
         while queue:
             seconds, _, level, plan = heapq.heappop(queue)
-            first = next(iter(found.values()), None)
             alike = found.get(kind(plan))
-            late = (first and seconds > FAR * first[0].token_s
-                    or alike and seconds > (1 + TIE) * alike[0].token_s)
+            first = next(iter(found.values()), [plan])[0]
+            late = seconds > FAR * first.token_s or (
+                alike and seconds > (1 + TIE) * alike[0].token_s)
             if late or level == 2:
                 self.tried.append((level, plan))
-            if late:
-                continue
-            if level == 2:
+            if level == 2 and not late:
                 found.setdefault(kind(plan), []).append(plan)
-            elif level == 0:
+            elif level == 0 and not late:
                 for better in self.choose([plan], states):
-                    put(1, self.with_bound(better))
-            else:
+                    put(1, replace(better, seconds=step_seconds(self.est, better)))
+            elif not late:
                 try:
                     put(2, self.fit(plan))
                 except TooLarge as e:
                     self.errors.append(e)
                     self.tried.append((level, replace(plan, seconds={"never": math.inf})))
-        if not found:
-            raise self.why_not()
-        others = [self.preferred(plans) for plans in found.values()]
+        if not found:  # the reason of the plan that is nearest to fitting, or the first
+            raise min(self.errors, key=lambda e: getattr(e, "over", math.inf))
+        others = sorted(map(self.preferred, found.values()), key=lambda plan: plan.token_s)
         best = self.preferred(others)
         return [best, *(plan for plan in others if plan is not best)]
 
@@ -700,61 +656,37 @@ class Search:
         """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
         plan = with_memory(replace(plan, activations=self.kept(plan)))
         gpu, host = self.hardware.gpu_budget, self.hardware.host_budget
-        over = max(plan.memory.total() / gpu, plan.host_bytes / max(1.0, host))
+        over = max(plan.gpu_bytes / gpu, plan.host_bytes / max(1.0, host))
         if over > 1 + 1e-9:
             raise TooLarge(
-                f"a step needs {plan.memory.total() / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
+                f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
                 f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
                 f"{host / GIB:.1f}, with {in_words(plan)}", over)
-        return replace(plan, seconds=step_seconds(self.est, plan, *lost(self.est, plan)))
-
-    def rooms(self, plan: Plan) -> tuple[float, float]:
-        """Return the bytes of a GPU and of its host that a micro-batch may keep on its way through
-        a part of the model, on the stage that has least."""
-        n = max(plan.parts)
-        all_twice = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
-        plan = replace(plan, activations=all_twice)
-        host = self.hardware.host_budget - host_states(plan)
-        rooms = []
-        for stage in fullest_stages(plan):
-            gpu = self.hardware.gpu_budget - stage_memory(plan, stage).beside_activations()
-            times = in_flight(plan, stage) / n
-            rooms.append((gpu / times, host / times))
-        gpus, hosts = zip(*rooms)
-        return min(gpus), min(hosts)
-
-    def with_bound(self, plan: Plan) -> Plan:
-        """Return the plan with the seconds that it takes at least: what has no room on GPU and host
-        together is recomputed, at the lowest price of a byte."""
-        if plan.recompute == "none":
-            return replace(plan, seconds=step_seconds(self.est, plan))
-        s = layer_sizes(self.est, plan)
-        price = min(s.recompute_s / s.intermediates, s.post_s / s.input, s.attn_s / s.attn)
-        missing = max(0.0, max(plan.parts) * sum(s.layer) - sum(self.rooms(plan)))
-        return replace(plan, seconds=step_seconds(self.est, plan, price * missing))
+        return replace(plan, seconds=step_seconds(self.est, plan))
 
     def kept(self, plan: Plan) -> ActivationPlan | None:
         """Return what layers keep: what loses least; what needs least if nothing has room."""
         if plan.recompute == "none":
             return None
-        c, n = self.constraints, max(plan.parts)
+        c, n, layer = self.constraints, plan.part_layers, column_bytes(plan)
+        drop_all = [ActivationPlan(n, plan.chunks, n, 0, 0, n, m)
+                    for m in range(1, MOST_STRIDE + 1)]
         if c.recompute == "full":
-            return ActivationPlan(n, plan.chunks, n, 0, 0, n)
-        rooms = self.rooms(plan)
-        ways = [(resident_bytes(way, column_bytes(plan)), m, way)
-                for m in range(1, MOST_STRIDE + 1)
-                for way in [ActivationPlan(n, plan.chunks, n, 0, 0, n, m)]]
-        least, _, drop_all = min(ways)
-        if least > sum(rooms):
-            return drop_all
+            return drop_all[0]
+        least = min(drop_all, key=lambda kept: resident_bytes(kept, layer))
+        beside = with_memory(replace(plan, activations=least))
+        times = plan.in_flight / n
+        gpu = self.hardware.gpu_budget - beside.gpu_bytes + beside.memory["activations"]
+        host = self.hardware.host_budget - beside.host.get("optimizer", 0)
         try:
             return plan_activations(
-                n, layer_sizes(self.est, plan), plan.chunks, self.est.profile.to_host, *rooms,
-                c.resident_layers, c.alpha, visit_seconds(self.est, plan))[0]
+                n, layer, layer_seconds(self.est, plan), plan.chunks, self.est.profile.to_host,
+                gpu / times, host / times, c.resident_layers, c.alpha,
+                visit_seconds(self.est, plan))[0]
         except TooLarge:
             if c.alpha is not None or c.resident_layers:
                 raise
-            return drop_all
+            return least
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
@@ -764,30 +696,10 @@ class Search:
                 return True
         return False
 
-    def why_not(self) -> ValueError:
-        """Return the reason of the plan that is nearest to fitting, once nothing was found."""
-        too_large = [e for e in self.errors if isinstance(e, TooLarge)]
-        return min(too_large, key=lambda e: e.over) if too_large else self.errors[-1]
-
-
-def layer_sizes(est: Estimator, plan: Plan) -> Sizes:
-    """Return the bytes and the seconds of a layer, by a profile."""
-    layer = layer_seconds(est, plan)
-    return Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post)
-
-
-def lost(est: Estimator, plan: Plan) -> tuple[float, float]:
-    """Return lost_seconds of a plan."""
-    if plan.activations is None:
-        return 0.0, 0.0
-    return lost_seconds(plan.activations, layer_sizes(est, plan), est.profile.to_host,
-                        visit_seconds(est, plan))
-
 
 def predict(plan: Plan, profile: Profile) -> Plan:
     """Return a plan, what its layers keep included, with its bytes and seconds."""
-    est = Estimator(profile)
-    return replace(with_memory(plan), seconds=step_seconds(est, plan, *lost(est, plan)))
+    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))
 
 
 # ---------------------------------------------------------------------------- what to say
@@ -833,37 +745,31 @@ def in_words(plan: Plan, other: Plan | None = None) -> str:
 
 def in_gib(plan: Plan) -> str:
     """Return the bytes of a GPU, by what they are for."""
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.terms().items()
-                     if size > GIB / 20)
+    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.memory.items()
+                     if size > GIB / 200)
 
 
 def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rate = plan.batch * plan.seq / plan.step_s
-    peak = hardware.profile.peak_flops
-    causal, full = (peak and flops * rate / plan.ranks / peak
-                    for flops in flops_per_token(plan.model, plan.seq))
-    kept = plan.activations
+    peak = (hardware.profile.peak_flops or math.inf) * plan.ranks  # unknown: no MFU
+    causal, full = (flops * rate / peak for flops in flops_per_token(plan.model, plan.seq))
     return asdict(plan) | asdict(plan.factors) | {
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype == plan.dtype),
-        "dp": plan.dp, "alpha": kept and kept.alpha, "resident_layers": kept and kept.resident,
-        "step_s": plan.step_s, "tgs": rate / plan.ranks, "tokens_a_day": 86400 * rate,
-        "mfu_causal": causal, "mfu_full": full, "gpu_gib": plan.memory.total() / GIB,
-        "host_gib": plan.host_bytes * plan.per_node / GIB, "command": command(plan)}
+        "dtype": f"{plan.dtype}", "dp": plan.dp, "step_s": plan.step_s, "tgs": rate / plan.ranks,
+        "tokens_a_day": 86400 * rate, "mfu_causal": causal or None, "mfu_full": full or None,
+        "gpu_gib": plan.gpu_bytes / GIB, "host_gib": plan.host_bytes * plan.per_node / GIB,
+        "command": command(plan)}
 
 
 def command(plan: Plan) -> str:
     """Return the command that runs a plan."""
     values = vars(plan) | asdict(plan.factors) | {"overlap": ",".join(plan.overlap) or "none"}
-    if plan.recompute == "none":
-        del values["chunk"]
-    known = next((name for name, model in MODELS.items() if model == plan.model), "?")
-    flags = {"model": known} | {
-        name: values[name] for name, f in flags_of(Constraints).items()
-        if name in values and name != "dtype" and values[name] != f.default}
+    del values["chunk" if plan.recompute == "none" else "recompute"], values["dtype"]
+    model = next((name for name, model in MODELS.items() if model == plan.model), "?")
+    flags = [f"{flag_name(name)} {values[name]}" for name, f in flags_of(Constraints).items()
+             if name in values and values[name] != f.default]
     return (f"torchrun --nproc_per_node {min(plan.ranks, plan.per_node)} --nnodes "
-            f"{-(-plan.ranks // plan.per_node)} train.py "
-            + " ".join(f"{flag_name(name)} {value}" for name, value in flags.items()))
+            f"{-(-plan.ranks // plan.per_node)} train.py --model {model} {' '.join(flags)}")
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
@@ -872,22 +778,20 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     rows = []
     for plan in plans:
         found = figures(plan, hardware)
-        mfu = ["-" if found[key] is None else f"{found[key]:.1%}"
-               for key in ("mfu_causal", "mfu_full")]
+        mfu = [f"{found[key] or math.nan:.1%}" for key in ("mfu_causal", "mfu_full")]
         rows.append({"step s": f"{plan.step_s:.4g}", "TGS": f"{found['tgs']:,.0f}",
                      "MFU causal": mfu[0], "full": mfu[1], **choices(plan),
                      "GPU GiB": f"{found['gpu_gib']:.1f}",
                      "host GiB a node": f"{found['host_gib']:.1f}"})
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+    cells = [rows[0].keys(), *(row.values() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    best = plans[0]
-    parts = sorted(best.seconds.items(), key=lambda part: -part[1])
-    shown = [f"{name} {value:.3g}" for name, value in parts if value > 5e-4 * best.step_s]
+    seconds = [f"{name} {value:.3g}" for name, value in plans[0].seconds.items()
+               if value > 5e-4 * plans[0].step_s]
     return "\n".join([
         *("  ".join(map(str.rjust, line, widths)) for line in cells),
-        "batch: data-parallel ranks x micro-batches x sequences of one", "",
-        f"seconds of a step (of communication what nothing hides): {', '.join(shown)}",
-        f"GiB of a GPU: {in_gib(best)}"])
+        "batch: data-parallel ranks x micro-batches x sequences of one",
+        f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
+        f"GiB of a GPU: {in_gib(plans[0])}"])
 
 
 def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
@@ -906,38 +810,29 @@ def reasons(search: Search, best: Plan) -> list[str]:
     lines = []
     for name, text in choices(best).items():
         needed, rule = RULES[name]
-        least: dict[str, float] = {}
-        for level, plan in search.tried:
-            other = choices(plan)[name]
-            if level >= needed and other != text:
-                least[other] = min(plan.token_s, least.get(other, math.inf))
-        instead = ""
-        if least:
-            other = min(least, key=least.get)
-            more = least[other] / best.token_s - 1
-            instead = f"; {other}: " + ("does not fit" if more == math.inf else f"{more:+.1%}")
-        lines.append(f"  {name} {text}: {rule}{instead}")
+        others = [(plan.token_s / best.token_s - 1, choices(plan)[name])
+                  for level, plan in search.tried if level >= needed]
+        more, other = min((pair for pair in others if pair[1] != text), default=(0, ""))
+        instead = f"; {other}: {more:+.1%}" if more < math.inf else f"; {other} does not fit"
+        lines.append(f"  {name} {text}: {rule}" + (instead if other else ""))
     return lines
 
 
 def binding(search: Search, best: Plan) -> str:
     """Return what holds the best plan back: what would shorten its step most, if there were a
     thousand times as much of it."""
-    plenty = 1000.0
-    hardware = search.hardware
+    hardware, plenty = search.hardware, 1000.0
     times = {}
     for name, rate in (("FLOP/s", "flops"), ("copies to the host", "host"),
                        ("the network", "network"), ("memory bandwidth", "memory")):
-        there = scaled(hardware.profile, hardware.profile.name, **{rate: plenty})
-        times[name] = predict(best, there).token_s
+        times[name] = predict(best, scaled(hardware.profile, "", **{rate: plenty}))
     for name, budget in (("GPU memory", "gpu_budget"), ("host memory", "host_budget")):
         there = replace(hardware, **{budget: plenty * getattr(hardware, budget)})
-        times[name] = plan(search.constraints, best.model, there)[0].token_s
-    gains = {name: 1 - time / best.token_s for name, time in times.items()}
-    name, *others = sorted(gains, key=gains.get, reverse=True)
-    then = ", ".join(f"{other} {gains[other]:.1%}" for other in others if gains[other] > TIE)
-    return f"{name}: with no limit to it a step would take {gains[name]:.1%} less" + (
-        f" (then {then})" if then else "")
+        times[name] = plan(search.constraints, best.model, there)[0]
+    gains = sorted(((1 - there.token_s / best.token_s, name) for name, there in times.items()),
+                   reverse=True)
+    return "a step would take less without a limit to " + ", ".join(
+        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE)
 
 
 # ---------------------------------------------------------------------------- the program
@@ -947,32 +842,29 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
                      hardware: Hardware) -> list[str]:
     """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more
     memory of the host or of a GPU, more GPUs."""
-    def fits(seq: int = constraints.seq, **changes) -> bool:
+    def fits(seq: int = constraints.seq, **changes: float) -> bool:
         usual = constraints.default_batch * constraints.seq // seq
         asked = replace(constraints, seq=seq, default_batch=usual)
         return Search(asked, model, replace(hardware, **changes)).fits()
 
     def more_gpus(ranks: int) -> bool:  # which share their nodes' memory
         per_node = min(ranks, max(hardware.per_node, hardware.profile.per_node))
-        of_one = hardware.host_budget * hardware.per_node / per_node
-        return fits(ranks=ranks, per_node=per_node, host_budget=of_one)
+        return fits(ranks=ranks, per_node=per_node, host_budget=node * GIB / per_node)
 
-    seq, ranks, per_node = constraints.seq, hardware.ranks, hardware.per_node
+    seq, ranks, gpu = constraints.seq, hardware.ranks, hardware.gpu_budget / GIB
+    node = hardware.host_budget * hardware.per_node / GIB
     unit = math.lcm(1024, ranks) if seq > 2**14 else 64
-    gpu, node = hardware.gpu_budget / GIB, hardware.host_budget * per_node / GIB
     found = []
     for text, now, values, works in (  # values from the smallest change on
             ("--seq {}", seq, range((seq - 1) // unit * unit, 0, -unit), fits),
-            ("{} GiB of host memory a node to plan with", node,
-             range(math.ceil(node), math.ceil(16 * node)),
-             lambda gib: fits(host_budget=gib * GIB / per_node)),
-            ("{} GiB of memory a GPU to plan with", gpu,
-             range(math.ceil(gpu), math.ceil(16 * gpu)), lambda gib: fits(gpu_budget=gib * GIB)),
+            ("{} GiB of host memory a node to plan with", node, range(int(node), int(16 * node)),
+             lambda gib: fits(host_budget=gib * GIB / hardware.per_node)),
+            ("{} GiB of memory a GPU to plan with", gpu, range(int(gpu), int(16 * gpu)),
+             lambda gib: fits(gpu_budget=gib * GIB)),
             ("{} GPUs", ranks, [ranks * 2**i for i in range(1, 6)], more_gpus)):
         at = bisect.bisect_left(values, True, key=works)
         if at < len(values):
-            change = values[at] / now
-            found.append((max(change, 1 / change),
+            found.append((max(values[at] / now, now / values[at]),
                           f"{text.format(values[at])} instead of {now:.0f}"))
     return [text for _, text in sorted(found)]
 
@@ -981,15 +873,16 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
 class Question(Constraints):
     """What the program is asked."""
 
-    model: str = flag("7b", ", ".join(MODELS), among=MODELS)
-    cluster: str = flag("h200x8", f"profile of the machine: {', '.join(profile_names())}, a GPU "
-                        "(A100, H100, ...), or a file of bench.py --profile")
-    ranks: int | None = flag(None, "GPUs; auto: those of a node")
-    per_node: int | None = flag(None, "GPUs of a node; auto: the cluster's")
-    top: int = flag(4, "plans to print: the best ones of another tp, pp or sp follow the first")
-    json: bool = flag(False, "print them as JSON, and nothing else", 0)
-    leaf: str = flag("", "nodes under a leaf switch, or a file with a node's and its leaf's name a "
-                     "line: print the best order of nodes")
+    model: str = flag(", ".join(MODELS), "7b", among=MODELS)
+    cluster: str = flag(f"profile of the machine: {', '.join(profile_names())}, a GPU "
+                        "(A100, H100, ...), or a file of bench.py --profile", "h200x8")
+    ranks: Count = flag("GPUs; auto: those of a node")
+    per_node: Count = flag("GPUs of a node; auto: the cluster's")
+    top: int = flag("plans to print: the best ones of another tp, pp or sp follow the first", 4)
+    json: bool = flag("print them as JSON, and nothing else", False, 0)
+    leaf: str = flag(
+        "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
+        "the best order of nodes", "")
 
     def hardware(self) -> Hardware:
         """Return the machine. Raises ValueError."""

@@ -75,60 +75,67 @@ class Config(Constraints):
     """Every flag, with those of the planner. None is `auto`: chosen by what the help says; a Run's
     Config has the choice."""
 
-    model: str = flag("auto", f"auto (a resumed run's; tiny on a CPU, 7b on GPUs),"
-                      f" {', '.join(MODELS)}")
-    seq: int | None = flag(None, "tokens a sequence; auto: 256 for tiny, else 4096", 1, 2**40)
-    steps: int = flag(200, "optimizer steps of the whole run; 0: initialise, save or export, end;"
-                      " with --eval-every 1: evaluate, save nothing; states and gradients"
-                      " are allocated nevertheless", 0, 2**40)
-    batch: int | None = flag(None, "sequences a step over all ranks; auto: a resumed run's, else 4K"
-                             " tokens for tiny and 512K tokens for others")
-    lr: float | None = flag(None, "peak learning rate; auto: a resumed run's, else 3e-3 for tiny,"
-                            " 6e-4 for 160m, 2e-5 for --init hf:DIR, else 3e-4", 0, 1e30)
-    min_lr: float | None = flag(None, "the cosine decay's end at --steps, as a fraction of --lr;"
-                                " auto: a resumed run's, else 0.1", 0, 1)
-    warmup: int | None = flag(None, "steps of linear warm-up; auto: a resumed run's, else a"
-                              " quarter of --steps, at most 500", 0, 2**40)
-    weight_decay: float = flag(0.1, "AdamW's, on matrices, not on norms and biases", 0, 1e6)
-    clip: float = flag(1.0, "largest global norm of the gradient; 0: no clipping", 0, 1e30)
-    seed: int = flag(0, "of the weights and of the order of the data", 0, 2**31 - 1)
-    data: str = flag("stdlib", "a text file, a folder of them (bytes are the tokens, without"
-                     " --tokenizer), a .bin file of token ids (uint16, or as FILE.bin.json beside"
-                     ' it says: {"token_bytes": 4, "vocab": 128256, "ignore": 0}, of which 0 is'
-                     " never a label), a folder with .bin files (val.bin is the validation split),"
-                     " or stdlib: the sources of Python's standard library")
-    eval_every: int = flag(0, "steps between validations; 0: at the end; -1: never", -1, 2**40)
-    out: str = flag("out", "folder of log.jsonl, loss.png, position.png (validation loss by"
-                    " position) and checkpoints")
-    save_every: int = flag(0, "steps between checkpoints; 0: at the end or when stopped; -1: never",
-                           -1, 2**40)
-    keep: int = flag(2, "checkpoints kept", 1, 2**40)
-    save_async: bool = flag(False, "write checkpoints while steps go on, from copies in host"
-                            " memory")
-    resume: str = flag("never", "never, latest, auto (latest if there is one: what a torchrun that"
-                       " restarts ranks needs), or a checkpoint's folder; alone: latest")
-    init: str = flag("random", "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral,"
-                     " Qwen2, Qwen2.5 or Qwen3, in safetensors; a resumed run needs neither the"
-                     " flag nor DIR")
-    export: str = flag("", "folder for a Hugging Face checkpoint of the final weights in --dtype,"
-                       " of the architecture that was imported (else Llama), with its tokenizer and"
-                       " license")
-    rope_scaling: str = flag("", "for sequences past the trained length: linear:FACTOR,"
-                             " llama3:FACTOR or yarn:FACTOR, times the length that a checkpoint"
-                             " reaches; one that is scaled takes its own kind alone (Llama 3.1's"
-                             " 128K, llama3:2: 256K); or theta:BASE, another rotary base")
-    per_node: int | None = flag(None, "ranks of a node; auto: torchrun's local world size")
-    device: str = flag("auto", "auto, cpu or cuda")
-    dtype: str = flag("auto", "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64",
-                      among=("auto", *DTYPES))
-    memplan: str = flag("off", "addresses of a step's tensors, planned once: off, or on",
-                        among=("off", "on"))
-    compile: bool = flag(True, "torch.compile the element-wise parts, on GPUs")
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank",
-                          *TIMEOUTS)
-    dry_run: bool = flag(False, "print config, the best plans and their memory, and end")
-    ranks: int | None = flag(None, "with --dry-run: plan for so many; none of them need be there;"
-                             " auto: the ranks that are")
+    model: str = flag(f"auto (a resumed run's; tiny on a CPU, 7b on GPUs),"
+                      f" {', '.join(MODELS)}", "auto")
+    seq: int | None = flag("tokens a sequence; auto: 256 for tiny, else 4096", None, 1, 2**40)
+    steps: int = flag(
+        "optimizer steps of the whole run; 0: initialise, save or export, end; with --eval-every "
+        "1: evaluate, save nothing; states and gradients are allocated nevertheless", 200, 0, 2**40)
+    batch: int | None = flag(
+        "sequences a step over all ranks; auto: a resumed run's, else 4K tokens for tiny and "
+        "512K tokens for others")
+    lr: float | None = flag(
+        "peak learning rate; auto: a resumed run's, else 3e-3 for tiny, 6e-4 for 160m, 2e-5 for "
+        "--init hf:DIR, else 3e-4", None, 0, 1e30)
+    min_lr: float | None = flag(
+        "the cosine decay's end at --steps, as a fraction of --lr; auto: a resumed run's, else "
+        "0.1", None, 0, 1)
+    warmup: int | None = flag(
+        "steps of linear warm-up; auto: a resumed run's, else a quarter of --steps, at most 500",
+        None, 0, 2**40)
+    weight_decay: float = flag("AdamW's, on matrices, not on norms and biases", 0.1, 0, 1e6)
+    clip: float = flag("largest global norm of the gradient; 0: no clipping", 1.0, 0, 1e30)
+    seed: int = flag("of the weights and of the order of the data", 0, 0, 2**31 - 1)
+    data: str = flag(
+        "a text file, a folder of them (bytes are the tokens, without --tokenizer), a .bin file "
+        'of token ids (uint16, or as FILE.bin.json beside it says: {"token_bytes": 4, "vocab": '
+        '128256, "ignore": 0}, of which 0 is never a label), a folder with .bin files (val.bin '
+        "is the validation split), or stdlib: the sources of Python's standard library", "stdlib")
+    eval_every: int = flag("steps between validations; 0: at the end; -1: never", 0, -1, 2**40)
+    out: str = flag(
+        "folder of log.jsonl, loss.png, position.png (validation loss by position) and "
+        "checkpoints", "out")
+    save_every: int = flag(
+        "steps between checkpoints; 0: at the end or when stopped; -1: never", 0, -1, 2**40)
+    keep: int = flag("checkpoints kept", 2, 1, 2**40)
+    save_async: bool = flag(
+        "write checkpoints while steps go on, from copies in host memory", False)
+    resume: str = flag(
+        "never, latest, auto (latest if there is one: what a torchrun that restarts ranks "
+        "needs), or a checkpoint's folder; alone: latest", "never")
+    init: str = flag(
+        "random, or hf:DIR: a Hugging Face checkpoint of Llama, Mistral, Qwen2, Qwen2.5 or "
+        "Qwen3, in safetensors; a resumed run needs neither the flag nor DIR", "random")
+    export: str = flag(
+        "folder for a Hugging Face checkpoint of the final weights in --dtype, of the "
+        "architecture that was imported (else Llama), with its tokenizer and license", "")
+    rope_scaling: str = flag(
+        "for sequences past the trained length: linear:FACTOR, llama3:FACTOR or yarn:FACTOR, "
+        "times the length that a checkpoint reaches; one that is scaled takes its own kind alone "
+        "(Llama 3.1's 128K, llama3:2: 256K); or theta:BASE, another rotary base", "")
+    per_node: int | None = flag("ranks of a node; auto: torchrun's local world size")
+    device: str = flag("auto, cpu or cuda", "auto")
+    dtype: str = flag(
+        "of weights and activations: auto (bf16 on GPUs), bf16, fp32, fp64",
+        "auto", among=("auto", *DTYPES))
+    memplan: str = flag(
+        "addresses of a step's tensors, planned once: off, or on", "off", among=("off", "on"))
+    compile: bool = flag("torch.compile the element-wise parts, on GPUs", True)
+    timeout: float = flag(
+        "seconds after which a collective gives up on a lost rank", 600.0, *TIMEOUTS)
+    dry_run: bool = flag("print config, the best plans and their memory, and end", False)
+    ranks: int | None = flag(
+        "with --dry-run: plan for so many; none of them need be there; auto: the ranks that are")
 
     @property
     def evaluates_alone(self) -> bool:
@@ -576,7 +583,8 @@ def describe(run: Run) -> None:
         print0(f"activations: {plan.activations.describe()} of {plan.chunk:,} tokens; "
                f"{plan.host['activations'] / GIB:.1f} GiB of host memory a rank")
     print0(planner.describe_choice(plan, run.second, run.hardware))
-    print0(plan.memory.describe(), flush=True)
+    print0(f"memory a device: {planner.in_gib(plan)}: {plan.gpu_bytes / GIB:.2f} GiB in all",
+           flush=True)
 
 
 # ---------------------------------------------------------------------------- build, step
