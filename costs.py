@@ -33,6 +33,7 @@ H query heads, K key/value heads, D head width, F feed-forward width, V vocabula
 mesh (GPUs in a node, nodes) of a group of ranks; of pipelines P stages, V parts of the model on
 one; of what layers keep n layers, k resident layers, m layers of which one keeps x, X without o.
 """
+
 import functools
 import math
 from collections import Counter
@@ -62,7 +63,9 @@ class Plan:
     per_node: int  # of them
     seq: int  # tokens of a sequence
     sp: int = 1  # ranks that share one
-    ring: int = 1  # of them, by context: each has a part of the tokens; the others share heads
+    ring: int = (
+        1  # of them, by context: each has a part of the tokens; the others share heads
+    )
     batch: int = 1  # sequences a step
     micro_batch: int = 1  # sequences that sp ranks run at once
     head_groups: int = 1
@@ -75,8 +78,12 @@ class Plan:
     overlap: tuple[str, ...] = STREAMS
     accumulates: bool = False  # gradients add up in float32
     activations: ActivationPlan | None = None  # of layers in chunks
-    memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by what they are for
-    host: dict[str, float] = field(default_factory=dict)  # bytes of a rank there, likewise
+    memory: dict[str, float] = field(
+        default_factory=dict
+    )  # bytes of a GPU, by what they are for
+    host: dict[str, float] = field(
+        default_factory=dict
+    )  # bytes of a rank there, likewise
     seconds: dict[str, float] | None = None  # of a step, by what takes them
     tp: int = 1  # ranks that share a layer's matrices
     tp_mode: str = "msp"
@@ -122,8 +129,10 @@ class Plan:
     def stage_layers(self) -> int:
         """Return the most layers of a stage: the last one's."""
         parts = self.pp * self.pp_chunks
-        return sum(len(part_layers(self.model.layers, self.pp, self.pp_chunks, part))
-                   for part in range(self.pp - 1, parts, self.pp))
+        return sum(
+            len(part_layers(self.model.layers, self.pp, self.pp_chunks, part))
+            for part in range(self.pp - 1, parts, self.pp)
+        )
 
     @property
     def tokens(self) -> int:
@@ -197,6 +206,7 @@ class Plan:
 
 def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
     """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours."""
+
     def nodes(n):  # of neighbours; some lie in two where they do not divide a node
         straddle = n < per_node and per_node % n
         return 2 if straddle else -(-n // per_node)
@@ -208,7 +218,9 @@ def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
 @functools.cache
 def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
     """Return the model whose layers are one of tp columns of the model's."""
-    return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp)
+    return replace(
+        cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp
+    )
 
 
 @functools.cache
@@ -222,7 +234,9 @@ def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]
 # ---------------------------------------------------------------------------- bytes of layers
 
 
-def layer_bytes(cfg: ModelConfig, tokens: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def layer_bytes(
+    cfg: ModelConfig, tokens: int, dtype: torch.dtype
+) -> tuple[int, int, int]:
     """Return S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1): x; o and the
     log-sum-exp; what model.Block saves beside them, as it really does: q, k, v, h and gate|up.
 
@@ -266,7 +280,8 @@ def rounding_bytes(plan: ActivationPlan, layer: tuple[float, float, float]) -> f
 
 def resident_bytes(plan: ActivationPlan, layer: tuple[float, float, float]) -> float:
     """Return the most bytes of a rank that hold what layers keep: in resident layers, in two
-    rounding buffers, and what backward makes again of a group of layers. Also of many plans."""
+    rounding buffers, and what backward makes again of a group of layers. Also of many plans.
+    """
     x, attn, others = layer
     n, m = plan.layers, plan.stride
     away = n - plan.resident
@@ -298,7 +313,8 @@ def host_bytes(plan: ActivationPlan, layer: tuple[float, float, float]) -> float
 
 def sent_bytes(plan: Plan) -> float:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
-    of one; k, v, dk and dv of all groups where they share them (attention.Ulysses.cut)."""
+    of one; k, v, dk and dv of all groups where they share them (attention.Ulysses.cut).
+    """
     cfg = plan.column
     groups = plan.head_groups
     if plan.head_ranks == 1:
@@ -334,7 +350,9 @@ def working_bytes(plan: Plan) -> float:
     inputs = buffers = ring = first = 0.0
     grads = q + kv
     rows = min(plan.chunk, plan.tokens) * e * (4 * cfg.ffn + 3 * cfg.dim)
-    if kept is not None:  # made again: what a chunk keeps; q, k, v unless the last layer's stay
+    if (
+        kept is not None
+    ):  # made again: what a chunk keeps; q, k, v unless the last layer's stay
         rows *= 2
         saved = block_saves(cfg, plan.tokens, plan.dtype).pre
         inputs = grads * (kept.kept_chunks < kept.chunks)
@@ -346,38 +364,58 @@ def working_bytes(plan: Plan) -> float:
         first = (3 * q + kv) / groups
     elif groups > 1:
         buffers = (4 * q + 2 * kv) / groups
-    if plan.ring > 1:  # k, v and sums of this step and the next; dq; copies of several sequences
+    if (
+        plan.ring > 1
+    ):  # k, v and sums of this step and the next; dq; copies of several sequences
         wide = bytes_of_sums(plan) / e
         ring = ((3 * wide + 1 + 2 * (groups > 1)) * kv + 3 * q) / groups
         ring += (plan.micro_batch > 1) * (1.5 * q + kv / 2) / groups
         first += 2 * kv / groups
     # the kernel's, in float32: of q, and with fewer key/value heads of k and v
-    sums = 2 * plan.tokens * cfg.head_dim * 4 / groups * (
-        cfg.heads + 2 * cfg.kv_heads * (cfg.heads > cfg.kv_heads))
-    columns = 3 * x + 2 * min(plan.chunk, plan.tokens) * e * cfg.dim if plan.tp > 1 else 0.0
+    sums = (
+        2
+        * plan.tokens
+        * cfg.head_dim
+        * 4
+        / groups
+        * (cfg.heads + 2 * cfg.kv_heads * (cfg.heads > cfg.kv_heads))
+    )
+    columns = (
+        3 * x + 2 * min(plan.chunk, plan.tokens) * e * cfg.dim if plan.tp > 1 else 0.0
+    )
     tokens = plan.tokens // (plan.tp if plan.splits_tokens else 1)
     logits = 2 * min(LOSS_ELEMENTS, tokens * cfg.vocab) + cfg.vocab * cfg.dim
     return max(
         2 * x + inputs + q + grads + buffers + ring + sums,
         2 * x + inputs + q + first + sent_bytes(plan) + rows + columns,
-        plan.accum_bytes * logits + 3 * tokens * e * cfg.dim + sent_bytes(plan))
+        plan.accum_bytes * logits + 3 * tokens * e * cfg.dim + sent_bytes(plan),
+    )
 
 
 def stage_params(plan: Plan) -> float:
     """Return the parameters of a rank, before they are sharded."""
     layers = param_count(plan.column) - 2 * math.prod(plan.end)
-    return layers * plan.stage_layers / plan.model.layers + plan.ends * math.prod(plan.end)
+    return layers * plan.stage_layers / plan.model.layers + plan.ends * math.prod(
+        plan.end
+    )
 
 
-def state_bytes(params: float, f: Factors, dtype: torch.dtype, accumulates: bool,
-                optimizer: str = "adamw") -> dict[str, float]:
+def state_bytes(
+    params: float,
+    f: Factors,
+    dtype: torch.dtype,
+    accumulates: bool,
+    optimizer: str = "adamw",
+) -> dict[str, float]:
     """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
     add up, in float32."""
     e = dtype.itemsize
     accum_bytes = accumulation_dtype(dtype).itemsize
-    return {"parameters": e * params / f.p,
-            "gradients": (accum_bytes if accumulates else e) * params / f.g,
-            "optimizer": len(OPTIMIZERS[optimizer].states) * accum_bytes * params / f.os}
+    return {
+        "parameters": e * params / f.p,
+        "gradients": (accum_bytes if accumulates else e) * params / f.g,
+        "optimizer": len(OPTIMIZERS[optimizer].states) * accum_bytes * params / f.os,
+    }
 
 
 def largest_matrix(plan: Plan) -> int:
@@ -397,7 +435,9 @@ def with_memory(plan: Plan) -> Plan:
     """Return the plan with its bytes counted."""
     f, e = plan.factors, plan.dtype.itemsize
     optimizer = OPTIMIZERS[plan.optimizer]
-    memory = state_bytes(stage_params(plan), f, plan.dtype, plan.accumulates, plan.optimizer)
+    memory = state_bytes(
+        stage_params(plan), f, plan.dtype, plan.accumulates, plan.optimizer
+    )
     memory["optimizer"] *= imbalance(plan)
     memory["gradients"] *= imbalance(plan) if f.g > f.p else 1
     # of embedding and head one each, of a layer's matrices two (shard.States)
@@ -407,7 +447,8 @@ def with_memory(plan: Plan) -> Plan:
     adds_up = in_chunks and not plan.accumulates  # in float32
     memory["gathered weights"] = (layers + ends) * e * (f.p > 1)
     memory["whole gradients"] = ends * e * (f.g > 1) + (f.g > 1 or adds_up) * layers * (
-        plan.accum_bytes if in_chunks else e)
+        plan.accum_bytes if in_chunks else e
+    )
     layer, kept = column_bytes(plan), plan.activations
     memory["activations"] = plan.in_flight * sum(layer)
     host = {}
@@ -420,7 +461,8 @@ def with_memory(plan: Plan) -> Plan:
         visit = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
         visit = visit if optimizer.whole else min(visit, VISIT_ELEMENTS)
         memory["visiting states"] = (
-            VISIT_BUFFERS * len(optimizer.states) * plan.accum_bytes * visit)
+            VISIT_BUFFERS * len(optimizer.states) * plan.accum_bytes * visit
+        )
     memory["messages"] = 4 * message_bytes(plan)  # sent and received, there and back
     memory["working"] = working_bytes(plan)
     return replace(plan, memory=memory, host=host)
@@ -446,7 +488,9 @@ class Estimator:
 
     def product(self, kind: str, tokens: float, rows: int, cols: int) -> float:
         """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
-        rate = interpolate_twice(self.profile.products[kind], tokens, math.sqrt(rows * cols))
+        rate = interpolate_twice(
+            self.profile.products[kind], tokens, math.sqrt(rows * cols)
+        )
         return 2 * tokens * rows * cols / rate
 
     def moved(self, plan: Plan, *columns: float) -> float:
@@ -459,18 +503,28 @@ class Estimator:
         for GPUs of a node the nearest is taken, and outside it is held."""
         if mesh == (1, 1) or not size:
             return 0.0
-        tables = {tuple(map(int, name.split("x"))): points
-                  for name, points in self.profile.collectives[op].items()}
+        tables = {
+            tuple(map(int, name.split("x"))): points
+            for name, points in self.profile.collectives[op].items()
+        }
         if not tables:
-            raise ValueError(f"profile {self.profile.name}: measured on one rank, it has no rates "
-                             f"of {op}; --ranks 1, or another --cluster")
+            raise ValueError(
+                f"profile {self.profile.name}: measured on one rank, it has no rates "
+                f"of {op}; --ranks 1, or another --cluster"
+            )
         per_node, nodes = mesh
-        alike = [there for there in tables if (there[1] > 1) == (nodes > 1)] or list(tables)
+        alike = [there for there in tables if (there[1] > 1) == (nodes > 1)] or list(
+            tables
+        )
         nearest = min((g for g, _ in alike), key=lambda g: abs(math.log(g / per_node)))
-        rates = sorted([n, interpolate(tables[g, n], size)] for g, n in alike if g == nearest)
+        rates = sorted(
+            [n, interpolate(tables[g, n], size)] for g, n in alike if g == nearest
+        )
         known = min(max(nodes, rates[0][0]), rates[-1][0])
         if (nearest, known) != mesh:
-            self.held.add(f"{op} over {mesh_name(mesh)} as over {mesh_name((nearest, known))}")
+            self.held.add(
+                f"{op} over {mesh_name(mesh)} as over {mesh_name((nearest, known))}"
+            )
         return size / interpolate(rates, known)
 
 
@@ -510,21 +564,29 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     weight_grad = "weight_grad_sum" if summed else "weight_grad"
 
     def products(matrices: Iterable, *kinds: str) -> float:
-        return plan.chunks * sum(est.product(kind, tokens, *matrix)
-                                 for matrix in matrices for kind in kinds)
+        return plan.chunks * sum(
+            est.product(kind, tokens, *matrix) for matrix in matrices for kind in kinds
+        )
 
     first, *others = plan.matrices
     back = "input_grad", weight_grad
     heads = cfg.heads * cfg.head_dim
     qkv = heads + 2 * cfg.kv_heads * cfg.head_dim
     copied = plan.chunks > 1  # chunks are put together and cut
-    dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim  # norms are of own tokens
+    dim = (
+        cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
+    )  # norms are of own tokens
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
     pre = products([first], "forward") + est.moved(plan, 2 * dim, (2 + 2 * copied) * qkv)
-    post = products(others, "forward") + est.moved(plan, 7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim)
+    post = products(others, "forward") + est.moved(
+        plan, 7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim
+    )
     final = products(others[-1:], *back) + est.moved(plan, 6 * cfg.ffn)
-    backward = final + products(plan.matrices[:-1], *back) + est.moved(
-        plan, 10 * dim, 2 * qkv, copied * (2 * heads + 3 * cfg.dim))
+    backward = (
+        final
+        + products(plan.matrices[:-1], *back)
+        + est.moved(plan, 10 * dim, 2 * qkv, copied * (2 * heads + 3 * cfg.dim))
+    )
     kernel, exchange = attention_seconds(est, plan, False)
     kernel_back, exchange_back = attention_seconds(est, plan, True)
     columns, columns_back = column_exchanges(est, plan)
@@ -538,12 +600,12 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
         recompute=pre + post - products(others[-1:], "forward"),  # which is left out
         kernels=kernel + kernel_back,
         exchange=exchange + exchange_back,
-        columns=columns + columns_back)
+        columns=columns + columns_back,
+    )
 
 
 def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of what columns exchange in the open, in a layer's forward and backward.
-    """
+    """Return the seconds of what columns exchange in the open, in a layer's forward and backward."""
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
     first, *others = (2 * est.collective(op, size, (plan.tp, 1)) for op in ops)
@@ -572,11 +634,17 @@ def attention_seconds(est: Estimator, plan: Plan, backward: bool) -> tuple[float
         kernel += est.moved(plan, 2 * there, 2 * back)
     if plan.sp == 1:
         return kernel, 0.0
-    exchange = sum(est.collective("all_to_all", plan.tokens * columns * e / groups,
-                                  plan.mesh(plan.head_ranks)) for columns in (there, back))
+    exchange = sum(
+        est.collective(
+            "all_to_all", plan.tokens * columns * e / groups, plan.mesh(plan.head_ranks)
+        )
+        for columns in (there, back)
+    )
     kv_groups = min(groups, cfg.kv_heads // plan.head_ranks)  # or each has one head
     parts = plan.ring * plan.tokens * kv * e / kv_groups
-    around = groups * est.collective("all_gather", parts, plan.mesh(plan.sp, plan.head_ranks))
+    around = groups * est.collective(
+        "all_gather", parts, plan.mesh(plan.sp, plan.head_ranks)
+    )
     if backward:  # dk, dv too
         around *= 1 + bytes_of_sums(plan) / e
     # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
@@ -591,8 +659,10 @@ def head_seconds(est: Estimator, plan: Plan) -> float:
     vocab, dim = plan.end
     tokens = plan.tokens // (plan.tp if plan.splits_tokens else 1)
     rows = min(tokens, max(1, LOSS_ELEMENTS // vocab))
-    products = sum(est.product(kind, rows, vocab, dim) * tokens / rows
-                   for kind in ("forward", "input_grad", "weight_grad_sum"))
+    products = sum(
+        est.product(kind, rows, vocab, dim) * tokens / rows
+        for kind in ("forward", "input_grad", "weight_grad_sum")
+    )
     e, accum_bytes = plan.dtype.itemsize, plan.accum_bytes
     logits = tokens * vocab * (5 * accum_bytes + e)  # read and written
     ends = vocab * dim * (2 * accum_bytes + 4 * e)  # gradients
@@ -602,8 +672,9 @@ def head_seconds(est: Estimator, plan: Plan) -> float:
 # ---------------------------------------------------------------------------- seconds of states
 
 
-def unit_seconds(est: Estimator, plan: Plan,
-                 matrices: tuple[tuple[int, int], ...]) -> dict[str, float]:
+def unit_seconds(
+    est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]
+) -> dict[str, float]:
     """Return the table in shard.py's docstring in seconds, each alone, of a layer's matrices, or of
     the embedding or the head: by streams, and what the GPU itself does for them."""
     f, e = plan.factors, plan.dtype.itemsize
@@ -616,7 +687,9 @@ def unit_seconds(est: Estimator, plan: Plan,
         return sum(est.collective(op, e * count / shards, mesh) for count in counts)
 
     subgroup = plan.mesh(f.os, f.p)
-    summed = f.os if intra else f.p  # shards of what is summed over the ranks that are left
+    summed = (
+        f.os if intra else f.p
+    )  # shards of what is summed over the ranks that are left
     in_node, nodes = plan.mesh(plan.state_ranks, summed)
     over = alone("all_reduce", summed, (in_node * (plan.tp if is_end else 1), nodes))
     scatter = alone("reduce_scatter", 1, plan.mesh(f.p))
@@ -628,10 +701,16 @@ def unit_seconds(est: Estimator, plan: Plan,
         last, reduce = scatter + over * kept_apart, over * (not kept_apart)
     moved = sum(counts) / f.g / est.profile.memory
     keep = moved * (e + 2 * plan.grad_bytes) * (f.g > 1)
-    if plan.chunks > 1 and f.g > 1 and not is_end:  # they add up in float32, and are cast whole
+    if (
+        plan.chunks > 1 and f.g > 1 and not is_end
+    ):  # they add up in float32, and are cast whole
         keep += moved * f.g * (plan.accum_bytes + e)
     owned = sum(counts) / f.os * imbalance(plan)
-    states = len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes * (plan.os_place == "host")
+    states = (
+        len(OPTIMIZERS[plan.optimizer].states)
+        * plan.accum_bytes
+        * (plan.os_place == "host")
+    )
     return {
         "param_gather": alone("all_gather", 1, plan.mesh(f.p)),
         "param_broadcast": alone("all_gather" if intra else "broadcast", f.p, subgroup),
@@ -642,7 +721,8 @@ def unit_seconds(est: Estimator, plan: Plan,
         "keep": keep,  # a micro-batch's gradients are added to grad_shard
         # to the type in which they travel, and back
         "cast": moved * 2 * (plan.grad_bytes + e) * (reduce > 0 and plan.grad_bytes != e),
-        "update": owned * update_bytes(plan.dtype) / est.profile.optimizer}
+        "update": owned * update_bytes(plan.dtype) / est.profile.optimizer,
+    }
 
 
 def visit_seconds(est: Estimator, plan: Plan) -> float:
@@ -655,12 +735,17 @@ def across_nodes(plan: Plan) -> dict[str, bool]:
     f = plan.factors
     nodes = plan.state_ranks > plan.in_node
     wide = f.os > plan.in_node
-    return {"param_gather": f.p > plan.in_node, "param_broadcast": wide, "grad_reduce": nodes,
-            "grad_scatter": wide or (nodes and plan.os_layout == "inter")}
+    return {
+        "param_gather": f.p > plan.in_node,
+        "param_broadcast": wide,
+        "grad_reduce": nodes,
+        "grad_scatter": wide or (nodes and plan.os_layout == "inter"),
+    }
 
 
-def not_hidden(est: Estimator, plan: Plan, compute: float,
-               traffic: dict[str, float]) -> dict[str, float]:
+def not_hidden(
+    est: Estimator, plan: Plan, compute: float, traffic: dict[str, float]
+) -> dict[str, float]:
     """Return the seconds by which communication makes a pass longer, by its stream. What stays in a
     node and what crosses nodes take other wires, of which the busier one counts; what does not
     overlap runs in the open."""
@@ -676,8 +761,9 @@ def not_hidden(est: Estimator, plan: Plan, compute: float,
     return found | {"slowed by communication": slowed}
 
 
-def traffic_seconds(est: Estimator, plan: Plan, forward: float, backward: float,
-                    final: float) -> dict[str, float]:
+def traffic_seconds(
+    est: Estimator, plan: Plan, forward: float, backward: float, final: float
+) -> dict[str, float]:
     """Return what states add to a step: communication by its stream, as far as no pass hides it,
     and what the GPU itself does. forward, backward: a micro-batch's seconds of all layers of a
     stage; final: LayerSeconds.final of all.
@@ -700,26 +786,37 @@ def traffic_seconds(est: Estimator, plan: Plan, forward: float, backward: float,
     gathers = {"param_gather": max(0, layers - 2) * layer["param_gather"]}
     across = across_nodes(plan)
     backward += total["keep"]
-    passes = [(1, 0.0, {name: alone[name] for name in across}),
-              (1, forward, hidden("param_gather", "param_broadcast")),
-              (count - 1, forward, gathers),
-              (count - 1, backward, gathers | {"grad_scatter": total["earlier_scatter"]}),
-              (1, backward + total["cast"], gathers | hidden("grad_scatter", "grad_reduce"))]
+    passes = [
+        (1, 0.0, {name: alone[name] for name in across}),
+        (1, forward, hidden("param_gather", "param_broadcast")),
+        (count - 1, forward, gathers),
+        (count - 1, backward, gathers | {"grad_scatter": total["earlier_scatter"]}),
+        (1, backward + total["cast"], gathers | hidden("grad_scatter", "grad_reduce")),
+    ]
     norm = stage_params(plan) / plan.factors.os * plan.grad_bytes / est.profile.memory
     under = forward if "host_update" in plan.overlap else 0.0
-    seconds = Counter({
-        "gradient sums": count * total["keep"] + total["cast"],
-        "optimizer": norm + total["update"],
-        "host_update": max(0.0, total["host_update"] - under)})
+    seconds = Counter(
+        {
+            "gradient sums": count * total["keep"] + total["cast"],
+            "optimizer": norm + total["update"],
+            "host_update": max(0.0, total["host_update"] - under),
+        }
+    )
     for times, compute, traffic in passes:
         more = not_hidden(est, plan, compute, traffic)
         if "grad_scatter" in traffic and compute and plan.recompute == "none":
-            behind = {name: value for name, value in traffic.items()
-                      if across[name] == across["param_gather"]}
+            behind = {
+                name: value
+                for name, value in traffic.items()
+                if across[name] == across["param_gather"]
+            }
             behind["param_gather"] /= 2
             if behind["param_gather"]:
-                more = max(more, not_hidden(est, plan, final, behind),
-                           key=lambda found: sum(found.values()))
+                more = max(
+                    more,
+                    not_hidden(est, plan, final, behind),
+                    key=lambda found: sum(found.values()),
+                )
         for name, value in more.items():
             seconds[name] += times * value
     return seconds
@@ -728,18 +825,25 @@ def traffic_seconds(est: Estimator, plan: Plan, forward: float, backward: float,
 # ---------------------------------------------------------------------------- seconds of a step
 
 
-def lost_seconds(plan: ActivationPlan, layer: tuple[float, float, float], s: LayerSeconds,
-                 bandwidth: float, busy: float) -> tuple[float, float]:
+def lost_seconds(
+    plan: ActivationPlan,
+    layer: tuple[float, float, float],
+    s: LayerSeconds,
+    bandwidth: float,
+    busy: float,
+) -> tuple[float, float]:
     """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
     of its forward in which compute waits for copies. busy: of a layer's forward, in which others
     copy. Also of many plans, whose numbers are arrays."""
     saved = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
     inputs, _, inputs_away, _ = kept_parts(plan)
     dropped = plan.layers_recomputing_attention
-    again = (np.maximum(0.0, plan.layers - saved) * s.recompute
-             + (plan.layers - inputs - inputs_away) * s.post
-             + (dropped - dropped // plan.stride) * (s.forward - s.attention - s.post)
-             + dropped * s.attention)
+    again = (
+        np.maximum(0.0, plan.layers - saved) * s.recompute
+        + (plan.layers - inputs - inputs_away) * s.post
+        + (dropped - dropped // plan.stride) * (s.forward - s.attention - s.post)
+        + dropped * s.attention
+    )
     hidden = (plan.layers - plan.resident) * max(0.0, s.forward - busy)
     return again, np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
 
@@ -752,8 +856,13 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     layer = layer_seconds(est, plan)
     again = waits = 0.0
     if plan.activations is not None:
-        lost = lost_seconds(plan.activations, column_bytes(plan), layer, est.profile.to_host,
-                            visit_seconds(est, plan))
+        lost = lost_seconds(
+            plan.activations,
+            column_bytes(plan),
+            layer,
+            est.profile.to_host,
+            visit_seconds(est, plan),
+        )
         again, waits = (float(seconds) / plan.part_layers for seconds in lost)
     # the host must launch a pass in less than it takes
     forward = max(layer.forward, plan.chunks * est.profile.launch["forward"])
@@ -763,21 +872,35 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         "attention": passes * layer.kernels,
         "all-to-all": passes * layer.exchange,  # and around a ring
         "tensor exchanges": passes * layer.columns,
-        "rest of layers": passes * (
-            layer.forward + layer.backward - layer.kernels - layer.exchange - layer.columns),
+        "rest of layers": passes
+        * (
+            layer.forward
+            + layer.backward
+            - layer.kernels
+            - layer.exchange
+            - layer.columns
+        ),
         "recomputation": passes * again,
         "copies": passes * waits,
-        "launches": passes * (forward + backward - layer.forward - layer.backward - again),
+        "launches": passes
+        * (forward + backward - layer.forward - layer.backward - again),
         "head and loss": count * head_seconds(est, plan),
         # while a micro-batch goes through a part of each other stage
-        "pipeline idle": (plan.model.layers - layers) * (forward + backward) / plan.pp_chunks}
+        "pipeline idle": (plan.model.layers - layers)
+        * (forward + backward)
+        / plan.pp_chunks,
+    }
     if states:
         # loss, norm, vectors, labels, facts: of a MiB, since less takes as long
         seconds["small sums"] = 5 * est.collective("all_reduce", 2.0**20, everyone)
         seconds["stage messages"] = exposed_messages(plan) * est.collective(
-            "all_gather", 2 * message_bytes(plan), (1, 2) if plan.ranks > plan.per_node else (2, 1))
-        seconds |= traffic_seconds(est, plan, layers * forward, layers * backward,
-                                   layers * layer.final)
+            "all_gather",
+            2 * message_bytes(plan),
+            (1, 2) if plan.ranks > plan.per_node else (2, 1),
+        )
+        seconds |= traffic_seconds(
+            est, plan, layers * forward, layers * backward, layers * layer.final
+        )
     return {name: value for name, value in seconds.items() if value}
 
 

@@ -29,6 +29,7 @@ gradients and optimizer states, sp ranks that share a sequence; tp columns of la
 pipeline, pp_chunks parts of the model on one; of what layers keep n layers, c chunks of one, k
 resident layers, K kept and S swapped chunks, m layers of which one keeps x, X layers without o.
 """
+
 import argparse
 import bisect
 import contextlib
@@ -50,10 +51,22 @@ import numpy as np
 import torch
 
 from attention import KERNELS, head_group_counts
-from costs import (Estimator, LayerSeconds, Plan, column_bytes, host_bytes, layer_seconds,
-                   lost_seconds, resident_bytes, ring_traffic, rounding_bytes, step_seconds,
-                   visit_seconds, with_memory)
-from hardware import Profile, find_sheet, load_profile, profile_names, scaled
+from costs import (
+    Estimator,
+    LayerSeconds,
+    Plan,
+    column_bytes,
+    host_bytes,
+    layer_seconds,
+    lost_seconds,
+    resident_bytes,
+    ring_traffic,
+    rounding_bytes,
+    step_seconds,
+    visit_seconds,
+    with_memory,
+)
+from hardware import Profile, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, flops_per_token, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
@@ -112,9 +125,11 @@ def flag_type(f: Field):
 def make_parser(program: type, description: str) -> Parser:
     """Return a parser of a dataclass's flags."""
     parser = Parser(
-        description=description, allow_abbrev=False,
+        description=description,
+        allow_abbrev=False,
         epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
-        "by the program, as its help says, and the choice is printed.")
+        "by the program, as its help says, and the choice is printed.",
+    )
     for name, f in flags_of(program).items():
         default = "auto" if f.default is None else f.default
         shown = "" if default in ("", False) else f" (default: {default})"
@@ -155,65 +170,101 @@ class Constraints:
     batch: Count = flag("sequences a step over all ranks; auto: 512K tokens")
     micro_batch: Count = flag(
         "sequences that sp ranks run at once; auto: the most within 8K tokens a rank, or fewer, "
-        "by predicted time")
+        "by predicted time"
+    )
     sp: Count = flag("ranks that share a sequence; auto: by predicted time")
     ring: Count = flag(
         "of them, by context, around which k, v travel (across nodes); the other sp / ring by "
-        "heads; auto: the fewest")
+        "heads; auto: the fewest"
+    )
     tp: Count = flag(
         "neighbours that share each layer's matrices, by columns and rows; auto: by predicted "
-        "time", 1)
+        "time",
+        1,
+    )
     tp_mode: str = flag(
         "of them: mtp (all have all tokens), msp (tokens are split between products), fsp (and "
-        "gathered again in backward)", "msp", among=("mtp", "msp", "fsp"))
+        "gathered again in backward)",
+        "msp",
+        among=("mtp", "msp", "fsp"),
+    )
     pp: Count = flag("stages of a pipeline; auto: by predicted time", 1)
     pp_chunks: Count = flag("parts of the model on a stage, interleaved; auto: by predicted time")
     head_groups: Count = flag(
         "parts of a rank's heads; with --sp the next one's all-to-all runs under this one's "
-        "attention, without they save memory of attention's backward; auto: 4, or more")
+        "attention, without they save memory of attention's backward; auto: 4, or more"
+    )
     p: Count = flag(
-        "parameter shards; auto: by predicted time, then the fewest shards, p before g before os")
+        "parameter shards; auto: by predicted time, then the fewest shards, p before g before os"
+    )
     g: Count = flag("gradient shards, p or os; auto: likewise")
     os: Count = flag("optimizer state shards, a multiple of p; auto: likewise")
     strategy: str = flag("factors by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K", "")
     os_layout: str = flag(
         "of optimizer states: inter (whole tensors, greedy), intra (each tensor split evenly), "
-        "or auto: intra", "auto", among=("auto", "intra", "inter"))
+        "or auto: intra",
+        "auto",
+        among=("auto", "intra", "inter"),
+    )
     os_place: str = flag(
         "where optimizer states lie: gpu; host, in page-locked memory, from which they visit the "
         "GPU under the next forward; or auto: by predicted time",
-        "auto", among=("auto", "gpu", "host"))
+        "auto",
+        among=("auto", "gpu", "host"),
+    )
     overlap: str = flag(
         "communication that runs under computation, a list, or none: param_gather (weights "
         "before they are used), grad_scatter (a matrix's gradient to its shards), grad_reduce "
         "(shards over replicas), param_broadcast (updated weights to those who hold them), "
         "host_update (of states on the host), pipeline (messages between stages)",
-        ",".join(OVERLAPS))
+        ",".join(OVERLAPS),
+    )
     recompute: str = flag(
         "auto: layers keep, swap or recompute chunks of tokens, as the program of planner.py "
         "says; none: they keep everything; full: their input alone, and all of them runs again, "
-        "attention included", "auto", among=("auto", "none", "full"))
+        "attention included",
+        "auto",
+        among=("auto", "none", "full"),
+    )
     chunk: Count = flag(
         "most tokens that a layer runs at once, which cuts them into equal parts; auto: 16K or 8K",
-        None, 1, 2**40)
+        None,
+        1,
+        2**40,
+    )
     alpha: float | None = flag(
         "fraction of tokens whose activations a swapped layer swaps; auto: by the program",
-        None, 0, 1)
+        None,
+        0,
+        1,
+    )
     resident_layers: Count = flag(
         "last layers whose inputs and attention outputs stay on the GPU; auto: by the program",
-        None, 2)
+        None,
+        2,
+    )
     document_token: Count = flag(
         "an id that ends a document: attention stays inside documents, positions restart with "
         "each, and the label behind one's end does not count; auto: a resumed run's, else what "
-        "--tokenizer ends each text with; -1: none", None, -1, 2**32)
+        "--tokenizer ends each text with; -1: none",
+        None,
+        -1,
+        2**32,
+    )
     tokenizer: str = flag(
         "Hugging Face folder whose tokenizer.json makes tokens of text; they are kept in "
-        "OUT/tokens", "")
+        "OUT/tokens",
+        "",
+    )
     attention: str = flag("kernel: auto, fa4, cudnn, flash, cpu", "auto")
     dtype: str = flag("of weights and activations: bf16, fp32, fp64", "bf16", among=DTYPES)
     host_memory: Count = flag(
         "bytes of a node (as 400G) for states and activations; auto: what the control group or "
-        "the machine allows, less an eighth", None, 0, 2**60)
+        "the machine allows, less an eighth",
+        None,
+        0,
+        2**60,
+    )
     gpu_memory: Count = flag("bytes of a GPU that may be used (as 80G); auto: all", None, 1, 2**60)
     optimizer: str = "adamw"
     default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
@@ -233,9 +284,15 @@ class Constraints:
         """Return why a sequence cannot go by context, "" if it can."""
         end = self.document_token
         if bool(self.tokenizer) if end is None else end >= 0:
-            return "attention inside documents (--document-token; -1: none)"
+            return (
+                "attention inside documents (--document-token; -1: none) goes by heads alone: "
+                "--ring 1"
+            )
         if self.attention in KERNELS and KERNELS[self.attention].sees_heads:
-            return f"--attention {self.attention}, which sees heads and where their keys stand,"
+            return (
+                f"--attention {self.attention}, which sees heads and where their keys stand, "
+                "goes by heads alone: --ring 1"
+            )
         return ""
 
 
@@ -275,8 +332,10 @@ def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float
             limits.append(int((folder / "memory.max").read_text()))
     allowed = min(limits)
     if asked is not None and asked > allowed:
-        raise ValueError(f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
-                         f"allows {allowed / GIB:.0f}G, and other things need some of it")
+        raise ValueError(
+            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
+            f"allows {allowed / GIB:.0f}G, and other things need some of it"
+        )
     return (allowed * 7 // 8 if asked is None else asked) / ranks
 
 
@@ -296,9 +355,17 @@ TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
 def plan_activations(
-        n: int, layer: tuple[float, float, float], s: LayerSeconds, chunks: int, bandwidth: float,
-        gpu: float, host: float, resident: int | None = None, alpha: float | None = None,
-        busy: float = 0.0) -> tuple[ActivationPlan, float]:
+    n: int,
+    layer: tuple[float, float, float],
+    s: LayerSeconds,
+    chunks: int,
+    bandwidth: float,
+    gpu: float,
+    host: float,
+    resident: int | None = None,
+    alpha: float | None = None,
+    busy: float = 0.0,
+) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
     chunks K as have room. Raises TooLarge.
@@ -325,16 +392,18 @@ def plan_activations(
     away = n - k
     hideable = bandwidth * away * max(0.0, s.forward - busy)
     everything = host_bytes(ActivationPlan(n, chunks, k), layer)
-    least, hidden = (np.ceil((everything - room) / attn - 1e-9)
-                     for room in (host, np.minimum(host, hideable)))
+    least, hidden = (
+        np.ceil((everything - room) / attn - 1e-9) for room in (host, np.minimum(host, hideable))
+    )
     x = np.where(drops > 0, np.clip(np.choose(drops, [x, least, hidden, away]), 0, away), x)
     plans = ActivationPlan(n, chunks, k, 0, 0, x, m)
     copied = host_bytes(plans, layer)
     most = np.minimum(np.floor((host - copied) / part + 1e-9), chunks * away)
     hides = (hideable - copied) / part
     eighths = np.rint(chunks * np.minimum(rule, 8) / 8) * away
-    swapped = np.choose(np.maximum(0, rule - 8), [
-        eighths, most, np.floor(hides + 1e-9), np.ceil(hides - 1e-9)])
+    swapped = np.choose(
+        np.maximum(0, rule - 8), [eighths, most, np.floor(hides + 1e-9), np.ceil(hides - 1e-9)]
+    )
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
     saves = (m == 1) & (x <= away)  # intermediates
@@ -344,15 +413,19 @@ def plan_activations(
     plans = replace(plans, kept_chunks=np.where(saves, np.clip(kept, 0, chunks * k), 0))
     # in forward two layers are leaving, whole
     leaving = rounding_bytes(plans, layer) + rounding_bytes(
-        replace(plans, stride=1, layers_recomputing_attention=0), layer)
+        replace(plans, stride=1, layers_recomputing_attention=0), layer
+    )
     feasible &= (kept >= 0) & (leaving <= gpu) & (k == (resident or k)) & ((k < n) | (not alpha))
     lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
     value = np.where(feasible, lost + TIE_S * host_bytes(plans, layer), np.inf)
     at = np.argmin(value)
     if value[at] == np.inf:
-        raise TooLarge(f"--alpha {alpha} --resident-layers {resident} of {n} layers: activations "
-                       f"do not fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a "
-                       "rank", math.inf)
+        raise TooLarge(
+            f"--alpha {alpha} --resident-layers {resident} of {n} layers: activations "
+            f"do not fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a "
+            "rank",
+            math.inf,
+        )
     chosen = (int(each[at]) for each in (k, plans.kept_chunks, plans.swapped_chunks, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
@@ -363,10 +436,19 @@ def ways_to_keep(n: int) -> np.ndarray:
     that swap no intermediates; else the least X that the host allows, the least whose copies hide
     too, or all that leave, and from 0 to 8 eighths of a layer, the most that the host has, the most
     chunks whose copies hide, or one more."""
-    ways = [(x, 0, m, k, 0) for m in range(1, MOST_STRIDE + 1) for k in range(min(2, n), n + 1)
-            if (n - k) % m == 0 for x in range(n + 1)]
-    ways += [(0, drops, 1, k, rule) for k in range(min(2, n), n) for drops in (1, 2, 3)
-             for rule in range(1, 12)]
+    ways = [
+        (x, 0, m, k, 0)
+        for m in range(1, MOST_STRIDE + 1)
+        for k in range(min(2, n), n + 1)
+        if (n - k) % m == 0
+        for x in range(n + 1)
+    ]
+    ways += [
+        (0, drops, 1, k, rule)
+        for k in range(min(2, n), n)
+        for drops in (1, 2, 3)
+        for rule in range(1, 12)
+    ]
     return np.array(ways).T
 
 
@@ -377,23 +459,33 @@ def divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-def legal(c: Constraints, names: Sequence[str], every: Iterable[tuple[int, ...]],
-          why_not: Callable[..., str | None]) -> list[tuple[int, ...]]:
+def legal(
+    c: Constraints,
+    names: Sequence[str],
+    every: Iterable[tuple[int, ...]],
+    why_not: Callable[..., str | None],
+) -> list[tuple[int, ...]]:
     """Return the values of flags, of `every`, that are as asked and break no rule. Raises
     ValueError with the rule that what is asked breaks, and the legal values that are near."""
     every = [values for values in every if not why_not(*values)]
     asked = [getattr(c, name) for name in names]
-    found = [values for values in every
-             if all(want in (None, value) for want, value in zip(asked, values))]
+    found = [
+        values
+        for values in every
+        if all(want in (None, value) for want, value in zip(asked, values))
+    ]
     if found:
         return found
+
     def said(values: Iterable) -> str:
         return " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
 
     wish = [want or 1 for want in asked]
     every.sort(key=lambda values: sum(abs(a - b) for a, b in zip(values, wish)))
-    raise ValueError(f"{said(wish)}: {why_not(*wish)}; legal here: "
-                     + (", ".join(map(said, sorted(every[:4]))) or "none"))
+    raise ValueError(
+        f"{said(wish)}: {why_not(*wish)}; legal here: "
+        + (", ".join(map(said, sorted(every[:4]))) or "none")
+    )
 
 
 def columns(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
@@ -403,12 +495,14 @@ def columns(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
 
     def why_not(tp: int) -> str:
         if math.gcd(hardware.per_node, model.heads, model.kv_heads, model.ffn) % tp:
-            return (f"it must divide {hardware.per_node} GPUs of a node, {model.heads} heads, "
-                    f"{model.kv_heads} key/value heads, {model.ffn} features")
+            return (
+                f"it must divide {hardware.per_node} GPUs of a node, {model.heads} heads, "
+                f"{model.kv_heads} key/value heads, {model.ffn} features"
+            )
         whole = tp > 1 and OPTIMIZERS[c.optimizer].whole
         return "this optimizer needs whole matrices: --tp 1" if whole else ""
 
-    for tp, in legal(c, ["tp"], zip(divisors(hardware.per_node)), why_not):
+    for (tp,) in legal(c, ["tp"], zip(divisors(hardware.per_node)), why_not):
         yield replace(plan, tp=tp, tp_mode=c.tp_mode)
 
 
@@ -419,11 +513,15 @@ def stages(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     def why_not(pp: int, parts: int) -> str:
         of_stage = ranks // pp
         if ranks % pp or of_stage % plan.tp or of_stage % per_node * (per_node % of_stage):
-            return (f"each stage has whole nodes of {per_node}, or parts that divide one, of "
-                    f"{ranks} ranks in columns of {plan.tp}")
+            return (
+                f"each stage has whole nodes of {per_node}, or parts that divide one, of "
+                f"{ranks} ranks in columns of {plan.tp}"
+            )
         if pp * parts > layers or pp == 1 < parts:
-            return (f"{pp} stages x {parts} parts of {layers} layers, and several parts are of a "
-                    "pipeline")
+            return (
+                f"{pp} stages x {parts} parts of {layers} layers, and several parts are of a "
+                "pipeline"
+            )
         return ""
 
     every = itertools.product(divisors(ranks), range(1, layers + 1))
@@ -439,15 +537,19 @@ def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
 
     def why_not(sp: int, ring: int) -> str:
         if ranks % sp or c.seq % (sp * plan.tp):
-            return (f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
-                    f"{sp} x {plan.tp}")
+            return (
+                f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
+                f"{sp} x {plan.tp}"
+            )
         heads = max(1, sp // ring)
-        if ring > 1 and c.no_ring:
-            return f"{c.no_ring} goes by heads alone: --ring 1"
-        if sp % ring or kv_heads % heads or (ring > 1 and in_node % heads):
-            return (f"sp / ring ranks share {kv_heads} key/value heads, inside a node of {in_node} "
-                    "if there is a ring")
-        return f"--seq {c.seq} is cut in 2 x ring parts" if c.seq % (2 * ring) and ring > 1 else ""
+        if sp % ring or kv_heads % heads:
+            return f"sp / ring ranks share {kv_heads} key/value heads"
+        if ring > 1 and (c.no_ring or in_node % heads or c.seq % (2 * ring)):
+            return c.no_ring or (
+                f"ranks that share heads are of one node of {in_node}, and --seq "
+                f"{c.seq} is cut in 2 x ring parts"
+            )
+        return ""
 
     every = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
     rings = {}
@@ -466,20 +568,26 @@ def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     batch = c.batch or max(dp, min(-(-c.default_batch // dp), most // dp) * dp)
     each, left = divmod(batch, dp)
     if batch > most:
-        raise ValueError(f"--batch {batch}: the data has {most} training sequences of {c.seq} "
-                         "tokens; --batch counts sequences")
+        raise ValueError(
+            f"--batch {batch}: the data has {most} training sequences of {c.seq} "
+            "tokens; --batch counts sequences"
+        )
     if left:
         kept = ", which a resumed run keeps" if c.resumes else ""
-        raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
-                         f"nearest: {each * dp or dp} or {(each + 1) * dp}")
+        raise ValueError(
+            f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
+            f"nearest: {each * dp or dp} or {(each + 1) * dp}"
+        )
 
     def why_not(size: int) -> str | None:
         if each % size:
             return f"it does not divide the {each} sequences of a rank (--batch {batch} over {dp})"
         turns = dp * size * plan.pp
         reason = no_order(plan.pp, plan.pp_chunks, each // size)
-        return reason and (f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: "
-                           f"{-(-batch // turns) * turns}")
+        return reason and (
+            f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: "
+            f"{-(-batch // turns) * turns}"
+        )
 
     sizes = [size for size, in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
     if c.micro_batch is None:
@@ -496,9 +604,14 @@ def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
 
     def why_not(groups: int) -> str:
-        return "" if groups in counts else (
-            f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head "
-            f"of {plan.tokens} tokens may have too many elements: more --sp")
+        return (
+            ""
+            if groups in counts
+            else (
+                f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head "
+                f"of {plan.tokens} tokens may have too many elements: more --sp"
+            )
+        )
 
     found = [n for n, in legal(c, ["head_groups"], zip(range(1, heads + 1)), why_not)]
     limits = (4, 16) if ranks > 1 else (1, 8)
@@ -515,9 +628,11 @@ def treatments(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]
     if c.recompute == "none" or not in_chunks:
         yield replace(plan, recompute="none", chunk=plan.tokens)
     elif plan.splits_tokens:
-        raise ValueError(f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
-                         " so layers run whole, without --chunk, --alpha, --resident-layers,"
-                         " --recompute full and, of sp 1, --head-groups: --tp-mode mtp")
+        raise ValueError(
+            f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
+            " so layers run whole, without --chunk, --alpha, --resident-layers,"
+            " --recompute full and, of sp 1, --head-groups: --tp-mode mtp"
+        )
     if c.recompute == "none" or plan.splits_tokens:
         return
     whole = Fraction(c.alpha or 0).limit_denominator(8).denominator  # alpha is a number of chunks
@@ -562,8 +677,9 @@ TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
 
 
-def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-         top: int = 10) -> list[Plan]:
+def plan(
+    constraints: Constraints, model: ModelConfig, hardware: Hardware, top: int = 10
+) -> list[Plan]:
     """Return the plan of the least predicted time a token that fits, and the best ones of other
     kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
     return Search(constraints, model, hardware).best()[:top]
@@ -588,8 +704,15 @@ class Search:
         c = self.constraints = constraints
         self.hardware = hardware
         self.est = Estimator(hardware.profile)
-        self.start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
-                          optimizer=c.optimizer, overlap=c.overlaps)
+        self.start = Plan(
+            model,
+            DTYPES[c.dtype],
+            hardware.ranks,
+            hardware.per_node,
+            c.seq,
+            optimizer=c.optimizer,
+            overlap=c.overlaps,
+        )
         self.errors: list[ValueError] = []
         self.tried: list[tuple[int, Plan]] = []  # and how often its bound was made better
 
@@ -621,7 +744,8 @@ class Search:
             alike = found.get(kind(plan))
             first = next(iter(found.values()), [plan])[0]
             late = seconds > FAR * first.token_s or (
-                alike and seconds > (1 + TIE) * alike[0].token_s)
+                alike and seconds > (1 + TIE) * alike[0].token_s
+            )
             if late or level == 2:
                 self.tried.append((level, plan))
             if level == 2 and not late:
@@ -644,10 +768,21 @@ class Search:
     def preferred(self, plans: list[Plan]) -> Plan:
         """Return of the plans that tie with the first the one with fewer stages, columns, ranks a
         sequence, small micro-batches, states and activations on the host, and shards."""
+
         def preference(plan: Plan) -> tuple:
             share = round(20 * plan.host_bytes / max(1.0, self.hardware.host_budget))
-            return (plan.pp, plan.tp, plan.pp_chunks, plan.sp, -plan.micro_batch, plan.os_place,
-                    share, astuple(plan.factors), plan.recompute != "none", plan.head_groups)
+            return (
+                plan.pp,
+                plan.tp,
+                plan.pp_chunks,
+                plan.sp,
+                -plan.micro_batch,
+                plan.os_place,
+                share,
+                astuple(plan.factors),
+                plan.recompute != "none",
+                plan.head_groups,
+            )
 
         most = (1 + TIE) * plans[0].token_s
         return min((plan for plan in plans if plan.token_s <= most), key=preference)
@@ -661,7 +796,9 @@ class Search:
             raise TooLarge(
                 f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
                 f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
-                f"{host / GIB:.1f}, with {in_words(plan)}", over)
+                f"{host / GIB:.1f}, with {in_words(plan)}",
+                over,
+            )
         return replace(plan, seconds=step_seconds(self.est, plan))
 
     def kept(self, plan: Plan) -> ActivationPlan | None:
@@ -669,8 +806,9 @@ class Search:
         if plan.recompute == "none":
             return None
         c, n, layer = self.constraints, plan.part_layers, column_bytes(plan)
-        drop_all = [ActivationPlan(n, plan.chunks, n, 0, 0, n, m)
-                    for m in range(1, MOST_STRIDE + 1)]
+        drop_all = [
+            ActivationPlan(n, plan.chunks, n, 0, 0, n, m) for m in range(1, MOST_STRIDE + 1)
+        ]
         if c.recompute == "full":
             return drop_all[0]
         least = min(drop_all, key=lambda kept: resident_bytes(kept, layer))
@@ -680,9 +818,17 @@ class Search:
         host = self.hardware.host_budget - beside.host.get("optimizer", 0)
         try:
             return plan_activations(
-                n, layer, layer_seconds(self.est, plan), plan.chunks, self.est.profile.to_host,
-                gpu / times, host / times, c.resident_layers, c.alpha,
-                visit_seconds(self.est, plan))[0]
+                n,
+                layer,
+                layer_seconds(self.est, plan),
+                plan.chunks,
+                self.est.profile.to_host,
+                gpu / times,
+                host / times,
+                c.resident_layers,
+                c.alpha,
+                visit_seconds(self.est, plan),
+            )[0]
         except TooLarge:
             if c.alpha is not None or c.resident_layers:
                 raise
@@ -729,24 +875,31 @@ def choices(plan: Plan) -> dict[str, str]:
             keeps += f", inputs of one in {kept.stride}"
         if kept.layers_recomputing_attention:
             keeps += f", attention twice in {kept.layers_recomputing_attention}"
-    return {"tp": f"{plan.tp} {plan.tp_mode}" if plan.tp > 1 else "1",
-            "pp": f"{plan.pp}x{plan.pp_chunks}",
-            "sp": f"{plan.sp}", "ring": f"{plan.ring}", "groups": f"{plan.head_groups}",
-            "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
-            "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}", "layers keep": keeps}
+    return {
+        "tp": f"{plan.tp} {plan.tp_mode}" if plan.tp > 1 else "1",
+        "pp": f"{plan.pp}x{plan.pp_chunks}",
+        "sp": f"{plan.sp}",
+        "ring": f"{plan.ring}",
+        "groups": f"{plan.head_groups}",
+        "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
+        "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}",
+        "layers keep": keeps,
+    }
 
 
 def in_words(plan: Plan, other: Plan | None = None) -> str:
     """Return a plan's choices; those that differ from another's."""
     known = choices(other) if other else {}
-    return ", ".join(f"{name} {text}" for name, text in choices(plan).items()
-                     if text != known.get(name))
+    return ", ".join(
+        f"{name} {text}" for name, text in choices(plan).items() if text != known.get(name)
+    )
 
 
 def in_gib(plan: Plan) -> str:
     """Return the bytes of a GPU, by what they are for."""
-    return ", ".join(f"{name} {size / GIB:.2f}" for name, size in plan.memory.items()
-                     if size > GIB / 200)
+    return ", ".join(
+        f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size > GIB / 200
+    )
 
 
 def figures(plan: Plan, hardware: Hardware) -> dict:
@@ -754,11 +907,22 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
     rate = plan.batch * plan.seq / plan.step_s
     peak = (hardware.profile.peak_flops or math.inf) * plan.ranks  # unknown: no MFU
     causal, full = (flops * rate / peak for flops in flops_per_token(plan.model, plan.seq))
-    return asdict(plan) | asdict(plan.factors) | {
-        "dtype": f"{plan.dtype}", "dp": plan.dp, "step_s": plan.step_s, "tgs": rate / plan.ranks,
-        "tokens_a_day": 86400 * rate, "mfu_causal": causal or None, "mfu_full": full or None,
-        "gpu_gib": plan.gpu_bytes / GIB, "host_gib": plan.host_bytes * plan.per_node / GIB,
-        "command": command(plan)}
+    return (
+        asdict(plan)
+        | asdict(plan.factors)
+        | {
+            "dtype": f"{plan.dtype}",
+            "dp": plan.dp,
+            "step_s": plan.step_s,
+            "tgs": rate / plan.ranks,
+            "tokens_a_day": 86400 * rate,
+            "mfu_causal": causal or None,
+            "mfu_full": full or None,
+            "gpu_gib": plan.gpu_bytes / GIB,
+            "host_gib": plan.host_bytes * plan.per_node / GIB,
+            "command": command(plan),
+        }
+    )
 
 
 def command(plan: Plan) -> str:
@@ -766,10 +930,15 @@ def command(plan: Plan) -> str:
     values = vars(plan) | asdict(plan.factors) | {"overlap": ",".join(plan.overlap) or "none"}
     del values["chunk" if plan.recompute == "none" else "recompute"], values["dtype"]
     model = next((name for name, model in MODELS.items() if model == plan.model), "?")
-    flags = [f"{flag_name(name)} {values[name]}" for name, f in flags_of(Constraints).items()
-             if name in values and values[name] != f.default]
-    return (f"torchrun --nproc_per_node {min(plan.ranks, plan.per_node)} --nnodes "
-            f"{-(-plan.ranks // plan.per_node)} train.py --model {model} {' '.join(flags)}")
+    flags = [
+        f"{flag_name(name)} {values[name]}"
+        for name, f in flags_of(Constraints).items()
+        if name in values and values[name] != f.default
+    ]
+    return (
+        f"torchrun --nproc_per_node {min(plan.ranks, plan.per_node)} --nnodes "
+        f"{-(-plan.ranks // plan.per_node)} train.py --model {model} {' '.join(flags)}"
+    )
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
@@ -779,19 +948,32 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     for plan in plans:
         found = figures(plan, hardware)
         mfu = [f"{found[key] or math.nan:.1%}" for key in ("mfu_causal", "mfu_full")]
-        rows.append({"step s": f"{plan.step_s:.4g}", "TGS": f"{found['tgs']:,.0f}",
-                     "MFU causal": mfu[0], "full": mfu[1], **choices(plan),
-                     "GPU GiB": f"{found['gpu_gib']:.1f}",
-                     "host GiB a node": f"{found['host_gib']:.1f}"})
+        rows.append(
+            {
+                "step s": f"{plan.step_s:.4g}",
+                "TGS": f"{found['tgs']:,.0f}",
+                "MFU causal": mfu[0],
+                "full": mfu[1],
+                **choices(plan),
+                "GPU GiB": f"{found['gpu_gib']:.1f}",
+                "host GiB a node": f"{found['host_gib']:.1f}",
+            }
+        )
     cells = [rows[0].keys(), *(row.values() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    seconds = [f"{name} {value:.3g}" for name, value in plans[0].seconds.items()
-               if value > 5e-4 * plans[0].step_s]
-    return "\n".join([
-        *("  ".join(map(str.rjust, line, widths)) for line in cells),
-        "batch: data-parallel ranks x micro-batches x sequences of one",
-        f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
-        f"GiB of a GPU: {in_gib(plans[0])}"])
+    seconds = [
+        f"{name} {value:.3g}"
+        for name, value in plans[0].seconds.items()
+        if value > 5e-4 * plans[0].step_s
+    ]
+    return "\n".join(
+        [
+            *("  ".join(map(str.rjust, line, widths)) for line in cells),
+            "batch: data-parallel ranks x micro-batches x sequences of one",
+            f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
+            f"GiB of a GPU: {in_gib(plans[0])}",
+        ]
+    )
 
 
 def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
@@ -810,8 +992,11 @@ def reasons(search: Search, best: Plan) -> list[str]:
     lines = []
     for name, text in choices(best).items():
         needed, rule = RULES[name]
-        others = [(plan.token_s / best.token_s - 1, choices(plan)[name])
-                  for level, plan in search.tried if level >= needed]
+        others = [
+            (plan.token_s / best.token_s - 1, choices(plan)[name])
+            for level, plan in search.tried
+            if level >= needed
+        ]
         more, other = min((pair for pair in others if pair[1] != text), default=(0, ""))
         instead = f"; {other}: {more:+.1%}" if more < math.inf else f"; {other} does not fit"
         lines.append(f"  {name} {text}: {rule}" + (instead if other else ""))
@@ -823,25 +1008,31 @@ def binding(search: Search, best: Plan) -> str:
     thousand times as much of it."""
     hardware, plenty = search.hardware, 1000.0
     times = {}
-    for name, rate in (("FLOP/s", "flops"), ("copies to the host", "host"),
-                       ("the network", "network"), ("memory bandwidth", "memory")):
+    for name, rate in (
+        ("FLOP/s", "flops"),
+        ("copies to the host", "host"),
+        ("the network", "network"),
+        ("memory bandwidth", "memory"),
+    ):
         times[name] = predict(best, scaled(hardware.profile, "", **{rate: plenty}))
     for name, budget in (("GPU memory", "gpu_budget"), ("host memory", "host_budget")):
         there = replace(hardware, **{budget: plenty * getattr(hardware, budget)})
         times[name] = plan(search.constraints, best.model, there)[0]
-    gains = sorted(((1 - there.token_s / best.token_s, name) for name, there in times.items()),
-                   reverse=True)
+    gains = sorted(
+        ((1 - there.token_s / best.token_s, name) for name, there in times.items()), reverse=True
+    )
     return "a step would take less without a limit to " + ", ".join(
-        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE)
+        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE
+    )
 
 
 # ---------------------------------------------------------------------------- the program
 
 
-def changes_that_fit(constraints: Constraints, model: ModelConfig,
-                     hardware: Hardware) -> list[str]:
+def changes_that_fit(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[str]:
     """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more
     memory of the host or of a GPU, more GPUs."""
+
     def fits(seq: int = constraints.seq, **changes: float) -> bool:
         usual = constraints.default_batch * constraints.seq // seq
         asked = replace(constraints, seq=seq, default_batch=usual)
@@ -856,16 +1047,29 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
     unit = math.lcm(1024, ranks) if seq > 2**14 else 64
     found = []
     for text, now, values, works in (  # values from the smallest change on
-            ("--seq {}", seq, range((seq - 1) // unit * unit, 0, -unit), fits),
-            ("{} GiB of host memory a node to plan with", node, range(int(node), int(16 * node)),
-             lambda gib: fits(host_budget=gib * GIB / hardware.per_node)),
-            ("{} GiB of memory a GPU to plan with", gpu, range(int(gpu), int(16 * gpu)),
-             lambda gib: fits(gpu_budget=gib * GIB)),
-            ("{} GPUs", ranks, [ranks * 2**i for i in range(1, 6)], more_gpus)):
+        ("--seq {}", seq, range((seq - 1) // unit * unit, 0, -unit), fits),
+        (
+            "{} GiB of host memory a node to plan with",
+            node,
+            range(int(node), int(16 * node)),
+            lambda gib: fits(host_budget=gib * GIB / hardware.per_node),
+        ),
+        (
+            "{} GiB of memory a GPU to plan with",
+            gpu,
+            range(int(gpu), int(16 * gpu)),
+            lambda gib: fits(gpu_budget=gib * GIB),
+        ),
+        ("{} GPUs", ranks, [ranks * 2**i for i in range(1, 6)], more_gpus),
+    ):
         at = bisect.bisect_left(values, True, key=works)
         if at < len(values):
-            found.append((max(values[at] / now, now / values[at]),
-                          f"{text.format(values[at])} instead of {now:.0f}"))
+            found.append(
+                (
+                    max(values[at] / now, now / values[at]),
+                    f"{text.format(values[at])} instead of {now:.0f}",
+                )
+            )
     return [text for _, text in sorted(found)]
 
 
@@ -874,21 +1078,24 @@ class Question(Constraints):
     """What the program is asked."""
 
     model: str = flag(", ".join(MODELS), "7b", among=MODELS)
-    cluster: str = flag(f"profile of the machine: {', '.join(profile_names())}, a GPU "
-                        "(A100, H100, ...), or a file of bench.py --profile", "h200x8")
+    cluster: str = flag(
+        f"profile of the machine: {', '.join(profile_names())}, a GPU "
+        "(A100, H100, ...), or a file of bench.py --profile",
+        "h200x8",
+    )
     ranks: Count = flag("GPUs; auto: those of a node")
     per_node: Count = flag("GPUs of a node; auto: the cluster's")
     top: int = flag("plans to print: the best ones of another tp, pp or sp follow the first", 4)
     json: bool = flag("print them as JSON, and nothing else", False, 0)
     leaf: str = flag(
         "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
-        "the best order of nodes", "")
+        "the best order of nodes",
+        "",
+    )
 
     def hardware(self) -> Hardware:
         """Return the machine. Raises ValueError."""
-        # of a GPU by its name, nodes of 8
-        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
-        per_node = 8 if named else load_profile(self.cluster).per_node
+        per_node = load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
         per_node = self.per_node or math.gcd(per_node, ranks)
         profile = load_profile(self.cluster, per_node)
@@ -899,8 +1106,9 @@ class Question(Constraints):
 
 def main(argv: list[str] | None = None) -> int:
     """Print the best plan of a command, and why. Returns the exit status: 1 if nothing fits."""
-    parser = make_parser(Question, "Which factors? Print the best plan for a cluster, on any "
-                         "machine.")
+    parser = make_parser(
+        Question, "Which factors? Print the best plan for a cluster, on any " "machine."
+    )
     asked = Question(**vars(parser.parse_args(argv)))
     asked = replace(asked, default_batch=max(1, 2**19 // max(1, asked.seq)))
     model = MODELS.get(asked.model)
@@ -914,10 +1122,16 @@ def main(argv: list[str] | None = None) -> int:
         plans = search.best()[: asked.top]
         placed = place(plans[0], asked.leaf) if asked.leaf else ""
     except TooLarge as e:
-        lines = [str(e), "what would fit, the smallest change first:",
-                 *changes_that_fit(asked, model, hardware)]
-        print(json.dumps({"plans": [], "binding": lines}) if asked.json
-              else "nothing fits: " + "\n  ".join(lines))
+        lines = [
+            str(e),
+            "what would fit, the smallest change first:",
+            *changes_that_fit(asked, model, hardware),
+        ]
+        print(
+            json.dumps({"plans": [], "binding": lines})
+            if asked.json
+            else "nothing fits: " + "\n  ".join(lines)
+        )
         return 1
     except ValueError as e:
         parser.error(str(e))
@@ -933,8 +1147,10 @@ def place(plan: Plan, leaf: str) -> str:
     """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
     ValueError."""
     if plan.tp * plan.pp > 1:
-        raise ValueError(f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
-                         f"--tp {plan.tp} --pp {plan.pp}")
+        raise ValueError(
+            f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
+            f"--tp {plan.tp} --pp {plan.pp}"
+        )
     names, leaves = parse_leaf(leaf, plan.ranks // plan.per_node)
     model = plan.model
     e = plan.dtype.itemsize
@@ -942,8 +1158,16 @@ def place(plan: Plan, leaf: str) -> str:
     # q, k, v, o, and twice as much in backward
     columns = 3 * 2 * (model.heads + model.kv_heads) * model.head_dim
     exchanged = columns * plan.tokens * e * model.layers * plan.micro_batches
-    rings = make_rings(plan.ranks, plan.factors, plan.os_layout, plan.micro_batches, size, size,
-                       plan.head_ranks, exchanged)
+    rings = make_rings(
+        plan.ranks,
+        plan.factors,
+        plan.os_layout,
+        plan.micro_batches,
+        size,
+        size,
+        plan.head_ranks,
+        exchanged,
+    )
     if plan.ring > 1:
         rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(plan)))
     return place_nodes(leaves, rings, plan.per_node).describe(names)
@@ -954,16 +1178,23 @@ def describe(search: Search, plans: list[Plan]) -> str:
     hardware, best = search.hardware, plans[0]
     profile = hardware.profile
     found = figures(best, hardware)
-    lines = [f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
-             f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
-             f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
-             f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
-             "plan with",
-             f"profile {profile.name}: {profile.device}, "
-             f"{profile.sources.get('all', 'see its file')}",
-             "", *reasons(search, best), "", found["command"], "",
-             describe_plans(plans, hardware), f"{found['tokens_a_day']:,.0f} tokens a day",
-             f"what binds: {binding(search, best)}"]
+    lines = [
+        f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
+        f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
+        f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
+        f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
+        "plan with",
+        f"profile {profile.name}: {profile.device}, "
+        f"{profile.sources.get('all', 'see its file')}",
+        "",
+        *reasons(search, best),
+        "",
+        found["command"],
+        "",
+        describe_plans(plans, hardware),
+        f"{found['tokens_a_day']:,.0f} tokens a day",
+        f"what binds: {binding(search, best)}",
+    ]
     if search.est.held:
         lines.append("not in the profile: " + "; ".join(sorted(search.est.held)))
     return "\n".join(lines)
