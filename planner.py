@@ -542,12 +542,14 @@ def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
                 f"{sp} x {plan.tp}"
             )
         heads = max(1, sp // ring)
+        if ring > 1 and c.no_ring:
+            return c.no_ring
         if sp % ring or kv_heads % heads:
             return f"sp / ring ranks share {kv_heads} key/value heads"
-        if ring > 1 and (c.no_ring or in_node % heads or c.seq % (2 * ring)):
-            return c.no_ring or (
-                f"ranks that share heads are of one node of {in_node}, and --seq "
-                f"{c.seq} is cut in 2 x ring parts"
+        if ring > 1 and (in_node % heads or c.seq % (2 * ring)):
+            return (
+                f"ranks that share heads are of one node of {in_node}, and --seq {c.seq} is cut in "
+                "2 x ring parts"
             )
         return ""
 
