@@ -532,7 +532,8 @@ def stages(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
 
 def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with ranks that share a sequence, and of them the least ring that leaves those
-    that share heads in one node: their all-to-alls cross no network."""
+    that share heads in one node: their all-to-alls cross no network. Long sequences try larger ones
+    too: where fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
 
     def why_not(sp: int, ring: int) -> str:
@@ -558,15 +559,16 @@ def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     for sp, ring in legal(c, ["sp", "ring"], every, why_not):
         rings.setdefault(sp, []).append(ring)
     for sp, some in rings.items():
-        ring = min(some, key=lambda ring: (in_node % (sp // ring) > 0, ring))
-        yield replace(plan, sp=sp, ring=ring)
+        some.sort(key=lambda ring: (in_node % (sp // ring) > 0, ring))
+        for ring in some if c.seq // sp > 2**16 else some[:1]:
+            yield replace(plan, sp=sp, ring=ring)
 
 
 def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with sequences a step, and at once: within 8K tokens a rank the most, the next
     and one."""
     dp = plan.dp
-    most = math.inf if c.most_sequences is None else c.most_sequences
+    most = 2**40 if c.most_sequences is None else c.most_sequences
     batch = c.batch or max(dp, min(-(-c.default_batch // dp), most // dp) * dp)
     each, left = divmod(batch, dp)
     if batch > most:
@@ -595,7 +597,7 @@ def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     if c.micro_batch is None:
         sizes = [n for n in sizes if n <= max(sizes[0], 2**13 * plan.sp // c.seq)]
     for size in {*sizes[-2:], sizes[0]}:
-        yield replace(plan, batch=int(batch), micro_batch=int(size), accumulates=each > size)
+        yield replace(plan, batch=batch, micro_batch=size, accumulates=each > size)
 
 
 def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
@@ -606,13 +608,11 @@ def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
 
     def why_not(groups: int) -> str:
+        if groups in counts:
+            return ""
         return (
-            ""
-            if groups in counts
-            else (
-                f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head "
-                f"of {plan.tokens} tokens may have too many elements: more --sp"
-            )
+            f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head "
+            f"of {plan.tokens} tokens may have too many elements: more --sp"
         )
 
     found = [n for n, in legal(c, ["head_groups"], zip(range(1, heads + 1)), why_not)]
@@ -778,6 +778,7 @@ class Search:
                 plan.tp,
                 plan.pp_chunks,
                 plan.sp,
+                plan.ring,
                 -plan.micro_batch,
                 plan.os_place,
                 share,
@@ -872,7 +873,7 @@ def choices(plan: Plan) -> dict[str, str]:
     if kept is not None:
         keeps = f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
         if kept.kept_chunks == kept.layers * kept.chunks:
-            keeps = f"all, chunks of {plan.chunk:,}"
+            keeps = f"all, {kept.chunks} chunks"
         if kept.stride > 1:
             keeps += f", inputs of one in {kept.stride}"
         if kept.layers_recomputing_attention:
