@@ -46,12 +46,13 @@ import costs
 import planner
 import train
 from attention import Attention, pick_kernel
+from costs import state_bytes
 from hardware import PROFILES, Machine, Profile, peak_flops, profile_text
 from memplan import StepMemory, draw, write_plan
 from model import (MODELS, Block, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    param_count, rms_norm, rope_tables, whole_layers)
 from offload import GIB, ActivationPlan
-from planner import size, state_bytes
+from planner import size
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0,
                    print0, start_ranks)
 from shard import STREAMS, Factors, States
@@ -281,15 +282,13 @@ def chosen(run: Run) -> dict:
     plan = run.plan
     f = plan.factors
     kept = plan.activations
-    memory = plan.memory
     names = ("sp", "ring", "chunk", "tp", "pp", "pp_chunks", "batch", "micro_batch", "os_layout",
              "os_place", "recompute", "head_groups")
     return {"p": f.p, "g": f.g, "os": f.os, **{name: getattr(plan, name) for name in names},
             "predicted": plan.seconds,
-            "predicted_s": plan.step_s, "predicted_gib": memory.total() / GIB,
+            "predicted_s": plan.step_s, "predicted_gib": plan.gpu_bytes / GIB,
             "activations": kept and asdict(kept),
-            "planned_gib": {name: value / GIB for name, value in (
-                memory.lasting | {"working": memory.working()}).items()},
+            "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
             "alpha": kept and kept.alpha,
             "host_gib": plan.per_node / GIB * plan.host_bytes or None}
 
@@ -774,7 +773,7 @@ def proof_step(bench: Bench, run: Run) -> Step:
     """Build a step of the first and the last two layers, with all else allocated as planned on the
     GPU."""
     few = first_and_last_layers(run)
-    gpu = int(run.plan.memory.total() - few.plan.memory.total())
+    gpu = int(run.plan.gpu_bytes - few.plan.gpu_bytes)
     held = torch.empty(max(0, gpu), dtype=torch.uint8, device=bench.device)
     step = make_step(bench, run=few)
     step.held = held

@@ -29,6 +29,7 @@ gradients and optimizer states, sp ranks that share a sequence; tp columns of la
 pipeline, pp_chunks parts of the model on one; of what layers keep n layers, c chunks of one, k
 resident layers, K kept and S swapped chunks, m layers of which one keeps x, X layers without o.
 """
+
 import argparse
 import bisect
 import contextlib
@@ -50,11 +51,22 @@ import numpy as np
 import torch
 
 from attention import KERNELS, head_group_counts
-from costs import (Estimator, Plan, column_bytes, computation_seconds, fullest_stages,
-                   host_bytes, host_states, in_flight, kept_parts, layer_seconds, resident_bytes,
-                   ring_traffic, rounding_bytes, stage_memory, state_bytes, step_seconds,
-                   visit_seconds, with_memory)
-from hardware import Profile, find_sheet, load_profile, profile_names, scaled
+from costs import (
+    Estimator,
+    LayerSeconds,
+    Plan,
+    column_bytes,
+    host_bytes,
+    layer_seconds,
+    lost_seconds,
+    resident_bytes,
+    ring_traffic,
+    rounding_bytes,
+    step_seconds,
+    visit_seconds,
+    with_memory,
+)
+from hardware import Profile, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, flops_per_token, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
@@ -155,6 +167,9 @@ OVERLAPS = (*STREAMS, "pipeline")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
+Count = int | None  # None: auto
+
+
 @dataclass(frozen=True)
 class Constraints:
     """What a command fixes; None, or auto, is open. A program's flags are these and its own."""
@@ -236,9 +251,15 @@ class Constraints:
         """Return why a sequence cannot go by context, "" if it can."""
         end = self.document_token
         if bool(self.tokenizer) if end is None else end >= 0:
-            return "attention inside documents (--document-token; -1: none)"
+            return (
+                "attention inside documents (--document-token; -1: none) goes by heads alone: "
+                "--ring 1"
+            )
         if self.attention in KERNELS and KERNELS[self.attention].sees_heads:
-            return f"--attention {self.attention}, which sees heads and where their keys stand,"
+            return (
+                f"--attention {self.attention}, which sees heads and where their keys stand, "
+                "goes by heads alone: --ring 1"
+            )
         return ""
 
 
@@ -278,8 +299,10 @@ def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float
             limits.append(int((folder / "memory.max").read_text()))
     allowed = min(limits)
     if asked is not None and asked > allowed:
-        raise ValueError(f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
-                         f"allows {allowed / GIB:.0f}G, and other things need some of it")
+        raise ValueError(
+            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
+            f"allows {allowed / GIB:.0f}G, and other things need some of it"
+        )
     return (allowed * 7 // 8 if asked is None else asked) / ranks
 
 
@@ -294,38 +317,29 @@ class TooLarge(ValueError):
         self.over = over
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Bytes of one layer on one rank, and seconds of its forward."""
-
-    input: float  # x
-    attn: float  # o and the log-sum-exp
-    intermediates: float  # what a block saves beside them: q, k, v, h, gate|up
-    layer_s: float  # forward
-    recompute_s: float  # of it, what recomputing the intermediates takes
-    attn_s: float  # of it, attention
-    post_s: float  # of it, what follows attention
-
-    @property
-    def layer(self) -> tuple[float, float, float]:
-        """Return the bytes, as costs.layer_bytes does."""
-        return self.input, self.attn, self.intermediates
-
-
 MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
 TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
-def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float, host: float,
-                     resident: int | None = None, alpha: float | None = None,
-                     busy: float = 0.0) -> tuple[ActivationPlan, float]:
+def plan_activations(
+    n: int,
+    layer: tuple[float, float, float],
+    s: LayerSeconds,
+    chunks: int,
+    bandwidth: float,
+    gpu: float,
+    host: float,
+    resident: int | None = None,
+    alpha: float | None = None,
+    busy: float = 0.0,
+) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
     chunks K as have room. Raises TooLarge.
 
-    bandwidth: bytes/s to the host, with all GPUs copying; busy: seconds of a layer's forward in
-    which other things are copied; gpu, host: bytes a rank can give to activations; resident, alpha:
-    set by hand.
+    layer: bytes of one, as costs.layer_bytes; bandwidth: bytes/s to the host, with all GPUs
+    copying; busy: seconds of a layer's forward in which other things are copied; gpu, host: bytes a
+    rank can give to activations; resident, alpha: set by hand.
 
         min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
              resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
@@ -339,42 +353,48 @@ def plan_activations(n: int, s: Sizes, chunks: int, bandwidth: float, gpu: float
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    part = s.intermediates / chunks
+    _, attn, others = layer
+    part = others / chunks
     x, drops, m, k, rule = ways_to_keep(n)
     away = n - k
-    hideable = bandwidth * away * max(0.0, s.layer_s - busy)
-    least, hidden = (np.ceil((away * (s.input + s.attn) - room) / s.attn - 1e-9)
-                     for room in (host, np.minimum(host, hideable)))
+    hideable = bandwidth * away * max(0.0, s.forward - busy)
+    everything = host_bytes(ActivationPlan(n, chunks, k), layer)
+    least, hidden = (
+        np.ceil((everything - room) / attn - 1e-9) for room in (host, np.minimum(host, hideable))
+    )
     x = np.where(drops > 0, np.clip(np.choose(drops, [x, least, hidden, away]), 0, away), x)
     plans = ActivationPlan(n, chunks, k, 0, 0, x, m)
-    copied = host_bytes(plans, s.layer)
+    copied = host_bytes(plans, layer)
     most = np.minimum(np.floor((host - copied) / part + 1e-9), chunks * away)
     hides = (hideable - copied) / part
     eighths = np.rint(chunks * np.minimum(rule, 8) / 8) * away
-    swapped = np.choose(np.maximum(0, rule - 8), [
-        eighths, most, np.floor(hides + 1e-9), np.ceil(hides - 1e-9)])
+    swapped = np.choose(
+        np.maximum(0, rule - 8), [eighths, most, np.floor(hides + 1e-9), np.ceil(hides - 1e-9)]
+    )
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
     saves = (m == 1) & (x <= away)  # intermediates
     feasible = (most >= 0) & (0 <= swapped) & (swapped <= most) & (saves | (swapped == 0))
-    swapped = np.where(feasible, swapped, 0)
-    plans = replace(plans, swapped_chunks=swapped)
-    kept = np.floor((gpu - resident_bytes(plans, s.layer)) / part + 1e-9)
+    plans = replace(plans, swapped_chunks=np.where(feasible, swapped, 0))
+    kept = np.floor((gpu - resident_bytes(plans, layer)) / part + 1e-9)
     plans = replace(plans, kept_chunks=np.where(saves, np.clip(kept, 0, chunks * k), 0))
-    leaving = rounding_bytes(plans, s.layer) + 2 * (
-        s.input + s.attn + part * np.ceil(swapped / np.maximum(1, away)))
-    feasible &= (kept >= 0) & ((k == n) | (leaving <= gpu)) & (k == (resident or k))
-    if alpha:
-        feasible &= k < n
-    lost = sum(lost_seconds(plans, s, bandwidth, busy))
-    value = np.where(feasible, lost + TIE_S * host_bytes(plans, s.layer), np.inf)
-    at = np.unravel_index(np.argmin(value), value.shape)
+    # in forward two layers are leaving, whole
+    leaving = rounding_bytes(plans, layer) + rounding_bytes(
+        replace(plans, stride=1, layers_recomputing_attention=0), layer
+    )
+    feasible &= (kept >= 0) & (leaving <= gpu) & (k == (resident or k)) & ((k < n) | (not alpha))
+    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
+    value = np.where(feasible, lost + TIE_S * host_bytes(plans, layer), np.inf)
+    at = np.argmin(value)
     if value[at] == np.inf:
-        raise TooLarge(f"--alpha {alpha} --resident-layers {resident}: what layers keep does not "
-                       f"fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a rank",
-                       math.inf)
-    chosen = (k, plans.kept_chunks, swapped, x, m)
-    return ActivationPlan(n, chunks, *(int(each[at]) for each in chosen)), float(lost[at])
+        raise TooLarge(
+            f"--alpha {alpha} --resident-layers {resident} of {n} layers: activations "
+            f"do not fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a "
+            "rank",
+            math.inf,
+        )
+    chosen = (int(each[at]) for each in (k, plans.kept_chunks, plans.swapped_chunks, x, m))
+    return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
 
 @functools.cache
@@ -383,27 +403,20 @@ def ways_to_keep(n: int) -> np.ndarray:
     that swap no intermediates; else the least X that the host allows, the least whose copies hide
     too, or all that leave, and from 0 to 8 eighths of a layer, the most that the host has, the most
     chunks whose copies hide, or one more."""
-    ways = [(x, 0, m, k, 0) for m in range(1, MOST_STRIDE + 1) for k in range(min(2, n), n + 1)
-            if (n - k) % m == 0 for x in range(n + 1)]
-    ways += [(0, drops, 1, k, rule) for k in range(min(2, n), n) for drops in (1, 2, 3)
-             for rule in range(1, 12)]
+    ways = [
+        (x, 0, m, k, 0)
+        for m in range(1, MOST_STRIDE + 1)
+        for k in range(min(2, n), n + 1)
+        if (n - k) % m == 0
+        for x in range(n + 1)
+    ]
+    ways += [
+        (0, drops, 1, k, rule)
+        for k in range(min(2, n), n)
+        for drops in (1, 2, 3)
+        for rule in range(1, 12)
+    ]
     return np.array(ways).T
-
-
-def lost_seconds(plan: ActivationPlan, s: Sizes, bandwidth: float,
-                 busy: float) -> tuple[float, float]:
-    """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
-    of its forward in which compute waits for copies. Also of many plans, whose numbers are arrays.
-    """
-    saved = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
-    inputs, _, inputs_away, _ = kept_parts(plan)
-    dropped = plan.layers_recomputing_attention
-    again = (np.maximum(0.0, plan.layers - saved) * s.recompute_s
-             + (plan.layers - inputs - inputs_away) * s.post_s
-             + (dropped - dropped // plan.stride) * (s.layer_s - s.attn_s - s.post_s)
-             + dropped * s.attn_s)
-    hidden = (plan.layers - plan.resident) * max(0.0, s.layer_s - busy)
-    return again, np.maximum(0.0, host_bytes(plan, s.layer) / bandwidth - hidden)
 
 
 # ---------------------------------------------------------------------------- degrees
@@ -413,29 +426,33 @@ def divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-def nearest(value: int, step: int) -> str:
-    """Return the multiples of step around value, for messages."""
-    low = value // step * step
-    return " or ".join(str(n) for n in (low, low + step) if n > 0)
-
-
-def legal(c: Constraints, names: Sequence[str], every: Iterable[tuple[int, ...]],
-          why_not: Callable[..., str | None]) -> list[tuple[int, ...]]:
+def legal(
+    c: Constraints,
+    names: Sequence[str],
+    every: Iterable[tuple[int, ...]],
+    why_not: Callable[..., str | None],
+) -> list[tuple[int, ...]]:
     """Return the values of flags, of `every`, that are as asked and break no rule. Raises
     ValueError with the rule that what is asked breaks, and the legal values that are near."""
     every = [values for values in every if not why_not(*values)]
     asked = [getattr(c, name) for name in names]
-    found = [values for values in every
-             if all(want in (None, value) for want, value in zip(asked, values))]
+    found = [
+        values
+        for values in every
+        if all(want in (None, value) for want, value in zip(asked, values))
+    ]
     if found:
         return found
+
     def said(values: Iterable) -> str:
         return " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
 
     wish = [want or 1 for want in asked]
     every.sort(key=lambda values: sum(abs(a - b) for a, b in zip(values, wish)))
-    near = ", ".join(map(said, sorted(every[:4]))) or "none"
-    raise ValueError(f"{said(wish)}: {why_not(*wish)}; legal here: {near}")
+    raise ValueError(
+        f"{said(wish)}: {why_not(*wish)}; legal here: "
+        + (", ".join(map(said, sorted(every[:4]))) or "none")
+    )
 
 
 def columns(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
@@ -445,12 +462,14 @@ def columns(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
 
     def why_not(tp: int) -> str:
         if math.gcd(hardware.per_node, model.heads, model.kv_heads, model.ffn) % tp:
-            return (f"it must divide {hardware.per_node} GPUs of a node, {model.heads} heads, "
-                    f"{model.kv_heads} key/value heads, {model.ffn} features")
+            return (
+                f"it must divide {hardware.per_node} GPUs of a node, {model.heads} heads, "
+                f"{model.kv_heads} key/value heads, {model.ffn} features"
+            )
         whole = tp > 1 and OPTIMIZERS[c.optimizer].whole
         return "this optimizer needs whole matrices: --tp 1" if whole else ""
 
-    for tp, in legal(c, ["tp"], zip(divisors(hardware.per_node)), why_not):
+    for (tp,) in legal(c, ["tp"], zip(divisors(hardware.per_node)), why_not):
         yield replace(plan, tp=tp, tp_mode=c.tp_mode)
 
 
@@ -461,11 +480,15 @@ def stages(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     def why_not(pp: int, parts: int) -> str:
         of_stage = ranks // pp
         if ranks % pp or of_stage % plan.tp or of_stage % per_node * (per_node % of_stage):
-            return (f"each stage has whole nodes of {per_node}, or parts that divide one, of "
-                    f"{ranks} ranks in columns of {plan.tp}")
+            return (
+                f"each stage has whole nodes of {per_node}, or parts that divide one, of "
+                f"{ranks} ranks in columns of {plan.tp}"
+            )
         if pp * parts > layers or pp == 1 < parts:
-            return (f"{pp} stages x {parts} parts of {layers} layers, and several parts are of a "
-                    "pipeline")
+            return (
+                f"{pp} stages x {parts} parts of {layers} layers, and several parts are of a "
+                "pipeline"
+            )
         return ""
 
     every = itertools.product(divisors(ranks), range(1, layers + 1))
@@ -476,52 +499,66 @@ def stages(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
 
 def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with ranks that share a sequence, and of them the least ring that leaves those
-    that share heads in one node: their all-to-alls cross no network."""
+    that share heads in one node: their all-to-alls cross no network. Long sequences try larger ones
+    too: where fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
 
     def why_not(sp: int, ring: int) -> str:
         if ranks % sp or c.seq % (sp * plan.tp):
-            return (f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
-                    f"{sp} x {plan.tp}")
+            return (
+                f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
+                f"{sp} x {plan.tp}"
+            )
         heads = max(1, sp // ring)
         if ring > 1 and c.no_ring:
-            return f"{c.no_ring} goes by heads alone: --ring 1"
-        if sp % ring or kv_heads % heads or (ring > 1 and in_node % heads):
-            return (f"sp / ring ranks share {kv_heads} key/value heads, inside a node of {in_node} "
-                    "if there is a ring")
-        return f"--seq {c.seq} is cut in 2 x ring parts" if c.seq % (2 * ring) and ring > 1 else ""
+            return c.no_ring
+        if sp % ring or kv_heads % heads:
+            return f"sp / ring ranks share {kv_heads} key/value heads"
+        if ring > 1 and (in_node % heads or c.seq % (2 * ring)):
+            return (
+                f"ranks that share heads are of one node of {in_node}, and --seq {c.seq} is cut in "
+                "2 x ring parts"
+            )
+        return ""
 
     every = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
     rings = {}
     for sp, ring in legal(c, ["sp", "ring"], every, why_not):
         rings.setdefault(sp, []).append(ring)
     for sp, some in rings.items():
-        ring = min(some, key=lambda ring: (in_node % (sp // ring) > 0, ring))
-        yield replace(plan, sp=sp, ring=ring)
+        some.sort(key=lambda ring: (in_node % (sp // ring) > 0, ring))
+        for ring in some if c.seq // sp > 2**16 else some[:1]:
+            yield replace(plan, sp=sp, ring=ring)
 
 
 def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with sequences a step, and at once: within 8K tokens a rank the most, the next
     and one."""
-    dp, most = plan.dp, c.most_sequences
-    batch = c.batch or -(-c.default_batch // dp) * dp
-    if c.batch is None and most is not None and most >= dp:
-        batch = min(batch, most // dp * dp)
-    if most is not None and batch > most:
-        raise ValueError(f"--batch {batch}: the data has {most} training sequences of {c.seq} "
-                         "tokens; --batch counts sequences")
-    each = batch // dp
-    if batch % dp:
+    dp = plan.dp
+    most = 2**40 if c.most_sequences is None else c.most_sequences
+    batch = c.batch or max(dp, min(-(-c.default_batch // dp), most // dp) * dp)
+    each, left = divmod(batch, dp)
+    if batch > most:
+        raise ValueError(
+            f"--batch {batch}: the data has {most} training sequences of {c.seq} "
+            "tokens; --batch counts sequences"
+        )
+    if left:
         kept = ", which a resumed run keeps" if c.resumes else ""
-        raise ValueError(f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
-                         f"nearest: {nearest(batch, dp)}")
+        raise ValueError(
+            f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
+            f"nearest: {each * dp or dp} or {(each + 1) * dp}"
+        )
 
     def why_not(size: int) -> str | None:
         if each % size:
             return f"it does not divide the {each} sequences of a rank (--batch {batch} over {dp})"
+        turns = dp * size * plan.pp
         reason = no_order(plan.pp, plan.pp_chunks, each // size)
-        return reason and (f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: "
-                           f"{nearest(batch, dp * size * plan.pp)}")
+        return reason and (
+            f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: "
+            f"{-(-batch // turns) * turns}"
+        )
 
     sizes = [size for size, in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
     if c.micro_batch is None:
@@ -538,9 +575,12 @@ def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
 
     def why_not(groups: int) -> str:
-        return "" if groups in counts else (
+        if groups in counts:
+            return ""
+        return (
             f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head "
-            f"of {plan.tokens} tokens may have too many elements: more --sp")
+            f"of {plan.tokens} tokens may have too many elements: more --sp"
+        )
 
     found = [n for n, in legal(c, ["head_groups"], zip(range(1, heads + 1)), why_not)]
     limits = (4, 16) if ranks > 1 else (1, 8)
@@ -551,23 +591,20 @@ def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan
 def treatments(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
     """Yield the plan with layers that run whole, and in equal chunks of at most 16K and 8K tokens:
     below that products slow down. What is said of chunks by hand asks for them."""
-    n = max(plan.parts)
-    k, alpha = c.resident_layers, c.alpha
-    if k and k > n or alpha and (n <= 2 or k == n):
-        raise ValueError(f"--resident-layers {k} --alpha {alpha}: of the {n} layers that each part "
-                         "of the model has, the last two never swap, nor do resident ones")
-    by_hand = alpha is not None or k or c.chunk and c.chunk < plan.tokens
+    by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
     if c.recompute == "none" or not in_chunks:
         yield replace(plan, recompute="none", chunk=plan.tokens)
     elif plan.splits_tokens:
-        raise ValueError(f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
-                         " so layers run whole, without --chunk, --alpha, --resident-layers,"
-                         " --recompute full and, of sp 1, --head-groups: --tp-mode mtp")
+        raise ValueError(
+            f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
+            " so layers run whole, without --chunk, --alpha, --resident-layers,"
+            " --recompute full and, of sp 1, --head-groups: --tp-mode mtp"
+        )
     if c.recompute == "none" or plan.splits_tokens:
         return
-    whole = Fraction(alpha or 0).limit_denominator(8).denominator  # alpha is a number of chunks
+    whole = Fraction(c.alpha or 0).limit_denominator(8).denominator  # alpha is a number of chunks
     for most in {min(plan.tokens, c.chunk or size) for size in (2**14, 2**13)}:
         parts = -(-plan.tokens // most)
         if not c.chunk:
@@ -579,13 +616,9 @@ every_legal_factor = functools.cache(legal_factors)
 
 
 def states(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with the legal factors, fewest shards first, and places of optimizer states:
-    the host where they are a twentieth of what a GPU has, or more. Layout intra: all have as much
-    to update."""
+    """Yield the plan with the legal factors, fewest shards first, and places of optimizer states.
+    Layout intra: all ranks have as much to update."""
     world, in_node = plan.state_ranks, plan.in_node
-    if world % in_node:
-        closest = min(divisors(world), key=lambda n: abs(n - in_node))
-        raise ValueError(f"--per-node {in_node}: does not divide {world} ranks; nearest: {closest}")
     if c.strategy:
         if c.p or c.g or c.os:
             raise ValueError(f"--strategy {c.strategy} sets all factors: drop --p --g --os")
@@ -598,13 +631,10 @@ def states(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
         return illegal(Factors(p, g, os), world, in_node)
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
-    params = param_count(plan.model) / (plan.tp * plan.pp)
+    places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
     for f in legal(c, ["p", "g", "os"], map(astuple, every_legal_factor(world, in_node)), why_not):
-        plan = replace(plan, factors=Factors(*f), os_layout=layout)
-        held = state_bytes(params, plan.factors, plan.dtype, False, plan.optimizer)["optimizer"]
-        places = ("gpu", "host") if held > hardware.gpu_budget / 20 else ("gpu",)
-        for place in places if c.os_place == "auto" else (c.os_place,):
-            yield replace(plan, os_place=place)
+        for place in places:
+            yield replace(plan, factors=Factors(*f), os_layout=layout, os_place=place)
 
 
 SHAPE = (columns, stages, sequences, batches, head_groups, treatments)  # of the computation
@@ -616,8 +646,9 @@ TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
 
 
-def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware,
-         top: int = 10) -> list[Plan]:
+def plan(
+    constraints: Constraints, model: ModelConfig, hardware: Hardware, top: int = 10
+) -> list[Plan]:
     """Return the plan of the least predicted time a token that fits, and the best ones of other
     kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
     return Search(constraints, model, hardware).best()[:top]
@@ -642,8 +673,15 @@ class Search:
         c = self.constraints = constraints
         self.hardware = hardware
         self.est = Estimator(hardware.profile)
-        self.start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
-                          optimizer=c.optimizer, overlap=c.overlaps)
+        self.start = Plan(
+            model,
+            DTYPES[c.dtype],
+            hardware.ranks,
+            hardware.per_node,
+            c.seq,
+            optimizer=c.optimizer,
+            overlap=c.overlaps,
+        )
         self.errors: list[ValueError] = []
         self.tried: list[tuple[int, Plan]] = []  # and how often its bound was made better
 
@@ -669,41 +707,52 @@ class Search:
             heapq.heappush(queue, (plan.token_s, next(order), level, plan))
 
         for shape in self.choose([self.start], *SHAPE):
-            put(0, replace(shape, seconds=computation_seconds(self.est, shape)))
+            put(0, replace(shape, seconds=step_seconds(self.est, shape, states=False)))
         while queue:
             seconds, _, level, plan = heapq.heappop(queue)
-            first = next(iter(found.values()), None)
             alike = found.get(kind(plan))
-            late = (first and seconds > FAR * first[0].token_s
-                    or alike and seconds > (1 + TIE) * alike[0].token_s)
+            first = next(iter(found.values()), [plan])[0]
+            late = seconds > FAR * first.token_s or (
+                alike and seconds > (1 + TIE) * alike[0].token_s
+            )
             if late or level == 2:
                 self.tried.append((level, plan))
-            if late:
-                continue
-            if level == 2:
+            if level == 2 and not late:
                 found.setdefault(kind(plan), []).append(plan)
-            elif level == 0:
+            elif level == 0 and not late:
                 for better in self.choose([plan], states):
-                    put(1, self.with_bound(better))
-            else:
+                    put(1, replace(better, seconds=step_seconds(self.est, better)))
+            elif not late:
                 try:
                     put(2, self.fit(plan))
                 except TooLarge as e:
                     self.errors.append(e)
                     self.tried.append((level, replace(plan, seconds={"never": math.inf})))
-        if not found:
-            raise self.why_not()
-        others = [self.preferred(plans) for plans in found.values()]
+        if not found:  # the reason of the plan that is nearest to fitting, or the first
+            raise min(self.errors, key=lambda e: getattr(e, "over", math.inf))
+        others = sorted(map(self.preferred, found.values()), key=lambda plan: plan.token_s)
         best = self.preferred(others)
         return [best, *(plan for plan in others if plan is not best)]
 
     def preferred(self, plans: list[Plan]) -> Plan:
         """Return of the plans that tie with the first the one with fewer stages, columns, ranks a
         sequence, small micro-batches, states and activations on the host, and shards."""
+
         def preference(plan: Plan) -> tuple:
             share = round(20 * plan.host_bytes / max(1.0, self.hardware.host_budget))
-            return (plan.pp, plan.tp, plan.pp_chunks, plan.sp, -plan.micro_batch, plan.os_place,
-                    share, astuple(plan.factors), plan.recompute != "none", plan.head_groups)
+            return (
+                plan.pp,
+                plan.tp,
+                plan.pp_chunks,
+                plan.sp,
+                plan.ring,
+                -plan.micro_batch,
+                plan.os_place,
+                share,
+                astuple(plan.factors),
+                plan.recompute != "none",
+                plan.head_groups,
+            )
 
         most = (1 + TIE) * plans[0].token_s
         return min((plan for plan in plans if plan.token_s <= most), key=preference)
@@ -712,61 +761,48 @@ class Search:
         """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
         plan = with_memory(replace(plan, activations=self.kept(plan)))
         gpu, host = self.hardware.gpu_budget, self.hardware.host_budget
-        over = max(plan.memory.total() / gpu, plan.host_bytes / max(1.0, host))
+        over = max(plan.gpu_bytes / gpu, plan.host_bytes / max(1.0, host))
         if over > 1 + 1e-9:
             raise TooLarge(
-                f"a step needs {plan.memory.total() / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
+                f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
                 f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
-                f"{host / GIB:.1f}, with {in_words(plan)}", over)
-        return replace(plan, seconds=step_seconds(self.est, plan, *lost(self.est, plan)))
-
-    def rooms(self, plan: Plan) -> tuple[float, float]:
-        """Return the bytes of a GPU and of its host that a micro-batch may keep on its way through
-        a part of the model, on the stage that has least."""
-        n = max(plan.parts)
-        all_twice = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
-        plan = replace(plan, activations=all_twice)
-        host = self.hardware.host_budget - host_states(plan)
-        rooms = []
-        for stage in fullest_stages(plan):
-            gpu = self.hardware.gpu_budget - stage_memory(plan, stage).beside_activations()
-            times = in_flight(plan, stage) / n
-            rooms.append((gpu / times, host / times))
-        gpus, hosts = zip(*rooms)
-        return min(gpus), min(hosts)
-
-    def with_bound(self, plan: Plan) -> Plan:
-        """Return the plan with the seconds that it takes at least: what has no room on GPU and host
-        together is recomputed, at the lowest price of a byte."""
-        if plan.recompute == "none":
-            return replace(plan, seconds=step_seconds(self.est, plan))
-        s = layer_sizes(self.est, plan)
-        price = min(s.recompute_s / s.intermediates, s.post_s / s.input, s.attn_s / s.attn)
-        missing = max(0.0, max(plan.parts) * sum(s.layer) - sum(self.rooms(plan)))
-        return replace(plan, seconds=step_seconds(self.est, plan, price * missing))
+                f"{host / GIB:.1f}, with {in_words(plan)}",
+                over,
+            )
+        return replace(plan, seconds=step_seconds(self.est, plan))
 
     def kept(self, plan: Plan) -> ActivationPlan | None:
         """Return what layers keep: what loses least; what needs least if nothing has room."""
         if plan.recompute == "none":
             return None
-        c, n = self.constraints, max(plan.parts)
+        c, n, layer = self.constraints, plan.part_layers, column_bytes(plan)
+        drop_all = [
+            ActivationPlan(n, plan.chunks, n, 0, 0, n, m) for m in range(1, MOST_STRIDE + 1)
+        ]
         if c.recompute == "full":
-            return ActivationPlan(n, plan.chunks, n, 0, 0, n)
-        rooms = self.rooms(plan)
-        ways = [(resident_bytes(way, column_bytes(plan)), m, way)
-                for m in range(1, MOST_STRIDE + 1)
-                for way in [ActivationPlan(n, plan.chunks, n, 0, 0, n, m)]]
-        least, _, drop_all = min(ways)
-        if least > sum(rooms):
-            return drop_all
+            return drop_all[0]
+        least = min(drop_all, key=lambda kept: resident_bytes(kept, layer))
+        beside = with_memory(replace(plan, activations=least))
+        times = plan.in_flight / n
+        gpu = self.hardware.gpu_budget - beside.gpu_bytes + beside.memory["activations"]
+        host = self.hardware.host_budget - beside.host.get("optimizer", 0)
         try:
             return plan_activations(
-                n, layer_sizes(self.est, plan), plan.chunks, self.est.profile.to_host, *rooms,
-                c.resident_layers, c.alpha, visit_seconds(self.est, plan))[0]
+                n,
+                layer,
+                layer_seconds(self.est, plan),
+                plan.chunks,
+                self.est.profile.to_host,
+                gpu / times,
+                host / times,
+                c.resident_layers,
+                c.alpha,
+                visit_seconds(self.est, plan),
+            )[0]
         except TooLarge:
             if c.alpha is not None or c.resident_layers:
                 raise
-            return drop_all
+            return least
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
@@ -776,30 +812,10 @@ class Search:
                 return True
         return False
 
-    def why_not(self) -> ValueError:
-        """Return the reason of the plan that is nearest to fitting, once nothing was found."""
-        too_large = [e for e in self.errors if isinstance(e, TooLarge)]
-        return min(too_large, key=lambda e: e.over) if too_large else self.errors[-1]
-
-
-def layer_sizes(est: Estimator, plan: Plan) -> Sizes:
-    """Return the bytes and the seconds of a layer, by a profile."""
-    layer = layer_seconds(est, plan)
-    return Sizes(*column_bytes(plan), layer.forward, layer.recompute, layer.attention, layer.post)
-
-
-def lost(est: Estimator, plan: Plan) -> tuple[float, float]:
-    """Return lost_seconds of a plan."""
-    if plan.activations is None:
-        return 0.0, 0.0
-    return lost_seconds(plan.activations, layer_sizes(est, plan), est.profile.to_host,
-                        visit_seconds(est, plan))
-
 
 def predict(plan: Plan, profile: Profile) -> Plan:
     """Return a plan, what its layers keep included, with its bytes and seconds."""
-    est = Estimator(profile)
-    return replace(with_memory(plan), seconds=step_seconds(est, plan, *lost(est, plan)))
+    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))
 
 
 # ---------------------------------------------------------------------------- what to say
@@ -824,58 +840,75 @@ def choices(plan: Plan) -> dict[str, str]:
     if kept is not None:
         keeps = f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
         if kept.kept_chunks == kept.layers * kept.chunks:
-            keeps = f"all, chunks of {plan.chunk:,}"
+            keeps = f"all, {kept.chunks} chunks"
         if kept.stride > 1:
             keeps += f", inputs of one in {kept.stride}"
         if kept.layers_recomputing_attention:
             keeps += f", attention twice in {kept.layers_recomputing_attention}"
-    return {"tp": f"{plan.tp} {plan.tp_mode}" if plan.tp > 1 else "1",
-            "pp": f"{plan.pp}x{plan.pp_chunks}",
-            "sp": f"{plan.sp}", "ring": f"{plan.ring}", "groups": f"{plan.head_groups}",
-            "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
-            "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}", "layers keep": keeps}
+    return {
+        "tp": f"{plan.tp} {plan.tp_mode}" if plan.tp > 1 else "1",
+        "pp": f"{plan.pp}x{plan.pp_chunks}",
+        "sp": f"{plan.sp}",
+        "ring": f"{plan.ring}",
+        "groups": f"{plan.head_groups}",
+        "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
+        "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}",
+        "layers keep": keeps,
+    }
 
 
 def in_words(plan: Plan, other: Plan | None = None) -> str:
     """Return a plan's choices; those that differ from another's."""
     known = choices(other) if other else {}
-    return ", ".join(f"{name} {text}" for name, text in choices(plan).items()
-                     if text != known.get(name))
+    return ", ".join(
+        f"{name} {text}" for name, text in choices(plan).items() if text != known.get(name)
+    )
 
 
 def in_gib(plan: Plan) -> str:
     """Return the bytes of a GPU, by what they are for."""
-    return ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.terms().items()
-                     if size > GIB / 20)
+    return ", ".join(
+        f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size > GIB / 200
+    )
 
 
 def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rate = plan.batch * plan.seq / plan.step_s
-    peak = hardware.profile.peak_flops
-    causal, full = (peak and flops * rate / plan.ranks / peak
-                    for flops in flops_per_token(plan.model, plan.seq))
-    kept = plan.activations
-    return asdict(plan) | asdict(plan.factors) | {
-        "dtype": next(name for name, dtype in DTYPES.items() if dtype == plan.dtype),
-        "dp": plan.dp, "alpha": kept and kept.alpha, "resident_layers": kept and kept.resident,
-        "step_s": plan.step_s, "tgs": rate / plan.ranks, "tokens_a_day": 86400 * rate,
-        "mfu_causal": causal, "mfu_full": full, "gpu_gib": plan.memory.total() / GIB,
-        "host_gib": plan.host_bytes * plan.per_node / GIB, "command": command(plan)}
+    peak = (hardware.profile.peak_flops or math.inf) * plan.ranks  # unknown: no MFU
+    causal, full = (flops * rate / peak for flops in flops_per_token(plan.model, plan.seq))
+    return (
+        asdict(plan)
+        | asdict(plan.factors)
+        | {
+            "dtype": f"{plan.dtype}",
+            "dp": plan.dp,
+            "step_s": plan.step_s,
+            "tgs": rate / plan.ranks,
+            "tokens_a_day": 86400 * rate,
+            "mfu_causal": causal or None,
+            "mfu_full": full or None,
+            "gpu_gib": plan.gpu_bytes / GIB,
+            "host_gib": plan.host_bytes * plan.per_node / GIB,
+            "command": command(plan),
+        }
+    )
 
 
 def command(plan: Plan) -> str:
     """Return the command that runs a plan."""
     values = vars(plan) | asdict(plan.factors) | {"overlap": ",".join(plan.overlap) or "none"}
-    if plan.recompute == "none":
-        del values["chunk"]
-    known = next((name for name, model in MODELS.items() if model == plan.model), "?")
-    flags = {"model": known} | {
-        name: values[name] for name, f in flags_of(Constraints).items()
-        if name in values and name != "dtype" and values[name] != f.default}
-    return (f"torchrun --nproc_per_node {min(plan.ranks, plan.per_node)} --nnodes "
-            f"{-(-plan.ranks // plan.per_node)} train.py "
-            + " ".join(f"{flag_name(name)} {value}" for name, value in flags.items()))
+    del values["chunk" if plan.recompute == "none" else "recompute"], values["dtype"]
+    model = next((name for name, model in MODELS.items() if model == plan.model), "?")
+    flags = [
+        f"{flag_name(name)} {values[name]}"
+        for name, f in flags_of(Constraints).items()
+        if name in values and values[name] != f.default
+    ]
+    return (
+        f"torchrun --nproc_per_node {min(plan.ranks, plan.per_node)} --nnodes "
+        f"{-(-plan.ranks // plan.per_node)} train.py --model {model} {' '.join(flags)}"
+    )
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
@@ -884,22 +917,33 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     rows = []
     for plan in plans:
         found = figures(plan, hardware)
-        mfu = ["-" if found[key] is None else f"{found[key]:.1%}"
-               for key in ("mfu_causal", "mfu_full")]
-        rows.append({"step s": f"{plan.step_s:.4g}", "TGS": f"{found['tgs']:,.0f}",
-                     "MFU causal": mfu[0], "full": mfu[1], **choices(plan),
-                     "GPU GiB": f"{found['gpu_gib']:.1f}",
-                     "host GiB a node": f"{found['host_gib']:.1f}"})
-    cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+        mfu = [f"{found[key] or math.nan:.1%}" for key in ("mfu_causal", "mfu_full")]
+        rows.append(
+            {
+                "step s": f"{plan.step_s:.4g}",
+                "TGS": f"{found['tgs']:,.0f}",
+                "MFU causal": mfu[0],
+                "full": mfu[1],
+                **choices(plan),
+                "GPU GiB": f"{found['gpu_gib']:.1f}",
+                "host GiB a node": f"{found['host_gib']:.1f}",
+            }
+        )
+    cells = [rows[0].keys(), *(row.values() for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells)]
-    best = plans[0]
-    parts = sorted(best.seconds.items(), key=lambda part: -part[1])
-    shown = [f"{name} {value:.3g}" for name, value in parts if value > 5e-4 * best.step_s]
-    return "\n".join([
-        *("  ".join(map(str.rjust, line, widths)) for line in cells),
-        "batch: data-parallel ranks x micro-batches x sequences of one", "",
-        f"seconds of a step (of communication what nothing hides): {', '.join(shown)}",
-        f"GiB of a GPU: {in_gib(best)}"])
+    seconds = [
+        f"{name} {value:.3g}"
+        for name, value in plans[0].seconds.items()
+        if value > 5e-4 * plans[0].step_s
+    ]
+    return "\n".join(
+        [
+            *("  ".join(map(str.rjust, line, widths)) for line in cells),
+            "batch: data-parallel ranks x micro-batches x sequences of one",
+            f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
+            f"GiB of a GPU: {in_gib(plans[0])}",
+        ]
+    )
 
 
 def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
@@ -918,74 +962,84 @@ def reasons(search: Search, best: Plan) -> list[str]:
     lines = []
     for name, text in choices(best).items():
         needed, rule = RULES[name]
-        least: dict[str, float] = {}
-        for level, plan in search.tried:
-            other = choices(plan)[name]
-            if level >= needed and other != text:
-                least[other] = min(plan.token_s, least.get(other, math.inf))
-        instead = ""
-        if least:
-            other = min(least, key=least.get)
-            more = least[other] / best.token_s - 1
-            instead = f"; {other}: " + ("does not fit" if more == math.inf else f"{more:+.1%}")
-        lines.append(f"  {name} {text}: {rule}{instead}")
+        others = [
+            (plan.token_s / best.token_s - 1, choices(plan)[name])
+            for level, plan in search.tried
+            if level >= needed
+        ]
+        more, other = min((pair for pair in others if pair[1] != text), default=(0, ""))
+        instead = f"; {other}: {more:+.1%}" if more < math.inf else f"; {other} does not fit"
+        lines.append(f"  {name} {text}: {rule}" + (instead if other else ""))
     return lines
 
 
 def binding(search: Search, best: Plan) -> str:
     """Return what holds the best plan back: what would shorten its step most, if there were a
     thousand times as much of it."""
-    plenty = 1000.0
-    hardware = search.hardware
+    hardware, plenty = search.hardware, 1000.0
     times = {}
-    for name, rate in (("FLOP/s", "flops"), ("copies to the host", "host"),
-                       ("the network", "network"), ("memory bandwidth", "memory")):
-        there = scaled(hardware.profile, hardware.profile.name, **{rate: plenty})
-        times[name] = predict(best, there).token_s
+    for name, rate in (
+        ("FLOP/s", "flops"),
+        ("copies to the host", "host"),
+        ("the network", "network"),
+        ("memory bandwidth", "memory"),
+    ):
+        times[name] = predict(best, scaled(hardware.profile, "", **{rate: plenty}))
     for name, budget in (("GPU memory", "gpu_budget"), ("host memory", "host_budget")):
         there = replace(hardware, **{budget: plenty * getattr(hardware, budget)})
-        times[name] = plan(search.constraints, best.model, there)[0].token_s
-    gains = {name: 1 - time / best.token_s for name, time in times.items()}
-    name, *others = sorted(gains, key=gains.get, reverse=True)
-    then = ", ".join(f"{other} {gains[other]:.1%}" for other in others if gains[other] > TIE)
-    return f"{name}: with no limit to it a step would take {gains[name]:.1%} less" + (
-        f" (then {then})" if then else "")
+        times[name] = plan(search.constraints, best.model, there)[0]
+    gains = sorted(
+        ((1 - there.token_s / best.token_s, name) for name, there in times.items()), reverse=True
+    )
+    return "a step would take less without a limit to " + ", ".join(
+        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE
+    )
 
 
 # ---------------------------------------------------------------------------- the program
 
 
-def changes_that_fit(constraints: Constraints, model: ModelConfig,
-                     hardware: Hardware) -> list[str]:
+def changes_that_fit(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[str]:
     """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more
     memory of the host or of a GPU, more GPUs."""
-    def fits(seq: int = constraints.seq, **changes) -> bool:
+
+    def fits(seq: int = constraints.seq, **changes: float) -> bool:
         usual = constraints.default_batch * constraints.seq // seq
         asked = replace(constraints, seq=seq, default_batch=usual)
         return Search(asked, model, replace(hardware, **changes)).fits()
 
     def more_gpus(ranks: int) -> bool:  # which share their nodes' memory
         per_node = min(ranks, max(hardware.per_node, hardware.profile.per_node))
-        of_one = hardware.host_budget * hardware.per_node / per_node
-        return fits(ranks=ranks, per_node=per_node, host_budget=of_one)
+        return fits(ranks=ranks, per_node=per_node, host_budget=node * GIB / per_node)
 
-    seq, ranks, per_node = constraints.seq, hardware.ranks, hardware.per_node
+    seq, ranks, gpu = constraints.seq, hardware.ranks, hardware.gpu_budget / GIB
+    node = hardware.host_budget * hardware.per_node / GIB
     unit = math.lcm(1024, ranks) if seq > 2**14 else 64
-    gpu, node = hardware.gpu_budget / GIB, hardware.host_budget * per_node / GIB
     found = []
     for text, now, values, works in (  # values from the smallest change on
-            ("--seq {}", seq, range((seq - 1) // unit * unit, 0, -unit), fits),
-            ("{} GiB of host memory a node to plan with", node,
-             range(math.ceil(node), math.ceil(16 * node)),
-             lambda gib: fits(host_budget=gib * GIB / per_node)),
-            ("{} GiB of memory a GPU to plan with", gpu,
-             range(math.ceil(gpu), math.ceil(16 * gpu)), lambda gib: fits(gpu_budget=gib * GIB)),
-            ("{} GPUs", ranks, [ranks * 2**i for i in range(1, 6)], more_gpus)):
+        ("--seq {}", seq, range((seq - 1) // unit * unit, 0, -unit), fits),
+        (
+            "{} GiB of host memory a node to plan with",
+            node,
+            range(int(node), int(16 * node)),
+            lambda gib: fits(host_budget=gib * GIB / hardware.per_node),
+        ),
+        (
+            "{} GiB of memory a GPU to plan with",
+            gpu,
+            range(int(gpu), int(16 * gpu)),
+            lambda gib: fits(gpu_budget=gib * GIB),
+        ),
+        ("{} GPUs", ranks, [ranks * 2**i for i in range(1, 6)], more_gpus),
+    ):
         at = bisect.bisect_left(values, True, key=works)
         if at < len(values):
-            change = values[at] / now
-            found.append((max(change, 1 / change),
-                          f"{text.format(values[at])} instead of {now:.0f}"))
+            found.append(
+                (
+                    max(values[at] / now, now / values[at]),
+                    f"{text.format(values[at])} instead of {now:.0f}",
+                )
+            )
     return [text for _, text in sorted(found)]
 
 
@@ -993,21 +1047,21 @@ def changes_that_fit(constraints: Constraints, model: ModelConfig,
 class Question(Constraints):
     """What the program is asked."""
 
-    model: str = flag("7b", ", ".join(MODELS), among=MODELS)
-    cluster: str = flag("h200x8", f"profile of the machine: {', '.join(profile_names())}, a GPU "
-                        "(A100, H100, ...), or a file of bench.py --profile")
-    ranks: int | None = flag(None, "GPUs; auto: those of a node")
-    per_node: int | None = flag(None, "GPUs of a node; auto: the cluster's")
-    top: int = flag(4, "plans to print: the best ones of another tp, pp or sp follow the first")
+    model: str = flag("7b", ", ".join(MODELS), among=MODELS, group="the question")
+    cluster: str = flag(
+        "h200x8", f"profile of the machine: {', '.join(profile_names())}, a GPU (A100, H100, ...), "
+        "or a file of bench.py --profile")
+    ranks: Count = flag(None, "GPUs; auto: those of a node")
+    per_node: Count = flag(None, "GPUs of a node; auto: the cluster's")
+    top: int = flag(4, "plans to print: the best of another tp, pp or sp follow the first")
     json: bool = flag(False, "print them as JSON, and nothing else", 0)
-    leaf: str = flag("", "nodes under a leaf switch, or a file with a node's and its leaf's name a "
-                     "line: print the best order of nodes")
+    leaf: str = flag(
+        "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
+        "the best order of nodes")
 
     def hardware(self) -> Hardware:
         """Return the machine. Raises ValueError."""
-        # of a GPU by its name, nodes of 8
-        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
-        per_node = 8 if named else load_profile(self.cluster).per_node
+        per_node = load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
         per_node = self.per_node or math.gcd(per_node, ranks)
         profile = load_profile(self.cluster, per_node)
@@ -1018,8 +1072,9 @@ class Question(Constraints):
 
 def main(argv: list[str] | None = None) -> int:
     """Print the best plan of a command, and why. Returns the exit status: 1 if nothing fits."""
-    parser = make_parser(Question, "Which factors? Print the best plan for a cluster, on any "
-                         "machine.")
+    parser = make_parser(
+        Question, "Which factors? Print the best plan for a cluster, on any " "machine."
+    )
     asked = Question(**vars(parser.parse_args(argv)))
     asked = replace(asked, default_batch=max(1, 2**19 // max(1, asked.seq)))
     model = MODELS.get(asked.model)
@@ -1033,10 +1088,16 @@ def main(argv: list[str] | None = None) -> int:
         plans = search.best()[: asked.top]
         placed = place(plans[0], asked.leaf) if asked.leaf else ""
     except TooLarge as e:
-        lines = [str(e), "what would fit, the smallest change first:",
-                 *changes_that_fit(asked, model, hardware)]
-        print(json.dumps({"plans": [], "binding": lines}) if asked.json
-              else "nothing fits: " + "\n  ".join(lines))
+        lines = [
+            str(e),
+            "what would fit, the smallest change first:",
+            *changes_that_fit(asked, model, hardware),
+        ]
+        print(
+            json.dumps({"plans": [], "binding": lines})
+            if asked.json
+            else "nothing fits: " + "\n  ".join(lines)
+        )
         return 1
     except ValueError as e:
         parser.error(str(e))
@@ -1052,8 +1113,10 @@ def place(plan: Plan, leaf: str) -> str:
     """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
     ValueError."""
     if plan.tp * plan.pp > 1:
-        raise ValueError(f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
-                         f"--tp {plan.tp} --pp {plan.pp}")
+        raise ValueError(
+            f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
+            f"--tp {plan.tp} --pp {plan.pp}"
+        )
     names, leaves = parse_leaf(leaf, plan.ranks // plan.per_node)
     model = plan.model
     e = plan.dtype.itemsize
@@ -1061,8 +1124,16 @@ def place(plan: Plan, leaf: str) -> str:
     # q, k, v, o, and twice as much in backward
     columns = 3 * 2 * (model.heads + model.kv_heads) * model.head_dim
     exchanged = columns * plan.tokens * e * model.layers * plan.micro_batches
-    rings = make_rings(plan.ranks, plan.factors, plan.os_layout, plan.micro_batches, size, size,
-                       plan.head_ranks, exchanged)
+    rings = make_rings(
+        plan.ranks,
+        plan.factors,
+        plan.os_layout,
+        plan.micro_batches,
+        size,
+        size,
+        plan.head_ranks,
+        exchanged,
+    )
     if plan.ring > 1:
         rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(plan)))
     return place_nodes(leaves, rings, plan.per_node).describe(names)
@@ -1073,16 +1144,23 @@ def describe(search: Search, plans: list[Plan]) -> str:
     hardware, best = search.hardware, plans[0]
     profile = hardware.profile
     found = figures(best, hardware)
-    lines = [f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
-             f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
-             f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
-             f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
-             "plan with",
-             f"profile {profile.name}: {profile.device}, "
-             f"{profile.sources.get('all', 'see its file')}",
-             "", *reasons(search, best), "", found["command"], "",
-             describe_plans(plans, hardware), f"{found['tokens_a_day']:,.0f} tokens a day",
-             f"what binds: {binding(search, best)}"]
+    lines = [
+        f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
+        f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
+        f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
+        f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
+        "plan with",
+        f"profile {profile.name}: {profile.device}, "
+        f"{profile.sources.get('all', 'see its file')}",
+        "",
+        *reasons(search, best),
+        "",
+        found["command"],
+        "",
+        describe_plans(plans, hardware),
+        f"{found['tokens_a_day']:,.0f} tokens a day",
+        f"what binds: {binding(search, best)}",
+    ]
     if search.est.held:
         lines.append("not in the profile: " + "; ".join(sorted(search.est.held)))
     return "\n".join(lines)

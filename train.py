@@ -418,7 +418,7 @@ def describe(run: Run) -> None:
     print0(f"plan: {planner.in_words(plan)} (batch: data-parallel ranks x micro-batches x sequences"
            " of one)")
     if run.device.type == "cuda" or run.cfg.dry_run:
-        print0(plan.memory.describe())
+        print0(f"memory a device: {planner.in_gib(plan)}: {plan.gpu_bytes / GIB:.2f} GiB in all")
 
 
 # ---------------------------------------------------------------------------- build, step

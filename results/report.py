@@ -355,7 +355,7 @@ def predicted_rows() -> list[dict]:
             if r["oom"] or "predicted_s" not in r or "in the open" in r["system"]:
                 continue
             plan = predict(plan_of(r), load_profile(profile_name))
-            now = {"now_s": plan.step_s, "now_gib": plan.memory.total() / 2**30}
+            now = {"now_s": plan.step_s, "now_gib": plan.gpu_bytes / 2**30}
             asked = {"question": f"K, {r['model']} {r['seq'] // 1024}K", "held_out": False}
             rows.append(asked | r | now | {"gpu": gpu})
     return sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"]))
