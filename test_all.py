@@ -634,7 +634,7 @@ def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
 def groups_of(plan: costs.Plan, made: dict) -> Groups:
     key = plan.tp, plan.pp
     if key not in made:
-        made[key] = Groups(None, *key)
+        made[key] = Groups(tp=plan.tp, pp=plan.pp)
     return made[key]
 
 
