@@ -644,7 +644,8 @@ def load_weights(run, states, resumed, read):
         changed = [f"{name} {then.get(name)} -> {now}"
                    for name, now in recorded_facts(checkpoint_meta(run, 0, 0)).items()
                    if then.get(name) != now]
-        print0(f"resumed {resumed.folder} at step {run.start}; changed: {changed}")
+        print0(f"resumed {resumed.folder} at step {run.start}; changed:",
+               ", ".join(changed) or "nothing")
     elif read:
         for name in states.shapes:  # one tensor at a time
             tensor = on_all_ranks(lambda: read(name) if states.holds(name) else None)
@@ -802,8 +803,8 @@ class Log:
             f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
             describe_evaluation(found),
             not facts.finite and "SKIPPED: not finite",
-            unsaved,
-            self.failed)
+            unsaved and f"({unsaved})",
+            self.failed and f"({self.failed})")
 
     def append(self, row, *parts):
         """Print a line of parts, and write a row, on rank 0."""
