@@ -3438,7 +3438,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     train.main([*args, "3", "--resume"])
     text = capsys.readouterr().out
     for sentence in (
-        "changed: steps 2 -> 3, data {'files': 1, ",
+        "changed: steps 2 -> 3, the data {'files': 1, ",
         f", threads 7 -> {torch.get_num_threads()}\n",
         "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'",
     ):

@@ -658,8 +658,9 @@ def load_weights(run, states, resumed, read):
 def recorded_facts(meta):
     """Return what a resumed run and its losses depend on: flags, the data, and the number of
     threads, which sums on a CPU follow."""
-    return {name: value for name, value in meta["config"].items() if name not in OF_A_COMMAND} | {
-        name: meta[name] for name in ("data", "threads", "decay_steps")}
+    flags = {name: value for name, value in meta["config"].items() if name not in OF_A_COMMAND}
+    return flags | {
+        "the data": meta["data"], "threads": meta["threads"], "decay_steps": meta["decay_steps"]}
 
 
 def make_saver(run: Run, states: States) -> checkpoint.Saver:
