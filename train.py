@@ -875,8 +875,7 @@ def train(run, model, states, saver, saved):
     """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
     checkpoint has, -1 if none has. Returns what went wrong: steps that were not finite, data that
     cannot be read any more, a last checkpoint that was not saved. A collective of all ranks."""
-    cfg = run.cfg
-    step, samples = run.start, run.samples
+    cfg, step, samples = run.cfg, run.start, run.samples
     log = Log(run)
     trouble = ends = ""
     if step < cfg.steps:
@@ -902,7 +901,6 @@ def train(run, model, states, saver, saved):
             states.check_uses()
         seconds = time.perf_counter() - now[1]
         now[0] = 0
-
         in_a_row = 0 if facts.finite else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
