@@ -3167,7 +3167,7 @@ def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
     args = [*QUICK, "--out", f"{tmp_path}"]
     train.main([*args, *"--steps 25 --warmup 5 --lr 0.01 --min-lr 0.2".split()])
     train.main([*args, "--steps", "27", "--resume"])
-    assert "at step 25; changed: ['steps 25 -> 27']" in capsys.readouterr().out
+    assert "at step 25; changed: steps 25 -> 27\n" in capsys.readouterr().out
     train.main([*args, "--steps", "28", "--resume"])
     rates = [r["lr"] for r in log(tmp_path)]
     opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
@@ -3432,7 +3432,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     train.main([*args, "1"])
     train.main([*args, "2", "--resume"])
     rows, text = log(out), capsys.readouterr().out
-    assert "at step 1; changed: ['steps 1 -> 2']\n" in text
+    assert "at step 1; changed: steps 1 -> 2\n" in text
     words.write_bytes(bytes(range(256)) * 19)
     changed_meta(out / "step-00000002" / "meta.json", "c['threads'] = 7")
     with open(out / "log.jsonl", "ab") as file:
@@ -3440,8 +3440,8 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     train.main([*args, "3", "--resume"])
     text = capsys.readouterr().out
     for sentence in (
-        "'data {'files': 1, ",
-        f"'threads 7 -> {torch.get_num_threads()}'",
+        "changed: steps 2 -> 3, the data {'files': 1, ",
+        f", threads 7 -> {torch.get_num_threads()}\n",
         "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'",
     ):
         assert sentence in text

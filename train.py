@@ -646,7 +646,8 @@ def load_weights(run, states, resumed, read):
         changed = [f"{name} {then.get(name)} -> {now}"
                    for name, now in recorded_facts(checkpoint_meta(run, 0, 0)).items()
                    if then.get(name) != now]
-        print0(f"resumed {resumed.folder} at step {run.start}; changed: {changed}")
+        print0(f"resumed {resumed.folder} at step {run.start}; changed:",
+               ", ".join(changed) or "nothing")
     elif read:
         states.load(read)  # one tensor at a time
     else:
@@ -656,8 +657,9 @@ def load_weights(run, states, resumed, read):
 def recorded_facts(meta):
     """Return what a resumed run and its losses depend on: flags, the data, and the number of
     threads, which sums on a CPU follow."""
-    return {name: value for name, value in meta["config"].items() if name not in OF_A_COMMAND} | {
-        name: meta[name] for name in ("data", "threads", "decay_steps")}
+    flags = {name: value for name, value in meta["config"].items() if name not in OF_A_COMMAND}
+    return flags | {
+        "the data": meta["data"], "threads": meta["threads"], "decay_steps": meta["decay_steps"]}
 
 
 def make_saver(run: Run, states: States) -> checkpoint.Saver:
@@ -801,8 +803,8 @@ class Log:
             f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
             describe_evaluation(found),
             not facts.finite and "SKIPPED: not finite",
-            unsaved,
-            self.failed)
+            unsaved and f"({unsaved})",
+            self.failed and f"({self.failed})")
 
     def append(self, row, *parts):
         """Print a line of parts, and write a row, on rank 0."""
@@ -872,8 +874,7 @@ def train(run, model, states, saver, saved):
     """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
     checkpoint has, -1 if none has. Returns what went wrong: steps that were not finite, data that
     cannot be read any more, a last checkpoint that was not saved. A collective of all ranks."""
-    cfg = run.cfg
-    step, samples = run.start, run.samples
+    cfg, step, samples = run.cfg, run.start, run.samples
     log = Log(run)
     trouble = ends = ""
     if step < cfg.steps:
@@ -899,7 +900,6 @@ def train(run, model, states, saver, saved):
             states.check_uses()
         seconds = time.perf_counter() - now[1]
         now[0] = 0
-
         in_a_row = 0 if facts.finite else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
