@@ -288,7 +288,7 @@ class Saver:
             final = self.folder.with_suffix("")
             os.rename(self.folder, final)
             sync(self.out)
-            print(f"saved {final}", flush=True)
+            print(f"saved {final}")
             for old in steps_of(self.out)[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -538,11 +538,11 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
             f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\"")
 
     def read(name):
-        tensor = torch.cat([stored[part][:] for part in parts[name]])
-        if not (tensor.is_floating_point() and is_finite(tensor)):
-            raise ValueError(f"{folder}: {[*parts[name]]}, {tensor.dtype}, has values that are not "
-                             "finite, or no floating point")
-        return tensor
+        tensors = [stored[part][:] for part in parts[name]]
+        if not all(tensor.is_floating_point() and is_finite(tensor) for tensor in tensors):
+            raise ValueError(f"{folder}: {[*parts[name]]} has values that are not finite, or no "
+                             "floating point")
+        return torch.cat(tensors)
 
     return read
 
