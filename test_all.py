@@ -2826,7 +2826,6 @@ def test_data_windows_cover_everything_once(tmp_path):
     "width, most, said, of_val, vocab, message",
     [
         (2, 65_536, "", "", 65_536, ""),
-        (2, 4, "", "", 300, ""),
         (2, 300, '{"token_bytes": 2, "ignore": 5}', "", 70_000, ""),
         (4, 70_000, '{"token_bytes": 4, "vocab": 70000}', '{"token_bytes": 4}', 70_000, ""),
         (2, 50_257, '{"token_bytes": 4}', "", 128_256, "ends at 128255.*another token_bytes"),
@@ -3328,8 +3327,8 @@ def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
 
 
 def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
-    """Torn folders beside whole ones; a file that is cut short, or of another checkpoint. A run that
-    goes on before them puts them aside."""
+    """Torn folders beside whole ones; a file that is cut short, or of another checkpoint. A run
+    that goes on before them puts them aside."""
     args = [*QUICK, "--out", f"{tmp_path}", "--keep", "3", "--save-every", "1"]
     train.main([*args, "--steps", "3"])
     second, third, torn = (tmp_path / f"step-0000000{step}" for step in (2, 3, 9))
@@ -3391,7 +3390,7 @@ def test_cuts_of_a_checkpoint_are_a_matrix(tmp_path, monkeypatch):
             for part in torch.arange(len(flat)).tensor_split(count):
                 yield shard.StatePart(flat[part], part[0].item(), (6, 4), True, cut)
 
-    for saved in itertools.product(cuts, (1, 2, 5)):
+    for saved in itertools.product(cuts, (2, 5)):
         folder = tmp_path / f"{next(ranks)}"
         parts = [checkpoint.write_states(folder, {"x": part}) for part in parts_of(*saved)]
         found = checkpoint.Checkpoint(folder, {"files": [name for part in parts for name in part]})
