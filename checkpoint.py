@@ -460,7 +460,7 @@ def hf_config(folder: str) -> tuple[ModelConfig, dict]:
                          "--local-dir DIR` makes a folder for --init hf:DIR") from e
 
 
-def _hf_model(config) -> ModelConfig:
+def _hf_model(config):
     """Return the model of a transformers config. Raises ValueError."""
     if config.model_type not in _FAMILIES:
         raise ValueError(f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is "
