@@ -188,8 +188,10 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         there.sort(key=lambda each: each.start)
 
         def elements(cut, first, end):  # of the flat tensor of a cut, or as many as it has
-            return torch.cat([each.values[max(0, first - each.start) : max(0, end - each.start)]
-                              for each in there if each.cut == cut])
+            found = [each.values[max(0, first - each.start) : max(0, end - each.start)]
+                     for each in there if each.cut == cut]
+            most = max(found, key=len)  # all of it under the same factors: then it is not copied
+            return most if len(most) == end - first else torch.cat(found)
 
         cuts = {each.cut for each in there}
         end = part.start + len(part.values)
@@ -289,7 +291,7 @@ class Saver:
             final = self.folder.with_suffix("")
             os.rename(self.folder, final)
             sync(self.out)
-            print(f"saved {final}", flush=True)
+            print(f"saved {final}")
             for old in steps_of(self.out)[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
@@ -400,7 +402,7 @@ def locked(out: Path):
             raise ValueError(f"--out {out}: another run writes there ({file.read().strip()}); name "
                              "another --out") from None
         except OSError as e:
-            print(f"--out {out}: not guarded against a second run: {e}", flush=True)
+            print(f"--out {out}: not guarded against a second run: {e}")
         file.truncate(0)
         print(f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}", file=file,
               flush=True)
@@ -465,7 +467,7 @@ def hf_model_of(source: dict) -> ModelConfig:
     return _hf_model(AutoConfig.for_model(**source))
 
 
-def _hf_model(config) -> ModelConfig:
+def _hf_model(config):
     """Return the model of a transformers config. Raises ValueError."""
     if config.model_type not in _FAMILIES:
         raise ValueError(f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is "
@@ -524,8 +526,8 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
     truncated, misshapen or left over; a read raises it for what is not finite.
     """
     stored = {}  # their name: the tensor, read when it is taken
-    single = Path(folder) / "model.safetensors"  # goes before others, as in transformers
-    for path in [single] if single.exists() else Path(folder).glob("model-*.safetensors"):
+    # where model.safetensors lies beside model-00001-of-... it is what counts, as in transformers
+    for path in sorted(Path(folder).glob("model*.safetensors")):
         try:
             file = safe_open(regular(path), "pt")
         except (OSError, SafetensorError) as e:
@@ -545,11 +547,11 @@ def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
             f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\"")
 
     def read(name):
-        tensor = torch.cat([stored[part][:] for part in parts[name]])
-        if not (tensor.is_floating_point() and is_finite(tensor)):
-            raise ValueError(f"{folder}: {[*parts[name]]}, {tensor.dtype}, has values that are not "
-                             "finite, or no floating point")
-        return tensor
+        tensors = [stored[part][:] for part in parts[name]]
+        if not all(tensor.is_floating_point() and is_finite(tensor) for tensor in tensors):
+            raise ValueError(f"{folder}: {[*parts[name]]} has values that are not finite, or no "
+                             "floating point")
+        return torch.cat(tensors)
 
     return read
 
