@@ -350,10 +350,8 @@ def working_bytes(plan: Plan) -> float:
     inputs = buffers = ring = first = 0.0
     grads = q + kv
     rows = min(plan.chunk, plan.tokens) * e * (4 * cfg.ffn + 3 * cfg.dim)
-    if (
-        kept is not None
-    ):  # made again: what a chunk keeps; q, k, v unless the last layer's stay
-        rows *= 2
+    if kept is not None:
+        rows *= 2  # made again, like q, k, v unless the last layer's stay
         saved, _, _ = block_saves(cfg, plan.tokens, plan.dtype)
         inputs = grads * (kept.kept_chunks < kept.chunks)
         inputs += sum(t.nbytes for t in saved)
@@ -364,29 +362,21 @@ def working_bytes(plan: Plan) -> float:
         first = (3 * q + kv) / groups
     elif groups > 1:
         buffers = (4 * q + 2 * kv) / groups
-    if (
-        plan.ring > 1
-    ):  # k, v and sums of this step and the next; dq; copies of several sequences
+    if plan.ring > 1:
+        # k, v and sums of this step and the next; dq; copies of several sequences
         wide = bytes_of_sums(plan) / e
         ring = ((3 * wide + 1 + 2 * (groups > 1)) * kv + 3 * q) / groups
         ring += (plan.micro_batch > 1) * (1.5 * q + kv / 2) / groups
         first += 2 * kv / groups
-    # the kernel's, in float32: of q, and with fewer key/value heads of k and v
-    sums = (
-        2
-        * plan.tokens
-        * cfg.head_dim
-        * 4
-        / groups
-        * (cfg.heads + 2 * cfg.kv_heads * (cfg.heads > cfg.kv_heads))
-    )
-    columns = (
-        3 * x + 2 * min(plan.chunk, plan.tokens) * e * cfg.dim if plan.tp > 1 else 0.0
-    )
+    # the kernel's sums in float32: of q, and with fewer key/value heads of k and v
+    sums = 4 / e * (q + kv * (cfg.heads > cfg.kv_heads)) / groups
+    columns = 0.0
+    if plan.tp > 1:  # dy, dx, inputs of all tokens, and copies for a sum
+        columns = 3 * x + 2 * min(plan.chunk, plan.tokens) * e * cfg.dim
     tokens = plan.tokens // (plan.tp if plan.splits_tokens else 1)
     logits = 2 * min(LOSS_ELEMENTS, tokens * cfg.vocab) + cfg.vocab * cfg.dim
     return max(
-        2 * x + inputs + q + grads + buffers + ring + sums,
+        2 * x + inputs + q + grads + buffers + ring + 2 * sums,
         2 * x + inputs + q + first + sent_bytes(plan) + rows + columns,
         plan.accum_bytes * logits + 3 * tokens * e * cfg.dim + sent_bytes(plan),
     )
@@ -606,7 +596,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
 
 
 def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of what columns exchange in the open, in a layer's forward and backward."""
+    """Return the seconds of what columns exchange, in the open, in a layer's forward and in its
+    backward."""
     size = plan.tokens * plan.model.dim * plan.dtype.itemsize
     ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
     first, *others = (2 * est.collective(op, size, (plan.tp, 1)) for op in ops)
@@ -688,9 +679,7 @@ def unit_seconds(
         return sum(est.collective(op, e * count / shards, mesh) for count in counts)
 
     subgroup = plan.mesh(f.os, f.p)
-    summed = (
-        f.os if intra else f.p
-    )  # shards of what is summed over the ranks that are left
+    summed = f.os if intra else f.p  # shards of what is summed over the ranks that are left
     in_node, nodes = plan.mesh(plan.state_ranks, summed)
     over = alone("all_reduce", summed, (in_node * (plan.tp if is_end else 1), nodes))
     scatter = alone("reduce_scatter", 1, plan.mesh(f.p))
@@ -702,23 +691,20 @@ def unit_seconds(
         last, reduce = scatter + over * kept_apart, over * (not kept_apart)
     moved = sum(counts) / f.g / est.profile.memory
     keep = moved * (e + 2 * plan.grad_bytes) * (f.g > 1)
-    if (
-        plan.chunks > 1 and f.g > 1 and not is_end
-    ):  # they add up in float32, and are cast whole
+    if plan.chunks > 1 and f.g > 1 and not is_end:
+        # they add up in float32, and are cast whole
         keep += moved * f.g * (plan.accum_bytes + e)
     owned = sum(counts) / f.os * imbalance(plan)
-    states = (
-        len(OPTIMIZERS[plan.optimizer].states)
-        * plan.accum_bytes
-        * (plan.os_place == "host")
-    )
+    visiting = 0
+    if plan.os_place == "host":
+        visiting = len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes
     return {
         "param_gather": alone("all_gather", 1, plan.mesh(f.p)),
         "param_broadcast": alone("all_gather" if intra else "broadcast", f.p, subgroup),
         "earlier_scatter": each,  # of micro-batches before the last
         "grad_scatter": last,
         "grad_reduce": reduce,
-        "host_update": owned * states / est.profile.visits,  # there and back
+        "host_update": owned * visiting / est.profile.visits,  # there and back
         "keep": keep,  # a micro-batch's gradients are added to grad_shard
         # to the type in which they travel, and back
         "cast": moved * 2 * (plan.grad_bytes + e) * (reduce > 0 and plan.grad_bytes != e),

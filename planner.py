@@ -66,7 +66,7 @@ from costs import (
     visit_seconds,
     with_memory,
 )
-from hardware import Profile, load_profile, profile_names, scaled
+from hardware import Profile, find_sheet, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, flops_per_token, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
@@ -1061,7 +1061,9 @@ class Question(Constraints):
 
     def hardware(self) -> Hardware:
         """Return the machine. Raises ValueError."""
-        per_node = load_profile(self.cluster).per_node
+        # of a GPU by its name, nodes of 8
+        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
+        per_node = 8 if named else load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
         per_node = self.per_node or math.gcd(per_node, ranks)
         profile = load_profile(self.cluster, per_node)
