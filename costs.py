@@ -563,9 +563,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     heads = cfg.heads * cfg.head_dim
     qkv = heads + 2 * cfg.kv_heads * cfg.head_dim
     copied = plan.chunks > 1  # chunks are put together and cut
-    dim = (
-        cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
-    )  # norms are of own tokens
+    # norms are of own tokens
+    dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
     pre = products([first], "forward") + est.moved(plan, 2 * dim, (2 + 2 * copied) * qkv)
     post = products(others, "forward") + est.moved(

@@ -322,16 +322,9 @@ TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
 def plan_activations(
-    n: int,
-    layer: tuple[float, float, float],
-    s: LayerSeconds,
-    chunks: int,
-    bandwidth: float,
-    gpu: float,
-    host: float,
-    resident: int | None = None,
-    alpha: float | None = None,
-    busy: float = 0.0,
+    n: int, layer: tuple[float, float, float], s: LayerSeconds, chunks: int,
+    bandwidth: float, gpu: float, host: float,
+    resident: int | None = None, alpha: float | None = None, busy: float = 0.0,
 ) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
@@ -344,14 +337,6 @@ def plan_activations(
         min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
              resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
              layers that are leaving <= gpu
-
-    Time falls with S as long as copies hide behind computation, so S is what a rounding buffer of
-    so many chunks a layer has room for, the most that the host has, or the most that still hides.
-    Layers that drop inputs (m > 1) keep no intermediates. With k = 2, m = 1, where waiting for a
-    copy costs more than it saves, S is Memo's rule, to a chunk:
-
-        max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
-                    (n - 2)*(input + attn + alpha*S_others) <= host
     """
     _, attn, others = layer
     part = others / chunks
@@ -402,7 +387,16 @@ def ways_to_keep(n: int) -> np.ndarray:
     """Return X, a rule for X, m, k and a rule for S, of all plans in question: each X of layers
     that swap no intermediates; else the least X that the host allows, the least whose copies hide
     too, or all that leave, and from 0 to 8 eighths of a layer, the most that the host has, the most
-    chunks whose copies hide, or one more."""
+    chunks whose copies hide, or one more.
+
+    Time falls with S as long as copies hide behind computation, so S is what a rounding buffer of
+    so many chunks a layer has room for, the most that the host has, or the most that still hides.
+    Layers that drop inputs (m > 1) keep no intermediates. With k = 2, m = 1, where waiting for a
+    copy costs more than it saves, S is Memo's rule, to a chunk:
+
+        max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
+                    (n - 2)*(input + attn + alpha*S_others) <= host
+    """
     ways = [
         (x, 0, m, k, 0)
         for m in range(1, MOST_STRIDE + 1)

@@ -2301,7 +2301,7 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
     simulated = lasting + peak_alive(requests)
-    assert 0.995 * simulated <= counted <= 1.2 * simulated
+    assert 0.999 * simulated <= counted <= simulated + 2.5 * 2**30
 
 
 @slow
