@@ -24,7 +24,7 @@ group's way hides under another's kernel:
     exchange   | to heads 0 | to heads 1 |        | to tokens 0, to heads 2 | to tokens 1 | .. 2 |
     compute                 | kernel 0            | kernel 1                | kernel 2    | left
 
-    communication        launched in    hidden under                             waited for before
+    communication        launched in    hidden under                             waited for by
     q, k, v forward      to_heads       the kernel before; the first group's:    its kernel
                                         not
     q, k, v, o backward  to_heads       the kernel before; the first group's:    its kernel
@@ -114,8 +114,8 @@ class CommStream:
         return self.stream.record_event() if self.stream else None
 
     def used(self, *buffers: Tensor) -> None:
-        """Say, on the stream that is current, that buffers which are filled again were read for the
-        last time. Nothing happens: a test gives streams that spoil them here, and start late."""
+        """Say, on the current stream, that buffers, which are filled again, were read for the last
+        time. Nothing happens: a test's streams, which start late, spoil them here."""
 
 
 def wait(event) -> None:
@@ -166,7 +166,7 @@ class Mask:
 
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
     documents: Documents | None = None  # those of its own document; all sequences are one row
-    heads: range | None = None  # which query heads of the model are here; in rings unknown
+    heads: range | None = None  # which query heads of the model are here; of a rectangle unknown
 
 
 CAUSAL = Mask()
@@ -551,7 +551,7 @@ class Ulysses:
             return Way(into)
         stream = self.exchange.stream
         sent = [part.contiguous() for part in parts]
-        with stream.after_compute():  # which has copied what came into these places before
+        with stream.after_compute():  # on which the group before was copied out of its places
             self.exchange.all_to_all(sent, self.outputs)
             for _, place, whole in zip(sent, self.outputs, into):
                 copy_heads(place, self.of(g, whole))
@@ -615,10 +615,11 @@ class Ring:
     that they share on each: its queries stay, keys and values go around (Ring Attention, arXiv
     2310.01889; zigzag). Of one rank it is the kernel itself.
 
-    After s steps ring rank r has the keys of r - s. Its own ones make a causal square. Of those of
-    an earlier rank both its parts attend to the first part, and of those of a later one its second
-    part attends to both, so each further step is a rectangle without a mask, as large as the
-    square: any kernel serves. Steps are merged in float32.
+    After s steps ring rank r has the keys of r - s. Its own ones make a causal square. A rank has
+    an early and a late part of the sequence: of an earlier rank's keys both its parts attend to the
+    early ones, and of a later rank's its late part attends to all, so each further step is a
+    rectangle without a mask, as large as the square: any kernel serves. Steps are merged in
+    float32.
 
         forward    compute  | square 0   | rectangle 1 | rectangle 2 |
                    ring     | k, v to 1  | k, v to 2   |

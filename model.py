@@ -6,14 +6,14 @@ A layer is token-wise but for one operator, and the code is cut along that line:
     o, lse  = attention(q, k, v)        # the only operator that mixes tokens
     y       = block.post(x, o)          # output projection, norm, SwiGLU        token-wise
 
-This file knows neither ranks nor streams. The outside acts on a model in four ways, and no other
+This file knows neither ranks nor streams. The outside acts on a model in five ways, and no other
 (where tests simulate a step, they also wrap the operators that are one fused kernel):
 
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
                          shard.py gathers weights and reduces gradients there; the weights that it
                          gives back are views of its own memory
-    matrix.enter, join   called with what a product takes, and with the product and whether nobody
-    and around           reads it; `around` with what is computed before: parallel.py's tensor
+    matrix.enter, join   called with x, before norm or SwiGLU, and with the product and whether
+    and around           nobody reads it; `around` with what is computed before: parallel.py's tensor
                          modes, which give each rank some rows or columns of it (`part`)
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
@@ -22,6 +22,8 @@ This file knows neither ranks nor streams. The outside acts on a model in four w
                          attention, returns run_layer(i, x) -> y: offload.py runs layers in chunks
                          of tokens, and says what it wants of operators in backward (recomputation
                          and deferred_weight_grads, below)
+    its parts, shapes    a pipeline's stage drops those that it lacks, and runs embedded, run_layers
+                         and result itself; weights become views of what a rank holds
 
 Another block changes class Block alone. Its operators may be any of PyTorch's that draw no random
 numbers, since they may run again. This file has one of its own, before(*inputs) W^T (`project`):
@@ -467,7 +469,7 @@ def normed(eps: float) -> Before:
 
 class _Project(Function):
     """before(*inputs) W^T. Autograd keeps the inputs: never W, which may be a buffer that is
-    refilled meanwhile, nor what the product took."""
+    refilled meanwhile, nor what `before` made of them."""
 
     @staticmethod
     def forward(ctx, matrix, before, weight, *inputs):
@@ -706,8 +708,8 @@ class Matrix(nn.Module):
 
     cut: how neighbouring ranks may share it (parallel.py): "rows", and in these `parts` each by
     itself, or "columns". Such a rank has `part` of it, and the outside says how x enters the
-    product and how products join, and what goes around what is computed before. "whole": each has
-    all of it, for its tokens of what other products take and make. "": nobody has said.
+    product and how products join, and what goes around what is computed before. "whole": it is not
+    cut, and each column applies all of it to its own tokens. "": nobody has said; --tp refuses it.
     """
 
     events = PlainEvents()

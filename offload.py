@@ -9,7 +9,7 @@ of three ways:
     swap        it goes to pinned host memory and back    the other layers, a fraction alpha
     recompute   pre and post run again on the chunk, from x and o
 
-x, o and the log-sum-exp always come back, from the GPU in the last k layers, from the host in the
+x, o and the log-sum-exp come back, from the GPU in the last k layers, from the host in the
 others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even these do not fit,
 
     drop x    of all but every m-th layer, and all intermediates: backward makes the inputs of a
@@ -18,8 +18,9 @@ others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even
     drop o    of the first X layers, whose attention runs twice: the last resort
 
 Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
-uses buffer g mod 2, which may be overwritten once compute is done with group g + 2; a host buffer
-may be once the backward that read it last has waited for its prefetch_done.
+uses buffer g mod 2, which may be overwritten once compute is done with group g + 2. A host buffer
+is written again by a later forward alone, which is behind compute's wait for the last prefetch.
+(offload, free_offloaded, prefetch and enter_group are the four steps below.)
 
     forward   compute  | layer i        | layer i+1      | layer i+2        frees what layer i had
               offload  |                | i -> host      | i+1 -> host
@@ -402,7 +403,7 @@ class ChunkedLayers:
             for first in range(0, self.tokens, chunk_tokens)]
         counts = len(self.chunks), len(self.blocks)
         assert counts == (plan.chunks, plan.layers), f"{counts} chunks and layers, planned {plan}"
-        assert plan.resident >= min(2, plan.layers), "the last two layers start their backward"
+        assert plan.resident >= min(2, plan.layers), "layer i is freed in layer i + 2's forward"
         assert plan.swapped_layers % plan.stride == 0, f"whole groups are swapped, planned {plan}"
         intermediates = plan.kept_chunks + plan.swapped_chunks
         assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
@@ -679,10 +680,10 @@ class ChunkedLayers:
     def enter_group(self, micro_batch: MicroBatch, last: int) -> None:
         """Have on the GPU what a group of layers saved, whose last one is due, and launch the next
         ones' way back. Inputs that were dropped are made again, each from the layer before it:
-        weights are gathered in the open, as no backward has asked for them yet."""
+        the first one's weights are gathered in the open, as no backward has asked for them yet."""
         g = last // self.plan.stride
         last_swapped = len(self.groups) - 1
-        if g > last_swapped:  # resident layers: the first two groups that left may come
+        if g > last_swapped:  # resident layers: the last two groups that left may come
             self.prefetch(micro_batch, last_swapped)
             self.prefetch(micro_batch, last_swapped - 1)
         else:

@@ -23,10 +23,12 @@ backward:
 so V makes small what P and M leave.
 
 What a pass hands to the next stage is a message on a communicator of its kind, and so on a stream
-of its own: forward messages travel under backward passes, and back; the host waits for none.
+of its own: forward messages travel under backward passes, and back. On GPUs the host waits for
+none.
 
     message         launched                            hidden under     waited for
-    x, forward      to send: behind its pass            the next passes  behind the next but one
+    x, forward      to send: behind its pass            the next passes  when the link's next
+                                                                         message but one is sent
                     to receive: before the pass that    that pass        before its own pass
                     comes before its own
     dx, backward    likewise                            likewise         likewise
@@ -38,7 +40,7 @@ room for; embedding and head by columns of the vocabulary.
 
 Legend: tp columns of ranks, t = T/sp/tp tokens at the ends; P stages, s one of them, V parts of the
 model on a stage, c one of all P*V (or a column), L layers, M micro-batches, B sequences of one, T
-tokens of a sequence, sp ranks that share it, n = T/sp, C width.
+tokens of a sequence, sp ranks that share it, n = T/sp (or t), C width.
 """
 
 import functools
@@ -72,7 +74,8 @@ from ranks import Groups, all_gather, reduce_scatter
 #     msp    gather x; scatter dx      scatter y; gather dy       t = T/sp/tp    gathered x
 #     fsp    x; dx                     scatter y; gather dy       t              own x
 #
-# (Forward; backward.) In fsp a, which is computed before the product, is gathered, again in
+# (Forward; backward. "rows" is Megatron's column-parallel, "columns" its row-parallel.)
+# In fsp a, which is computed before the product, is gathered, again in
 # backward, and da scattered (`around`). In mtp embedding, last norm, head and loss are computed on
 # every column, of all tokens: their labels count tp times, so each column has 1/tp of their
 # gradients, and of that of x between products. So all modes have one rule: gradients of ends,

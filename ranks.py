@@ -73,7 +73,7 @@ class Groups:
 
     Ranks stand stage by stage (pp of a pipeline), and in a stage tp neighbours have a column of
     each layer's matrices. What shards states or sequences does so among the ranks of one stage and
-    one column: `rank` of `ranks` is this one's number there, 0 of R without pp and tp.
+    one column: `rank` of `ranks` is this one's number there.
 
         pp = 2, tp = 2     global rank   0  1  2  3     4  5  6  7
                            stage         0  0  0  0     1  1  1  1

@@ -28,7 +28,8 @@ What runs beside computation has a CUDA stream of its kind (CommStream): launch,
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         launch_param_gather
     host_update      update, if states    the next forward                 broadcast_params (stream)
-                     lie on the host
+                     lie on the host;     (HostStates: states come in and
+                     stream_in, out       go out under other updates)
 
 A gradient's way to its owner, and the parameters' way back:
 
@@ -213,7 +214,7 @@ OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan; vectors hav
 @dataclass
 class Buffer:
     """A fixed place for a whole weight, for one micro-batch's whole gradient, or for states that
-    visit. What is put there in turn waits for its event."""
+    visit. A gradient or state that is put there waits for its event; a weight, for compute."""
 
     data: Tensor  # (S,)
     holder: object = None  # the ShardedParam whose newest weight it holds, or will at `event`
@@ -407,8 +408,8 @@ class States:
 
     def make_groups(self) -> None:
         """Make the groups that this rank is in, by the ranks' arithmetic; None: it is alone. Groups
-        of one name and the same ranks share a communicator: gradients' two streams may, since
-        grad_reduce begins when grad_scatter is done. A collective of all ranks."""
+        of one name and the same ranks share a communicator: a factor's scatter and
+        reduce are never over the same two ranks. A collective of all ranks."""
         f = self.factors
         groups = self.groups
         self.subgroup_index = groups.rank % f.os // f.p
@@ -535,15 +536,15 @@ class States:
                 module.weight = nn.Parameter(states[0])
                 module.weight.grad = grad
             for state, values in zip(ADAMW.states, states):
-                self.parts[f"{state}.{name}"] = StatePart(values, 0, values.shape, saves)
+                self.parts[f"{state}.{name}"] = StatePart(values, 0, self.shapes[name], saves)
 
     # -- parameters: gathered ahead of their use
 
     def unshard(self, module: Matrix, backward: bool) -> Tensor:
         """Return the weight (rows, cols), whole, and launch the gathers of those that follow.
 
-        backward: the direction of the pass. The weight may be read until the layer after the next
-        is unsharded.
+        backward: the direction of the pass. What reads the weight is enqueued before the next layer
+        is unsharded: then the one behind it may be gathered into its place.
         """
         param = self.sharded_params[module]
         unit = param.unit
@@ -583,7 +584,7 @@ class States:
         if not params:
             return
         stream = self.streams["param_gather"]
-        with stream.after_compute():  # buffers are free: the layer before the last has read them
+        with stream.after_compute():  # buffers are free: the last layer but one is enqueued
             for param in params:
                 buffer = param.unsharded_param
                 wait(param.broadcast_done)  # param_shard is new; hidden by update and layers before
@@ -641,7 +642,7 @@ class States:
         self.scatter_unit(unit)
 
     def begin_pass(self, unit: Unit) -> None:
-        """Begin a unit's pass: that of another, if it is open, is over."""
+        """Begin a unit's backward pass, and end the one of another that is still open."""
         if self.open_unit not in (None, unit):
             self.end_pass(self.open_unit)
 
@@ -706,8 +707,8 @@ class States:
 
     def reduce_unit(self, unit: Unit) -> None:
         """Launch the sum over the replicas of a layer's gradients, which are complete: (S/g,) to
-        what this rank owns; in layout inter with g = p, to all of it. In one launch, but for
-        gradients that are cast: a whole layer's copies would take memory."""
+        what this rank owns; in layout inter with g = p, to all of it. All-reduces in one
+        launch, but for gradients that are cast: a whole layer's copies would take memory."""
         if self.factors.g > self.factors.p and self.layout == "inter":
             return  # scatter_grad has summed over all replicas
         casts = self.grad_dtype != self.dtype
@@ -719,7 +720,7 @@ class States:
                 self.sum_replicas(list(params))
 
     def sum_replicas(self, params: list[ShardedParam]) -> None:
-        """Enqueue the sum of gradients over their replicas, in one launch."""
+        """Enqueue the sum of gradients over their replicas: all-reduces in one launch."""
         intra = self.layout == "intra"
         scatters = intra and self.factors.g < self.factors.os
         group = params[0].replicas

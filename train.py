@@ -482,7 +482,7 @@ class Batch:
     positions: Sequence[Tensor]  # (T/sp,), or (B, T/sp) of documents
     documents: Sequence[Documents | None]
     scale: Tensor | None = None  # 1 / valid labels of all ranks
-    seen: float | Tensor = 0.0  # tokens that one sees, the mean of this rank's; then of all
+    seen: float | Tensor = 0.0  # 2 keys - 1, the mean of this rank's tokens; then of all
     unread: str = ""  # why this rank could not read its part, which is blank then
 
     def micro_batches(self) -> Iterator[tuple]:
@@ -500,12 +500,12 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
         forward_backward   of each micro-batch first embedding, layers, head and loss; a Matrix
                            raises unshard before its use
                              beside it: host_update and param_broadcast of the last update,
-                             param_gather, offload, all-to-alls
+                             param_gather, offload, all-to-alls, rings
                            then the same in reverse; a layer's Matrix raises unshard, then add_grad
                              beside it: param_gather, grad_scatter, prefetch, all-to-alls
                              in the last micro-batch: grad_reduce
                            a stage of a pipeline alternates, in parallel.pipeline_order
-        finish_gradients   compute waits for grad_scatter and grad_reduce; vectors' gradients
+        finish_gradients   vectors' gradients; compute waits for grad_scatter and grad_reduce
         update             global norm, clipping, the optimizer on what this rank owns, unit by unit
                              beside it, and under the next forward: param_broadcast; all of it,
                              if states lie on the host: host_update
