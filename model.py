@@ -13,8 +13,8 @@ This file knows neither ranks nor streams. The outside acts on a model in five w
                          shard.py gathers weights and reduces gradients there; the weights that it
                          gives back are views of its own memory
     matrix.enter, join   called with x, before norm or SwiGLU, and with the product and whether
-    and around           nobody reads it; `around` with what is computed before: parallel.py's tensor
-                         modes, which give each rank some rows or columns of it (`part`)
+    and around           nobody reads it; `around` with what is computed before: tensor modes of
+                         parallel.py, which give each rank some rows or columns of it (`part`)
     model.attention      called with q, k, v, returns o and the log-sum-exp: attention.py's kernels,
                          or a sequence over several ranks
                          (its `within` gives that of documents)
