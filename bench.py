@@ -1106,7 +1106,7 @@ def measure(bench: Bench, args: argparse.Namespace, name: str, hardware: str) ->
 def layer_seconds(profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int) -> float:
     """Return what costs.py counts for a layer, forward and backward."""
     layer = costs.layer_seconds(costs.Estimator(profile), costs.Plan(model, dtype, 1, 1, tokens))
-    return layer.forward + sum(layer.backward)
+    return layer.forward + layer.backward
 
 
 def write_profile(bench: Bench, name: str, per_node: int, hardware: str) -> None:

@@ -28,8 +28,8 @@ is written again by a later forward alone, which is behind compute's wait for th
               prefetch | i+1 -> buffer  | i -> buffer    | i-1 -> buffer    when i+1 is done with it
 
 Nothing here knows what a block computes: saved_tensors_hooks give each tensor that autograd saves
-its place (SavedLayer), so whoever changes model.Block changes it there alone. planner.py decides
-how much is kept and swapped (ActivationPlan).
+its place (SavedLayer; a tensor that two operators save has two), so whoever changes model.Block
+changes it there alone. planner.py decides how much is kept and swapped (ActivationPlan).
 
 Left out: swapping to disk, and layers of different shapes.
 

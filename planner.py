@@ -338,6 +338,8 @@ def plan_activations(
              resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
              layers that are leaving <= gpu
     """
+    if resident and resident > n:
+        raise ValueError(f"--resident-layers {resident}: a stage runs {n} layers; at most {n}")
     _, attn, others = layer
     part = others / chunks
     x, drops, m, k, rule = ways_to_keep(n)
@@ -372,10 +374,11 @@ def plan_activations(
     value = np.where(feasible, lost + TIE_S * host_bytes(plans, layer), np.inf)
     at = np.argmin(value)
     if value[at] == np.inf:
+        asked = f"--alpha {alpha} " if alpha is not None else ""
+        asked += f"--resident-layers {resident} of " if resident else ""
         raise TooLarge(
-            f"--alpha {alpha} --resident-layers {resident} of {n} layers: activations "
-            f"do not fit {gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a "
-            "rank",
+            f"{asked}{n} layers: activations do not fit {gpu / GIB:.1f} GiB of a GPU and "
+            f"{host / GIB:.1f} of the host a rank",
             math.inf,
         )
     chosen = (int(each[at]) for each in (k, plans.kept_chunks, plans.swapped_chunks, x, m))

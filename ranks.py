@@ -92,6 +92,8 @@ class Groups:
         self.ranks = world // (tp * pp)  # R
         self.places = [place_of(rank, world, tp, pp) for rank in range(world)]
         self.stage, self.rank, self.column = self.places[dist.get_rank()]
+        if torch.cuda.is_initialized():  # as below
+            dist.all_reduce(torch.zeros(1, device="cuda"))
 
     def get(self, name: str, key: Callable) -> Group:
         """Return the group of the ranks r of this stage and column that have this rank's key(r),
@@ -224,17 +226,20 @@ def heartbeat(rank: int, world: int, advice: str):
 
     def beat():
         history = deque(maxlen=SILENT_BEATS + 1)  # of all signs
-        with contextlib.suppress(RuntimeError):  # of the store: the timer goes on
-            while not over.wait(BEAT_S):
-                timer = threading.Timer(SILENT_BEATS * BEAT_S, end, [no_store])
-                timer.daemon = True
-                timer.start()
+        while not over.wait(BEAT_S):
+            timer = threading.Timer(SILENT_BEATS * BEAT_S, end, [no_store])
+            timer.daemon = True
+            timer.start()
+            try:
                 store.set(key, f"{own}: {time.monotonic()}")
                 history.append(store.multi_get(keys))
-                timer.cancel()
-                for then, sign in zip(history[0], history[-1]):
-                    if then == sign != b"" and len(history) > SILENT_BEATS:
-                        end(f"{sign.decode().partition(':')[0]} gave no sign {silent}: it")
+            except RuntimeError:  # the timer goes on
+                return
+            timer.cancel()
+            for then, sign in zip(history[0], history[-1]):
+                if then == sign != b"" and len(history) > SILENT_BEATS:
+                    end(f"{sign.decode().partition(':')[0]} gave no sign {silent}: it")
+        with contextlib.suppress(RuntimeError):  # a store that has gone, too
             store.set(key, "")
 
     on_all_ranks(lambda: store.set(key, own))  # so each has a sign to read

@@ -492,23 +492,23 @@ class States:
         names = self.optimizer.states
         params = self.sharded_params.values()
         sizes = [len(param.owned_param) for param in params]
-        nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
         self.host_states = None
         if place == "host":
+            nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
             on_gpu = self.device.type == "cuda"
-            memory = on_all_ranks(lambda: pin_host_buffers(nbytes, on_gpu))
+            pinned = on_all_ranks(lambda: pin_host_buffers(nbytes, on_gpu))
+            memory = [place.view(self.accum_dtype).chunk(len(names)) for place in pinned]
             elements = max(sizes) if self.optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
             buffers = [Buffer(self.zeros((len(names), elements), self.accum_dtype))
                        for _ in range(VISIT_BUFFERS)]
             self.host_states = HostStates(elements, itertools.cycle(buffers),
                                           make_stream(self.device), make_stream(self.device))
-        else:
-            memory = [self.zeros(size, torch.uint8) for size in nbytes]
+        else:  # apart: of parts of one tensor a compiled update does not know that they are aligned
+            memory = [[self.zeros(size, self.accum_dtype) for _ in names] for size in sizes]
         groups = self.groups
         replica = groups.rank // self.factors.os
         replicas = groups.ranks // self.factors.os
-        for i, (param, place) in enumerate(zip(params, memory)):
-            param.states = place.view(self.accum_dtype).chunk(len(names))
+        for i, (param, param.states) in enumerate(zip(params, memory)):
             length = min(len(param.owned_param), param.count - param.start)
             if length <= 0:
                 continue  # padding alone, or in layout inter another rank's

@@ -1795,6 +1795,7 @@ def test_fork_optimizer(tmp_path):
     """README's example in a copy of the project, on 2 ranks that share a matrix's optimizer."""
     for file in HERE.glob("*.py"):
         shutil.copy(file, tmp_path)
+    shutil.copytree(HERE / "results" / "profiles", tmp_path / "results" / "profiles")
     with open(tmp_path / "shard.py", "a") as file:
         file.write(FORK[2])
     config = (tmp_path / "train.py").read_text()
@@ -2990,7 +2991,7 @@ train.tokenise = lambda *args: (time.sleep(10), tokenise(*args))[1]
 """,
     )
     (tokens,) = (tmp_path / "o" / "tokens").glob("*.bin")
-    assert f"a.txt as {tokens}: 18,982 tokens" in said and said.count("100%") == 1
+    assert f"data {tokens}: 18,982 tokens" in said and said.count("100%") == 1
     text.write_bytes(b"\xff" * 9999)
     said = run(args, 2, expect=1)
     assert len(re.findall("ConfigError: .*a.txt is not UTF-8 text", said)) == 2
@@ -3784,10 +3785,10 @@ REFUSED = [
     ("train.py --document-token 256", "--document-token 256: .*vocabulary ends at 255"),
     ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
     ("train.py --head-groups 4", "a rank has 6 query heads at .*; legal .* 3, --head-groups 6$"),
-    ("train.py --resident-layers 5", "--resident-layers 5 of 4 layers: activations do not fit"),
+    ("train.py --resident-layers 5", "--resident-layers 5: a stage runs 4 layers; at most 4"),
     (
         "planner.py --model tiny --ranks 2 --seq 32 --pp 2 --resident-layers 3",
-        "--resident-layers 3 of . layers: activations do not fit",
+        "--resident-layers 3: a stage runs . layers",
     ),
     ("train.py --resident-layers 4 --alpha 0.5", "--resident-layers 4 of 4 layers: activations"),
     ("train.py --chunk 8 --alpha 1 --host-memory 0", "--alpha 1.0 .* fit .* 0.0 of the host"),
