@@ -149,7 +149,7 @@ class _ThereAndBack(Function):
         return ctx.back(dy), None, None
 
 
-def there_and_back(there: Callable, back: Callable) -> Callable[[Tensor], Tensor]:
+def there_and_back(there: Callable, back: Callable) -> Callable:
     """Return the function there(x), whose gradient is back(dy); unread: of x itself."""
     return lambda x, unread=False: _ThereAndBack.apply(x, same if unread else there, back)
 
@@ -167,8 +167,8 @@ def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
         for first, size in zip(firsts, sizes)
     )
     if matrix.cut == "columns":
-        return Cut((rows, cols), ((0, rows),), *runs)
-    return Cut((rows, cols), runs, (0, cols))
+        return Cut(matrix.shape, ((0, rows),), *runs)
+    return Cut(matrix.shape, runs, (0, cols))
 
 
 def split_columns(model: LLaMA, columns: Columns) -> None:
