@@ -378,9 +378,7 @@ def plan_activations(
         asked += f"--resident-layers {resident} of " if resident else ""
         raise TooLarge(
             f"{asked}{n} layers: activations do not fit {gpu / GIB:.1f} GiB of a GPU and "
-            f"{host / GIB:.1f} of the host a rank",
-            math.inf,
-        )
+            f"{host / GIB:.1f} of the host a rank", math.inf)
     chosen = (int(each[at]) for each in (k, plans.kept_chunks, plans.swapped_chunks, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
 

@@ -207,14 +207,11 @@ def heartbeat(rank: int, world: int, advice: str):
     # a client of its own: in another's, a call of the main thread that waits holds a lock
     store = dist.distributed_c10d._get_default_store().clone()
     keys = [f"beat-{r}" for r in range(world)]
-    key = keys[rank]
     own = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
     over = threading.Event()
     silent = f"for {SILENT_BEATS * BEAT_S:.0f} s"
-    no_store = (
-        f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered {silent}: rank "
-        "0 or its node"
-    )
+    no_store = (f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered "
+                f"{silent}: rank 0 or its node")
 
     def end(cause):
         if over.is_set():
@@ -231,7 +228,7 @@ def heartbeat(rank: int, world: int, advice: str):
             timer.daemon = True
             timer.start()
             try:
-                store.set(key, f"{own}: {time.monotonic()}")
+                store.set(keys[rank], f"{own}: {time.monotonic()}")
                 history.append(store.multi_get(keys))
             except RuntimeError:  # the timer goes on
                 return
@@ -240,9 +237,9 @@ def heartbeat(rank: int, world: int, advice: str):
                 if then == sign != b"" and len(history) > SILENT_BEATS:
                     end(f"{sign.decode().partition(':')[0]} gave no sign {silent}: it")
         with contextlib.suppress(RuntimeError):  # a store that has gone, too
-            store.set(key, "")
+            store.set(keys[rank], "")
 
-    on_all_ranks(lambda: store.set(key, own))  # so each has a sign to read
+    on_all_ranks(lambda: store.set(keys[rank], own))  # so each has a sign to read
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     refused = None
