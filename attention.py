@@ -1,9 +1,9 @@
 """Who attends to whom: attention kernels, and sequences that lie on several ranks.
 
 Attention is the only operator of a layer that mixes tokens, and so the only one that crosses ranks
-when a sequence is split. A kernel is two functions (their shapes: above KERNELS) and a row of
-KERNELS; `Attention` is a kernel that the model can call. Over a sequence that sp = R * U ranks
-share it has two dimensions (LoongTrain, arXiv 2406.18485): by heads in a node, by context across.
+when a sequence is split. A kernel is two functions (`Kernel`) and a row of KERNELS; `Attention` is
+a kernel that the model can call. Over a sequence that sp = R * U ranks share it has two dimensions
+(LoongTrain, arXiv 2406.18485): by heads in a node, by context across.
 
 By heads: `Ulysses` (InternEvo's ISP; DeepSpeed-Ulysses, arXiv 2309.14509). A rank holds T/sp tokens
 of all heads. An all-to-all over U neighbours gives it all their tokens of some heads, the kernel
@@ -173,10 +173,6 @@ CAUSAL = Mask()
 EVERYTHING = Mask(causal=False)
 
 # ---------------------------------------------------------------------------- attention kernels
-# A kernel is a pair of functions on (B, T, heads, D) tensors, scaled by 1/sqrt(D):
-#   forward(q, k, v, mask) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
-#   backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
-# Of documents, tensors are (B*T, heads, D) and lse (H, B*T), as FlashAttention's functions want.
 # Some of aten's operators want (B, heads, T, D): transposed views, which cost nothing.
 
 _aten = torch.ops.aten
@@ -298,6 +294,14 @@ def _cpu_backward(do, q, k, v, o, lse, mask):
 
 @dataclass(frozen=True)
 class Kernel:
+    """A pair of functions on q, k, v, o (B, T, heads, D), with scores scaled by 1/sqrt(D):
+
+        forward(q, k, v, mask) -> o, lse    lse (B, H, T), natural logarithm, float32 or wider
+        backward(do, q, k, v, o, lse, mask) -> dq, dk, dv
+
+    Of documents, tensors are (B*T, heads, D) and lse (H, B*T), as FlashAttention's functions want.
+    """
+
     forward: Callable
     backward: Callable
     capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone

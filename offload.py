@@ -20,12 +20,17 @@ others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even
 Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
 uses buffer g mod 2, which may be overwritten once compute is done with group g + 2. A host buffer
 is written again by a later forward alone, which is behind compute's wait for the last prefetch.
-(offload, free_offloaded, prefetch and enter_group are the four steps below.)
 
     forward   compute  | layer i        | layer i+1      | layer i+2        frees what layer i had
               offload  |                | i -> host      | i+1 -> host
     backward  compute  | layer i+2      | layer i+1      | layer i
               prefetch | i+1 -> buffer  | i -> buffer    | i-1 -> buffer    when i+1 is done with it
+
+    copy            launched in            hidden under              waited for in
+    to the host     offload, at the end    the next layer's          free_offloaded, before the
+                    of its forward         forward                   forward of layer i + 2
+    to a buffer     prefetch: enter_group  the backward of           enter_group of its own group,
+                    of the group behind    the group behind          before its backward
 
 Nothing here knows what a block computes: saved_tensors_hooks give each tensor that autograd saves
 its place (SavedLayer; a tensor that two operators save has two), so whoever changes model.Block

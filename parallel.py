@@ -379,7 +379,12 @@ class Pipeline:
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
         """Run a step's micro-batches, each the arguments of LLaMA.forward. Returns the sum of the
-        losses that are computed here: 0 but on the last stage."""
+        losses that are computed here: 0 but on the last stage.
+
+        A pass: launch the receiving of the next one's message; let compute wait for its own; run
+        its part forward, which leaves a graph, or that graph backward; send what comes out, behind
+        it, unless it is the loss or the gradient of tokens.
+        """
         micro_batches = list(micro_batches)
         loss = torch.zeros((), device=self.device, dtype=accumulation_dtype(self.dtype))
         graphs = {}  # of passes that have not come back

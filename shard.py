@@ -131,8 +131,7 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
     between p and os, say: groups for the two halves of the way (make_groups), the size of
-    grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit); States
-    asserts that g is p or os."""
+    grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit)."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.os):
         if count not in sizes:
@@ -356,8 +355,8 @@ class HostStates:
 @dataclass(eq=False)
 class States:
     """A model's parameters, gradients and optimizer states on this rank, and their travels. Raises
-    ValueError if the optimizer needs whole matrices and a rank has parts; ConfigError if a rank
-    gets no host memory. A collective of all ranks."""
+    ValueError if the factors are not legal, or the optimizer needs whole matrices and a rank has
+    parts; ConfigError if a rank gets no host memory. A collective of all ranks."""
 
     # on any device, "meta" best: its parameters are replaced, and its matrices raise their events
     # here: unshard, reshard, add_grad
@@ -384,7 +383,7 @@ class States:
         if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
             raise ValueError(f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
                              "matrices, which a rank owns with layout=inter p=1 tp=1")
-        assert f.g in (f.p, f.os), f"{f}: gradients lie as p or as os do"
+        check_factors(f, self.groups.ranks, self.groups.ranks)  # as if one node had all ranks
         self.accum_dtype = accumulation_dtype(self.dtype)
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: make_stream(self.device, name in overlap) for name in STREAMS}
@@ -720,7 +719,8 @@ class States:
                 self.sum_replicas(list(params))
 
     def sum_replicas(self, params: list[ShardedParam]) -> None:
-        """Enqueue the sum of gradients over their replicas: all-reduces in one launch."""
+        """Enqueue the sum of gradients over their replicas: all-reduces in one launch. (A function,
+        whose copies are gone before the next ones are made.)"""
         intra = self.layout == "intra"
         scatters = intra and self.factors.g < self.factors.os
         group = params[0].replicas

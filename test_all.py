@@ -4167,7 +4167,7 @@ def check_waits(cases: list[dict], folder: Path) -> None:
     dist.all_gather_object(every, reached)
     for left_out in sorted(set().union(*every)):
         missed = False
-        for case, answers_of in zip(cases, answers):
+        for case, answers_of in 4 * list(zip(cases, answers)):  # streams are late now and then
             try:
                 equal(case, groups, answers_of)
             except AssertionError:  # on all ranks alike
@@ -4183,7 +4183,12 @@ def check_waits(cases: list[dict], folder: Path) -> None:
         (
             1,
             8,
-            {"shard.HostStates.begin waits", "shard.States.finish_gradients waits"},
+            {
+                "shard.HostStates.begin waits",
+                "shard.States.reduce_unit begins",
+                "shard.States.reduce_unit waits",
+                "shard.States.finish_gradients waits",
+            },
             ["place=host micro=2", "place=host keep=swapped", "keep=neither micro=2"],
         ),
         (
