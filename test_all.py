@@ -325,7 +325,7 @@ def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
     cfg = dataclasses.replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
-    counted = 32 * sum(costs.layer_bytes(cfg, 10, torch.bfloat16))
+    counted = 32 * sum(costs.column_bytes(costs.Plan(cfg, torch.bfloat16, 1, 1, 10)))
     assert counted == 32 * 10 * (34 * 1024 * 2 + 24 * 4)
     for name, tflops in (
         ("A800-SXM4-80GB", 312),
@@ -1463,9 +1463,10 @@ def test_factors():
     ):
         with pytest.raises(ValueError, match=rf"{rule}.*nearest: --p \d --g \d --os \d$"):
             shard.check_factors(shard.Factors(*f), 8, 8)
-    for several, gradients in ((False, 500), (True, 1000)):
-        need = costs.state_bytes(1000, shard.Factors(2, 4, 8), torch.bfloat16, several)
-        assert need == {"parameters": 1000, "gradients": gradients, "optimizer": 1500}
+    for several, gradients in ((False, 0.5), (True, 1)):
+        plan = dataclasses.replace(STEP, factors=shard.Factors(2, 4, 8), accumulates=several)
+        need = [1 * plan.params, gradients * plan.params, 1.5 * plan.params]
+        assert [*costs.state_bytes(plan).values()] == need
 
 
 def round_machine(inside=1e30, across=1e30, **changes) -> hardware.Profile:
