@@ -86,7 +86,12 @@ class Plan:
     def column(self) -> ModelConfig:
         """Return the model whose layers are one column of the model's."""
         cfg, tp = self.model, self.tp
-        return replace(cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp)
+        return replace(
+            cfg,
+            heads=cfg.heads // tp,
+            kv_heads=cfg.kv_heads // tp,
+            ffn=cfg.ffn // tp,
+        )
 
     @property
     def matrices(self):
@@ -241,7 +246,8 @@ def column_bytes(plan: Plan) -> LayerBytes:
     pre, post, _ = block_saves(cfg, tokens, plan.dtype)
     others = tokens * (q + kv) * e + sum(t.nbytes for t in pre + post)
     elsewhere = x - x / plan.tp if plan.tp_mode == "fsp" else 0
-    return x - elsewhere, tokens * (q * e + cfg.heads * plan.accum_bytes), others - elsewhere
+    attn = tokens * (q * e + cfg.heads * plan.accum_bytes)
+    return x - elsewhere, attn, others - elsewhere
 
 
 def parts_on_host(plan):
@@ -399,7 +405,8 @@ def with_memory(plan: Plan) -> Plan:
         host["optimizer"] = memory.pop("optimizer")
         optimizer = OPTIMIZERS[plan.optimizer]
         visit = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
-        visit = visit if optimizer.whole else min(visit, VISIT_ELEMENTS)
+        if not optimizer.whole:
+            visit = min(visit, VISIT_ELEMENTS)
         of_element = len(optimizer.states) * plan.accum_bytes
         memory["visiting states"] = VISIT_BUFFERS * of_element * visit
     return replace(plan, memory=memory, host=host)
@@ -505,7 +512,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     pre = forward[0] + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
     post = sum(forward[1:]) + est.moved(plan, 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim)
     final = backward[-1] + est.moved(plan, 6 * cfg.ffn)
-    rest = est.moved(plan, 10 * dim + 2 * (q + kv) + copied * (2 * q + 3 * cfg.dim))
+    moved = 10 * dim + 2 * (q + kv) + copied * (2 * q + 3 * cfg.dim)
+    rest = sum(backward[:-1]) + est.moved(plan, moved)
     size = plan.tokens * cfg.dim * plan.dtype.itemsize
     ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
     exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]  # in the open
@@ -515,7 +523,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     kernel_back, exchange_back = attention_seconds(est, plan, True)
     return LayerSeconds(
         forward=pre + kernel + exchange + post + columns,
-        backward=final + sum(backward[:-1]) + rest + kernel_back + exchange_back + columns_back,
+        backward=final + rest + kernel_back + exchange_back + columns_back,
         final=final,
         attention=kernel + exchange,
         post=post + columns,  # where layers run in chunks, products are joined there
@@ -533,7 +541,7 @@ def attention_seconds(est, plan, backward):
     and of the all-to-alls and the ring that no computation hides. Other head groups and the ring's
     next part travel under the kernel; the first group's way there and the last one's way back in
     the open, but in backward of chunks under products (attention.Ulysses)."""
-    cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
+    groups, e = plan.head_groups, plan.dtype.itemsize
     q, kv = plan.widths
     # columns that travel to heads, and back to tokens, and that a ring merges
     name, flops, there, back, merged = (
@@ -554,7 +562,7 @@ def attention_seconds(est, plan, backward):
         )
         for columns in (there, back)
     )
-    kv_groups = min(groups, cfg.kv_heads // plan.head_ranks)  # or each has one head
+    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)  # or each has one head
     parts = plan.ring * plan.tokens * kv * e / kv_groups
     around = groups * est.collective("all_gather", parts, plan.mesh(plan.sp, plan.head_ranks))
     if backward:  # dk, dv too
@@ -562,21 +570,21 @@ def attention_seconds(est, plan, backward):
     # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
     opened = 0.0 if backward and plan.recompute == "auto" else exchange
-    return kernel, opened + sum(beside(kernel, groups * exchange - opened + around, slow))
+    late, slowed = beside(kernel, groups * exchange - opened + around, slow)
+    return kernel, opened + late + slowed
 
 
 def head_seconds(est, plan):
     """Return the seconds of head and loss, whose gradients are computed at once, and of the
     embedding's."""
     vocab, dim = plan.end
-    tokens = plan.own_tokens
+    e, wide = plan.dtype.itemsize, plan.accum_bytes
     products = sum(
-        est.product(kind, tokens, vocab, dim)
+        est.product(kind, plan.own_tokens, vocab, dim)
         for kind in ("forward", "input_grad", "weight_grad_sum")
     )
-    e, accum_bytes = plan.dtype.itemsize, plan.accum_bytes
-    logits = tokens * vocab * (5 * accum_bytes + e)  # read and written
-    ends = vocab * dim * (2 * accum_bytes + 4 * e)  # gradients
+    logits = plan.own_tokens * vocab * (5 * wide + e)  # read and written
+    ends = vocab * dim * (2 * wide + 4 * e)  # gradients
     return products + (logits + ends) / est.profile.memory
 
 
@@ -763,8 +771,8 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     seconds["pipeline idle"] = others * (forward + backward)
     if states:
         # loss, norm, vectors, labels, facts: of a MiB, since less takes as long
-        small = est.collective("all_reduce", 2.0**20, plan.mesh(plan.state_ranks))
-        seconds["small sums"] = 5 * small
+        everyone = plan.mesh(plan.state_ranks)
+        seconds["small sums"] = 5 * est.collective("all_reduce", 2.0**20, everyone)
         pair = (1, 2) if plan.ranks > plan.per_node else (2, 1)
         message = est.collective("all_gather", 2 * message_bytes(plan), pair)
         seconds["stage messages"] = exposed_messages(plan) * message

@@ -2165,11 +2165,12 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
         op.exchange.peer_access = True
     model, states = train.build(run, op, groups)
     plan = run.plan
-    tokens = torch.zeros(plan.micro_batches, plan.micro_batch, plan.seq // plan.sp).long()
+    own = plan.own_tokens // plan.micro_batch
+    tokens = torch.zeros(plan.micro_batches, plan.micro_batch, own).long()
     batch = train.Batch(
         tokens,
         tokens,
-        plan.micro_batches * [torch.arange(tokens.shape[2])],
+        plan.micro_batches * [torch.arange(plan.seq // plan.sp)],
         plan.micro_batches * [None],
         scale=torch.ones((), dtype=states.accum_dtype),
     )
@@ -2254,7 +2255,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
 
 def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
     """Return a plan whose layers run in chunks, one sequence over all ranks, if `sp` is not chosen;
-    kept: layers, chunks, and so on, of offload.ActivationPlan."""
+    kept: layers, chunks, and so on, of offload.ActivationPlan; none: they run whole."""
     micro_batches = choices.get("batch", 1)
     return costs.Plan(
         model,
@@ -2263,10 +2264,10 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
         ranks,
         seq,
         choices.pop("sp", ranks),
-        recompute="auto",
+        recompute="auto" if kept else "none",
         factors=shard.Factors(*factors),
         accumulates=micro_batches > 1,
-        activations=offload.ActivationPlan(*kept),
+        activations=offload.ActivationPlan(*kept) if kept else None,
         **choices,
     )
 
@@ -2293,6 +2294,10 @@ def peak_alive(buffers):
         ("llama3-8b", 8, 2**16, (1, 1, 8), (4, 1, 2, 2), {"batch": 2}),
         ("7b", 4, 2**18, (1, 1, 4), (4, 4, 2, 5), {"ring": 4}),
         ("7b", 4, 2**17, (1, 1, 1), (4, 8, 2, 10), {"sp": 1, "tp": 4, "tp_mode": "mtp"}),
+        *(
+            ("7b", 4, 2**15, (1, 1, 1), (), {"sp": 1, "tp": 4, "tp_mode": mode})
+            for mode in ("msp", "fsp")
+        ),
     ],
 )
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, choices):
@@ -4489,7 +4494,7 @@ KINDS = {
 }
 
 
-class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Notes the bytes in bf16, of whole tensors, by kind of state and the ranks of a group."""
 
     def __init__(self, p: int):
@@ -4499,7 +4504,7 @@ class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":
-            leaves = torch.utils._pytree.tree_leaves(args)
+            leaves = tree_leaves(args)
             sizes = [
                 x.nbytes
                 for x in leaves
@@ -4533,8 +4538,6 @@ class Collectives(torch.utils._python_dispatch.TorchDispatchMode):
 def test_predictions_and_rings_are_what_shard_launches(factors, layout, several, recompute):
     """The bytes of collectives of rank 0 of 8, of which none runs: where each takes as many seconds
     and nothing is hidden, and as placement.py sends them around rings."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     cfg = m.ModelConfig(128, 64, 5, 4, 4, 128, 16)  # matrices are multiples of 8 * 128 elements
     f = shard.Factors(*factors)
     plan = costs.Plan(
@@ -4558,8 +4561,8 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
     in_turn = dataclasses.replace(plan, overlap=())
     found = planner.predict(in_turn, round_machine(1.0, 1.0)).seconds
     predicted, total, sent, around = (Counter() for _ in range(4))
-    for stream in ("param_gather", "param_broadcast", "grad_scatter", "grad_reduce"):
-        predicted[KINDS[stream]] += found.get(stream, 0)
+    for stream, kind in KINDS.items():
+        predicted[kind] += found[stream]
     for (kind, ranks, twice), size in launched.bytes.items():
         total[kind] += size
         sent[kind, ranks] += size * (1 + twice) * (1 - 1 / len(ranks))
@@ -4616,10 +4619,8 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
         8,
         2**13,
         batch=8 * several,
-        chunk=2**13,
         pp=pp,
         pp_chunks=v,
-        accumulates=True,
     )
     messages = costs.exposed_messages(plan)
     assert messages * 0.5 == pytest.approx(seconds_of_passes(pp, v, several, 0.5) - alone)
@@ -4635,25 +4636,13 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
 def test_bytes_of_stages_are_those_in_flight(v, most):
     """The first of P stages keeps P micro-batches at most, of its 16 / P layers; with V parts each,
     P (V - 1) + 2 (P - 1) + 1 passes of 16 / (P V) layers (Megatron's order)."""
-    cfg = dataclasses.replace(m.MODELS["7b"], layers=16)
-    kept = []
-    for several in (4, 8, 40):
-        plan = costs.Plan(
-            cfg,
-            torch.bfloat16,
-            32,
-            8,
-            2**13,
-            batch=8 * several,
-            chunk=2**13,
-            pp=4,
-            pp_chunks=v,
-            accumulates=True,
-        )
-        found = planner.with_memory(plan).memory
-        kept.append(found["activations"])
-    c, f, heads = 4096, 11008, 32
-    of_layer = 2**13 * (2 * (6 * c + 2 * f) + 4 * heads)
+    model = dataclasses.replace(m.MODELS["7b"], layers=16)
+    plan = dataclasses.replace(STEP, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
+    kept = [
+        planner.with_memory(dataclasses.replace(plan, batch=batch)).memory["activations"]
+        for batch in (32, 64, 320)
+    ]
+    of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * 32)  # C, F and H of 7b
     assert kept[1] == kept[2] == most * of_layer >= kept[0]
 
 
@@ -4672,7 +4661,6 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
         4,
         4,
         2**13,
-        chunk=2**13,
         tp=4,
         tp_mode=mode,
     )
@@ -4686,9 +4674,8 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
     )
     assert found.seconds["tensor exchanges"] == pytest.approx(x * 4 * of_layer)
     of_columns = (4 * x + 2 * 2 * n * f + 4 * n * heads) / 4
-    memory = found.memory
-    assert memory["activations"] == pytest.approx(4 * (2 * x * kept + of_columns))
-    assert memory["parameters"] == pytest.approx(
+    assert found.memory["activations"] == pytest.approx(4 * (2 * x * kept + of_columns))
+    assert found.memory["parameters"] == pytest.approx(
         2 * (2 * 32000 * c + (4 * c * c + 3 * c * f)), rel=1e-3  # a quarter of 4 layers
     )
 
@@ -4717,9 +4704,7 @@ def test_no_choice_by_hand_is_better(network, seq, gib):
             found.append(
                 fastest(
                     **given,
-                    p=f.p,
-                    g=f.g,
-                    os=f.os,
+                    **dataclasses.asdict(f),
                     sp=sp,
                     recompute=how,
                     os_layout=layout,
