@@ -23,8 +23,8 @@ added. With e bytes an element and N tokens of all columns
            reduce-scatters
     fsp    as msp                       and 2 all-gathers more   N/T
 
-Left out: ranks that wait for a slower one, the first step's compilation, and gathers of weights
-that the host still updates. If you change model.Block, only its matrices are counted; its
+Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers (0.1
+% of the shortest steps), and gathers of weights that the host still updates. If you change model.Block, only its matrices are counted; its
 element-wise kernels are assumed to be ours. A pipeline's parts are timed as if a micro-batch ran
 through all of a stage's layers at once.
 
@@ -677,7 +677,8 @@ def traffic_seconds(est, plan, forward, backward, final):
     gathers = {"param_gather": max(0, layers - 2) * layer[0]}
     behind = math.inf
     if plan.recompute == "none" and gathers["param_gather"]:
-        behind = final + gathers["param_gather"] / 2
+        slow_compute, slow_other = est.profile.overlap["collectives"]
+        behind = final + gathers["param_gather"] / 2 * slow_other / slow_compute
     passes = [
         (1, 0.0, dict(zip(STREAMS, alone))),
         (1, forward, {"param_gather": gather, "param_broadcast": broadcast}),
@@ -770,9 +771,6 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     others = (plan.model.layers - layers) / plan.pp_chunks
     seconds["pipeline idle"] = others * (forward + backward)
     if states:
-        # loss, norm, vectors, labels, facts: of a MiB, since less takes as long
-        everyone = plan.mesh(plan.state_ranks)
-        seconds["small sums"] = 5 * est.collective("all_reduce", 2.0**20, everyone)
         pair = (1, 2) if plan.ranks > plan.per_node else (2, 1)
         message = est.collective("all_gather", 2 * message_bytes(plan), pair)
         seconds["stage messages"] = exposed_messages(plan) * message
