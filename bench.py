@@ -254,9 +254,7 @@ def attempt(bench: Bench, label: str, cfg: Config, repeats: int = 5, warmup: int
     if step and isinstance(step.states, States):  # not FSDP2's
         more |= chosen(step.run)
         more["state_bytes"] = step.states.bytes()
-        more["state_bytes_formula"] = state_bytes(
-            param_count(step.run.model), step.states.factors, step.states.dtype,
-            step.states.micro_batches > 1)
+        more["state_bytes_formula"] = state_bytes(step.run.plan)
     seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
     found = row(bench, label, MODELS[cfg.model], cfg.model, cfg.seq,
                 cfg.batch * cfg.seq // bench.world, seconds if math.isfinite(seconds) else None,

@@ -23,8 +23,8 @@ added. With e bytes an element and N tokens of all columns
            reduce-scatters
     fsp    as msp                       and 2 all-gathers more   N/T
 
-Left out: ranks that wait for a slower one, the first step's compilation, and gathers of weights
-that the host still updates. If you change model.Block, only its matrices are counted; its
+Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers (0.1
+% of the shortest steps), and gathers of weights that the host still updates. If you change model.Block, only its matrices are counted; its
 element-wise kernels are assumed to be ours. A pipeline's parts are timed as if a micro-batch ran
 through all of a stage's layers at once.
 
@@ -37,7 +37,6 @@ one; of what layers keep n layers, k resident layers, m layers of which one keep
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -45,9 +44,8 @@ import torch
 
 import model as llama
 from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
-from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, param_count
-from offload import ActivationPlan, block_saves
-from parallel import part_layers
+from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype
+from offload import ActivationPlan, block_saves, matrices_of
 from shard import OPTIMIZERS, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
 # ---------------------------------------------------------------------------- plans
@@ -63,9 +61,7 @@ class Plan:
     per_node: int  # of them
     seq: int  # tokens of a sequence
     sp: int = 1  # ranks that share one
-    ring: int = (
-        1  # of them, by context: each has a part of the tokens; the others share heads
-    )
+    ring: int = 1  # of them, by context: each has a part of the tokens; the others share heads
     batch: int = 1  # sequences a step
     micro_batch: int = 1  # sequences that sp ranks run at once
     head_groups: int = 1
@@ -78,30 +74,38 @@ class Plan:
     overlap: tuple[str, ...] = STREAMS
     accumulates: bool = False  # gradients add up in float32
     activations: ActivationPlan | None = None  # of layers in chunks
-    memory: dict[str, float] = field(
-        default_factory=dict
-    )  # bytes of a GPU, by what they are for
-    host: dict[str, float] = field(
-        default_factory=dict
-    )  # bytes of a rank there, likewise
+    memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by what they are for
+    host: dict[str, float] = field(default_factory=dict)  # bytes of a rank there, likewise
     seconds: dict[str, float] | None = None  # of a step, by what takes them
     tp: int = 1  # ranks that share a layer's matrices
     tp_mode: str = "msp"
     pp: int = 1  # stages of a pipeline
     pp_chunks: int = 1  # V: parts of the model on a stage
 
-    @property
+    @functools.cached_property
     def column(self) -> ModelConfig:
         """Return the model whose layers are one column of the model's."""
-        return column_model(self.model, self.tp)
+        cfg, tp = self.model, self.tp
+        return replace(
+            cfg,
+            heads=cfg.heads // tp,
+            kv_heads=cfg.kv_heads // tp,
+            ffn=cfg.ffn // tp,
+        )
 
     @property
-    def matrices(self) -> tuple[tuple[int, int], ...]:
+    def matrices(self):
         """Return (rows, cols) of a column's block, in the order of use."""
         return block_matrices(llama.Block, self.column)
 
     @property
-    def end(self) -> tuple[int, int]:
+    def widths(self):
+        """Return the columns of q or o, and of k and v together."""
+        cfg = self.column
+        return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
+
+    @property
+    def end(self):
         """Return (rows, cols) of the embedding, and of the head."""
         return self.model.vocab, self.model.dim
 
@@ -109,6 +113,12 @@ class Plan:
     def ends(self) -> int:
         """Return how many of them a stage has."""
         return 2 if self.pp == 1 else 1
+
+    @property
+    def params(self) -> int:
+        """Return the parameters of a rank before they are sharded, but for vectors."""
+        layers = self.stage_layers * sum(map(math.prod, self.matrices))
+        return layers + self.ends * math.prod(self.end)
 
     @property
     def accum_bytes(self) -> int:
@@ -127,17 +137,23 @@ class Plan:
 
     @property
     def stage_layers(self) -> int:
-        """Return the most layers of a stage: the last one's."""
-        parts = self.pp * self.pp_chunks
-        return sum(
-            len(part_layers(self.model.layers, self.pp, self.pp_chunks, part))
-            for part in range(self.pp - 1, parts, self.pp)
-        )
+        """Return the most layers of a stage."""
+        return self.pp_chunks * self.part_layers
 
     @property
     def tokens(self) -> int:
         """Return N."""
         return self.micro_batch * self.seq // self.sp
+
+    @property
+    def own_tokens(self) -> int:
+        """Return the tokens that a column has alone between products."""
+        return self.tokens // (self.tp if self.splits_tokens else 1)
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether columns have parts of the tokens between products."""
+        return self.tp > 1 and self.tp_mode != "mtp"
 
     @property
     def chunks(self) -> int:
@@ -154,10 +170,11 @@ class Plan:
         """Return how many of these a node has."""
         return min(self.per_node, self.ranks // self.pp) // self.tp
 
-    def mesh(self, ranks: int, inner: int = 1) -> tuple[int, int]:
-        """Return (GPUs in a node, nodes) of a group of `ranks` neighbours of these; of every
-        inner-th of them, if inner > 1."""
-        return mesh_of(ranks, inner, self.in_node)
+    def mesh(self, ranks, inner=1):
+        """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours of these."""
+        node = self.in_node
+        nodes = -(-ranks // node) // -(-inner // node)
+        return min(ranks, node) // min(inner, node), nodes
 
     @property
     def dp(self) -> int:
@@ -170,6 +187,11 @@ class Plan:
         return self.sp // self.ring
 
     @property
+    def sum_bytes(self) -> int:
+        """Return the bytes of an element of dk, dv on its way around a ring."""
+        return self.dtype.itemsize if self.ring == 2 else self.accum_bytes
+
+    @property
     def micro_batches(self) -> int:
         """Return M."""
         return self.batch // self.dp // self.micro_batch
@@ -180,11 +202,6 @@ class Plan:
         v = self.pp_chunks
         passes = self.pp if v == 1 else self.pp * (v + 1) - 1
         return min(passes, v * self.micro_batches) * self.part_layers
-
-    @property
-    def splits_tokens(self) -> bool:
-        """Whether a rank has its part of tokens alone between products."""
-        return self.tp > 1 and self.tp_mode != "mtp"
 
     @property
     def gpu_bytes(self) -> float:
@@ -204,108 +221,78 @@ class Plan:
         return self.step_s * self.ranks / (self.batch * self.seq)
 
 
-def mesh_of(ranks: int, inner: int, per_node: int) -> tuple[int, int]:
-    """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours."""
-
-    def nodes(n):  # of neighbours; some lie in two where they do not divide a node
-        straddle = n < per_node and per_node % n
-        return 2 if straddle else -(-n // per_node)
-
-    in_node = ranks // nodes(ranks) // max(1, inner // nodes(inner))
-    return max(1, in_node), nodes(ranks) // nodes(inner)
-
-
 @functools.cache
-def column_model(cfg: ModelConfig, tp: int) -> ModelConfig:
-    """Return the model whose layers are one of tp columns of the model's."""
-    return replace(
-        cfg, heads=cfg.heads // tp, kv_heads=cfg.kv_heads // tp, ffn=cfg.ffn // tp
-    )
-
-
-@functools.cache
-def block_matrices(block_class, cfg: ModelConfig) -> tuple[tuple[int, int], ...]:
+def block_matrices(block_class, cfg):
     """Return (rows, cols) of a block's matrices in the order of use."""
     with torch.device("meta"):
-        block = block_class(cfg)
-    return tuple(m.shape for m in block.modules() if isinstance(m, llama.Matrix))
+        return tuple(matrix.shape for matrix in matrices_of(block_class(cfg)))
 
 
 # ---------------------------------------------------------------------------- bytes of layers
 
+LayerBytes = tuple[float, float, float]  # of x, of o and its log-sum-exp, of all else
 
-def layer_bytes(
-    cfg: ModelConfig, tokens: int, dtype: torch.dtype
-) -> tuple[int, int, int]:
-    """Return S_input, S_attn and S_others of `tokens` tokens (Memo, section 4.1): x; o and the
-    log-sum-exp; what model.Block saves beside them, as it really does: q, k, v, h and gate|up.
+
+def column_bytes(plan: Plan) -> LayerBytes:
+    """Return S_input, S_attn and S_others of a micro-batch on one rank (Memo, section 4.1): x; o
+    and the log-sum-exp; what model.Block saves beside them, as it really does: q, k, v, h and
+    gate|up. In fsp x and h are of own tokens.
 
     With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements a token (Memo's 16 C less norm(x),
     norm(h) and SwiGLU, which are computed again)."""
-    e = dtype.itemsize
-    heads = cfg.heads * cfg.head_dim
-    qkv = heads + 2 * cfg.kv_heads * cfg.head_dim
-    sums = cfg.heads * accumulation_dtype(dtype).itemsize
-    pre, post, _ = block_saves(cfg, tokens, dtype)
-    others = tokens * qkv * e + sum(t.nbytes for t in pre + post)
-    return tokens * cfg.dim * e, tokens * (heads * e + sums), others
+    cfg, e, tokens = plan.column, plan.dtype.itemsize, plan.tokens
+    q, kv = plan.widths
+    x = tokens * cfg.dim * e
+    pre, post, _ = block_saves(cfg, tokens, plan.dtype)
+    others = tokens * (q + kv) * e + sum(t.nbytes for t in pre + post)
+    elsewhere = x - x / plan.tp if plan.tp_mode == "fsp" else 0
+    attn = tokens * (q * e + cfg.heads * plan.accum_bytes)
+    return x - elsewhere, attn, others - elsewhere
 
 
-def column_bytes(plan: Plan) -> tuple[float, float, float]:
-    """Return layer_bytes of a plan's micro-batch on one rank: in fsp x and h are of own tokens."""
-    x, attn, others = layer_bytes(plan.column, plan.tokens, plan.dtype)
-    own = x / plan.tp if plan.tp_mode == "fsp" else x
-    return own, attn, others - x + own
+def parts_on_host(plan):
+    """Return of how many layers x, and o, leave for the host. Fields may be arrays (an entry a
+    plan), here and below."""
+    away = plan.swapped_layers
+    outputs = np.maximum(0, away - plan.layers_recomputing_attention)
+    return away // plan.stride, outputs  # groups leave as wholes
 
 
-def kept_parts(plan: ActivationPlan) -> tuple:
-    """Return the number of layers whose x, and whose o, stay on the GPU; then the same for the
-    host. Fields may be arrays (an entry a plan)."""
-    away = plan.layers - plan.resident
-    dropped = plan.layers_recomputing_attention
-    inputs_away = away // plan.stride  # groups leave as wholes
-    inputs = -(-plan.layers // plan.stride) - inputs_away
-    outputs = np.minimum(plan.resident, plan.layers - dropped)
-    return inputs, outputs, inputs_away, np.maximum(0, away - dropped)
-
-
-def rounding_bytes(plan: ActivationPlan, layer: tuple[float, float, float]) -> float:
-    """Return the bytes of two rounding buffers; layer: layer_bytes. Also of many plans."""
+def rounding_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
+    """Return the bytes of two rounding buffers; layer: column_bytes."""
     x, attn, others = layer
-    _, _, groups, outputs = kept_parts(plan)
-    swapped = np.ceil(plan.swapped_chunks / np.maximum(1, plan.layers - plan.resident))
+    groups, outputs = parts_on_host(plan)
+    swapped = np.ceil(plan.swapped_chunks / np.maximum(1, plan.swapped_layers))
     # a group keeps most if it is the last that leaves
     largest = x + np.minimum(plan.stride, outputs) * attn + swapped * others / plan.chunks
     return 2 * (groups > 0) * largest
 
 
-def resident_bytes(plan: ActivationPlan, layer: tuple[float, float, float]) -> float:
+def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the most bytes of a rank that hold what layers keep: in resident layers, in two
-    rounding buffers, and what backward makes again of a group of layers. Also of many plans.
-    """
+    rounding buffers, and what backward makes again of a group of layers."""
     x, attn, others = layer
     n, m = plan.layers, plan.stride
-    away = n - plan.resident
-    dropped = plan.layers_recomputing_attention
+    away, dropped = plan.swapped_layers, plan.layers_recomputing_attention
     most = 0.0
     # it is most at the last groups, one of which has fewer layers, and at the last that drop o
     last_dropping = np.maximum(0, dropped - 1) // m
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):
         first = np.maximum(0, group) * m
         end = np.minimum(n, first + m)
-        inputs = -(-np.maximum(0, end - away) // m)
-        outputs = np.maximum(0, end - np.maximum(away, dropped))
-        again = (end - first - 1) * x + np.clip(dropped - first, 0, end - first) * attn
+        # what resident layers have left, and what is made again
+        inputs = -(-np.maximum(0, end - away) // m) + end - first - 1
+        again = np.clip(dropped - first, 0, end - first)
+        outputs = np.maximum(0, end - np.maximum(away, dropped)) + again
         kept = (end == n) * plan.kept_chunks * others / plan.chunks
-        most = np.maximum(most, inputs * x + outputs * attn + again + kept)
+        most = np.maximum(most, inputs * x + outputs * attn + kept)
     return most + rounding_bytes(plan, layer)
 
 
-def host_bytes(plan: ActivationPlan, layer: tuple[float, float, float]) -> float:
-    """Return the bytes of a rank for the host buffers of the layers that are swapped. Also of many
-    plans."""
+def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
+    """Return the bytes of a rank for the host buffers of the layers that are swapped."""
     x, attn, others = layer
-    _, _, inputs, outputs = kept_parts(plan)
+    inputs, outputs = parts_on_host(plan)
     return inputs * x + outputs * attn + plan.swapped_chunks * others / plan.chunks
 
 
@@ -314,133 +301,101 @@ def host_bytes(plan: ActivationPlan, layer: tuple[float, float, float]) -> float
 
 def sent_bytes(plan: Plan) -> float:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
-    of one (attention.Ulysses). Groups that share a key/value head have one place for it.
-    """
-    cfg = plan.column
-    groups = plan.head_groups
+    of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
     if plan.head_ranks == 1:
         return 0
-    kv_groups = min(groups, cfg.kv_heads // plan.head_ranks)
-    heads = (3 * min(2, groups) + 1) * cfg.heads / groups
-    heads += (2 * min(2, kv_groups) + 2) * cfg.kv_heads / kv_groups
-    return plan.tokens * cfg.head_dim * plan.dtype.itemsize * heads
-
-
-def bytes_of_sums(plan: Plan) -> int:
-    """Return the bytes of an element of dk, dv on its way around a ring."""
-    return plan.dtype.itemsize if plan.ring == 2 else plan.accum_bytes
+    q, kv = plan.widths
+    groups = plan.head_groups
+    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)
+    columns = (3 * min(2, groups) + 1) * q / groups
+    columns += (min(2, kv_groups) + 1) * kv / kv_groups
+    return plan.tokens * columns * plan.dtype.itemsize
 
 
 def ring_traffic(plan: Plan) -> float:
     """Return the bytes that a rank sends around its ring in a step."""
-    kv = 2 * plan.tokens * plan.column.kv_heads * plan.column.head_dim
-    of_layer = kv * (2 * plan.dtype.itemsize + bytes_of_sums(plan))
+    _, kv = plan.widths
+    of_layer = plan.tokens * kv * (2 * plan.dtype.itemsize + plan.sum_bytes)
     return (plan.ring - 1) * of_layer * plan.model.layers * plan.micro_batches
 
 
-def working_bytes(plan: Plan) -> float:
+def working_bytes(plan):
     """Return the bytes that a step needs at most beside all that lasts: in attention's backward, in
     a chunk's products, or in head and loss."""
     cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
-    token = plan.tokens * e
-    x = token * cfg.dim
-    q = token * cfg.heads * cfg.head_dim
-    kv = 2 * token * cfg.kv_heads * cfg.head_dim
-    kept = plan.activations
-    inputs = buffers = ring = first = 0.0
+    x, q, kv = (plan.tokens * e * width for width in (cfg.dim, *plan.widths))
+    rows = plan.tokens / plan.chunks * e
+    products = rows * (4 * cfg.ffn + 3 * cfg.dim)
     grads = q + kv
-    rows = min(plan.chunk, plan.tokens) * e * (4 * cfg.ffn + 3 * cfg.dim)
+    held = 2 * x + q
+    kept = plan.activations
     if kept is not None:
-        rows *= 2  # made again, like q, k, v unless the last layer's stay
-        saved, _, _ = block_saves(cfg, plan.tokens, plan.dtype)
-        inputs = grads * (kept.kept_chunks < kept.chunks)
-        inputs += sum(t.nbytes for t in saved)
+        products *= 2  # made again, like q, k, v unless the last layer's stay
+        held += grads * (1 + cfg.qk_norm) * (kept.kept_chunks < kept.chunks)
         if kept.chunks > 1 and plan.head_ranks * groups > 1:  # in the places of q, k, v
             grads = 0.0
-    if plan.head_ranks > 1:  # of two groups what is sent and received
-        buffers = min(2, groups) * 2 * (4 * q + 2 * kv) / groups
-        first = (3 * q + kv) / groups
-    elif groups > 1:
-        buffers = (4 * q + 2 * kv) / groups
-    if plan.ring > 1:
-        # k, v and sums of this step and the next; dq; copies of several sequences
-        wide = bytes_of_sums(plan) / e
-        ring = ((3 * wide + 1 + 2 * (groups > 1)) * kv + 3 * q) / groups
-        ring += (plan.micro_batch > 1) * (1.5 * q + kv / 2) / groups
-        first += 2 * kv / groups
+    # of a head group q, k, v, o, do and gradients; of two what is sent and received
+    several = 2 * min(2, groups) if plan.head_ranks > 1 else groups > 1
+    buffers = several * (4 * q + 2 * kv) / groups
     # the kernel's sums in float32: of q, and with fewer key/value heads of k and v
     sums = 4 / e * (q + kv * (cfg.heads > cfg.kv_heads)) / groups
-    columns = 0.0
+    first = (plan.head_ranks > 1) * (3 * q + kv) / groups
+    if plan.ring > 1:
+        # k, v and sums of this step and the next; dq
+        turning = 3 * plan.sum_bytes / e + 1 + 2 * (groups > 1)
+        buffers += (turning * kv + 3 * q) / groups
+        first += 2 * kv / groups
     if plan.tp > 1:  # dy, dx, inputs of all tokens, and copies for a sum
-        columns = 3 * x + 2 * min(plan.chunk, plan.tokens) * e * cfg.dim
-    tokens = plan.tokens // (plan.tp if plan.splits_tokens else 1)
-    logits = 2 * min(LOSS_ELEMENTS, tokens * cfg.vocab) + cfg.vocab * cfg.dim
+        products += 3 * x + 2 * rows * cfg.dim
+    logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * cfg.dim
+    of_loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * cfg.dim
     return max(
-        2 * x + inputs + q + grads + buffers + ring + 2 * sums,
-        2 * x + inputs + q + first + sent_bytes(plan) + rows + columns,
-        plan.accum_bytes * logits + 3 * tokens * e * cfg.dim + sent_bytes(plan),
+        held + grads + buffers + 2 * sums,
+        sent_bytes(plan) + held + first + products,
+        sent_bytes(plan) + of_loss,
     )
 
 
-def stage_params(plan: Plan) -> float:
-    """Return the parameters of a rank, before they are sharded."""
-    layers = param_count(plan.column) - 2 * math.prod(plan.end)
-    return layers * plan.stage_layers / plan.model.layers + plan.ends * math.prod(
-        plan.end
-    )
-
-
-def state_bytes(
-    params: float,
-    f: Factors,
-    dtype: torch.dtype,
-    accumulates: bool,
-    optimizer: str = "adamw",
-) -> dict[str, float]:
-    """Return the bytes of states of a rank (AMSP, section IV); `accumulates`: several micro-batches
-    add up, in float32."""
-    e = dtype.itemsize
-    accum_bytes = accumulation_dtype(dtype).itemsize
-    return {
-        "parameters": e * params / f.p,
-        "gradients": (accum_bytes if accumulates else e) * params / f.g,
-        "optimizer": len(OPTIMIZERS[optimizer].states) * accum_bytes * params / f.os,
-    }
-
-
-def largest_matrix(plan: Plan) -> int:
+def largest_matrix(plan):
     return max(math.prod(matrix) for matrix in (*plan.matrices, plan.end))
 
 
-def imbalance(plan: Plan) -> float:
+def imbalance(plan):
     """Return the largest share of whole matrices among their owners over the mean (layout inter):
     nearly as much for all, or the largest matrix."""
-    if plan.os_layout == "intra":
-        return 1.0
-    owners = plan.factors.os / plan.factors.p
-    return max(1.0, largest_matrix(plan) * owners / stage_params(plan))
+    owners = (plan.os_layout == "inter") * plan.factors.os / plan.factors.p
+    return max(1.0, largest_matrix(plan) * owners / plan.params)
+
+
+def state_bytes(plan: Plan) -> dict[str, float]:
+    """Return the bytes of states of a rank (AMSP, section IV); gradients of several micro-batches
+    add up in float32."""
+    f, more = plan.factors, imbalance(plan)
+    moments = len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes
+    return {
+        "parameters": plan.dtype.itemsize * plan.params / f.p,
+        "gradients": plan.grad_bytes * plan.params / f.g * (more if f.g > f.p else 1),
+        "optimizer": moments * plan.params / f.os * more,
+    }
 
 
 def with_memory(plan: Plan) -> Plan:
     """Return the plan with its bytes counted."""
-    f, e = plan.factors, plan.dtype.itemsize
-    optimizer = OPTIMIZERS[plan.optimizer]
-    memory = state_bytes(
-        stage_params(plan), f, plan.dtype, plan.accumulates, plan.optimizer
-    )
-    memory["optimizer"] *= imbalance(plan)
-    memory["gradients"] *= imbalance(plan) if f.g > f.p else 1
+    f, e, kept = plan.factors, plan.dtype.itemsize, plan.activations
     # of embedding and head one each, of a layer's matrices two (shard.States)
     ends = plan.ends * math.prod(plan.end)
-    layers = 2 * sum(math.prod(matrix) for matrix in plan.matrices)
+    layers = 2 * sum(map(math.prod, plan.matrices))
     in_chunks = plan.chunks > 1
     adds_up = in_chunks and not plan.accumulates  # in float32
-    memory["gathered weights"] = (layers + ends) * e * (f.p > 1)
-    memory["whole gradients"] = ends * e * (f.g > 1) + (f.g > 1 or adds_up) * layers * (
-        plan.accum_bytes if in_chunks else e
-    )
-    layer, kept = column_bytes(plan), plan.activations
-    memory["activations"] = plan.in_flight * sum(layer)
+    wide = plan.accum_bytes if in_chunks else e
+    layer = column_bytes(plan)
+    memory = state_bytes(plan) | {
+        "gathered weights": (layers + ends) * e * (f.p > 1),
+        "whole gradients": ends * e * (f.g > 1) + (f.g > 1 or adds_up) * layers * wide,
+        "activations": plan.in_flight * sum(layer),
+        "messages": 4 * message_bytes(plan),  # sent and received, there and back
+        "working": working_bytes(plan),
+    }
     host = {}
     if kept is not None:
         times = plan.in_flight / kept.layers
@@ -448,20 +403,18 @@ def with_memory(plan: Plan) -> Plan:
         host["activations"] = times * host_bytes(kept, layer)
     if plan.os_place == "host":
         host["optimizer"] = memory.pop("optimizer")
+        optimizer = OPTIMIZERS[plan.optimizer]
         visit = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
-        visit = visit if optimizer.whole else min(visit, VISIT_ELEMENTS)
-        memory["visiting states"] = (
-            VISIT_BUFFERS * len(optimizer.states) * plan.accum_bytes * visit
-        )
-    memory["messages"] = 4 * message_bytes(plan)  # sent and received, there and back
-    memory["working"] = working_bytes(plan)
+        if not optimizer.whole:
+            visit = min(visit, VISIT_ELEMENTS)
+        of_element = len(optimizer.states) * plan.accum_bytes
+        memory["visiting states"] = VISIT_BUFFERS * of_element * visit
     return replace(plan, memory=memory, host=host)
 
 
-def message_bytes(plan: Plan) -> float:
+def message_bytes(plan):
     """Return the bytes of a micro-batch between two stages, if there are several."""
-    columns = plan.tp if plan.splits_tokens else 1
-    return (plan.pp > 1) * plan.tokens * plan.model.dim * plan.dtype.itemsize / columns
+    return (plan.pp > 1) * plan.own_tokens * plan.model.dim * plan.dtype.itemsize
 
 
 # ---------------------------------------------------------------------------- seconds of operations
@@ -472,53 +425,47 @@ class Estimator:
 
     def __init__(self, profile: Profile):
         self.profile = profile
-        self.held: set[str] = set()  # what lies outside the profile's points, in words
+        self.held = set()  # what lies outside the profile's points, in words
         self.product = functools.cache(self.product)
         self.collective = functools.cache(self.collective)
 
-    def product(self, kind: str, tokens: float, rows: int, cols: int) -> float:
+    def product(self, kind, tokens, rows, cols):
         """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
-        rate = interpolate_twice(
-            self.profile.products[kind], tokens, math.sqrt(rows * cols)
-        )
+        width = math.sqrt(rows * cols)
+        rate = interpolate_twice(self.profile.products[kind], tokens, width)
         return 2 * tokens * rows * cols / rate
 
-    def moved(self, plan: Plan, *columns: float) -> float:
+    def moved(self, plan, columns):
         """Return seconds of element-wise kernels that read and write tensors (N, columns)."""
-        return plan.tokens * sum(columns) * plan.dtype.itemsize / self.profile.memory
+        return plan.tokens * columns * plan.dtype.itemsize / self.profile.memory
 
-    def collective(self, op: str, size: float, mesh: tuple[int, int]) -> float:
+    def collective(self, op, size, mesh):
         """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
         bandwidth(op, bytes, mesh). Between measured numbers of nodes the bandwidth is interpolated,
         for GPUs of a node the nearest is taken, and outside it is held."""
         if mesh == (1, 1) or not size:
             return 0.0
+        per_node, nodes = mesh
         tables = {
             tuple(map(int, name.split("x"))): points
             for name, points in self.profile.collectives[op].items()
         }
-        if not tables:
-            raise ValueError(
-                f"profile {self.profile.name}: measured on one rank, it has no rates "
-                f"of {op}; --ranks 1, or another --cluster"
-            )
-        per_node, nodes = mesh
-        alike = [there for there in tables if (there[1] > 1) == (nodes > 1)] or list(
-            tables
-        )
-        nearest = min((g for g, _ in alike), key=lambda g: abs(math.log(g / per_node)))
+        if mesh not in tables:
+            self.held.add(f"{op} over {mesh_name(mesh)}")
+
+        def far(known):
+            return (known[1] > 1) != (nodes > 1), abs(math.log(known[0] / per_node))
+
+        nearest = min(map(far, tables))
         rates = sorted(
-            [n, interpolate(tables[g, n], size)] for g, n in alike if g == nearest
+            [known[1], interpolate(points, size)]
+            for known, points in tables.items()
+            if far(known) == nearest
         )
-        known = min(max(nodes, rates[0][0]), rates[-1][0])
-        if (nearest, known) != mesh:
-            self.held.add(
-                f"{op} over {mesh_name(mesh)} as over {mesh_name((nearest, known))}"
-            )
-        return size / interpolate(rates, known)
+        return size / interpolate(rates, nodes)
 
 
-def beside(compute: float, other: float, slow: list[float]) -> tuple[float, float]:
+def beside(compute, other, slow):
     """Return the seconds of communication that computation does not hide, and those that it takes
     longer meanwhile. slow: the factors on the seconds of computation and of communication while
     both run, so that neither is ever hidden for free (Galvatron's two coefficients)."""
@@ -540,9 +487,7 @@ class LayerSeconds:
     attention: float  # of forward, with its all-to-alls
     post: float  # of forward, what makes the next layer's input from attention's output
     recompute: float  # of the intermediates of all tokens, in backward
-    kernels: float  # of both passes, attention alone
-    exchange: float  # of both passes, all-to-alls and a ring that no computation hides
-    columns: float  # of both passes, what columns exchange
+    named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
@@ -551,208 +496,170 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     tokens = plan.tokens / plan.chunks
     # in the gradient's own place, in float32, where several contributions add up
     summed = plan.chunks > 1 or (plan.accumulates and plan.factors.g == 1)
-    weight_grad = "weight_grad_sum" if summed else "weight_grad"
-
-    def products(matrices: Iterable, *kinds: str) -> float:
-        return plan.chunks * sum(
-            est.product(kind, tokens, *matrix) for matrix in matrices for kind in kinds
-        )
-
-    first, *others = plan.matrices
-    back = "input_grad", weight_grad
-    heads = cfg.heads * cfg.head_dim
-    qkv = heads + 2 * cfg.kv_heads * cfg.head_dim
+    kinds = ("forward",), ("input_grad", "weight_grad_sum" if summed else "weight_grad")
+    forward, backward = (
+        [
+            plan.chunks * sum(est.product(kind, tokens, *matrix) for kind in of_pass)
+            for matrix in plan.matrices
+        ]
+        for of_pass in kinds
+    )
+    q, kv = plan.widths
     copied = plan.chunks > 1  # chunks are put together and cut
     # norms are of own tokens
     dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
-    pre = products([first], "forward") + est.moved(plan, 2 * dim, (2 + 2 * copied) * qkv)
-    post = products(others, "forward") + est.moved(
-        plan, 7 * dim, 3 * cfg.ffn, copied * 2 * cfg.dim
-    )
-    final = products(others[-1:], *back) + est.moved(plan, 6 * cfg.ffn)
-    backward = (
-        final
-        + products(plan.matrices[:-1], *back)
-        + est.moved(plan, 10 * dim, 2 * qkv, copied * (2 * heads + 3 * cfg.dim))
-    )
+    pre = forward[0] + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
+    post = sum(forward[1:]) + est.moved(plan, 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim)
+    final = backward[-1] + est.moved(plan, 6 * cfg.ffn)
+    moved = 10 * dim + 2 * (q + kv) + copied * (2 * q + 3 * cfg.dim)
+    rest = sum(backward[:-1]) + est.moved(plan, moved)
+    size = plan.tokens * cfg.dim * plan.dtype.itemsize
+    ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
+    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]  # in the open
+    columns = sum(exchanged)
+    columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
     kernel, exchange = attention_seconds(est, plan, False)
     kernel_back, exchange_back = attention_seconds(est, plan, True)
-    columns, columns_back = column_exchanges(est, plan)
-    post += columns  # where layers run in chunks, products are joined there
     return LayerSeconds(
-        forward=pre + kernel + exchange + post,
-        backward=backward + kernel_back + exchange_back + columns_back,
+        forward=pre + kernel + exchange + post + columns,
+        backward=final + rest + kernel_back + exchange_back + columns_back,
         final=final,
         attention=kernel + exchange,
-        post=post,
-        # the last product is left out, and its sum over columns
-        recompute=pre + post - products(others[-1:], "forward") - columns / 2,
-        kernels=kernel + kernel_back,
-        exchange=exchange + exchange_back,
-        columns=columns + columns_back,
+        post=post + columns,  # where layers run in chunks, products are joined there
+        recompute=pre + post - forward[-1] + columns / 2,  # without the last product, and its sum
+        named={
+            "attention": kernel + kernel_back,
+            "all-to-all": exchange + exchange_back,  # and around a ring
+            "tensor exchanges": columns + columns_back,
+        },
     )
 
 
-def column_exchanges(est: Estimator, plan: Plan) -> tuple[float, float]:
-    """Return the seconds of what columns exchange, in the open, in a layer's forward and in its
-    backward."""
-    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
-    ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
-    first, *others = (2 * est.collective(op, size, (plan.tp, 1)) for op in ops)
-    both = first + sum(others)
-    return both, both + first * (plan.tp_mode == "fsp")
-
-
-def attention_seconds(est: Estimator, plan: Plan, backward: bool) -> tuple[float, float]:
+def attention_seconds(est, plan, backward):
     """Return the seconds of attention's kernel, forward or backward, with what is copied for it;
     and of the all-to-alls and the ring that no computation hides. Other head groups and the ring's
     next part travel under the kernel; the first group's way there and the last one's way back in
     the open, but in backward of chunks under products (attention.Ulysses)."""
-    cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
-    q = cfg.heads * cfg.head_dim
-    kv = 2 * cfg.kv_heads * cfg.head_dim
-    # columns that travel to heads, and back to tokens
-    there, back = (3 * q + kv, q + kv) if backward else (q + kv, q)
-    flops = (5 if backward else 2) * q * plan.tokens * plan.seq
-    rates = est.profile.attention["backward" if backward else "forward"]
+    groups, e = plan.head_groups, plan.dtype.itemsize
+    q, kv = plan.widths
+    # columns that travel to heads, and back to tokens, and that a ring merges
+    name, flops, there, back, merged = (
+        ("backward", 5, 3 * q + kv, q + kv, 10 * q + 4 * kv)
+        if backward
+        else ("forward", 2, q + kv, q, 6 * q)
+    )
     # a ring's kernels are squares of its part of a sequence
-    kernel = flops / interpolate(rates, plan.seq / plan.ring)
+    rate = interpolate(est.profile.attention[name], plan.seq / plan.ring)
+    kernel = flops * q * plan.tokens * plan.seq / rate
     if plan.ring > 1:  # merged, and summed, in float32
-        steps = 3.75 * (plan.ring - 1)
-        kernel += est.moved(plan, 10 * q + 4 * kv if backward else 6 * q, steps * back)
+        kernel += est.moved(plan, merged + 3.75 * (plan.ring - 1) * back)
     if plan.head_ranks * groups > 1:  # copies to and from the order of heads
-        kernel += est.moved(plan, 2 * there, 2 * back)
-    if plan.sp == 1:
-        return kernel, 0.0
+        kernel += est.moved(plan, 2 * (there + back))
     exchange = sum(
         est.collective(
             "all_to_all", plan.tokens * columns * e / groups, plan.mesh(plan.head_ranks)
         )
         for columns in (there, back)
     )
-    kv_groups = min(groups, cfg.kv_heads // plan.head_ranks)  # or each has one head
+    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)  # or each has one head
     parts = plan.ring * plan.tokens * kv * e / kv_groups
-    around = groups * est.collective(
-        "all_gather", parts, plan.mesh(plan.sp, plan.head_ranks)
-    )
+    around = groups * est.collective("all_gather", parts, plan.mesh(plan.sp, plan.head_ranks))
     if backward:  # dk, dv too
-        around *= 1 + bytes_of_sums(plan) / e
+        around *= 1 + plan.sum_bytes / e
     # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
     opened = 0.0 if backward and plan.recompute == "auto" else exchange
-    return kernel, opened + sum(beside(kernel, groups * exchange - opened + around, slow))
+    late, slowed = beside(kernel, groups * exchange - opened + around, slow)
+    return kernel, opened + late + slowed
 
 
-def head_seconds(est: Estimator, plan: Plan) -> float:
+def head_seconds(est, plan):
     """Return the seconds of head and loss, whose gradients are computed at once, and of the
     embedding's."""
     vocab, dim = plan.end
-    tokens = plan.tokens // (plan.tp if plan.splits_tokens else 1)
-    rows = min(tokens, max(1, LOSS_ELEMENTS // vocab))
+    e, wide = plan.dtype.itemsize, plan.accum_bytes
     products = sum(
-        est.product(kind, rows, vocab, dim) * tokens / rows
+        est.product(kind, plan.own_tokens, vocab, dim)
         for kind in ("forward", "input_grad", "weight_grad_sum")
     )
-    e, accum_bytes = plan.dtype.itemsize, plan.accum_bytes
-    logits = tokens * vocab * (5 * accum_bytes + e)  # read and written
-    ends = vocab * dim * (2 * accum_bytes + 4 * e)  # gradients
-    return products + (logits + ends + 6 * tokens * dim * e) / est.profile.memory
+    logits = plan.own_tokens * vocab * (5 * wide + e)  # read and written
+    ends = vocab * dim * (2 * wide + 4 * e)  # gradients
+    return products + (logits + ends) / est.profile.memory
 
 
 # ---------------------------------------------------------------------------- seconds of states
 
 
-def unit_seconds(
-    est: Estimator, plan: Plan, matrices: tuple[tuple[int, int], ...]
-) -> dict[str, float]:
-    """Return the table in shard.py's docstring in seconds, each alone, of a layer's matrices, or of
-    the embedding or the head: by streams, and what the GPU itself does for them."""
-    f, e = plan.factors, plan.dtype.itemsize
-    counts = [math.prod(matrix) for matrix in matrices]
-    is_end = plan.end in matrices
+def unit_seconds(est, plan, matrices):
+    """Return the table in shard.py's docstring in seconds, each stream alone, of a layer's
+    matrices, or of the embedding or the head: param_gather, grad_scatter, grad_reduce,
+    param_broadcast (as STREAMS), and grad_scatter of micro-batches before the last."""
+    f = plan.factors
+    apart = f.g > f.p  # a rank keeps its owned part of gradients alone
     intra = plan.os_layout == "intra"
-    kept_apart = f.g > f.p  # a rank keeps its owned part of gradients alone
 
-    def alone(op: str, shards: int, mesh: tuple[int, int]) -> float:
-        return sum(est.collective(op, e * count / shards, mesh) for count in counts)
+    def alone(op, ranks, inner=1):
+        """Among every inner-th of some neighbours, which hold an inner-th part of each matrix."""
+        mesh = plan.mesh(ranks, inner)
+        size = plan.dtype.itemsize / inner
+        return sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
 
-    subgroup = plan.mesh(f.os, f.p)
-    summed = f.os if intra else f.p  # shards of what is summed over the ranks that are left
-    in_node, nodes = plan.mesh(plan.state_ranks, summed)
-    over = alone("all_reduce", summed, (in_node * (plan.tp if is_end else 1), nodes))
-    scatter = alone("reduce_scatter", 1, plan.mesh(f.p))
-    inside = alone("reduce_scatter" if intra else "all_reduce", f.p, subgroup)
-    each = scatter + inside * kept_apart
-    if intra:
-        last, reduce = each, over + inside * (not kept_apart)
-    else:
-        last, reduce = scatter + over * kept_apart, over * (not kept_apart)
-    moved = sum(counts) / f.g / est.profile.memory
-    keep = moved * (e + 2 * plan.grad_bytes) * (f.g > 1)
-    if plan.chunks > 1 and f.g > 1 and not is_end:
-        # they add up in float32, and are cast whole
-        keep += moved * f.g * (plan.accum_bytes + e)
-    owned = sum(counts) / f.os * imbalance(plan)
-    visiting = 0
-    if plan.os_place == "host":
-        visiting = len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes
-    return {
-        "param_gather": alone("all_gather", 1, plan.mesh(f.p)),
-        "param_broadcast": alone("all_gather" if intra else "broadcast", f.p, subgroup),
-        "earlier_scatter": each,  # of micro-batches before the last
-        "grad_scatter": last,
-        "grad_reduce": reduce,
-        "host_update": owned * visiting / est.profile.visits,  # there and back
-        "keep": keep,  # a micro-batch's gradients are added to grad_shard
-        # to the type in which they travel, and back
-        "cast": moved * 2 * (plan.grad_bytes + e) * (reduce > 0 and plan.grad_bytes != e),
-        "update": owned * update_bytes(plan.dtype) / est.profile.optimizer,
-    }
+    scatter = alone("reduce_scatter", f.p)
+    inside = alone("reduce_scatter" if intra else "all_reduce", f.os, f.p)
+    over = alone("all_reduce", plan.state_ranks, f.os if intra else f.p)
+    # of layout inter the last sum over all replicas takes the place of that inside
+    own, rest = (inside, over) if intra else (over, 0.0)
+    return np.array(
+        [
+            alone("all_gather", f.p),
+            scatter + own * apart,
+            rest + own * (not apart),
+            alone("all_gather" if intra else "broadcast", f.os, f.p),
+            scatter + inside * apart,
+        ]
+    )
 
 
 def visit_seconds(est: Estimator, plan: Plan) -> float:
-    """Return seconds of a layer's forward in which optimizer states take the link to the host."""
-    return unit_seconds(est, plan, plan.matrices)["host_update"] / plan.micro_batches
+    """Return seconds of a layer's forward in which optimizer states take the link to the host:
+    there and back."""
+    passes = plan.stage_layers * plan.micro_batches
+    moved = state_bytes(plan)["optimizer"] * (plan.os_place == "host")
+    return moved / est.profile.visits / passes
 
 
-def across_nodes(plan: Plan) -> dict[str, bool]:
-    """Return which streams cross nodes."""
-    f = plan.factors
-    nodes = plan.state_ranks > plan.in_node
-    wide = f.os > plan.in_node
-    return {
-        "param_gather": f.p > plan.in_node,
-        "param_broadcast": wide,
-        "grad_reduce": nodes,
-        "grad_scatter": wide or (nodes and plan.os_layout == "inter"),
+def not_hidden(est, plan, compute, traffic, behind=math.inf):
+    """Return the seconds by which communication makes a pass longer. What stays in a node and what
+    crosses nodes take other wires, of which the one that is late counts; what does not overlap runs
+    in the open, by its stream. behind: seconds that hide the wire of weights, if less than all."""
+    f, node, ranks = plan.factors, plan.in_node, plan.state_ranks
+    across = {
+        "param_gather": f.p > node,
+        "param_broadcast": f.os > node,
+        "grad_reduce": ranks > node,
+        "grad_scatter": (f.os if plan.os_layout == "intra" else ranks) > node,
     }
-
-
-def not_hidden(
-    est: Estimator, plan: Plan, compute: float, traffic: dict[str, float]
-) -> dict[str, float]:
-    """Return the seconds by which communication makes a pass longer, by its stream. What stays in a
-    node and what crosses nodes take other wires, of which the busier one counts; what does not
-    overlap runs in the open."""
-    across = across_nodes(plan)
-    wires: list[dict[str, float]] = [{}, {}]
+    wires = [0.0, 0.0]
     found = {}
     for name, seconds in traffic.items():
-        (wires[across[name]] if name in plan.overlap else found)[name] = seconds
-    wire = max(wires, key=lambda wire: sum(wire.values()))
-    total = max(1e-30, sum(wire.values()))
-    exposed, slowed = beside(compute, total, est.profile.overlap["collectives"])
-    found |= {name: seconds * exposed / total for name, seconds in wire.items()}
-    return found | {"slowed by communication": slowed}
+        if name in plan.overlap:
+            wires[across[name]] += seconds
+        else:
+            found[name] = seconds
+    hides = [compute, compute]
+    hides[across["param_gather"]] = min(compute, behind)
+    slow = est.profile.overlap["collectives"]
+    inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
+    name = "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes")
+    found[name], found["slowed by communication"] = max(inside, between, key=sum)
+    return found
 
 
-def traffic_seconds(
-    est: Estimator, plan: Plan, forward: float, backward: float, final: float
-) -> dict[str, float]:
-    """Return what states add to a step: communication by its stream, as far as no pass hides it,
-    and what the GPU itself does. forward, backward: a micro-batch's seconds of all layers of a
-    stage; final: LayerSeconds.final of all.
+def traffic_seconds(est, plan, forward, backward, final):
+    """Return what states add to a step: communication as far as no pass hides it, and what the GPU
+    itself does. forward, backward: a micro-batch's seconds of all layers of a stage; final:
+    LayerSeconds.final of all.
 
     The first forward hides new parameters, the last backward sums over replicas, each pass what is
     gathered for it. In the open are the embedding's and the first layer's before the one, and
@@ -760,52 +667,51 @@ def traffic_seconds(
     layer before: these and half of the weights hide under the last matrix alone.
     """
     layers, count = plan.stage_layers, plan.micro_batches
-    layer = unit_seconds(est, plan, plan.matrices)
-    end = unit_seconds(est, plan, (plan.end,))
-    total = {name: layers * layer[name] + plan.ends * end[name] for name in layer}
-    alone = {name: layer[name] + end[name] for name in layer}
-
-    def hidden(*names: str) -> dict[str, float]:
-        return {name: total[name] - alone[name] for name in names}
-
+    layer, end = (unit_seconds(est, plan, unit) for unit in (plan.matrices, [plan.end]))
+    *alone, first_earlier = layer + end
+    gather, scatter, reduce, broadcast, earlier = (layers - 1) * layer + (plan.ends - 1) * end
+    sums, casts, update = own_seconds(est, plan)
+    casts *= alone[2] > 0
+    backward += sums
     # the last two layers' buffers still hold their weights
-    gathers = {"param_gather": max(0, layers - 2) * layer["param_gather"]}
-    across = across_nodes(plan)
-    backward += total["keep"]
+    gathers = {"param_gather": max(0, layers - 2) * layer[0]}
+    behind = math.inf
+    if plan.recompute == "none" and gathers["param_gather"]:
+        slow_compute, slow_other = est.profile.overlap["collectives"]
+        behind = final + gathers["param_gather"] / 2 * slow_other / slow_compute
     passes = [
-        (1, 0.0, {name: alone[name] for name in across}),
-        (1, forward, hidden("param_gather", "param_broadcast")),
+        (1, 0.0, dict(zip(STREAMS, alone))),
+        (1, forward, {"param_gather": gather, "param_broadcast": broadcast}),
         (count - 1, forward, gathers),
-        (count - 1, backward, gathers | {"grad_scatter": total["earlier_scatter"]}),
-        (1, backward + total["cast"], gathers | hidden("grad_scatter", "grad_reduce")),
+        (count - 1, backward, gathers | {"grad_scatter": earlier + first_earlier}, behind),
+        (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, behind),
     ]
-    norm = stage_params(plan) / plan.factors.os * plan.grad_bytes / est.profile.memory
+    visits = visit_seconds(est, plan) * layers * count
     under = forward if "host_update" in plan.overlap else 0.0
-    seconds = Counter(
-        {
-            "gradient sums": count * total["keep"] + total["cast"],
-            "optimizer": norm + total["update"],
-            "host_update": max(0.0, total["host_update"] - under),
-        }
+    total = Counter()
+    total["gradient sums"] = count * sums + casts
+    total["optimizer"] = update
+    total["host_update"] = max(0.0, visits - under)
+    for times, *rest in passes:
+        for name, seconds in not_hidden(est, plan, *rest).items():
+            total[name] += times * seconds
+    return total
+
+
+def own_seconds(est, plan):
+    """Return the seconds in which a GPU adds a micro-batch's gradients to those it keeps; casts
+    their sums to the type in which they travel, and back; and takes their norm and updates."""
+    f, e, wide = plan.factors, plan.dtype.itemsize, plan.grad_bytes
+    added = (e + 2 * wide) / f.g
+    if plan.chunks > 1:  # they add up in float32, and are cast whole
+        added += plan.accum_bytes + e
+    element = plan.params / est.profile.memory
+    moved = imbalance(plan) * update_bytes(plan.dtype) / est.profile.optimizer
+    return (
+        (f.g > 1) * added * element,
+        (wide != e) * 2 * (wide + e) / f.g * element,
+        plan.params / f.os * (moved + wide / est.profile.memory),
     )
-    for times, compute, traffic in passes:
-        more = not_hidden(est, plan, compute, traffic)
-        if "grad_scatter" in traffic and compute and plan.recompute == "none":
-            behind = {
-                name: value
-                for name, value in traffic.items()
-                if across[name] == across["param_gather"]
-            }
-            behind["param_gather"] /= 2
-            if behind["param_gather"]:
-                more = max(
-                    more,
-                    not_hidden(est, plan, final, behind),
-                    key=lambda found: sum(found.values()),
-                )
-        for name, value in more.items():
-            seconds[name] += times * value
-    return seconds
 
 
 # ---------------------------------------------------------------------------- seconds of a step
@@ -813,24 +719,24 @@ def traffic_seconds(
 
 def lost_seconds(
     plan: ActivationPlan,
-    layer: tuple[float, float, float],
+    layer: LayerBytes,
     s: LayerSeconds,
     bandwidth: float,
     busy: float,
 ) -> tuple[float, float]:
     """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
     of its forward in which compute waits for copies. busy: of a layer's forward, in which others
-    copy. Also of many plans, whose numbers are arrays."""
+    copy."""
     saved = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
-    inputs, _, inputs_away, _ = kept_parts(plan)
+    inputs = -(-plan.layers // plan.stride)
     dropped = plan.layers_recomputing_attention
     again = (
         np.maximum(0.0, plan.layers - saved) * s.recompute
-        + (plan.layers - inputs - inputs_away) * s.post
+        + (plan.layers - inputs) * s.post
         + (dropped - dropped // plan.stride) * (s.forward - s.attention - s.post)
         + dropped * s.attention
     )
-    hidden = (plan.layers - plan.resident) * max(0.0, s.forward - busy)
+    hidden = plan.swapped_layers * max(0.0, s.forward - busy)
     return again, np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
 
 
@@ -838,8 +744,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     """Return a step's seconds by what takes them: they add up to the step. states: with what these
     add; what layers lose is counted once they say what they keep."""
     layers, count = plan.stage_layers, plan.micro_batches
-    passes = count * layers
-    layer = layer_seconds(est, plan)
+    layer, launch = layer_seconds(est, plan), est.profile.launch
     again = waits = 0.0
     if plan.activations is not None:
         lost = lost_seconds(
@@ -851,43 +756,28 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         )
         again, waits = (float(seconds) / plan.part_layers for seconds in lost)
     # the host must launch a pass in less than it takes
-    forward = max(layer.forward, plan.chunks * est.profile.launch["forward"])
-    backward = max(layer.backward + again, plan.chunks * est.profile.launch["backward"])
-    everyone = mesh_of(plan.ranks, 1, plan.per_node)
-    seconds = {
-        "attention": passes * layer.kernels,
-        "all-to-all": passes * layer.exchange,  # and around a ring
-        "tensor exchanges": passes * layer.columns,
-        "rest of layers": passes
-        * (
-            layer.forward
-            + layer.backward
-            - layer.kernels
-            - layer.exchange
-            - layer.columns
-        ),
-        "recomputation": passes * again,
-        "copies": passes * waits,
-        "launches": passes
-        * (forward + backward - layer.forward - layer.backward - again),
-        "head and loss": count * head_seconds(est, plan),
-        # while a micro-batch goes through a part of each other stage
-        "pipeline idle": (plan.model.layers - layers)
-        * (forward + backward)
-        / plan.pp_chunks,
+    forward = max(layer.forward, plan.chunks * launch["forward"])
+    backward = max(layer.backward + again, plan.chunks * launch["backward"])
+    both = layer.forward + layer.backward
+    of_layer = layer.named | {
+        "rest of layers": both - sum(layer.named.values()),
+        "recomputation": again,
+        "copies": waits,
+        "launches": forward + backward - both - again,
     }
+    seconds = {name: count * layers * value for name, value in of_layer.items()}
+    seconds["head and loss"] = count * head_seconds(est, plan)
+    # while a micro-batch goes through a part of each other stage
+    others = (plan.model.layers - layers) / plan.pp_chunks
+    seconds["pipeline idle"] = others * (forward + backward)
     if states:
-        # loss, norm, vectors, labels, facts: of a MiB, since less takes as long
-        seconds["small sums"] = 5 * est.collective("all_reduce", 2.0**20, everyone)
-        seconds["stage messages"] = exposed_messages(plan) * est.collective(
-            "all_gather",
-            2 * message_bytes(plan),
-            (1, 2) if plan.ranks > plan.per_node else (2, 1),
-        )
+        pair = (1, 2) if plan.ranks > plan.per_node else (2, 1)
+        message = est.collective("all_gather", 2 * message_bytes(plan), pair)
+        seconds["stage messages"] = exposed_messages(plan) * message
         seconds |= traffic_seconds(
             est, plan, layers * forward, layers * backward, layers * layer.final
         )
-    return {name: value for name, value in seconds.items() if value}
+    return seconds
 
 
 def exposed_messages(plan: Plan) -> float:

@@ -97,7 +97,7 @@ def interpolate_twice(points: Points, tokens: float, width: float) -> float:
     by_width = {}
     for at_tokens, at_width, rate in points:
         by_width.setdefault(at_width, []).append([at_tokens, rate])
-    along = [[w, interpolate(by_width[w], tokens)] for w in sorted(by_width)]
+    along = sorted([w, interpolate(some, tokens)] for w, some in by_width.items())
     return interpolate(along, width)
 
 
@@ -107,7 +107,7 @@ def update_bytes(dtype: torch.dtype) -> int:
     return 2 * (dtype.itemsize + len(ADAMW.states) * accumulation_dtype(dtype).itemsize)
 
 
-def times(rates, factor: float):
+def times(rates, factor):
     """Return nested rates, the last numbers of points, times a factor."""
     if isinstance(rates, dict):
         return {key: times(value, factor) for key, value in rates.items()}
@@ -196,9 +196,7 @@ def check_profile(profile: Profile) -> None:
     rates = profile.memory, profile.optimizer, profile.to_host, profile.visits
     tables.append([rates])
     for points in tables:
-        positive = all(
-            0 < x < math.inf
-            for point in points for x in point)
+        positive = all(0 < x < math.inf for point in points for x in point)
         if not positive or points != sorted(points):
             raise ValueError(f"{points}: positive numbers at ascending points")
 
@@ -218,12 +216,11 @@ def known_profile(device_name: str, per_node: int) -> Profile:
     return with_node(nearest, per_node)
 
 
-def by_data_sheet(device_name: str, per_node: int) -> Profile:
+def by_data_sheet(device_name, per_node):
     """Return an H200's profile by the ratios of the data sheets; as it is, if the device has
     none."""
     base = known_profile(BASE, per_node)
-    new = find_sheet(device_name)
-    old = find_sheet(BASE)
+    new, old = find_sheet(device_name), find_sheet(BASE)
     how = "by its data sheet" if new else "as an H200, since it has no data sheet here"
     new = new or old
     *ratios, _ = (x / y for x, y in zip(new, old))
@@ -235,7 +232,7 @@ def by_data_sheet(device_name: str, per_node: int) -> Profile:
         sources={"all": f"{base.name}'s, by the ratios of the data sheets"})
 
 
-def with_node(profile: Profile, per_node: int) -> Profile:
+def with_node(profile, per_node):
     """Return a profile of one GPU with what GPUs of a node share, the network and the host, of an
     H200's by the ratios of the data sheets; any other as it is."""
     if any(profile.collectives.values()):

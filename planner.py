@@ -330,7 +330,7 @@ def plan_activations(
     backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
     chunks K as have room. Raises TooLarge.
 
-    layer: bytes of one, as costs.layer_bytes; bandwidth: bytes/s to the host, with all GPUs
+    layer: bytes of one, as costs.column_bytes; bandwidth: bytes/s to the host, with all GPUs
     copying; busy: seconds of a layer's forward in which other things are copied; gpu, host: bytes a
     rank can give to activations; resident, alpha: set by hand.
 
