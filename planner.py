@@ -452,7 +452,8 @@ def stages(c, plan):
 
 def sequences(c, plan):
     """Of the ranks that share a sequence the ring is the least one that leaves those that share
-    heads in one node: their all-to-alls cross no network."""
+    heads in one node: their all-to-alls cross no network. Long sequences try larger ones too: where
+    fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
 
     def why_not(sp, ring):
@@ -475,8 +476,10 @@ def sequences(c, plan):
     every = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
     found = legal(c, ["sp", "ring"], every, why_not)
     found.sort(key=lambda pair: in_node % (pair[0] // pair[1]) > 0)
-    for sp, ring in dict(reversed(found)).items():
-        yield replace(plan, sp=sp, ring=ring)
+    least = dict(reversed(found))
+    for sp, ring in found:
+        if ring == least[sp] or c.seq // sp > 2**16:
+            yield replace(plan, sp=sp, ring=ring)
 
 
 def batches(c, plan):
