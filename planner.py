@@ -11,11 +11,13 @@ why, and which are near. costs.py says what a plan takes,
     least  seconds of a step / its tokens     subject to  bytes <= memory of a GPU, of the host
 
 (AMSP, section IV, with InternEvo's degrees and Memo's activations). What has one best answer is a
-rule (RULES), the rest loops, in the order of bounds of the time: a shape's computation alone, then
-a step that recomputes nothing, then with what its layers keep (`plan_activations`).
+rule (RULES), the rest loops: over shapes of the computation, those that compute fastest first, and
+for each over states, by the seconds of a step that recomputes nothing; what layers keep is planned
+last (`plan_activations`), and what can be no better than what is found is left out (`late`).
 
 Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, larger micro-batches, states
-on the GPU, less host memory, fewer shards (`preference`).
+on the GPU, fewer shards (`preferred`). Nodes are put in an order in which few bytes cross the spine
+of a cluster's switches (`place_nodes`; AMSP, section V-D).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
@@ -351,7 +353,7 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     plans = replace(plans, chunks=chunks, kept_chunks=kept, swapped_chunks=swapped)
     lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
     lost = np.where(feasible, lost, np.inf)
-    at = np.argmin(lost + TIE_S * host_bytes(plans, layer))
+    at = np.argmin(lost + TIE_S * (copied + swapped * part))
     if lost[at] == np.inf:
         at = np.argmin(np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf))
         if resident or alpha is not None:
@@ -645,10 +647,12 @@ class Search:
     def fitting(self) -> Iterator[Plan]:
         """Yield plans that fit, for each kind the best and what ties with it among them."""
 
+        fastest = {}  # seconds a token, by kind
+
         def late(plan):
             return any(
-                plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
-                for other in self.tried)
+                plan.token_s > seconds * (1 + TIE if other == kind(plan) else FAR)
+                for other, seconds in fastest.items())
 
         for shape in self.by_bound(self.choose([self.start], *SHAPE), states=False):
             if late(shape):
@@ -663,6 +667,7 @@ class Search:
                     plan = replace(plan, seconds={"never": math.inf})
                 else:
                     yield plan
+                    fastest[kind(plan)] = min(plan.token_s, fastest.get(kind(plan), math.inf))
                 self.tried.append(plan)
 
     def best(self) -> list[Plan]:
