@@ -692,18 +692,19 @@ class Search:
         if plan.recompute == "auto":
             plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
         plan = with_memory(plan)
-        if plan.recompute == c.recompute == "auto":
+        room = gpu - plan.gpu_bytes + plan.memory["activations"]
+        spare = host - plan.host.get("optimizer", 0)
+        if plan.recompute == c.recompute == "auto" and min(room, spare) >= 0:
             times = plan.in_flight / n
             kept, _ = plan_activations(
                 n, layer, layer_seconds(self.est, plan), plan.chunks, self.est.profile.to_host,
-                (gpu - plan.gpu_bytes + plan.memory["activations"]) / times,
-                (host - plan.host.get("optimizer", 0)) / times,
-                c.resident_layers, c.alpha, visit_seconds(self.est, plan))
+                room / times, spare / times, c.resident_layers, c.alpha,
+                visit_seconds(self.est, plan))
             plan = with_memory(replace(plan, activations=kept))
         over = max(plan.gpu_bytes / gpu, plan.host_bytes / max(1.0, host))
         if over > 1 + 1e-9:
             error = TooLarge(
-                f"a step needs at least {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
+                f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
                 f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
                 f"{host / GIB:.1f}, with {in_words(plan)}")
             error.over = over
