@@ -337,6 +337,10 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     away = n - k
     saves = (m == 1) & (x <= away)  # layers that drop inputs keep no intermediates
     room, spare = gpu - needed, gpu - leaving
+    possible = (np.minimum(room, spare) >= 0) & (copied <= host)
+    if resident is alpha is None and not possible.any():
+        at = np.argmin(np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf))
+        return ActivationPlan(n, chunks, int(k[at]), 0, 0, int(x[at]), int(m[at])), math.inf
     buffered = whole_chunks(np.minimum(room / 2, spare / 4) / part)  # of a layer
     most = np.minimum(
         whole_chunks((host - copied) / part), away * np.minimum(buffered, chunks))
@@ -348,19 +352,16 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     feasible = (buffered >= 0) & (0 <= swapped) & (swapped <= most) & (k == (resident or k))
     feasible &= (saves | (swapped == 0)) & ((k < n) | (not alpha))
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
-    swapped = feasible * swapped
-    kept = feasible * saves * np.clip(kept, 0, chunks * k)
+    kept = saves * np.clip(kept, 0, chunks * k)
     plans = replace(plans, chunks=chunks, kept_chunks=kept, swapped_chunks=swapped)
     lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
     lost = np.where(feasible, lost, np.inf)
     at = np.argmin(lost + TIE_S * (copied + swapped * part))
     if lost[at] == np.inf:
-        at = np.argmin(np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf))
-        if resident or alpha is not None:
-            raise TooLarge(
-                f"--resident-layers {resident or 'auto'} --alpha "
-                f"{'auto' if alpha is None else alpha} of {n} layers: activations do not fit "
-                f"{gpu / GIB:.1f} GiB of a GPU and {host / GIB:.1f} of the host a rank")
+        raise TooLarge(
+            f"--resident-layers {resident or 'auto'} --alpha {'auto' if alpha is None else alpha} "
+            f"of {n} layers: activations do not fit {gpu / GIB:.1f} GiB of a GPU and "
+            f"{host / GIB:.1f} of the host a rank")
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
@@ -694,7 +695,7 @@ class Search:
         plan = with_memory(plan)
         room = gpu - plan.gpu_bytes + plan.memory["activations"]
         spare = host - plan.host.get("optimizer", 0)
-        if plan.recompute == c.recompute == "auto" and min(room, spare) >= 0:
+        if plan.recompute == c.recompute == "auto":
             times = plan.in_flight / n
             kept, _ = plan_activations(
                 n, layer, layer_seconds(self.est, plan), plan.chunks, self.est.profile.to_host,

@@ -3069,7 +3069,7 @@ def test_dry_run(tmp_path, capsys):
     )
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
-    assert "optimizer 75.31" in text and "step s  TGS  MFU causal" in text
+    assert "optimizer 75.31" in text and "a second and GPU (TGS), MFU " in text
     assert not (tmp_path / "a").exists()
 
 
