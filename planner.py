@@ -1101,7 +1101,7 @@ def changes_that_fit(asked: Question, hardware: Hardware) -> list[str]:
     """Return flags with which there is a plan, the smallest change first: fewer tokens, more memory
     of the host or of a GPU, more GPUs."""
     seq, ranks = asked.seq, hardware.ranks
-    gpu = int(hardware.gpu_budget / GPU_SHARE / GIB)
+    gpu = round(hardware.gpu_budget / GPU_SHARE / GIB)
     node = int(hardware.host_budget * hardware.per_node / GIB)
     unit = math.lcm(256, ranks)
     found = []
