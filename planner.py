@@ -11,11 +11,13 @@ why, and which are near. costs.py says what a plan takes,
     least  seconds of a step / its tokens     subject to  bytes <= memory of a GPU, of the host
 
 (AMSP, section IV, with InternEvo's degrees and Memo's activations). What has one best answer is a
-rule (RULES), the rest loops, in the order of bounds of the time: a shape's computation alone, then
-a step that recomputes nothing, then with what its layers keep (`plan_activations`).
+rule (RULES), the rest loops: over shapes of the computation, those that compute fastest first, and
+for each over states, by the seconds of a step that recomputes nothing; what layers keep is planned
+last (`plan_activations`), and what can be no better than what is found is left out (`late`).
 
 Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, larger micro-batches, states
-on the GPU, less host memory, fewer shards (`preference`).
+on the GPU, fewer shards (`preferred`). Nodes are put in an order in which few bytes cross the spine
+of a cluster's switches (`place_nodes`; AMSP, section V-D).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
@@ -33,16 +35,16 @@ resident layers, K kept and S swapped chunks, m layers of which one keeps x, X l
 import argparse
 import bisect
 import contextlib
-import difflib
 import functools
-import heapq
 import itertools
 import json
 import math
+import operator
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -53,7 +55,6 @@ import torch
 from attention import KERNELS, head_group_counts
 from costs import (
     Estimator,
-    LayerSeconds,
     Plan,
     column_bytes,
     host_bytes,
@@ -70,7 +71,6 @@ from hardware import Profile, find_sheet, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, flops_per_token, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
-from placement import Ring, make_rings, parse_leaf, place_nodes
 from shard import OPTIMIZERS, STREAMS, Factors, illegal, legal_factors, parse_strategy
 
 # ---------------------------------------------------------------------------- flags
@@ -94,52 +94,40 @@ def flag(default, text: str, low: float = 1, high: float = 2**20, among: Iterabl
 
 
 def flags_of(program) -> dict[str, Field]:
-    """Return a dataclass's fields that are flags, by name."""
-    return {f.name: f for f in fields(program) if "help" in f.metadata}
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        """End with argparse's own message, and the nearest flag for an unknown one."""
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0].split("=")[0]
-        near = difflib.get_close_matches(unknown, self._option_string_actions, 1)
-        super().error(message + (f" (nearest: {near[0]})" if unknown and near else ""))
+    """Return a dataclass's fields that are flags, by name: its own before those of Constraints."""
+    flags = {f.name: f for f in fields(program) if "help" in f.metadata}
+    own = {name: flags[name] for name in program.__annotations__ if name in flags}
+    return own | flags
 
 
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def types_of(f: Field) -> tuple[type, ...]:
-    return typing.get_args(f.type) or (f.type,)
-
-
 def flag_type(f: Field):
     """Return the function text -> value of a field; auto is None where that is allowed."""
-    kind = size if int in types_of(f) else types_of(f)[0]
+    kinds = typing.get_args(f.type) or (f.type,)
+    kind = size if int in kinds else kinds[0]
 
     def convert(text: str):
-        return None if text == "auto" and type(None) in types_of(f) else kind(text)
+        return None if text == "auto" and type(None) in kinds else kind(text)
 
     convert.__name__ = kind.__name__  # argparse says "invalid float value"
     return convert
 
 
-def make_parser(program: type, description: str) -> Parser:
-    """Return a parser of a dataclass's flags, its own before those of Constraints. What it parses
-    has those alone that a command gives."""
-    group = parser = Parser(
+def make_parser(program: type, description: str) -> argparse.ArgumentParser:
+    """Return a parser of a dataclass's flags. What it parses has those alone that a command
+    gives."""
+    group = parser = argparse.ArgumentParser(
         description=description, usage="%(prog)s [flags]", allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
         "by the program, and printed.")
-    flags = flags_of(program)
-    own = [name for name in program.__annotations__ if name in flags]
-    for name in dict.fromkeys([*own, *flags]):
-        f = flags[name]
+    for name, f in flags_of(program).items():
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
-        shown = "" if f.default in ("", None) or f.default is False else f" ({f.default})"
+        shown = "" if str(f.default) in ("", "None", "False") else f" ({f.default})"
         kind = {"help": (f.metadata["help"] + shown).replace("%", "%%")}
         if f.type is bool:
             kind["action"] = argparse.BooleanOptionalAction
@@ -165,8 +153,6 @@ def check_values(program) -> None:
 
 OVERLAPS = (*STREAMS, "pipeline")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-
-
 Count = int | None  # None: auto
 
 
@@ -174,24 +160,24 @@ Count = int | None  # None: auto
 class Constraints:
     """What a command fixes; None, or auto, is open. A program's flags are these and its own."""
 
-    seq: int | None = flag(4096, "tokens a sequence", 1, 2**40)
-    batch: int | None = flag(
+    seq: Count = flag(4096, "tokens a sequence", 1, 2**40)
+    batch: Count = flag(
         None, "sequences a step over all ranks; auto: 512K tokens (4K for tiny); of a resumed run "
         "its tokens", group="a step and its tokens")
-    micro_batch: int | None = flag(
+    micro_batch: Count = flag(
         None, "sequences that sp ranks run at once; auto: the most within 8K tokens a rank, or "
         "fewer, by predicted time")
     tokenizer: str = flag(
         "", "Hugging Face folder whose tokenizer.json makes tokens of text, kept in OUT/tokens")
-    document_token: int | None = flag(
+    document_token: Count = flag(
         None, "id that ends a document, in which attention stays, and behind which no label "
         "counts; -1: none; auto: what --tokenizer ends texts with, else none", -1, 2**32)
     attention: str = flag("auto", "kernel: auto, fa4, cudnn, flash, cpu")
     dtype: str = flag("bf16", "of weights and activations", among=DTYPES)
-    p: int | None = flag(
+    p: Count = flag(
         None, "parameter shards; auto: by predicted time, then the fewest", group="sharding")
-    g: int | None = flag(None, "gradient shards, p or os; auto: likewise")
-    os: int | None = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
+    g: Count = flag(None, "gradient shards, p or os; auto: likewise")
+    os: Count = flag(None, "optimizer state shards, a multiple of p; auto: likewise")
     strategy: str = flag("", "p, g, os by name: ddp, zero1, zero2, zero3, mics:K, zero1.5:K")
     os_layout: str = flag(
         "auto", "of optimizer states: whole tensors (inter), or each split evenly; auto: intra",
@@ -203,39 +189,39 @@ class Constraints:
         ",".join(OVERLAPS), "what runs under computation, a list, or none: weights before they are "
         "used, gradients to shards, shards over replicas, new weights to who holds them, states on "
         "the host, messages between stages")
-    tp: int | None = flag(1, "neighbours that share each layer's matrices; auto: by predicted time")
+    tp: Count = flag(1, "neighbours that share each layer's matrices; auto: by predicted time")
     tp_mode: str = flag(
         "msp", "of them: all have all tokens (mtp), tokens are split between products, and (fsp) "
         "gathered again in backward", among=("mtp", "msp", "fsp"))
-    pp: int | None = flag(1, "stages of a pipeline; auto: by predicted time")
-    pp_chunks: int | None = flag(
+    pp: Count = flag(1, "stages of a pipeline; auto: by predicted time")
+    pp_chunks: Count = flag(
         None, "parts of the model on a stage, interleaved; auto: by predicted time")
-    sp: int | None = flag(
+    sp: Count = flag(
         None, "ranks that share a sequence; auto: by predicted time", group="sequences over ranks")
-    ring: int | None = flag(
+    ring: Count = flag(
         None, "of them, by context, around which k, v travel; the other sp / ring by heads; auto: "
         "the fewest")
-    head_groups: int | None = flag(
+    head_groups: Count = flag(
         None, "parts of a rank's heads: the next one's all-to-all runs under this one's attention; "
         "without --sp they save memory; auto: 4, or more")
     recompute: str = flag(
         "auto", "layers keep, swap or recompute chunks as planned; keep everything (none); or keep "
         "their input alone and run again, attention included (full)",
         among=("auto", "none", "full"), group="memory")
-    chunk: int | None = flag(
+    chunk: Count = flag(
         None, "most tokens that a layer runs at once, in equal parts; auto: 16K or 8K", 1, 2**40)
     alpha: float | None = flag(
         None, "fraction of tokens whose activations a swapped layer swaps; auto: as planned", 0, 1)
-    resident_layers: int | None = flag(
+    resident_layers: Count = flag(
         None, "last layers whose inputs and attention outputs stay on the GPU; auto: as planned", 2)
-    host_memory: int | None = flag(
+    host_memory: Count = flag(
         None, "bytes of a node (as 400G) for states and activations; auto: what the control group "
         "or the machine allows, less an eighth", 0, 2**60)
-    gpu_memory: int | None = flag(
+    gpu_memory: Count = flag(
         None, "bytes of a GPU that may be used (as 80G); auto: all", 1, 2**60)
     optimizer: str = "adamw"
     default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
-    most_sequences: int | None = None  # that the data has
+    most_sequences: Count = None  # that the data has
     resumes: bool = False  # a run, whose batch it keeps
 
     @property
@@ -285,12 +271,10 @@ def gpu_budget(device: torch.device, asked: int | None) -> float:
     return GPU_SHARE * min(total, asked or total)
 
 
-def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float:
+def host_budget(ranks: int, asked: int | None) -> float:
     """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
-    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory;
-    elsewhere: the plan is for another machine. Raises ValueError if control groups allow less."""
-    if asked is not None and elsewhere:
-        return asked / ranks
+    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
+    Raises ValueError if control groups allow less."""
     limits = [int(Path("/proc/meminfo").read_text().split()[1]) * 1024]
     path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
     group = Path("/sys/fs/cgroup" + path)
@@ -298,7 +282,7 @@ def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float
         with contextlib.suppress(OSError, ValueError):  # not there, or "max"
             limits.append(int((folder / "memory.max").read_text()))
     allowed = min(limits)
-    if asked is not None and asked > allowed:
+    if (asked or 0) > allowed:
         raise ValueError(
             f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
             f"allows {allowed / GIB:.0f}G, and other things need some of it"
@@ -310,123 +294,107 @@ def host_budget(ranks: int, asked: int | None, elsewhere: bool = False) -> float
 
 
 class TooLarge(ValueError):
-    """A step that does not fit; over: how many times too much it needs of a memory."""
+    """A step that does not fit."""
 
-    def __init__(self, message: str, over: float):
-        super().__init__(message)
-        self.over = over
+    over = math.inf  # how many times too much it needs of a memory
 
 
 MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
 TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
-def plan_activations(
-    n: int, layer: tuple[float, float, float], s: LayerSeconds, chunks: int,
-    bandwidth: float, gpu: float, host: float,
-    resident: int | None = None, alpha: float | None = None, busy: float = 0.0,
-) -> tuple[ActivationPlan, float]:
+def whole_chunks(number: np.ndarray) -> np.ndarray:
+    return np.floor(number + 1e-9)
+
+
+def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
+                     busy=0.0) -> tuple[ActivationPlan, float]:
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
-    chunks K as have room. Raises TooLarge.
+    chunks K as have room. If nothing fits, the plan that needs least, and inf. Raises TooLarge if
+    what is set by hand does not.
 
-    layer: bytes of one, as costs.column_bytes; bandwidth: bytes/s to the host, with all GPUs
-    copying; busy: seconds of a layer's forward in which other things are copied; gpu, host: bytes a
-    rank can give to activations; resident, alpha: set by hand.
+    layer, s: bytes and seconds of one, as costs.column_bytes and LayerSeconds; bandwidth: bytes/s
+    to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
+    alpha: set by hand; busy: seconds of a layer's forward in which other things are copied.
 
         min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
              resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
              layers that are leaving <= gpu
-    """
-    if resident and resident > n:
-        raise ValueError(f"--resident-layers {resident}: a stage runs {n} layers; at most {n}")
-    _, attn, others = layer
-    part = others / chunks
-    x, drops, m, k, rule = ways_to_keep(n)
-    away = n - k
-    hideable = bandwidth * away * max(0.0, s.forward - busy)
-    everything = host_bytes(ActivationPlan(n, chunks, k), layer)
-    least, hidden = (
-        np.ceil((everything - room) / attn - 1e-9) for room in (host, np.minimum(host, hideable))
-    )
-    x = np.where(drops > 0, np.clip(np.choose(drops, [x, least, hidden, away]), 0, away), x)
-    plans = ActivationPlan(n, chunks, k, 0, 0, x, m)
-    copied = host_bytes(plans, layer)
-    most = np.minimum(np.floor((host - copied) / part + 1e-9), chunks * away)
-    hides = (hideable - copied) / part
-    eighths = np.rint(chunks * np.minimum(rule, 8) / 8) * away
-    swapped = np.choose(
-        np.maximum(0, rule - 8), [eighths, most, np.floor(hides + 1e-9), np.ceil(hides - 1e-9)]
-    )
-    if alpha is not None:  # the nearest number of chunks
-        swapped = np.rint(alpha * chunks * away)
-    saves = (m == 1) & (x <= away)  # intermediates
-    feasible = (most >= 0) & (0 <= swapped) & (swapped <= most) & (saves | (swapped == 0))
-    plans = replace(plans, swapped_chunks=np.where(feasible, swapped, 0))
-    kept = np.floor((gpu - resident_bytes(plans, layer)) / part + 1e-9)
-    plans = replace(plans, kept_chunks=np.where(saves, np.clip(kept, 0, chunks * k), 0))
-    # in forward two layers are leaving, whole
-    leaving = rounding_bytes(plans, layer) + rounding_bytes(
-        replace(plans, stride=1, layers_recomputing_attention=0), layer
-    )
-    feasible &= (kept >= 0) & (leaving <= gpu) & (k == (resident or k)) & ((k < n) | (not alpha))
-    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
-    value = np.where(feasible, lost + TIE_S * host_bytes(plans, layer), np.inf)
-    at = np.argmin(value)
-    if value[at] == np.inf:
-        asked = f"--alpha {alpha} " if alpha is not None else ""
-        asked += f"--resident-layers {resident} of " if resident else ""
-        raise TooLarge(
-            f"{asked}{n} layers: activations do not fit {gpu / GIB:.1f} GiB of a GPU and "
-            f"{host / GIB:.1f} of the host a rank", math.inf)
-    chosen = (int(each[at]) for each in (k, plans.kept_chunks, plans.swapped_chunks, x, m))
-    return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
-
-@functools.cache
-def ways_to_keep(n: int) -> np.ndarray:
-    """Return X, a rule for X, m, k and a rule for S, of all plans in question: each X of layers
-    that swap no intermediates; else the least X that the host allows, the least whose copies hide
-    too, or all that leave, and from 0 to 8 eighths of a layer, the most that the host has, the most
-    chunks whose copies hide, or one more.
-
-    Time falls with S as long as copies hide behind computation, so S is what a rounding buffer of
-    so many chunks a layer has room for, the most that the host has, or the most that still hides.
-    Layers that drop inputs (m > 1) keep no intermediates. With k = 2, m = 1, where waiting for a
-    copy costs more than it saves, S is Memo's rule, to a chunk:
+    Time falls with S as long as copies hide behind computation, so S is the most that still hides,
+    one more, or the most that host and rounding buffers have room for. With k = 2, m = 1, where
+    waiting for a copy costs more than it saves, that is Memo's rule, to a chunk:
 
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    ways = [
-        (x, 0, m, k, 0)
+    if resident and resident > n:
+        raise ValueError(f"--resident-layers {resident}: a stage runs {n} layers; at most {n}")
+    part = layer[-1] / chunks
+    plans, rule, needed, leaving, copied = ways_to_keep(n, layer)
+    k, m, x = plans.resident, plans.stride, plans.layers_recomputing_attention
+    away = n - k
+    saves = (m == 1) & (x <= away)  # layers that drop inputs keep no intermediates
+    room, spare = gpu - needed, gpu - leaving
+    possible = (np.minimum(room, spare) >= 0) & (copied <= host)
+    if resident is alpha is None and not possible.any():
+        at = np.argmin(np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf))
+        return ActivationPlan(n, chunks, int(k[at]), 0, 0, int(x[at]), int(m[at])), math.inf
+    buffered = whole_chunks(np.minimum(room / 2, spare / 4) / part)  # of a layer
+    most = np.minimum(
+        whole_chunks((host - copied) / part), away * np.minimum(buffered, chunks))
+    hideable = bandwidth * away * max(0.0, s.forward - busy)
+    hidden = whole_chunks((hideable - copied) / part)
+    swapped = saves * np.minimum(most, np.choose(rule, [0, hidden, hidden + 1, most]))
+    if alpha is not None:  # the nearest number of chunks
+        swapped = np.rint(alpha * chunks * away)
+    feasible = (buffered >= 0) & (0 <= swapped) & (swapped <= most) & (k == (resident or k))
+    feasible &= (saves | (swapped == 0)) & ((k < n) | (not alpha))
+    kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
+    kept = saves * np.clip(kept, 0, chunks * k)
+    plans = replace(plans, chunks=chunks, kept_chunks=kept, swapped_chunks=swapped)
+    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
+    lost = np.where(feasible, lost, np.inf)
+    at = np.argmin(lost + TIE_S * (copied + swapped * part))
+    if lost[at] == np.inf:
+        raise TooLarge(
+            f"--resident-layers {resident or 'auto'} --alpha {'auto' if alpha is None else alpha} "
+            f"of {n} layers: activations do not fit {gpu / GIB:.1f} GiB of a GPU and "
+            f"{host / GIB:.1f} of the host a rank")
+    chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
+    return ActivationPlan(n, chunks, *chosen), float(lost[at])
+
+
+@functools.lru_cache
+def ways_to_keep(n, layer):
+    """Return all plans in question, of which intermediates are still to be added, and a rule for S
+    of each; and without intermediates the bytes of the GPU, those of the rounding buffers and two
+    whole layers that are leaving in forward, and of the host."""
+    k, m, x, rule = np.array([
+        (k, m, x, rule)
         for m in range(1, MOST_STRIDE + 1)
-        for k in range(min(2, n), n + 1)
-        if (n - k) % m == 0
+        for k in range(n, min(2, n) - 1, -m)
         for x in range(n + 1)
-    ]
-    ways += [
-        (0, drops, 1, k, rule)
-        for k in range(min(2, n), n)
-        for drops in (1, 2, 3)
-        for rule in range(1, 12)
-    ]
-    return np.array(ways).T
+        for rule in range(4 if m == 1 and x <= n - k else 1)
+    ]).T
+    plans = ActivationPlan(n, 1, k, 0, 0, x, m)
+    whole = replace(plans, stride=1, layers_recomputing_attention=0)
+    leaving = rounding_bytes(plans, layer) + rounding_bytes(whole, layer)
+    return plans, rule, resident_bytes(plans, layer), leaving, host_bytes(plans, layer)
 
 
-# ---------------------------------------------------------------------------- degrees
+# ---------------------------------------------------------------------------- which plan
 
 
 def divisors(count: int) -> list[int]:
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-def legal(
-    c: Constraints,
-    names: Sequence[str],
-    every: Iterable[tuple[int, ...]],
-    why_not: Callable[..., str | None],
-) -> list[tuple[int, ...]]:
+# A degree is a function of constraints and a plan that yields the plan with each legal choice.
+
+
+def legal(c, names, every, why_not):
     """Return the values of flags, of `every`, that are as asked and break no rule. Raises
     ValueError with the rule that what is asked breaks, and the legal values that are near."""
     every = [values for values in every if not why_not(*values)]
@@ -436,43 +404,38 @@ def legal(
         for values in every
         if all(want in (None, value) for want, value in zip(asked, values))
     ]
-    if found:
-        return found
-
-    def said(values: Iterable) -> str:
-        return " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
-
-    wish = [want or 1 for want in asked]
-    every.sort(key=lambda values: sum(abs(a - b) for a, b in zip(values, wish)))
-    raise ValueError(
-        f"{said(wish)}: {why_not(*wish)}; legal here: "
-        + (", ".join(map(said, sorted(every[:4]))) or "none")
-    )
+    if not found:
+        wish = [want or 1 for want in asked]
+        every.sort(key=lambda values: math.dist(values, wish))
+        said, *near = [
+            " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
+            for values in (wish, *sorted(every[:4]))]
+        raise ValueError(
+            f"{said}: {why_not(*wish)}; legal here: {', '.join(near) or 'none'}")
+    return found
 
 
-def columns(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with columns of a layer's matrices: neighbours in a node, each with as many
-    heads and features."""
-    model = plan.model
+def columns(c, plan):
+    """Columns of a layer's matrices are neighbours in a node, each with as many heads and
+    features."""
+    model, per_node = plan.model, plan.per_node
 
-    def why_not(tp: int) -> str:
-        if math.gcd(hardware.per_node, model.heads, model.kv_heads, model.ffn) % tp:
+    def why_not(tp):
+        if math.gcd(per_node, model.heads, model.kv_heads, model.ffn) % tp:
             return (
-                f"it must divide {hardware.per_node} GPUs of a node, {model.heads} heads, "
+                f"it must divide {per_node} GPUs of a node, {model.heads} heads, "
                 f"{model.kv_heads} key/value heads, {model.ffn} features"
             )
-        whole = tp > 1 and OPTIMIZERS[c.optimizer].whole
-        return "this optimizer needs whole matrices: --tp 1" if whole else ""
 
-    for (tp,) in legal(c, ["tp"], zip(divisors(hardware.per_node)), why_not):
+    for (tp,) in legal(c, ["tp"], zip(divisors(per_node)), why_not):
         yield replace(plan, tp=tp, tp_mode=c.tp_mode)
 
 
-def stages(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with stages of a pipeline, and parts of the model on one."""
-    ranks, per_node, layers = hardware.ranks, hardware.per_node, plan.model.layers
+def stages(c, plan):
+    """Stages of a pipeline have whole nodes or lie within one, and some parts of the model each."""
+    ranks, per_node, layers = plan.ranks, plan.per_node, plan.model.layers
 
-    def why_not(pp: int, parts: int) -> str:
+    def why_not(pp, parts):
         of_stage = ranks // pp
         if ranks % pp or of_stage % plan.tp or of_stage % per_node * (per_node % of_stage):
             return (
@@ -484,27 +447,25 @@ def stages(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
                 f"{pp} stages x {parts} parts of {layers} layers, and several parts are of a "
                 "pipeline"
             )
-        return ""
 
-    every = itertools.product(divisors(ranks), range(1, layers + 1))
+    every = itertools.product(divisors(ranks), {1, 2, 4, c.pp_chunks or 1})
     for pp, parts in legal(c, ["pp", "pp_chunks"], every, why_not):
-        if c.pp_chunks or parts in (1, 2, 4):
-            yield replace(plan, pp=pp, pp_chunks=parts)
+        yield replace(plan, pp=pp, pp_chunks=parts)
 
 
-def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with ranks that share a sequence, and of them the least ring that leaves those
-    that share heads in one node: their all-to-alls cross no network. Long sequences try larger ones
-    too: where fewer ranks share the heads there are more groups of them, which need less memory."""
+def sequences(c, plan):
+    """Of the ranks that share a sequence the ring is the least one that leaves those that share
+    heads in one node: their all-to-alls cross no network. Long sequences try larger ones too: where
+    fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
 
-    def why_not(sp: int, ring: int) -> str:
+    def why_not(sp, ring):
+        heads = max(1, sp // ring)
         if ranks % sp or c.seq % (sp * plan.tp):
             return (
                 f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
                 f"{sp} x {plan.tp}"
             )
-        heads = max(1, sp // ring)
         if ring > 1 and c.no_ring:
             return c.no_ring
         if sp % ring or kv_heads % heads:
@@ -514,23 +475,20 @@ def sequences(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
                 f"ranks that share heads are of one node of {in_node}, and --seq {c.seq} is cut in "
                 "2 x ring parts"
             )
-        return ""
 
     every = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
-    rings = {}
-    for sp, ring in legal(c, ["sp", "ring"], every, why_not):
-        rings.setdefault(sp, []).append(ring)
-    for sp, some in rings.items():
-        some.sort(key=lambda ring: (in_node % (sp // ring) > 0, ring))
-        for ring in some if c.seq // sp > 2**16 else some[:1]:
+    found = legal(c, ["sp", "ring"], every, why_not)
+    found.sort(key=lambda pair: in_node % (pair[0] // pair[1]) > 0)
+    least = dict(reversed(found))
+    for sp, ring in found:
+        if ring == least[sp] or c.seq // sp > 2**16:
             yield replace(plan, sp=sp, ring=ring)
 
 
-def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with sequences a step, and at once: within 8K tokens a rank the most, the next
-    and one."""
+def batches(c, plan):
+    """Sequences a step, and at once: within 8K tokens a rank the most, the next and one."""
     dp = plan.dp
-    most = 2**40 if c.most_sequences is None else c.most_sequences
+    most = c.most_sequences or 2**40
     batch = c.batch or max(dp, min(-(-c.default_batch // dp), most // dp) * dp)
     each, left = divmod(batch, dp)
     if batch > most:
@@ -545,7 +503,7 @@ def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
             f"nearest: {each * dp or dp} or {(each + 1) * dp}"
         )
 
-    def why_not(size: int) -> str | None:
+    def why_not(size):
         if each % size:
             return f"it does not divide the {each} sequences of a rank (--batch {batch} over {dp})"
         turns = dp * size * plan.pp
@@ -556,36 +514,34 @@ def batches(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
         )
 
     sizes = [size for size, in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
-    if c.micro_batch is None:
-        sizes = [n for n in sizes if n <= max(sizes[0], 2**13 * plan.sp // c.seq)]
-    for size in {*sizes[-2:], sizes[0]}:
+    within = [size for size in sizes if size * c.seq <= 2**13 * plan.sp]
+    for size in {sizes[0], *within[-2:]}:
         yield replace(plan, batch=batch, micro_batch=size, accumulates=each > size)
 
 
-def head_groups(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with parts of a rank's heads: 4 hide all-to-alls; of long sequences the most
-    too, which need less memory."""
+def head_groups(c, plan):
+    """4 parts of a rank's heads hide all-to-alls; of long sequences the most too, which need less
+    memory."""
     column, ranks = plan.column, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
 
-    def why_not(groups: int) -> str:
-        if groups in counts:
-            return ""
-        return (
-            f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head "
-            f"of {plan.tokens} tokens may have too many elements: more --sp"
-        )
+    def why_not(groups):
+        if groups not in counts:
+            return (
+                f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a "
+                f"head of {plan.tokens} tokens may have too many elements: more --sp"
+            )
 
-    found = [n for n, in legal(c, ["head_groups"], zip(range(1, heads + 1)), why_not)]
-    limits = (4, 16) if ranks > 1 else (1, 8)
-    for limit in limits if plan.tokens > 2**16 and len(found) > 1 else limits[:1]:
-        yield replace(plan, head_groups=max(n for n in found if n <= max(limit, found[0])))
+    found = [n for n, in legal(c, ["head_groups"], zip(counts), why_not)]
+    few, many = (4, 16) if ranks > 1 else (1, 8)
+    for most in {few, many if plan.tokens > 2**16 else few}:
+        yield replace(plan, head_groups=max([n for n in found if n <= most], default=found[0]))
 
 
-def treatments(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with layers that run whole, and in equal chunks of at most 16K and 8K tokens:
-    below that products slow down. What is said of chunks by hand asks for them."""
+def treatments(c, plan):
+    """Layers run whole, or in equal chunks of at most 16K or 8K tokens: below that products slow
+    down. What is said of chunks by hand asks for them."""
     by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
@@ -599,20 +555,16 @@ def treatments(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]
         )
     if c.recompute == "none" or plan.splits_tokens:
         return
-    whole = Fraction(c.alpha or 0).limit_denominator(8).denominator  # alpha is a number of chunks
+    # alpha is a number of chunks
+    whole = Fraction(not c.chunk and c.alpha or 0).limit_denominator(8).denominator
     for most in {min(plan.tokens, c.chunk or size) for size in (2**14, 2**13)}:
-        parts = -(-plan.tokens // most)
-        if not c.chunk:
-            parts = min(plan.tokens, -(-parts // whole) * whole)
+        parts = -(-plan.tokens // (most * whole)) * whole
         yield replace(plan, recompute="auto", chunk=-(-plan.tokens // parts))
 
 
-every_legal_factor = functools.cache(legal_factors)
-
-
-def states(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
-    """Yield the plan with the legal factors, fewest shards first, and places of optimizer states.
-    Layout intra: all ranks have as much to update."""
+def states(c, plan):
+    """States have the legal factors, and lie on GPUs or hosts. Layout intra: all ranks have as much
+    to update."""
     world, in_node = plan.state_ranks, plan.in_node
     if c.strategy:
         if c.p or c.g or c.os:
@@ -620,22 +572,20 @@ def states(c: Constraints, hardware: Hardware, plan: Plan) -> Iterator[Plan]:
         c = replace(c, **asdict(parse_strategy(c.strategy, world)))
     whole = OPTIMIZERS[c.optimizer].whole  # its rank updates whole matrices
 
-    def why_not(p: int, g: int, os: int) -> str | None:
-        if whole and (p > 1 or c.os_layout == "intra"):
-            return "this optimizer needs whole matrices: --os-layout inter --p 1"
+    def why_not(p, g, os):
+        if whole and (plan.tp * p > 1 or c.os_layout == "intra"):
+            return "this optimizer needs whole matrices: --os-layout inter --p 1 --tp 1"
         return illegal(Factors(p, g, os), world, in_node)
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
-    for f in legal(c, ["p", "g", "os"], map(astuple, every_legal_factor(world, in_node)), why_not):
+    every = map(astuple, legal_factors(world, in_node))
+    for f in legal(c, ["p", "g", "os"], every, why_not):
         for place in places:
             yield replace(plan, factors=Factors(*f), os_layout=layout, os_place=place)
 
 
 SHAPE = (columns, stages, sequences, batches, head_groups, treatments)  # of the computation
-
-
-# ---------------------------------------------------------------------------- the search
 
 TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
@@ -649,16 +599,20 @@ def plan(
     return Search(constraints, model, hardware).best()[:top]
 
 
-def check(constraints: Constraints, model: ModelConfig, ranks: int, per_node: int) -> None:
-    """Raise ValueError for constraints that no plan meets, whatever memory there is."""
-    search = Search(constraints, model, Hardware(ranks, per_node, None))
-    if not search.choose([search.start], columns, stages, states, sequences):
-        raise search.errors[0]
+token_s = operator.attrgetter("token_s")
+kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
 
 
-def kind(plan: Plan) -> tuple[int, int, int]:
-    """Return what plans of a kind have in common: columns, stages, ranks that share a sequence."""
-    return plan.tp, plan.pp, plan.sp
+def preferred(plans: list[Plan]) -> Plan:
+    """Return of the plans that tie with the fastest the one with fewer stages, columns, ranks a
+    sequence, small micro-batches, states on the host, and shards."""
+
+    def preference(plan):
+        return (plan.pp, plan.tp, plan.sp, plan.ring, -plan.micro_batch, plan.os_place,
+                astuple(plan.factors), plan.chunks)
+
+    most = (1 + TIE) * min(map(token_s, plans))
+    return min((plan for plan in plans if plan.token_s <= most), key=preference)
 
 
 class Search:
@@ -668,17 +622,10 @@ class Search:
         c = self.constraints = constraints
         self.hardware = hardware
         self.est = Estimator(hardware.profile)
-        self.start = Plan(
-            model,
-            DTYPES[c.dtype],
-            hardware.ranks,
-            hardware.per_node,
-            c.seq,
-            optimizer=c.optimizer,
-            overlap=c.overlaps,
-        )
-        self.errors: list[ValueError] = []
-        self.tried: list[tuple[int, Plan]] = []  # and how often its bound was made better
+        self.start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
+                          optimizer=c.optimizer, overlap=c.overlaps)
+        self.errors = []  # of choices that are illegal, and plans that do not fit
+        self.tried = []  # plans that fit, or take forever
 
     def choose(self, plans: Iterable[Plan], *degrees: Callable) -> list[Plan]:
         """Return the plans with all that the degrees may choose."""
@@ -686,126 +633,84 @@ class Search:
             found = []
             for plan in plans:
                 try:
-                    found += degree(self.constraints, self.hardware, plan)
+                    found += degree(self.constraints, plan)
                 except ValueError as e:
                     self.errors.append(e)
             plans = found
         return plans
 
-    def best(self) -> list[Plan]:
-        """Return the best plan of each kind, fastest first, but for what ties with the first."""
-        found: dict[tuple, list[Plan]] = {}  # by kind, the fastest first
-        queue = []
-        order = itertools.count()  # equal bounds: as listed, fewest shards first
+    def by_bound(self, plans: list[Plan], states: bool) -> list[Plan]:
+        """Return the plans by the seconds that they take at least: with states or without."""
+        plans = [
+            replace(plan, seconds=step_seconds(self.est, plan, states)) for plan in plans]
+        return sorted(plans, key=token_s)
 
-        def put(level: int, plan: Plan) -> None:
-            heapq.heappush(queue, (plan.token_s, next(order), level, plan))
+    def fitting(self) -> Iterator[Plan]:
+        """Yield plans that fit, for each kind the best and what ties with it among them."""
 
-        for shape in self.choose([self.start], *SHAPE):
-            put(0, replace(shape, seconds=step_seconds(self.est, shape, states=False)))
-        while queue:
-            seconds, _, level, plan = heapq.heappop(queue)
-            alike = found.get(kind(plan))
-            first = next(iter(found.values()), [plan])[0]
-            late = seconds > FAR * first.token_s or (
-                alike and seconds > (1 + TIE) * alike[0].token_s
-            )
-            if late or level == 2:
-                self.tried.append((level, plan))
-            if level == 2 and not late:
-                found.setdefault(kind(plan), []).append(plan)
-            elif level == 0 and not late:
-                for better in self.choose([plan], states):
-                    put(1, replace(better, seconds=step_seconds(self.est, better)))
-            elif not late:
+        fastest = {}  # seconds a token, by kind
+
+        def late(plan):
+            return any(
+                plan.token_s > seconds * (1 + TIE if other == kind(plan) else FAR)
+                for other, seconds in fastest.items())
+
+        for shape in self.by_bound(self.choose([self.start], *SHAPE), states=False):
+            if late(shape):
+                continue
+            for plan in self.by_bound(self.choose([shape], states), states=True):
+                if late(plan):
+                    break
                 try:
-                    put(2, self.fit(plan))
+                    plan = self.fit(plan)
                 except TooLarge as e:
                     self.errors.append(e)
-                    self.tried.append((level, replace(plan, seconds={"never": math.inf})))
+                    plan = replace(plan, seconds={"never": math.inf})
+                else:
+                    yield plan
+                    fastest[kind(plan)] = min(plan.token_s, fastest.get(kind(plan), math.inf))
+                self.tried.append(plan)
+
+    def best(self) -> list[Plan]:
+        """Return the best plan, and the best of each other kind, fastest first."""
+        found = list(self.fitting())
         if not found:  # the reason of the plan that is nearest to fitting, or the first
             raise min(self.errors, key=lambda e: getattr(e, "over", math.inf))
-        others = sorted(map(self.preferred, found.values()), key=lambda plan: plan.token_s)
-        best = self.preferred(others)
-        return [best, *(plan for plan in others if plan is not best)]
-
-    def preferred(self, plans: list[Plan]) -> Plan:
-        """Return of the plans that tie with the first the one with fewer stages, columns, ranks a
-        sequence, small micro-batches, states and activations on the host, and shards."""
-
-        def preference(plan: Plan) -> tuple:
-            share = round(20 * plan.host_bytes / max(1.0, self.hardware.host_budget))
-            return (
-                plan.pp,
-                plan.tp,
-                plan.pp_chunks,
-                plan.sp,
-                plan.ring,
-                -plan.micro_batch,
-                plan.os_place,
-                share,
-                astuple(plan.factors),
-                plan.recompute != "none",
-                plan.head_groups,
-            )
-
-        most = (1 + TIE) * plans[0].token_s
-        return min((plan for plan in plans if plan.token_s <= most), key=preference)
-
-    def fit(self, plan: Plan) -> Plan:
-        """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
-        plan = with_memory(replace(plan, activations=self.kept(plan)))
-        gpu, host = self.hardware.gpu_budget, self.hardware.host_budget
-        over = max(plan.gpu_bytes / gpu, plan.host_bytes / max(1.0, host))
-        if over > 1 + 1e-9:
-            raise TooLarge(
-                f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
-                f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
-                f"{host / GIB:.1f}, with {in_words(plan)}",
-                over,
-            )
-        return replace(plan, seconds=step_seconds(self.est, plan))
-
-    def kept(self, plan: Plan) -> ActivationPlan | None:
-        """Return what layers keep: what loses least; what needs least if nothing has room."""
-        if plan.recompute == "none":
-            return None
-        c, n, layer = self.constraints, plan.part_layers, column_bytes(plan)
-        drop_all = [
-            ActivationPlan(n, plan.chunks, n, 0, 0, n, m) for m in range(1, MOST_STRIDE + 1)
-        ]
-        if c.recompute == "full":
-            return drop_all[0]
-        least = min(drop_all, key=lambda kept: resident_bytes(kept, layer))
-        beside = with_memory(replace(plan, activations=least))
-        times = plan.in_flight / n
-        gpu = self.hardware.gpu_budget - beside.gpu_bytes + beside.memory["activations"]
-        host = self.hardware.host_budget - beside.host.get("optimizer", 0)
-        try:
-            return plan_activations(
-                n,
-                layer,
-                layer_seconds(self.est, plan),
-                plan.chunks,
-                self.est.profile.to_host,
-                gpu / times,
-                host / times,
-                c.resident_layers,
-                c.alpha,
-                visit_seconds(self.est, plan),
-            )[0]
-        except TooLarge:
-            if c.alpha is not None or c.resident_layers:
-                raise
-            return least
+        first = preferred(found)
+        fastest = {kind(first): first}
+        for plan in sorted(found, key=token_s):
+            fastest.setdefault(kind(plan), plan)
+        return list(fastest.values())
 
     def fits(self) -> bool:
         """Return whether there is a plan, however slow."""
-        for plan in self.choose([self.start], *SHAPE, states):
-            with contextlib.suppress(TooLarge):
-                self.fit(plan)
-                return True
-        return False
+        return any(self.fitting())
+
+    def fit(self, plan: Plan) -> Plan:
+        """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
+        c, n, layer = self.constraints, plan.part_layers, column_bytes(plan)
+        gpu, host = self.hardware.gpu_budget, self.hardware.host_budget
+        if plan.recompute == "auto":
+            plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
+        plan = with_memory(plan)
+        room = gpu - plan.gpu_bytes + plan.memory["activations"]
+        spare = host - plan.host.get("optimizer", 0)
+        if plan.recompute == c.recompute == "auto":
+            times = plan.in_flight / n
+            kept, _ = plan_activations(
+                n, layer, layer_seconds(self.est, plan), plan.chunks, self.est.profile.to_host,
+                room / times, spare / times, c.resident_layers, c.alpha,
+                visit_seconds(self.est, plan))
+            plan = with_memory(replace(plan, activations=kept))
+        over = max(plan.gpu_bytes / gpu, plan.host_bytes / max(1.0, host))
+        if over > 1 + 1e-9:
+            error = TooLarge(
+                f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
+                f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
+                f"{host / GIB:.1f}, with {in_words(plan)}")
+            error.over = over
+            raise error
+        return replace(plan, seconds=step_seconds(self.est, plan))
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
@@ -813,17 +718,165 @@ def predict(plan: Plan, profile: Profile) -> Plan:
     return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))
 
 
+# ---------------------------------------------------------------------------- the order of nodes
+
+# A scheduler gives N nodes under some leaf switches, in any order. Bytes are counted as rings
+# send them: the k ranks of a group, in order, send to the next one, the last to the first,
+#
+#     spine bytes = sum over groups, over r in the group:  sent * (leaf(r) != leaf(next(r)))
+#     sent        = S * (k - 1)/k   all-gather, reduce-scatter, broadcasts of S bytes; all-reduce
+#                                   2x; an all-to-all is a ring to each rank but the own
+#
+# The nodes of a group, in order under n > 1 leaves, so have n edges that cross. With 2 ranks a
+# node and M micro-batches:
+#
+#     place                 0    1    2    3
+#     ranks                 0 1  2 3  4 5  6 7    edges that cross the spine, bytes sent on each:
+#     p = g = 4             p------   p------     param_gather, grad_scatter: 9/4 MS
+#     os = 8                os----------------    grad_reduce, param_broadcast: S/4, {r, r + 4}
+#     given leaves          a    b    a    b      4 of p, 0 of os
+#     order [0, 2, 1, 3]    a    a    b    b      0 of p, 8 of os
+#
+# That is a partition of a graph with parts of given sizes, which is NP-hard. Here whole blocks
+# of a size are packed into leaves, the largest first, and from such orders, turned, two places
+# are swapped as long as that saves bytes: the best one for every p, g, os, sp and all leaves of up
+# to 8 nodes
+# of 2 ranks (a test). Left out: trees and NVLink SHARP, whose edges lie elsewhere; several levels
+# of spines.
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A communication of all ranks: in every block of `block` neighbours, each rank sends to the
+    one that is `stride` further in the block, the last ones to the first."""
+
+    kind: str  # one of shard.STREAMS, "all_to_all", or "ring" of attention
+    block: int  # ranks
+    stride: int  # ranks
+    sent: float  # bytes a step of each rank
+
+
+def make_rings(plan: Plan) -> list[Ring]:
+    """Return a step's communication, as shard.py and attention.py launch it."""
+    f, e, ranks, several = plan.factors, plan.dtype.itemsize, plan.ranks, plan.micro_batches
+    model, sp = plan.model, plan.head_ranks
+    # how often a subgroup sums gradients, and by which stream; and who sums the rest
+    subgroup, sums = ("grad_scatter", several) if f.g > f.p else ("grad_reduce", 1)
+    rest, stride = "grad_reduce", f.os
+    if plan.os_layout == "inter":
+        sums = 2 * (sums - 1)
+        rest, stride = subgroup, f.p
+    rows = (  # kind, block, stride, times that all shards together go round
+        ("param_gather", f.p, 1, 2 * several),  # forward and backward
+        ("grad_scatter", f.p, 1, several),
+        ("param_broadcast", f.os, f.p, 1),
+        (subgroup, f.os, f.p, sums),
+        (rest, ranks, stride, 2))
+    size = param_count(model) * e
+    rings = [
+        Ring(kind, block, stride, times * size * (1 / stride - 1 / block))
+        for kind, block, stride, times in rows]
+    # q, k, v, o, and twice as much in backward
+    columns = 6 * (model.heads + model.kv_heads) * model.head_dim
+    exchanged = columns * plan.tokens * e * model.layers * several
+    rings += [Ring("all_to_all", sp, i, exchanged / sp) for i in range(1, sp)]
+    return [*rings, Ring("ring", plan.sp, sp, ring_traffic(plan))]
+
+
+def swap_places(traffic, leaves):
+    """Return leaves (N,) after the best swap of two places, again and again until none saves bytes.
+
+    With D[i, b] the bytes between place i and leaf b, a swap of i under a with j under b saves
+    D[i, b] - D[i, a] + D[j, a] - D[j, b], less the bytes between i and j, which still cross, twice.
+    """
+    between = traffic + traffic.T
+    np.fill_diagonal(between, 0)
+    leaves = leaves.copy()
+    one_hot = np.eye(leaves.max() + 1)
+    while True:
+        to_leaf = (between @ one_hot[leaves])[:, leaves]  # (N, N), of place i to the leaf of j
+        own = to_leaf.diagonal()
+        saved = to_leaf + to_leaf.T - own[:, None] - own - 2 * between
+        i, j = np.unravel_index(saved.argmax(), saved.shape)
+        if saved[i, j] <= 0:
+            return leaves
+        leaves[[i, j]] = leaves[[j, i]]
+
+
+def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
+    """Return the order of nodes that sends the fewest bytes across the spine (AMSP, section V-D),
+    the given one if none sends fewer: place k, the ranks from k * per_node on, is node order[k];
+    and the bytes of a step that cross in the given order, and in this one. leaves: of each node, in
+    the given order.
+    """
+    _, given = np.unique(leaves, return_inverse=True)
+    rank = np.arange(len(leaves) * per_node)
+    traffic = np.zeros((len(leaves), len(leaves)))  # whole bytes that a place sends to another
+    for ring in rings:
+        next_rank = rank // ring.block * ring.block + (rank + ring.stride) % ring.block
+        np.add.at(traffic, (rank // per_node, next_rank // per_node), round(ring.sent))
+
+    def spine_bytes(order):
+        return traffic[order[:, None] != order].sum()
+
+    leaf_sizes = Counter(given.tolist()).most_common()
+    starts = []
+    for size in {max(1, ring.block // per_node) for ring in rings}:
+        whole = [leaf for leaf, nodes in leaf_sizes for _ in range(nodes // size * size)]
+        rest = [leaf for leaf, nodes in leaf_sizes for _ in range(nodes % size)]
+        # turned, since blocks may begin within a leaf
+        starts += [np.roll(whole + rest, turn) for turn in range(8)]
+    swapped = [swap_places(traffic, start) for start in [*starts, given]]
+    best = min([given, *swapped], key=spine_bytes)  # the first, of those that tie
+    order = np.empty_like(given)  # nodes of a leaf take its places in the given order
+    order[best.argsort(kind="stable")] = given.argsort(kind="stable")
+    return order.tolist(), spine_bytes(given), spine_bytes(best)
+
+
+def parse_leaf(text: str, num_nodes: int) -> dict[str, str]:
+    """Return the leaf of each node by its name, in the given order, of --leaf N: so many nodes a
+    leaf; or --leaf FILE: a node and its leaf a line, # begins a comment. Raises ValueError."""
+    if text.isdecimal() and int(text):
+        return {str(node): str(node // int(text)) for node in range(num_nodes)}
+    try:
+        lines = Path(text).read_text().splitlines()
+        rows = [row for line in lines if (row := line.partition("#")[0].split())]
+        leaf_of = dict(rows)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
+                         f"of a node's name and its leaf's a line: {e}") from e
+    if not len(rows) == len(leaf_of) == num_nodes:
+        raise ValueError(f"--leaf {text}: {len(rows)} lines of {len(leaf_of)} nodes, instead of "
+                         f"one for each of {num_nodes}")
+    return leaf_of
+
+
+def place(plan: Plan, leaf: str) -> str:
+    """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
+    ValueError."""
+    if plan.tp * plan.pp > 1:
+        raise ValueError(
+            f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
+            f"--tp {plan.tp} --pp {plan.pp}")
+    leaf_of = parse_leaf(leaf, plan.ranks // plan.per_node)
+    names = list(leaf_of)
+    order, before, after = place_nodes([*leaf_of.values()], make_rings(plan), plan.per_node)
+    return (f"order of nodes: {', '.join(names[node] for node in order)}\n"
+            f"spine traffic {before / GIB:.2f} -> {after / GIB:.2f} GiB a step, "
+            f"{(before - after) / max(1.0, before):.0%} saved")
+
+
 # ---------------------------------------------------------------------------- what to say
 
-RULES = {  # choice -> how often a bound must be made better to know it; why it is as it is
-    "tp": (0, "columns exchange in the open: as asked"),
-    "pp": (0, "stages wait for each other: as asked"),
-    "sp": (0, "the fewest ranks a sequence that fit and are fast"),
-    "ring": (0, "the least that leaves ranks that share heads in one node"),
-    "groups": (0, "4 hide all-to-alls, more need less memory"),
-    "batch": (0, "micro-batches as large as 8K tokens a rank, for large products"),
-    "p,g,os": (1, "the fewest shards that fit and are fast"),
-    "layers keep": (2, "what fits and loses the least time"),
+RULES = {  # choice -> why it is as it is
+    "tp": "columns of a layer exchange in the open: 1, unless --tp says otherwise",
+    "pp": "stages of a pipeline wait for each other: 1, unless --pp says otherwise",
+    "sp": "the fewest ranks a sequence that fit and are fast",
+    "ring": "the least that leaves ranks that share heads in one node",
+    "groups": "4 hide all-to-alls, more need less memory",
+    "batch": "data-parallel ranks x micro-batches x sequences of one, of 8K tokens a rank if short",
+    "p,g,os": "the fewest shards that fit and are fast",
+    "layers keep": "what fits and loses the least time",
 }
 
 
@@ -833,9 +886,10 @@ def choices(plan: Plan) -> dict[str, str]:
     host = ", os on the host" if plan.os_place == "host" else ""
     keeps = "all"
     if kept is not None:
-        keeps = f"k={kept.resident} alpha={kept.alpha:.2f}, chunks of {plan.chunk:,}"
-        if kept.kept_chunks == kept.layers * kept.chunks:
-            keeps = f"all, {kept.chunks} chunks"
+        chunks = f", chunks of {plan.chunk:,}" * (kept.chunks > 1)
+        if kept.kept_chunks < kept.layers * kept.chunks:
+            keeps = f"k={kept.resident} alpha={kept.alpha:.2f}"
+        keeps += chunks
         if kept.stride > 1:
             keeps += f", inputs of one in {kept.stride}"
         if kept.layers_recomputing_attention:
@@ -867,78 +921,72 @@ def in_gib(plan: Plan) -> str:
     )
 
 
+def more_time(plan: Plan, best: Plan) -> str:
+    """Return by how much a plan takes longer than the best one, in words."""
+    more = plan.token_s / best.token_s - 1
+    if more == math.inf:
+        return "does not fit"
+    return f"{more:+.1%}" + " (a tie)" * (abs(more) <= TIE)
+
+
 def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rate = plan.batch * plan.seq / plan.step_s
     peak = (hardware.profile.peak_flops or math.inf) * plan.ranks  # unknown: no MFU
     causal, full = (flops * rate / peak for flops in flops_per_token(plan.model, plan.seq))
-    return (
-        asdict(plan)
-        | asdict(plan.factors)
-        | {
-            "dtype": f"{plan.dtype}",
-            "dp": plan.dp,
-            "step_s": plan.step_s,
-            "tgs": rate / plan.ranks,
-            "tokens_a_day": 86400 * rate,
-            "mfu_causal": causal or None,
-            "mfu_full": full or None,
-            "gpu_gib": plan.gpu_bytes / GIB,
-            "host_gib": plan.host_bytes * plan.per_node / GIB,
-            "command": command(plan),
-        }
-    )
+    return asdict(plan) | asdict(plan.factors) | {
+        "dtype": f"{plan.dtype}",
+        "dp": plan.dp,
+        "step_s": plan.step_s,
+        "tgs": rate / plan.ranks,
+        "tokens_a_day": 86400 * rate,
+        "mfu_causal": causal or None,
+        "mfu_full": full or None,
+        "gpu_gib": plan.gpu_bytes / GIB,
+        "host_gib": plan.host_bytes * plan.per_node / GIB,
+        "command": command(plan),
+    }
 
 
 def command(plan: Plan) -> str:
     """Return the command that runs a plan."""
     values = vars(plan) | asdict(plan.factors) | {"overlap": ",".join(plan.overlap) or "none"}
     del values["chunk" if plan.recompute == "none" else "recompute"], values["dtype"]
-    model = next((name for name, model in MODELS.items() if model == plan.model), "?")
+    model = {model: name for name, model in MODELS.items()}.get(plan.model, "?")
     flags = [
         f"{flag_name(name)} {values[name]}"
         for name, f in flags_of(Constraints).items()
         if name in values and values[name] != f.default
     ]
     return (
-        f"torchrun --nproc_per_node {min(plan.ranks, plan.per_node)} --nnodes "
-        f"{-(-plan.ranks // plan.per_node)} train.py --model {model} {' '.join(flags)}"
+        f"torchrun --nproc_per_node {plan.per_node} --nnodes {plan.ranks // plan.per_node} "
+        f"train.py --model {model} {' '.join(flags)}"
     )
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
-    """Return lines for people: the best plan and those that differ in kind; where the best one's
+    """Return a line a plan for people, with what differs from the first; where the first one's
     seconds and bytes go."""
-    rows = []
+    lines = []
+    known = None
     for plan in plans:
         found = figures(plan, hardware)
-        mfu = [f"{found[key] or math.nan:.1%}" for key in ("mfu_causal", "mfu_full")]
-        rows.append(
-            {
-                "step s": f"{plan.step_s:.4g}",
-                "TGS": f"{found['tgs']:,.0f}",
-                "MFU causal": mfu[0],
-                "full": mfu[1],
-                **choices(plan),
-                "GPU GiB": f"{found['gpu_gib']:.1f}",
-                "host GiB a node": f"{found['host_gib']:.1f}",
-            }
-        )
-    cells = [rows[0].keys(), *(row.values() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells)]
+        mfu = [found[key] or math.nan for key in ("mfu_causal", "mfu_full")]
+        lines.append(
+            f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), MFU "
+            f"{mfu[0]:.1%} causal, {mfu[1]:.1%} full, {found['gpu_gib']:.1f} GiB a GPU, "
+            f"{found['host_gib']:.1f} of a node's host memory: {in_words(plan, known)}")
+        known = plans[0]
     seconds = [
         f"{name} {value:.3g}"
         for name, value in plans[0].seconds.items()
         if value > 5e-4 * plans[0].step_s
     ]
-    return "\n".join(
-        [
-            *("  ".join(map(str.rjust, line, widths)) for line in cells),
-            "batch: data-parallel ranks x micro-batches x sequences of one",
-            f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
-            f"GiB of a GPU: {in_gib(plans[0])}",
-        ]
-    )
+    return "\n".join([
+        *lines,
+        f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
+        f"GiB of a GPU: {in_gib(plans[0])}",
+    ])
 
 
 def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
@@ -946,9 +994,7 @@ def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
     kind."""
     text = f"predicted by profile {hardware.profile.name}: {plan.step_s:.4g} s a step"
     if second is not None:
-        more = second.token_s / plan.token_s - 1
-        tie = " (a tie)" if abs(more) <= TIE else ""
-        text += f"; second best: {in_words(second, plan)}: {more:+.2%} predicted{tie}"
+        text += f"; second best: {in_words(second, plan)}: {more_time(second, plan)}"
     return text
 
 
@@ -956,184 +1002,33 @@ def reasons(search: Search, best: Plan) -> list[str]:
     """Return a line a choice: its rule, and the best other value."""
     lines = []
     for name, text in choices(best).items():
-        needed, rule = RULES[name]
-        others = [
-            (plan.token_s / best.token_s - 1, choices(plan)[name])
-            for level, plan in search.tried
-            if level >= needed
-        ]
-        more, other = min((pair for pair in others if pair[1] != text), default=(0, ""))
-        instead = f"; {other}: {more:+.1%}" if more < math.inf else f"; {other} does not fit"
-        lines.append(f"  {name} {text}: {rule}" + (instead if other else ""))
+        line = f"  {name} {text}: {RULES[name]}"
+        for other in sorted(search.tried, key=token_s):
+            if choices(other)[name] != text:
+                line += f"; {choices(other)[name]}: {more_time(other, best)}"
+                break
+        lines.append(line)
     return lines
 
 
 def binding(search: Search, best: Plan) -> str:
     """Return what holds the best plan back: what would shorten its step most, if there were a
-    thousand times as much of it."""
+    thousand times as much of it, and layers kept what then fits."""
     hardware, plenty = search.hardware, 1000.0
-    times = {}
-    for name, rate in (
-        ("FLOP/s", "flops"),
-        ("copies to the host", "host"),
-        ("the network", "network"),
-        ("memory bandwidth", "memory"),
-    ):
-        times[name] = predict(best, scaled(hardware.profile, "", **{rate: plenty}))
-    for name, budget in (("GPU memory", "gpu_budget"), ("host memory", "host_budget")):
-        there = replace(hardware, **{budget: plenty * getattr(hardware, budget)})
-        times[name] = plan(search.constraints, best.model, there)[0]
-    gains = sorted(
-        ((1 - there.token_s / best.token_s, name) for name, there in times.items()), reverse=True
-    )
+    rates = {"FLOP/s": "flops", "copies to the host": "host", "the network": "network",
+             "memory bandwidth": "memory"}
+    changes = {
+        name: {"profile": scaled(hardware.profile, "", **{rate: plenty})}
+        for name, rate in rates.items()}
+    changes["GPU memory"] = {"gpu_budget": plenty * hardware.gpu_budget}
+    changes["host memory"] = {"host_budget": plenty * hardware.host_budget}
+    gains = []
+    for name, change in changes.items():
+        there = Search(search.constraints, best.model, replace(hardware, **change)).fit(best)
+        gains.append((1 - there.token_s / best.token_s, name))
     return "a step would take less without a limit to " + ", ".join(
-        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE
+        f"{name} ({gain:.1%})" for gain, name in sorted(gains, reverse=True) if gain > TIE
     )
-
-
-# ---------------------------------------------------------------------------- the program
-
-
-def changes_that_fit(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[str]:
-    """Return changes with which there is a plan, in words, the smallest first: fewer tokens, more
-    memory of the host or of a GPU, more GPUs."""
-
-    def fits(seq: int = constraints.seq, **changes: float) -> bool:
-        usual = constraints.default_batch * constraints.seq // seq
-        asked = replace(constraints, seq=seq, default_batch=usual)
-        return Search(asked, model, replace(hardware, **changes)).fits()
-
-    def more_gpus(ranks: int) -> bool:  # which share their nodes' memory
-        per_node = min(ranks, max(hardware.per_node, hardware.profile.per_node))
-        return fits(ranks=ranks, per_node=per_node, host_budget=node * GIB / per_node)
-
-    seq, ranks, gpu = constraints.seq, hardware.ranks, hardware.gpu_budget / GIB
-    node = hardware.host_budget * hardware.per_node / GIB
-    unit = math.lcm(1024, ranks) if seq > 2**14 else 64
-    found = []
-    for text, now, values, works in (  # values from the smallest change on
-        ("--seq {}", seq, range((seq - 1) // unit * unit, 0, -unit), fits),
-        (
-            "{} GiB of host memory a node to plan with",
-            node,
-            range(int(node), int(16 * node)),
-            lambda gib: fits(host_budget=gib * GIB / hardware.per_node),
-        ),
-        (
-            "{} GiB of memory a GPU to plan with",
-            gpu,
-            range(int(gpu), int(16 * gpu)),
-            lambda gib: fits(gpu_budget=gib * GIB),
-        ),
-        ("{} GPUs", ranks, [ranks * 2**i for i in range(1, 6)], more_gpus),
-    ):
-        at = bisect.bisect_left(values, True, key=works)
-        if at < len(values):
-            found.append(
-                (
-                    max(values[at] / now, now / values[at]),
-                    f"{text.format(values[at])} instead of {now:.0f}",
-                )
-            )
-    return [text for _, text in sorted(found)]
-
-
-@dataclass(frozen=True)
-class Question(Constraints):
-    """What the program is asked."""
-
-    model: str = flag("7b", ", ".join(MODELS), among=MODELS, group="the question")
-    cluster: str = flag(
-        "h200x8", f"profile of the machine: {', '.join(profile_names())}, a GPU (A100, H100, ...), "
-        "or a file of bench.py --profile")
-    ranks: Count = flag(None, "GPUs; auto: those of a node")
-    per_node: Count = flag(None, "GPUs of a node; auto: the cluster's")
-    top: int = flag(4, "plans to print: the best of another tp, pp or sp follow the first")
-    json: bool = flag(False, "print them as JSON, and nothing else", 0)
-    leaf: str = flag(
-        "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
-        "the best order of nodes")
-
-    def hardware(self) -> Hardware:
-        """Return the machine. Raises ValueError."""
-        # of a GPU by its name, nodes of 8
-        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
-        per_node = 8 if named else load_profile(self.cluster).per_node
-        ranks = self.ranks or per_node
-        per_node = self.per_node or math.gcd(per_node, ranks)
-        profile = load_profile(self.cluster, per_node)
-        gpu = GPU_SHARE * min(profile.gpu_bytes, self.gpu_memory or profile.gpu_bytes)
-        host = (self.host_memory or profile.host_bytes * 7 // 8) / min(per_node, ranks)
-        return Hardware(ranks, per_node, profile, gpu, host)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Print the best plan of a command, and why. Returns the exit status: 1 if nothing fits."""
-    parser = make_parser(
-        Question, "Which factors? Print the best plan for a cluster, on any " "machine."
-    )
-    asked = Question(**vars(parser.parse_args(argv)))
-    asked = replace(asked, default_batch=max(1, 2**19 // max(1, asked.seq)))
-    model = MODELS.get(asked.model)
-    try:
-        check_values(asked)
-        hardware = asked.hardware()
-        check(asked, model, hardware.ranks, hardware.per_node)
-        if asked.leaf:  # refused before it is used
-            parse_leaf(asked.leaf, hardware.ranks // hardware.per_node)
-        search = Search(asked, model, hardware)
-        plans = search.best()[: asked.top]
-        placed = place(plans[0], asked.leaf) if asked.leaf else ""
-    except TooLarge as e:
-        lines = [
-            str(e),
-            "what would fit, the smallest change first:",
-            *changes_that_fit(asked, model, hardware),
-        ]
-        print(
-            json.dumps({"plans": [], "binding": lines})
-            if asked.json
-            else "nothing fits: " + "\n  ".join(lines)
-        )
-        return 1
-    except ValueError as e:
-        parser.error(str(e))
-    if asked.json:
-        found = [figures(plan, hardware) for plan in plans]
-        print(json.dumps({"plans": found, "binding": binding(search, plans[0])}))
-    else:
-        print(describe(search, plans), placed, sep="\n")
-    return 0
-
-
-def place(plan: Plan, leaf: str) -> str:
-    """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
-    ValueError."""
-    if plan.tp * plan.pp > 1:
-        raise ValueError(
-            f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
-            f"--tp {plan.tp} --pp {plan.pp}"
-        )
-    names, leaves = parse_leaf(leaf, plan.ranks // plan.per_node)
-    model = plan.model
-    e = plan.dtype.itemsize
-    size = param_count(model) * e
-    # q, k, v, o, and twice as much in backward
-    columns = 3 * 2 * (model.heads + model.kv_heads) * model.head_dim
-    exchanged = columns * plan.tokens * e * model.layers * plan.micro_batches
-    rings = make_rings(
-        plan.ranks,
-        plan.factors,
-        plan.os_layout,
-        plan.micro_batches,
-        size,
-        size,
-        plan.head_ranks,
-        exchanged,
-    )
-    if plan.ring > 1:
-        rings.append(Ring("ring", plan.sp, plan.head_ranks, ring_traffic(plan)))
-    return place_nodes(leaves, rings, plan.per_node).describe(names)
 
 
 def describe(search: Search, plans: list[Plan]) -> str:
@@ -1158,9 +1053,99 @@ def describe(search: Search, plans: list[Plan]) -> str:
         f"{found['tokens_a_day']:,.0f} tokens a day",
         f"what binds: {binding(search, best)}",
     ]
-    if search.est.held:
-        lines.append("not in the profile: " + "; ".join(sorted(search.est.held)))
+    est = Estimator(profile)
+    step_seconds(est, best)
+    if est.held:
+        lines.append("not in the profile: " + "; ".join(sorted(est.held)))
     return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------- the program
+
+
+@dataclass(frozen=True)
+class Question(Constraints):
+    """What the program is asked."""
+
+    model: str = flag("7b", ", ".join(MODELS), among=MODELS, group="the question")
+    cluster: str = flag(
+        "h200x8", f"profile of the machine: {', '.join(profile_names())}, a GPU (A100, H100, ...), "
+        "or a file of bench.py --profile")
+    ranks: Count = flag(None, "GPUs; auto: those of a node")
+    per_node: Count = flag(None, "GPUs of a node; auto: the cluster's")
+    top: int = flag(4, "plans to print: the best of another tp, pp or sp follow the first")
+    json: bool = flag(False, "print them as JSON, and nothing else", 0)
+    leaf: str = flag(
+        "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
+        "the best order of nodes")
+
+    def search(self) -> Search:
+        """Return the search for the plans of the machine that is asked for. Raises ValueError."""
+        # of a GPU by its name, nodes of 8
+        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
+        per_node = 8 if named else load_profile(self.cluster).per_node
+        ranks = self.ranks or per_node
+        whole = ranks if ranks < per_node else math.gcd(per_node, ranks)
+        per_node = min(ranks, self.per_node or whole)
+        profile = load_profile(self.cluster, per_node)
+        gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
+        host = (self.host_memory or profile.host_bytes * 7 // 8) / per_node
+        asked = replace(self, default_batch=max(1, 2**19 // self.seq))
+        return Search(asked, MODELS[self.model], Hardware(ranks, per_node, profile, gpu, host))
+
+
+LARGEST_GPU = 192  # GiB
+
+
+def changes_that_fit(asked: Question, hardware: Hardware) -> list[str]:
+    """Return flags with which there is a plan, the smallest change first: fewer tokens, more memory
+    of the host or of a GPU, more GPUs."""
+    seq, ranks = asked.seq, hardware.ranks
+    gpu = round(hardware.gpu_budget / GPU_SHARE / GIB)
+    node = int(hardware.host_budget * hardware.per_node / GIB)
+    unit = math.lcm(256, ranks)
+    found = []
+    for name, now, values, letter in (  # values from the smallest change on
+        ("seq", seq, range((seq - 1) // unit * unit, 0, -unit), ""),
+        ("host_memory", node, range(node, 16 * node), "G"),
+        ("gpu_memory", gpu, range(gpu, LARGEST_GPU), "G"),
+        ("ranks", ranks, [ranks * 2**i for i in range(1, 6)], ""),
+    ):
+        def fits(value):
+            changed = replace(asked, **{name: size(f"{value}{letter}")})
+            return changed.search().fits()
+
+        for value in values[bisect.bisect_left(values, True, key=fits):][:1]:
+            text = f"{flag_name(name)} {value}{letter} instead of {now}{letter}"
+            found.append((abs(math.log(value / now)), text))
+    return [text for _, text in sorted(found)]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the best plan of a command, and why. Returns the exit status: 1 if nothing fits."""
+    parser = make_parser(
+        Question, "Which factors? Print the best plan for a cluster, on any machine."
+    )
+    asked = Question(**vars(parser.parse_args(argv)))
+    try:
+        check_values(asked)
+        search = asked.search()
+        plans = search.best()[: asked.top]
+        text = describe(search, plans)
+        if asked.leaf:
+            text += "\n" + place(plans[0], asked.leaf)
+    except TooLarge as e:
+        plans = []
+        changes = changes_that_fit(asked, search.hardware)
+        text = "\n  ".join([
+            f"nothing fits: {e}", "what would fit, the smallest change first:", *changes])
+    except ValueError as e:
+        parser.error(str(e))
+    if asked.json:
+        found = [figures(plan, search.hardware) for plan in plans]
+        text = json.dumps({"plans": found, "text": text})
+    print(text)
+    return int(not plans)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,6 @@ import memplan
 import model as m
 import offload
 import parallel
-import placement
 import planner
 import shard
 import train
@@ -1681,8 +1680,7 @@ def test_activation_plans_are_the_best(n, large, solves, drops):
         gpu, host, bandwidth = (rng.uniform((4, 0, 1), (40, 20, 20)) * 2**30).tolist()
         want = brute_force_activations(n, layer, s, 2, bandwidth, gpu, host)
         if want == math.inf:
-            with pytest.raises(ValueError, match="do not fit"):
-                planner.plan_activations(n, layer, s, 2, bandwidth, gpu, host)
+            assert planner.plan_activations(n, layer, s, 2, bandwidth, gpu, host)[1] == math.inf
             continue
         plan, lost = planner.plan_activations(n, layer, s, 2, bandwidth, gpu, host)
         assert want - 1e-6 <= lost <= want + 5e-3, plan  # ties cost up to 0.1 ms a GiB
@@ -3077,7 +3075,7 @@ def test_dry_run(tmp_path, capsys):
     )
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
-    assert "optimizer 75.31" in text and "step s  TGS  MFU causal" in text
+    assert "optimizer 75.31" in text and "a second and GPU (TGS), MFU " in text
     assert not (tmp_path / "a").exists()
 
 
@@ -3762,7 +3760,7 @@ def sandbox(tmp_path_factory):
 # command that is refused then, and what it says. train.py has a short run's flags, and --out new.
 REFUSED = [
     # ---- flags
-    ("train.py --batch-size 5", "unrecognized.*--batch-size 5 .nearest: --batch"),
+    ("train.py --batch-size 5", "unrecognized.*--batch-size 5"),
     (f"train.py --seq {'4' * 400}", "argument --seq: 4{400}: a whole number, as 4096"),
     ("train.py --seq 5T", "5T: a whole number, as 4096"),
     ("train.py --seq 0.3K", "0.3K: a whole number"),
@@ -3796,7 +3794,7 @@ REFUSED = [
         "planner.py --model tiny --ranks 2 --seq 32 --pp 2 --resident-layers 3",
         "--resident-layers 3: a stage runs . layers",
     ),
-    ("train.py --resident-layers 4 --alpha 0.5", "--resident-layers 4 of 4 layers: activations"),
+    ("train.py --resident-layers 4 --alpha 0.5", "--resident-layers 4 --alpha 0.5 of 4 layers"),
     ("train.py --chunk 8 --alpha 1 --host-memory 0", "--alpha 1.0 .* fit .* 0.0 of the host"),
     (
         "train.py --os-place host --host-memory 1M",
@@ -4541,7 +4539,7 @@ class Collectives(TorchDispatchMode):
 )
 def test_predictions_and_rings_are_what_shard_launches(factors, layout, several, recompute):
     """The bytes of collectives of rank 0 of 8, of which none runs: where each takes as many seconds
-    and nothing is hidden, and as placement.py sends them around rings."""
+    and nothing is hidden, and as planner.py sends them around rings."""
     cfg = m.ModelConfig(128, 64, 5, 4, 4, 128, 16)  # matrices are multiples of 8 * 128 elements
     f = shard.Factors(*factors)
     plan = costs.Plan(
@@ -4572,8 +4570,10 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         sent[kind, ranks] += size * (1 + twice) * (1 - 1 / len(ranks))
     assert +predicted == pytest.approx(total)
     size = 2 * (m.param_count(cfg) - 11 * 64)  # without vectors
-    for ring in placement.make_rings(8, f, layout, several, size, size):
-        around[KINDS[ring.kind], tuple(range(0, ring.block, ring.stride))] += ring.sent
+    for ring in planner.make_rings(plan):
+        if ring.sent:
+            sent_around = ring.sent * size / (2 * m.param_count(cfg))
+            around[KINDS[ring.kind], tuple(range(0, ring.block, ring.stride))] += sent_around
     for key in sent.keys() | around.keys():
         share = sent[key] / around[key]
         # a weight that its buffer still holds is not gathered again
@@ -4756,7 +4756,7 @@ def test_planner_prints_plans():
     assert "not in the profile: " in text  # h200x2 has no network between nodes
     found = json.loads(ask(f"{flags} --json"))
     first, *others = found["plans"]
-    assert found["binding"] and 1 <= len(others) <= 2
+    assert found["text"] in text and 1 <= len(others) <= 2
     assert len({plan["sp"] for plan in found["plans"]}) == 1 + len(others)
     whole = {f.name: first[f.name] for f in dataclasses.fields(costs.Plan)}  # nothing is missing
     again = costs.Plan(**whole | {"model": m.MODELS["1b"], "factors": shard.Factors(1, 1, 1)})
@@ -4813,7 +4813,7 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* whole nodes of 4, .*--pp 3 --pp-chunks 1"),
         (
             "--ranks 8 --pp 8 --pp-chunks 4",
-            "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 3",
+            "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 2",
         ),
         (
             "--ranks 8 --pp 4 --pp-chunks 2 --sp 1 --batch 6",
@@ -4861,15 +4861,7 @@ def test_planner_says_what_would_fit(flags, reason):
     changes = text.partition("what would fit, the smallest change first:\n")[2].splitlines()
     assert changes
     for change in changes:
-        number = re.search(r"\d+", change)[0]
-        more = f"--ranks {number}"
-        if "--seq" in change:
-            more = f"--seq {number}"
-        elif "of host memory" in change:
-            more = f"--host-memory {number}G"
-        elif "of memory a GPU" in change:
-            continue  # more than the profile's machine has
-        ask(f"{flags} {more} --top 1")
+        ask(f"{flags} {change.partition(' instead')[0]} --top 1")
 
 
 # ---------------------------------------------------------------------------- placement
@@ -4882,8 +4874,25 @@ def spine_bytes(leaves, rings, per_node) -> float:
         for r in range(len(leaves) * per_node):
             first = r // ring.block * ring.block
             then = first + (r - first + ring.stride) % ring.block
-            total += ring.sent * (leaves[r // per_node] != leaves[then // per_node])
+            total += round(ring.sent) * (leaves[r // per_node] != leaves[then // per_node])
     return total
+
+
+def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[planner.Ring]:
+    """Return the rings of a plan of so many micro-batches, and tokens of a rank."""
+    return planner.make_rings(
+        costs.Plan(
+            cfg,
+            torch.bfloat16,
+            ranks,
+            per_node,
+            tokens * sp,
+            sp=sp,
+            batch=ranks // sp * several,
+            factors=f,
+            os_layout=layout,
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -4908,17 +4917,16 @@ def test_placement_is_the_best(leaves, per_node):
     every = set(itertools.permutations(leaves))
     for f in shard.legal_factors(ranks, per_node):
         sp = some.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
-        for layout, several, exchanged in (("intra", 1, 3e8), ("inter", 4, 2e10)):
-            rings = placement.make_rings(ranks, f, layout, several, 1e9, 2e9, sp, exchanged)
-            placed = placement.place_nodes(list(leaves), rings, per_node)
-            assert sorted(placed.order) == list(range(num_nodes))
-            before, after = placed.before, placed.after
+        for layout, several, tokens in (("intra", 1, 256), ("inter", 4, 4096)):
+            rings = rings_of(m.MODELS["1b"], ranks, per_node, f, layout, several, sp, tokens)
+            order, before, after = planner.place_nodes(list(leaves), rings, per_node)
+            assert sorted(order) == list(range(num_nodes))
             best = min(spine_bytes(order, rings, per_node) for order in every)
             assert before == pytest.approx(spine_bytes(leaves, rings, per_node), abs=1)
-            used = [leaves[node] for node in placed.order]
+            used = [leaves[node] for node in order]
             assert after == pytest.approx(spine_bytes(used, rings, per_node), abs=1)
             assert after == pytest.approx(best, abs=1), (f, sp, layout)
-            assert before > best + 0.5 or placed.order == list(range(num_nodes))
+            assert before > best + 0.5 or order == list(range(num_nodes))
 
 
 def test_placement_of_many_nodes():
@@ -4930,32 +4938,34 @@ def test_placement_of_many_nodes():
         for _ in range(count)
     ]
     some.shuffle(leaves)
-    rings = placement.make_rings(1024, shard.Factors(32, 32, 64), "inter", 4, 14e9, 14e9, 64, 4e9)
-    placed = placement.place_nodes(leaves, rings, 8)
-    assert placed.after < placed.before / 2
-    used = [leaves[node] for node in placed.order]
+    rings = rings_of(m.MODELS["7b"], 1024, 8, shard.Factors(32, 32, 64), "inter", 4, 64, 320)
+    order, before, after = planner.place_nodes(leaves, rings, 8)
+    assert after < before / 2
+    used = [leaves[node] for node in order]
     straddling = sum(len(set(used[i : i + 4])) > 1 for i in range(0, 128, 4))
     assert straddling == 32 - sum(count // 4 for count in Counter(leaves).values())
 
 
-def test_placement_lines():
-    rings = placement.make_rings(8, shard.Factors(4, 4, 8), "intra", 1, 2**32, 2**32)
-    placed = placement.place_nodes(list("abab"), rings, 2)
-    assert placed.describe([f"n{i:02}" for i in range(8, 12)]) == (
+def test_placement_lines(tmp_path):
+    cfg = m.MODELS["1b"]
+    plan = costs.Plan(cfg, torch.bfloat16, 8, 2, 8, batch=8, factors=shard.Factors(4, 4, 8))
+    leaves = tmp_path / "leaves"
+    leaves.write_text("n08 a\nn09 b\nn10 a\nn11 b")
+    gib = 2 * m.param_count(cfg) / 2**30
+    assert planner.place(plan, str(leaves)) == (
         "order of nodes: n08, n10, n09, n11\n"
-        "spine traffic 36.00 -> 8.00 GiB a step, 78% saved"
+        f"spine traffic {9 * gib:.2f} -> {2 * gib:.2f} GiB a step, 78% saved"
     )
-    placed = placement.place_nodes(list("aaaa"), rings, 2)
-    assert placed.describe("0123") == (
+    assert planner.place(plan, "4") == (
         "order of nodes: 0, 1, 2, 3\n" "spine traffic 0.00 -> 0.00 GiB a step, 0% saved"
     )
 
 
 def test_leaf_flag(tmp_path):
-    assert placement.parse_leaf("2", 5) == (list("01234"), list("00112"))
+    assert planner.parse_leaf("2", 5) == dict(zip("01234", "00112"))
     file = tmp_path / "nodes.txt"
     file.write_text("# the third row\nn2 left  # new\n\nn1\tright\n")
-    assert placement.parse_leaf(str(file), 2) == (["n2", "n1"], ["left", "right"])
+    assert list(planner.parse_leaf(str(file), 2).items()) == [("n2", "left"), ("n1", "right")]
     for text, message in (
         ("n1 a\nn2\n", "a file of a node's name.*#1 has length 1; 2 is required"),
         ("n1 a b\n", "a file of a node's name.*#0 has length 3; 2 is required"),
@@ -4965,10 +4975,10 @@ def test_leaf_flag(tmp_path):
     ):
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
-            placement.parse_leaf(str(file), 2)
+            planner.parse_leaf(str(file), 2)
     for text in ("0", "2.5", str(tmp_path / "none")):
         with pytest.raises(ValueError, match="neither a number of nodes a leaf, from 1 on, nor"):
-            placement.parse_leaf(text, 2)
+            planner.parse_leaf(text, 2)
 
 
 # ---------------------------------------------------------------------------- the project
