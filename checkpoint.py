@@ -53,8 +53,8 @@ from torch import Tensor
 
 from data import regular
 from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig
-from offload import buffer_bytes, carve, pin_host_buffers
-from ranks import ConfigError, check_same, on_all_ranks, on_rank_0, print0
+from offload import GIB, buffer_bytes, carve, pin_host_buffers
+from ranks import ConfigError, check_same, of_all_ranks, on_all_ranks, on_rank_0, print0
 from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
@@ -231,9 +231,9 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
 
 @dataclass
 class Saver:
-    """Saves a run's checkpoints: in the open, or (`background`) copied to host memory at once and
-    written by a thread while steps go on. A save that fails ends nothing: `failed` says why, and
-    what was saved before stands.
+    """Saves a run's checkpoints: in the open, or (with `room` for it) copied to host memory at once
+    and written by a thread while steps go on. A save that fails ends nothing: `failed` says why,
+    and what was saved before stands.
 
         begin(meta)     collective: the states are copied, or written
         writing         this rank's thread has not done yet
@@ -243,18 +243,22 @@ class Saver:
     out: Path
     keep: int
     states: States
-    background: bool = False  # takes the host memory of `saved_tensors`
     group: dist.ProcessGroup | None = None  # ranks.patient_group(), as one may write for long
+    room: float | None = None  # bytes of host memory that copies may take; None: no copies
     failed: str = ""  # why the last save was none, in a sentence
 
     def __post_init__(self):
         """Raise MemoryError if there is no room for copies."""
         self.job = None  # of the thread: the files of this rank
         self.thread = ThreadPoolExecutor(1)
-        if self.background:
-            tensors = saved_tensors(self.states)
-            sizes = [buffer_bytes(tensors)]
-            memory, = pin_host_buffers(sizes, self.states.device.type == "cuda")
+        if self.room is not None:
+            tensors = {name: part.values for name, part in self.states.state_parts().items()
+                       if part.saves}
+            size = buffer_bytes(tensors)
+            if size > self.room:
+                raise MemoryError(f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
+                                  f"a rank, {self.room / GIB:.2f} are left; --no-save-async")
+            memory, = pin_host_buffers([size], self.states.device.type == "cuda")
             self.copies = carve(memory, tensors)
 
     @property
@@ -268,11 +272,11 @@ class Saver:
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
-        if self.background:  # page-locked: at the speed of the link, or of memory
+        if self.room is not None:  # page-locked: at the speed of the link, or of memory
             parts = {name: replace(parts[name], values=copy.copy_(parts[name].values))
                      for name, copy in self.copies.items()}
         self.job = self.thread.submit(write_states, self.folder, parts)
-        if not self.background:
+        if self.room is None:
             self.finish()
 
     def finish(self) -> None:
@@ -282,7 +286,6 @@ class Saver:
             return
         job = self.job
         self.job = None
-        written = [None] * dist.get_world_size()
 
         def complete():  # as the files of all ranks are there
             files = {name: sums for of_rank in written for name, sums in of_rank.items()}
@@ -296,18 +299,13 @@ class Saver:
                 shutil.rmtree(old, ignore_errors=True)
 
         try:
-            dist.all_gather_object(written, on_all_ranks(job.result, self.group), self.group)
+            written = of_all_ranks(on_all_ranks(job.result, self.group), self.group)
             on_rank_0(complete, self.group)  # nobody goes on, and is killed, before it has its name
             self.failed = ""
         except ConfigError as e:
             on_rank_0(lambda: shutil.rmtree(self.folder, ignore_errors=True), self.group)
             self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
             print0(self.failed)
-
-
-def saved_tensors(states: States) -> dict[str, Tensor]:
-    """Return what copies of all that this rank writes are of (offload.buffer_bytes)."""
-    return {name: part.values for name, part in states.state_parts().items() if part.saves}
 
 
 # ---------------------------------------------------------------------------- a run's folder
@@ -604,6 +602,8 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
         (partial / "model.safetensors.index.json").write_text(index)
         config.save_pretrained(partial)
         for other in beside:
+            if not other.is_dir():
+                print(f"{other} is not there any more: its tokenizer and license are not exported")
             for file in other.glob("*"):
                 if re.fullmatch(_BESIDE, file.name) and file.is_file():
                     shutil.copy(file, partial)
