@@ -159,13 +159,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def check_files(saved: Checkpoint) -> None:
     """Read the files that the rank of this number saved, or of such a number modulo ranks. Raises
     OSError, or ValueError if they are not what was written."""
-    with ThreadPoolExecutor() as pool:
-        found = {name: pool.submit(checksum, saved.folder / name) for name in saved.meta["files"]
-                 if int(name[5:10]) % dist.get_world_size() == dist.get_rank()}
-    for name, sums in found.items():
-        if sums.result() != saved.meta["files"][name]:
+
+    def check(name):
+        if checksum(saved.folder / name) != saved.meta["files"][name]:
             raise ValueError(f"--resume: {saved.folder / name} is not what was written: its "
                              "checksum differs; earlier checkpoints are beside it")
+
+    own = [name for name in saved.meta["files"]
+           if int(name[5:10]) % dist.get_world_size() == dist.get_rank()]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(check, own))
 
 
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
@@ -221,8 +224,8 @@ def is_finite(values: Tensor) -> bool:
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
     """Read states from a checkpoint of any factors and ranks. Raises ConfigError on all ranks if
     one of them does not get what was written. A collective of all ranks."""
-    on_all_ranks(lambda: check_files(saved))
-    on_all_ranks(lambda: read_states(saved, states.state_parts()))
+    on_all_ranks(check_files, saved)
+    on_all_ranks(read_states, saved, states.state_parts())
     states.loaded()
 
 
@@ -258,8 +261,8 @@ class Saver:
             if size > self.room:
                 raise MemoryError(f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
                                   f"a rank, {self.room / GIB:.2f} are left; --no-save-async")
-            memory, = pin_host_buffers([size], self.states.device.type == "cuda")
-            self.copies = carve(memory, tensors)
+            self.copies = carve(
+                *pin_host_buffers([size], self.states.device.type == "cuda"), tensors)
 
     @property
     def writing(self) -> bool:
@@ -288,22 +291,25 @@ class Saver:
         self.job = None
 
         def complete():  # as the files of all ranks are there
-            files = {name: sums for of_rank in written for name, sums in of_rank.items()}
+            files = {}
+            for of_rank in written:
+                files |= of_rank
             write_meta(self.folder, self.meta | {"files": files})
             sync(self.folder)
             final = self.folder.with_suffix("")
-            os.rename(self.folder, final)
+            self.folder.rename(final)
             sync(self.out)
             print(f"saved {final}")
             for old in steps_of(self.out)[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
         try:
-            written = of_all_ranks(on_all_ranks(job.result, self.group), self.group)
-            on_rank_0(complete, self.group)  # nobody goes on, and is killed, before it has its name
+            written = of_all_ranks(on_all_ranks(job.result, group=self.group), self.group)
+            # nobody goes on, and is killed, before it has its name
+            on_rank_0(complete, group=self.group)
             self.failed = ""
         except ConfigError as e:
-            on_rank_0(lambda: shutil.rmtree(self.folder, ignore_errors=True), self.group)
+            on_rank_0(shutil.rmtree, self.folder, True, group=self.group)
             self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
             print0(self.failed)
 
@@ -353,7 +359,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     for torn in out.glob("step-*.tmp"):
         shutil.rmtree(torn)
     last = -1
-    if resumed and resumed.folder.resolve().parent == out.resolve():
+    if resumed and resumed.folder.resolve().parent.samefile(out):
         last = resumed.meta["step"] if trains else math.inf
     later = [folder for folder in steps_of(out) if int(folder.name[5:]) > last]
     if last < 0:
@@ -365,7 +371,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
         aside = out / f"earlier-{n}"
         aside.mkdir()
         for path in later:
-            os.rename(path, aside / path.name)
+            path.rename(aside / path.name)
         print(f"moved {', '.join(path.name for path in later)} to {aside}")
     log = out / "log.jsonl"
     if log.exists():
@@ -611,7 +617,7 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
             file.rename(folder / file.name)
         partial.rmdir()
 
-    on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True), group)
+    on_rank_0(shutil.rmtree, partial, True, group=group)
     parts = hf_parts(cfg)
     if tied:
         del parts["head.weight"]
@@ -626,7 +632,7 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
             if dist.get_rank() == 0:
                 pieces = whole.to("cpu", dtype).split([rows for rows, *_ in parts[name].values()])
                 tensors |= zip(parts[name], pieces)
-        on_rank_0(lambda: write_tensors(tensors, partial / file, {"format": "pt"}), group)
+        on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
         places |= dict.fromkeys(tensors, file)
-    on_rank_0(finish, group)
+    on_rank_0(finish, group=group)
     return config.model_type

@@ -494,7 +494,7 @@ class States:
         if place == "host":
             nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
             on_gpu = self.device.type == "cuda"
-            pinned = on_all_ranks(lambda: pin_host_buffers(nbytes, on_gpu))
+            pinned = on_all_ranks(pin_host_buffers, nbytes, on_gpu)
             memory = [place.view(self.accum_dtype).chunk(len(names)) for place in pinned]
             elements = max(sizes) if self.optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
             buffers = [Buffer(self.zeros((len(names), elements), self.accum_dtype))

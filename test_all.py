@@ -597,7 +597,8 @@ def plan_of(case: dict) -> costs.Plan:
 
 def make_run(case: dict, groups: dict, stream: type) -> tuple:
     """Build a case with train.py: its run, model and states on this rank, with streams of a kind.
-    groups: made by cases before. This, plan_of and refusal are all that the harness knows of the project."""
+    groups: made by cases before. This, plan_of and refusal are all that the harness knows of the
+    project."""
     plan = plan_of(case)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # as GPUs that do not reach each other's memory, where ranks share one
@@ -2238,7 +2239,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         for module in (train, shard):  # nobody else is there
-            patch.setattr(module, "on_all_ranks", lambda check: check())
+            patch.setattr(module, "on_all_ranks", lambda check, *args: check(*args))
         fused = [(shard.States, "update_param")]  # if compiled
         fused += [
             (module, name)

@@ -289,8 +289,8 @@ def open_data(cfg, model):
     path, end = cfg.data, -1
     if cfg.tokenizer:
         # a first rank that dies closes its connections, which ends the others
-        path, end = on_rank_0(lambda: tokenise(cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens"),
-                              patient_group())
+        path, end = on_rank_0(tokenise, cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens",
+                              group=patient_group())
     if cfg.document_token is None:
         cfg = replace(cfg, document_token=end)
 
@@ -348,7 +348,7 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: t
     usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
     cfg = replace(cfg, dtype=next(name for name in DTYPES if DTYPES[name] == dtype),
                   default_batch=min(usual, most or usual), most_sequences=most, resumes=resumes)
-    return on_all_ranks(lambda: planner.plan(cfg, model, there)), there
+    return on_all_ranks(planner.plan, cfg, model, there), there
 
 
 def device_name(device: torch.device) -> str:
@@ -418,7 +418,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     columns = parallel.Columns(plan.tp_mode, groups)
-    on_all_ranks(lambda: parallel.split_columns(model, columns))
+    on_all_ranks(parallel.split_columns, model, columns)
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = len(parts) * [whole_layers]  # of each part of the model on this stage
@@ -493,12 +493,13 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
     return loss, *states.update(lr, clip, loss)
 
 
-def run_planned(memory, step):
-    """Run a step in planned memory, if there is any; print a plan that is new."""
+def run_planned(memory, *step):
+    """Run a step, of run_step's arguments, in planned memory, if there is any; print a plan that is
+    new."""
     if memory is None:
-        return step()
+        return run_step(*step)
     plans = memory.plans
-    result = memory.run(step)
+    result = memory.run(functools.partial(run_step, *step))
     if memory.plans > plans:
         print0(f"memory plan of a step: {memory.plan}")
     return result
@@ -629,8 +630,7 @@ def make_saver(run, states):
     """Return what saves this run's checkpoints. Raises ConfigError. A collective of all ranks."""
     cfg, group = run.cfg, patient_group()
     room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
-    return on_all_ranks(
-        lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, group, room))
+    return on_all_ranks(checkpoint.Saver, Path(cfg.out), cfg.keep, states, group, room)
 
 
 def export(run, states, group):
@@ -818,8 +818,7 @@ def due(step, every):
 
 def train(run, model, states, saver, saved):
     """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
-    checkpoint has, -1 if none has. Returns what went wrong: steps that were not finite, data that
-    cannot be read any more, a last checkpoint that was not saved. A collective of all ranks."""
+    checkpoint has, or -1. Returns what went wrong, "" if nothing did. A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
     log = Log(run)
     trouble = ends = ""
@@ -830,7 +829,7 @@ def train(run, model, states, saver, saved):
     elif cfg.eval_every > 0:
         found = evaluate(run, model)
         log.append({"step": step} | found, f"step {step}", describe_evaluation(found))
-    memory = on_all_ranks(lambda: StepMemory(str(run.device))) if cfg.memplan == "on" else None
+    memory = on_all_ranks(StepMemory, str(run.device)) if cfg.memplan == "on" else None
     now = watch(run, states)
     signals = listen()  # until here there is nothing to save
     in_a_row = 0  # steps that were not finite
@@ -839,8 +838,7 @@ def train(run, model, states, saver, saved):
         step += 1
         samples += run.plan.batch
         now[:] = step, time.perf_counter()
-        work = functools.partial(run_step, model, states, batch, lr, cfg.clip)
-        results = [*run_planned(memory, work), batch.seen]
+        results = [*run_planned(memory, model, states, batch, lr, cfg.clip), batch.seen]
         if step < cfg.steps:
             batch = load_batch(run, samples)  # while the GPU works at the step
         facts = agree(run.device, results, signals, saver.writing, batch.unread)
@@ -892,11 +890,11 @@ def run_ranks(given, local_rank):
     check_same({flag_name(name): value for name, value in asdict(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     # rank 0's choice: for a minute, another node may see a shared folder as it was
-    resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume))
-    cfg = on_all_ranks(lambda: resumed_flags(given, resumed))
+    resumed = on_rank_0(checkpoint.find_checkpoint, Path(cfg.out), cfg.resume)
+    cfg = on_all_ranks(resumed_flags, given, resumed)
 
     # ---- device
-    device = on_all_ranks(lambda: choose_device(cfg, local_rank))
+    device = on_all_ranks(choose_device, cfg, local_rank)
     on_gpu = device.type == "cuda"
     dtype = DTYPES.get(cfg.dtype, torch.bfloat16 if on_gpu else torch.float32)
     if on_gpu:
@@ -906,19 +904,18 @@ def run_ranks(given, local_rank):
         expandable_segments()
 
     # ---- model
-    cfg, model, source = on_all_ranks(lambda: choose_model(cfg, device, resumed))
+    cfg, model, source = on_all_ranks(choose_model, cfg, device, resumed)
     read = None  # of an import: name -> tensor
     if cfg.import_folder and not resumed:
-        read = on_all_ranks(lambda: checkpoint.hf_open(cfg.import_folder, model))
+        read = on_all_ranks(checkpoint.hf_open, cfg.import_folder, model)
 
     # ---- data
     if not cfg.dry_run:
-        on_all_ranks(lambda: check_folders(cfg, model, source))
+        on_all_ranks(check_folders, cfg, model, source)
     cfg, training, val, data = open_data(cfg, model)
 
     # ---- plan
-    kernel = on_all_ranks(
-        lambda: pick_kernel(cfg.attention, device, dtype, cfg.document_token >= 0))
+    kernel = on_all_ranks(pick_kernel, cfg.attention, device, dtype, cfg.document_token >= 0)
     check_same({"the data": data, "the model": model, "--attention": kernel,
                 "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
     plans, there = choose_plans(cfg, model, device, dtype, training.count, resumed is not None)
@@ -955,7 +952,7 @@ def build_and_train(run, resumed, read):
     groups = Groups(timedelta(seconds=cfg.timeout), run.plan.tp, run.plan.pp)
     model, states = build(run, make_attention(run, groups), groups)
     load_weights(run, states, resumed, read)
-    on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), resumed, run.start < cfg.steps))
+    on_rank_0(checkpoint.prepare_out, Path(cfg.out), resumed, run.start < cfg.steps)
     saver = make_saver(run, states)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
