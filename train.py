@@ -33,7 +33,6 @@ import sys
 import tempfile
 import threading
 import time
-import typing
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -54,7 +53,7 @@ import parallel
 import planner
 from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
                        pick_kernel, sequence_positions)
-from data import Sequences, check_tokens, fingerprint, open_corpus, regular, split, tokenise
+from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
 from memplan import StepMemory, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
@@ -193,7 +192,7 @@ class Run:
     ignored_id: int = -1  # that is never a label, as the data says; -1: none
     start: int = 0  # the step, and ...
     samples: int = 0  # ... the sequences seen, that it goes on from
-    facts: dict | None = None  # what a checkpoint says of it
+    record: dict | None = None  # what a checkpoint says of it
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
@@ -270,8 +269,8 @@ def choose_model(cfg: Config, device: torch.device,
     model = with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
-        flag_sets = {"": set(), "theta": {"rope_theta"}}.get(kind, {"rope_scaling"})
-        checkpoint.check_same_model(resumed, model, {"max_positions", *flag_sets})
+        may_differ = {"": set(), "theta": {"rope_theta"}}.get(kind, {"rope_scaling"})
+        checkpoint.check_same_model(resumed, model, {"max_positions", *may_differ})
         reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
     # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
     elif source and kind != "theta" or llama.rope_kind(model.rope_scaling) == "yarn":
@@ -616,7 +615,7 @@ def load_weights(run, states, resumed, read):
         checkpoint.load_checkpoint(states, resumed)
         then = resumed.meta["config"]
         changed = [f"{name} {then.get(name)} -> {now}"
-                   for name, now in run.facts["config"].items()
+                   for name, now in run.record["config"].items()
                    if name not in OF_A_COMMAND and then.get(name) != now]
         print0(f"resumed {resumed.folder} at step {run.start}; changed:",
                ", ".join(changed) or "nothing")
@@ -639,7 +638,7 @@ def export(run, states, group):
     # what made the data goes before
     beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
     family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype,
-                               run.facts["source"], beside, group)
+                               run.record["source"], beside, group)
     print0(f"exported {cfg.export}: {family}")
 
 
@@ -648,7 +647,7 @@ def export(run, states, group):
 
 def learning_rate(run, step):
     """Linear warm-up, then a cosine from lr to min_lr * lr at decay_steps; step counts from 0."""
-    cfg, decay_steps = run.cfg, run.facts["config"]["decay_steps"]
+    cfg, decay_steps = run.cfg, run.record["config"]["decay_steps"]
     warmup = min(decay_steps // 4, 500) if cfg.warmup is None else cfg.warmup
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
@@ -693,20 +692,6 @@ def listen():
     return signals
 
 
-class Facts(typing.NamedTuple):
-    """What the host knows of a finished step, of all ranks."""
-
-    loss: float
-    grad_norm: float
-    finite: float  # 0 or 1
-    keys_seen: float  # flops_per_token's
-    signal: float  # that a rank has got, else 0
-    writing: float  # whether a rank still writes a checkpoint
-    unread: float  # whether a rank could not read the next batch
-    gpu_gib: float  # of the rank that has most
-    host_gib: float
-
-
 def gpu_peak_gib(device: torch.device) -> float:
     """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
     lies outside it."""
@@ -714,15 +699,25 @@ def gpu_peak_gib(device: torch.device) -> float:
     return (peak + Exchange.mapped_bytes()) / GIB
 
 
+FACTS = (  # of a finished step, of all ranks, as log.jsonl names them
+    "loss", "grad_norm",
+    "finite",  # 0 or 1
+    "keys_seen",  # flops_per_token's
+    "signal",  # that a rank has got, else 0
+    "writing",  # whether a rank still writes a checkpoint
+    "unread",  # whether a rank could not read the next batch
+    "gpu_gib", "host_gib")  # of the rank that has most
+
+
 def agree(device, results, signals, writing, unread):
-    """Return what the host must know of a step: its only wait for the device, in one copy. results:
-    the first facts; of the others the largest of all ranks counts. A collective of all ranks."""
+    """Return FACTS by name: the host's only wait for the device in a step, in one copy. results:
+    the first four; of the others the largest of all ranks counts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     most = torch.tensor([max(signals, default=0), writing, bool(unread), gpu_peak_gib(device),
                          host_gib], device=device).double()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     own = torch.stack([value.double() for value in results])
-    return Facts(*torch.cat([own, most]).tolist())
+    return dict(zip(FACTS, torch.cat([own, most]).tolist()))
 
 
 class Log:
@@ -735,27 +730,25 @@ class Log:
         self.failed = ""  # why it could not be written
         self.times = deque(maxlen=20)  # of the last steps
 
-    def write(self, step, lr, facts, seconds, found, counts, unsaved):
-        """Print and log a step; found: by an evaluation; counts: of planned memory; unsaved: why
-        there is no checkpoint."""
+    def write(self, row, unsaved):
+        """Print and log a step; unsaved: why there is no checkpoint."""
         run, cfg = self.run, self.run.cfg
+        step, seconds = row["step"], row["seconds"]
         self.times.append(seconds)
         left = statistics.median(self.times) * (cfg.steps - step)
         tgs = cfg.batch * cfg.seq / seconds / run.world
         peak = run.hardware.profile.peak_flops
         causal, full = (peak and flops * tgs / peak
-                        for flops in flops_per_token(run.model, cfg.seq, facts.keys_seen))
-        row = {"step": step, "lr": lr, "tgs": tgs, "mfu_causal": causal, "mfu_full": full,
-               "seconds": seconds, "memplan": counts}
+                        for flops in flops_per_token(run.model, cfg.seq, row["keys_seen"]))
         self.append(
-            row | facts._asdict() | found,
-            f"step {step}/{cfg.steps} loss {facts.loss:.4f} grad {facts.grad_norm:.3f}",
-            f"lr {lr:.2e} TGS {tgs:,.0f}",
+            row | {"tgs": tgs, "mfu_causal": causal, "mfu_full": full},
+            f"step {step}/{cfg.steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
+            f"lr {row['lr']:.2e} TGS {tgs:,.0f}",
             peak and f"MFU {causal:.1%} causal {full:.1%} full",
-            facts.gpu_gib and f"GPU {facts.gpu_gib:.1f} GiB",
+            row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
             f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
-            describe_evaluation(found),
-            not facts.finite and "SKIPPED: not finite",
+            describe_evaluation(row),
+            not row["finite"] and "SKIPPED: not finite",
             unsaved and f"({unsaved})",
             self.failed and f"({self.failed})")
 
@@ -780,9 +773,9 @@ class Log:
             print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
 
-def describe_evaluation(found):
+def describe_evaluation(row):
     """Return what is printed of an evaluation, "" if there was none."""
-    loss = found.get("val_loss", "")
+    loss = row.get("val_loss", "")
     if loss is None:
         return "val_loss none (all labels are ignored)"
     return loss and f"val_loss {loss:.4f}"
@@ -816,7 +809,7 @@ def due(step, every):
     return every > 0 and step % every == 0
 
 
-def train(run, model, states, saver, saved):
+def train(run, model, states, memory, saver, saved):
     """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
     checkpoint has, or -1. Returns what went wrong, "" if nothing did. A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
@@ -827,9 +820,8 @@ def train(run, model, states, saver, saved):
         trouble = ends = error_of_any(batch.unread)
         warm_up(model, batch)
     elif cfg.eval_every > 0:
-        found = evaluate(run, model)
-        log.append({"step": step} | found, f"step {step}", describe_evaluation(found))
-    memory = on_all_ranks(StepMemory, str(run.device)) if cfg.memplan == "on" else None
+        row = {"step": step} | evaluate(run, model)
+        log.append(row, f"step {step}", describe_evaluation(row))
     now = watch(run, states)
     signals = listen()  # until here there is nothing to save
     in_a_row = 0  # steps that were not finite
@@ -841,37 +833,37 @@ def train(run, model, states, saver, saved):
         results = [*run_planned(memory, model, states, batch, lr, cfg.clip), batch.seen]
         if step < cfg.steps:
             batch = load_batch(run, samples)  # while the GPU works at the step
-        facts = agree(run.device, results, signals, saver.writing, batch.unread)
-        if not facts.finite:
+        row = agree(run.device, results, signals, saver.writing, batch.unread)
+        if not row["finite"]:
             states.check_uses()
-        seconds = time.perf_counter() - now[1]
+        row |= {"step": step, "lr": lr, "seconds": time.perf_counter() - now[1]}
         now[0] = 0
-        in_a_row = 0 if facts.finite else in_a_row + 1
+        in_a_row = 0 if row["finite"] else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
-        if facts.unread:
+        if row["unread"]:
             trouble = error_of_any(batch.unread)
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
         saves = due(step, cfg.save_every)
-        if memory and (evaluates or saves or facts.signal or trouble or step == cfg.steps):
+        if memory and (evaluates or saves or row["signal"] or trouble or step == cfg.steps):
             memory.give_back()  # what is not a step must not starve beside the arena
         try:
-            found = evaluate(run, model) if evaluates else {}
+            row |= evaluate(run, model) if evaluates else {}
         except ConfigError as e:
-            found, trouble = {}, str(e)
-        ends = f"stopped by {signal.Signals(facts.signal).name}" if facts.signal else trouble
-        if not facts.writing:
+            trouble = str(e)
+        ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
+        if not row["writing"]:
             saver.finish()
-        log.write(step, lr, facts, seconds, found, memory and memory.counts, saver.failed)
+        log.write(row | {"memplan": memory and memory.counts}, saver.failed)
         if saves:
-            saver.begin(run.facts | {"step": step, "samples": samples})
+            saver.begin(run.record | {"step": step, "samples": samples})
             saved = step
     if ends:
         print0(f"{ends}: the run ends after step {step}")
     log.close()
     saver.finish()
     if cfg.save_every >= 0 and (saved != step or saver.failed):
-        saver.begin(run.facts | {"step": step, "samples": samples})
+        saver.begin(run.record | {"step": step, "samples": samples})
         saver.finish()
     if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
@@ -883,8 +875,6 @@ def train(run, model, states, saver, saved):
 
 def run_ranks(given, local_rank):
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-
     # ---- flags
     cfg = on_all_ranks(lambda: Config(**given))
     check_same({flag_name(name): value for name, value in asdict(cfg).items()
@@ -929,9 +919,9 @@ def run_ranks(given, local_rank):
         samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
     if start:
         config["decay_steps"] = resumed.meta["config"]["decay_steps"]
-    facts = {"config": config, "model": asdict(model), "source": source}
-    run = Run(cfg, rank, world, device, dtype, kernel, model, plans[0], there, training, val,
-              training.corpus.ignored_id, start, samples, facts)
+    record = {"config": config, "model": asdict(model), "source": source}
+    run = Run(cfg, dist.get_rank(), dist.get_world_size(), device, dtype, kernel, model, plans[0],
+              there, training, val, training.corpus.ignored_id, start, samples, record)
     introduce(run, plans)
     if cfg.dry_run:
         return ""
@@ -948,6 +938,7 @@ def build_and_train(run, resumed, read):
     cfg = run.cfg
     if cfg.save_every >= 0:
         checkpoint.check_shared(Path(cfg.out))
+    memory = on_all_ranks(StepMemory, str(run.device)) if cfg.memplan == "on" else None
     cap_gpu(run)
     groups = Groups(timedelta(seconds=cfg.timeout), run.plan.tp, run.plan.pp)
     model, states = build(run, make_attention(run, groups), groups)
@@ -958,7 +949,7 @@ def build_and_train(run, resumed, read):
     gc.freeze()  # what lives until the end need not be walked by every collection
     evaluates_alone = cfg.steps == 0 < cfg.eval_every
     saved = run.start if resumed or evaluates_alone else -1
-    return train(run, model, states, saver, saved)
+    return train(run, model, states, memory, saver, saved)
 
 
 def main(argv: list[str] | None = None) -> None:
