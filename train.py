@@ -161,6 +161,7 @@ def resumed_flags(given, resumed):
         flags["batch"] = max(1, old["batch"] * old["seq"] // flags["seq"])
     return Config(**flags)
 
+
 # ---------------------------------------------------------------------------- setup
 
 # said once by a backward's thread, whose context PyTorch then makes
