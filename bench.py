@@ -189,7 +189,7 @@ def plan_run(bench: Bench, cfg: Config, gpu: float | None = None) -> Run:
     cfg = replace(cfg, document_token=-1, **bench.memory)
     cfg, model, _ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
-    plans, there = train.choose_plans(cfg, model, bench.device, bench.dtype, kernel, gpu=gpu)
+    plans, there = train.choose_plans(cfg, model, bench.device, bench.dtype, gpu=gpu)
     return Run(cfg, bench.rank, bench.world, bench.device, bench.dtype, kernel, model, plans[0],
                there)
 
@@ -793,7 +793,7 @@ def memory_planner(bench: Bench, label: str) -> StepMemory | None:
 def warm_step(bench: Bench, label: str, memory: StepMemory | None,
               build: Callable[[], Step]) -> Step:
     """Build a step under one of ALLOCATORS, and run it until nothing new happens in it."""
-    train.set_allocator(f"expandable_segments:{label != ALLOCATORS[0]}")
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{label != ALLOCATORS[0]}")
     step = build()
     step.memory = memory
     for _ in range(3 if memory else 1):  # the third is recorded

@@ -53,8 +53,8 @@ from torch import Tensor
 
 from data import regular
 from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig
-from offload import buffer_bytes, carve, pin_host_buffers
-from ranks import ConfigError, check_same, on_all_ranks, on_rank_0, print0
+from offload import GIB, buffer_bytes, carve, pin_host_buffers
+from ranks import ConfigError, check_same, of_all_ranks, on_all_ranks, on_rank_0, print0
 from shard import StatePart, States
 
 # ---------------------------------------------------------------------------- a checkpoint's files
@@ -159,13 +159,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 def check_files(saved: Checkpoint) -> None:
     """Read the files that the rank of this number saved, or of such a number modulo ranks. Raises
     OSError, or ValueError if they are not what was written."""
-    with ThreadPoolExecutor() as pool:
-        found = {name: pool.submit(checksum, saved.folder / name) for name in saved.meta["files"]
-                 if int(name[5:10]) % dist.get_world_size() == dist.get_rank()}
-    for name, sums in found.items():
-        if sums.result() != saved.meta["files"][name]:
+
+    def check(name):
+        if checksum(saved.folder / name) != saved.meta["files"][name]:
             raise ValueError(f"--resume: {saved.folder / name} is not what was written: its "
                              "checksum differs; earlier checkpoints are beside it")
+
+    own = [name for name in saved.meta["files"]
+           if int(name[5:10]) % dist.get_world_size() == dist.get_rank()]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(check, own))
 
 
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
@@ -221,8 +224,8 @@ def is_finite(values: Tensor) -> bool:
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
     """Read states from a checkpoint of any factors and ranks. Raises ConfigError on all ranks if
     one of them does not get what was written. A collective of all ranks."""
-    on_all_ranks(lambda: check_files(saved))
-    on_all_ranks(lambda: read_states(saved, states.state_parts()))
+    on_all_ranks(check_files, saved)
+    on_all_ranks(read_states, saved, states.state_parts())
     states.loaded()
 
 
@@ -231,9 +234,9 @@ def load_checkpoint(states: States, saved: Checkpoint) -> None:
 
 @dataclass
 class Saver:
-    """Saves a run's checkpoints: in the open, or (`background`) copied to host memory at once and
-    written by a thread while steps go on. A save that fails ends nothing: `failed` says why, and
-    what was saved before stands.
+    """Saves a run's checkpoints: in the open, or (with `room` for it) copied to host memory at once
+    and written by a thread while steps go on. A save that fails ends nothing: `failed` says why,
+    and what was saved before stands.
 
         begin(meta)     collective: the states are copied, or written
         writing         this rank's thread has not done yet
@@ -243,19 +246,23 @@ class Saver:
     out: Path
     keep: int
     states: States
-    background: bool = False  # takes the host memory of `saved_tensors`
     group: dist.ProcessGroup | None = None  # ranks.patient_group(), as one may write for long
+    room: float | None = None  # bytes of host memory that copies may take; None: no copies
     failed: str = ""  # why the last save was none, in a sentence
 
     def __post_init__(self):
         """Raise MemoryError if there is no room for copies."""
         self.job = None  # of the thread: the files of this rank
         self.thread = ThreadPoolExecutor(1)
-        if self.background:
-            tensors = saved_tensors(self.states)
-            sizes = [buffer_bytes(tensors)]
-            memory, = pin_host_buffers(sizes, self.states.device.type == "cuda")
-            self.copies = carve(memory, tensors)
+        if self.room is not None:
+            tensors = {name: part.values for name, part in self.states.state_parts().items()
+                       if part.saves}
+            size = buffer_bytes(tensors)
+            if size > self.room:
+                raise MemoryError(f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
+                                  f"a rank, {self.room / GIB:.2f} are left; --no-save-async")
+            self.copies = carve(
+                *pin_host_buffers([size], self.states.device.type == "cuda"), tensors)
 
     @property
     def writing(self) -> bool:
@@ -268,11 +275,11 @@ class Saver:
         self.meta = meta
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
-        if self.background:  # page-locked: at the speed of the link, or of memory
+        if self.room is not None:  # page-locked: at the speed of the link, or of memory
             parts = {name: replace(parts[name], values=copy.copy_(parts[name].values))
                      for name, copy in self.copies.items()}
         self.job = self.thread.submit(write_states, self.folder, parts)
-        if not self.background:
+        if self.room is None:
             self.finish()
 
     def finish(self) -> None:
@@ -282,32 +289,29 @@ class Saver:
             return
         job = self.job
         self.job = None
-        written = [None] * dist.get_world_size()
 
         def complete():  # as the files of all ranks are there
-            files = {name: sums for of_rank in written for name, sums in of_rank.items()}
+            files = {}
+            for of_rank in written:
+                files |= of_rank
             write_meta(self.folder, self.meta | {"files": files})
             sync(self.folder)
             final = self.folder.with_suffix("")
-            os.rename(self.folder, final)
+            self.folder.rename(final)
             sync(self.out)
             print(f"saved {final}")
             for old in steps_of(self.out)[: -self.keep]:
                 shutil.rmtree(old, ignore_errors=True)
 
         try:
-            dist.all_gather_object(written, on_all_ranks(job.result, self.group), self.group)
-            on_rank_0(complete, self.group)  # nobody goes on, and is killed, before it has its name
+            written = of_all_ranks(on_all_ranks(job.result, group=self.group), self.group)
+            # nobody goes on, and is killed, before it has its name
+            on_rank_0(complete, group=self.group)
             self.failed = ""
         except ConfigError as e:
-            on_rank_0(lambda: shutil.rmtree(self.folder, ignore_errors=True), self.group)
+            on_rank_0(shutil.rmtree, self.folder, True, group=self.group)
             self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
             print0(self.failed)
-
-
-def saved_tensors(states: States) -> dict[str, Tensor]:
-    """Return what copies of all that this rank writes are of (offload.buffer_bytes)."""
-    return {name: part.values for name, part in states.state_parts().items() if part.saves}
 
 
 # ---------------------------------------------------------------------------- a run's folder
@@ -355,7 +359,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     for torn in out.glob("step-*.tmp"):
         shutil.rmtree(torn)
     last = -1
-    if resumed and resumed.folder.resolve().parent == out.resolve():
+    if resumed and resumed.folder.resolve().parent.samefile(out):
         last = resumed.meta["step"] if trains else math.inf
     later = [folder for folder in steps_of(out) if int(folder.name[5:]) > last]
     if last < 0:
@@ -367,7 +371,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
         aside = out / f"earlier-{n}"
         aside.mkdir()
         for path in later:
-            os.rename(path, aside / path.name)
+            path.rename(aside / path.name)
         print(f"moved {', '.join(path.name for path in later)} to {aside}")
     log = out / "log.jsonl"
     if log.exists():
@@ -604,6 +608,8 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
         (partial / "model.safetensors.index.json").write_text(index)
         config.save_pretrained(partial)
         for other in beside:
+            if not other.is_dir():
+                print(f"{other} is not there any more: its tokenizer and license are not exported")
             for file in other.glob("*"):
                 if re.fullmatch(_BESIDE, file.name) and file.is_file():
                     shutil.copy(file, partial)
@@ -611,7 +617,7 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
             file.rename(folder / file.name)
         partial.rmdir()
 
-    on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True), group)
+    on_rank_0(shutil.rmtree, partial, True, group=group)
     parts = hf_parts(cfg)
     if tied:
         del parts["head.weight"]
@@ -626,7 +632,7 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
             if dist.get_rank() == 0:
                 pieces = whole.to("cpu", dtype).split([rows for rows, *_ in parts[name].values()])
                 tensors |= zip(parts[name], pieces)
-        on_rank_0(lambda: write_tensors(tensors, partial / file, {"format": "pt"}), group)
+        on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
         places |= dict.fromkeys(tensors, file)
-    on_rank_0(finish, group)
+    on_rank_0(finish, group=group)
     return config.model_type

@@ -204,10 +204,10 @@ def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
 # ---------------------------------------------------------------------------- text to tokens
 
 
-def tokenise(data: str, folder: str, cache: Path) -> tuple[Path | None, int]:
+def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
     """Return the .bin file of the tokens of --data by the tokenizer of a Hugging Face folder,
-    written in `cache` if no earlier run did, and the id that comes after each file; None and -1 if
-    the data are ids already. Its name follows from names, sizes and times of the files, and from
+    written in `cache` if no earlier run did, and the id that comes after each file; the data and -1
+    if they are ids already. Its name follows from names, sizes and times of the files, and from
     the tokenizer. Raises ValueError or OSError; then nothing is left in `cache`.
 
     Text is read in segments that are cut after a line (a line longer than SEGMENT_CHARS anywhere),
@@ -219,7 +219,7 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[Path | None, int]:
 
     files, val = find_files(data)
     if are_ids(files + val):
-        return None, -1
+        return data, -1
     try:
         tokenizer = Tokenizer.from_file(str(regular(Path(folder) / "tokenizer.json")))
         name = json.loads((Path(folder) / "tokenizer_config.json").read_text())["eos_token"]
@@ -233,7 +233,7 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[Path | None, int]:
     key = repr((tokenizer.to_str(), end, stats))
     path = cache / f"{zlib.crc32(key.encode()):08x}.bin"
     if path.exists():
-        return path, end
+        return str(path), end
     cache.mkdir(parents=True, exist_ok=True)
     writing = cache / f"{path.name}.{os.getpid()}.tmp"
     segments = read_segments(files)
@@ -250,7 +250,7 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[Path | None, int]:
         os.replace(writing, path)  # whoever finds it finds all of it
     finally:
         writing.unlink(missing_ok=True)
-    return path, end
+    return str(path), end
 
 
 def read_segments(files: list[Path]) -> Iterator[str]:

@@ -53,8 +53,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import coo_array
 
 
 class Buffer(NamedTuple):
@@ -233,6 +231,9 @@ def solve_program(rows, peak, deadline):
     A plan's order of addresses is also one for smaller sizes, at a peak of at most peak / unit, so
     the bound holds for the sizes as they are.
     """
+    from scipy.optimize import Bounds, LinearConstraint, milp  # half a second
+    from scipy.sparse import coo_array
+
     start, end, size = rows.T
     n = len(rows)
     unit = int(np.gcd.reduce(size))

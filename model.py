@@ -155,23 +155,23 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
 # ---------------------------------------------------------------------------- token-wise operators
 
 
-# compiled kernels of one function: with or without gradients, whole or in chunks ...
-torch._dynamo.config.recompile_limit = 256
-
-
 def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
     """Return fn as one fused kernel on a GPU, and as it is written elsewhere.
 
     A kernel belongs to the shapes that it is called with (a run has few: whole sequences, chunks,
     a shorter last one), so that its sums do not depend on what ran before. dynamic=None: kernels
     for any shape from the second one on. `torch.compiler.set_stance("force_eager")` turns the
-    compilation off.
+    compilation off. The compiler takes seconds to import, and a CPU does without.
     """
-    kernel = torch.compile(fn, dynamic=dynamic)
+    @functools.cache
+    def kernel():
+        # kernels of one function: with or without gradients, whole or in chunks ...
+        torch._dynamo.config.recompile_limit = 256
+        return torch.compile(fn, dynamic=dynamic)
 
     @functools.wraps(fn)
     def run(x, *args):
-        return kernel(x, *args) if x.is_cuda else fn(x, *args)
+        return kernel()(x, *args) if x.is_cuda else fn(x, *args)
 
     run.is_compiled = True
     return run

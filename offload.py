@@ -270,7 +270,8 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
                 matrix.take(part)
         for p in block.parameters():
             p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
-        rope = llama.rope_tables(cfg, torch.arange(tokens), accum_dtype)
+        half = (tokens, cfg.head_dim // 2)
+        rope = torch.empty(half, dtype=accum_dtype), torch.empty(half, dtype=accum_dtype)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
         saved = SavedLayer(block, rope, x)
         root = torch.zeros((), requires_grad=True)
@@ -386,14 +387,12 @@ class ChunkedLayers:
 
     shape: (B, T) on this rank; chunk_tokens: the most of a chunk. in_flight: micro-batches whose
     backward is due at the same time; each has host buffers of its own. layers: of the model, all by
-    default. make_stream: as CommStream. model.attention: an attention.Attention. Raises MemoryError
-    if there is no host memory.
+    default. model.attention: an attention.Attention. Raises MemoryError if there is no host memory.
     """
 
     def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
                  chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
-                 layers: range | None = None,
-                 make_stream: Callable[..., CommStream] = CommStream):
+                 layers: range | None = None):
         layers = range(len(model.blocks)) if layers is None else layers
         self.first = layers.start
         self.blocks = model.blocks[layers.start : layers.stop]
@@ -413,8 +412,8 @@ class ChunkedLayers:
         intermediates = plan.kept_chunks + plan.swapped_chunks
         assert plan.stride == 1 or not intermediates, "what needs x is made again with it"
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
-        self.offload_stream = make_stream(device)
-        self.prefetch_stream = make_stream(device)
+        self.offload_stream = CommStream(device)
+        self.prefetch_stream = CommStream(device)
         _, _, self.final_matrix = block_saves(self.cfg, 1, dtype, self.blocks[0])
         sizes = [self.host_bytes(i) for i in range(plan.swapped_layers)]
         pinned = iter(pin_host_buffers(in_flight * sizes, device.type == "cuda"))

@@ -6,8 +6,8 @@ all of them again when one dies. What can go wrong between them is settled here:
     start_ranks(timeout)     join the others, whatever a restart has left in torchrun's store
     Groups(timeout)          who communicates with whom, by a key of its rank
     print0(text)             rank 0 says it, for all
-    on_all_ranks(check)      all raise what one of them finds, so that none waits for it
-    on_rank_0(work)          all have what one does
+    on_all_ranks(check, x)   all raise what check(x) of one of them finds, so that none waits for it
+    on_rank_0(work, x)       all have what work(x) of one returns
     of_all_ranks(value)      all know all
     check_same(facts)        all raise if they were not started alike
     with heartbeat(...):     a rank that is dead or unreachable ends the others, with its name
@@ -149,13 +149,13 @@ def error_of_any(error: str, group: Group = None) -> str:
     return f"{errors[failed[0]]} (on ranks {failed})"
 
 
-def on_all_ranks(check, group: Group = None):
-    """Return check() of every rank; if one fails, the same ConfigError on all: none hangs. They
-    wait for each other as long as the group does. A collective; check holds none."""
+def on_all_ranks(check, *args, group: Group = None):
+    """Return check(*args) of every rank; if one fails, the same ConfigError on all: none hangs.
+    They wait for each other as long as the group does. A collective; check holds none."""
     result = None
     error = ""
     try:
-        result = check()
+        result = check(*args)
     except (ValueError, OSError, MemoryError) as e:
         error = str(e)
     if error := error_of_any(error, group):
@@ -163,10 +163,10 @@ def on_all_ranks(check, group: Group = None):
     return result
 
 
-def on_rank_0(work, group: Group = None):
-    """Return on all ranks what work() returns on rank 0, or raise as on_all_ranks does. A
+def on_rank_0(work, *args, group: Group = None):
+    """Return on all ranks what work(*args) returns on rank 0, or raise as on_all_ranks does. A
     collective of all ranks."""
-    result = on_all_ranks(lambda: None if dist.get_rank() else work(), group)
+    result = on_all_ranks(lambda: None if dist.get_rank() else work(*args), group=group)
     return of_all_ranks(result, group)[0]
 
 
@@ -239,7 +239,7 @@ def heartbeat(rank: int, world: int, advice: str):
         with contextlib.suppress(RuntimeError):  # a store that has gone, too
             store.set(keys[rank], "")
 
-    on_all_ranks(lambda: store.set(keys[rank], own))  # so each has a sign to read
+    on_all_ranks(store.set, keys[rank], own)  # so each has a sign to read
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()
     refused = None

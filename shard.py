@@ -375,10 +375,8 @@ class States:
     decay: float = 0.1  # of matrices' weights
     place: InitVar[str] = "gpu"  # of the optimizer's states, or "host" (HostStates)
     optimizer: Optimizer = ADAMW  # of matrices
-    make_stream: InitVar[Callable[..., CommStream]] = CommStream
 
-    def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], place: str,
-                      make_stream: Callable[..., CommStream]):
+    def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], place: str):
         f, tp = self.factors, self.groups.tp
         if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
             raise ValueError(f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
@@ -386,7 +384,7 @@ class States:
         check_factors(f, self.groups.ranks, self.groups.ranks)  # as if one node had all ranks
         self.accum_dtype = accumulation_dtype(self.dtype)
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
-        self.streams = {name: make_stream(self.device, name in overlap) for name in STREAMS}
+        self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
         self.shapes = model.shapes
         self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
         self.scalars = torch.ones(5, dtype=self.accum_dtype, device=self.device)  # of Optimizer
@@ -395,7 +393,7 @@ class States:
         self.counted_grads: list[Tensor] = []  # of the norm: each element on one rank of all
         self.make_groups()
         self.make_params(model)
-        self.make_states(place, make_stream)
+        self.make_states(place)
         self.make_vectors(model)
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
@@ -485,7 +483,7 @@ class States:
             owned_param, grad_shard[owned] if f.g == f.p else grad_shard,
             self.replicas_of_parts if module.part else self.replicas_of_wholes, num_chunks)
 
-    def make_states(self, place: str, make_stream: Callable[..., CommStream]) -> None:
+    def make_states(self, place: str) -> None:
         """Give each matrix its states, zeros in accum_dtype. Of replicas one saves them and counts
         in the norm, matrix by matrix another."""
         names = self.optimizer.states
@@ -495,13 +493,13 @@ class States:
         if place == "host":
             nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
             on_gpu = self.device.type == "cuda"
-            pinned = on_all_ranks(lambda: pin_host_buffers(nbytes, on_gpu))
+            pinned = on_all_ranks(pin_host_buffers, nbytes, on_gpu)
             memory = [place.view(self.accum_dtype).chunk(len(names)) for place in pinned]
             elements = max(sizes) if self.optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
             buffers = [Buffer(self.zeros((len(names), elements), self.accum_dtype))
                        for _ in range(VISIT_BUFFERS)]
             self.host_states = HostStates(elements, itertools.cycle(buffers),
-                                          make_stream(self.device), make_stream(self.device))
+                                          CommStream(self.device), CommStream(self.device))
         else:  # apart: of parts of one tensor a compiled update does not know that they are aligned
             memory = [[self.zeros(size, self.accum_dtype) for _ in names] for size in sizes]
         groups = self.groups

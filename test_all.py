@@ -114,7 +114,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 import weakref
 import zlib
@@ -179,6 +178,7 @@ def clean_up():
     yield
     for s, handler in handlers:
         signal.signal(s, handler)
+    let_streams_be(attention.CommStream)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -594,9 +594,10 @@ def plan_of(case: dict) -> costs.Plan:
     )
 
 
-def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
-    """Build a case with train.py: its run, model and states on this rank. groups: made by cases
-    before. This, plan_of and refusal are all that the harness knows of the project."""
+def make_run(case: dict, groups: dict, stream: type) -> tuple:
+    """Build a case with train.py: its run, model and states on this rank, with streams of a kind.
+    groups: made by cases before. This, plan_of and refusal are all that the harness knows of the
+    project."""
     plan = plan_of(case)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # as GPUs that do not reach each other's memory, where ranks share one
@@ -624,9 +625,14 @@ def make_run(case: dict, groups: dict, make_stream: Callable) -> tuple:
     )
     m.Block = m.ForkBlock if case["block"] == "fork" else Block
     there = groups_of(plan, groups)
-    op = train.make_attention(run, there, make_stream)
-    built, states = train.build(run, op, there, make_stream)
+    let_streams_be(stream)
+    built, states = train.build(run, train.make_attention(run, there), there)
     return run, built, states
+
+
+def let_streams_be(kind: type) -> None:
+    for module in (offload, shard, train):
+        module.CommStream = kind
 
 
 def groups_of(plan: costs.Plan, made: dict) -> Groups:
@@ -655,8 +661,8 @@ def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPla
 
 
 class Spoiled(attention.CommStream):
-    """make_stream(device, overlap) -> a CommStream that spoils what was used, and now and then
-    starts late, or lets compute be late: by more than two layers take."""
+    """A CommStream that spoils what was used, and now and then starts late, or lets compute be
+    late: by more than two layers take."""
 
     random = random.Random(0)  # of a rank
 
@@ -933,7 +939,7 @@ def near(found: torch.Tensor, wanted: float, noise: float, what: str) -> list[st
 def save(run: train.Run, states: shard.States, folder: Path, step: int) -> None:
     cfg = dataclasses.replace(run.cfg, out=str(folder))
     saver = train.make_saver(dataclasses.replace(run, cfg=cfg), states)
-    saver.begin(train.checkpoint_meta(run, step, step * BATCH))
+    saver.begin({"step": step})
     saver.finish()
 
 
@@ -1708,8 +1714,8 @@ def test_progress_inside_a_step(monkeypatch, capsys):
             return "backward layer 3/4"
 
     monkeypatch.setattr(train, "PROGRESS_SECONDS", 0.01)
-    now = [7, time.perf_counter()]
-    threading.Thread(target=train.show_progress, args=(Running(), now), daemon=True).start()
+    now = train.watch(SimpleNamespace(rank=0), Running())
+    now[:] = 7, time.perf_counter()
     time.sleep(0.2)
     now[0] = 0
     assert "step 7: backward layer 3/4, 0 s\n" in capsys.readouterr().out
@@ -1965,6 +1971,7 @@ class Nested(m.Block):
 def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
     """In chunks, or in one, and by groups of heads as under plain autograd."""
     monkeypatch.setattr(m, "Block", block)
+    let_streams_be(Spoiled)
     batch = [
         torch.from_numpy(np.stack([windows(i)[cut] for i in range(2)]))
         for cut in (slice(SEQ), slice(1, None))
@@ -1982,7 +1989,6 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
                 SEQ - 10 if chunks > 1 else 2 * SEQ,
                 torch.device("cpu"),
                 torch.float64,
-                make_stream=Spoiled,
             )
         model(*batch).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -2233,7 +2239,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
         for module in (train, shard):  # nobody else is there
-            patch.setattr(module, "on_all_ranks", lambda check: check())
+            patch.setattr(module, "on_all_ranks", lambda check, *args: check(*args))
         fused = [(shard.States, "update_param")]  # if compiled
         fused += [
             (module, name)
@@ -2916,7 +2922,7 @@ def test_data_tokenised_text(tmp_path, capsys):
         (tmp_path / "text" / f"{i:02}.txt").write_bytes(text.encode())
     args = f"{tmp_path}/text", f"{tmp_path}/hf", tmp_path / "t"
     path, last = data.tokenise(*args)
-    corpus, _ = data.open_corpus(str(path))
+    corpus, _ = data.open_corpus(path)
     ids = corpus.read(0, len(corpus)).tolist()
     assert "100%" in capsys.readouterr().err
     hf = PreTrainedTokenizerFast(tokenizer_file=f"{tmp_path}/hf/tokenizer.json")
@@ -2931,7 +2937,7 @@ def test_data_tokenised_text(tmp_path, capsys):
     assert data.tokenise(*args) == (path, last) and not capsys.readouterr().err  # the earlier run's
     os.utime(tmp_path / "text" / "02.txt", (1, 1))
     assert data.tokenise(*args)[0] != path
-    assert data.tokenise(str(path), "no folder", tmp_path) == (None, -1)  # ids already
+    assert data.tokenise(path, "no folder", tmp_path) == (path, -1)  # ids already
 
 
 def test_data_tokenised_to_four_bytes(tmp_path):
@@ -2947,7 +2953,7 @@ def test_data_tokenised_to_four_bytes(tmp_path):
     text.write_text("w69999 w5\nw65536")
 
     def tokenise() -> data.Corpus:
-        return data.open_corpus(str(data.tokenise(str(text), str(tmp_path), tmp_path / "t")[0]))[0]
+        return data.open_corpus(data.tokenise(str(text), str(tmp_path), tmp_path / "t")[0])[0]
 
     for config in ("{}", '{"eos_token": "of"}', '{"eos_token": null}', "["):
         (tmp_path / "tokenizer_config.json").write_text(config)
@@ -2994,8 +3000,7 @@ tokenise = train.tokenise
 train.tokenise = lambda *args: (time.sleep(10), tokenise(*args))[1]
 """,
     )
-    (tokens,) = (tmp_path / "o" / "tokens").glob("*.bin")
-    assert f"data {tokens}: 18,982 tokens" in said and said.count("100%") == 1
+    assert f"data {text}: 18,982 tokens" in said and said.count("100%") == 1
     text.write_bytes(b"\xff" * 9999)
     said = run(args, 2, expect=1)
     assert len(re.findall("ConfigError: .*a.txt is not UTF-8 text", said)) == 2
@@ -3433,7 +3438,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     rows, text = log(out), capsys.readouterr().out
     assert "at step 1; changed: steps 1 -> 2\n" in text
     words.write_bytes(bytes(range(256)) * 19)
-    changed_meta(out / "step-00000002" / "meta.json", "c['threads'] = 7")
+    changed_meta(out / "step-00000002" / "meta.json", "c['config']['threads'] = 7")
     with open(out / "log.jsonl", "ab") as file:
         file.write(b'3\n{"step": null}\n{"no": 1}\n\xff\n{"step": 3, "lo')
     train.main([*args, "3", "--resume"])

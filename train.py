@@ -33,10 +33,10 @@ import sys
 import tempfile
 import threading
 import time
-import typing
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -53,12 +53,11 @@ import parallel
 import planner
 from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
                        pick_kernel, sequence_positions)
-from checkpoint import Checkpoint
-from data import Sequences, check_tokens, fingerprint, open_corpus, regular, split, tokenise
-from memplan import StepMemory, live_arena, load_allocator, mark
+from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
+from memplan import StepMemory, live_arena, mark
 from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
                    initial_weight, param_count, whole_layers)
-from offload import GIB, ChunkedLayers, buffer_bytes
+from offload import GIB, ChunkedLayers
 from parallel import Pipeline
 from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
                      make_parser)
@@ -127,7 +126,6 @@ class Config(Constraints):
     def __post_init__(self):
         """Raise ValueError for flags out of their range, or that contradict each other."""
         check_values(self)
-        _ = self.overlaps  # raises it
         if not re.fullmatch("random|hf:.+", self.init):
             raise ValueError(f"--init {self.init}: random or hf:DIR")
         by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
@@ -140,10 +138,6 @@ class Config(Constraints):
     def import_folder(self) -> str:
         """Return DIR of --init hf:DIR, else an empty text."""
         return self.init.partition("hf:")[2]
-
-    def values(self):
-        """Return the flags by their names."""
-        return {name: getattr(self, name) for name in flags_of(self)}
 
 
 OF_A_COMMAND = ("resume", "out", "export", "dry_run")  # not of the run that it goes on with
@@ -160,12 +154,13 @@ def resumed_flags(given, resumed):
     if resumed is None:
         return Config(**given)
     old = resumed.meta["config"]
-    known = [name for name in flags_of(Config) if name in old and name not in OF_A_COMMAND]
+    known = flags_of(Config).keys() & old.keys() - {*OF_A_COMMAND}
     flags = {name: old[name] for name in known} | given
     flags["seq"] = flags["seq"] or old["seq"]
     if "batch" not in given:
         flags["batch"] = max(1, old["batch"] * old["seq"] // flags["seq"])
     return Config(**flags)
+
 
 # ---------------------------------------------------------------------------- setup
 
@@ -173,18 +168,11 @@ def resumed_flags(given, resumed):
 warnings.filterwarnings("ignore", "Attempting to run cuBLAS")
 
 
-def set_allocator(settings: str) -> None:
-    """Set PyTorch's CUDA allocator, as PYTORCH_ALLOC_CONF would."""
-    # torch 2.11 and later rename this
-    getattr(torch._C, "_accelerator_setAllocatorSettings",
-            torch.cuda.memory._set_allocator_settings)(settings)
-
-
 def expandable_segments() -> None:
     """Let PyTorch's allocator map memory where a block needs it: without, the pieces between what
     layers keep add up to gigabytes. What the environment says goes before."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & set(os.environ):
-        set_allocator("expandable_segments:True")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 @dataclass(frozen=True)
@@ -205,9 +193,7 @@ class Run:
     ignored_id: int = -1  # that is never a label, as the data says; -1: none
     start: int = 0  # the step, and ...
     samples: int = 0  # ... the sequences seen, that it goes on from
-    decay_steps: int = 0  # the step at which --min-lr is reached
-    data: dict = field(default_factory=dict)  # fingerprint
-    source: dict = field(default_factory=dict)  # config.json of an import
+    record: dict | None = None  # what a checkpoint says of it
 
     @property
     def coordinates(self) -> tuple[int, int, int, int]:
@@ -236,8 +222,8 @@ def with_rope(text, model):
     ValueError."""
     if not text:
         return model
-    found = re.fullmatch(rf"(theta|{'|'.join(llama.ROPE_KEYS)}):(\d+(\.\d*)?)", text)
-    if not found or float(found[2]) < 1:
+    found = re.fullmatch(rf"(theta|{'|'.join(llama.ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
+    if not found:
         raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
                          "theta:BASE, from 1")
     kind, factor = found[1], float(found[2])
@@ -258,14 +244,14 @@ def with_rope(text, model):
 
 
 def choose_model(cfg: Config, device: torch.device,
-                 resumed: Checkpoint | None) -> tuple[Config, ModelConfig, dict]:
+                 resumed: checkpoint.Checkpoint | None) -> tuple[Config, ModelConfig, dict]:
     """Return the flags with the model's name (auto: an import's), --seq and --lr; the model; and
     config.json of an import, {} of others. Raises ValueError, also if the checkpoint to resume is
     of another model: only a --rope-scaling, the first or of the same kind, may be new."""
     name = cfg.model
-    source = {}
-    if resumed and resumed.meta["source"]:
-        model, source = checkpoint.hf_model_of(resumed.meta["source"]), resumed.meta["source"]
+    source = resumed.meta["source"] if resumed else {}
+    if source:
+        model = checkpoint.hf_model_of(source)
     elif cfg.import_folder and not resumed:
         model, source = checkpoint.hf_config(cfg.import_folder)
         if name != "auto":
@@ -284,10 +270,8 @@ def choose_model(cfg: Config, device: torch.device,
     model = with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
-        may_differ = {"max_positions"}
-        if kind:
-            may_differ.add("rope_theta" if kind == "theta" else "rope_scaling")
-        checkpoint.check_same_model(resumed, model, may_differ)
+        may_differ = {"": set(), "theta": {"rope_theta"}}.get(kind, {"rope_scaling"})
+        checkpoint.check_same_model(resumed, model, {"max_positions", *may_differ})
         reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
     # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
     elif source and kind != "theta" or llama.rope_kind(model.rope_scaling) == "yarn":
@@ -304,12 +288,9 @@ def open_data(cfg, model):
     ranks."""
     path, end = cfg.data, -1
     if cfg.tokenizer:
-        # not within --timeout; a first rank that dies closes its connections, which ends the others
-        patient = patient_group()
-        cache = Path(cfg.out) / "tokens"
-        tokens, end = on_rank_0(lambda: tokenise(cfg.data, cfg.tokenizer, cache), patient)
-        dist.destroy_process_group(patient)
-        path = str(tokens or path)
+        # a first rank that dies closes its connections, which ends the others
+        path, end = on_rank_0(tokenise, cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens",
+                              group=patient_group())
     if cfg.document_token is None:
         cfg = replace(cfg, document_token=end)
 
@@ -344,15 +325,14 @@ def check_folders(cfg, model, source):
     try_folder(cfg.out)
     if cfg.export:
         try_folder(cfg.export)
-        folder = Path(cfg.export)
-        if any(f.name != "partial" for f in folder.iterdir()) or folder.samefile(cfg.out):
+        if {*os.listdir(cfg.export)} - {"partial"} or os.path.samefile(cfg.export, cfg.out):
             raise ValueError(
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
         checkpoint.export_config(model, source, torch.float32)
 
 
 def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype,
-                 kernel: str, most: int | None = None, resumes: bool = False,
+                 most: int | None = None, resumes: bool = False,
                  gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open, by predicted time, and what they are for:
     the ranks, the profile of their devices, and the memory that the smallest of them has. most:
@@ -360,16 +340,15 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: t
     ConfigError. A collective of all ranks: all come to the same plans."""
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    gpu = gpu or planner.gpu_budget(device, cfg.gpu_memory)
-    host = on_all_ranks(lambda: planner.host_budget(per_node, cfg.host_memory))
-    profile = hardware.known_profile(device_name(device), per_node)
-    profile = of_all_ranks(profile)[0]  # of mixed devices, one plan
-    there = Hardware(
-        world, per_node, profile, min(of_all_ranks(gpu)), min(of_all_ranks(host)))
+    own = on_all_ranks(lambda: (hardware.known_profile(device_name(device), per_node),
+                                gpu or planner.gpu_budget(device, cfg.gpu_memory),
+                                planner.host_budget(per_node, cfg.host_memory)))
+    profiles, gpus, hosts = zip(*of_all_ranks(own))
+    there = Hardware(world, per_node, profiles[0], min(gpus), min(hosts))  # of all, one plan
     usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
     cfg = replace(cfg, dtype=next(name for name in DTYPES if DTYPES[name] == dtype),
                   default_batch=min(usual, most or usual), most_sequences=most, resumes=resumes)
-    return on_all_ranks(lambda: planner.plan(cfg, model, there)), there
+    return on_all_ranks(planner.plan, cfg, model, there), there
 
 
 def device_name(device: torch.device) -> str:
@@ -400,11 +379,9 @@ def introduce(run, plans):
     if run.model.tied:
         print0("the head of the import is its embedding: here they are trained as two matrices, "
                "and exported as two unless they are still equal")
-    corpus = run.train.corpus
-    end = cfg.document_token
-    print0(f"data {corpus.files[0] if len(corpus.files) == 1 else cfg.data}: {len(corpus):,} "
-           f"tokens, {run.train.count:,} training and {run.val.count:,} validation sequences"
-           + (f"; documents end with token {end}" if end >= 0 else ""))
+    documents = f"; documents end with token {cfg.document_token}"
+    print0(f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
+           f"{run.val.count:,} validation sequences{documents if cfg.document_token >= 0 else ''}")
     describe(run)
     if run.device.type == "cuda":
         print0(planner.describe_choice(*[*plans, None][:2], run.hardware))
@@ -424,26 +401,24 @@ def describe(run: Run) -> None:
 # ---------------------------------------------------------------------------- build, step
 
 
-def make_attention(run: Run, groups: Groups,
-                   make_stream: Callable[..., CommStream] = CommStream) -> Attention:
+def make_attention(run: Run, groups: Groups) -> Attention:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     plan = run.plan
-    exchange = make_exchange(groups, plan.head_ranks, make_stream(run.device),
+    exchange = make_exchange(groups, plan.head_ranks, CommStream(run.device),
                              plan.per_node // plan.tp)
-    ring = Ring(groups, plan.sp, plan.ring, make_stream(run.device))
+    ring = Ring(groups, plan.sp, plan.ring, CommStream(run.device))
     return Attention(run.kernel, plan.head_groups, exchange, ring, groups.column)
 
 
-def build(run: Run, op: Attention, groups: Groups,
-          make_stream: Callable[..., CommStream] = CommStream) -> tuple[LLaMA | Pipeline, States]:
+def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
     """Make what this rank has of the model, with layers in chunks if that is planned, and its
-    states; their streams are of make_stream. Raises ConfigError. A collective of all ranks."""
+    states. Raises ConfigError. A collective of all ranks."""
     plan = run.plan
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(run.model, op)
     columns = parallel.Columns(plan.tp_mode, groups)
-    on_all_ranks(lambda: parallel.split_columns(model, columns))
+    on_all_ranks(parallel.split_columns, model, columns)
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = len(parts) * [whole_layers]  # of each part of the model on this stage
@@ -451,15 +426,14 @@ def build(run: Run, op: Attention, groups: Groups,
         shape = (plan.micro_batch, plan.seq // plan.sp)
         runners = on_all_ranks(lambda: [
             ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
-                          parallel.in_flight(order, v), part, make_stream).start
+                          parallel.in_flight(order, v), part).start
             for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
     overlaps = run.cfg.overlaps
     states = States(
         model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=overlaps, gather_layers=kept is not None, num_chunks=kept.chunks if kept else 1,
-        decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer],
-        make_stream=make_stream)
+        decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer])
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
         model = Pipeline(model, parts, runners, groups, order, run.device, run.dtype,
@@ -475,20 +449,20 @@ def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a step, by micro-batches; what is of all of them stands there M times."""
+    """A rank's share of a step, by micro-batches; positions and documents of one serve all."""
 
     tokens: Tensor  # (M, B, n): T/sp, or a column's own of them (own_tokens)
     labels: Tensor  # likewise
-    positions: Sequence[Tensor]  # (T/sp,), or (B, T/sp) of documents
-    documents: Sequence[Documents | None]
+    positions: Iterable[Tensor]  # (T/sp,), or (B, T/sp) of documents
+    documents: Iterable[Documents | None]
     scale: Tensor | None = None  # 1 / valid labels of all ranks
     seen: float | Tensor = 0.0  # 2 keys - 1, the mean of this rank's tokens; then of all
     unread: str = ""  # why this rank could not read its part, which is blank then
 
     def micro_batches(self) -> Iterator[tuple]:
         """Return tokens, labels, scale, positions and documents of each, as a model takes them."""
-        return zip(self.tokens, self.labels, itertools.repeat(self.scale), self.positions,
-                   self.documents)
+        return zip(self.tokens, self.labels, itertools.repeat(self.scale),
+                   itertools.cycle(self.positions), itertools.cycle(self.documents))
 
 
 def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | None,
@@ -519,12 +493,13 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
     return loss, *states.update(lr, clip, loss)
 
 
-def run_planned(memory, step):
-    """Run a step in planned memory, if there is any; print a plan that is new."""
+def run_planned(memory, *step):
+    """Run a step, of run_step's arguments, in planned memory, if there is any; print a plan that is
+    new."""
     if memory is None:
-        return step()
+        return run_step(*step)
     plans = memory.plans
-    result = memory.run(step)
+    result = memory.run(functools.partial(run_step, *step))
     if memory.plans > plans:
         print0(f"memory plan of a step: {memory.plan}")
     return result
@@ -539,7 +514,8 @@ def own_tokens(run):
     *_, column = run.coordinates
     columns = plan.tp if plan.splits_tokens else 1
     count = plan.seq // plan.sp // columns
-    return slice(column % columns * count, (column % columns + 1) * count)
+    first = column % columns * count
+    return slice(first, first + count)
 
 
 def to_device(array, run):
@@ -557,26 +533,25 @@ def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
     stage, _, rank, _ = run.coordinates
     here = sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()  # (T/sp,)
     whole = np.stack(windows)  # (M * B, T + 1)
-    shape = (-1, plan.micro_batch, len(here))
-    both = to_device(np.stack([whole[:, here], whole[:, here + 1]]), run)
-    tokens, labels = both.view(2, *shape)[..., own_tokens(run)].contiguous()
+    tokens, labels = whole[:, here], whole[:, here + 1]
     end = run.cfg.document_token
-    labels = labels.masked_fill(labels == run.ignored_id, IGNORE)
-    if stage < plan.pp - 1:
-        labels.fill_(IGNORE)
-    if end < 0:
-        every = len(tokens) * [to_device(here, run)]
-        return Batch(tokens, labels, every, len(tokens) * [None], seen=1 + 2 * here.mean())
-    labels = labels.masked_fill(tokens == end, IGNORE)
-    first = np.pad(whole[:, :-2] == end, ((0, 0), (1, 0)), constant_values=True)  # of a document
-    at = np.arange(plan.seq)
-    positions = (at - np.maximum.accumulate(first * at, 1)).take(here, 1)
-    documents = []
-    for row in first.reshape(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
-        bounds = np.append(np.flatnonzero(row), len(row))
-        documents.append(Documents(tuple(bounds.tolist()), to_device(bounds.astype(np.int32), run)))
-    return Batch(tokens, labels, to_device(positions, run).view(shape), documents,
-                 seen=1 + 2 * positions.mean())
+    labels[(labels == run.ignored_id) | (tokens == end) | (stage < plan.pp - 1)] = IGNORE
+    shape = (-1, plan.micro_batch, len(here))
+    both = to_device(np.stack([tokens, labels]), run).view(2, *shape)
+    tokens, labels = both[..., own_tokens(run)].contiguous()
+    positions, documents = here[None], [None]
+    if end >= 0:
+        first = np.roll(whole[:, :-1] == end, 1, 1)  # of a document
+        first[:, 0] = True
+        at = np.arange(plan.seq)
+        positions = (at - np.maximum.accumulate(first * at, 1)).take(here, 1).reshape(shape)
+        documents = []
+        for row in first.reshape(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
+            bounds = np.append(np.flatnonzero(row), len(row))
+            offsets = to_device(bounds.astype(np.int32), run)
+            documents.append(Documents(tuple(bounds.tolist()), offsets))
+    seen = 1 + 2 * positions.mean()
+    return Batch(tokens, labels, to_device(positions, run), documents, seen=seen)
 
 
 def load_batch(run: Run, samples: int) -> Batch:
@@ -605,11 +580,11 @@ def evaluate(run, model):
     None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
     document, as [first position, loss]. A rank without a sequence runs one again, whose labels are
     IGNORE. Raises ConfigError if a rank cannot read its data. A collective of all ranks."""
-    seq = run.plan.seq
     size = run.plan.micro_batch
     _, data_rank, _, _ = run.coordinates
     count = min(run.val.count, EVAL_SEQUENCES)
-    total = torch.zeros(seq, 2, dtype=torch.float64, device=run.device)  # loss, labels
+    # loss and labels of positions 0, 1, 2 and 3, 4 to 7, ...
+    total = torch.zeros(run.plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
     for first in range(0, count, run.plan.dp * size):
         mine = range(first + data_rank * size, first + (data_rank + 1) * size)
         windows = on_all_ranks(lambda: [run.val.window(min(i, count - 1)) for i in mine])
@@ -618,15 +593,12 @@ def evaluate(run, model):
         losses = model(tokens, labels, None, *where, each=True)
         both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, n, 2)
         positions = where[0][..., own_tokens(run)].expand_as(labels)
-        total.index_add_(0, positions.flatten(), both.flatten(0, 1))
+        bits = torch.frexp(positions.double()).exponent  # to write a position
+        total.index_add_(0, bits.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
-    by_position = []
-    for first in [0, *(2**i for i in range((seq - 1).bit_length()))]:
-        loss, valid = total[first : max(1, 2 * first)].sum(0).tolist()
-        if valid:
-            by_position.append([first, loss / valid])
     loss, valid = total.sum(0).tolist()
-    return {"val_loss": loss / valid if valid else None, "val_loss_by_position": by_position}
+    return {"val_loss": loss / valid if valid else None, "val_loss_by_position": [
+        [2**bits // 2, loss / valid] for bits, (loss, valid) in enumerate(total.tolist()) if valid]}
 
 
 # ---------------------------------------------------------------------------- weights, checkpoints
@@ -642,10 +614,10 @@ def load_weights(run, states, resumed, read):
     collective of all ranks."""
     if resumed:
         checkpoint.load_checkpoint(states, resumed)
-        then = recorded_facts(resumed.meta)
+        then = resumed.meta["config"]
         changed = [f"{name} {then.get(name)} -> {now}"
-                   for name, now in recorded_facts(checkpoint_meta(run, 0, 0)).items()
-                   if then.get(name) != now]
+                   for name, now in run.record["config"].items()
+                   if name not in OF_A_COMMAND and then.get(name) != now]
         print0(f"resumed {resumed.folder} at step {run.start}; changed:",
                ", ".join(changed) or "nothing")
     elif read:
@@ -654,33 +626,11 @@ def load_weights(run, states, resumed, read):
         load_random_weights(run, states)
 
 
-def recorded_facts(meta):
-    """Return what a resumed run and its losses depend on: flags, the data, and the number of
-    threads, which sums on a CPU follow."""
-    flags = {name: value for name, value in meta["config"].items() if name not in OF_A_COMMAND}
-    return flags | {
-        "the data": meta["data"], "threads": meta["threads"], "decay_steps": meta["decay_steps"]}
-
-
-def make_saver(run: Run, states: States) -> checkpoint.Saver:
+def make_saver(run, states):
     """Return what saves this run's checkpoints. Raises ConfigError. A collective of all ranks."""
-    cfg = run.cfg
-    if cfg.save_async:
-        need = max(of_all_ranks(buffer_bytes(checkpoint.saved_tensors(states))))
-        free = run.hardware.host_budget - run.plan.host_bytes
-        if need > free:
-            raise ConfigError(f"--save-async: copies take {need / GIB:.2f} GiB of host memory a "
-                              f"rank, {free / GIB:.2f} are left; --no-save-async")
-    group = patient_group()
-    return on_all_ranks(
-        lambda: checkpoint.Saver(Path(cfg.out), cfg.keep, states, cfg.save_async, group))
-
-
-def checkpoint_meta(run: Run, step: int, samples: int) -> dict:
-    """Return what a resumed run must know."""
-    return {"step": step, "samples": samples, "decay_steps": run.decay_steps, "data": run.data,
-            "model": asdict(run.model), "config": run.cfg.values(), "source": run.source,
-            "threads": torch.get_num_threads()}
+    cfg, group = run.cfg, patient_group()
+    room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
+    return on_all_ranks(checkpoint.Saver, Path(cfg.out), cfg.keep, states, group, room)
 
 
 def export(run, states, group):
@@ -688,19 +638,17 @@ def export(run, states, group):
     cfg = run.cfg
     # what made the data goes before
     beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-    for folder in beside:
-        if not folder.is_dir():
-            print0(f"{folder} is not there any more: its tokenizer and license are not exported")
-    family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype, run.source,
-                               beside, group)
+    family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype,
+                               run.record["source"], beside, group)
     print0(f"exported {cfg.export}: {family}")
 
 
 # ---------------------------------------------------------------------------- the loop
 
 
-def learning_rate(cfg, decay_steps, step):
+def learning_rate(run, step):
     """Linear warm-up, then a cosine from lr to min_lr * lr at decay_steps; step counts from 0."""
+    cfg, decay_steps = run.cfg, run.record["config"]["decay_steps"]
     warmup = min(decay_steps // 4, 500) if cfg.warmup is None else cfg.warmup
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
@@ -711,17 +659,24 @@ def learning_rate(cfg, decay_steps, step):
 PROGRESS_SECONDS = 30.0
 
 
-def show_progress(states, now):
+def watch(run, states):
     """Say twice a minute where in a long step the device is: a thread that polls, and nothing waits
-    for it. now: the step, or 0, and since when it runs."""
-    text = ""
-    while True:
-        time.sleep(PROGRESS_SECONDS)
-        text = states.progress() or text
-        step, since = now
-        seconds = time.perf_counter() - since
-        if step and text and seconds > PROGRESS_SECONDS:
-            print(f"step {step}: {text}, {seconds:.0f} s", flush=True)
+    for it. Returns [the step, 0 between steps; since when it runs], for the loop to set."""
+    now = [0, 0.0]
+
+    def show():
+        text = ""
+        while True:
+            time.sleep(PROGRESS_SECONDS)
+            text = states.progress() or text
+            step, since = now
+            seconds = time.perf_counter() - since
+            if step and text and seconds > PROGRESS_SECONDS:
+                print(f"step {step}: {text}, {seconds:.0f} s", flush=True)
+
+    if run.rank == 0:
+        threading.Thread(target=show, daemon=True).start()
+    return now
 
 
 def listen():
@@ -738,20 +693,6 @@ def listen():
     return signals
 
 
-class Facts(typing.NamedTuple):
-    """What the host knows of a finished step, of all ranks."""
-
-    loss: float
-    grad_norm: float
-    finite: float  # 0 or 1
-    keys_seen: float  # flops_per_token's
-    signal: float  # that a rank has got, else 0
-    writing: float  # whether a rank still writes a checkpoint
-    unread: float  # whether a rank could not read the next batch
-    gpu_gib: float  # of the rank that has most
-    host_gib: float
-
-
 def gpu_peak_gib(device: torch.device) -> float:
     """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
     lies outside it."""
@@ -759,15 +700,25 @@ def gpu_peak_gib(device: torch.device) -> float:
     return (peak + Exchange.mapped_bytes()) / GIB
 
 
+FACTS = (  # of a finished step, of all ranks, as log.jsonl names them
+    "loss", "grad_norm",
+    "finite",  # 0 or 1
+    "keys_seen",  # flops_per_token's
+    "signal",  # that a rank has got, else 0
+    "writing",  # whether a rank still writes a checkpoint
+    "unread",  # whether a rank could not read the next batch
+    "gpu_gib", "host_gib")  # of the rank that has most
+
+
 def agree(device, results, signals, writing, unread):
-    """Return what the host must know of a step: its only wait for the device, in one copy. results:
-    the first facts; of the others the largest of all ranks counts. A collective of all ranks."""
+    """Return FACTS by name: the host's only wait for the device in a step, in one copy. results:
+    the first four; of the others the largest of all ranks counts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     most = torch.tensor([max(signals, default=0), writing, bool(unread), gpu_peak_gib(device),
                          host_gib], device=device).double()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     own = torch.stack([value.double() for value in results])
-    return Facts(*torch.cat([own, most]).tolist())
+    return dict(zip(FACTS, torch.cat([own, most]).tolist()))
 
 
 class Log:
@@ -775,42 +726,36 @@ class Log:
 
     def __init__(self, run):
         self.run = run
-        self.file = None
-        self.failed = ""  # why log.jsonl could not be written
-        self.times = []  # of the last steps
-        if run.rank == 0:
-            self.file = open(regular(Path(run.cfg.out) / "log.jsonl"), "a")
+        self.out = Path(run.cfg.out)
+        self.file = open(os.devnull if run.rank else self.out / "log.jsonl", "a")
+        self.failed = ""  # why it could not be written
+        self.times = deque(maxlen=20)  # of the last steps
 
-    def write(self, step, facts, seconds, found, counts, unsaved):
-        """Print and log a step; found: by an evaluation; counts: of planned memory; unsaved: why
-        there is no checkpoint."""
-        run = self.run
-        lr = learning_rate(run.cfg, run.decay_steps, step - 1)
-        self.times = [*self.times[-19:], seconds]
-        left = statistics.median(self.times) * (run.cfg.steps - step)
-        tgs = run.plan.batch * run.plan.seq / seconds / run.world
+    def write(self, row, unsaved):
+        """Print and log a step; unsaved: why there is no checkpoint."""
+        run, cfg = self.run, self.run.cfg
+        step, seconds = row["step"], row["seconds"]
+        self.times.append(seconds)
+        left = statistics.median(self.times) * (cfg.steps - step)
+        tgs = cfg.batch * cfg.seq / seconds / run.world
         peak = run.hardware.profile.peak_flops
-        causal, full = (peak and flops * tgs / peak for flops in flops_per_token(
-            run.model, run.plan.seq, facts.keys_seen))
-        row = {"step": step, "lr": lr, "tgs": tgs, "mfu_causal": causal, "mfu_full": full,
-               "seconds": seconds, "memplan": counts}
+        causal, full = (peak and flops * tgs / peak
+                        for flops in flops_per_token(run.model, cfg.seq, row["keys_seen"]))
         self.append(
-            row | facts._asdict() | found,
-            f"step {step}/{run.cfg.steps} loss {facts.loss:.4f} grad {facts.grad_norm:.3f}",
-            f"lr {lr:.2e} TGS {tgs:,.0f}",
+            row | {"tgs": tgs, "mfu_causal": causal, "mfu_full": full},
+            f"step {step}/{cfg.steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
+            f"lr {row['lr']:.2e} TGS {tgs:,.0f}",
             peak and f"MFU {causal:.1%} causal {full:.1%} full",
-            facts.gpu_gib and f"GPU {facts.gpu_gib:.1f} GiB",
+            row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
             f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
-            describe_evaluation(found),
-            not facts.finite and "SKIPPED: not finite",
+            describe_evaluation(row),
+            not row["finite"] and "SKIPPED: not finite",
             unsaved and f"({unsaved})",
             self.failed and f"({self.failed})")
 
     def append(self, row, *parts):
-        """Print a line of parts, and write a row, on rank 0."""
-        if self.file is None:
-            return
-        print(*filter(None, parts), flush=True)
+        """Print a line of parts, and write a row."""
+        print0(*filter(None, parts))
         # null for numbers that are not finite, which JSON has not
         row = json.loads(json.dumps(row), parse_constant=lambda name: None)
         try:
@@ -821,48 +766,43 @@ class Log:
 
     def close(self):
         """Close the file, and draw what it holds."""
-        if self.file is None:
-            return
         try:
             self.file.close()
-            draw_losses(Path(self.run.cfg.out))
+            if self.run.rank == 0:
+                draw_losses(self.out)
         except OSError as e:
             print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
 
-def describe_evaluation(found):
+def describe_evaluation(row):
     """Return what is printed of an evaluation, "" if there was none."""
-    if not found:
-        return ""
-    if found["val_loss"] is None:
+    loss = row.get("val_loss", "")
+    if loss is None:
         return "val_loss none (all labels are ignored)"
-    return f"val_loss {found['val_loss']:.4f}"
+    return loss and f"val_loss {loss:.4f}"
 
 
 def draw_losses(out):
     """OUT/log.jsonl -> OUT/loss.png: losses by step, and of the first and the last evaluation by
     position."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     rows = checkpoint.read_log(out / "log.jsonl")
-    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 4))
+    fig = Figure(figsize=(12, 4))
+    left, right = fig.subplots(1, 2)
     for key in ("loss", "val_loss"):
-        points = {row["step"]: row[key] for row in rows if row.get(key) is not None}
+        points = {row["step"]: row[key] for row in rows if row.get(key)}
         left.plot(points.keys(), points.values(), ".-", label=key)
     left.set(xlabel="step", ylabel="cross-entropy, nats a token")
     left.legend()
-    evaluated = {row["step"]: row["val_loss_by_position"] for row in rows if row.get("val_loss")}
-    for step in {*[*evaluated][:1], *[*evaluated][-1:]}:
-        first, losses = zip(*evaluated[step])
+    evaluated = [row for row in rows if row.get("val_loss")]
+    for row in evaluated[:1] + evaluated[1:][-1:]:
+        first, losses = zip(*row["val_loss_by_position"])
         # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
-        right.plot([max(1, 2 * i) for i in first], losses, ".-", label=f"step {step}")
+        right.plot([max(1, 2 * i) for i in first], losses, ".-", label=f"step {row['step']}")
         right.legend()
     right.set(xlabel="tokens of context, at most", xscale="log")
     fig.savefig(out / "loss.png", dpi=120)
-    plt.close(fig)
 
 
 def due(step, every):
@@ -870,10 +810,9 @@ def due(step, every):
     return every > 0 and step % every == 0
 
 
-def train(run, model, states, saver, saved):
+def train(run, model, states, memory, saver, saved):
     """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
-    checkpoint has, -1 if none has. Returns what went wrong: steps that were not finite, data that
-    cannot be read any more, a last checkpoint that was not saved. A collective of all ranks."""
+    checkpoint has, or -1. Returns what went wrong, "" if nothing did. A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
     log = Log(run)
     trouble = ends = ""
@@ -882,65 +821,54 @@ def train(run, model, states, saver, saved):
         trouble = ends = error_of_any(batch.unread)
         warm_up(model, batch)
     elif cfg.eval_every > 0:
-        found = evaluate(run, model)
-        log.append({"step": step} | found, f"step {step}", describe_evaluation(found))
+        row = {"step": step} | evaluate(run, model)
+        log.append(row, f"step {step}", describe_evaluation(row))
+    now = watch(run, states)
     signals = listen()  # until here there is nothing to save
-    memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
-    now = [0, 0.0]  # the step, 0 between steps; since when
-    if run.rank == 0:
-        threading.Thread(target=show_progress, args=(states, now), daemon=True).start()
     in_a_row = 0  # steps that were not finite
     while step < cfg.steps and not ends:
+        lr = learning_rate(run, step)
         step += 1
-        now[:] = step, time.perf_counter()
         samples += run.plan.batch
-        results, batch = step_and_load(run, model, states, memory, batch, step, samples)
-        facts = agree(run.device, results, signals, saver.writing, batch.unread)
-        if not facts.finite:
+        now[:] = step, time.perf_counter()
+        results = [*run_planned(memory, model, states, batch, lr, cfg.clip), batch.seen]
+        if step < cfg.steps:
+            batch = load_batch(run, samples)  # while the GPU works at the step
+        row = agree(run.device, results, signals, saver.writing, batch.unread)
+        if not row["finite"]:
             states.check_uses()
-        seconds = time.perf_counter() - now[1]
+        row |= {"step": step, "lr": lr, "seconds": time.perf_counter() - now[1]}
         now[0] = 0
-        in_a_row = 0 if facts.finite else in_a_row + 1
+        in_a_row = 0 if row["finite"] else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
-        if facts.unread:
+        if row["unread"]:
             trouble = error_of_any(batch.unread)
         evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
         saves = due(step, cfg.save_every)
-        if memory and (evaluates or saves or facts.signal or trouble or step == cfg.steps):
+        if memory and (evaluates or saves or row["signal"] or trouble or step == cfg.steps):
             memory.give_back()  # what is not a step must not starve beside the arena
         try:
-            found = evaluate(run, model) if evaluates else {}
+            row |= evaluate(run, model) if evaluates else {}
         except ConfigError as e:
-            found, trouble = {}, str(e)
-        ends = f"stopped by {signal.Signals(facts.signal).name}" if facts.signal else trouble
-        if not facts.writing:
+            trouble = str(e)
+        ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
+        if not row["writing"]:
             saver.finish()
-        log.write(step, facts, seconds, found, memory and memory.counts, saver.failed)
+        log.write(row | {"memplan": memory and memory.counts}, saver.failed)
         if saves:
-            saver.begin(checkpoint_meta(run, step, samples))
+            saver.begin(run.record | {"step": step, "samples": samples})
             saved = step
     if ends:
         print0(f"{ends}: the run ends after step {step}")
     log.close()
     saver.finish()
     if cfg.save_every >= 0 and (saved != step or saver.failed):
-        saver.begin(checkpoint_meta(run, step, samples))
+        saver.begin(run.record | {"step": step, "samples": samples})
         saver.finish()
     if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
     return trouble or saver.failed
-
-
-def step_and_load(run, model, states, memory, batch, step, samples):
-    """Run a step, and while the GPU works at it load the next batch. Returns what the step and its
-    batch have on the device, and that batch. A collective of all ranks."""
-    lr = learning_rate(run.cfg, run.decay_steps, step - 1)
-    work = functools.partial(run_step, model, states, batch, lr, run.cfg.clip)
-    results = [*run_planned(memory, work), batch.seen]
-    if step < run.cfg.steps:
-        batch = load_batch(run, samples)
-    return results, batch
 
 
 # ---------------------------------------------------------------------------- the program
@@ -948,18 +876,16 @@ def step_and_load(run, model, states, memory, batch, step, samples):
 
 def run_ranks(given, local_rank):
     """Do what the flags say. Returns what went wrong. A collective of all ranks."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-
     # ---- flags
     cfg = on_all_ranks(lambda: Config(**given))
-    check_same({flag_name(name): value for name, value in cfg.values().items()
+    check_same({flag_name(name): value for name, value in asdict(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     # rank 0's choice: for a minute, another node may see a shared folder as it was
-    resumed = on_rank_0(lambda: checkpoint.find_checkpoint(Path(cfg.out), cfg.resume))
-    cfg = on_all_ranks(lambda: resumed_flags(given, resumed))
+    resumed = on_rank_0(checkpoint.find_checkpoint, Path(cfg.out), cfg.resume)
+    cfg = on_all_ranks(resumed_flags, given, resumed)
 
     # ---- device
-    device = on_all_ranks(lambda: choose_device(cfg, local_rank))
+    device = on_all_ranks(choose_device, cfg, local_rank)
     on_gpu = device.type == "cuda"
     dtype = DTYPES.get(cfg.dtype, torch.bfloat16 if on_gpu else torch.float32)
     if on_gpu:
@@ -967,34 +893,36 @@ def run_ranks(given, local_rank):
             parallel.use_more_queues()
         torch.cuda.set_device(device)
         expandable_segments()
-    torch.compiler.set_stance("default" if on_gpu else "force_eager")
 
     # ---- model
-    cfg, model, source = on_all_ranks(lambda: choose_model(cfg, device, resumed))
+    cfg, model, source = on_all_ranks(choose_model, cfg, device, resumed)
     read = None  # of an import: name -> tensor
     if cfg.import_folder and not resumed:
-        read = on_all_ranks(lambda: checkpoint.hf_open(cfg.import_folder, model))
+        read = on_all_ranks(checkpoint.hf_open, cfg.import_folder, model)
 
     # ---- data
     if not cfg.dry_run:
-        on_all_ranks(lambda: check_folders(cfg, model, source))
+        on_all_ranks(check_folders, cfg, model, source)
     cfg, training, val, data = open_data(cfg, model)
 
     # ---- plan
-    kernel = on_all_ranks(
-        lambda: pick_kernel(cfg.attention, device, dtype, cfg.document_token >= 0))
+    kernel = on_all_ranks(pick_kernel, cfg.attention, device, dtype, cfg.document_token >= 0)
     check_same({"the data": data, "the model": model, "--attention": kernel,
                 "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
-    plans, there = choose_plans(
-        cfg, model, device, dtype, kernel, training.count, resumed is not None)
+    plans, there = choose_plans(cfg, model, device, dtype, training.count, resumed is not None)
     cfg = replace(cfg, batch=plans[0].batch)
-    start, samples, decay_steps = 0, 0, cfg.steps
+    # what losses depend on: flags, the data, and the threads, which sums on a CPU follow
+    config = asdict(cfg) | {"the data": data, "threads": torch.get_num_threads(),
+                            "decay_steps": cfg.steps}
+    start, samples = 0, 0
     if resumed:
         start = resumed.meta["step"]
         samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
-        decay_steps = resumed.meta["decay_steps"] if start else cfg.steps
-    run = Run(cfg, rank, world, device, dtype, kernel, model, plans[0], there, training, val,
-              training.corpus.ignored_id, start, samples, decay_steps, data, source)
+    if start:
+        config["decay_steps"] = resumed.meta["config"]["decay_steps"]
+    record = {"config": config, "model": asdict(model), "source": source}
+    run = Run(cfg, dist.get_rank(), dist.get_world_size(), device, dtype, kernel, model, plans[0],
+              there, training, val, training.corpus.ignored_id, start, samples, record)
     introduce(run, plans)
     if cfg.dry_run:
         return ""
@@ -1011,19 +939,18 @@ def build_and_train(run, resumed, read):
     cfg = run.cfg
     if cfg.save_every >= 0:
         checkpoint.check_shared(Path(cfg.out))
-    if cfg.memplan == "on":
-        on_all_ranks(lambda: load_allocator(run.device.type))
+    memory = on_all_ranks(StepMemory, str(run.device)) if cfg.memplan == "on" else None
     cap_gpu(run)
     groups = Groups(timedelta(seconds=cfg.timeout), run.plan.tp, run.plan.pp)
     model, states = build(run, make_attention(run, groups), groups)
     load_weights(run, states, resumed, read)
-    on_rank_0(lambda: checkpoint.prepare_out(Path(cfg.out), resumed, run.start < cfg.steps))
+    on_rank_0(checkpoint.prepare_out, Path(cfg.out), resumed, run.start < cfg.steps)
     saver = make_saver(run, states)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
     evaluates_alone = cfg.steps == 0 < cfg.eval_every
     saved = run.start if resumed or evaluates_alone else -1
-    return train(run, model, states, saver, saved)
+    return train(run, model, states, memory, saver, saved)
 
 
 def main(argv: list[str] | None = None) -> None:
