@@ -43,7 +43,7 @@ def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
         ax.text(i, bound + 0.8, f"{bound:.1f}%", ha="center")
         for x, rows, color in ((i - 0.18, ours, BLUE), (i + 0.18, peers, ORANGE)):
             if seq not in rows:
-                ax.text(x, 1, "not\nmeasured", ha="center", color=GREY)
+                ax.text(x + 0.04, 1, "not\nmeasured", ha="center", color=GREY)
                 continue
             mfu = 100 * rows[seq]["mfu_causal"]
             text = f"{mfu:.1f}%\n{rows[seq]['gpu_gib']:.0f} GiB"
@@ -86,6 +86,7 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
         ax.axhspan(-5, 5, color="0.92", zorder=0)
         ax.axhline(0, color=GREY, linewidth=1, zorder=0)
         ax.set(ylim=(-10, 10), xscale=scale, xlabel=f"measured {title}", title=title)
+        ax.xaxis.set_major_formatter("{x:g}")
     axes[0].set_ylabel("predicted over measured, %")
     axes[0].legend(loc="lower left")
     fig.tight_layout()
@@ -122,7 +123,9 @@ def read_trace(path: Path) -> list[tuple[str, str, float, float]]:
 def draw_timeline(path: Path, trace: Path, title: str, layers: int = 32) -> None:
     """Draw what runs between the attention of two layers, forward and backward, in the trace's
     second step: a line for each stream."""
-    events = read_trace(trace)
+    order = [stream for _, stream in STREAMS]
+    events = [event for event in read_trace(trace) if event[0] in order]
+    events.sort(key=lambda event: order.index(event[0]))
     attention = [start for _, name, start, ms in events if "flash" in name and ms > 0.2]
     fig, axes = plt.subplots(2, 1, figsize=(9, 5))
     for ax, name, first, second in (
@@ -132,7 +135,7 @@ def draw_timeline(path: Path, trace: Path, title: str, layers: int = 32) -> None
         left = attention[first + second]
         right = attention[first + second + 2]
         for stream, kernel, start, ms in events:
-            if not stream or start + ms < left or start > right:
+            if start + ms < left or start > right:
                 continue
             color = next(color for part, _, color in KINDS if part in kernel)
             ax.barh(
@@ -147,5 +150,5 @@ def draw_timeline(path: Path, trace: Path, title: str, layers: int = 32) -> None
         bbox_to_anchor=(0.5, 0.955),
         ncol=5,
         columnspacing=1.2)
-    fig.tight_layout(rect=(0, 0, 1, 0.91))
+    fig.tight_layout(rect=(0, 0, 1, 0.93))
     save(fig, path)

@@ -103,8 +103,9 @@ def choices() -> list[dict]:
         row = {"setting": text, "GPUs": f"{gpus}"}
         for whose, plan in (("the paper's", paper), ("the model's best", best)):
             words = planner.choices(plan)
+            keeps, *_ = words["layers keep"].split(",")
             row |= {f"{whose} p,g,os": words["p,g,os"].split()[0],
-                    f"sp, layers of {whose}": f"{words['sp']}, {words['layers keep']}",
+                    f"sp, layers of {whose}": f"{words['sp']}, {keeps}",
                     f"seconds of {whose}": f"{plan.step_s:.4g}",
                     f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}"}
         rows.append(row | {"the paper's takes": f"{paper.step_s / best.step_s - 1:+.1%}"})
