@@ -415,8 +415,8 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
             row |= {"predicted_s": None, "predicted_gib": None}
         kernels = kernel_seconds(bench, run)
         release(device)
-        if bench.gpu:
-            train.set_allocator(f"expandable_segments:{label != 'caching allocator'}")
+        if label == "caching allocator":
+            train.set_allocator("expandable_segments:False")
         step = fsdp2_step(bench, run, label.split()[1]) if peer else make_step(bench, cfg, run)
         repeats = max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
         for _ in range(3 if step.memory or repeats > 5 else 1):  # the third is recorded
@@ -438,6 +438,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
     bench.add(row)
     del step
     release(device)
+    train.expandable_segments()
 
 
 def rates(bench: Bench, run: Run, seconds: float) -> dict:
@@ -482,27 +483,29 @@ def step_rows(bench: Bench, flags: str) -> dict[str, str]:
     """Return rows of the largest model that fits, and of its longest sequence, a power of two, that
     takes two minutes with its warm-up."""
     quick = bench.quick or not bench.gpu
-    most = (2e9 if bench.gpu else 1e7) if quick else math.inf
-    names = sorted(MODELS, key=lambda name: -param_count(MODELS[name]))
-    for name in (name for name in names if param_count(MODELS[name]) < most):
-        short = f"--model {name} --seq {{seq}} --batch {{ranks}} --os-place gpu"
+    most_params = (2e9 if bench.gpu else 1e7) if quick else math.inf
+    most_seconds = 4 if quick else 45
+
+    def best_plan(row: str) -> costs.Plan | None:
         try:
-            run, *_ = plan_runs(bench, config(filled(bench, f"{flags} {short}")))
-            break
+            return plan_runs(bench, config(filled(bench, f"{flags} {row}")))[0].plan
         except ConfigError as e:
-            print0(f"{name} does not fit: {e}")
+            print0(f"{row}: {e}")
+            return None
+
+    for name, model in sorted(MODELS.items(), key=lambda item: -param_count(item[1])):
+        short = f"--model {name} --seq {{seq}} --batch {{ranks}} --os-place gpu"
+        if param_count(model) < most_params and best_plan(short):
+            break
     else:
         raise ConfigError("no model fits")
     rows = {"ours": short}
     if not quick:
-        rows |= {f"fsdp2 {kind}": short + " --strategy zero3" for kind in ("none", "full")}
+        rows |= {f"fsdp2 {kind}": f"{short} --strategy zero3" for kind in ("none", "full")}
     for i in range(1, 12):
         long = f"--model {name} --seq {{seqs[{2**i}]}} --batch 1 --os-place gpu"
-        try:
-            run, *_ = plan_runs(bench, config(filled(bench, f"{flags} {long}")))
-        except ConfigError:
-            break
-        if run.plan.step_s > (4 if quick else 45):
+        plan = best_plan(long)
+        if plan is None or plan.step_s > most_seconds:
             break
         rows["ours, longest in the time"] = long
     return rows
@@ -551,7 +554,7 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     """Return what a row says of a planned step, {} of others; write its buffers and their
     addresses as a CSV file."""
     memory = step.memory
-    if memory is None or memory.plan is None:
+    if memory is None or not memory.counts:
         return {}
     plan = memory.plan
     counts = memory.counts
@@ -632,17 +635,6 @@ TABLES = {
         "--batch 1", SEQUENCES, "model seq batch")}
 
 
-def measure_rows(bench: Bench, table: Table, lengths: list[str]) -> None:
-    """Measure a table's rows, of these lengths instead of its own."""
-    model = "7b" if bench.gpu else "tiny"
-    for variant in [f"--seq {seq}" for seq in lengths] or table.variants:
-        shared = f"--model {model} {table.flags} {variant} {bench.flags}"
-        rows = table.rows(bench, shared) if callable(table.rows) else table.rows
-        for label, own in rows.items():
-            if not bench.only or label in listed(bench.only):
-                attempt(bench, label, filled(bench, f"{shared} {own}"), table.look)
-
-
 # ---------------------------------------------------------------------------- print and write
 
 COLUMNS = {  # title -> a row's cell
@@ -659,10 +651,12 @@ COLUMNS = {  # title -> a row's cell
 
 
 def plan_text(row: dict) -> str | None:
-    """Return what a row chose: p,g,os, and what layers keep."""
+    """Return what a row chose: p,g,os, other degrees, and what layers keep."""
     if not row.get("sp") or row["system"].startswith("fsdp2"):
         return None
     text = f"{row['p']},{row['g']},{row['os']}"
+    text += "".join(f" {name}={row[name]}" for name in ("sp", "ring", "tp", "pp")
+                    if row.get(name, 1) > 1)
     if kept := row.get("activations"):
         text += f" k={kept['resident']} alpha={row['alpha']:.2f} chunk={row['chunk']}"
         if twice := kept["layers_recomputing_attention"]:
@@ -786,10 +780,18 @@ def listed(text: str | None) -> tuple[str, ...]:
 
 
 def measure(bench: Bench, name: str, lengths: list[str]) -> None:
-    """Measure a table. Ctrl-C ends the process, and leaves the rows so far."""
+    """Measure a table's rows, of these lengths instead of its own. Ctrl-C ends the process, and
+    leaves the rows so far."""
+    table = TABLES[name]
+    model = "7b" if bench.gpu else "tiny"
     what = "written"
     try:
-        measure_rows(bench, TABLES[name], lengths)
+        for variant in [f"--seq {seq}" for seq in lengths] or table.variants:
+            shared = f"--model {model} {table.flags} {variant} {bench.flags}"
+            rows = table.rows(bench, shared) if callable(table.rows) else table.rows
+            for label, own in rows.items():
+                if not bench.only or label in listed(bench.only):
+                    attempt(bench, label, filled(bench, f"{shared} {own}"), table.look)
     except KeyboardInterrupt:
         what = "stopped; the rows so far are"
     print0(f"\n{bench.about}")
