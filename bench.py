@@ -80,11 +80,6 @@ class Bench:
         return self.device.type == "cuda"
 
     @property
-    def short(self) -> int:
-        """Return the tokens of a short sequence."""
-        return 4096 if self.gpu else 256
-
-    @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.gpu else torch.float32
 
@@ -123,10 +118,10 @@ def filled(bench: Bench, flags: str) -> str:
     sequence; {seqs[n]} tokens, n of those on each rank; {batch[n]} sequences, n of each rank."""
     ranks = bench.world
     nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    seq = 4096 if bench.gpu else 256
     return flags.format(
-        ranks=ranks, half=max(1, ranks // 2), nodes=max(2, nodes), seq=bench.short,
-        seqs=range(0, 2**12 * ranks * bench.short, ranks * bench.short),
-        batch=range(0, 16 * ranks, ranks))
+        ranks=ranks, half=max(1, ranks // 2), nodes=max(2, nodes), seq=seq,
+        seqs=range(0, 2**12 * ranks * seq, ranks * seq), batch=range(0, 16 * ranks, ranks))
 
 
 def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
@@ -428,6 +423,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         row |= look(bench, step) if look else {}
     except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
         row["error"] = str(e)[:600]
+        print0(f"{label}: {row['error']}")
     seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
     if math.isfinite(seconds):
         row |= rates(bench, run, seconds) | {"bound_ratio": kernels / seconds}

@@ -139,7 +139,13 @@ def draw_timeline(path: Path, trace: Path, title: str, layers: int = 32) -> None
                 continue
             color = next(color for part, _, color in KINDS if part in kernel)
             ax.barh(
-                stream, ms, 0.72, start - left, color=color, edgecolor="white", linewidth=0.25)
+                stream,
+                width=ms,
+                height=0.72,
+                left=start - left,
+                color=color,
+                edgecolor="white",
+                linewidth=0.25)
         ax.set(xlim=(0, right - left), xlabel="ms", title=name)
         ax.tick_params(axis="y", length=0)
     fig.suptitle(title, x=0.01, ha="left", fontsize=10)
