@@ -52,9 +52,11 @@ def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
     ax.set_xticks(range(len(ours)), [f"{seq // 1024}K" for seq in ours])
     ax.set(ylim=(0, 70), xlabel="tokens of the sequence", ylabel="causal MFU, %")
     ax.set_title("LLaMA-7B, one sequence over 4 H200s of 141 GB, bf16; GiB of a GPU", pad=26)
+    labels = {row["system"] for row in peers.values()}
     ax.legend(
         [plt.Line2D([], [], color=BLACK), Patch(color=BLUE), Patch(color=ORANGE)],
-        ["kernels alone (bound)", "this project", "FSDP2 with Ulysses, full recomputation"],
+        ["kernels alone (bound)", "this project",
+         f"{'; '.join(sorted(labels))} recomputation"],
         loc="lower left",
         bbox_to_anchor=(-0.01, 1),
         ncol=3,
