@@ -411,7 +411,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         kernels = kernel_seconds(bench, run)
         release(device)
         if label == "caching allocator":
-            train.set_allocator("expandable_segments:False")
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         step = fsdp2_step(bench, run, label.split()[1]) if peer else make_step(bench, cfg, run)
         repeats = max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
         for _ in range(3 if step.memory or repeats > 5 else 1):  # the third is recorded
