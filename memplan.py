@@ -594,30 +594,30 @@ def write_plan(path: str, ids: Iterable, buffers: list[Buffer], offsets: Iterabl
 
 
 def draw(path: str, buffers: list[Buffer], plan: Plan) -> None:
-    """Write a PNG file: address over time, one rectangle a buffer."""
+    """Write a PNG file: address over time, one rectangle a buffer, the lighter the larger."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
     from matplotlib.figure import Figure
 
     start, end, size = as_rows(buffers).T
     shade = Normalize()(np.log(size))
-    figure = Figure(figsize=(9, 5))
+    figure = Figure(figsize=(9, 4.5), layout="tight")
     ax = figure.subplots()
     ax.barh(
-        plan.offsets,
+        plan.offsets / 2**30,
         width=end - start,
-        height=size,
+        height=size / 2**30,
         left=start,
         align="edge",
         color=colormaps["viridis"](shade),
         edgecolor="white",
         linewidth=0.2,
     )
-    ax.axhline(plan.lower_bound, color="red", linewidth=0.8, label="lower bound")
-    ax.set(xlabel="time", ylabel="address")
-    ax.set_title(str(plan), fontsize=8)
+    ax.axhline(plan.lower_bound / 2**30, color="red", linewidth=0.8, label="lower bound")
+    ax.set(xlabel="requests and releases, in order", ylabel="address, GiB")
+    ax.set_title(f"{len(buffers):,} buffers, peak {plan.peak / 2**30:.2f} GiB", fontsize=10)
     ax.legend()
-    figure.savefig(path, dpi=150, format="png")
+    figure.savefig(path, dpi=150, format="png", metadata={"Software": None})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,207 +1,34 @@
 """What does the planner predict for machines that others have measured?
 
-    python results/scale.py profiles      write profiles/a800.json, h200x8.json, h200x8-400g.json
-    python results/scale.py predictions   write scale.json, which report.py shows
+    python results/scale.py      write scale.json, the tables of report.py's section on scale
 
-Profiles of machines that bench.py has not measured are put together here, from papers, data sheets
-and other people's measurements; what nobody published is marked as assumed. No number is chosen so
-that a paper's result comes out. Published results (AMSP, Memo, InternEvo) stand beside what the
-planner predicts for the same question.
+Published results (AMSP, Memo, InternEvo) stand beside what the planner predicts for the same
+question, on profiles/a800.json, which was put together from papers, data sheets and other people's
+measurements: each number has its source there, and what nobody published is marked as assumed. No
+number is chosen so that a paper's result comes out.
 
 Left out: DeepSpeed's and Megatron's own costs. A named strategy is its factors in this project's
 schedule, without the overlaps that AMSP (section VI-C) says it lacks.
-
-Legend: mesh (GPUs in a node g, nodes n) of a group, k = g*n ranks.
 """
-import argparse
 import bisect
-import dataclasses
-import itertools
 import json
-import math
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
-from hardware import (COLLECTIVES, PRODUCTS, PROFILES, Points, Profile, load_profile, mesh_name,
-                      profile_text, rounded)
+import planner
+from hardware import load_profile
 from model import MODELS, ModelConfig
 from offload import GIB
-from planner import GPU_SHARE, Constraints, Hardware, Plan, Search, figures, plan
-from planner import choices as choices_of
-
-# ---------------------------------------------------------------------------- networks
-
-NCCL = {  # its model, src/graph/tuning.cc: seconds at the start, of a hop in a node, between nodes;
-    # the share of the bus bandwidth that is left
-    ("ring", "LL"): (3.6e-6, 0.47e-6, 2.7e-6, 0.25),
-    ("ring", "LL128"): (10e-6, 1.9e-6, 4.0e-6, 0.92),
-    ("ring", "Simple"): (8.4e-6, 3.4e-6, 9.6e-6, 1.0),
-    ("tree", "LL"): (4.4e-6, 0.52e-6, 5.0e-6, 0.24),
-    ("tree", "LL128"): (4.4e-6, 1.2e-6, 8.5e-6, 0.82),
-    ("tree", "Simple"): (0.0, 28e-6, 50e-6, 0.9),
-}
-PAIRS = (40e-6, 1.5e-6)  # an all-to-all's seconds at the start, and of each peer: assumed
-SIZES = (1, *(2**n for n in range(16, 31, 2)))  # bytes
-MODEL_OF_NCCL = (
-    "t = latency + bytes*f/bus, the fastest of NCCL's protocols and algorithms with the latencies"
-    " and efficiencies of its src/graph/tuning.cc (a small all_reduce over 32 nodes takes 62 us, 62"
-    " to 71 measured: nccl issue 652); f = (k-1)/k of all_gather and reduce_scatter, twice that of"
-    " all_reduce, 1 of broadcast; groups that share a node share its NICs; all_to_all: assumed 40"
-    " us + 1.5 us a peer, then the slower of a rank's bytes within the node and through its share"
-    " of the NICs")
-
-
-def bus_share(op: str, ranks: int) -> float:
-    """Return seconds of a collective, of so many bytes and as many bytes/s of bus bandwidth."""
-    return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(op, (ranks - 1) / ranks)
-
-
-def seconds(op: str, size: float, mesh: tuple[int, int], per_node: int, inside: float,
-            across: float) -> float:
-    """Return seconds of a collective by NCCL's own model. inside: bus bytes/s within a node;
-    across: of all NICs of a node."""
-    g, n = mesh
-    k = g * n
-    if op == "all_to_all":
-        start, peer = PAIRS
-        within = size * (g - 1) / k / inside
-        between = size * (k - g) / k / (across / per_node)
-        return start + peer * k + max(within, between)
-    bus = inside if n == 1 else min(inside, across * g / per_node)
-    found = []
-    for (algorithm, _), (start, hop, hop_between, efficiency) in NCCL.items():
-        if algorithm == "ring":
-            passes = 2 if op == "all_reduce" else 1
-            hops = passes * (k - n), passes * (n - 1)
-        elif op == "all_reduce" and n > 1:
-            hops = 2 * (g - 1), 2 * math.log2(n)
-        else:
-            continue
-        found.append(start + hops[0] * hop + hops[1] * hop_between
-                     + size * bus_share(op, k) / (bus * efficiency))
-    return min(found)
-
-
-def network(per_node: int, inside: float,
-            across: dict[int, float]) -> dict[str, dict[str, Points]]:
-    """Return a profile's collectives. across: number of nodes -> bus bytes/s of all NICs of a
-    node."""
-    powers = [2**i for i in range(per_node.bit_length())]
-    meshes = [(g, 1) for g in powers if g > 1] + [(g, n) for n in across for g in powers]
-
-    def points(op: str, mesh: tuple[int, int]) -> Points:
-        nics = across.get(mesh[1], inside)
-        return [[size, size / seconds(op, size, mesh, per_node, inside, nics)] for size in SIZES]
-
-    return {op: {mesh_name(mesh): points(op, mesh) for mesh in meshes} for op in COLLECTIVES}
-
-
-# ---------------------------------------------------------------------------- profiles
-
-
-def a800() -> Profile:
-    """Return the papers' cluster: 8 A800-80GB a node, AMSP's network of 4 HDR InfiniBand a node."""
-    attention = {  # causal, head dim 128
-        "forward": [[2048, 165e12], [4096, 180e12], [8192, 190e12], [16384, 195e12],
-                    [32768, 205e12]],
-        "backward": [[2048, 135e12], [4096, 155e12], [8192, 170e12], [16384, 180e12],
-                     [32768, 185e12]]}
-    across = {2: 93e9, 4: 93e9, 8: 89e9, 32: 83e9, 128: 72e9}
-    sources = {
-        "all": "put together from papers, data sheets and others' measurements; not measured",
-        "gpu_bytes": "79.15 GiB, which PyTorch reports of an A100-80GB",
-        "host_bytes": "Memo, section 5.1: 2 TB a node",
-        "peak_flops": "A100 data sheet (an A800 has its compute); Memo, section 5.1",
-        "products": "assumed: 245 TFLOP/s at all shapes, between 81 % of the peak at 4096^3"
-                    " (Triton's regression test) and 271, the best of any shape"
-                    " (stas00/ml-engineering)",
-        "attention": "assumed: FlashAttention-2's paper has 230 TFLOP/s as the best forward, and"
-                     " charts without numbers; from 32K on 205 and 185, whose mean is the least"
-                     " that Memo's 1M tokens on 8 GPUs imply",
-        "memory": "85 % of the data sheet's 2039 GB/s (element-wise kernels in Triton's regression"
-                  " test)",
-        "optimizer": "as memory",
-        "to_host": "derived from Memo's table 4: full swapping takes 10 GB/s a GPU at 64K and 128K"
-                   " tokens, its crossing at 192K 13; the 32 GB/s of its section 5.1 are PCIe 4.0"
-                   " x16 of one GPU, and nothing there comes near it",
-        "launch": "assumed: about what h200x2's host takes",
-        "collectives": "in a node 158 GB/s of bus bandwidth: between 161 (InternEvo's simulator,"
-                       " A800_NVL) and 155 (232.5 of 8 A100s, nccl issue 1048, times 200/300 of"
-                       " NVLink); across nodes 4 NICs of 25 GB/s: InternEvo's 107 GB/s divided by"
-                       " its 1.2 to 1.5 for more nodes, at most 93 (86 to 96 measured: nccl issue"
-                       " 1048, nccl-tests issue 119); " + MODEL_OF_NCCL,
-        "visits": "assumed: both ways together as fast as one",
-        "overlap": "Galvatron's coefficient, measured on other machines"}
-    return Profile(
-        "a800", "NVIDIA A800-SXM4-80GB", 8, 79.15 * 2**30, 2e12, 312e12,
-        {kind: [[4096, 4096, 245e12]] for kind in PRODUCTS}, attention, 0.85 * 2039e9,
-        0.85 * 2039e9, 12e9, 6e9, {"forward": 0.001, "backward": 0.002},
-        network(8, 158e9, across),
-        {"collectives": [1.126, 1.126], "all_to_all": [1.126, 1.126]}, sources,
-        {"hardware": "8 x A800-80GB a node", "command": "python results/scale.py profiles"})
-
-
-def h200x8() -> Profile:
-    """Return one machine of 8 H200s from measurements that were made before bench.py --profile."""
-    two = load_profile("h200x2")
-    million = {"forward": 643e12, "backward": 618e12}
-    attention = {kind: points + [[2**20, million[kind]]] for kind, points in two.attention.items()}
-    sizes = (2**22, 2**26, 2**30)
-    measured = {  # bus bytes/s at these sizes
-        "all_gather": (100e9, 286e9, 344e9), "reduce_scatter": (65e9, 292e9, 345e9),
-        "all_reduce": (135e9, 319e9, 360e9), "all_to_all": (82e9, 273e9, 331e9),
-        "broadcast": (100e9, 286e9, 344e9)}
-
-    def points(op: str, ranks: int) -> Points:
-        return [[size, bus / bus_share(op, ranks)] for size, bus in zip(sizes, measured[op])]
-
-    collectives = {op: two.collectives[op] | {f"{g}x1": points(op, g) for g in (4, 8)}
-                   for op in COLLECTIVES}
-    sources = {
-        "all": "measured piece by piece, not by bench.py --profile: see each",
-        "host_bytes": "measured: 560 GiB",
-        "products": "h200x2's, measured under load for seconds (a single product of 8192 x 4096 x"
-                    " 11008 reaches 792 TFLOP/s, 690 at 131072 rows)",
-        "attention": "h200x2's; at 1M tokens measured here",
-        "to_host": "measured, all 8 GPUs at once (one alone: 55 GB/s)",
-        "collectives": "8x1: bus bandwidths measured at 4, 64 and 1024 MiB; 4x1: assumed the same"
-                       " bus bandwidths; 2x1: h200x2's; broadcast: assumed all_gather's",
-        "visits": "measured, all 8 GPUs at once, of copies both ways without an update",
-        "memory": "h200x2's", "optimizer": "h200x2's", "launch": "h200x2's", "overlap": "h200x2's"}
-    return dataclasses.replace(
-        two, name="h200x8", per_node=8, host_bytes=560 * GIB, attention=attention, to_host=22e9,
-        visits=13e9, collectives=collectives, sources=sources,
-        about={"hardware": "8 x NVIDIA H200", "command": "python results/scale.py profiles",
-               "note": "not measured by bench.py --profile"})
-
-
-def h200x8_400g() -> Profile:
-    """Return a cluster of h200x8, each GPU with a NIC of 400 Gb/s: assumed."""
-    one = load_profile("h200x8")
-    nics = {2: 372e9, 4: 372e9, 8: 356e9, 32: 332e9, 128: 288e9, 1250: 288e9}
-    sources = one.sources | {
-        "all": "h200x8's, and an assumed network between nodes",
-        "collectives": one.sources["collectives"] + "; across nodes assumed: 400 Gb/s a GPU, four"
-                       " times the bus bandwidths of profile a800 (4 x 200 Gb/s a node), beyond 128"
-                       " nodes those of 128; " + MODEL_OF_NCCL}
-    between = network(8, 345e9, nics)
-    collectives = {op: between[op] | one.collectives[op] for op in COLLECTIVES}
-    return dataclasses.replace(one, name="h200x8-400g", collectives=collectives, sources=sources)
-
-
-def write_profiles() -> None:
-    for make in (a800, h200x8, h200x8_400g):
-        profile = make()
-        (PROFILES / f"{profile.name}.json").write_text(profile_text(profile))
-
+from planner import GPU_SHARE, Constraints, Hardware, Plan, Search
 
 # ---------------------------------------------------------------------------- what was published
 
 PAPER_MODELS = {  # AMSP's 30B is InternEvo's: 60 x 6144, which its MFU and TGS imply together
-    "7b": MODELS["7b"], "13b": MODELS["13b"],
+    "7b": MODELS["7b"],
+    "13b": MODELS["13b"],
     "30b": ModelConfig(32000, 6144, 60, 48, 48, 16384)}
 RECOMPUTE = {"7b": "none", "13b": "none", "30b": "full"}  # AMSP, section VI
 CHOICES = {"7b": (1, 1, 8), "13b": (4, 4, 8), "30b": (8, 8, 32)}  # table IV
@@ -211,35 +38,24 @@ OVERLAPS = {  # AMSP, table V
     "and without all-reduce": "param_gather,grad_scatter",
     "none": "none"}
 TABLE_5 = {  # TGS on 64 GPUs with 1, 2, 4, 8 micro-batches, in the order of OVERLAPS
-    "7b": ((3525, 4119, 4416, 4503), (3346, 3991, 4329, 4438), (2812, 3609, 4070, 4286),
-           (2812, 3609, 4070, 4286)),
-    "13b": ((1918, 2082, 2183, 2230), (1895, 1920, 2160, 2184), (1630, 1782, 2033, 2126),
-            (1527, 1552, 1608, 1666)),
-    "30b": ((825, 856, 872, 880), (759, 814, 847, 859), (651, 740, 814, 842),
-            (557, 654, 678, 719))}
+    "7b": "3525 4119 4416 4503  3346 3991 4329 4438  2812 3609 4070 4286  2812 3609 4070 4286",
+    "13b": "1918 2082 2183 2230  1895 1920 2160 2184  1630 1782 2033 2126  1527 1552 1608 1666",
+    "30b": "825 856 872 880  759 814 847 859  651 740 814 842  557 654 678 719"}
 SYSTEMS = {  # of figures 11 and 12: strategy, overlaps (of DeepSpeed's: section VI-C)
     "ours": ("", OVERLAPS["without broadcast"]),
     "ZeRO-1": ("zero1", OVERLAPS["without broadcast"]),
     "ZeRO-3": ("zero3", "param_gather,grad_reduce"),
     "MiCS": ("mics:8", "param_gather,grad_reduce")}
-FIGURE_11 = {  # MFU; at 1024 GPUs section VI-B, at 8 "63 to 64", at 32 "around 40"
-    ("7b", "ours", 8): 0.635, ("7b", "ZeRO-1", 8): 0.635, ("7b", "ours", 1024): 0.51,
-    ("7b", "ZeRO-1", 1024): 0.36, ("7b", "MiCS", 1024): 0.35, ("7b", "ZeRO-3", 1024): 0.04,
-    ("13b", "ours", 1024): 0.52, ("13b", "MiCS", 1024): 0.33, ("30b", "ours", 32): 0.40,
-    ("30b", "MiCS", 32): 0.40, ("30b", "ZeRO-3", 32): 0.40, ("30b", "ours", 1024): 0.42,
-    ("30b", "MiCS", 1024): 0.29}
-MEMO = {  # causal MFU of 7B by (GPUs, tokens of a sequence), table 3; figure 12(b): "over 50 %"
-    (8, 64): 0.5234, (8, 128): 0.5096, (8, 256): 0.5362, (8, 384): 0.5304, (8, 512): 0.5184,
-    (8, 640): 0.5259, (8, 768): 0.5189, (8, 896): 0.5271, (8, 1024): 0.5230, (16, 2048): None,
-    (32, 4096): None, (64, 8192): None}
-
-
-def paper_flops(model: ModelConfig, seq: int) -> float:
-    """Return FLOPs a token as AMSP counts them: Megatron's formula, attention not halved."""
-    width = model.dim
-    share = 1 + seq / (6 * width) + model.vocab / (12 * model.layers * width)
-    return 72 * model.layers * width**2 * share
-
+FIGURE_11 = {  # MFU in %; at 1024 GPUs section VI-B, at 8 "63 to 64", at 32 "around 40"
+    "7b ours 8": 63.5, "7b ZeRO-1 8": 63.5,
+    "7b ours 1024": 51, "7b ZeRO-1 1024": 36, "7b MiCS 1024": 35, "7b ZeRO-3 1024": 4,
+    "13b ours 1024": 52, "13b MiCS 1024": 33,
+    "30b ours 32": 40, "30b MiCS 32": 40, "30b ZeRO-3 32": 40,
+    "30b ours 1024": 42, "30b MiCS 1024": 29}
+MEMO = {  # causal MFU of 7B in % by GPUs, thousand tokens: table 3; figure 12(b) says "over 50 %"
+    "8 64": "52.3", "8 128": "51.0", "8 256": "53.6", "8 384": "53.0", "8 512": "51.8",
+    "8 640": "52.6", "8 768": "51.9", "8 896": "52.7", "8 1024": "52.3",
+    "16 2048": "over 50", "32 4096": "over 50", "64 8192": "over 50"}
 
 # ---------------------------------------------------------------------------- predictions
 
@@ -251,20 +67,16 @@ def a800s(gpus: int) -> Hardware:
                     profile.host_bytes * 7 / 8 / profile.per_node)
 
 
-def best_plan(model: ModelConfig, hardware: Hardware, **flags) -> Plan | None:
-    """Return the planner's first choice for flags, None if nothing fits or they are illegal."""
+def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
+    """Return the planner's first choice on A800s, None if nothing fits or flags are illegal."""
     try:
-        return plan(Constraints(**flags), model, hardware, top=1)[0]
+        return planner.plan(Constraints(**flags), model, a800s(gpus))[0]
     except ValueError:
         return None
 
 
-def shown(found: Plan, hardware: Hardware, *names: str) -> dict:
-    """Return some of a plan's figures, with its choices in words."""
-    words = choices_of(found)
-    every = figures(found, hardware) | {"shards": words["p,g,os"], "layers": words["layers keep"]}
-    every["sp"] = words["sp"] + (f" ring={found.ring}" if found.ring > 1 else "")
-    return {name: every[name] for name in names}
+def tgs(plan: Plan) -> float:
+    return plan.batch * plan.seq / plan.step_s / plan.ranks
 
 
 def amsp_flags(name: str, sequences: int) -> dict:
@@ -281,65 +93,81 @@ def choices() -> list[dict]:
                           {"p": p, "g": g, "os": os}))
     flags = {"seq": 2**18, "batch": 16, "os_place": "gpu"}
     theirs = {"p": 4, "g": 4, "os": 8, "sp": 32, "ring": 1, "recompute": "none"}
-    for text, recompute in (("InternEvo 7b, layers whole", "none"),
-                            ("InternEvo 7b, layers may swap", "auto")):
-        asked.append((text, MODELS["7b"], 128, flags | {"recompute": recompute}, theirs))
+    for text, recompute in (("layers whole", "none"), ("layers may swap", "auto")):
+        asked.append((f"InternEvo 7b, {text}", MODELS["7b"], 128,
+                      flags | {"recompute": recompute}, theirs))
     rows = []
     for text, model, gpus, flags, choice in asked:
-        row = {"setting": text, "gpus": gpus}
-        for whose, more in (("theirs", choice), ("best", {})):
-            found = best_plan(model, a800s(gpus), os_layout="inter", **flags | more)
-            row[whose] = shown(found, a800s(gpus), "shards", "sp", "layers", "step_s",
-                               "gpu_gib")
-        rows.append(row)
+        paper, best = (best_plan(model, gpus, os_layout="inter", **flags | more)
+                       for more in (choice, {}))
+        row = {"setting": text, "GPUs": f"{gpus}"}
+        for whose, plan in (("the paper's", paper), ("the model's best", best)):
+            words = planner.choices(plan)
+            keeps, *_ = words["layers keep"].split(",")
+            row |= {f"{whose} p,g,os": words["p,g,os"].split()[0],
+                    f"sp, layers of {whose}": f"{words['sp']}, {keeps}",
+                    f"seconds of {whose}": f"{plan.step_s:.4g}",
+                    f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}"}
+        rows.append(row | {"the paper's takes": f"{paper.step_s / best.step_s - 1:+.1%}"})
     return rows
 
 
 def table_5() -> list[dict]:
-    """Return TGS of AMSP's choices on 64 GPUs, by overlap and micro-batches."""
+    """Return TGS of AMSP's choices on 64 GPUs, by overlap and micro-batches, predicted / published,
+    and the seconds of a further micro-batch."""
     rows = []
     for name, (p, g, os) in CHOICES.items():
-        model = PAPER_MODELS[name]
-        for (overlaps, flag), published in zip(OVERLAPS.items(), TABLE_5[name]):
-            tgs = []
+        published = map(int, TABLE_5[name].split())
+        for overlaps, flag in OVERLAPS.items():
+            row = {"model": name, "overlaps": overlaps}
+            pairs = []
             for micro_batches in (1, 2, 4, 8):
-                found = best_plan(model, a800s(64), p=p, g=g, os=os, overlap=flag,
-                                  os_layout="inter", **amsp_flags(name, 64 * micro_batches))
-                tgs.append(figures(found, a800s(64))["tgs"])
-            rows.append({"model": name, "overlap": overlaps, "tgs": tgs, "published": published})
+                plan = best_plan(PAPER_MODELS[name], 64, p=p, g=g, os=os, overlap=flag,
+                                 os_layout="inter", **amsp_flags(name, 64 * micro_batches))
+                pairs.append((tgs(plan), next(published)))
+                row[f"M = {micro_batches}"] = " / ".join(f"{each:,.0f}" for each in pairs[-1])
+            row["micro-batch s"] = " / ".join(
+                f"{4096 * (8 / last - 1 / first) / 7:.2f}" for first, *_, last in zip(*pairs))
+            rows.append(row)
     return rows
 
 
-def figures_11_and_12() -> list[dict]:
-    """Return MFU and TGS of systems from 8 to 1024 GPUs, 4M tokens a step."""
+def figures() -> list[dict]:
+    """Return MFU of systems on 8 to 1024 GPUs, 4M tokens a step, predicted / published. AMSP counts
+    FLOPs by Megatron's formula, attention not halved."""
     rows = []
     for name, model in PAPER_MODELS.items():
+        width, layers = model.dim, model.layers
+        share = 1 + 4096 / (6 * width) + model.vocab / (12 * layers * width)
+        flops = 72 * layers * width**2 * share
         for system, (strategy, overlap) in SYSTEMS.items():
+            row = {"model": name, "system": system}
             if (name, system) == ("30b", "MiCS"):
                 strategy = "mics:16"  # table IV
             for gpus in (8, 16, 32, 64, 128, 256, 512, 1024):
-                found = best_plan(model, a800s(gpus), strategy=strategy, overlap=overlap,
-                                  **amsp_flags(name, 1024))
-                row = {"model": name, "system": system, "gpus": gpus,
-                       "published_mfu": FIGURE_11.get((name, system, gpus))}
-                if found:
-                    row |= shown(found, a800s(gpus), "tgs")
-                    row |= {"mfu": row["tgs"] * paper_flops(model, 4096) / 312e12,
-                            "shards": choices_of(found)["p,g,os"]}
-                rows.append(row)
+                plan = best_plan(model, gpus, strategy=strategy, overlap=overlap,
+                                 **amsp_flags(name, 1024))
+                mfu = f"{100 * tgs(plan) * flops / 312e12:.1f}" if plan else "does not fit"
+                published = FIGURE_11.get(f"{name} {system} {gpus}")
+                row[f"{gpus}"] = mfu + (f" / **{published}**" if published else "")
+            rows.append(row)
     return rows
 
 
 def memo() -> list[dict]:
-    """Return the causal MFU of 7B by length on 8 GPUs, and at 128K tokens a GPU on more."""
+    """Return the causal MFU of 7B by length on 8 GPUs, and at 128K tokens a GPU on more, predicted
+    / published."""
     rows = []
-    for (gpus, kilo), published in MEMO.items():
-        found = best_plan(MODELS["7b"], a800s(gpus), seq=kilo * 1024, os_place="gpu")
-        row = {"gpus": gpus, "seq": kilo * 1024, "published_mfu": published}
-        if found:
-            row |= shown(found, a800s(gpus), "mfu_causal", "tgs", "gpu_gib",
-                         "host_gib", "sp", "layers")
-        rows.append(row)
+    for question, published in MEMO.items():
+        gpus, kilo = map(int, question.split())
+        plan = best_plan(MODELS["7b"], gpus, seq=kilo * 1024, os_place="gpu")
+        words = planner.choices(plan)
+        found = planner.figures(plan, a800s(gpus))
+        rows.append({"GPUs": f"{gpus}", "tokens": f"{kilo:,}K",
+                     "sp": f"{words['sp']}, rings of {words['ring']}",
+                     "layers keep": words["layers keep"],
+                     "host GiB a node": f"{found['host_gib']:.0f}",
+                     "causal MFU": f"{100 * found['mfu_causal']:.1f} / **{published}**"})
     return rows
 
 
@@ -366,29 +194,18 @@ def fits() -> list[dict]:
     """Return the longest sequences that fit GPUs of 24, 80 and 141 GB, in those of h200x8's
     place."""
     rows = []
-    for (memory, gib), (ranks, host), name in itertools.product(
-            MEMORY.items(), HOST.items(), ("1b", "7b", "llama3-8b")):
-        here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
-                        host * GIB / ranks)
-        rows.append({"memory": memory, "gpus": ranks, "host_gib": host, "model": name,
-                     "seq": longest(MODELS[name], here)})
+    for ranks, host in HOST.items():
+        row = {"GPUs": f"{ranks}, {host} GiB of the host"}
+        for memory, gib in MEMORY.items():
+            here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
+                            host * GIB / ranks)
+            found = {name: longest(MODELS[name], here) for name in ("1b", "7b", "llama3-8b")}
+            row[memory] = ", ".join(
+                f"{name} {seq // 1024:,}K" for name, seq in found.items() if seq) or "-"
+        rows.append(row)
     return rows
 
 
-def predictions() -> dict:
-    return rounded({"choices": choices(), "table_5": table_5(), "figures": figures_11_and_12(),
-                    "memo": memo(), "fits": fits()}, 5)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("what", choices=("profiles", "predictions"))
-    if parser.parse_args().what == "profiles":
-        write_profiles()
-        return
-    found = {"command": "python results/scale.py predictions"} | predictions()
-    (HERE / "scale.json").write_text(json.dumps(found, indent=1) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    tables = {make.__name__: make() for make in (choices, table_5, figures, memo, fits)}
+    (HERE / "scale.json").write_text(json.dumps(tables, indent=1) + "\n")
