@@ -846,9 +846,13 @@ def main() -> None:
     if world > 1:
         hardware = f"{world} x {hardware}"
         launcher = f"torchrun --nproc_per_node {world}"
+    given = [f"{planner.flag_name(name)} {value}" for name, value in args.given.items()]
+    command = " ".join([args.table, *given]).replace(" True", "")  # a flag without a value
+    if args.profile:
+        command = f"--profile {args.profile}"
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
-             "command": f"{launcher} bench.py {' '.join(sys.argv[1:])}"}
-    words = f"{args.table} {args.given} {hardware.replace('NVIDIA ', '').replace(' ', '')}"
+             "command": f"{launcher} bench.py {command}"}
+    words = f"{command} {hardware.replace('NVIDIA ', '').replace(' ', '')}"
     file = out / f"{'-'.join(re.findall(r'[a-z0-9.]+', words.lower()))}.json"
     bench = Bench(device, rank, world, args.flags, args.rows or "", args.quick, file, about)
     if args.profile:

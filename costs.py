@@ -24,9 +24,9 @@ added. With e bytes an element and N tokens of all columns
     fsp    as msp                       and 2 all-gathers more   N/T
 
 Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers (0.1
-% of the shortest steps), and gathers of weights that the host still updates. If you change model.Block, only its matrices are counted; its
-element-wise kernels are assumed to be ours. A pipeline's parts are timed as if a micro-batch ran
-through all of a stage's layers at once.
+% of the shortest steps), and gathers of weights that the host still updates. If you change
+model.Block, only its matrices are counted; its element-wise kernels are assumed to be ours. A
+pipeline's parts are timed as if a micro-batch ran through all of a stage's layers at once.
 
 Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width,
 H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
@@ -754,7 +754,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
             est.profile.to_host,
             visit_seconds(est, plan),
         )
-        again, waits = (float(seconds) / plan.part_layers for seconds in lost)
+        again, waits = (seconds / plan.part_layers for seconds in lost)
     # the host must launch a pass in less than it takes
     forward = max(layer.forward, plan.chunks * launch["forward"])
     backward = max(layer.backward + again, plan.chunks * launch["backward"])
@@ -777,7 +777,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         seconds |= traffic_seconds(
             est, plan, layers * forward, layers * backward, layers * layer.final
         )
-    return seconds
+    return {name: float(value) for name, value in seconds.items()}  # numpy's are no JSON
 
 
 def exposed_messages(plan: Plan) -> float:

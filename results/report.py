@@ -52,9 +52,9 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     "long": "One sequence over all GPUs. *full recompute* runs all of a layer twice; *full swap*"
     " keeps two layers resident and swaps all of the others, which at 256K tokens does not fit the"
     " host; *fsdp2* is the same model code and attention kernel under PyTorch's fully_shard, with"
-    " Ulysses over NCCL; here each of its layers is recomputed, also where it holds 29 of 141 GiB."
-    " Its other settings (nothing, every second layer, or all but attention recomputed) are not"
-    " measured.",
+    " Ulysses over NCCL; on several GPUs each of its layers is recomputed, also where it holds 29 of"
+    " 141 GiB: its other settings (nothing, every second layer, or all but attention recomputed) are"
+    " measured on one GPU alone.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
@@ -318,7 +318,19 @@ def claim() -> str:
         f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
         f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model code and "
         f"attention kernel under FSDP2 with Ulysses over NCCL, at its fastest of what was measured "
-        f"(*{labels}* recomputation).", 100) + "\n"
+        f"(*{labels}* recomputation). {on_one_gpu()}", 100) + "\n"
+
+
+def on_one_gpu() -> str:
+    """Return how much longer FSDP2's settings take where all of them fit."""
+    rows = {row["system"]: row for row in read("long-seq-32k-model-1b-h200")["rows"]}
+    times = ", ".join(
+        f"**{row['step_s'] / rows['ours']['step_s']:.2f}** ({label.removeprefix('fsdp2 ')}, "
+        f"{row['gpu_gib']:.0f} GiB)"
+        for label, row in rows.items() if label.startswith("fsdp2"))
+    return (f"On one H200, where all of its settings fit (1b, 32K tokens; ours holds "
+            f"{rows['ours']['gpu_gib']:.0f} GiB), FSDP2's step takes by what it recomputes {times} "
+            "times as long.")
 
 
 def shown_rows() -> str:
