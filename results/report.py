@@ -52,9 +52,9 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     "long": "One sequence over all GPUs. *full recompute* runs all of a layer twice; *full swap*"
     " keeps two layers resident and swaps all of the others, which at 256K tokens does not fit the"
     " host; *fsdp2* is the same model code and attention kernel under PyTorch's fully_shard, with"
-    " Ulysses over NCCL; on several GPUs each of its layers is recomputed, also where it holds 29 of"
-    " 141 GiB: its other settings (nothing, every second layer, or all but attention recomputed) are"
-    " measured on one GPU alone.",
+    " Ulysses over NCCL; on several GPUs each of its layers is recomputed, also where it holds 29"
+    " of 141 GiB: its other settings (nothing, every second layer, or all but attention recomputed)"
+    " are measured on one GPU alone.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
