@@ -5091,7 +5091,7 @@ def test_readme_numbers_are_measured():
 
 
 def test_readme_names_every_file_and_is_short():
-    assert len(README.splitlines()) <= 263
+    assert len(README.splitlines()) <= 200
     for file in (*HERE.glob("*.py"), *HERE.glob("csrc/*.cpp")):
         assert f"`{file.relative_to(HERE)}`" in README, file.name
     for page in (HERE / "README.md", HERE / "results" / "README.md"):
