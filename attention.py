@@ -679,7 +679,7 @@ class Ring:
         """Yield k, v (2, B, T/R, h, D) of one ring rank after the other, and which of this rank's
         queries attend to which of them."""
         for step in range(1, self.ranks):
-            # hidden by the step before; whoever holds the first Way does not hold these
+            # hidden by the step before; emptied, since the caller holds the first Way for all steps
             kv, passing.arrived = passing.wait(), []
             if step + 1 < self.ranks:
                 passing = self.pass_on(kv)  # hidden by this step's rectangle

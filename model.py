@@ -26,7 +26,7 @@ This file knows neither ranks nor streams. The outside acts on a model in five w
                          and result itself; weights become views of what a rank holds
 
 Another block changes class Block alone. Its operators may be any of PyTorch's that draw no random
-numbers, since they may run again. This file has one of its own, before(*inputs) W^T (`project`):
+numbers, since they may run again. Of those here the one to know is before(*inputs) W^T (`project`):
 backward keeps what a layer keeps anyway (x, o, the residual stream, gate|up), and computes norms
 and SwiGLU again, in one pass with their gradients. Another activation is two functions (`Before`).
 Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of ModelConfig; without them, no
@@ -753,7 +753,8 @@ class Vector(nn.Module):
 
 class Block(nn.Module):
     """One layer. Whoever changes it changes it here alone: chunks, swapping, recomputation and
-    sharding follow, since they act on what autograd saves and on the events of a Matrix.
+    sharding follow, since they act on what autograd saves and on the events of a Matrix. By name go
+    first weights (initial_weight: norms, out, down) and files (checkpoint._HF).
 
     A norm behind the layer (a sandwich), say, is a vector in __init__, and a line in post:
 

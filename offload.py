@@ -29,8 +29,10 @@ is written again by a later forward alone, which is behind compute's wait for th
     copy            launched in            hidden under              waited for in
     to the host     offload, at the end    the next layer's          free_offloaded, before the
                     of its forward         forward                   forward of layer i + 2
-    to a buffer     prefetch: enter_group  the backward of           enter_group of its own group,
-                    of the group behind    the group behind          before its backward
+    to a buffer     prefetch: enter_group  the backward of group     enter_group of its own group,
+                    of group g + 1; of     g + 1, or of the          before its backward
+                    the last two, as       resident layers
+                    backward begins
 
 Nothing here knows what a block computes: saved_tensors_hooks give each tensor that autograd saves
 its place (SavedLayer; a tensor that two operators save has two), so whoever changes model.Block
@@ -139,8 +141,8 @@ class ActivationPlan:
 
 
 class _ChunkInputs(Function):
-    """The inputs of a chunk's graph, whose memory the graph does not hold. Their gradients go to
-    the list `grads`. root: any tensor that requires gradients, so that the graph is made."""
+    """The inputs of a chunk's graph, apart from the graph that made them. Their gradients go to the
+    list `grads`. root: any tensor that requires gradients, so that the graph is made."""
 
     @staticmethod
     def forward(ctx, root, grads, *inputs):
@@ -157,8 +159,9 @@ class _ChunkInputs(Function):
 @dataclass
 class ChunkGraph:
     """The autograd graph of one chunk's pass through block.pre or block.post (or of a micro-batch's
-    through a part of the model: parallel.py). It holds what autograd saves, and neither inputs nor
-    outputs."""
+    through a part of the model: parallel.py). It holds what autograd saves: an input too, where an
+    operator saves it and SavedLayer.saving does not place it elsewhere. It is no part of the graph
+    that made its inputs, and its outputs are detached."""
 
     edges: list  # of the outputs
     input_grads: list[Tensor]  # once backward has run

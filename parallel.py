@@ -1,6 +1,7 @@
 """How is the model cut in width and in depth? Tensor modes, and pipelines.
 
-In width, tp neighbouring ranks have a part of each matrix of a layer (`split_columns`, below).
+In width, tp neighbouring ranks have parts of a layer's matrices (mtp, msp, fsp: the table above
+`Columns`).
 
 In depth, P stages have V parts of the model each: part c of P*V, layers [c*L/(P*V), (c+1)*L/(P*V)),
 lies on stage c mod P, so with V > 1 a sequence goes round the stages V times (InternEvo's

@@ -31,7 +31,8 @@ What runs beside computation has a CUDA stream of its kind (CommStream): launch,
                      lie on the host;     (HostStates: states come in and
                      stream_in, out       go out under other updates)
 
-A gradient's way to its owner, and the parameters' way back:
+A gradient's way to its owner, and the parameters' way back. Layout intra: a p-shard is split evenly
+in its subgroup, as above; inter (AMSP's): a matrix's p-shard has one owner there, which updates it.
 
                    layout intra                          layout inter
     (S,) -> S/p    reduce-scatter, from scatter_grad     the same
@@ -131,7 +132,8 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
     between p and os, say: groups for the two halves of the way (make_groups), the size of
-    grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit)."""
+    grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit,
+    sum_replicas)."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.os):
         if count not in sizes:
