@@ -553,6 +553,7 @@ def planned_memory(bench: Bench, step: Step) -> dict:
         return {}
     plan = memory.plan
     counts = memory.counts
+    asked = counts["hits"] + counts["unmatched"] + counts["occupied"]
     if bench.rank == 0:
         name = f"memplan-{step.run.plan.seq // 1024}k-{bench.world}x.csv"
         ids = range(len(memory.buffers))
@@ -560,7 +561,7 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     memory.give_back()
     return {"requests": len(memory.buffers), "planned_peak_gib": plan.peak / GIB,
             "lower_bound_gib": plan.lower_bound / GIB, "solve_s": plan.seconds,
-            "method": plan.method, "hit_requests": counts["hits"] / len(memory.buffers)}
+            "method": plan.method, "hit_requests": counts["hits"] / asked}
 
 
 WHOLE = "--sp 1 --micro-batch 1 --recompute none"  # layers, each sequence on a rank

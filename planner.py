@@ -647,7 +647,6 @@ class Search:
 
     def fitting(self) -> Iterator[Plan]:
         """Yield plans that fit, for each kind the best and what ties with it among them."""
-
         fastest = {}  # seconds a token, by kind
 
         def late(plan):
@@ -740,9 +739,8 @@ def predict(plan: Plan, profile: Profile) -> Plan:
 # That is a partition of a graph with parts of given sizes, which is NP-hard. Here whole blocks
 # of a size are packed into leaves, the largest first, and from such orders, turned, two places
 # are swapped as long as that saves bytes: the best one for every p, g, os, sp and all leaves of up
-# to 8 nodes
-# of 2 ranks (a test). Left out: trees and NVLink SHARP, whose edges lie elsewhere; several levels
-# of spines.
+# to 8 nodes of 2 ranks (a test). Left out: trees and NVLink SHARP, whose edges lie elsewhere;
+# several levels of spines.
 
 
 @dataclass(frozen=True)

@@ -1357,7 +1357,7 @@ def test_micro_batches_add_up_in_float32(group):
     """Of weights in bf16: no sum of theirs is rounded to bf16."""
     run, model, states = make_run(make_case("1 dtype=bf16 micro=4"), {}, Spoiled)
     train.load_random_weights(run, states)
-    train.run_step(model, states, train.load_batch(run, 0), None, 0.0)
+    train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
     for param in states.sharded_params.values():
         assert (param.owned_grad != param.owned_grad.bfloat16()).any(), param.name
 
@@ -1367,7 +1367,7 @@ def test_loss_that_is_not_finite_changes_nothing(group):
     run, model, states = make_run(make_case("1"), {}, Spoiled)
     train.load_random_weights(run, states)
     for i, loss in enumerate((torch.ones(()), torch.tensor(math.inf), torch.tensor(math.nan))):
-        train.run_step(model, states, train.load_batch(run, 0), None, 0.0)
+        train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
         before = {name: part.values.clone() for name, part in states.state_parts().items()}
         _, finite = states.update(1e-2, 0.5, loss)
         same = [torch.equal(before[name], p.values) for name, p in states.state_parts().items()]

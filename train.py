@@ -465,10 +465,10 @@ class Batch:
                    itertools.cycle(self.positions), itertools.cycle(self.documents))
 
 
-def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | None,
+def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float,
              clip: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Run forward, backward and update: the only step there is. lr None: no update. Returns the
-    loss, the gradient's norm, and whether they are finite, on the device. In order, with what runs
+    """Run forward, backward and update: the only step there is. Returns the loss, the
+    gradient's norm, and whether they are finite, on the device. In order, with what runs
     beside it:
 
         forward_backward   of each micro-batch first embedding, layers, head and loss; a Matrix
@@ -488,8 +488,6 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float | 
     loss = model.forward_backward(batch.micro_batches())
     states.finish_gradients()
     dist.all_reduce(loss)
-    if lr is None:
-        return loss, torch.zeros_like(loss), torch.isfinite(loss)
     return loss, *states.update(lr, clip, loss)
 
 

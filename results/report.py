@@ -317,8 +317,8 @@ def claim() -> str:
         f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its attention "
         f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
         f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model code and "
-        f"attention kernel under FSDP2 with Ulysses over NCCL, at its fastest of what was measured "
-        f"(*{labels}* recomputation). {on_one_gpu()}", 100) + "\n"
+        f"attention kernel under FSDP2 with Ulysses over NCCL, as it was measured there "
+        f"(*{labels}*: every layer recomputed). {on_one_gpu()}", 100) + "\n"
 
 
 def on_one_gpu() -> str:
