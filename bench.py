@@ -853,7 +853,7 @@ def main() -> None:
         command = f"--profile {args.profile}"
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
              "command": f"{launcher} bench.py {command}"}
-    words = f"{command} {hardware.replace('NVIDIA ', '').replace(' ', '')}"
+    words = f"{command} {re.sub('NVIDIA | [0-9]+GB.*| ', '', hardware)}"
     file = out / f"{'-'.join(re.findall(r'[a-z0-9.]+', words.lower()))}.json"
     bench = Bench(device, rank, world, args.flags, args.rows or "", args.quick, file, about)
     if args.profile:

@@ -52,9 +52,9 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     "long": "One sequence over all GPUs. *full recompute* runs all of a layer twice; *full swap*"
     " keeps two layers resident and swaps all of the others, which at 256K tokens does not fit the"
     " host; *fsdp2* is the same model code and attention kernel under PyTorch's fully_shard, with"
-    " Ulysses over NCCL; on several GPUs each of its layers is recomputed, also where it holds 29"
+    " Ulysses over NCCL; on four GPUs each of its layers is recomputed, also where it holds 29"
     " of 141 GiB: its other settings (nothing, every second layer, or all but attention recomputed)"
-    " are measured on one GPU alone.",
+    " are measured on one GPU and on two alone. Of two H100s at 64K tokens the table was cut short.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
@@ -136,7 +136,7 @@ def section(name: str) -> str:
             sources.append(f"* [{path.stem}]({path.name}): {file['hardware']}, measured by "
                            f"`{file['command']}` as of commit {file['commit']}\n")
     if not rows:
-        return text.rstrip() + f" Not measured: `bench.py {name}`.\n"
+        return f"\n*{name}*: {TABLES[name]} Not measured: `bench.py {name}`.\n"
     rows.sort(key=lambda r: (r["model"], r.get("gpus", 0), r["seq"]))  # else as measured
     titles, lines = as_text(rows)
     shown = [dict(zip(titles, line)) | {"file": row["file"]} for line, row in zip(lines, rows)]
@@ -292,6 +292,12 @@ SHOWN = (  # file, system, tokens
     ("shard-4xh200", "fsdp2 ZeRO-2-like M=1", 2**12))
 
 
+TWO_GPUS = (
+    "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-fsdp2-full-seq-32k-64k-"
+    "host-memory-120g-2xh100"
+)
+
+
 def long_rows(system: str) -> dict[int, dict]:
     """Return by tokens the fastest rows of a system with 7B on 4 H200s with all of their memory."""
     fastest = {}
@@ -311,26 +317,39 @@ def claim() -> str:
     seq, best = max(ours.items())
     ratios = [row["step_s"] / ours[s]["step_s"] for s, row in peers.items()]
     shortest, longest = (f"{f(peers) // 1024}K" for f in (min, max))
-    labels = "; ".join(sorted({row["system"] for row in peers.values()}))
     return fill(
         f"4 H200s train LLaMA-7B on sequences of {seq // 1024}K tokens at "
         f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its attention "
         f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
         f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model code and "
-        f"attention kernel under FSDP2 with Ulysses over NCCL, as it was measured there "
-        f"(*{labels}*: every layer recomputed). {on_one_gpu()}", 100) + "\n"
+        f"attention kernel under FSDP2 with Ulysses over NCCL, which recomputed every layer there. "
+        f"{peer_times()}", 100) + "\n"
 
 
-def on_one_gpu() -> str:
-    """Return how much longer FSDP2's settings take where all of them fit."""
-    rows = {row["system"]: row for row in read("long-seq-32k-model-1b-h200")["rows"]}
-    times = ", ".join(
-        f"**{row['step_s'] / rows['ours']['step_s']:.2f}** ({label.removeprefix('fsdp2 ')}, "
-        f"{row['gpu_gib']:.0f} GiB)"
-        for label, row in rows.items() if label.startswith("fsdp2"))
-    return (f"On one H200, where all of its settings fit (1b, 32K tokens; ours holds "
-            f"{rows['ours']['gpu_gib']:.0f} GiB), FSDP2's step takes by what it recomputes {times} "
-            "times as long.")
+def peer_times() -> str:
+    """Return how much longer FSDP2's settings take where more than one of them fits."""
+    texts = []
+    for where, name in (
+        ("one H200 (1b", "long-seq-32k-model-1b-h200"),
+        ("two 80 GB H100s (7b", TWO_GPUS),
+    ):
+        rows = {
+            row["system"]: row
+            for row in read(name)["rows"]
+            if row["seq"] == 2**15 and row.get("step_s")
+        }
+        ours = rows["ours"]
+        times = ", ".join(
+            f"**{row['step_s'] / ours['step_s']:.2f}** ({label.removeprefix('fsdp2 ')}, "
+            f"{row['gpu_gib']:.0f} GiB)"
+            for label, row in rows.items()
+            if label.startswith("fsdp2")
+        )
+        texts.append(f"on {where}, 32K tokens; ours holds {ours['gpu_gib']:.0f} GiB) {times}")
+    return (
+        "By what it recomputes, FSDP2's step takes so many times as long: "
+        f"{'; '.join(texts)}."
+    )
 
 
 def shown_rows() -> str:
