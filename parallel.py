@@ -1,6 +1,6 @@
 """How is the model cut in width and in depth? Tensor modes, and pipelines.
 
-In width, tp neighbouring ranks have parts of a layer's matrices (mtp, msp, fsp: the table above
+In width, tp neighbouring ranks have parts of a layer's matrices (mtp, msp, fsp: the table of
 `Columns`).
 
 In depth, P stages have V parts of the model each: part c of P*V, layers [c*L/(P*V), (c+1)*L/(P*V)),
@@ -62,33 +62,35 @@ from offload import ChunkGraph
 from ranks import Groups, all_gather, reduce_scatter
 
 # ---------------------------------------------------------------------------- tensor modes
-# tp neighbours, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each one
-# makes some columns of x W^T, of its heads and its part of F, which takes all tokens; out and down
-# (cut="columns") take these, and give a summand of the result. What the ranks do about it is
-# InternEvo's table: Megatron's tensor parallelism (mtp); that with its sequence parallelism (msp),
-# where a column has its part of the tokens between products; and msp that keeps less (fsp).
-# Attention sees all tokens of a column's heads in all of them.
-#
-#     mode   enter: x into product     join: y behind product     tokens of x    kept for dW
-#            of "rows"                 of "columns"
-#     mtp    x; mean of dx             sum of y; tp dy            T/sp           x
-#     msp    gather x; scatter dx      scatter y; gather dy       t = T/sp/tp    gathered x
-#     fsp    x; dx                     scatter y; gather dy       t              own x
-#
-# (Forward; backward. "rows" is Megatron's column-parallel, "columns" its row-parallel.)
-# In fsp a, which is computed before the product, is gathered, again in
-# backward, and da scattered (`around`). In mtp embedding, last norm, head and loss are computed on
-# every column, of all tokens: their labels count tp times, so each column has 1/tp of their
-# gradients, and of that of x between products. So all modes have one rule: gradients of ends,
-# norms, biases and a layer's other matrices (cut="whole": a router) are sums over columns. Nothing
-# hides what travels: what follows needs it.
-#
-# In mtp a column has all tokens, so its layers may run in chunks, each of which enters and joins by
-# itself; in msp and fsp it would have its part of every chunk, so there layers run whole.
 
 
 class Columns:
-    """The ranks that share a layer's matrices, and what travels between them."""
+    """The ranks that share a layer's matrices, and what travels between them.
+
+    tp neighbours, columns, share each layer's matrices. Of q|k|v and gate|up (cut="rows") each one
+    makes some columns of x W^T, of its heads and its part of F, which takes all tokens; out and
+    down (cut="columns") take these, and give a summand of the result. What the ranks do about it is
+    InternEvo's table: Megatron's tensor parallelism (mtp); that with its sequence parallelism
+    (msp), where a column has its part of the tokens between products; and msp that keeps less
+    (fsp). Attention sees all tokens of a column's heads in all of them.
+
+        mode   enter: x into product     join: y behind product     tokens of x    kept for dW
+               of "rows"                 of "columns"
+        mtp    x; mean of dx             sum of y; tp dy            T/sp           x
+        msp    gather x; scatter dx      scatter y; gather dy       t = T/sp/tp    gathered x
+        fsp    x; dx                     scatter y; gather dy       t              own x
+
+    (Forward; backward. "rows" is Megatron's column-parallel, "columns" its row-parallel.)
+    In fsp a, which is computed before the product, is gathered, again in backward, and da scattered
+    (`around`). In mtp embedding, last norm, head and loss are computed on every column, of all
+    tokens: their labels count tp times, so each column has 1/tp of their gradients, and of that of
+    x between products. So all modes have one rule: gradients of ends, norms, biases and a layer's
+    other matrices (cut="whole": a router) are sums over columns. Nothing hides what travels: what
+    follows needs it.
+
+    In mtp a column has all tokens, so its layers may run in chunks, each of which enters and joins
+    by itself; in msp and fsp it would have its part of every chunk, so there layers run whole.
+    """
 
     def __init__(self, mode: str, groups: Groups):
         """Also enter, join and around of a Matrix, as the table has them. A collective of all
