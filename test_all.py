@@ -118,6 +118,7 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 import torch.nn.functional as F
+from pytest import approx, raises
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,11 +155,12 @@ from ranks import Groups
 HERE = Path(__file__).parent
 ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: many more cases
 RUN_SECONDS = 10800 if ALL_COMBINATIONS else 600  # of train.py, or of a worker of many cases
+parametrize = pytest.mark.parametrize
 README = (HERE / "README.md").read_text()
 slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")  # processes, or seconds
 GPUS = torch.cuda.device_count()
 needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
-SMALL = dataclasses.replace(
+SMALL = replace(
     m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8, ffn=80, vocab=101
 )
 H200 = hardware.load_profile("h200x2")
@@ -285,7 +288,7 @@ def relative(a, b) -> float:
 # ---------------------------------------------------------------------------- the model
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "cfg, count",
     [
         (m.MODELS["7b"], 6_738_415_616),
@@ -303,7 +306,7 @@ def relative(a, b) -> float:
 def test_counts(cfg, count):
     assert m.param_count(cfg) == count
     with torch.device("meta"):
-        few = dataclasses.replace(cfg, layers=2)
+        few = replace(cfg, layers=2)
         assert sum(p.numel() for p in m.LLaMA(few).parameters()) == m.param_count(few)
     causal, full = m.flops_per_token(cfg, 2**20)
     attention = 6 * cfg.layers * cfg.heads * cfg.head_dim * 2**20  # 6 n h s
@@ -313,7 +316,7 @@ def test_counts(cfg, count):
 def test_counts_of_memory_and_peak():
     # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
     # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
-    cfg = dataclasses.replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
+    cfg = replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
     counted = 32 * sum(costs.column_bytes(costs.Plan(cfg, torch.bfloat16, 1, 1, 10)))
     assert counted == 32 * 10 * (34 * 1024 * 2 + 24 * 4)
     for name, tflops in (
@@ -328,7 +331,7 @@ def test_counts_of_memory_and_peak():
     assert hardware.peak_flops("NVIDIA H20") is None
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "sizes, message",
     [
         (dict(heads=6, kv_heads=4), "kv_heads is 4, which does not divide the 6 heads; nearest: 3"),
@@ -337,8 +340,8 @@ def test_counts_of_memory_and_peak():
     ],
 )
 def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SMALL, **sizes)
+    with raises(ValueError, match=message):
+        replace(SMALL, **sizes)
 
 
 def test_logits_follow_from_earlier_tokens_and_distances():
@@ -394,7 +397,7 @@ def test_losses_of_tokens_have_no_gradients():
 
 def test_attention_of_torch_refuses_documents():
     tokens, labels = example()
-    with pytest.raises(ValueError, match="plain_attention knows none"):
+    with raises(ValueError, match="plain_attention knows none"):
         m.LLaMA(SMALL)(tokens, labels, documents=attention.Documents((0, 80), None))
 
 
@@ -413,7 +416,7 @@ def published_frequencies(kind: str) -> np.ndarray:
     return keep * freq + (1 - keep) * freq / 8
 
 
-@pytest.mark.parametrize("kind", ["default", *m.ROPE_KEYS])
+@parametrize("kind", ["default", *m.ROPE_KEYS])
 def test_rope_at_a_million_positions(kind):
     """In float64: in float32 angles would be wrong by 1/32, and with a ramp in it by 1/10."""
     scaling = {
@@ -423,7 +426,7 @@ def test_rope_at_a_million_positions(kind):
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
     }
-    cfg = dataclasses.replace(m.MODELS["7b"], rope_scaling={} if kind == "default" else scaling)
+    cfg = replace(m.MODELS["7b"], rope_scaling={} if kind == "default" else scaling)
     positions = torch.tensor([0, 1, 2**19 + 1, 2**20 - 1])
     angles = positions.numpy()[:, None] * published_frequencies(kind)
     factor = 0.1 * np.log(8) + 1 if kind == "yarn" else 1.0
@@ -432,9 +435,9 @@ def test_rope_at_a_million_positions(kind):
     assert np.abs(sin.numpy() - factor * np.sin(angles)).max() < 1e-9
 
 
-@pytest.mark.parametrize("queries, keys", [(50, 50), (25, 50), (50, 25)])  # a square, rectangles
-@pytest.mark.parametrize("kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("limit", [2**31 - 1, 5000])  # three heads of two times 50 tokens
+@parametrize("queries, keys", [(50, 50), (25, 50), (50, 25)])  # a square, rectangles
+@parametrize("kv_heads", [6, 2, 1])
+@parametrize("limit", [2**31 - 1, 5000])  # three heads of two times 50 tokens
 def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeypatch):
     """Forward and backward, whole and in parts of heads, of which none has more elements than a
     kernel counts; a ring's rectangles have no mask."""
@@ -448,7 +451,7 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 
     monkeypatch.setattr(attention, "MAX_ELEMENTS", limit)
     kernel = attention.KERNELS["cpu"]
-    kernel = dataclasses.replace(
+    kernel = replace(
         kernel, forward=counted(kernel.forward), backward=counted(kernel.backward)
     )
     q, do = torch.randn(2, 2, queries, 6, 16).double()
@@ -473,7 +476,7 @@ def test_attention_choice():
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
     no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, this is cpu")
     for name, reason in (no_gpu | {"fa5": "no such kernel"}).items():
-        with pytest.raises(ValueError, match=f"--attention {name}: .*{reason}.*; usable: cpu"):
+        with raises(ValueError, match=f"--attention {name}: .*{reason}.*; usable: cpu"):
             attention.pick_kernel(name, cpu, torch.float32)
 
 
@@ -550,7 +553,7 @@ def make_case(line: str) -> dict:
 def plan_of(case: dict) -> costs.Plan:
     is_ = SimpleNamespace(**case)
     norms = is_.block == "norms"
-    model = dataclasses.replace(SIZES[is_.model], qkv_bias=norms, qk_norm=norms)
+    model = replace(SIZES[is_.model], qkv_bias=norms, qk_norm=norms)
     micro_batch = BATCH * is_.sp * is_.tp * is_.pp // is_.ranks // is_.micro
     tokens = micro_batch * SEQ // is_.sp
     chunk = min(tokens, tokens // is_.chunks + 1)  # the last one is shorter
@@ -588,7 +591,7 @@ def make_run(case: dict, groups: dict, stream: type) -> tuple:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     # as GPUs that do not reach each other's memory, where ranks share one
     if case["device"] == "cuda" and torch.cuda.device_count() < ranks:
-        plan = dataclasses.replace(plan, per_node=1)
+        plan = replace(plan, per_node=1)
     cfg = train.Config(
         document_token=END if case["docs"] else -1,
         overlap="none" if case["open"] else train.Config.overlap,
@@ -876,7 +879,7 @@ def equal(
             wrong += near(loss, wanted[i][0], loss_noise, "evaluation")
         if i == SKIPPED and last:  # not even the loss is finite; or it is, but no gradient
             factor = math.nan if case["micro"] > 1 else 1e305
-            batch = dataclasses.replace(batch, scale=batch.scale * factor)
+            batch = replace(batch, scale=batch.scale * factor)
         if i % 2 and run.device.type == "cuda":
             torch.cuda._sleep(3 * 10**8)  # all else could begin at once
         loss, norm, finite = train.run_step(model, states, batch, learning_rate(i), CLIPS[i % 4])
@@ -923,8 +926,8 @@ def near(found: torch.Tensor, wanted: float, noise: float, what: str) -> list[st
 
 
 def save(run: train.Run, states: shard.States, folder: Path, step: int) -> None:
-    cfg = dataclasses.replace(run.cfg, out=str(folder))
-    saver = train.make_saver(dataclasses.replace(run, cfg=cfg), states)
+    cfg = replace(run.cfg, out=str(folder))
+    saver = train.make_saver(replace(run, cfg=cfg), states)
     saver.begin({"step": step})
     saver.finish()
 
@@ -1268,13 +1271,13 @@ WHOLE_RESUMES = [make_case(line) for line in """
 """.strip().splitlines()]
 
 
-@pytest.mark.parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
+@parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
     """By itself, under PyTorch's autograd: logits, loss in parts, gradients."""
     norms = block == "norms"
     monkeypatch.setattr(m, "Block", m.ForkBlock if block == "fork" else Block)
     monkeypatch.setattr(m, "LOSS_ELEMENTS", 67 * 7)
-    cfg = dataclasses.replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
+    cfg = replace(SIZES[size], qkv_bias=norms, qk_norm=norms)
     model, plain = m.LLaMA(cfg).double(), Plain(cfg, block, "cpu")
     model.load_state_dict(plain.weights())
     batch = np.stack([windows(i) for i in range(3)])
@@ -1298,7 +1301,7 @@ def test_positions_restart_with_documents(group):
     for i in range(1, SEQ):
         wanted[:, i] = torch.where(tokens[:, i - 1] == END, 0, wanted[:, i - 1] + 1)
     assert torch.equal(positions, wanted)
-    assert batch.seen.item() == pytest.approx((2 * wanted + 1).double().mean().item())
+    assert batch.seen.item() == approx((2 * wanted + 1).double().mean().item())
 
 
 def test_micro_batches_add_up_in_float32(group):
@@ -1322,7 +1325,7 @@ def test_loss_that_is_not_finite_changes_nothing(group):
         assert bool(finite) == (not all(same)) == (i == 0)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_products_for_weights_add_up_in_float32(device):
     torch.manual_seed(0)
     dy, x, before = torch.randn(3, 64, 64, device=device).bfloat16()
@@ -1331,7 +1334,7 @@ def test_products_for_weights_add_up_in_float32(device):
 
 
 @slow
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@parametrize("ranks", [1, 2, 4, 8])
 def test_equals_one_process(ranks, tmp_path):
     cases = [case for case in CASES if case["ranks"] == ranks]
     if ALL_COMBINATIONS:
@@ -1350,7 +1353,7 @@ def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
     train.load_random_weights(run, states)
     states.state_parts()["master.embed.weight"].values.fill_(math.nan)
     save(run, states, tmp_path, 1)
-    with pytest.raises(ValueError, match="step-00000001: .*embed.weight has values that are not"):
+    with raises(ValueError, match="step-00000001: .*embed.weight has values that are not"):
         checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(tmp_path, "latest"))
 
 
@@ -1369,7 +1372,7 @@ def test_cases_are_all_that_may_be():
         assert set().union(*map(mechanisms, some)) == set(MECHANISMS) - of_models
 
 
-@pytest.mark.parametrize("line, why", REFUSED)
+@parametrize("line, why", REFUSED)
 def test_refused_cases(line, why):
     assert re.search(why, refusal(make_case(line)))
 
@@ -1378,14 +1381,14 @@ def test_refused_columns_of_a_matrix_that_does_not_say_how():
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
     model.blocks[1].add_module("router", m.Matrix(8, SMALL.dim))
-    with pytest.raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):
+    with raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):
         parallel.split_columns(
             model, SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None)
         )
 
 
 @slow
-@pytest.mark.parametrize("block, optimizer", [("norms", "adamw"), ("fork", "muon")])
+@parametrize("block, optimizer", [("norms", "adamw"), ("fork", "muon")])
 def test_resumed_under_others(block, optimizer, tmp_path):
     """One run, each of whose steps goes on from the checkpoint of another case."""
     lines = RESUMES if optimizer == "adamw" else WHOLE_RESUMES
@@ -1415,10 +1418,10 @@ def test_factors():
         ((3, 3, 3), "3 shards do not fit 8 ranks"),
         ((4, 4, 2), "dependency rule"),
     ):
-        with pytest.raises(ValueError, match=rf"{rule}.*nearest: --p \d --g \d --os \d$"):
+        with raises(ValueError, match=rf"{rule}.*nearest: --p \d --g \d --os \d$"):
             shard.check_factors(shard.Factors(*f), 8, 8)
     for several, gradients in ((False, 0.5), (True, 1)):
-        plan = dataclasses.replace(STEP, factors=shard.Factors(2, 4, 8), accumulates=several)
+        plan = replace(STEP, factors=shard.Factors(2, 4, 8), accumulates=several)
         need = [1 * plan.params, gradients * plan.params, 1.5 * plan.params]
         assert [*costs.state_bytes(plan).values()] == need
 
@@ -1464,7 +1467,7 @@ LONG = "--batch 8 --seq 64K --p 8 --g 8 --os 8 --recompute none --os-place gpu -
 NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none --overlap none"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "machine, flags, want",
     [
         ({}, f"{SHARDS} 114G", "p=1 g=1 os=1"),
@@ -1620,7 +1623,7 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
     return best
 
 
-@pytest.mark.parametrize("n, large, solves, drops", [(5, 1, 100, 0), (8, 12, 100, 40)])
+@parametrize("n, large, solves, drops", [(5, 1, 100, 0), (8, 12, 100, 40)])
 def test_activation_plans_are_the_best(n, large, solves, drops):
     """Also where intermediates are so large that layers drop inputs and outputs: the fewest."""
     rng = np.random.default_rng(0)
@@ -1644,8 +1647,8 @@ def test_activation_plans_are_the_best(n, large, solves, drops):
     assert solved >= solves and dropping >= drops
 
 
-@pytest.mark.parametrize("host", [1e10, 1e11, 4e11, 1e13])
-@pytest.mark.parametrize("layer_s", [0.2, 0.5, 2.0])
+@parametrize("host", [1e10, 1e11, 4e11, 1e13])
+@parametrize("layer_s", [0.2, 0.5, 2.0])
 def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
     s = SimpleNamespace(forward=layer_s, recompute=0.1, attention=0.1, post=0.1)
     layer, n, bandwidth = (2e9, 1e9, 28e9), 32, 16e9
@@ -1654,7 +1657,7 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
     drops = plan.stride > 1 or plan.layers_recomputing_attention > 0
     assert drops == (alpha < 0)  # Memo has no plan
     if not drops:  # to a chunk of one layer
-        assert plan.alpha == pytest.approx(alpha, abs=1 / (1024 * (n - 2)))
+        assert plan.alpha == approx(alpha, abs=1 / (1024 * (n - 2)))
 
 
 def test_progress_inside_a_step(monkeypatch, capsys):
@@ -1668,9 +1671,6 @@ def test_progress_inside_a_step(monkeypatch, capsys):
     time.sleep(0.2)
     now[0] = 0
     assert "step 7: backward layer 3/4, 0 s\n" in capsys.readouterr().out
-
-
-END = 5  # the token that ends a document
 
 
 class ExpertBlock(Block):
@@ -1739,7 +1739,7 @@ def test_misused_matrices_end_a_step():
 
 def test_refused_optimizer(group):
     """Before any memory is taken: a rank would update a part of a matrix."""
-    with pytest.raises(ValueError, match="layout=intra p=1 tp=1: .* with layout=inter p=1 tp=1"):
+    with raises(ValueError, match="layout=intra p=1 tp=1: .* with layout=inter p=1 tp=1"):
         muon = shard.OPTIMIZERS["muon"]
         shard.States(m.LLaMA(SMALL), torch.device("cpu"), torch.float32, optimizer=muon)
 
@@ -1760,7 +1760,7 @@ def test_fork_optimizer(tmp_path):
 
 
 # ---------------------------------------------------------------------------- sequences, offload
-@pytest.mark.parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
+@parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
 def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
     from torch.distributed.pipelining import schedules
 
@@ -1785,7 +1785,7 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "seq, sp, ring",
     [
         (24, 1, 1),
@@ -1897,7 +1897,7 @@ class Nested(m.Block):
         return y + self.b["proj"](torch.tanh(self.a["proj"](y)))
 
 
-@pytest.mark.parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested])
+@parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested])
 def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
     """In chunks, or in one, and by groups of heads as under plain autograd."""
     monkeypatch.setattr(m, "Block", block)
@@ -1946,7 +1946,7 @@ def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
     cpu = torch.device("cpu")
     plan = activations_of("swapped", 5, 3)
     offload.ChunkedLayers(model, (2, SEQ), plan, SEQ - 10, cpu, torch.float32)
-    with pytest.raises(ValueError, match=r"layer 0 saved [\d,]+ bytes, on meta tensors .*: shapes"):
+    with raises(ValueError, match=r"layer 0 saved [\d,]+ bytes, on meta tensors .*: shapes"):
         model(tokens[:, :SEQ], tokens[:, 1:])
 
 
@@ -1982,7 +1982,7 @@ HOLES = [
 LARGE = [b._replace(size=b.size * 10**9 + i) for i, b in enumerate(HOLES)]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "buffers", [HOLES, LARGE, *(random_buffers(3 + n % 5, n) for n in range(12))]
 )
 def test_memory_plans_are_the_best(buffers):
@@ -2003,7 +2003,7 @@ def test_memory_plan_checker_is_the_definition():
         offsets = [rng.randrange(120) for _ in buffers]
         good = is_plan(buffers, offsets, 150)
         seen.add(good)
-        with contextlib.nullcontext() if good else pytest.raises(ValueError, match="overlap|leave"):
+        with contextlib.nullcontext() if good else raises(ValueError, match="overlap|leave"):
             memplan.check(buffers, offsets, 150)
     assert seen == {True, False}
 
@@ -2019,7 +2019,7 @@ def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
     assert plan.method == "first fit" and plan.seconds < 30
 
 
-@pytest.mark.parametrize("name", ["16k", "64k", "256k"])
+@parametrize("name", ["16k", "64k", "256k"])
 def test_memory_plans_of_recorded_steps(name):
     """By bench.py, on GPUs: no byte more than is alive at once."""
     _, buffers = memplan.read_trace(HERE / "results" / f"memplan-{name}-2x.csv")
@@ -2037,7 +2037,7 @@ PASSES = [
 LONG_PASS = [memplan.Buffer(0, 2, 10, "a"), memplan.Buffer(1, 4, 2, "a"), memplan.Buffer(2, 6, 10)]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "buffers, peak, method, other",
     [
         ([*PASSES, memplan.Buffer(0, 90, 17)], 144 + 17, "two levels", "first fit"),
@@ -2094,7 +2094,7 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     groups = groups_of(run.plan, {})
     op = train.make_attention(run, groups)
     if as_on_gpus:
-        op.kernel = dataclasses.replace(op.kernel, backward=backward)
+        op.kernel = replace(op.kernel, backward=backward)
     if as_on_gpus and run.plan.head_ranks > 1:
         op.exchange.peer_access = True
     model, states = train.build(run, op, groups)
@@ -2202,7 +2202,7 @@ def peak_alive(buffers):
 
 
 @slow
-@pytest.mark.parametrize(
+@parametrize(
     "name, ranks, seq, factors, kept, choices",
     [
         ("7b", 4, 2**19, (1, 1, 4), (4, 8, 2, 10), {"head_groups": 4}),
@@ -2228,7 +2228,7 @@ def peak_alive(buffers):
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, choices):
     """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured
     122.2 GiB where 122.1 were simulated, of 32 layers in the first case)."""
-    model = dataclasses.replace(m.MODELS[name], layers=4)
+    model = replace(m.MODELS[name], layers=4)
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
     simulated = lasting + peak_alive(requests)
@@ -2236,7 +2236,7 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
 
 
 @slow
-@pytest.mark.parametrize(
+@parametrize(
     "name, seq, factors, kept, chunk",
     [
         ("16k", 2**14, (1, 1, 2), (32, 1, 32, 32), 2**13),
@@ -2249,7 +2249,7 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
     _, real = memplan.read_trace(HERE / "results" / f"memplan-{name}-2x.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)
     requests, _, _ = simulate_step(plan)
-    assert peak_alive(requests) == pytest.approx(peak_alive(real), rel=1e-3)
+    assert peak_alive(requests) == approx(peak_alive(real), rel=1e-3)
     ours, theirs = (Counter(r.size for r in x) for x in (requests, real))
     assert (ours & theirs).total() > 0.999 * len(real)
     # in each chunk two sums of the residual stream, and one of its gradients, are requests since
@@ -2315,7 +2315,7 @@ def test_memory_replay_is_bit_equal():
     assert memory.give_back()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "first, second", [([9000], [8000]), ([9000], [2000, 3000]), ([2000, 3000], [9000])]
 )
 def test_memory_replay_refuses_what_is_taken(first, second):
@@ -2358,7 +2358,7 @@ def test_memplan_program(tmp_path, capsys):
     assert memplan.main([str(plan)]) == 0 and "3 buffers, peak 20, " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "text, message",
     [
         ("", "line 1: no id, lower, size, upper among"),
@@ -2486,7 +2486,7 @@ def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@parametrize("name", PUBLISHED)
 def test_hf_published(name, tmp_path, monkeypatch, group):
     """As each is published: logits within and beyond the trained length, and back as the same
     architecture in several files."""
@@ -2515,7 +2515,7 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
     assert written["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
+@parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
 def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -2525,7 +2525,7 @@ def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
     assert hf_error(checkpoint.hf_model(tmp_path), theirs, 40) < 2e-6
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "kind, keys, window",
     [
         ("mistral", {}, 40),
@@ -2555,7 +2555,7 @@ def test_hf_windows(kind, keys, window, tmp_path, group):
         assert exported.get(key) == source.get(key), key
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "changes, kind, message",
     [
         ({}, "llama", ""),
@@ -2568,11 +2568,11 @@ def test_hf_windows(kind, keys, window, tmp_path, group):
 )
 def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
     """Of a model from scratch, or refuses what transformers would compute in another way."""
-    model = m.LLaMA(dataclasses.replace(SMALL, vocab=300, **changes))
+    model = m.LLaMA(replace(SMALL, vocab=300, **changes))
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape).bfloat16() / 8)
     if message:
-        with pytest.raises(Exception, match=message):  # transformers' own has no other class
+        with raises(Exception, match=message):  # transformers' own has no other class
             hf_back(model, tmp_path, {"model_type": kind} if kind else {})
     else:
         back = hf_back(model, tmp_path, {}, torch.bfloat16)
@@ -2580,7 +2580,7 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
         assert hf_error(model, back.float(), 40) < 2e-6
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "key, value, message",
     [
         ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is built"),
@@ -2600,11 +2600,11 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
 def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
     hf_model(tmp_path)
     hf_edit(tmp_path, **{key: value})
-    with pytest.raises(ValueError, match=message):
+    with raises(ValueError, match=message):
         checkpoint.hf_config(tmp_path)
 
 
-@pytest.mark.parametrize("other", [0, 1])
+@parametrize("other", [0, 1])
 def test_hf_tied_head_that_is_stored_too(other, tmp_path):
     """Some checkpoints hold it, and it is the embedding; one that is another is the head, as
     transformers 5 has it."""
@@ -2620,7 +2620,7 @@ def test_hf_tied_head_that_is_stored_too(other, tmp_path):
     assert torch.equal(ours.head.weight, head) and hf_error(ours, theirs, 40) < 2e-6
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name, flag, scaling, positions",
     [
         (
@@ -2736,7 +2736,7 @@ def test_data_windows_cover_everything_once(tmp_path):
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "width, most, said, of_val, vocab, message",
     [
         (2, 65_536, "", "", 65_536, ""),
@@ -2761,7 +2761,7 @@ def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
         ids.astype(f"<u{width}").tofile(tmp_path / f"{name}.bin")
         if sidecar:
             (tmp_path / f"{name}.bin.json").write_text(sidecar)
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+    with raises(ValueError, match=message) if message else contextlib.nullcontext():
         corpora = data.open_corpus(str(tmp_path))
         data.check_tokens(corpora, vocab, 0, 1)
         for corpus in corpora:
@@ -2843,15 +2843,15 @@ def test_data_tokenised_to_four_bytes(tmp_path):
 
     for config in ("{}", '{"eos_token": "of"}', '{"eos_token": null}', "["):
         (tmp_path / "tokenizer_config.json").write_text(config)
-        with pytest.raises(ValueError, match="eos_token of tokenizer_config.json"):
+        with raises(ValueError, match="eos_token of tokenizer_config.json"):
             tokenise()
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "the end"}')
     corpus = tokenise()
     assert corpus.read(0, len(corpus)).tolist() == [69_999, 5, 65_536, 70_000]
-    with pytest.raises(ValueError, match="token 3 is 70000, .*ends at 69999; .* or tokenizer"):
+    with raises(ValueError, match="token 3 is 70000, .*ends at 69999; .* or tokenizer"):
         data.check_tokens([corpus], 70_000, 0, 1)
     text.write_bytes(b"w5\n\xff\xfe")
-    with pytest.raises(ValueError, match="a.txt is not UTF-8 text"):
+    with raises(ValueError, match="a.txt is not UTF-8 text"):
         tokenise()
     assert len([*(tmp_path / "t").iterdir()]) == 2  # ids and what is said of them
 
@@ -2974,10 +2974,10 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     labels = windows[:, 1:]
     want = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), labels, reduction="none")
     want = want.detach().masked_fill(labels == 32, torch.nan)
-    assert row["val_loss"] == pytest.approx(want.nanmean().item(), rel=1e-12)
+    assert row["val_loss"] == approx(want.nanmean().item(), rel=1e-12)
     ends = [0, 1, 2, 4, 8, 16, 32, 64, 96]
     assert row["val_loss_by_position"] == [
-        [a, pytest.approx(want[:, a:b].nanmean().item(), rel=1e-12)] for a, b in zip(ends, ends[1:])
+        [a, approx(want[:, a:b].nanmean().item(), rel=1e-12)] for a, b in zip(ends, ends[1:])
     ]
 
 
@@ -2992,7 +2992,7 @@ def test_eval_alone(tmp_path, capsys):
     again = log(tmp_path / "a")[-1]
     assert f"step 4 val_loss {last['val_loss']:.4f}\n" in capsys.readouterr().out
     assert set(again) == {"step", "val_loss", "val_loss_by_position"} and again["step"] == 4
-    assert again["val_loss"] == pytest.approx(last["val_loss"], rel=1e-9)
+    assert again["val_loss"] == approx(last["val_loss"], rel=1e-9)
     assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
     np.full(999, 7, "<u2").tofile(tmp_path / "same.bin")
     (tmp_path / "same.bin.json").write_text('{"token_bytes": 2, "ignore": 7}')
@@ -3017,12 +3017,12 @@ def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
         want += schedule.get_last_lr()
         opt.step()
         schedule.step()
-    assert rates == pytest.approx(want + 3 * schedule.get_last_lr(), rel=1e-12)
+    assert rates == approx(want + 3 * schedule.get_last_lr(), rel=1e-12)
 
 
 def test_diverging_run_skips_stops_and_saves(tmp_path):
     """A number that is not finite is null in the log, since NaN is no JSON."""
-    with pytest.raises(SystemExit, match="not finite"):
+    with raises(SystemExit, match="not finite"):
         main(f"--steps 20 --lr 1e30 --warmup 0 --clip 0 --out {tmp_path}")
     rows = log(tmp_path)
     assert [r["finite"] for r in rows[-5:]] == [0] * 5 and len(rows) < 20
@@ -3057,7 +3057,7 @@ def test_data_goes_on_where_it_was_left(tmp_path):
     ends = (0, 4, 8, 12, 14)
     for row, first, end in zip(log(tmp_path), ends[:-1], ends[1:], strict=True):
         windows = [sequences.sample(i) for i in range(first, end)]
-        assert row["loss"] == pytest.approx(bare_loss(windows, 10), rel=1e-11)
+        assert row["loss"] == approx(bare_loss(windows, 10), rel=1e-11)
         assert 1 < row["keys_seen"] < 32
 
 
@@ -3104,7 +3104,7 @@ def test_one_run_under_four_plans(tmp_path):
                 ]
                 for r in (a, b)
             )
-            assert a == pytest.approx(b, rel=1e-11), more
+            assert a == approx(b, rel=1e-11), more
         for name, tensor in wanted_weights.items():
             assert relative(weights[name], tensor) < 1e-11, (more, name)
 
@@ -3118,7 +3118,7 @@ def straight(ranks: int) -> list:
 
 
 @slow
-@pytest.mark.parametrize(
+@parametrize(
     "event, path, flags, step",
     [
         ("open", "step-00000006.tmp/rank", "", 4),  # two steps after a save
@@ -3152,7 +3152,7 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     assert saved(tmp_path) == [2, 3, 4] and saved(tmp_path / "earlier-1") == [3, 9]
     assert len(losses(tmp_path)) == 4
     shutil.copy(second / "rank-00000-0.safetensors", tmp_path / "step-00000004")
-    with pytest.raises(ValueError, match="step-00000004/rank.* is not what was written"):
+    with raises(ValueError, match="step-00000004/rank.* is not what was written"):
         main(f"{flags} --resume")
 
 
@@ -3181,7 +3181,7 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
     flipped = [f"{whole[:i]}{chr(ord(whole[i]) ^ 1)}{whole[i + 1:]}" for i in places]
     for text in ("[" * 100_000, "", "\xff", "3", *(whole[:i] for i in places), *flipped):
         meta.write_text(text, encoding="latin-1")
-        with pytest.raises(ValueError, match=f"--resume: {folder} is not a whole checkpoint"):
+        with raises(ValueError, match=f"--resume: {folder} is not a whole checkpoint"):
             checkpoint.open_checkpoint(folder)
 
 
@@ -3206,7 +3206,7 @@ def test_cuts_of_a_checkpoint_are_a_matrix(tmp_path, monkeypatch):
         found = checkpoint.Checkpoint(folder, {"files": [name for part in parts for name in part]})
         for loaded in itertools.product(cuts, (1, 3)):
             for part in parts_of(*loaded):
-                blank = dataclasses.replace(part, values=torch.zeros(len(part.values)))
+                blank = replace(part, values=torch.zeros(len(part.values)))
                 checkpoint.read_states(found, {"x": blank})
                 assert torch.equal(blank.values, part.values)
 
@@ -3235,7 +3235,7 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     assert log(out)[:2] == rows and len(log(out)) == 3
 
 
-@pytest.mark.parametrize("flags", ["", "--save-async"])
+@parametrize("flags", ["", "--save-async"])
 def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
     """It is said at each step until a save works; if the last one fails, so does the command."""
     out = tmp_path / "o"
@@ -3246,11 +3246,11 @@ def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
     assert f"step 4 was not saved: {out}/step-00000004.tmp: [Errno 28] No space left" in text
     assert re.search(r"step 6/6 .*\(step 4 was not saved", text)
     assert saved(out) == [2, 6]
-    with pytest.raises(SystemExit, match="step 7 was not saved: .* No space left"):
+    with raises(SystemExit, match="step 7 was not saved: .* No space left"):
         main(f"{flags} {out} --steps 7 --resume")
     assert saved(out) == [2, 6] and not [*out.glob("*.tmp")]
     at_file(f"{tmp_path}/gone/step-00000002.tmp/rank", lambda: shutil.rmtree(tmp_path / "gone"))
-    with pytest.raises(SystemExit, match="step 6 was not saved: .*No such file or directory"):
+    with raises(SystemExit, match="step 6 was not saved: .*No such file or directory"):
         main(f"{flags} {tmp_path}/gone")
     assert "step 6/6" in capsys.readouterr().out
 
@@ -3261,7 +3261,7 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
     try:
-        with pytest.raises(SystemExit, match="step 6 was not saved: .*: File too large"):
+        with raises(SystemExit, match="step 6 was not saved: .*: File too large"):
             main(f"--out {tmp_path}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -3296,7 +3296,7 @@ def test_one_run_writes_to_a_folder(tmp_path, monkeypatch, capsys):
     without locks is said."""
     flags = f"--steps 1 --out {tmp_path}"
     with checkpoint.locked(tmp_path):
-        with pytest.raises(ValueError, match=f"another run writes there .*process {os.getpid()}"):
+        with raises(ValueError, match=f"another run writes there .*process {os.getpid()}"):
             main(flags)
     dist.destroy_process_group()
     main(flags)
@@ -3330,7 +3330,7 @@ at_file('step-00000004.tmp/rank-00001', once)
 
 
 @slow
-@pytest.mark.parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
+@parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_signals(ranks, number, tmp_path):
     """Also one that a single rank gets: all finish the step, save, and end with 0."""
     out, said = tmp_path / "o", tmp_path / "said"
@@ -3352,7 +3352,7 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path):
     assert (tmp_path / "hf" / "model-00001-of-00001.safetensors").stat().st_size > 2**20
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "size, message",
     [
         (None, "No such file or directory: '.*words.txt'"),
@@ -3369,7 +3369,7 @@ def test_data_that_goes_away(size, message, tmp_path):
         f"{out}/step-00000002.tmp/rank",
         lambda: words.unlink(missing_ok=True) if size is None else os.truncate(words, size),
     )
-    with pytest.raises(SystemExit, match=f"train.py: .*{message}"):
+    with raises(SystemExit, match=f"train.py: .*{message}"):
         main(flags)
     words.write_bytes(text)
     assert saved(out) == [2, 3]
@@ -3443,7 +3443,7 @@ if 'LOST' in os.environ:
 
 
 @slow
-@pytest.mark.parametrize(
+@parametrize(
     "victim, says",
     [
         (
@@ -3661,7 +3661,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("command, sentence", REFUSED)
+@parametrize("command, sentence", REFUSED)
 def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     def deny():
         raise PermissionError(13, "Permission denied", "locked.txt")  # root may read everything
@@ -3680,7 +3680,7 @@ def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     if "locked" in command:
         at_file(r"locked\.txt", deny)
     monkeypatch.setattr(sys, "argv", [program, *flags])
-    with pytest.raises((ValueError, SystemExit)) as refused:
+    with raises((ValueError, SystemExit)) as refused:
         sys.modules[program.removesuffix(".py")].main()
     said = f"{capsys.readouterr().err.strip()}\n{refused.value}"
     assert re.search(sentence, said, re.MULTILINE), said
@@ -3735,10 +3735,10 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "ModelConfig", ForkedConfig)
     for span, says in ((0, ""), (64, "config.json has no key for span=64")):
         monkeypatch.setitem(m.MODELS, "tiny", ForkedConfig(**tiny, span=span))
-        with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
+        with raises(ValueError, match=says) if says else contextlib.nullcontext():
             main(f"--steps 0 --out {tmp_path}/{span} --export {tmp_path}/hf-{span}")
     dist.destroy_process_group()
-    with pytest.raises(ValueError, match=r"another model: span 0 \(here 64\)"):
+    with raises(ValueError, match=r"another model: span 0 \(here 64\)"):
         main(f"--resume --out {tmp_path}/0")
 
 
@@ -3821,7 +3821,7 @@ def gpu_cases(ranks: int) -> list[dict]:
 
 
 @needs_gpu
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@parametrize("ranks", [1, 2, 4, 8])
 def test_gpu_equals_one_process(ranks, tmp_path):
     if ranks > max(2, GPUS):
         pytest.skip(f"{GPUS} GPUs")
@@ -3873,7 +3873,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize(
+@parametrize(
     "ranks, shown, hidden, lines",
     [
         (
@@ -3915,7 +3915,7 @@ def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
     assert "RIGHT" not in text and len(set(re.findall("without .*: wrong", text))) >= shown, text
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+@parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_planned_steps_are_bit_equal(device, group):
     """Training in chunks that swap, at planned addresses."""
     torch.compiler.set_stance("force_eager")
@@ -3960,7 +3960,7 @@ def test_gpu_attention_past_two_to_the_31():
 
 
 @needs_gpu
-@pytest.mark.parametrize("kernel", attention.KERNELS)
+@parametrize("kernel", attention.KERNELS)
 def test_gpu_documents(kernel):
     """Of two sequences, with documents of one token and of thousands, against each document alone
     and against the definition in float64."""
@@ -4000,13 +4000,13 @@ def test_gpu_documents(kernel):
 def test_profiles_between_points_and_at_their_ends():
     points = [[1e6, 10.0], [1e8, 30.0]]
     rates = [hardware.interpolate(points, at) for at in (1, 1e7, 1e8, 1e12)]
-    assert rates == pytest.approx([10, 20, 30, 30])  # linear in the logarithm
+    assert rates == approx([10, 20, 30, 30])  # linear in the logarithm
     grid = [[16, 1, 1.0], [16, 4, 3.0], [64, 1, 5.0], [64, 4, 7.0]]
-    assert hardware.interpolate_twice(grid, 32, 2) == pytest.approx(4)
+    assert hardware.interpolate_twice(grid, 32, 2) == approx(4)
     assert hardware.interpolate_twice(grid, 1, 99) == 3
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "edit, message",
     [
         ('"memory": 0.0', "0.0, .*positive numbers"),
@@ -4025,7 +4025,7 @@ def test_profiles_that_are_none(edit, message, tmp_path):
     file = tmp_path / "mine.json"
     whole = (hardware.PROFILES / "h200x2.json").read_text()
     file.write_text(whole.rstrip().removesuffix("}") + f", {edit}}}")
-    with pytest.raises(ValueError, match=f"--cluster .*mine.json.*{message}"):
+    with raises(ValueError, match=f"--cluster .*mine.json.*{message}"):
         hardware.load_profile(str(file))
 
 
@@ -4037,7 +4037,7 @@ def test_profiles_are_files(tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / "copy.json").write_text(hardware.profile_text(profile))
         assert hardware.load_profile(str(folder / "copy.json")) == profile
-    with pytest.raises(ValueError, match="or one of .*h200x2"):
+    with raises(ValueError, match="or one of .*h200x2"):
         hardware.load_profile("h300")
 
 
@@ -4056,9 +4056,9 @@ def test_known_profiles_are_those_of_the_node():
     assert large.gpu_bytes < 0.6 * base.gpu_bytes and large.to_host == base.to_host / 2
     assert large.peak_flops == 312e12 and "data sheets" in large.sources["all"]
     rates = [x.products["forward"][-1][-1] for x in (large, base)]
-    assert rates[0] == pytest.approx(312 / 989.4 * rates[1])
+    assert rates[0] == approx(312 / 989.4 * rates[1])
     rates = [x.collectives["all_gather"]["8x1"][-1][-1] for x in (large, base)]
-    assert rates[0] == pytest.approx(300 / 450 * rates[1])
+    assert rates[0] == approx(300 / 450 * rates[1])
     # one GPU was measured; what GPUs of a node share is an H200's
     one, eight = (hardware.load_profile("h100", n) for n in (None, 8))
     assert eight.products == one.products and one.per_node == 1 and eight.per_node == 8
@@ -4075,11 +4075,11 @@ def measured_profile_worker():
     assert measured.sources == {"all": "measured"} and measured.peak_flops is None
     assert 1e6 < min(measured.memory, measured.optimizer, measured.visits) < 1e15
     cfg, _ = machine.make_layers()
-    known = dataclasses.replace(measured, memory=1e6)
+    known = replace(measured, memory=1e6)
     counted = bench.layer_seconds(known, cfg, machine.dtype, machine.middle)
     machine.time = lambda fn: cfg.layers * counted
-    fast = dataclasses.replace(measured, memory=math.inf)
-    assert machine.memory_rate(fast, bench.layer_seconds) == pytest.approx(1e6)
+    fast = replace(measured, memory=math.inf)
+    assert machine.memory_rate(fast, bench.layer_seconds) == approx(1e6)
     print(f"measured {list(measured.collectives['all_gather'])}", flush=True)
     os._exit(0)
 
@@ -4100,7 +4100,7 @@ def test_first_weights():
         ("blocks.0.down", 5504, (5504 * 48) ** -0.5),
     ):
         drawn = m.initial_weight(cfg, f"{name}.weight", (500, cols), 0, "cpu")
-        assert drawn.std().item() == pytest.approx(std, rel=0.01)
+        assert drawn.std().item() == approx(std, rel=0.01)
     assert m.initial_weight(cfg, "norm.weight", (9,), 0, "cpu").equal(torch.ones(9))
 
 
@@ -4108,13 +4108,13 @@ def test_first_weights():
 
 # of all ranks; one sequence each
 STEP = costs.Plan(
-    dataclasses.replace(m.MODELS["7b"], layers=4), torch.bfloat16, 8, 8, 2**15, batch=8, chunk=2**15
+    replace(m.MODELS["7b"], layers=4), torch.bfloat16, 8, 8, 2**15, batch=8, chunk=2**15
 )
 
 
 def seconds(profile: hardware.Profile, **choices) -> float:
     """Return the predicted seconds of STEP with other choices."""
-    return planner.predict(dataclasses.replace(STEP, **choices), profile).step_s
+    return planner.predict(replace(STEP, **choices), profile).step_s
 
 
 def test_step_seconds_are_counted_by_hand():
@@ -4125,7 +4125,7 @@ def test_step_seconds_are_counted_by_hand():
     forward = 2 * n * matrices + 2 * c * n * n  # causal: half of 4 C N N
     backward = 4 * n * matrices + 5 * c * n * n
     layer, head = (forward + backward) / 1e14, 6 * n * v * c / 1e14
-    assert seconds(round_machine()) == pytest.approx(layers * layer + head)
+    assert seconds(round_machine()) == approx(layers * layer + head)
     alone = {"overlap": ()}
     launch = {"forward": 1.0, "backward": 2.0}
     rows = [  # a machine, choices, seconds more
@@ -4153,14 +4153,14 @@ def test_step_seconds_are_counted_by_hand():
     ]
     for machine, choices, more in rows:
         found = seconds(round_machine(**machine), **choices)
-        assert found == pytest.approx(layers * layer + head + more), (machine, choices)
+        assert found == approx(layers * layer + head + more), (machine, choices)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "factors, layout",
     [((1, 1, 1), "intra"), ((8, 8, 8), "intra"), ((1, 8, 8), "inter"), ((2, 2, 8), "inter")],
 )
-@pytest.mark.parametrize("micro_batches", [1, 3])
+@parametrize("micro_batches", [1, 3])
 def test_communication_is_hidden_but_not_free(factors, layout, micro_batches):
     """A step lies between its longest part and the sum of both."""
     plan = {
@@ -4214,7 +4214,7 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "factors, layout, several, recompute",
     [
         ((1, 1, 1), "intra", 1, "none"),
@@ -4250,7 +4250,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
     *_, step = built(planned_run(plan))
     with Collectives(f.p) as launched:
         step()
-    in_turn = dataclasses.replace(plan, overlap=())
+    in_turn = replace(plan, overlap=())
     found = planner.predict(in_turn, round_machine(1.0, 1.0)).seconds
     predicted, total, sent, around = (Counter() for _ in range(4))
     for stream, kind in KINDS.items():
@@ -4258,7 +4258,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
     for (kind, ranks, twice), size in launched.bytes.items():
         total[kind] += size
         sent[kind, ranks] += size * (1 + twice) * (1 - 1 / len(ranks))
-    assert +predicted == pytest.approx(total)
+    assert +predicted == approx(total)
     size = 2 * (m.param_count(cfg) - 11 * 64)  # without vectors
     for ring in planner.make_rings(plan):
         if ring.sent:
@@ -4267,7 +4267,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
     for key in sent.keys() | around.keys():
         share = sent[key] / around[key]
         # a weight that its buffer still holds is not gathered again
-        assert 0.55 < share <= 1 if "gathers" in key else share == pytest.approx(1), key
+        assert 0.55 < share <= 1 if "gathers" in key else share == approx(1), key
 
 
 def seconds_of_passes(stages: int, parts: int, micro_batches: int, message: float) -> float:
@@ -4297,7 +4297,7 @@ def seconds_of_passes(stages: int, parts: int, micro_batches: int, message: floa
     return max(free)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "pp, v, several", [(2, 1, 2), (4, 1, 4), (4, 2, 8), (4, 4, 12), (8, 1, 160)]
 )
 def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
@@ -4305,7 +4305,7 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
     messages add to it."""
     alone = seconds_of_passes(pp, v, several, 0)
     assert alone == 3 * (v * several + pp - 1)
-    cfg = dataclasses.replace(m.MODELS["7b"], layers=16, vocab=16)
+    cfg = replace(m.MODELS["7b"], layers=16, vocab=16)
     plan = costs.Plan(
         cfg,
         torch.bfloat16,
@@ -4317,30 +4317,30 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
         pp_chunks=v,
     )
     messages = costs.exposed_messages(plan)
-    assert messages * 0.5 == pytest.approx(seconds_of_passes(pp, v, several, 0.5) - alone)
+    assert messages * 0.5 == approx(seconds_of_passes(pp, v, several, 0.5) - alone)
     found = planner.predict(plan, round_machine())
     idle = found.seconds["pipeline idle"] / found.step_s
-    assert idle == pytest.approx((pp - 1) / (v * several + pp - 1), rel=1e-3)
+    assert idle == approx((pp - 1) / (v * several + pp - 1), rel=1e-3)
     late = planner.predict(plan, round_machine(across=1e9)).seconds["stage messages"]
     # there to the last stage and back, twice the bytes of one, as an all-gather of two
     assert late >= 2 * (pp - 1) * 2 * 2 * 2**13 * 4096 / 1e9 * (1 - 1e-6)
 
 
-@pytest.mark.parametrize("v, most", [(1, 4 * 4), (2, 11 * 2)])
+@parametrize("v, most", [(1, 4 * 4), (2, 11 * 2)])
 def test_bytes_of_stages_are_those_in_flight(v, most):
     """The first of P stages keeps P micro-batches at most, of its 16 / P layers; with V parts each,
     P (V - 1) + 2 (P - 1) + 1 passes of 16 / (P V) layers (Megatron's order)."""
-    model = dataclasses.replace(m.MODELS["7b"], layers=16)
-    plan = dataclasses.replace(STEP, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
+    model = replace(m.MODELS["7b"], layers=16)
+    plan = replace(STEP, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
     kept = [
-        planner.with_memory(dataclasses.replace(plan, batch=batch)).memory["activations"]
+        planner.with_memory(replace(plan, batch=batch)).memory["activations"]
         for batch in (32, 64, 320)
     ]
     of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * 32)  # C, F and H of 7b
     assert kept[1] == kept[2] == most * of_layer >= kept[0]
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "mode, gathers, scatters, reductions, kept",
     [("mtp", 0, 0, 4, 1), ("msp", 4, 4, 0, 1), ("fsp", 6, 4, 0, 0.25)],
 )
@@ -4350,7 +4350,7 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
     rates = {op: 1e12 + 1e11 * i for i, op in enumerate(hardware.COLLECTIVES)}
     tables = {op: {"4x1": [[1.0, rate]]} for op, rate in rates.items()}
     plan = costs.Plan(
-        dataclasses.replace(m.MODELS["7b"], layers=4),
+        replace(m.MODELS["7b"], layers=4),
         torch.bfloat16,
         4,
         4,
@@ -4366,10 +4366,10 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
         + scatters / rates["reduce_scatter"]
         + reductions / rates["all_reduce"]
     )
-    assert found.seconds["tensor exchanges"] == pytest.approx(x * 4 * of_layer)
+    assert found.seconds["tensor exchanges"] == approx(x * 4 * of_layer)
     of_columns = (4 * x + 2 * 2 * n * f + 4 * n * heads) / 4
-    assert found.memory["activations"] == pytest.approx(4 * (2 * x * kept + of_columns))
-    assert found.memory["parameters"] == pytest.approx(
+    assert found.memory["activations"] == approx(4 * (2 * x * kept + of_columns))
+    assert found.memory["parameters"] == approx(
         2 * (2 * 32000 * c + (4 * c * c + 3 * c * f)), rel=1e-3  # a quarter of 4 layers
     )
 
@@ -4378,11 +4378,11 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
 
 
 @slow
-@pytest.mark.parametrize("network, seq, gib", [(1.0, 2**12, 9), (0.02, 2**14, 14)])
+@parametrize("network, seq, gib", [(1.0, 2**12, 9), (0.02, 2**14, 14)])
 def test_no_choice_by_hand_is_better(network, seq, gib):
     """What flags leave open costs nothing: the best of all of them, asked one by one, is the first
     choice without them."""
-    model = dataclasses.replace(m.MODELS["1b"], layers=4)
+    model = replace(m.MODELS["1b"], layers=4)
     profile = hardware.scaled(H200, "here", network=network)
     given = dict(ranks=4, profile=profile, gib=gib, model=model, seq=seq, batch=8, micro_batch=1)
     best = fastest(**given).token_s
@@ -4409,10 +4409,10 @@ def test_no_choice_by_hand_is_better(network, seq, gib):
 
 
 @slow
-@pytest.mark.parametrize("name, seq, gib", [("1b", 2**15, 5), ("7b", 2**14, 40)])
+@parametrize("name, seq, gib", [("1b", 2**15, 5), ("7b", 2**14, 40)])
 def test_more_of_a_machine_never_takes_longer(name, seq, gib):
     """Each may tie, and none costs: memory, rates, and GPUs, for a step of the same tokens."""
-    given = dict(model=dataclasses.replace(m.MODELS[name], layers=8), seq=seq, batch=32)
+    given = dict(model=replace(m.MODELS[name], layers=8), seq=seq, batch=32)
     before = fastest(4, H200, gib, host=2**33, **given).step_s
     more = [(4, H200, 1.5 * gib, 2**33), (4, H200, gib, 2**34), (8, H200, gib, 2**33)]
     more += [
@@ -4450,7 +4450,7 @@ def test_planner_prints_plans():
     assert len({plan["sp"] for plan in found["plans"]}) == 1 + len(others)
     whole = {f.name: first[f.name] for f in dataclasses.fields(costs.Plan)}  # nothing is missing
     again = costs.Plan(**whole | {"model": m.MODELS["1b"], "factors": shard.Factors(1, 1, 1)})
-    assert again.gpu_bytes == pytest.approx(first["gpu_gib"] * 2**30)
+    assert again.gpu_bytes == approx(first["gpu_gib"] * 2**30)
     assert f"--sp {again.sp}" in text and f"--os {first['os']}" in text  # in its command
     text = ask(
         "--model 7b --ranks 8 --seq 1M --batch 1 --sp 8 --ring 1 --p 1 --g 1 --os 8 "
@@ -4472,10 +4472,10 @@ def test_planner_places_rings(tmp_path):
     # ranks r and r + 4 exchange, so that all of 16 cross
     gib = 16 * 2 * 3 * 2**17 * 8 * 128 * 2 * 32 / 2**30
     before, after = map(float, re.search("traffic ([0-9.]+) -> ([0-9.]+)", text).groups())
-    assert before - 2 * after == pytest.approx(gib, abs=0.02)  # of states, half crosses as before
+    assert before - 2 * after == approx(gib, abs=0.02)  # of states, half crosses as before
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "flags, message",
     [
         ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
@@ -4521,12 +4521,12 @@ def test_planner_places_rings(tmp_path):
     ],
 )
 def test_planner_refuses(flags, message, capsys):
-    with pytest.raises(SystemExit) as e:
+    with raises(SystemExit) as e:
         planner.main(["--model", "1b", *flags.split()])
     assert e.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "flags, reason",
     [
         (
@@ -4587,7 +4587,7 @@ def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[plann
     )
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "leaves, per_node",
     [
         ("abab", 2),
@@ -4614,10 +4614,10 @@ def test_placement_is_the_best(leaves, per_node):
             order, before, after = planner.place_nodes(list(leaves), rings, per_node)
             assert sorted(order) == list(range(num_nodes))
             best = min(spine_bytes(order, rings, per_node) for order in every)
-            assert before == pytest.approx(spine_bytes(leaves, rings, per_node), abs=1)
+            assert before == approx(spine_bytes(leaves, rings, per_node), abs=1)
             used = [leaves[node] for node in order]
-            assert after == pytest.approx(spine_bytes(used, rings, per_node), abs=1)
-            assert after == pytest.approx(best, abs=1), (f, sp, layout)
+            assert after == approx(spine_bytes(used, rings, per_node), abs=1)
+            assert after == approx(best, abs=1), (f, sp, layout)
             assert before > best + 0.5 or order == list(range(num_nodes))
 
 
@@ -4638,21 +4638,6 @@ def test_placement_of_many_nodes():
     assert straddling == 32 - sum(count // 4 for count in Counter(leaves).values())
 
 
-def test_placement_lines(tmp_path):
-    cfg = m.MODELS["1b"]
-    plan = costs.Plan(cfg, torch.bfloat16, 8, 2, 8, batch=8, factors=shard.Factors(4, 4, 8))
-    leaves = tmp_path / "leaves"
-    leaves.write_text("n08 a\nn09 b\nn10 a\nn11 b")
-    gib = 2 * m.param_count(cfg) / 2**30
-    assert planner.place(plan, str(leaves)) == (
-        "order of nodes: n08, n10, n09, n11\n"
-        f"spine traffic {9 * gib:.2f} -> {2 * gib:.2f} GiB a step, 78% saved"
-    )
-    assert planner.place(plan, "4") == (
-        "order of nodes: 0, 1, 2, 3\n" "spine traffic 0.00 -> 0.00 GiB a step, 0% saved"
-    )
-
-
 def test_leaf_flag(tmp_path):
     assert planner.parse_leaf("2", 5) == dict(zip("01234", "00112"))
     file = tmp_path / "nodes.txt"
@@ -4666,10 +4651,10 @@ def test_leaf_flag(tmp_path):
         ("n1 a\n\n", "1 lines of 1 nodes, instead of one for each of 2"),
     ):
         file.write_text(text)
-        with pytest.raises(ValueError, match=message):
+        with raises(ValueError, match=message):
             planner.parse_leaf(str(file), 2)
     for text in ("0", "2.5", str(tmp_path / "none")):
-        with pytest.raises(ValueError, match="neither a number of nodes a leaf, from 1 on, nor"):
+        with raises(ValueError, match="neither a number of nodes a leaf, from 1 on, nor"):
             planner.parse_leaf(text, 2)
 
 
@@ -4708,8 +4693,8 @@ def test_bench_writes_rows_that_count_like_the_model(tmp_path, monkeypatch, caps
     assert [r["system"] for r in ours] == ["ours", "ours, longest in the time"]
     for r in ours:
         causal, _ = m.flops_per_token(m.MODELS["tiny"], r["seq"])
-        assert r["tgs"] == pytest.approx(r["seq"] / r["step_s"]) and r["model"] == "tiny"
-        assert r["flops"] == pytest.approx(r["tgs"] * causal) and r["mfu_causal"] is None
+        assert r["tgs"] == approx(r["seq"] / r["step_s"]) and r["model"] == "tiny"
+        assert r["flops"] == approx(r["tgs"] * causal) and r["mfu_causal"] is None
         assert r["bound_ratio"] > 0 and f"--seq {r['seq']} " in r["flags"]
     assert ours[1]["seq"] > ours[0]["seq"]
 
@@ -4733,7 +4718,7 @@ def fsdp2_worker() -> None:
         ours.states.load(weights.get)
         for _ in range(4):
             wanted, found = ours()[0].item(), theirs()[0].item()
-            assert found == pytest.approx(wanted, rel=2e-3), (recomputed, flags)
+            assert found == approx(wanted, rel=2e-3), (recomputed, flags)
     print(f"rank {rank}: equal", flush=True)
     os._exit(0)
 
@@ -4788,7 +4773,7 @@ def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
     real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # Slurm's
     for program in (train, bench, memplan, planner):
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", "--help"])
-        with pytest.raises(SystemExit) as ended:
+        with raises(SystemExit) as ended:
             program.main()
         text = capsys.readouterr().out
         assert ended.value.code == 0 and f"usage: {program.__name__}.py" in text
@@ -4805,7 +4790,7 @@ def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
 
 def test_versions_that_are_too_old_are_refused(monkeypatch):
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1"))
-    with pytest.raises(ValueError, match="torch 2.9.1: at least 2.11"):
+    with raises(ValueError, match="torch 2.9.1: at least 2.11"):
         main("")
 
 
