@@ -3790,7 +3790,8 @@ def naive_backward(do, q, k, v, o, lse, mask):
         p = (scores - lse[..., None]).exp()
         given = (do * o).sum(-1).transpose(1, 2)[..., None]
         dp = torch.einsum("bthd,bshd->bhts", do, v)
-        return torch.autograd.grad((p * (dp - given)).sum(), inputs)
+        grads = torch.autograd.grad((p * (dp - given)).sum(), inputs)
+    return [grad.contiguous() for grad in grads]
 
 
 attention.KERNELS["naive"] = attention.Kernel(naive_forward, naive_backward, ())
