@@ -154,7 +154,7 @@ from ranks import Groups
 
 HERE = Path(__file__).parent
 ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: many more cases
-RUN_SECONDS = 10800 if ALL_COMBINATIONS else 600  # of train.py, or of a worker of many cases
+RUN_SECONDS = 10800 if ALL_COMBINATIONS else 1200  # of train.py, or of a worker of many cases
 parametrize = pytest.mark.parametrize
 README = (HERE / "README.md").read_text()
 slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")  # processes, or seconds
