@@ -207,6 +207,25 @@ class Plan:
         passes = self.pp if v == 1 else self.pp * (v + 1) - 1
         return min(passes, v * self.micro_batches) * self.part_layers
 
+    @functools.cached_property
+    def collectives(self):
+        """Return the table in shard.py's docstring, a row a collective: its stream and operation,
+        among every inner-th of so many neighbours, which hold an inner-th part of each matrix, and
+        inner; whether micro-batches before the last run it, and whether the last does."""
+        p, g, os = astuple(self.factors)
+        apart = g > p  # a rank keeps its owned part of gradients alone
+        intra = self.os_layout == "intra"
+        sums = "grad_scatter" if apart else "grad_reduce"
+        # of layout inter the last sum over all replicas takes the place of that inside
+        last, inner = ("grad_reduce", os) if intra else (sums, p)
+        return (
+            ("param_gather", "all_gather", p, 1, True, True),
+            ("grad_scatter", "reduce_scatter", p, 1, True, True),
+            (sums, "reduce_scatter" if intra else "all_reduce", os, p, apart, intra),
+            (last, "all_reduce", self.state_ranks, inner, False, True),
+            ("param_broadcast", "all_gather" if intra else "broadcast", os, p, False, True),
+        )
+
     @property
     def gpu_bytes(self) -> float:
         return sum(self.memory.values())
@@ -595,31 +614,12 @@ def head_seconds(est, plan):
 # ---------------------------------------------------------------------------- seconds of states
 
 
-def collectives(plan: Plan) -> list[tuple]:
-    """Return the table in shard.py's docstring, a row a collective: its stream and operation, among
-    every inner-th of so many neighbours, which hold an inner-th part of each matrix, and inner;
-    whether micro-batches before the last run it, and whether the last does."""
-    p, g, os = astuple(plan.factors)
-    apart = g > p  # a rank keeps its owned part of gradients alone
-    intra = plan.os_layout == "intra"
-    sums = "grad_scatter" if apart else "grad_reduce"
-    # of layout inter the last sum over all replicas takes the place of that inside
-    last = ("grad_reduce", os) if intra else (sums, p)
-    return [
-        ("param_gather", "all_gather", p, 1, True, True),
-        ("grad_scatter", "reduce_scatter", p, 1, True, True),
-        (sums, "reduce_scatter" if intra else "all_reduce", os, p, apart, intra),
-        (last[0], "all_reduce", plan.state_ranks, last[1], False, True),
-        ("param_broadcast", "all_gather" if intra else "broadcast", os, p, False, True),
-    ]
-
-
 def unit_seconds(est, plan, matrices):
     """Return the seconds, each stream alone, of a layer's matrices, or of the embedding or the
     head: param_gather, grad_scatter, grad_reduce, param_broadcast (as STREAMS), and grad_scatter of
     micro-batches before the last."""
     found = Counter()
-    for stream, op, ranks, inner, earlier, last in collectives(plan):
+    for stream, op, ranks, inner, earlier, last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
         seconds = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
         found[stream] += last * seconds
@@ -786,7 +786,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     return {name: float(value) for name, value in seconds.items()}  # numpy's are no JSON
 
 
-def exposed_messages(plan: Plan) -> float:
+def exposed_messages(plan):
     """Return how many messages all stages wait for. With one part a stage, whose first backward is
     due as it arrives, P micro-batches wait for the 2 (P - 1) of one; and at first and last for
     those to and from other stages than the last. With several parts there are passes to run

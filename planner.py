@@ -55,7 +55,6 @@ from attention import KERNELS, head_group_counts
 from costs import (
     Estimator,
     Plan,
-    collectives,
     column_bytes,
     host_bytes,
     layer_seconds,
@@ -560,9 +559,7 @@ TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
 
 
-def plan(
-    constraints: Constraints, model: ModelConfig, hardware: Hardware
-) -> list[Plan]:
+def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
     """Return the plan of the least predicted time a token that fits, and the best ones of other
     kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
     return Search(constraints, model, hardware).best()[:10]
@@ -728,7 +725,7 @@ def make_rings(plan: Plan) -> list[Ring]:
     """Return a step's communication, as shard.py and attention.py launch it."""
     model, sp, e, several = plan.model, plan.head_ranks, plan.dtype.itemsize, plan.micro_batches
     rings = []
-    for kind, op, ranks, inner, earlier, last in collectives(plan):
+    for kind, op, ranks, inner, earlier, last in plan.collectives:
         size = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
         # in forward and backward; there and back
         twice = kind == "param_gather" or op == "all_reduce"
@@ -932,12 +929,11 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     lines = []
     for plan in plans:
         found = figures(plan, hardware)
-        mfu = [found[key] or math.nan for key in ("mfu_causal", "mfu_full")]
         lines.append(
             f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), "
-            f"{found['tokens_a_day']:,.0f} tokens a day, MFU {mfu[0]:.1%} causal, {mfu[1]:.1%} "
-            f"full, {found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} of a node's host "
-            "memory: "
+            f"{found['tokens_a_day']:,.0f} tokens a day, MFU {found['mfu_causal'] or math.nan:.1%} "
+            f"causal, {found['mfu_full'] or math.nan:.1%} full, {found['gpu_gib']:.1f} GiB a GPU, "
+            f"{found['host_gib']:.1f} of a node's host memory: "
             f"{in_words(plan, lines and plans[0])}")
     seconds = [
         f"{name} {value:.3g}"
@@ -984,14 +980,11 @@ def binding(search, best):
         for name, rate in rates.items()}
     there["GPU memory"] = replace(hardware, gpu_budget=plenty * hardware.gpu_budget)
     there["host memory"] = replace(hardware, host_budget=plenty * hardware.host_budget)
-    gains = {
-        name: 1 - Search(search.constraints, best.model, more).fit(best).token_s / best.token_s
-        for name, more in there.items()}
+    gains = sorted((
+        (1 - Search(search.constraints, best.model, more).fit(best).token_s / best.token_s, name)
+        for name, more in there.items()), reverse=True)
     return "a step would take less without a limit to " + ", ".join(
-        f"{name} ({gains[name]:.1%})"
-        for name in sorted(gains, key=gains.get, reverse=True)
-        if gains[name] > TIE
-    )
+        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE)
 
 
 def describe(search, plans):

@@ -3797,7 +3797,7 @@ REFUSED = [
         "planner.py --model tiny --ranks 2 --seq 32 --pp 2 --resident-layers 3",
         "--resident-layers 3: a stage runs . layers",
     ),
-    ("train.py --resident-layers 4 --alpha 0.5", "asked for.*: --.*--alpha 0.5 --resident-layers 4"),
+    ("train.py --resident-layers 4 --alpha 0.5", "asked for.*--alpha 0.5 --resident-layers 4"),
     ("train.py --chunk 8 --alpha 1 --host-memory 0", "rank of 0.0.*asked for.* --alpha 1"),
     (
         "train.py --os-place host --host-memory 1M",
