@@ -618,13 +618,13 @@ def unit_seconds(est, plan, matrices):
     """Return the seconds, each stream alone, of a layer's matrices, or of the embedding or the
     head: param_gather, grad_scatter, grad_reduce, param_broadcast (as STREAMS), and grad_scatter of
     micro-batches before the last."""
-    found = Counter()
+    found = np.zeros(5)
     for stream, op, ranks, inner, earlier, last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
         seconds = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
-        found[stream] += last * seconds
-        found[stream, "earlier"] += earlier * seconds
-    return np.array([found[name] for name in (*STREAMS[:4], ("grad_scatter", "earlier"))])
+        found[STREAMS.index(stream)] += last * seconds
+        found[4] += (stream == "grad_scatter") * earlier * seconds
+    return found
 
 
 def visit_seconds(est: Estimator, plan: Plan) -> float:

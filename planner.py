@@ -495,7 +495,6 @@ def head_groups(c, plan):
     column, ranks = plan.column, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
-
     least, *more = legal(c, ["head_groups"], zip(counts), lambda groups: groups not in counts and (
         f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head of "
         f"{plan.tokens} tokens may have too many elements: more --sp"))
