@@ -930,9 +930,9 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
         found = figures(plan, hardware)
         lines.append(
             f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), "
-            f"{found['tokens_a_day']:,.0f} tokens a day, MFU {found['mfu_causal'] or math.nan:.1%} "
-            f"causal, {found['mfu_full'] or math.nan:.1%} full, {found['gpu_gib']:.1f} GiB a GPU, "
-            f"{found['host_gib']:.1f} of a node's host memory: "
+            f"MFU {found['mfu_causal'] or math.nan:.1%} causal, "
+            f"{found['mfu_full'] or math.nan:.1%} full, {found['tokens_a_day']:,.0f} tokens a day, "
+            f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} of a node's host memory: "
             f"{in_words(plan, lines and plans[0])}")
     seconds = [
         f"{name} {value:.3g}"
