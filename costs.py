@@ -37,7 +37,7 @@ one; of what layers keep n layers, k resident layers, m layers of which one keep
 import functools
 import math
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -72,7 +72,6 @@ class Plan:
     os_place: str = "gpu"  # or host: where optimizer states lie
     optimizer: str = "adamw"  # of matrices: a row of shard.OPTIMIZERS
     overlap: tuple[str, ...] = STREAMS
-    accumulates: bool = False  # gradients add up in float32
     activations: ActivationPlan | None = None  # of layers in chunks
     memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by what they are for
     host: dict[str, float] = field(default_factory=dict)  # bytes of a rank there, likewise
@@ -93,7 +92,7 @@ class Plan:
             ffn=cfg.ffn // tp,
         )
 
-    @property
+    @functools.cached_property
     def matrices(self):
         """Return (rows, cols) of a column's block, in the order of use."""
         return block_matrices(llama.Block, self.column)
@@ -114,7 +113,7 @@ class Plan:
         """Return how many of them a stage has."""
         return 2 if self.pp == 1 else 1
 
-    @property
+    @functools.cached_property
     def params(self) -> int:
         """Return the parameters of a rank before they are sharded, but for vectors."""
         layers = self.stage_layers * sum(map(math.prod, self.matrices))
@@ -197,11 +196,35 @@ class Plan:
         return self.batch // self.dp // self.micro_batch
 
     @property
+    def accumulates(self) -> bool:
+        """Whether gradients add up in float32."""
+        return self.micro_batches > 1
+
+    @property
     def in_flight(self) -> int:
         """Return how many layers' activations wait for their backward on a stage, at the most."""
         v = self.pp_chunks
         passes = self.pp if v == 1 else self.pp * (v + 1) - 1
         return min(passes, v * self.micro_batches) * self.part_layers
+
+    @functools.cached_property
+    def collectives(self):
+        """Return the table in shard.py's docstring, a row a collective: its stream and operation,
+        among every inner-th of so many neighbours, which hold an inner-th part of each matrix, and
+        inner; whether micro-batches before the last run it, and whether the last does."""
+        p, g, os = astuple(self.factors)
+        apart = g > p  # a rank keeps its owned part of gradients alone
+        intra = self.os_layout == "intra"
+        sums = "grad_scatter" if apart else "grad_reduce"
+        # of layout inter the last sum over all replicas takes the place of that inside
+        last, inner = ("grad_reduce", os) if intra else (sums, p)
+        return (
+            ("param_gather", "all_gather", p, 1, True, True),
+            ("grad_scatter", "reduce_scatter", p, 1, True, True),
+            (sums, "reduce_scatter" if intra else "all_reduce", os, p, apart, intra),
+            (last, "all_reduce", self.state_ranks, inner, False, True),
+            ("param_broadcast", "all_gather" if intra else "broadcast", os, p, False, True),
+        )
 
     @property
     def gpu_bytes(self) -> float:
@@ -329,7 +352,7 @@ def working_bytes(plan):
     grads = q + kv
     held = 2 * x + q
     kept = plan.activations
-    if kept is not None:
+    if kept:
         products *= 2  # made again, like q, k, v unless the last layer's stay
         held += grads * (1 + cfg.qk_norm) * (kept.kept_chunks < kept.chunks)
         if kept.chunks > 1 and plan.head_ranks * groups > 1:  # in the places of q, k, v
@@ -397,7 +420,7 @@ def with_memory(plan: Plan) -> Plan:
         "working": working_bytes(plan),
     }
     host = {}
-    if kept is not None:
+    if kept:
         times = plan.in_flight / kept.layers
         memory["activations"] = times * resident_bytes(kept, layer)
         host["activations"] = times * host_bytes(kept, layer)
@@ -592,33 +615,16 @@ def head_seconds(est, plan):
 
 
 def unit_seconds(est, plan, matrices):
-    """Return the table in shard.py's docstring in seconds, each stream alone, of a layer's
-    matrices, or of the embedding or the head: param_gather, grad_scatter, grad_reduce,
-    param_broadcast (as STREAMS), and grad_scatter of micro-batches before the last."""
-    f = plan.factors
-    apart = f.g > f.p  # a rank keeps its owned part of gradients alone
-    intra = plan.os_layout == "intra"
-
-    def alone(op, ranks, inner=1):
-        """Among every inner-th of some neighbours, which hold an inner-th part of each matrix."""
-        mesh = plan.mesh(ranks, inner)
-        size = plan.dtype.itemsize / inner
-        return sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
-
-    scatter = alone("reduce_scatter", f.p)
-    inside = alone("reduce_scatter" if intra else "all_reduce", f.os, f.p)
-    over = alone("all_reduce", plan.state_ranks, f.os if intra else f.p)
-    # of layout inter the last sum over all replicas takes the place of that inside
-    own, rest = (inside, over) if intra else (over, 0.0)
-    return np.array(
-        [
-            alone("all_gather", f.p),
-            scatter + own * apart,
-            rest + own * (not apart),
-            alone("all_gather" if intra else "broadcast", f.os, f.p),
-            scatter + inside * apart,
-        ]
-    )
+    """Return the seconds, each stream alone, of a layer's matrices, or of the embedding or the
+    head: param_gather, grad_scatter, grad_reduce, param_broadcast (as STREAMS), and grad_scatter of
+    micro-batches before the last."""
+    found = np.zeros(5)
+    for stream, op, ranks, inner, earlier, last in plan.collectives:
+        mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
+        seconds = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
+        found[STREAMS.index(stream)] += last * seconds
+        found[4] += (stream == "grad_scatter") * earlier * seconds
+    return found
 
 
 def visit_seconds(est: Estimator, plan: Plan) -> float:
@@ -746,7 +752,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     layers, count = plan.stage_layers, plan.micro_batches
     layer, launch = layer_seconds(est, plan), est.profile.launch
     again = waits = 0.0
-    if plan.activations is not None:
+    if plan.activations:
         lost = lost_seconds(
             plan.activations,
             column_bytes(plan),
@@ -780,7 +786,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     return {name: float(value) for name, value in seconds.items()}  # numpy's are no JSON
 
 
-def exposed_messages(plan: Plan) -> float:
+def exposed_messages(plan):
     """Return how many messages all stages wait for. With one part a stage, whose first backward is
     due as it arrives, P micro-batches wait for the 2 (P - 1) of one; and at first and last for
     those to and from other stages than the last. With several parts there are passes to run

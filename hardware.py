@@ -182,8 +182,9 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
         check_profile(profile)
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise ValueError(
-            f"--cluster {name}: {path} is no profile: {e!r}; a file as bench.py --profile writes "
-            f"it, a GPU (A100, H100, ...), or one of {', '.join(profile_names())}") from e
+            f"--cluster {name}: no GPU that is known (A100, H100, ...), nor one of "
+            f"{', '.join(profile_names())}, and {path} is no profile as bench.py --profile writes "
+            f"it: {e.args[-1]}") from e
     return with_node(profile, per_node) if per_node else profile
 
 

@@ -16,8 +16,8 @@ for each over states, by the seconds of a step that recomputes nothing; what lay
 last (`plan_activations`), and what can be no better than what is found is left out (`late`).
 
 Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, larger micro-batches, states
-on the GPU, fewer shards (`preferred`). Nodes are put in an order in which few bytes cross the spine
-of a cluster's switches (`place_nodes`; AMSP, section V-D).
+on the GPU, fewer shards (`preference`). Nodes are put in an order in which few bytes cross the
+spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
@@ -43,8 +43,7 @@ import operator
 import re
 import sys
 import typing
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -76,7 +75,7 @@ from shard import OPTIMIZERS, STREAMS, Factors, illegal, legal_factors, parse_st
 # ---------------------------------------------------------------------------- flags
 
 
-def size(text: str) -> int:
+def size(text):
     """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
     number = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
     value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
@@ -95,22 +94,21 @@ def flag(default, text: str, low: float = 1, high: float = 2**20, among: Iterabl
 
 def flags_of(program) -> dict[str, Field]:
     """Return a dataclass's fields that are flags, by name: its own before those of Constraints."""
-    flags = {f.name: f for f in fields(program) if "help" in f.metadata}
-    own = {name: flags[name] for name in program.__annotations__ if name in flags}
-    return own | flags
+    flags = {f.name: f for f in fields(program) if f.metadata}
+    return {name: flags[name] for name in [*program.__annotations__, *flags] if name in flags}
 
 
 def flag_name(field_name: str) -> str:
     return "--" + field_name.replace("_", "-")
 
 
-def flag_type(f: Field):
+def flag_type(f):
     """Return the function text -> value of a field; auto is None where that is allowed."""
-    kinds = typing.get_args(f.type) or (f.type,)
-    kind = size if int in kinds else kinds[0]
+    kind, *auto = typing.get_args(f.type) or [f.type]
+    kind = size if kind is int else kind
 
-    def convert(text: str):
-        return None if text == "auto" and type(None) in kinds else kind(text)
+    def convert(text):
+        return None if auto and text == "auto" else kind(text)
 
     convert.__name__ = kind.__name__  # argparse says "invalid float value"
     return convert
@@ -222,7 +220,6 @@ class Constraints:
     optimizer: str = "adamw"
     default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
     most_sequences: Count = None  # that the data has
-    resumes: bool = False  # a run, whose batch it keeps
 
     @property
     def overlaps(self) -> tuple[str, ...]:
@@ -231,22 +228,6 @@ class Constraints:
         if not set(names) <= set(OVERLAPS):
             raise ValueError(f"--overlap {self.overlap}: a list of {', '.join(OVERLAPS)}, or none")
         return names
-
-    @property
-    def no_ring(self) -> str:
-        """Return why a sequence cannot go by context, "" if it can."""
-        end = self.document_token
-        if bool(self.tokenizer) if end is None else end >= 0:
-            return (
-                "attention inside documents (--document-token; -1: none) goes by heads alone: "
-                "--ring 1"
-            )
-        if self.attention in KERNELS and KERNELS[self.attention].sees_heads:
-            return (
-                f"--attention {self.attention}, which sees heads and where their keys stand, "
-                "goes by heads alone: --ring 1"
-            )
-        return ""
 
 
 @dataclass(frozen=True)
@@ -296,23 +277,20 @@ def host_budget(ranks: int, asked: int | None) -> float:
 class TooLarge(ValueError):
     """A step that does not fit."""
 
-    over = math.inf  # how many times too much it needs of a memory
-
 
 MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
 TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
-def whole_chunks(number: np.ndarray) -> np.ndarray:
+def whole_chunks(number):
     return np.floor(number + 1e-9)
 
 
 def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
-                     busy=0.0) -> tuple[ActivationPlan, float]:
+                     busy=0.0):
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
     backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
-    chunks K as have room. If nothing fits, the plan that needs least, and inf. Raises TooLarge if
-    what is set by hand does not.
+    chunks K as have room. If nothing fits, the plan that needs least, and inf.
 
     layer, s: bytes and seconds of one, as costs.column_bytes and LayerSeconds; bandwidth: bytes/s
     to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
@@ -329,69 +307,60 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    if resident and resident > n:
-        raise ValueError(f"--resident-layers {resident}: a stage runs {n} layers; at most {n}")
+    every = ways_to_keep(n, layer)
+    *_, needed, leaving, copied = every
+    needs = np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf)
+    # those that have room, or else the one that needs least
+    k, m, x, more, needed, leaving, copied = every[:, (needs <= gpu) | (needs == needs.min())]
     part = layer[-1] / chunks
-    plans, rule, needed, leaving, copied = ways_to_keep(n, layer)
-    k, m, x = plans.resident, plans.stride, plans.layers_recomputing_attention
     away = n - k
     saves = (m == 1) & (x <= away)  # layers that drop inputs keep no intermediates
-    room, spare = gpu - needed, gpu - leaving
-    possible = (np.minimum(room, spare) >= 0) & (copied <= host)
-    if resident is alpha is None and not possible.any():
-        at = np.argmin(np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf))
-        return ActivationPlan(n, chunks, int(k[at]), 0, 0, int(x[at]), int(m[at])), math.inf
-    buffered = whole_chunks(np.minimum(room / 2, spare / 4) / part)  # of a layer
-    most = np.minimum(
-        whole_chunks((host - copied) / part), away * np.minimum(buffered, chunks))
-    hideable = bandwidth * away * max(0.0, s.forward - busy)
-    hidden = whole_chunks((hideable - copied) / part)
-    swapped = saves * np.minimum(most, np.choose(rule, [0, hidden, hidden + 1, most]))
+    room = gpu - needed
+    buffered = whole_chunks(np.minimum(room / 2, (gpu - leaving) / 4) / part)  # of a layer
+    most = np.minimum(whole_chunks((host - copied) / part), away * np.minimum(buffered, chunks))
+    hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
+    swapped = saves * np.clip(hidden + more, 0, most)
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
     feasible = (buffered >= 0) & (0 <= swapped) & (swapped <= most) & (k == (resident or k))
     feasible &= (saves | (swapped == 0)) & ((k < n) | (not alpha))
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
     kept = saves * np.clip(kept, 0, chunks * k)
-    plans = replace(plans, chunks=chunks, kept_chunks=kept, swapped_chunks=swapped)
-    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy))
-    lost = np.where(feasible, lost, np.inf)
+    plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
+    lost = np.where(feasible, sum(lost_seconds(plans, layer, s, bandwidth, busy)), np.inf)
     at = np.argmin(lost + TIE_S * (copied + swapped * part))
     if lost[at] == np.inf:
-        raise TooLarge(
-            f"--resident-layers {resident or 'auto'} --alpha {'auto' if alpha is None else alpha} "
-            f"of {n} layers: activations do not fit {gpu / GIB:.1f} GiB of a GPU and "
-            f"{host / GIB:.1f} of the host a rank")
+        at, kept, swapped = np.argmin(np.maximum(needed, leaving)), 0 * kept, 0 * swapped
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
 
 @functools.lru_cache
 def ways_to_keep(n, layer):
-    """Return all plans in question, of which intermediates are still to be added, and a rule for S
-    of each; and without intermediates the bytes of the GPU, those of the rounding buffers and two
-    whole layers that are leaving in forward, and of the host."""
-    k, m, x, rule = np.array([
-        (k, m, x, rule)
+    """Return rows of all plans in question, of which intermediates are still to be added: k, m, X;
+    what S is more than what hides; without intermediates the bytes of the GPU, those of the
+    rounding buffers and two whole layers that are leaving in forward, and of the host."""
+    k, m, x, more = np.array([
+        (k, m, x, more)
         for m in range(1, MOST_STRIDE + 1)
         for k in range(n, min(2, n) - 1, -m)
         for x in range(n + 1)
-        for rule in range(4 if m == 1 and x <= n - k else 1)
+        for more in (-np.inf, 0, 1, np.inf)[: 4 if m == 1 and x <= n - k else 1]
     ]).T
     plans = ActivationPlan(n, 1, k, 0, 0, x, m)
-    whole = replace(plans, stride=1, layers_recomputing_attention=0)
-    leaving = rounding_bytes(plans, layer) + rounding_bytes(whole, layer)
-    return plans, rule, resident_bytes(plans, layer), leaving, host_bytes(plans, layer)
+    leaving = rounding_bytes(plans, layer) + 2 * (k < n) * sum(layer[:2])
+    kept = resident_bytes(plans, layer)
+    return np.array([k, m, x, more, kept, leaving, host_bytes(plans, layer)])
 
 
 # ---------------------------------------------------------------------------- which plan
 
 
-def divisors(count: int) -> list[int]:
+def divisors(count):
     return [n for n in range(1, count + 1) if count % n == 0]
 
 
-# A degree is a function of constraints and a plan that yields the plan with each legal choice.
+# A degree is a function of constraints and a plan that yields, as changes to it, its legal choices.
 
 
 def legal(c, names, every, why_not):
@@ -400,7 +369,7 @@ def legal(c, names, every, why_not):
     every = [values for values in every if not why_not(*values)]
     asked = [getattr(c, name) for name in names]
     found = [
-        values
+        dict(zip(names, values))
         for values in every
         if all(want in (None, value) for want, value in zip(asked, values))
     ]
@@ -419,16 +388,10 @@ def columns(c, plan):
     """Columns of a layer's matrices are neighbours in a node, each with as many heads and
     features."""
     model, per_node = plan.model, plan.per_node
-
-    def why_not(tp):
-        if math.gcd(per_node, model.heads, model.kv_heads, model.ffn) % tp:
-            return (
-                f"it must divide {per_node} GPUs of a node, {model.heads} heads, "
-                f"{model.kv_heads} key/value heads, {model.ffn} features"
-            )
-
-    for (tp,) in legal(c, ["tp"], zip(divisors(per_node)), why_not):
-        yield replace(plan, tp=tp, tp_mode=c.tp_mode)
+    shared = math.gcd(per_node, model.heads, model.kv_heads, model.ffn)
+    return legal(c, ["tp"], zip(divisors(per_node)), lambda tp: shared % tp and (
+        f"it must divide {per_node} GPUs of a node, {model.heads} heads, {model.kv_heads} "
+        f"key/value heads, {model.ffn} features"))
 
 
 def stages(c, plan):
@@ -449,8 +412,7 @@ def stages(c, plan):
             )
 
     every = itertools.product(divisors(ranks), {1, 2, 4, c.pp_chunks or 1})
-    for pp, parts in legal(c, ["pp", "pp_chunks"], every, why_not):
-        yield replace(plan, pp=pp, pp_chunks=parts)
+    return legal(c, ["pp", "pp_chunks"], every, why_not)
 
 
 def sequences(c, plan):
@@ -458,6 +420,8 @@ def sequences(c, plan):
     heads in one node: their all-to-alls cross no network. Long sequences try larger ones too: where
     fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
+    end = c.document_token
+    documents = bool(c.tokenizer) if end is None else end >= 0
 
     def why_not(sp, ring):
         heads = max(1, sp // ring)
@@ -466,8 +430,16 @@ def sequences(c, plan):
                 f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
                 f"{sp} x {plan.tp}"
             )
-        if ring > 1 and c.no_ring:
-            return c.no_ring
+        if ring > 1 and documents:
+            return (
+                "attention inside documents (--document-token; -1: none) goes by heads alone: "
+                "--ring 1"
+            )
+        if ring > 1 and c.attention in KERNELS and KERNELS[c.attention].sees_heads:
+            return (
+                f"--attention {c.attention}, which sees heads and where their keys stand, "
+                "goes by heads alone: --ring 1"
+            )
         if sp % ring or kv_heads % heads:
             return f"sp / ring ranks share {kv_heads} key/value heads"
         if ring > 1 and (in_node % heads or c.seq % (2 * ring)):
@@ -478,11 +450,11 @@ def sequences(c, plan):
 
     every = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
     found = legal(c, ["sp", "ring"], every, why_not)
-    found.sort(key=lambda pair: in_node % (pair[0] // pair[1]) > 0)
-    least = dict(reversed(found))
-    for sp, ring in found:
-        if ring == least[sp] or c.seq // sp > 2**16:
-            yield replace(plan, sp=sp, ring=ring)
+    least = {}
+    for pair in sorted(found, key=lambda pair: in_node % (pair["sp"] // pair["ring"]) > 0):
+        sp, ring = pair.values()
+        if ring == least.setdefault(sp, ring) or c.seq // sp > 2**16:
+            yield pair
 
 
 def batches(c, plan):
@@ -497,10 +469,9 @@ def batches(c, plan):
             "tokens; --batch counts sequences"
         )
     if left:
-        kept = ", which a resumed run keeps" if c.resumes else ""
         raise ValueError(
-            f"--batch {batch}{kept}: not divisible by {dp} data-parallel ranks; "
-            f"nearest: {each * dp or dp} or {(each + 1) * dp}"
+            f"--batch {batch} (a resumed run keeps its own): not divisible by {dp} data-parallel "
+            f"ranks; nearest: {each * dp or dp} or {(each + 1) * dp}"
         )
 
     def why_not(size):
@@ -513,10 +484,9 @@ def batches(c, plan):
             f"{-(-batch // turns) * turns}"
         )
 
-    sizes = [size for size, in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
-    within = [size for size in sizes if size * c.seq <= 2**13 * plan.sp]
-    for size in {sizes[0], *within[-2:]}:
-        yield replace(plan, batch=batch, micro_batch=size, accumulates=each > size)
+    found = legal(c, ["micro_batch"], zip(divisors(each)), why_not)
+    within = [x for x in found[1:] if x["micro_batch"] * c.seq <= 2**13 * plan.sp]
+    return [x | {"batch": batch} for x in found[:1] + within[-2:]]
 
 
 def head_groups(c, plan):
@@ -525,28 +495,25 @@ def head_groups(c, plan):
     column, ranks = plan.column, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
-
-    def why_not(groups):
-        if groups not in counts:
-            return (
-                f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a "
-                f"head of {plan.tokens} tokens may have too many elements: more --sp"
-            )
-
-    found = [n for n, in legal(c, ["head_groups"], zip(counts), why_not)]
+    least, *more = legal(c, ["head_groups"], zip(counts), lambda groups: groups not in counts and (
+        f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head of "
+        f"{plan.tokens} tokens may have too many elements: more --sp"))
     few, many = (4, 16) if ranks > 1 else (1, 8)
     for most in {few, many if plan.tokens > 2**16 else few}:
-        yield replace(plan, head_groups=max([n for n in found if n <= most], default=found[0]))
+        yield [least, *(x for x in more if x["head_groups"] <= most)][-1]
 
 
 def treatments(c, plan):
     """Layers run whole, or in equal chunks of at most 16K or 8K tokens: below that products slow
     down. What is said of chunks by hand asks for them."""
+    if (c.resident_layers or 0) > plan.part_layers:
+        raise ValueError(f"--resident-layers {c.resident_layers}: a stage runs {plan.part_layers} "
+                         f"layers; at most {plan.part_layers}")
     by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
     if c.recompute == "none" or not in_chunks:
-        yield replace(plan, recompute="none", chunk=plan.tokens)
+        yield {"recompute": "none", "chunk": plan.tokens}
     elif plan.splits_tokens:
         raise ValueError(
             f"--tp-mode {plan.tp_mode}: a column has its part of every chunk's tokens,"
@@ -559,7 +526,7 @@ def treatments(c, plan):
     whole = Fraction(not c.chunk and c.alpha or 0).limit_denominator(8).denominator
     for most in {min(plan.tokens, c.chunk or size) for size in (2**14, 2**13)}:
         parts = -(-plan.tokens // (most * whole)) * whole
-        yield replace(plan, recompute="auto", chunk=-(-plan.tokens // parts))
+        yield {"recompute": "auto", "chunk": -(-plan.tokens // parts)}
 
 
 def states(c, plan):
@@ -582,7 +549,7 @@ def states(c, plan):
     every = map(astuple, legal_factors(world, in_node))
     for f in legal(c, ["p", "g", "os"], every, why_not):
         for place in places:
-            yield replace(plan, factors=Factors(*f), os_layout=layout, os_place=place)
+            yield {"factors": Factors(**f), "os_layout": layout, "os_place": place}
 
 
 SHAPE = (columns, stages, sequences, batches, head_groups, treatments)  # of the computation
@@ -591,28 +558,21 @@ TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
 
 
-def plan(
-    constraints: Constraints, model: ModelConfig, hardware: Hardware, top: int = 10
-) -> list[Plan]:
+def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
     """Return the plan of the least predicted time a token that fits, and the best ones of other
     kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
-    return Search(constraints, model, hardware).best()[:top]
+    return Search(constraints, model, hardware).best()[:10]
 
 
 token_s = operator.attrgetter("token_s")
 kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
 
 
-def preferred(plans: list[Plan]) -> Plan:
-    """Return of the plans that tie with the fastest the one with fewer stages, columns, ranks a
-    sequence, small micro-batches, states on the host, and shards."""
-
-    def preference(plan):
-        return (plan.pp, plan.tp, plan.sp, plan.ring, -plan.micro_batch, plan.os_place,
-                astuple(plan.factors), plan.chunks)
-
-    most = (1 + TIE) * min(map(token_s, plans))
-    return min((plan for plan in plans if plan.token_s <= most), key=preference)
+def preference(plan):
+    """Return what is least of the plan that is chosen from those that tie: with fewer stages,
+    columns, ranks a sequence, small micro-batches, states on the host, and shards."""
+    return (plan.pp, plan.tp, plan.sp, plan.ring, -plan.micro_batch, plan.os_place,
+            astuple(plan.factors), plan.chunks)
 
 
 class Search:
@@ -623,36 +583,36 @@ class Search:
         self.hardware = hardware
         self.est = Estimator(hardware.profile)
         self.start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
-                          optimizer=c.optimizer, overlap=c.overlaps)
-        self.errors = []  # of choices that are illegal, and plans that do not fit
-        self.tried = []  # plans that fit, or take forever
+                          optimizer=c.optimizer, overlap=c.overlaps, tp_mode=c.tp_mode)
+        self.errors = []  # of choices that are illegal
+        self.tried = []  # plans with all that is to be known; those that do not fit take forever
 
-    def choose(self, plans: Iterable[Plan], *degrees: Callable) -> list[Plan]:
+    def choose(self, plans, *degrees):
         """Return the plans with all that the degrees may choose."""
         for degree in degrees:
             found = []
             for plan in plans:
                 try:
-                    found += degree(self.constraints, plan)
+                    found += [replace(plan, **choice) for choice in degree(self.constraints, plan)]
                 except ValueError as e:
                     self.errors.append(e)
             plans = found
         return plans
 
-    def by_bound(self, plans: list[Plan], states: bool) -> list[Plan]:
+    def by_bound(self, plans, states):
         """Return the plans by the seconds that they take at least: with states or without."""
         plans = [
             replace(plan, seconds=step_seconds(self.est, plan, states)) for plan in plans]
         return sorted(plans, key=token_s)
 
-    def fitting(self) -> Iterator[Plan]:
-        """Yield plans that fit, for each kind the best and what ties with it among them."""
-        fastest = {}  # seconds a token, by kind
+    def best(self) -> list[Plan]:
+        """Return the best plan, and the best of each other kind, fastest first."""
+        fastest = {}  # plan that fits, by kind
 
         def late(plan):
             return any(
-                plan.token_s > seconds * (1 + TIE if other == kind(plan) else FAR)
-                for other, seconds in fastest.items())
+                plan.token_s > other.token_s * (1 + TIE if of == kind(plan) else FAR)
+                for of, other in fastest.items())
 
         for shape in self.by_bound(self.choose([self.start], *SHAPE), states=False):
             if late(shape):
@@ -660,56 +620,62 @@ class Search:
             for plan in self.by_bound(self.choose([shape], states), states=True):
                 if late(plan):
                     break
-                try:
-                    plan = self.fit(plan)
-                except TooLarge as e:
-                    self.errors.append(e)
-                    plan = replace(plan, seconds={"never": math.inf})
-                else:
-                    yield plan
-                    fastest[kind(plan)] = min(plan.token_s, fastest.get(kind(plan), math.inf))
+                plan = self.fit(plan)
                 self.tried.append(plan)
+                if plan.step_s < math.inf:
+                    known = fastest.get(kind(plan), plan)
+                    fastest[kind(plan)] = min(known, plan, key=token_s)
+        if not fastest:
+            raise self.error()
+        most = (1 + TIE) * min(map(token_s, self.tried))
+        first = min((plan for plan in self.tried if plan.token_s <= most), key=preference)
+        del fastest[kind(first)]
+        return [first, *sorted(fastest.values(), key=token_s)]
 
-    def best(self) -> list[Plan]:
-        """Return the best plan, and the best of each other kind, fastest first."""
-        found = list(self.fitting())
-        if not found:  # the reason of the plan that is nearest to fitting, or the first
-            raise min(self.errors, key=lambda e: getattr(e, "over", math.inf))
-        first = preferred(found)
-        fastest = {kind(first): first}
-        for plan in sorted(found, key=token_s):
-            fastest.setdefault(kind(plan), plan)
-        return list(fastest.values())
+    def error(self):
+        """Return why there is no plan: what the one that is nearest needs, or why it is illegal."""
+        if not self.tried:
+            return self.errors[0]
+        plan = min(self.tried, key=self.over)
+        return TooLarge(
+            f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of "
+            f"{self.hardware.gpu_budget / GIB:.1f} ({in_gib(plan)}), and "
+            f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
+            f"{self.hardware.host_budget / GIB:.1f}, with {in_words(plan)}, at least (asked for, "
+            f"which may need more: {given(vars(self.constraints)) or 'nothing'})")
 
     def fits(self) -> bool:
-        """Return whether there is a plan, however slow."""
-        return any(self.fitting())
+        """Return whether there is a plan, however slow: with the most shards."""
+        return any(
+            self.fit(plan).step_s < math.inf
+            for shape in self.choose([self.start], *SHAPE)
+            for plan in self.choose([shape], states)[-2:])
 
-    def fit(self, plan: Plan) -> Plan:
-        """Return the plan with what its layers keep, its bytes and its seconds. Raises TooLarge."""
+    def over(self, plan):
+        """Return what a plan needs of a memory over what there is, the larger one."""
+        host = plan.host_bytes / max(1.0, self.hardware.host_budget)
+        return max(host, plan.gpu_bytes / self.hardware.gpu_budget)
+
+    def fit(self, plan):
+        """Return the plan with what its layers keep, its bytes and its seconds: it takes forever,
+        if it does not fit."""
         c, n, layer = self.constraints, plan.part_layers, column_bytes(plan)
-        gpu, host = self.hardware.gpu_budget, self.hardware.host_budget
+        lost = 0.0
         if plan.recompute == "auto":
             plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
         plan = with_memory(plan)
-        room = gpu - plan.gpu_bytes + plan.memory["activations"]
-        spare = host - plan.host.get("optimizer", 0)
         if plan.recompute == c.recompute == "auto":
             times = plan.in_flight / n
-            kept, _ = plan_activations(
+            room = self.hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
+            spare = self.hardware.host_budget - plan.host.get("optimizer", 0)
+            kept, lost = plan_activations(
                 n, layer, layer_seconds(self.est, plan), plan.chunks, self.est.profile.to_host,
                 room / times, spare / times, c.resident_layers, c.alpha,
                 visit_seconds(self.est, plan))
             plan = with_memory(replace(plan, activations=kept))
-        over = max(plan.gpu_bytes / gpu, plan.host_bytes / max(1.0, host))
-        if over > 1 + 1e-9:
-            error = TooLarge(
-                f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of {gpu / GIB:.1f} "
-                f"({in_gib(plan)}), and {plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
-                f"{host / GIB:.1f}, with {in_words(plan)}")
-            error.over = over
-            raise error
-        return replace(plan, seconds=step_seconds(self.est, plan))
+        fits = lost < math.inf and self.over(plan) <= 1 + 1e-9
+        return replace(
+            plan, seconds=step_seconds(self.est, plan) if fits else {"never": math.inf})
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
@@ -756,24 +722,14 @@ class Ring:
 
 def make_rings(plan: Plan) -> list[Ring]:
     """Return a step's communication, as shard.py and attention.py launch it."""
-    f, e, ranks, several = plan.factors, plan.dtype.itemsize, plan.ranks, plan.micro_batches
-    model, sp = plan.model, plan.head_ranks
-    # how often a subgroup sums gradients, and by which stream; and who sums the rest
-    subgroup, sums = ("grad_scatter", several) if f.g > f.p else ("grad_reduce", 1)
-    rest, stride = "grad_reduce", f.os
-    if plan.os_layout == "inter":
-        sums = 2 * (sums - 1)
-        rest, stride = subgroup, f.p
-    rows = (  # kind, block, stride, times that all shards together go round
-        ("param_gather", f.p, 1, 2 * several),  # forward and backward
-        ("grad_scatter", f.p, 1, several),
-        ("param_broadcast", f.os, f.p, 1),
-        (subgroup, f.os, f.p, sums),
-        (rest, ranks, stride, 2))
-    size = param_count(model) * e
-    rings = [
-        Ring(kind, block, stride, times * size * (1 / stride - 1 / block))
-        for kind, block, stride, times in rows]
+    model, sp, e, several = plan.model, plan.head_ranks, plan.dtype.itemsize, plan.micro_batches
+    rings = []
+    for kind, op, ranks, inner, earlier, last in plan.collectives:
+        size = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
+        # in forward and backward; there and back
+        twice = kind == "param_gather" or op == "all_reduce"
+        times = (1 + twice) * (earlier * (several - 1) + last)
+        rings.append(Ring(kind, ranks, inner, times * size))
     # q, k, v, o, and twice as much in backward
     columns = 6 * (model.heads + model.kv_heads) * model.head_dim
     exchanged = columns * plan.tokens * e * model.layers * several
@@ -817,13 +773,14 @@ def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
     def spine_bytes(order):
         return traffic[order[:, None] != order].sum()
 
-    leaf_sizes = Counter(given.tolist()).most_common()
+    nodes = np.bincount(given)
+    leaves = np.argsort(-nodes, kind="stable")
     starts = []
     for size in {max(1, ring.block // per_node) for ring in rings}:
-        whole = [leaf for leaf, nodes in leaf_sizes for _ in range(nodes // size * size)]
-        rest = [leaf for leaf, nodes in leaf_sizes for _ in range(nodes % size)]
+        rest = nodes[leaves] % size
+        packed = np.repeat([*leaves, *leaves], [*nodes[leaves] - rest, *rest])
         # turned, since blocks may begin within a leaf
-        starts += [np.roll(whole + rest, turn) for turn in range(8)]
+        starts += [np.roll(packed, turn) for turn in range(8)]
     swapped = [swap_places(traffic, start) for start in [*starts, given]]
     best = min([given, *swapped], key=spine_bytes)  # the first, of those that tie
     order = np.empty_like(given)  # nodes of a leaf take its places in the given order
@@ -831,16 +788,17 @@ def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
     return order.tolist(), spine_bytes(given), spine_bytes(best)
 
 
-def parse_leaf(text: str, num_nodes: int) -> dict[str, str]:
+def parse_leaf(text, num_nodes):
     """Return the leaf of each node by its name, in the given order, of --leaf N: so many nodes a
     leaf; or --leaf FILE: a node and its leaf a line, # begins a comment. Raises ValueError."""
-    if text.isdecimal() and int(text):
-        return {str(node): str(node // int(text)) for node in range(num_nodes)}
     try:
-        lines = Path(text).read_text().splitlines()
+        if text.isdecimal():
+            lines = [f"{node} {node // int(text)}" for node in range(num_nodes)]
+        else:
+            lines = Path(text).read_text().splitlines()
         rows = [row for line in lines if (row := line.partition("#")[0].split())]
         leaf_of = dict(rows)
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, ZeroDivisionError) as e:
         raise ValueError(f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
                          f"of a node's name and its leaf's a line: {e}") from e
     if not len(rows) == len(leaf_of) == num_nodes:
@@ -849,7 +807,7 @@ def parse_leaf(text: str, num_nodes: int) -> dict[str, str]:
     return leaf_of
 
 
-def place(plan: Plan, leaf: str) -> str:
+def place(plan, leaf):
     """Return the order of nodes that sends the fewest bytes across the spine, in words. Raises
     ValueError."""
     if plan.tp * plan.pp > 1:
@@ -881,13 +839,12 @@ RULES = {  # choice -> why it is as it is
 def choices(plan: Plan) -> dict[str, str]:
     """Return what a plan chooses, in words."""
     f, kept = plan.factors, plan.activations
-    host = ", os on the host" if plan.os_place == "host" else ""
+    host = ", os on the host" * (plan.os_place == "host")
     keeps = "all"
-    if kept is not None:
-        chunks = f", chunks of {plan.chunk:,}" * (kept.chunks > 1)
+    if kept:
         if kept.kept_chunks < kept.layers * kept.chunks:
             keeps = f"k={kept.resident} alpha={kept.alpha:.2f}"
-        keeps += chunks
+        keeps += f", chunks of {plan.chunk:,}" * (kept.chunks > 1)
         if kept.stride > 1:
             keeps += f", inputs of one in {kept.stride}"
         if kept.layers_recomputing_attention:
@@ -919,7 +876,7 @@ def in_gib(plan: Plan) -> str:
     )
 
 
-def more_time(plan: Plan, best: Plan) -> str:
+def more_time(plan, best):
     """Return by how much a plan takes longer than the best one, in words."""
     more = plan.token_s / best.token_s - 1
     if more == math.inf:
@@ -951,30 +908,32 @@ def command(plan: Plan) -> str:
     values = vars(plan) | asdict(plan.factors) | {"overlap": ",".join(plan.overlap) or "none"}
     del values["chunk" if plan.recompute == "none" else "recompute"], values["dtype"]
     model = {model: name for name, model in MODELS.items()}.get(plan.model, "?")
-    flags = [
-        f"{flag_name(name)} {values[name]}"
-        for name, f in flags_of(Constraints).items()
-        if name in values and values[name] != f.default
-    ]
     return (
         f"torchrun --nproc_per_node {plan.per_node} --nnodes {plan.ranks // plan.per_node} "
-        f"train.py --model {model} {' '.join(flags)}"
+        f"train.py --model {model} {given(values)}"
     )
+
+
+def given(values):
+    """Return the flags of Constraints that have values other than their defaults."""
+    return " ".join(
+        f"{flag_name(name)} {values[name]}"
+        for name, f in flags_of(Constraints).items()
+        if values.get(name, f.default) != f.default)
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     """Return a line a plan for people, with what differs from the first; where the first one's
     seconds and bytes go."""
     lines = []
-    known = None
     for plan in plans:
         found = figures(plan, hardware)
-        mfu = [found[key] or math.nan for key in ("mfu_causal", "mfu_full")]
         lines.append(
-            f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), MFU "
-            f"{mfu[0]:.1%} causal, {mfu[1]:.1%} full, {found['gpu_gib']:.1f} GiB a GPU, "
-            f"{found['host_gib']:.1f} of a node's host memory: {in_words(plan, known)}")
-        known = plans[0]
+            f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), "
+            f"MFU {found['mfu_causal'] or math.nan:.1%} causal, "
+            f"{found['mfu_full'] or math.nan:.1%} full, {found['tokens_a_day']:,.0f} tokens a day, "
+            f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} of a node's host memory: "
+            f"{in_words(plan, lines and plans[0])}")
     seconds = [
         f"{name} {value:.3g}"
         for name, value in plans[0].seconds.items()
@@ -996,7 +955,7 @@ def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
     return text
 
 
-def reasons(search: Search, best: Plan) -> list[str]:
+def reasons(search, best):
     """Return a line a choice: its rule, and the best other value."""
     lines = []
     for name, text in choices(best).items():
@@ -1009,31 +968,28 @@ def reasons(search: Search, best: Plan) -> list[str]:
     return lines
 
 
-def binding(search: Search, best: Plan) -> str:
+def binding(search, best):
     """Return what holds the best plan back: what would shorten its step most, if there were a
     thousand times as much of it, and layers kept what then fits."""
     hardware, plenty = search.hardware, 1000.0
     rates = {"FLOP/s": "flops", "copies to the host": "host", "the network": "network",
              "memory bandwidth": "memory"}
-    changes = {
-        name: {"profile": scaled(hardware.profile, "", **{rate: plenty})}
+    there = {
+        name: replace(hardware, profile=scaled(hardware.profile, "", **{rate: plenty}))
         for name, rate in rates.items()}
-    changes["GPU memory"] = {"gpu_budget": plenty * hardware.gpu_budget}
-    changes["host memory"] = {"host_budget": plenty * hardware.host_budget}
-    gains = []
-    for name, change in changes.items():
-        there = Search(search.constraints, best.model, replace(hardware, **change)).fit(best)
-        gains.append((1 - there.token_s / best.token_s, name))
+    there["GPU memory"] = replace(hardware, gpu_budget=plenty * hardware.gpu_budget)
+    there["host memory"] = replace(hardware, host_budget=plenty * hardware.host_budget)
+    gains = sorted((
+        (1 - Search(search.constraints, best.model, more).fit(best).token_s / best.token_s, name)
+        for name, more in there.items()), reverse=True)
     return "a step would take less without a limit to " + ", ".join(
-        f"{name} ({gain:.1%})" for gain, name in sorted(gains, reverse=True) if gain > TIE
-    )
+        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE)
 
 
-def describe(search: Search, plans: list[Plan]) -> str:
+def describe(search, plans):
     """Return what a command prints: the question, the plan, why, and what follows."""
     hardware, best = search.hardware, plans[0]
     profile = hardware.profile
-    found = figures(best, hardware)
     lines = [
         f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
         f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
@@ -1045,10 +1001,9 @@ def describe(search: Search, plans: list[Plan]) -> str:
         "",
         *reasons(search, best),
         "",
-        found["command"],
+        command(best),
         "",
         describe_plans(plans, hardware),
-        f"{found['tokens_a_day']:,.0f} tokens a day",
         f"what binds: {binding(search, best)}",
     ]
     est = Estimator(profile)
@@ -1077,14 +1032,13 @@ class Question(Constraints):
         "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
         "the best order of nodes")
 
-    def search(self) -> Search:
+    def search(self):
         """Return the search for the plans of the machine that is asked for. Raises ValueError."""
         # of a GPU by its name, nodes of 8
         named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
         per_node = 8 if named else load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
-        whole = ranks if ranks < per_node else math.gcd(per_node, ranks)
-        per_node = min(ranks, self.per_node or whole)
+        per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = (self.host_memory or profile.host_bytes * 7 // 8) / per_node
@@ -1095,14 +1049,14 @@ class Question(Constraints):
 LARGEST_GPU = 192  # GiB
 
 
-def changes_that_fit(asked: Question, hardware: Hardware) -> list[str]:
+def changes_that_fit(asked, hardware):
     """Return flags with which there is a plan, the smallest change first: fewer tokens, more memory
     of the host or of a GPU, more GPUs."""
     seq, ranks = asked.seq, hardware.ranks
     gpu = round(hardware.gpu_budget / GPU_SHARE / GIB)
     node = int(hardware.host_budget * hardware.per_node / GIB)
     unit = math.lcm(256, ranks)
-    found = []
+    found = {}
     for name, now, values, letter in (  # values from the smallest change on
         ("seq", seq, range((seq - 1) // unit * unit, 0, -unit), ""),
         ("host_memory", node, range(node, 16 * node), "G"),
@@ -1110,13 +1064,12 @@ def changes_that_fit(asked: Question, hardware: Hardware) -> list[str]:
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)], ""),
     ):
         def fits(value):
-            changed = replace(asked, **{name: size(f"{value}{letter}")})
-            return changed.search().fits()
+            return replace(asked, **{name: size(f"{value}{letter}")}).search().fits()
 
         for value in values[bisect.bisect_left(values, True, key=fits):][:1]:
             text = f"{flag_name(name)} {value}{letter} instead of {now}{letter}"
-            found.append((abs(math.log(value / now)), text))
-    return [text for _, text in sorted(found)]
+            found[text] = abs(math.log(value / now))
+    return sorted(found, key=found.get)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -574,7 +574,6 @@ def plan_of(case: dict) -> costs.Plan:
         os_layout=is_.layout,
         os_place=is_.place,
         optimizer=is_.optimizer,
-        accumulates=is_.micro > 1,
         activations=activations_of(is_.keep, -(-model.layers // (is_.pp * is_.parts)), is_.chunks),
         tp=is_.tp,
         tp_mode=is_.mode,
@@ -1420,8 +1419,8 @@ def test_factors():
     ):
         with raises(ValueError, match=rf"{rule}.*nearest: --p \d --g \d --os \d$"):
             shard.check_factors(shard.Factors(*f), 8, 8)
-    for several, gradients in ((False, 0.5), (True, 1)):
-        plan = replace(STEP, factors=shard.Factors(2, 4, 8), accumulates=several)
+    for batch, gradients in ((8, 0.5), (16, 1)):
+        plan = replace(STEP, factors=shard.Factors(2, 4, 8), batch=batch)
         need = [1 * plan.params, gradients * plan.params, 1.5 * plan.params]
         assert [*costs.state_bytes(plan).values()] == need
 
@@ -2181,7 +2180,6 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
 def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
     """Return a plan whose layers run in chunks, one sequence over all ranks, if `sp` is not chosen;
     kept: layers, chunks, and so on, of offload.ActivationPlan; none: they run whole."""
-    micro_batches = choices.get("batch", 1)
     return costs.Plan(
         model,
         torch.bfloat16,
@@ -2191,7 +2189,6 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
         choices.pop("sp", ranks),
         recompute="auto" if kept else "none",
         factors=shard.Factors(*factors),
-        accumulates=micro_batches > 1,
         activations=offload.ActivationPlan(*kept) if kept else None,
         **choices,
     )
@@ -3521,8 +3518,8 @@ REFUSED = [
     ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
     ("train.py --head-groups 4", "a rank has 6 query heads at .*; legal .* 3, --head-groups 6$"),
     ("train.py --resident-layers 5", "--resident-layers 5: a stage runs 4 layers; at most 4"),
-    ("train.py --resident-layers 4 --alpha 0.5", "--resident-layers 4 --alpha 0.5 of 4 layers"),
-    ("train.py --chunk 8 --alpha 1 --host-memory 0", "--alpha 1.0 .* fit .* 0.0 of the host"),
+    ("train.py --resident-layers 4 --alpha 0.5", "asked for.*--alpha 0.5 --resident-layers 4"),
+    ("train.py --chunk 8 --alpha 1 --host-memory 0", "rank of 0.0.*asked for.* --alpha 1"),
     (
         "train.py --os-place host --host-memory 1M",
         "0.0 GiB of host memory a rank of 0.0, with .*os on the host",
@@ -4142,13 +4139,13 @@ def test_step_seconds_are_counted_by_hand():
         ({"inside": 1e9}, alone, 2 * params / 1e9),  # an all-reduce in bf16
         (
             {"inside": 1e9},
-            {"batch": 24, "accumulates": True, **alone},
+            {"batch": 24, **alone},
             2 * (layers * layer + head) + 2 * params / 1e9,
         ),
         # all-to-alls of q, k, v, o, then of q, k, v, o, do, dq, dk, dv, in bf16
         (
             {"inside": 1e9},
-            {"sp": 8, "accumulates": True, **alone},
+            {"sp": 8, **alone},
             (layers * 12 * c * 2 * n + 2 * params) / 1e9,
         ),
     ]
@@ -4168,7 +4165,6 @@ def test_communication_is_hidden_but_not_free(factors, layout, micro_batches):
         "factors": shard.Factors(*factors),
         "os_layout": layout,
         "batch": 8 * micro_batches,
-        "accumulates": micro_batches > 1,
     }
     slow_network = round_machine(inside=3e9)
     computed = seconds(round_machine(), **plan)
@@ -4245,7 +4241,6 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         chunk=32,
         factors=f,
         os_layout=layout,
-        accumulates=several > 1,
     )
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     *_, step = built(planned_run(plan))
@@ -4513,7 +4508,7 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 4 --tp 4 --seq 18", "--seq 18 be a multiple of sp x tp = 1 x 4"),
         ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
         ("--ranks 8 --pp 8 --resident-layers 4", "--resident-layers 4: a stage runs 3 layers"),
-        ("--ranks 2 --sp 1 --batch 5", "--batch 5: not divisible by 2 data-.*; nearest: 4 or 6"),
+        ("--ranks 2 --sp 1 --batch 5", "--batch 5 .*: not divisible by 2 data-.*; nearest: 4 or 6"),
         ("--top 0", "--top 0: from 1"),
         ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
         ("--seq x", "a whole number"),

@@ -332,8 +332,8 @@ def check_folders(cfg, model, source):
 
 
 def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype,
-                 most: int | None = None, resumes: bool = False,
-                 gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
+                 most: int | None = None, gpu: float | None = None
+                 ) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open, by predicted time, and what they are for:
     the ranks, the profile of their devices, and the memory that the smallest of them has. most:
     training sequences that the data have; gpu: bytes of a GPU to plan with, if not its own. Raises
@@ -347,7 +347,7 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: t
     there = Hardware(world, per_node, profiles[0], min(gpus), min(hosts))  # of all, one plan
     usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
     cfg = replace(cfg, dtype=next(name for name in DTYPES if DTYPES[name] == dtype),
-                  default_batch=min(usual, most or usual), most_sequences=most, resumes=resumes)
+                  default_batch=min(usual, most or usual), most_sequences=most)
     return on_all_ranks(planner.plan, cfg, model, there), there
 
 
@@ -907,7 +907,7 @@ def run_ranks(given, local_rank):
     kernel = on_all_ranks(pick_kernel, cfg.attention, device, dtype, cfg.document_token >= 0)
     check_same({"the data": data, "the model": model, "--attention": kernel,
                 "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
-    plans, there = choose_plans(cfg, model, device, dtype, training.count, resumed is not None)
+    plans, there = choose_plans(cfg, model, device, dtype, training.count)
     cfg = replace(cfg, batch=plans[0].batch)
     # what losses depend on: flags, the data, and the threads, which sums on a CPU follow
     config = asdict(cfg) | {"the data": data, "threads": torch.get_num_threads(),

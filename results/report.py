@@ -238,7 +238,7 @@ def plan_of(r: dict) -> Plan:
         n = model.layers
         all_again = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
         plan = replace(plan, activations=all_again)
-    return replace(plan, accumulates=plan.micro_batches > 1)
+    return plan
 
 
 def predicted_rows() -> list[dict]:
