@@ -49,7 +49,7 @@ import train
 from attention import Attention, pick_kernel
 from hardware import PROFILES, Machine, Profile, peak_flops, profile_text
 from memplan import StepMemory, write_plan
-from model import MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token, param_count
+from model import MODELS, LLaMA, ModelConfig, flops_per_token, param_count
 from offload import GIB
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks)
@@ -126,10 +126,10 @@ def filled(bench: Bench, flags: str) -> str:
 def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     """Return train.py's best plans for these flags on all ranks; gpu: bytes of a GPU to plan with,
     if not its own. Raises ConfigError. A collective."""
-    cfg = replace(cfg, document_token=-1)
+    cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, _ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
-    plans, there = train.choose_plans(cfg, model, bench.device, bench.dtype, gpu=gpu)
+    plans, there = train.choose_plans(cfg, model, bench.device, gpu)
     kind = bench.device, bench.dtype, kernel
     return [Run(cfg, bench.rank, bench.world, *kind, model, plan, there) for plan in plans]
 
@@ -142,14 +142,11 @@ def groups_of(tp: int, pp: int) -> Groups:
 
 
 def random_batch(run: Run) -> train.Batch:
-    """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of data,
-    and the scale of the loss."""
-    _, data_rank, _, _ = run.coordinates
-    shape = (run.plan.batch // run.plan.dp, run.plan.seq + 1)
-    windows = np.random.default_rng(data_rank).integers(run.model.vocab, size=shape)
-    scale = torch.full((), 1 / (run.plan.batch * run.plan.seq), device=run.device,
-                       dtype=accumulation_dtype(run.dtype))
-    return replace(train.local_batch(list(windows), run), scale=scale)
+    """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of
+    data."""
+    random = np.random.default_rng(run.coordinates[1])
+    return train.load_batch(
+        run, 0, lambda i: random.integers(run.model.vocab, size=run.plan.seq + 1))
 
 
 def make_step(bench: Bench, cfg: Config, run: Run | None = None) -> Step:
@@ -161,7 +158,8 @@ def make_step(bench: Bench, cfg: Config, run: Run | None = None) -> Step:
     model, states = train.build(run, train.make_attention(run, groups), groups)
     train.load_random_weights(run, states)
     batch = random_batch(run)
-    train.warm_up(model, batch)
+    if run.plan.pp > 1:
+        model.warm_up(next(batch.micro_batches()))
     memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
     return Step(run, model, states, batch, memory)
 
@@ -428,7 +426,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         row |= rates(bench, run, seconds) | {"bound_ratio": kernels / seconds}
     row["oom"] = math.isinf(seconds)
     if bench.gpu:
-        row |= {"gpu_gib": train.gpu_peak_gib(device),
+        row |= {"gpu_gib": train.gpu_peak_gib(),
                 "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
     bench.add(row)
     del step

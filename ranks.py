@@ -17,6 +17,7 @@ nodes whose torchruns share a store, in which they count differently (README's e
 """
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -61,12 +62,6 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def place_of(rank: int, world: int, tp: int, pp: int) -> tuple:
-    """Return a rank's stage, its number among those of its stage and column, and its column."""
-    stage, in_stage = divmod(rank, world // pp)
-    return stage, *divmod(in_stage, tp)
-
-
 class Groups:
     """Process groups by name and ranks, made once. Groups of another name have communicators of
     their own, so that what two streams launch does not wait for each other.
@@ -80,17 +75,17 @@ class Groups:
                            column        0  1  0  1     0  1  0  1
                            rank          0  0  1  1     0  0  1  1
 
-    timeout: of their collectives.
+    timeout: of their collectives, in seconds.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=10), tp: int = 1, pp: int = 1):
+    def __init__(self, timeout: float = 600.0, tp: int = 1, pp: int = 1):
         world = dist.get_world_size()
-        self.made = {}  # groups by (name, *global ranks)
-        self.timeout = timeout
+        self.made = {}  # this rank's, by name and all groups of it
+        self.timeout = timedelta(seconds=timeout)
         self.tp = tp
         self.pp = pp
         self.ranks = world // (tp * pp)  # R
-        self.places = [place_of(rank, world, tp, pp) for rank in range(world)]
+        self.places = [*itertools.product(range(pp), range(self.ranks), range(tp))]  # by rank
         self.stage, self.rank, self.column = self.places[dist.get_rank()]
         if torch.cuda.is_initialized():  # as below
             dist.all_reduce(torch.zeros(1, device="cuda"))
@@ -106,15 +101,15 @@ class Groups:
         members = {}
         for rank, place in enumerate(self.places):
             members.setdefault(key(*place), []).append(rank)
-        mine = members[key(self.stage, self.rank, self.column)]
-        for ranks in members.values():
-            if len(ranks) > 1 and (name, *ranks) not in self.made:
-                self.made[name, *ranks] = dist.new_group(ranks, timeout=self.timeout)
-        group = self.made.get((name, *mine))
+        several = [ranks for ranks in members.values() if len(ranks) > 1]
+        made = name, str(several)
+        if several and made not in self.made:
+            self.made[made], _ = dist.new_subgroups_by_enumeration(several, self.timeout)
+        group = self.made.get(made)
         if group and torch.cuda.is_initialized():
             # NCCL takes its memory now, not amid a step that leaves it none
             one = torch.zeros(1, device="cuda")
-            all_gather(one.new_empty(len(mine)), one, group=group)
+            all_gather(one.new_empty(group.size()), one, group=group)
             dist.all_reduce(one, group=group)
         return group
 

@@ -11,15 +11,14 @@ what layers keep) is chosen by planner.py, from counted bytes and predicted time
 Stopped by SIGTERM or SIGINT, a run finishes its step and saves (checkpoint.py); killed, it
 continues from OUT's newest step with `--resume` as if nothing had happened.
 
-    run_ranks    settles flags, device, model, data and plan, in straight code
-    build        makes a rank's part of the model, and its states
-    train        is the loop; run_step is a step, and its docstring says what runs beside what
+    settle     flags, device, model, data and plan, in straight code
+    prepare    build makes a rank's part of the model and its states; first weights
+    train      is the loop; run_step is a step, and its docstring says what runs beside what
 
 Legend: pp * dp * sp * tp ranks, R = dp * sp of them of one stage and column; M micro-batches a step
 and rank, B sequences a micro-batch, T tokens a sequence, T/sp on a rank.
 """
 import contextlib
-import functools
 import gc
 import itertools
 import json
@@ -28,14 +27,12 @@ import os
 import re
 import resource
 import signal
-import statistics
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -48,21 +45,20 @@ from torch import Tensor
 import checkpoint
 import costs
 import hardware
-import model as llama
 import parallel
 import planner
 from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
                        pick_kernel, sequence_positions)
 from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
 from memplan import StepMemory, live_arena, mark
-from model import (IGNORE, MODELS, LLaMA, ModelConfig, accumulation_dtype, flops_per_token,
-                   initial_weight, param_count, whole_layers)
+from model import (IGNORE, MODELS, ROPE_KEYS, LLaMA, ModelConfig, accumulation_dtype,
+                   flops_per_token, initial_weight, param_count, rope_kind, whole_layers)
 from offload import GIB, ChunkedLayers
 from parallel import Pipeline
 from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
                      make_parser)
 from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
-                   on_all_ranks, on_rank_0, patient_group, place_of, print0, start_ranks)
+                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
 from shard import OPTIMIZERS, States
 
 EVAL_SEQUENCES = 64  # most of a validation
@@ -148,12 +144,9 @@ def parse(argv: list[str] | None = None) -> dict:
     return vars(make_parser(Config, __doc__.split("\n")[0]).parse_args(argv))
 
 
-def resumed_flags(given, resumed):
-    """Return the flags of the checkpoint to resume, updated by those that are given: the same
-    tokens a step, if --seq is given and --batch is not. Raises ValueError."""
-    if resumed is None:
-        return Config(**given)
-    old = resumed.meta["config"]
+def resumed_flags(given, old):
+    """Return the flags of the run to resume, updated by those that are given: the same tokens a
+    step, if --seq is given and --batch is not. Raises ValueError."""
     known = flags_of(Config).keys() & old.keys() - {*OF_A_COMMAND}
     flags = {name: old[name] for name in known} | given
     flags["seq"] = flags["seq"] or old["seq"]
@@ -194,14 +187,15 @@ class Run:
     start: int = 0  # the step, and ...
     samples: int = 0  # ... the sequences seen, that it goes on from
     record: dict | None = None  # what a checkpoint says of it
+    resumed: checkpoint.Checkpoint | None = None  # that it goes on from, or ...
+    read: Callable | None = None  # ... of an import: name -> tensor
 
     @property
-    def coordinates(self) -> tuple[int, int, int, int]:
+    def coordinates(self) -> tuple:
         """Return this rank's stage, its number among data-parallel ranks, among those of a
         sequence, and its column."""
         plan = self.plan
-        stage, rank, column = place_of(self.rank, self.world, plan.tp, plan.pp)
-        return stage, *divmod(rank, plan.sp), column
+        return [*np.ndindex(plan.pp, plan.dp, plan.sp, plan.tp)][self.rank]
 
 
 def choose_device(cfg, local_rank):
@@ -222,7 +216,7 @@ def with_rope(text, model):
     ValueError."""
     if not text:
         return model
-    found = re.fullmatch(rf"(theta|{'|'.join(llama.ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
+    found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
     if not found:
         raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
                          "theta:BASE, from 1")
@@ -230,13 +224,13 @@ def with_rope(text, model):
     if kind == "theta":
         return replace(model, rope_theta=factor)
     old = model.rope_scaling
-    has = llama.rope_kind(old)
+    has = rope_kind(old)
     if old and has != kind:
         raise ValueError(f"--rope-scaling {text}: its rotary embedding has {has} scaling already; "
                          f"extend it with {has}:FACTOR")
     fresh = {"factor": 1.0, "original_max_position_embeddings": model.max_positions,
              "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
-    scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in llama.ROPE_KEYS[kind]})
+    scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in ROPE_KEYS[kind]})
     scaling["factor"] *= factor
     scaling.pop("attention_factor", None)  # a fixed one was the old factor's
     return replace(model, rope_scaling=scaling,
@@ -250,16 +244,13 @@ def choose_model(cfg: Config, device: torch.device,
     of another model: only a --rope-scaling, the first or of the same kind, may be new."""
     name = cfg.model
     source = resumed.meta["source"] if resumed else {}
-    if source:
-        model = checkpoint.hf_model_of(source)
-    elif cfg.import_folder and not resumed:
-        model, source = checkpoint.hf_config(cfg.import_folder)
+    if cfg.import_folder and not resumed:
+        _, source = checkpoint.hf_config(cfg.import_folder)
         if name != "auto":
             raise ValueError(f"--model {name}: with --init hf:DIR the model is DIR's; drop it")
-    elif name == "auto":
+    elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
-    if name != "auto":
-        model = MODELS[name]
+    model = checkpoint.hf_model_of(source) if name == "auto" else MODELS[name]
     rates = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(cfg, model=name, seq=cfg.seq or (256 if name == "tiny" else 4096),
                   lr=rates.get(name, 3e-4) if cfg.lr is None else cfg.lr)
@@ -270,11 +261,11 @@ def choose_model(cfg: Config, device: torch.device,
     model = with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
-        may_differ = {"": set(), "theta": {"rope_theta"}}.get(kind, {"rope_scaling"})
+        may_differ = {"": (), "theta": ["rope_theta"]}.get(kind, ["rope_scaling"])
         checkpoint.check_same_model(resumed, model, {"max_positions", *may_differ})
         reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
     # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
-    elif source and kind != "theta" or llama.rope_kind(model.rope_scaling) == "yarn":
+    elif source and kind != "theta" or rope_kind(model.rope_scaling) == "yarn":
         reach = 0
     else:
         reach = cfg.seq
@@ -302,10 +293,10 @@ def open_data(cfg, model):
                           "off, or --document-token -1")
 
     def read():
-        corpus, val = open_corpus(path)
-        corpora = [corpus, val] if val else [corpus]
-        check_tokens(corpora, model.vocab, dist.get_rank(), dist.get_world_size())
-        return *split(corpus, val, cfg.seq, cfg.seed), fingerprint(corpora)
+        corpora = open_corpus(path)
+        there = [*filter(None, corpora)]
+        check_tokens(there, model.vocab, dist.get_rank(), dist.get_world_size())
+        return *split(*corpora, cfg.seq, cfg.seed), fingerprint(there)
 
     return cfg, *on_all_ranks(read)
 
@@ -313,7 +304,7 @@ def open_data(cfg, model):
 def try_folder(folder: str, advice: str = "") -> None:
     """Raise ValueError, with advice, if files cannot be written there."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
         raise ValueError(f"{folder} cannot be written: {e}{advice}") from e
@@ -331,23 +322,20 @@ def check_folders(cfg, model, source):
         checkpoint.export_config(model, source, torch.float32)
 
 
-def choose_plans(cfg: Config, model: ModelConfig, device: torch.device, dtype: torch.dtype,
-                 most: int | None = None, gpu: float | None = None
-                 ) -> tuple[list[costs.Plan], Hardware]:
-    """Return the best plans for what flags leave open, by predicted time, and what they are for:
-    the ranks, the profile of their devices, and the memory that the smallest of them has. most:
-    training sequences that the data have; gpu: bytes of a GPU to plan with, if not its own. Raises
-    ConfigError. A collective of all ranks: all come to the same plans."""
+def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
+                 gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
+    """Return the best plans for what flags leave open but dtype, by predicted time, and what they
+    are for: the ranks, the profile of their devices, and the memory that the smallest of them has.
+    gpu: bytes of a GPU to plan with, if not its own. Raises ConfigError. A collective of all ranks:
+    all come to the same plans."""
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    own = on_all_ranks(lambda: (hardware.known_profile(device_name(device), per_node),
-                                gpu or planner.gpu_budget(device, cfg.gpu_memory),
-                                planner.host_budget(per_node, cfg.host_memory)))
-    profiles, gpus, hosts = zip(*of_all_ranks(own))
-    there = Hardware(world, per_node, profiles[0], min(gpus), min(hosts))  # of all, one plan
-    usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
-    cfg = replace(cfg, dtype=next(name for name in DTYPES if DTYPES[name] == dtype),
-                  default_batch=min(usual, most or usual), most_sequences=most)
+    profile = on_rank_0(hardware.known_profile, device_name(device), per_node)
+    gpus = of_all_ranks(gpu or planner.gpu_budget(device, cfg.gpu_memory))
+    hosts = of_all_ranks(on_all_ranks(planner.host_budget, per_node, cfg.host_memory))
+    there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
+    usual = (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq
+    cfg = replace(cfg, default_batch=max(1, usual))
     return on_all_ranks(planner.plan, cfg, model, there), there
 
 
@@ -358,9 +346,9 @@ def device_name(device: torch.device) -> str:
 def cap_gpu(run: Run) -> None:
     """Hold PyTorch's allocator to --gpu-memory, less what ranks map from each other beside it."""
     if run.cfg.gpu_memory and run.device.type == "cuda":
-        total = torch.cuda.get_device_properties(run.device).total_memory
+        _, total = torch.cuda.mem_get_info()
         share = (run.cfg.gpu_memory - costs.sent_bytes(run.plan)) / total
-        torch.cuda.set_per_process_memory_fraction(min(1.0, share), run.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def introduce(run, plans):
@@ -372,10 +360,9 @@ def introduce(run, plans):
     print0(f"model: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token causal, "
            f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
            f"{run.kernel}")
-    reached = run.model.max_positions
-    if cfg.seq > reached:
-        print0(f"--seq {cfg.seq:,} is past the {reached:,} tokens that the rotary embedding reaches"
-               "; a larger factor of --rope-scaling extends it")
+    if cfg.seq > run.model.max_positions:
+        print0(f"--seq {cfg.seq:,} is past the {run.model.max_positions:,} tokens that the rotary "
+               "embedding reaches; a larger factor of --rope-scaling extends it")
     if run.model.tied:
         print0("the head of the import is its embedding: here they are trained as two matrices, "
                "and exported as two unless they are still equal")
@@ -417,17 +404,14 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(run.model, op)
-    columns = parallel.Columns(plan.tp_mode, groups)
-    on_all_ranks(parallel.split_columns, model, columns)
+    on_all_ranks(parallel.split_columns, model, parallel.Columns(plan.tp_mode, groups))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    runners = len(parts) * [whole_layers]  # of each part of the model on this stage
-    if kept:
-        shape = (plan.micro_batch, plan.seq // plan.sp)
-        runners = on_all_ranks(lambda: [
-            ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
-                          parallel.in_flight(order, v), part).start
-            for v, part in enumerate(parts)])
+    shape = (plan.micro_batch, plan.seq // plan.sp)
+    runners = on_all_ranks(lambda: [  # of each part of the model on this stage
+        ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
+                      parallel.in_flight(order, v), part).start if kept else whole_layers
+        for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
     overlaps = run.cfg.overlaps
     states = States(
@@ -441,25 +425,19 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     return model, states
 
 
-def warm_up(model: LLaMA | Pipeline, batch: "Batch") -> None:
-    """Prepare what must be ready before stages wait for each other. Before a step."""
-    if isinstance(model, Pipeline):
-        model.warm_up(next(batch.micro_batches()))
-
-
 @dataclass(frozen=True)
 class Batch:
     """A rank's share of a step, by micro-batches; positions and documents of one serve all."""
 
-    tokens: Tensor  # (M, B, n): T/sp, or a column's own of them (own_tokens)
+    tokens: Tensor  # (M, B, n): of T/sp what this rank's column has (own_tokens)
     labels: Tensor  # likewise
-    positions: Iterable[Tensor]  # (T/sp,), or (B, T/sp) of documents
-    documents: Iterable[Documents | None]
-    scale: Tensor | None = None  # 1 / valid labels of all ranks
-    seen: float | Tensor = 0.0  # 2 keys - 1, the mean of this rank's tokens; then of all
+    positions: Tensor  # (1, T/sp), or (M, B, T/sp) of documents
+    documents: list[Documents | None]  # likewise
+    scale: Tensor  # 1 / valid labels of all ranks
+    seen: Tensor | None = None  # 2 keys - 1, the mean of all ranks' tokens
     unread: str = ""  # why this rank could not read its part, which is blank then
 
-    def micro_batches(self) -> Iterator[tuple]:
+    def micro_batches(self) -> Iterable[tuple]:
         """Return tokens, labels, scale, positions and documents of each, as a model takes them."""
         return zip(self.tokens, self.labels, itertools.repeat(self.scale),
                    itertools.cycle(self.positions), itertools.cycle(self.documents))
@@ -497,7 +475,7 @@ def run_planned(memory, *step):
     if memory is None:
         return run_step(*step)
     plans = memory.plans
-    result = memory.run(functools.partial(run_step, *step))
+    result = memory.run(lambda: run_step(*step))
     if memory.plans > plans:
         print0(f"memory plan of a step: {memory.plan}")
     return result
@@ -506,91 +484,80 @@ def run_planned(memory, *step):
 # ---------------------------------------------------------------------------- data of a step
 
 
-def own_tokens(run):
-    """Return which of a rank's T/sp tokens its column has between layers' products."""
-    plan = run.plan
+def own_tokens(run, x):
+    """Return what this rank's column has of x (..., T/sp) between layers' products."""
+    columns = run.plan.tp if run.plan.splits_tokens else 1
     *_, column = run.coordinates
-    columns = plan.tp if plan.splits_tokens else 1
-    count = plan.seq // plan.sp // columns
-    first = column % columns * count
-    return slice(first, first + count)
+    return x.chunk(columns, -1)[column % columns]
 
 
-def to_device(array, run):
-    """Return an array on the device; the host does not wait for the copy."""
-    tensor = torch.from_numpy(array)
+def to_device(tensor, run):
+    """Return a tensor on the device; the host does not wait for the copy."""
     if run.device.type == "cuda":
         tensor = tensor.pin_memory().to(run.device, non_blocking=True)
     return tensor
 
 
-def local_batch(windows: list[np.ndarray], run: Run) -> Batch:
-    """Return this rank's part of windows (T + 1,), and of documents in them where they lie. Labels
-    count on the last stage."""
+def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 0) -> Batch:
+    """Return this rank's share of `count` sequences (0: a step's) from number `first` on, which
+    alone decides what they are: read(i) gives the tokens (T + 1,) of one, or -1 for none; without
+    it, of a training sample. Labels count on the last stage. A collective of all ranks."""
     plan = run.plan
-    stage, _, rank, _ = run.coordinates
-    here = sequence_positions(plan.seq, plan.sp, plan.ring, rank).numpy()  # (T/sp,)
-    whole = np.stack(windows)  # (M * B, T + 1)
-    tokens, labels = whole[:, here], whole[:, here + 1]
-    end = run.cfg.document_token
-    labels[(labels == run.ignored_id) | (tokens == end) | (stage < plan.pp - 1)] = IGNORE
-    shape = (-1, plan.micro_batch, len(here))
-    both = to_device(np.stack([tokens, labels]), run).view(2, *shape)
-    tokens, labels = both[..., own_tokens(run)].contiguous()
-    positions, documents = here[None], [None]
-    if end >= 0:
-        first = np.roll(whole[:, :-1] == end, 1, 1)  # of a document
-        first[:, 0] = True
-        at = np.arange(plan.seq)
-        positions = (at - np.maximum.accumulate(first * at, 1)).take(here, 1).reshape(shape)
-        documents = []
-        for row in first.reshape(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
-            bounds = np.append(np.flatnonzero(row), len(row))
-            offsets = to_device(bounds.astype(np.int32), run)
-            documents.append(Documents(tuple(bounds.tolist()), offsets))
-    seen = 1 + 2 * positions.mean()
-    return Batch(tokens, labels, to_device(positions, run), documents, seen=seen)
-
-
-def load_batch(run: Run, samples: int) -> Batch:
-    """Return this rank's share of the next batch. samples: sequences that the run has seen, which
-    alone decides what comes next. A collective of all ranks."""
-    each = run.plan.batch // run.plan.dp
-    _, data_rank, _, _ = run.coordinates
-    first = samples + data_rank * each
+    stage, data_rank, rank, _ = run.coordinates
+    each = (count or plan.batch) // plan.dp
+    windows = torch.full((each, plan.seq + 1), -1)  # no token and no label, where none is read
     unread = ""
     try:
-        windows = [run.train.sample(i) for i in range(first, first + each)]
-    except OSError as e:  # a file has gone, or is shorter than it was: until all ranks know, blank
+        for i, window in enumerate(windows, first + data_rank * each):
+            window[:] = torch.as_tensor((read or run.train.sample)(i))
+    except OSError as e:  # a file has gone, or is shorter than it was: all ranks will know
         unread = str(e)
-        windows = each * [np.zeros(run.plan.seq + 1, np.int64)]
-    batch = local_batch(windows, run)
-    sums = torch.full((2,), batch.seen / run.world, device=run.device, dtype=torch.float64)
-    sums[0] = (batch.labels != IGNORE).sum()
+    here = sequence_positions(plan.seq, plan.sp, plan.ring, rank)
+    own = own_tokens(run, here)
+    tokens, labels = windows[:, own], windows[:, own + 1]
+    end = run.cfg.document_token
+    no_label = (labels < 0) | (labels == run.ignored_id) | (tokens == end)
+    labels[no_label | (stage < plan.pp - 1)] = IGNORE
+    positions, documents = here[None], [None]
+    if end >= 0:
+        begins = (windows[:, :-1] == end).roll(1, 1)  # a document
+        begins[:, 0] = True
+        at = torch.arange(plan.seq)
+        begin = (begins * at).cummax(1).values
+        positions = (at - begin)[:, here].view(-1, plan.micro_batch, len(here))
+        documents = []
+        for row in begins.view(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
+            bounds = *row.nonzero().flatten().tolist(), len(row)
+            offsets = torch.tensor(bounds, dtype=torch.int32)
+            documents.append(Documents(bounds, to_device(offsets, run)))
+    seen = (1 + 2 * positions.double().mean()) / run.world
+    sums = to_device(torch.stack([(labels != IGNORE).sum(), seen]), run)
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
-    return replace(batch, scale=scale, seen=sums[1], unread=unread)
+    both = torch.stack([tokens.clip(0), labels]).view(2, -1, plan.micro_batch, len(own))
+    return Batch(*to_device(both, run), to_device(positions, run), documents, scale, sums[1],
+                 unread)
 
 
 @torch.no_grad()
 def evaluate(run, model):
     """Return what a row of the log says of a validation: the mean loss over the first sequences,
     None if all their labels are ignored; and that of positions from 0, 1, 2, 4, 8 ... on, in their
-    document, as [first position, loss]. A rank without a sequence runs one again, whose labels are
-    IGNORE. Raises ConfigError if a rank cannot read its data. A collective of all ranks."""
-    size = run.plan.micro_batch
-    _, data_rank, _, _ = run.coordinates
+    document, as [first position, loss]. A rank without a sequence runs a blank one. Raises
+    ConfigError if a rank cannot read its data. A collective of all ranks."""
+    plan = run.plan
     count = min(run.val.count, EVAL_SEQUENCES)
+    at_once = plan.dp * plan.micro_batch
     # loss and labels of positions 0, 1, 2 and 3, 4 to 7, ...
-    total = torch.zeros(run.plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
-    for first in range(0, count, run.plan.dp * size):
-        mine = range(first + data_rank * size, first + (data_rank + 1) * size)
-        windows = on_all_ranks(lambda: [run.val.window(min(i, count - 1)) for i in mine])
-        (tokens, labels, _, *where), = local_batch(windows, run).micro_batches()
-        labels[max(0, count - mine.start) :] = IGNORE
+    total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
+    for first in range(0, count, at_once):
+        batch = load_batch(run, first, lambda i: run.val.window(i) if i < count else -1, at_once)
+        if error := error_of_any(batch.unread):
+            raise ConfigError(error)
+        (tokens, labels, _, *where), = batch.micro_batches()
         losses = model(tokens, labels, None, *where, each=True)
-        both = torch.stack([losses.double(), (labels != IGNORE).double()], -1)  # (B, n, 2)
-        positions = where[0][..., own_tokens(run)].expand_as(labels)
+        both = torch.stack([losses, labels != IGNORE], -1).double()  # (B, n, 2)
+        positions = own_tokens(run, where[0]).expand_as(labels)
         bits = torch.frexp(positions.double()).exponent  # to write a position
         total.index_add_(0, bits.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
@@ -605,30 +572,6 @@ def evaluate(run, model):
 def load_random_weights(run: Run, states: States) -> None:
     states.load(lambda name: initial_weight(run.model, name, states.shapes[name], run.cfg.seed,
                                             run.device))
-
-
-def load_weights(run, states, resumed, read):
-    """Load the checkpoint to resume, else the import that `read` reads, else random weights. A
-    collective of all ranks."""
-    if resumed:
-        checkpoint.load_checkpoint(states, resumed)
-        then = resumed.meta["config"]
-        changed = [f"{name} {then.get(name)} -> {now}"
-                   for name, now in run.record["config"].items()
-                   if name not in OF_A_COMMAND and then.get(name) != now]
-        print0(f"resumed {resumed.folder} at step {run.start}; changed:",
-               ", ".join(changed) or "nothing")
-    elif read:
-        states.load(read)  # one tensor at a time
-    else:
-        load_random_weights(run, states)
-
-
-def make_saver(run, states):
-    """Return what saves this run's checkpoints. Raises ConfigError. A collective of all ranks."""
-    cfg, group = run.cfg, patient_group()
-    room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
-    return on_all_ranks(checkpoint.Saver, Path(cfg.out), cfg.keep, states, group, room)
 
 
 def export(run, states, group):
@@ -691,11 +634,10 @@ def listen():
     return signals
 
 
-def gpu_peak_gib(device: torch.device) -> float:
+def gpu_peak_gib() -> float:
     """Return the peak of PyTorch's allocator with what ranks have mapped from each other, which
     lies outside it."""
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return (peak + Exchange.mapped_bytes()) / GIB
+    return (torch.cuda.max_memory_allocated() + Exchange.mapped_bytes()) / GIB
 
 
 FACTS = (  # of a finished step, of all ranks, as log.jsonl names them
@@ -712,11 +654,10 @@ def agree(device, results, signals, writing, unread):
     """Return FACTS by name: the host's only wait for the device in a step, in one copy. results:
     the first four; of the others the largest of all ranks counts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    most = torch.tensor([max(signals, default=0), writing, bool(unread), gpu_peak_gib(device),
-                         host_gib], device=device).double()
+    most = torch.tensor([max(signals, default=0), writing, bool(unread), gpu_peak_gib(), host_gib],
+                        device=device)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    own = torch.stack([value.double() for value in results])
-    return dict(zip(FACTS, torch.cat([own, most]).tolist()))
+    return dict(zip(FACTS, torch.hstack([*results, most]).tolist()))
 
 
 class Log:
@@ -724,17 +665,16 @@ class Log:
 
     def __init__(self, run):
         self.run = run
-        self.out = Path(run.cfg.out)
-        self.file = open(os.devnull if run.rank else self.out / "log.jsonl", "a")
-        self.failed = ""  # why it could not be written
-        self.times = deque(maxlen=20)  # of the last steps
+        self.path = Path(run.cfg.out) / "log.jsonl"
+        self.file = open(os.devnull if run.rank else self.path, "a")
+        self.times = []  # of steps
 
     def write(self, row, unsaved):
         """Print and log a step; unsaved: why there is no checkpoint."""
         run, cfg = self.run, self.run.cfg
         step, seconds = row["step"], row["seconds"]
         self.times.append(seconds)
-        left = statistics.median(self.times) * (cfg.steps - step)
+        left = np.median(self.times[-20:]) * (cfg.steps - step)
         tgs = cfg.batch * cfg.seq / seconds / run.world
         peak = run.hardware.profile.peak_flops
         causal, full = (peak and flops * tgs / peak
@@ -746,46 +686,39 @@ class Log:
             peak and f"MFU {causal:.1%} causal {full:.1%} full",
             row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
             f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
-            describe_evaluation(row),
             not row["finite"] and "SKIPPED: not finite",
-            unsaved and f"({unsaved})",
-            self.failed and f"({self.failed})")
+            unsaved and f"({unsaved})")
 
     def append(self, row, *parts):
-        """Print a line of parts, and write a row."""
+        """Print a line of parts and of an evaluation, if the row has one, and write the row."""
+        if "val_loss" in row:
+            loss = row["val_loss"]
+            parts += ("val_loss none (all labels are ignored)" if loss is None
+                      else f"val_loss {loss:.4f}"),
         print0(*filter(None, parts))
         # null for numbers that are not finite, which JSON has not
-        row = json.loads(json.dumps(row), parse_constant=lambda name: None)
+        line = re.sub("NaN|-?Infinity", "null", json.dumps(row))
         try:
-            print(json.dumps(row), file=self.file, flush=True)
-            self.failed = ""
+            print(line, file=self.file, flush=True)
         except OSError as e:  # the disk is full; what is not written is tried again with the next
-            self.failed = f"log.jsonl cannot be written: {e.strerror}"
+            print(f"log.jsonl cannot be written: {e.strerror}")
 
     def close(self):
         """Close the file, and draw what it holds."""
         try:
             self.file.close()
             if self.run.rank == 0:
-                draw_losses(self.out)
+                draw_losses(self.path)
         except OSError as e:
             print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
 
-def describe_evaluation(row):
-    """Return what is printed of an evaluation, "" if there was none."""
-    loss = row.get("val_loss", "")
-    if loss is None:
-        return "val_loss none (all labels are ignored)"
-    return loss and f"val_loss {loss:.4f}"
-
-
-def draw_losses(out):
-    """OUT/log.jsonl -> OUT/loss.png: losses by step, and of the first and the last evaluation by
+def draw_losses(log):
+    """log.jsonl -> loss.png beside it: losses by step, and of the first and the last evaluation by
     position."""
     from matplotlib.figure import Figure
 
-    rows = checkpoint.read_log(out / "log.jsonl")
+    rows = checkpoint.read_log(log)
     fig = Figure(figsize=(12, 4))
     left, right = fig.subplots(1, 2)
     for key in ("loss", "val_loss"):
@@ -794,13 +727,11 @@ def draw_losses(out):
     left.set(xlabel="step", ylabel="cross-entropy, nats a token")
     left.legend()
     evaluated = [row for row in rows if row.get("val_loss")]
-    for row in evaluated[:1] + evaluated[1:][-1:]:
-        first, losses = zip(*row["val_loss_by_position"])
-        # a token at 2^k - 1, a bucket's last position, sees 2^k tokens
-        right.plot([max(1, 2 * i) for i in first], losses, ".-", label=f"step {row['step']}")
+    for row in evaluated[:: max(1, len(evaluated) - 1)]:  # the first and the last
+        right.plot(*np.transpose(row["val_loss_by_position"]), ".-", label=f"step {row['step']}")
         right.legend()
-    right.set(xlabel="tokens of context, at most", xscale="log")
-    fig.savefig(out / "loss.png", dpi=120)
+    right.set(xlabel="position in its document, from", xscale="symlog")
+    fig.savefig(log.with_name("loss.png"), dpi=120)
 
 
 def due(step, every):
@@ -808,19 +739,19 @@ def due(step, every):
     return every > 0 and step % every == 0
 
 
-def train(run, model, states, memory, saver, saved):
-    """Run the steps that are left, with evaluations and checkpoints; saved: the step that a
-    checkpoint has, or -1. Returns what went wrong, "" if nothing did. A collective of all ranks."""
+def train(run, model, states, memory, saver):
+    """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
+    saved = step if run.resumed or cfg.steps == 0 < cfg.eval_every else -1  # by a checkpoint
     log = Log(run)
     trouble = ends = ""
     if step < cfg.steps:
         batch = load_batch(run, samples)
         trouble = ends = error_of_any(batch.unread)
-        warm_up(model, batch)
+        if run.plan.pp > 1:
+            model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
-        row = {"step": step} | evaluate(run, model)
-        log.append(row, f"step {step}", describe_evaluation(row))
+        log.append({"step": step} | evaluate(run, model), f"step {step}")
     now = watch(run, states)
     signals = listen()  # until here there is nothing to save
     in_a_row = 0  # steps that were not finite
@@ -830,7 +761,8 @@ def train(run, model, states, memory, saver, saved):
         samples += run.plan.batch
         now[:] = step, time.perf_counter()
         results = [*run_planned(memory, model, states, batch, lr, cfg.clip), batch.seen]
-        if step < cfg.steps:
+        last = step == cfg.steps
+        if not last:
             batch = load_batch(run, samples)  # while the GPU works at the step
         row = agree(run.device, results, signals, saver.writing, batch.unread)
         if not row["finite"]:
@@ -842,15 +774,15 @@ def train(run, model, states, memory, saver, saved):
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
         if row["unread"]:
             trouble = error_of_any(batch.unread)
-        evaluates = due(step, cfg.eval_every) or (step == cfg.steps and cfg.eval_every >= 0)
+        ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
+        evaluates = due(step, cfg.eval_every) or (last and cfg.eval_every >= 0)
         saves = due(step, cfg.save_every)
-        if memory and (evaluates or saves or row["signal"] or trouble or step == cfg.steps):
+        if memory and (evaluates or saves or ends or last):
             memory.give_back()  # what is not a step must not starve beside the arena
         try:
             row |= evaluate(run, model) if evaluates else {}
         except ConfigError as e:
-            trouble = str(e)
-        ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
+            trouble = ends = str(e)
         if not row["writing"]:
             saver.finish()
         log.write(row | {"memplan": memory and memory.counts}, saver.failed)
@@ -872,20 +804,25 @@ def train(run, model, states, memory, saver, saved):
 # ---------------------------------------------------------------------------- the program
 
 
-def run_ranks(given, local_rank):
-    """Do what the flags say. Returns what went wrong. A collective of all ranks."""
+def settle(given, local_rank):
+    """Return the run that the flags ask for, and say what it is. Raises ConfigError. A collective
+    of all ranks."""
     # ---- flags
     cfg = on_all_ranks(lambda: Config(**given))
     check_same({flag_name(name): value for name, value in asdict(cfg).items()
                 if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
     # rank 0's choice: for a minute, another node may see a shared folder as it was
     resumed = on_rank_0(checkpoint.find_checkpoint, Path(cfg.out), cfg.resume)
-    cfg = on_all_ranks(resumed_flags, given, resumed)
+    if resumed:
+        old = resumed.meta["config"]
+        cfg = on_all_ranks(resumed_flags, given, old)
 
     # ---- device
     device = on_all_ranks(choose_device, cfg, local_rank)
     on_gpu = device.type == "cuda"
-    dtype = DTYPES.get(cfg.dtype, torch.bfloat16 if on_gpu else torch.float32)
+    dtype = cfg.dtype
+    if dtype == "auto":
+        dtype = "bf16" if on_gpu else "fp32"
     if on_gpu:
         if cfg.pp != 1:
             parallel.use_more_queues()
@@ -904,51 +841,60 @@ def run_ranks(given, local_rank):
     cfg, training, val, data = open_data(cfg, model)
 
     # ---- plan
-    kernel = on_all_ranks(pick_kernel, cfg.attention, device, dtype, cfg.document_token >= 0)
+    kernel = on_all_ranks(pick_kernel, cfg.attention, device, DTYPES[dtype],
+                          cfg.document_token >= 0)
     check_same({"the data": data, "the model": model, "--attention": kernel,
                 "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
-    plans, there = choose_plans(cfg, model, device, dtype, training.count)
-    cfg = replace(cfg, batch=plans[0].batch)
+    asked = replace(cfg, dtype=dtype, most_sequences=training.count)
+    plans, there = choose_plans(asked, model, device)
+    plan = plans[0]
+    cfg = replace(cfg, batch=plan.batch)
     # what losses depend on: flags, the data, and the threads, which sums on a CPU follow
     config = asdict(cfg) | {"the data": data, "threads": torch.get_num_threads(),
                             "decay_steps": cfg.steps}
     start, samples = 0, 0
     if resumed:
         start = resumed.meta["step"]
-        samples = resumed.meta["samples"] * resumed.meta["config"]["seq"] // cfg.seq
+        samples = resumed.meta["samples"] * old["seq"] // cfg.seq
     if start:
-        config["decay_steps"] = resumed.meta["config"]["decay_steps"]
+        config["decay_steps"] = old["decay_steps"]
     record = {"config": config, "model": asdict(model), "source": source}
-    run = Run(cfg, dist.get_rank(), dist.get_world_size(), device, dtype, kernel, model, plans[0],
-              there, training, val, training.corpus.ignored_id, start, samples, record)
+    run = Run(cfg, dist.get_rank(), dist.get_world_size(), device, plan.dtype, kernel, model, plan,
+              there, training, val, training.corpus.ignored_id, start, samples, record, resumed,
+              read)
     introduce(run, plans)
-    if cfg.dry_run:
-        return ""
-    with contextlib.ExitStack() as lock:  # of OUT, for this run
-        on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(cfg.out))))
-        trouble = build_and_train(run, resumed, read)
-    dist.barrier()
-    return trouble
+    return run
 
 
-def build_and_train(run, resumed, read):
-    """Build what is planned, load weights, and train. Returns what went wrong. A collective of all
-    ranks."""
-    cfg = run.cfg
+def prepare(run):
+    """Build what is planned, and load the checkpoint to resume, the import, or random weights.
+    Returns the model, its states, the memory that steps are planned in (or None), and what saves
+    them. A collective of all ranks."""
+    cfg, resumed, out = run.cfg, run.resumed, Path(run.cfg.out)
     if cfg.save_every >= 0:
-        checkpoint.check_shared(Path(cfg.out))
+        checkpoint.check_shared(out)
     memory = on_all_ranks(StepMemory, str(run.device)) if cfg.memplan == "on" else None
     cap_gpu(run)
-    groups = Groups(timedelta(seconds=cfg.timeout), run.plan.tp, run.plan.pp)
+    groups = Groups(cfg.timeout, run.plan.tp, run.plan.pp)
     model, states = build(run, make_attention(run, groups), groups)
-    load_weights(run, states, resumed, read)
-    on_rank_0(checkpoint.prepare_out, Path(cfg.out), resumed, run.start < cfg.steps)
-    saver = make_saver(run, states)
+    if resumed:
+        checkpoint.load_checkpoint(states, resumed)
+        then = resumed.meta["config"]
+        changed = [f"{name} {then.get(name)} -> {now}"
+                   for name, now in run.record["config"].items()
+                   if name not in OF_A_COMMAND and then.get(name) != now]
+        print0(f"resumed {resumed.folder} at step {run.start}; changed:",
+               ", ".join(changed) or "nothing")
+    elif run.read:
+        states.load(run.read)  # one tensor at a time
+    else:
+        load_random_weights(run, states)
+    on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)
+    room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
+    saver = on_all_ranks(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
     gc.collect()
     gc.freeze()  # what lives until the end need not be walked by every collection
-    evaluates_alone = cfg.steps == 0 < cfg.eval_every
-    saved = run.start if resumed or evaluates_alone else -1
-    return train(run, model, states, memory, saver, saved)
+    return model, states, memory, saver
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -956,9 +902,14 @@ def main(argv: list[str] | None = None) -> None:
     if given.get("pp", 1) != 1:
         parallel.use_more_queues()
     rank, world, local_rank = start_ranks(given.get("timeout", Config.timeout))
-    saved = "What was saved is whole: start it again, or continue with --resume"
-    with heartbeat(rank, world, saved):
-        trouble = run_ranks(given, local_rank)
+    trouble = ""
+    advice = "What was saved is whole: start it again, or continue with --resume"
+    with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
+        run = settle(given, local_rank)
+        if not run.cfg.dry_run:
+            on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
+            trouble = train(run, *prepare(run))
+            dist.barrier()
     dist.destroy_process_group()
     if trouble:
         sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
