@@ -3261,7 +3261,8 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
             main(f"--out {tmp_path}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert re.search("step 6/6 .*\nlog.jsonl cannot be written: File too l", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.search("step 6/6 .*\nlog.jsonl cannot be written: File too l", printed)
 
 
 def test_saving_beside_steps_saves_the_same(tmp_path, capsys):

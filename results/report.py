@@ -54,7 +54,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " host; *fsdp2* is the same model code and attention kernel under PyTorch's fully_shard, with"
     " Ulysses over NCCL; on four GPUs each of its layers is recomputed, also where it holds 29"
     " of 141 GiB: its other settings (nothing, every second layer, or all but attention recomputed)"
-    " are measured on one GPU and on two alone. Of two H100s at 64K tokens the table was cut short.",
+    " are measured on one GPU and on two alone. Of two H100s at 64K tokens the table was cut"
+    " short.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
