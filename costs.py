@@ -639,18 +639,12 @@ def not_hidden(est, plan, compute, traffic, behind=math.inf):
     """Return the seconds by which communication makes a pass longer. What stays in a node and what
     crosses nodes take other wires, of which the one that is late counts; what does not overlap runs
     in the open, by its stream. behind: seconds that hide the wire of weights, if less than all."""
-    f, node, ranks = plan.factors, plan.in_node, plan.state_ranks
-    across = {
-        "param_gather": f.p > node,
-        "param_broadcast": f.os > node,
-        "grad_reduce": ranks > node,
-        "grad_scatter": (f.os if plan.os_layout == "intra" else ranks) > node,
-    }
+    across = {stream: ranks > plan.in_node for stream, _, ranks, *_ in plan.collectives}
     wires = [0.0, 0.0]
     found = {}
     for name, seconds in traffic.items():
         if name in plan.overlap:
-            wires[across[name]] += seconds
+            wires[across.get(name, False)] += seconds
         else:
             found[name] = seconds
     hides = [compute, compute]
