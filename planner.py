@@ -792,13 +792,13 @@ def parse_leaf(text, num_nodes):
     """Return the leaf of each node by its name, in the given order, of --leaf N: so many nodes a
     leaf; or --leaf FILE: a node and its leaf a line, # begins a comment. Raises ValueError."""
     try:
-        if text.isdecimal():
+        if text.isdecimal() and int(text):
             lines = [f"{node} {node // int(text)}" for node in range(num_nodes)]
         else:
             lines = Path(text).read_text().splitlines()
         rows = [row for line in lines if (row := line.partition("#")[0].split())]
         leaf_of = dict(rows)
-    except (OSError, ValueError, ZeroDivisionError) as e:
+    except (OSError, ValueError) as e:
         raise ValueError(f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
                          f"of a node's name and its leaf's a line: {e}") from e
     if not len(rows) == len(leaf_of) == num_nodes:
@@ -917,7 +917,7 @@ def command(plan: Plan) -> str:
 def given(values):
     """Return the flags of Constraints that have values other than their defaults."""
     return " ".join(
-        f"{flag_name(name)} {values[name]}"
+        f"{flag_name(name)} {'auto' if values[name] is None else values[name]}"
         for name, f in flags_of(Constraints).items()
         if values.get(name, f.default) != f.default)
 

@@ -435,7 +435,7 @@ class Batch:
     documents: list[Documents | None]  # likewise
     scale: Tensor  # 1 / valid labels of all ranks
     seen: Tensor | None = None  # 2 keys - 1, the mean of all ranks' tokens
-    unread: str = ""  # why this rank could not read its part, which is blank then
+    unread: str = ""  # why this rank could not read its part
 
     def micro_batches(self) -> Iterable[tuple]:
         """Return tokens, labels, scale, positions and documents of each, as a model takes them."""
