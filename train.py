@@ -195,7 +195,8 @@ class Run:
         """Return this rank's stage, its number among data-parallel ranks, among those of a
         sequence, and its column."""
         plan = self.plan
-        return [*np.ndindex(plan.pp, plan.dp, plan.sp, plan.tp)][self.rank]
+        place = np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))
+        return tuple(map(int, place))
 
 
 def choose_device(cfg, local_rank):
