@@ -923,8 +923,8 @@ def given(values):
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
-    """Return a line a plan for people, with what differs from the first; where the first one's
-    seconds and bytes go."""
+    """Return a line a plan for people, with what differs from the first, which is in words already;
+    where the first one's seconds and bytes go."""
     lines = []
     for plan in plans:
         found = figures(plan, hardware)
@@ -933,7 +933,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             f"MFU {found['mfu_causal'] or math.nan:.1%} causal, "
             f"{found['mfu_full'] or math.nan:.1%} full, {found['tokens_a_day']:,.0f} tokens a day, "
             f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} of a node's host memory: "
-            f"{in_words(plan, lines and plans[0])}")
+            f"{in_words(plan, plans[0]) or 'as above'}")
     seconds = [
         f"{name} {value:.3g}"
         for name, value in plans[0].seconds.items()
@@ -941,18 +941,10 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     ]
     return "\n".join([
         *lines,
-        f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
-        f"GiB of a GPU: {in_gib(plans[0])}",
+        f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
+        f"hides): {', '.join(seconds)}",
+        f"GiB of a GPU: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
     ])
-
-
-def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
-    """Return a line for people: what the step is predicted to take, and the best plan of another
-    kind."""
-    text = f"predicted by profile {hardware.profile.name}: {plan.step_s:.4g} s a step"
-    if second is not None:
-        text += f"; second best: {in_words(second, plan)}: {more_time(second, plan)}"
-    return text
 
 
 def reasons(search, best):
