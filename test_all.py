@@ -123,7 +123,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["OMP_THREAD_LIMIT"] = "1"  # ranks are as many as cores, and threads wait by spinning
+os.environ["OMP_NUM_THREADS"] = "1"  # ranks are as many as cores, and threads wait by spinning
 
 import numpy as np
 import pytest
