@@ -462,7 +462,7 @@ class StepMemory:
     """
 
     RECORD, REPLAY = 1, 2  # what the allocator does
-    COUNTS = ("hits", "unplanned", "unmatched", "occupied", "hit_bytes", "bytes")
+    COUNTS = ("hits", "unplanned", "unmatched", "occupied")
 
     def __init__(self, device: str = "cpu", min_bytes: int = 0):
         self.device = device

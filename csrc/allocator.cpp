@@ -4,8 +4,8 @@
 // wrong plan costs memory, never a number.
 #include <c10/core/CPUAllocator.h>
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <unordered_map>
@@ -22,11 +22,12 @@ std::unordered_map<int64_t, size_t> alive;  // of the recorded step: address, nu
 std::vector<Entry> plan;
 std::vector<int64_t> seen;  // sizes of the replayed step's requests so far
 std::map<int64_t, int64_t> live;  // planned blocks in use: begin, end
-int64_t events, min_bytes, align;
+std::atomic<int64_t> events;
+int64_t min_bytes, align;
 // Requests served (hits), that outlive the step (unplanned), that the plan does not have
-// (unmatched), whose addresses are in use (occupied); bytes of the first, and of all.
-enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED, HIT_BYTES, ALL_BYTES, NUM_COUNTS };
-int64_t counts[NUM_COUNTS];
+// (unmatched), whose addresses are in use (occupied).
+enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED };
+std::array<int64_t, 4> counts;
 int64_t cursor;  // the plan's next entry
 char* arena;
 
@@ -67,14 +68,11 @@ char* planned_address(int64_t size) {
   if (k >= 0) cursor = k + 1;
   int64_t begin = k < 0 ? -1 : plan[k].offset;
   int64_t end = begin + rounded;
-  auto after = live.lower_bound(begin);
-  bool occupied = (after != live.end() && after->first < end) ||
-                  (after != live.begin() && std::prev(after)->second > begin);
+  auto above = live.lower_bound(end);
+  bool occupied = above != live.begin() && (--above)->second > begin;
   Count met = k < 0 ? UNMATCHED : begin < 0 ? UNPLANNED : occupied ? OCCUPIED : HITS;
   ++counts[met];
-  counts[ALL_BYTES] += size;
   if (met != HITS) return nullptr;
-  counts[HIT_BYTES] += size;
   live[begin] = end;
   return arena + begin;
 }
@@ -94,17 +92,13 @@ void release(void* p) {  // of a block that is planned, or PyTorch's (recorded, 
 
 struct Delegate final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    std::unique_lock<std::mutex> lock(guard);
     int64_t size = static_cast<int64_t>(n);
-    void* p = nullptr;
-    if (mode == REPLAY && size >= min_bytes) p = planned_address(size);
-    if (mode == RECORD && size >= min_bytes) {
-      p = native->raw_allocate(n);
-      note_birth(reinterpret_cast<int64_t>(p), size);
-    }
-    if (p) return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
-    lock.unlock();
-    return native->allocate(n);
+    if (mode == IDLE || size < min_bytes) return native->allocate(n);
+    std::lock_guard<std::mutex> lock(guard);
+    void* p = mode == REPLAY ? planned_address(size) : nullptr;
+    if (!p) p = native->raw_allocate(n);
+    if (mode == RECORD) note_birth(reinterpret_cast<int64_t>(p), size);
+    return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override {
@@ -242,7 +236,7 @@ void begin(int which, int smallest, int alignment) {
   min_bytes = smallest;
   align = alignment;
   events = cursor = 0;
-  std::fill(counts, counts + NUM_COUNTS, 0);
+  counts = {};
   requests.clear();
   alive.clear();
   seen.clear();
@@ -252,12 +246,9 @@ int end() {  // the number of recorded requests
   mode = IDLE;
   return requests.size();
 }
-int now() {  // events so far: where a mark falls
-  std::lock_guard<std::mutex> lock(guard);
-  return events;
-}
+int now() { return events; }  // so far: where a mark falls
 const Request* recorded() { return requests.data(); }
-const int64_t* counted() { return counts; }
+const int64_t* counted() { return counts.data(); }
 int load(void* base, const Entry* entries, int n) {  // the number of blocks that are in the way
   std::lock_guard<std::mutex> lock(guard);
   if (live.empty()) {
