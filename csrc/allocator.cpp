@@ -119,10 +119,10 @@ extern "C" void install(void*) {
 // Planned are the requests on one stream, where a block that is freed may be given out again at
 // once. What another stream reads or writes must be in use until this one has waited for it, as for
 // PyTorch's own blocks without record_stream, which does nothing here.
-namespace c10::cuda::CUDACachingAllocator {
 namespace {
+using namespace c10::cuda::CUDACachingAllocator;
 void* stream;  // whose requests count
-DeviceIndex device;
+c10::DeviceIndex device;
 CUDAAllocator* native;
 
 void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
@@ -140,21 +140,39 @@ void release(void* p) {
   live.erase(static_cast<char*>(p) - arena);
 }
 
-using std::string;
-using Device = c10::DeviceIndex;
-using Pool = MempoolId_t;
-using State = std::shared_ptr<AllocatorState>;
-using Annotations = std::vector<std::pair<string, string>>;
+// PASS(f) makes a class that has f more than the class before: PyTorch's own, of the type that
+// CUDAAllocator declares.
+template <int n>
+struct Passed : CUDAAllocator {};
+#define PASS(f) PASS_AFTER(__COUNTER__, f)
+#define PASS_AFTER(n, f)                                                               \
+  template <class Type> struct Pass_##f;                                               \
+  template <class Base, class Result, class... Args>                                   \
+  struct Pass_##f<Result (Base::*)(Args...)> : Passed<n> {                             \
+    Result f(Args... args) override { return native->f(std::forward<Args>(args)...); } \
+  };                                                                                   \
+  template <> struct Passed<n + 1> : Pass_##f<decltype(&CUDAAllocator::f)> {};
+PASS(initialized) PASS(init) PASS(enable) PASS(emptyCache) PASS(name)
+PASS(raw_alloc) PASS(raw_alloc_with_stream) PASS(raw_delete) PASS(getBaseAllocation)
+// statistics and limits
+PASS(getDeviceStats) PASS(resetAccumulatedStats) PASS(resetPeakStats) PASS(getMemoryFraction)
+PASS(setMemoryFraction) PASS(getExpandableSegmentSizes) PASS(cacheInfo)
+// pools, graphs, other processes and devices
+PASS(createOrIncrefPool) PASS(beginAllocateToPool) PASS(endAllocateToPool) PASS(releasePool)
+PASS(getPoolUseCount) PASS(setNoSplit) PASS(setUseOnOOM) PASS(checkPoolLiveAllocations)
+PASS(getCheckpointState) PASS(setCheckpointPoolState) PASS(shareIpcHandle) PASS(getIpcDevPtr)
+PASS(enablePeerAccess) PASS(memcpyAsync)
+// history
+PASS(isHistoryEnabled) PASS(recordHistory) PASS(snapshot) PASS(recordAnnotation)
+PASS(pushCompileContext) PASS(popCompileContext) PASS(setUserMetadata) PASS(getUserMetadata)
+PASS(attachOutOfMemoryObserver) PASS(attachAllocatorTraceTracker)
+#if TORCH_VERSION_MINOR >= 13
+PASS(markCaptureBegin) PASS(markCaptureEnd) PASS(getContextForPointer)
+PASS(attachOomRejectionObserver) PASS(allocateWithAddress)
+#endif
 
-#define PASS0(type, name) type name() override { return native->name(); }
-#define PASS1(type, name, A) \
-  type name(A a) override { return native->name(std::forward<A>(a)); }
-#define PASS2(type, name, A, B) \
-  type name(A a, B b) override { return native->name(std::forward<A>(a), std::forward<B>(b)); }
-#define PASS3(type, name, A, B, C) \
-  type name(A a, B b, C c) override { return native->name(a, b, std::forward<C>(c)); }
-struct Delegate final : CUDAAllocator {  // PyTorch's own, but for allocate
-  DataPtr allocate(size_t n) override {
+struct Delegate final : Passed<__COUNTER__> {
+  c10::DataPtr allocate(size_t n) override {
     int64_t size = static_cast<int64_t>(n);
     if (mode == REPLAY && size >= min_bytes) {
       auto now = c10::cuda::getCurrentCUDAStream();
@@ -165,67 +183,23 @@ struct Delegate final : CUDAAllocator {  // PyTorch's own, but for allocate
     }
     return native->allocate(n);
   }
-  DeleterFnPtr raw_deleter() const override { return nullptr; }  // raw blocks: raw_alloc
   void copy_data(void* to, const void* from, size_t n) const override {
     native->copy_data(to, from, n);
   }
   bool isEnabled() const override { return native->isEnabled(); }
-  PASS0(bool, initialized) PASS0(string, name)
-  PASS1(void, init, int) PASS1(void, enable, bool) PASS1(void, emptyCache, Pool)
-  PASS1(void*, raw_alloc, size_t) PASS2(void*, raw_alloc_with_stream, size_t, cudaStream_t)
-  PASS1(void, raw_delete, void*) PASS2(void*, getBaseAllocation, void*, size_t*)
-  PASS2(void, recordStream, const DataPtr&, CUDAStream)
-  // statistics and limits
-  PASS1(CachingDeviceAllocator::DeviceStats, getDeviceStats, Device)
-  PASS1(void, resetAccumulatedStats, Device) PASS1(void, resetPeakStats, Device)
-  PASS1(double, getMemoryFraction, Device) PASS2(void, setMemoryFraction, double, Device)
-  PASS1(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, Device)
-  PASS2(void, cacheInfo, Device, size_t*)
-  // pools, graphs, other processes and devices
-  PASS3(void, createOrIncrefPool, Device, Pool, std::shared_ptr<CUDAAllocator>)
-  PASS3(void, beginAllocateToPool, Device, Pool, std::function<bool(cudaStream_t)>)
-  PASS2(void, endAllocateToPool, Device, Pool) PASS2(void, releasePool, Device, Pool)
-  PASS2(int, getPoolUseCount, Device, Pool) PASS2(void, setNoSplit, Device, Pool)
-  PASS3(void, setUseOnOOM, Device, Pool, bool)
-  PASS3(bool, checkPoolLiveAllocations, Device, Pool, const std::unordered_set<void*>&)
-  PASS2(State, getCheckpointState, Device, Pool)
-  PASS2(CheckpointDelta, setCheckpointPoolState, Device, State)
-  PASS1(ShareableHandle, shareIpcHandle, void*) PASS1(std::shared_ptr<void>, getIpcDevPtr, string)
-  PASS2(void, enablePeerAccess, Device, Device)
-  // history
-  PASS0(bool, isHistoryEnabled) PASS2(SnapshotInfo, snapshot, Pool, bool)
-  PASS1(void, recordAnnotation, const Annotations&)
-  PASS1(void, pushCompileContext, string&) PASS0(void, popCompileContext)
-  PASS1(void, setUserMetadata, const string&) PASS0(string, getUserMetadata)
-  PASS1(void, attachOutOfMemoryObserver, OutOfMemoryObserver)
-  PASS1(void, attachAllocatorTraceTracker, AllocatorTraceTracker)
-#if TORCH_VERSION_MINOR >= 13
-  PASS1(void, markCaptureBegin, Device) PASS1(void, markCaptureEnd, Device)
-  PASS1(std::shared_ptr<GatheredContext>, getContextForPointer, const void*)
-  PASS1(void, attachOomRejectionObserver, OomRejectionObserver)
-  PASS2(DataPtr, allocateWithAddress, size_t, void*)
-#endif
-  void recordHistory(bool on, CreateContextFn context, size_t most, RecordContext when, bool clear,
-                     const std::vector<string>& skip) override {
-    native->recordHistory(on, context, most, when, clear, skip);
-  }
-  cudaError_t memcpyAsync(void* to, int d, const void* from, int e, size_t n, cudaStream_t s,
-                          bool peer) override {
-    return native->memcpyAsync(to, d, from, e, n, s, peer);
+  void recordStream(const c10::DataPtr& p, c10::cuda::CUDAStream user) override {
+    native->recordStream(p, user);
   }
 } delegate;
 }  // namespace
-}  // namespace c10::cuda::CUDACachingAllocator
 
 extern "C" void install(void* which) {  // after CUDA has started, on its current device
-  namespace caching = c10::cuda::CUDACachingAllocator;
-  caching::stream = which;
-  caching::device = c10::cuda::current_device();
-  if (caching::native) return;
-  caching::native = caching::get();
-  caching::native->attachAllocatorTraceTracker(&caching::trace);
-  caching::allocator.store(&caching::delegate);
-  c10::SetAllocator(c10::DeviceType::CUDA, &caching::delegate, 255);
+  stream = which;
+  device = c10::cuda::current_device();
+  native = get();
+  native->attachAllocatorTraceTracker(&trace);
+  allocator.store(&delegate);
+  c10::SetAllocator(c10::DeviceType::CUDA, &delegate, 255);
 }
 #endif
 
