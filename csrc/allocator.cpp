@@ -8,18 +8,16 @@
 #include <atomic>
 #include <map>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 namespace {
 enum Mode { IDLE = 0, RECORD = 1, REPLAY = 2 };
 std::atomic<int> mode{IDLE};
 struct Request { int64_t born, died, size; };  // counted in events; died: -1 while it is alive
-struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
 std::mutex guard;
 std::vector<Request> requests;  // of the recorded step
-std::unordered_map<int64_t, size_t> alive;  // of the recorded step: address, number of the request
-std::vector<Entry> plan;
+std::map<int64_t, size_t> alive;  // of the recorded step: address, number of the request
+std::vector<int64_t> sizes, offsets;  // the plan; offset -1: it outlives the step, PyTorch's
 std::vector<int64_t> seen;  // sizes of the replayed step's requests so far
 std::map<int64_t, int64_t> live;  // planned blocks in use: begin, end
 std::atomic<int64_t> events;
@@ -49,13 +47,11 @@ constexpr int64_t ALIKE = 4, BEFORE = 4, AFTER = 16;
 
 // Returns the plan's entry that the last of `seen` is, or -1.
 int64_t matching_entry() {
-  int64_t n = plan.size(), end = std::min(cursor + AFTER, n);
-  if (cursor < n && plan[cursor].size == seen.back()) return cursor;
+  int64_t n = sizes.size(), end = std::min(cursor + AFTER, n);
+  if (cursor < n && sizes[cursor] == seen.back()) return cursor;
   if (static_cast<int64_t>(seen.size()) <= ALIKE) return -1;
   for (int64_t k = std::max(cursor - BEFORE, ALIKE); k < end; ++k)
-    if (std::equal(seen.end() - ALIKE - 1, seen.end(), plan.begin() + k - ALIKE,
-                   [](int64_t size, const Entry& entry) { return size == entry.size; }))
-      return k;
+    if (std::equal(seen.end() - ALIKE - 1, seen.end(), sizes.begin() + k - ALIKE)) return k;
   return -1;
 }
 
@@ -66,7 +62,7 @@ char* planned_address(int64_t size) {
   seen.push_back(rounded);
   int64_t k = matching_entry();
   if (k >= 0) cursor = k + 1;
-  int64_t begin = k < 0 ? -1 : plan[k].offset;
+  int64_t begin = k < 0 ? -1 : offsets[k];
   int64_t end = begin + rounded;
   auto above = live.lower_bound(end);
   bool occupied = above != live.begin() && (--above)->second > begin;
@@ -140,8 +136,8 @@ void release(void* p) {
   live.erase(static_cast<char*>(p) - arena);
 }
 
-// PASS(f) makes a class that has f more than the class before: PyTorch's own, of the type that
-// CUDAAllocator declares.
+// All but allocate is PyTorch's own. PASS(f) makes a class that passes on one function more than
+// the class before it: f, of whatever type CUDAAllocator declares.
 template <int n>
 struct Passed : CUDAAllocator {};
 #define PASS(f) PASS_AFTER(__COUNTER__, f)
@@ -152,17 +148,13 @@ struct Passed : CUDAAllocator {};
     Result f(Args... args) override { return native->f(std::forward<Args>(args)...); } \
   };                                                                                   \
   template <> struct Passed<n + 1> : Pass_##f<decltype(&CUDAAllocator::f)> {};
-PASS(initialized) PASS(init) PASS(enable) PASS(emptyCache) PASS(name)
-PASS(raw_alloc) PASS(raw_alloc_with_stream) PASS(raw_delete) PASS(getBaseAllocation)
-// statistics and limits
-PASS(getDeviceStats) PASS(resetAccumulatedStats) PASS(resetPeakStats) PASS(getMemoryFraction)
-PASS(setMemoryFraction) PASS(getExpandableSegmentSizes) PASS(cacheInfo)
-// pools, graphs, other processes and devices
-PASS(createOrIncrefPool) PASS(beginAllocateToPool) PASS(endAllocateToPool) PASS(releasePool)
-PASS(getPoolUseCount) PASS(setNoSplit) PASS(setUseOnOOM) PASS(checkPoolLiveAllocations)
-PASS(getCheckpointState) PASS(setCheckpointPoolState) PASS(shareIpcHandle) PASS(getIpcDevPtr)
-PASS(enablePeerAccess) PASS(memcpyAsync)
-// history
+PASS(initialized) PASS(init) PASS(enable) PASS(emptyCache) PASS(name) PASS(raw_alloc)
+PASS(raw_alloc_with_stream) PASS(raw_delete) PASS(getBaseAllocation) PASS(getDeviceStats)
+PASS(resetAccumulatedStats) PASS(resetPeakStats) PASS(getMemoryFraction) PASS(setMemoryFraction)
+PASS(getExpandableSegmentSizes) PASS(cacheInfo) PASS(createOrIncrefPool) PASS(beginAllocateToPool)
+PASS(endAllocateToPool) PASS(releasePool) PASS(getPoolUseCount) PASS(setNoSplit) PASS(setUseOnOOM)
+PASS(checkPoolLiveAllocations) PASS(getCheckpointState) PASS(setCheckpointPoolState)
+PASS(shareIpcHandle) PASS(getIpcDevPtr) PASS(enablePeerAccess) PASS(memcpyAsync)
 PASS(isHistoryEnabled) PASS(recordHistory) PASS(snapshot) PASS(recordAnnotation)
 PASS(pushCompileContext) PASS(popCompileContext) PASS(setUserMetadata) PASS(getUserMetadata)
 PASS(attachOutOfMemoryObserver) PASS(attachAllocatorTraceTracker)
@@ -223,11 +215,12 @@ int end() {  // the number of recorded requests
 int now() { return events; }  // so far: where a mark falls
 const Request* recorded() { return requests.data(); }
 const int64_t* counted() { return counts.data(); }
-int load(void* base, const Entry* entries, int n) {  // the number of blocks that are in the way
+int load(void* base, const int64_t* plan, int n) {  // the number of blocks that are in the way
   std::lock_guard<std::mutex> lock(guard);
   if (live.empty()) {
     arena = static_cast<char*>(base);
-    plan.assign(entries, entries + n);
+    sizes.assign(plan, plan + n);
+    offsets.assign(plan + n, plan + 2 * n);
   }
   return live.size();
 }
