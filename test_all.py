@@ -4462,7 +4462,7 @@ def test_planner_places_rings(tmp_path):
     leaves.write_text("".join(f"node{i} {i % 2}\n" for i in range(4)))
     text = ask(
         "--model llama3-8b --ranks 16 --per-node 4 --seq 1M --batch 2 --sp 8 --ring 2 "
-        f"--p 1 --g 1 --os 1 --cluster h200x8-400g --gpu-memory 999G --leaf {leaves}"
+        f"--p 1 --g 1 --os 1 --cluster h200x8 --gpu-memory 999G --leaf {leaves}"
     )
     assert "order of nodes: node0, node2, node1, node3" in text
     # ranks r and r + 4 exchange, so that all of 16 cross
