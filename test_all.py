@@ -4439,7 +4439,7 @@ def test_planner_prints_plans():
     for name in planner.RULES:  # a reason a choice
         assert re.search(rf"^  {name} .*: ", text, re.M), name
     assert "what binds: " in text and "order of nodes: 0, 1" in text and "tokens a day" in text
-    assert "not in the profile: " in text  # h200x2 has no network between nodes
+    assert "not in the profile, " in text  # h200x2 has no network between nodes
     found = json.loads(ask(f"{flags} --json"))
     first, *others = found["plans"]
     assert found["text"] in text and 1 <= len(others) <= 2
@@ -4448,11 +4448,17 @@ def test_planner_prints_plans():
     again = costs.Plan(**whole | {"model": m.MODELS["1b"], "factors": shard.Factors(1, 1, 1)})
     assert again.gpu_bytes == approx(first["gpu_gib"] * 2**30)
     assert f"--sp {again.sp}" in text and f"--os {first['os']}" in text  # in its command
-    text = ask(
-        "--model 7b --ranks 8 --seq 1M --batch 1 --sp 8 --ring 1 --p 1 --g 1 --os 8 "
-        "--chunk 16K --cluster h200x8"
+    assert "--nnodes 2 --rdzv-backend" in text
+    asked = (
+        "--seq 1M --batch 1 --dtype fp32 --strategy zero1 --sp 8 --ring 1 --recompute auto "
+        "--chunk 16K --alpha 0.5 --resident-layers 3 --host-memory 3072G"
     )
-    assert re.search(r"what binds: .* limit to FLOP/s \(9", text)
+    text = ask(f"--model 7b --ranks 8 --cluster h200x8 {asked}")
+    assert re.search(r"what binds: .* limit to: FLOP/s 9", text)
+    command = re.search("--model 7b .*", text)[0]  # with all that was asked, it gives the same
+    for part in "--dtype fp32", "--alpha 0.5", "--resident-layers 3", "--host-memory 3072G":
+        assert part in command
+    assert ask(f"--ranks 8 --cluster h200x8 {command}").splitlines()[-4:] == text.splitlines()[-4:]
 
 
 def test_planner_places_rings(tmp_path):
