@@ -415,8 +415,8 @@ def stages(c, plan):
         of_stage = ranks // pp
         if ranks % pp or of_stage % plan.tp or of_stage % per_node * (per_node % of_stage):
             return (
-                f"each stage has whole nodes of {per_node}, or parts that divide one, of "
-                f"{ranks} ranks in columns of {plan.tp}"
+                f"{ranks} ranks, {per_node} a node, are not so many stages of whole nodes, or of "
+                f"equal parts of one, in columns of {plan.tp}"
             )
         if pp * parts > layers or pp == 1 < parts:
             return (
