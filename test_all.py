@@ -4502,7 +4502,7 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 ranks, .* --sp 2 --ring 1"),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
         ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
-        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 ranks, 4 a node, .* whole nodes.*--pp 3 --pp-chunks 1"),
+        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 ranks, 4 a node, .*--pp 3 --pp-chunks 1"),
         (
             "--ranks 8 --pp 8 --pp-chunks 4",
             "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 2",
