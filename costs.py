@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 import model as llama
-from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
+from hardware import Profile, interpolate, interpolate_twice, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype
 from offload import ActivationPlan, block_saves, matrices_of
 from shard import OPTIMIZERS, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
@@ -126,8 +126,8 @@ class Plan:
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes of a gradient's element where it is kept."""
-        return self.accum_bytes if self.accumulates else self.dtype.itemsize
+        """Return the bytes of a gradient's element where it is kept: sums of several are wide."""
+        return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
 
     @property
     def part_layers(self) -> int:
@@ -194,11 +194,6 @@ class Plan:
     def micro_batches(self) -> int:
         """Return M."""
         return self.batch // self.dp // self.micro_batch
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients add up in float32."""
-        return self.micro_batches > 1
 
     @property
     def in_flight(self) -> int:
@@ -409,7 +404,7 @@ def with_memory(plan: Plan) -> Plan:
     ends = plan.ends * math.prod(plan.end)
     layers = 2 * sum(map(math.prod, plan.matrices))
     in_chunks = plan.chunks > 1
-    adds_up = in_chunks and not plan.accumulates  # in float32
+    adds_up = in_chunks and plan.micro_batches == 1  # in float32
     wide = plan.accum_bytes if in_chunks else e
     layer = column_bytes(plan)
     memory = state_bytes(plan) | {
@@ -449,14 +444,14 @@ class Estimator:
     def __init__(self, profile: Profile):
         self.profile = profile
         self.held = set()  # what lies outside the profile's points, in words
-        self.product = functools.cache(self.product)
+        self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)
 
-    def product(self, kind, tokens, rows, cols):
-        """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
+    def products(self, kinds, tokens, rows, cols):
+        """Return seconds of products of (tokens, cols) and a matrix (rows, cols)."""
         width = math.sqrt(rows * cols)
-        rate = interpolate_twice(self.profile.products[kind], tokens, width)
-        return 2 * tokens * rows * cols / rate
+        rates = (interpolate_twice(self.profile.products[kind], tokens, width) for kind in kinds)
+        return sum(2 * tokens * rows * cols / rate for rate in rates)
 
     def moved(self, plan, columns):
         """Return seconds of element-wise kernels that read and write tensors (N, columns)."""
@@ -469,23 +464,15 @@ class Estimator:
         if mesh == (1, 1) or not size:
             return 0.0
         per_node, nodes = mesh
-        tables = {
-            tuple(map(int, name.split("x"))): points
-            for name, points in self.profile.collectives[op].items()
-        }
-        if mesh not in tables:
-            self.held.add(f"{op} over {mesh_name(mesh)}")
-
-        def far(known):
-            return (known[1] > 1) != (nodes > 1), abs(math.log(known[0] / per_node))
-
-        nearest = min(map(far, tables))
-        rates = sorted(
-            [known[1], interpolate(points, size)]
-            for known, points in tables.items()
-            if far(known) == nearest
-        )
-        return size / interpolate(rates, nodes)
+        tables = self.profile.collectives[op]
+        if f"{per_node}x{nodes}" not in tables:
+            self.held.add(f"{op} over {per_node}x{nodes}")
+        by_distance = {}
+        for name, points in tables.items():
+            near, known = map(int, name.split("x"))
+            distance = (known > 1) != (nodes > 1), abs(math.log(near / per_node))
+            by_distance.setdefault(distance, []).append([known, interpolate(points, size)])
+        return size / interpolate(sorted(by_distance[min(by_distance)]), nodes)
 
 
 def beside(compute, other, slow):
@@ -518,13 +505,10 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     cfg = plan.column
     tokens = plan.tokens / plan.chunks
     # in the gradient's own place, in float32, where several contributions add up
-    summed = plan.chunks > 1 or (plan.accumulates and plan.factors.g == 1)
+    summed = plan.chunks > 1 or (plan.micro_batches > 1 and plan.factors.g == 1)
     kinds = ("forward",), ("input_grad", "weight_grad_sum" if summed else "weight_grad")
     forward, backward = (
-        [
-            plan.chunks * sum(est.product(kind, tokens, *matrix) for kind in of_pass)
-            for matrix in plan.matrices
-        ]
+        [plan.chunks * est.products(of_pass, tokens, *matrix) for matrix in plan.matrices]
         for of_pass in kinds
     )
     q, kv = plan.widths
@@ -602,10 +586,8 @@ def head_seconds(est, plan):
     embedding's."""
     vocab, dim = plan.end
     e, wide = plan.dtype.itemsize, plan.accum_bytes
-    products = sum(
-        est.product(kind, plan.own_tokens, vocab, dim)
-        for kind in ("forward", "input_grad", "weight_grad_sum")
-    )
+    kinds = "forward", "input_grad", "weight_grad_sum"
+    products = est.products(kinds, plan.own_tokens, vocab, dim)
     logits = plan.own_tokens * vocab * (5 * wide + e)  # read and written
     ends = vocab * dim * (2 * wide + 4 * e)  # gradients
     return products + (logits + ends) / est.profile.memory

@@ -430,7 +430,7 @@ class Machine:
                 if n * g == 1 or nodes % n or per_node % g:
                     continue
                 group = groups.get("profile", lambda r: (r % per_node // g, r // per_node // n))
-                mesh = mesh_name((g, n))
+                mesh = f"{g}x{n}"
                 for size in self.sizes:
                     for op, fn in self.collectives(group, size).items():
                         found[op].setdefault(mesh, []).append([size, size / self.time(fn)])
@@ -497,5 +497,3 @@ class Machine:
             for begin, end, count, seconds in spans]
 
 
-def mesh_name(mesh: tuple[int, int]) -> str:
-    return f"{mesh[0]}x{mesh[1]}"
