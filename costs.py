@@ -231,7 +231,7 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        return sum(self.seconds.values())
+        return float(sum(self.seconds.values()))  # numpy's are among them
 
     @property
     def token_s(self) -> float:
@@ -294,7 +294,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     away, dropped = plan.swapped_layers, plan.layers_recomputing_attention
     most = 0.0
     # it is most at the last groups, one of which has fewer layers, and at the last that drop o
-    last_dropping = np.maximum(0, dropped - 1) // m
+    last_dropping = (dropped - 1) // m
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):
         first = np.maximum(0, group) * m
         end = np.minimum(n, first + m)
@@ -341,9 +341,8 @@ def working_bytes(plan):
     """Return the bytes that a step needs at most beside all that lasts: in attention's backward, in
     a chunk's products, or in head and loss."""
     cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
-    x, q, kv = (plan.tokens * e * width for width in (cfg.dim, *plan.widths))
-    rows = plan.tokens / plan.chunks * e
-    products = rows * (4 * cfg.ffn + 3 * cfg.dim)
+    x, (q, kv) = cfg.dim, plan.widths  # in columns of N tokens, as all but logits and loss
+    products = (4 * cfg.ffn + 3 * x) / plan.chunks
     grads = q + kv
     held = 2 * x + q
     kept = plan.activations
@@ -364,13 +363,13 @@ def working_bytes(plan):
         buffers += (turning * kv + 3 * q) / groups
         first += 2 * kv / groups
     if plan.tp > 1:  # dy, dx, inputs of all tokens, and copies for a sum
-        products += 3 * x + 2 * rows * cfg.dim
-    logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * cfg.dim
-    of_loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * cfg.dim
+        products += 3 * x + 2 * x / plan.chunks
+    logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * x
+    loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * x
+    column = plan.tokens * e
     return max(
-        held + grads + buffers + 2 * sums,
-        sent_bytes(plan) + held + first + products,
-        sent_bytes(plan) + of_loss,
+        column * (held + grads + buffers + 2 * sums),
+        sent_bytes(plan) + max(column * (held + first + products), loss),
     )
 
 
@@ -506,35 +505,38 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     tokens = plan.tokens / plan.chunks
     # in the gradient's own place, in float32, where several contributions add up
     summed = plan.chunks > 1 or (plan.micro_batches > 1 and plan.factors.g == 1)
-    kinds = ("forward",), ("input_grad", "weight_grad_sum" if summed else "weight_grad")
-    forward, backward = (
-        [plan.chunks * est.products(of_pass, tokens, *matrix) for matrix in plan.matrices]
-        for of_pass in kinds
-    )
+
+    def products(*kinds):
+        return [plan.chunks * est.products(kinds, tokens, *matrix) for matrix in plan.matrices]
+
+    forward = products("forward")
+    backward = products("input_grad", "weight_grad_sum" if summed else "weight_grad")
     q, kv = plan.widths
     copied = plan.chunks > 1  # chunks are put together and cut
+    # columns exchange in the open, where layers run in chunks once all of them are joined
+    size = plan.tokens * cfg.dim * plan.dtype.itemsize
+    ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
+    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]
+    columns = sum(exchanged)
+    columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
     # norms are of own tokens
     dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
     pre = forward[0] + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
-    post = sum(forward[1:]) + est.moved(plan, 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim)
+    moved = 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim
+    post = sum(forward[1:]) + est.moved(plan, moved) + columns
     final = backward[-1] + est.moved(plan, 6 * cfg.ffn)
     moved = 10 * dim + 2 * (q + kv) + copied * (2 * q + 3 * cfg.dim)
     rest = sum(backward[:-1]) + est.moved(plan, moved)
-    size = plan.tokens * cfg.dim * plan.dtype.itemsize
-    ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
-    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]  # in the open
-    columns = sum(exchanged)
-    columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
     kernel, exchange = attention_seconds(est, plan, False)
     kernel_back, exchange_back = attention_seconds(est, plan, True)
     return LayerSeconds(
-        forward=pre + kernel + exchange + post + columns,
+        forward=pre + kernel + exchange + post,
         backward=final + rest + kernel_back + exchange_back + columns_back,
         final=final,
         attention=kernel + exchange,
-        post=post + columns,  # where layers run in chunks, products are joined there
-        recompute=pre + post - forward[-1] + columns / 2,  # without the last product, and its sum
+        post=post,
+        recompute=pre + post - forward[-1] - columns / 2,  # without the last product, and its sum
         named={
             "attention": kernel + kernel_back,
             "all-to-all": exchange + exchange_back,  # and around a ring
@@ -612,29 +614,34 @@ def unit_seconds(est, plan, matrices):
 def visit_seconds(est: Estimator, plan: Plan) -> float:
     """Return seconds of a layer's forward in which optimizer states take the link to the host:
     there and back."""
-    passes = plan.stage_layers * plan.micro_batches
     moved = state_bytes(plan)["optimizer"] * (plan.os_place == "host")
-    return moved / est.profile.visits / passes
+    return moved / est.profile.visits / (plan.stage_layers * plan.micro_batches)
 
 
-def not_hidden(est, plan, compute, traffic, behind=math.inf):
+def not_hidden(est, plan, compute, traffic, final=math.inf):
     """Return the seconds by which communication makes a pass longer. What stays in a node and what
     crosses nodes take other wires, of which the one that is late counts; what does not overlap runs
-    in the open, by its stream. behind: seconds that hide the wire of weights, if less than all."""
-    across = {stream: ranks > plan.in_node for stream, _, ranks, *_ in plan.collectives}
+    in the open, by its stream. final: of backward, LayerSeconds.final of all layers. There a whole
+    layer gathers a matrix ahead, behind the gradients of the layer before: these and half of the
+    weights hide under the last matrix alone."""
+    across = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
     wires = [0.0, 0.0]
     found = {}
     for name, seconds in traffic.items():
         if name in plan.overlap:
-            wires[across.get(name, False)] += seconds
+            wires[name in across] += seconds
         else:
             found[name] = seconds
     hides = [compute, compute]
-    hides[across["param_gather"]] = min(compute, behind)
-    slow = est.profile.overlap["collectives"]
+    slow_compute, slow_other = slow = est.profile.overlap["collectives"]
+    weights = traffic["param_gather"]
+    if weights and plan.recompute == "none":
+        behind = final + weights / 2 * slow_other / slow_compute
+        hides["param_gather" in across] = min(compute, behind)
     inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
-    name = "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes")
-    found[name], found["slowed by communication"] = max(inside, between, key=sum)
+    late = max(between, inside, key=sum)
+    name = "communication " + ("in a node" if late is inside else "across nodes")
+    found[name], found["slowed by communication"] = late
     return found
 
 
@@ -645,9 +652,7 @@ def traffic_seconds(est, plan, forward, backward, final):
 
     The first forward hides new parameters, the last backward sums over replicas, each pass what is
     gathered for it. In the open are the embedding's and the first layer's before the one, and
-    after the other. In backward a whole layer gathers a matrix ahead, behind the gradients of the
-    layer before: these and half of the weights hide under the last matrix alone.
-    """
+    after the other."""
     layers, count = plan.stage_layers, plan.micro_batches
     layer, end = (unit_seconds(est, plan, unit) for unit in (plan.matrices, [plan.end]))
     *alone, first_earlier = layer + end
@@ -657,23 +662,19 @@ def traffic_seconds(est, plan, forward, backward, final):
     backward += sums
     # the last two layers' buffers still hold their weights
     gathers = {"param_gather": max(0, layers - 2) * layer[0]}
-    behind = math.inf
-    if plan.recompute == "none" and gathers["param_gather"]:
-        slow_compute, slow_other = est.profile.overlap["collectives"]
-        behind = final + gathers["param_gather"] / 2 * slow_other / slow_compute
     passes = [
         (1, 0.0, dict(zip(STREAMS, alone))),
         (1, forward, {"param_gather": gather, "param_broadcast": broadcast}),
         (count - 1, forward, gathers),
-        (count - 1, backward, gathers | {"grad_scatter": earlier + first_earlier}, behind),
-        (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, behind),
+        (count - 1, backward, gathers | {"grad_scatter": earlier + first_earlier}, final),
+        (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, final),
     ]
-    visits = visit_seconds(est, plan) * layers * count
-    under = forward if "host_update" in plan.overlap else 0.0
-    total = Counter()
-    total["gradient sums"] = count * sums + casts
-    total["optimizer"] = update
-    total["host_update"] = max(0.0, visits - under)
+    visits = layers * count * visit_seconds(est, plan)
+    total = Counter({
+        "gradient sums": count * sums + casts,
+        "optimizer": update,
+        "host_update": max(0.0, visits - forward * ("host_update" in plan.overlap)),
+    })
     for times, *rest in passes:
         for name, seconds in not_hidden(est, plan, *rest).items():
             total[name] += times * seconds
@@ -713,7 +714,7 @@ def lost_seconds(
     inputs = -(-plan.layers // plan.stride)
     dropped = plan.layers_recomputing_attention
     again = (
-        np.maximum(0.0, plan.layers - saved) * s.recompute
+        (plan.layers - saved) * s.recompute
         + (plan.layers - inputs) * s.post
         + (dropped - dropped // plan.stride) * (s.forward - s.attention - s.post)
         + dropped * s.attention
@@ -759,7 +760,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         seconds |= traffic_seconds(
             est, plan, layers * forward, layers * backward, layers * layer.final
         )
-    return {name: float(value) for name, value in seconds.items()}  # numpy's are no JSON
+    return seconds
 
 
 def exposed_messages(plan):
