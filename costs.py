@@ -374,7 +374,7 @@ def working_bytes(plan):
 
 
 def largest_matrix(plan):
-    return max(math.prod(matrix) for matrix in (*plan.matrices, plan.end))
+    return max(map(math.prod, (*plan.matrices, plan.end)))
 
 
 def imbalance(plan):
@@ -503,16 +503,16 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
     cfg = plan.column
     tokens = plan.tokens / plan.chunks
+    copied = plan.chunks > 1  # chunks are put together and cut
     # in the gradient's own place, in float32, where several contributions add up
-    summed = plan.chunks > 1 or (plan.micro_batches > 1 and plan.factors.g == 1)
+    summed = copied or (plan.micro_batches > 1 and plan.factors.g == 1)
 
     def products(*kinds):
         return [plan.chunks * est.products(kinds, tokens, *matrix) for matrix in plan.matrices]
 
-    forward = products("forward")
-    backward = products("input_grad", "weight_grad_sum" if summed else "weight_grad")
+    first, *later = products("forward")
+    *earlier, last = products("input_grad", "weight_grad_sum" if summed else "weight_grad")
     q, kv = plan.widths
-    copied = plan.chunks > 1  # chunks are put together and cut
     # columns exchange in the open, where layers run in chunks once all of them are joined
     size = plan.tokens * cfg.dim * plan.dtype.itemsize
     ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
@@ -522,12 +522,12 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     # norms are of own tokens
     dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
-    pre = forward[0] + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
+    pre = first + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
     moved = 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim
-    post = sum(forward[1:]) + est.moved(plan, moved) + columns
-    final = backward[-1] + est.moved(plan, 6 * cfg.ffn)
+    post = sum(later) + est.moved(plan, moved) + columns
+    final = last + est.moved(plan, 6 * cfg.ffn)
     moved = 10 * dim + 2 * (q + kv) + copied * (2 * q + 3 * cfg.dim)
-    rest = sum(backward[:-1]) + est.moved(plan, moved)
+    rest = sum(earlier) + est.moved(plan, moved)
     kernel, exchange = attention_seconds(est, plan, False)
     kernel_back, exchange_back = attention_seconds(est, plan, True)
     return LayerSeconds(
@@ -536,7 +536,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
         final=final,
         attention=kernel + exchange,
         post=post,
-        recompute=pre + post - forward[-1] - columns / 2,  # without the last product, and its sum
+        recompute=pre + post - later[-1] - columns / 2,  # without the last product, and its sum
         named={
             "attention": kernel + kernel_back,
             "all-to-all": exchange + exchange_back,  # and around a ring
@@ -654,7 +654,8 @@ def traffic_seconds(est, plan, forward, backward, final):
     gathered for it. In the open are the embedding's and the first layer's before the one, and
     after the other."""
     layers, count = plan.stage_layers, plan.micro_batches
-    layer, end = (unit_seconds(est, plan, unit) for unit in (plan.matrices, [plan.end]))
+    layer = unit_seconds(est, plan, plan.matrices)
+    end = unit_seconds(est, plan, [plan.end])
     *alone, first_earlier = layer + end
     gather, scatter, reduce, broadcast, earlier = (layers - 1) * layer + (plan.ends - 1) * end
     sums, casts, update = own_seconds(est, plan)
