@@ -92,7 +92,7 @@ class Plan:
             ffn=cfg.ffn // tp,
         )
 
-    @functools.cached_property
+    @property
     def matrices(self):
         """Return (rows, cols) of a column's block, in the order of use."""
         return block_matrices(llama.Block, self.column)
@@ -128,6 +128,11 @@ class Plan:
     def grad_bytes(self) -> int:
         """Return the bytes of a gradient's element where it is kept: sums of several are wide."""
         return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
+
+    @property
+    def moment_bytes(self) -> int:
+        """Return the bytes of a parameter's optimizer states."""
+        return len(OPTIMIZERS[self.optimizer].states) * self.accum_bytes
 
     @property
     def part_layers(self) -> int:
@@ -280,7 +285,7 @@ def rounding_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the bytes of two rounding buffers; layer: column_bytes."""
     x, attn, others = layer
     groups, outputs = parts_on_host(plan)
-    swapped = np.ceil(plan.swapped_chunks / np.maximum(1, plan.swapped_layers))
+    swapped = -(-plan.swapped_chunks // np.maximum(1, plan.swapped_layers))
     # a group keeps most if it is the last that leaves
     largest = x + np.minimum(plan.stride, outputs) * attn + swapped * others / plan.chunks
     return 2 * (groups > 0) * largest
@@ -388,11 +393,10 @@ def state_bytes(plan: Plan) -> dict[str, float]:
     """Return the bytes of states of a rank (AMSP, section IV); gradients of several micro-batches
     add up in float32."""
     f, more = plan.factors, imbalance(plan)
-    moments = len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes
     return {
         "parameters": plan.dtype.itemsize * plan.params / f.p,
         "gradients": plan.grad_bytes * plan.params / f.g * (more if f.g > f.p else 1),
-        "optimizer": moments * plan.params / f.os * more,
+        "optimizer": plan.moment_bytes * plan.params / f.os * more,
     }
 
 
@@ -402,9 +406,9 @@ def with_memory(plan: Plan) -> Plan:
     # of embedding and head one each, of a layer's matrices two (shard.States)
     ends = plan.ends * math.prod(plan.end)
     layers = 2 * sum(map(math.prod, plan.matrices))
-    in_chunks = plan.chunks > 1
-    adds_up = in_chunks and plan.micro_batches == 1  # in float32
-    wide = plan.accum_bytes if in_chunks else e
+    # chunks add up in float32, those of several micro-batches where these do
+    adds_up = plan.chunks > 1 and plan.micro_batches == 1
+    wide = plan.accum_bytes if plan.chunks > 1 else e
     layer = column_bytes(plan)
     memory = state_bytes(plan) | {
         "gathered weights": (layers + ends) * e * (f.p > 1),
@@ -420,12 +424,10 @@ def with_memory(plan: Plan) -> Plan:
         host["activations"] = times * host_bytes(kept, layer)
     if plan.os_place == "host":
         host["optimizer"] = memory.pop("optimizer")
-        optimizer = OPTIMIZERS[plan.optimizer]
         visit = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
-        if not optimizer.whole:
+        if not OPTIMIZERS[plan.optimizer].whole:
             visit = min(visit, VISIT_ELEMENTS)
-        of_element = len(optimizer.states) * plan.accum_bytes
-        memory["visiting states"] = VISIT_BUFFERS * of_element * visit
+        memory["visiting states"] = VISIT_BUFFERS * plan.moment_bytes * visit
     return replace(plan, memory=memory, host=host)
 
 
@@ -448,9 +450,11 @@ class Estimator:
 
     def products(self, kinds, tokens, rows, cols):
         """Return seconds of products of (tokens, cols) and a matrix (rows, cols)."""
-        width = math.sqrt(rows * cols)
-        rates = (interpolate_twice(self.profile.products[kind], tokens, width) for kind in kinds)
-        return sum(2 * tokens * rows * cols / rate for rate in rates)
+        flops, width = 2 * tokens * rows * cols, math.sqrt(rows * cols)
+        return sum(
+            flops / interpolate_twice(self.profile.products[kind], tokens, width)
+            for kind in kinds
+        )
 
     def moved(self, plan, columns):
         """Return seconds of element-wise kernels that read and write tensors (N, columns)."""
@@ -502,13 +506,15 @@ class LayerSeconds:
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
     cfg = plan.column
-    tokens = plan.tokens / plan.chunks
     copied = plan.chunks > 1  # chunks are put together and cut
     # in the gradient's own place, in float32, where several contributions add up
     summed = copied or (plan.micro_batches > 1 and plan.factors.g == 1)
 
     def products(*kinds):
-        return [plan.chunks * est.products(kinds, tokens, *matrix) for matrix in plan.matrices]
+        return [
+            plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
+            for matrix in plan.matrices
+        ]
 
     first, *later = products("forward")
     *earlier, last = products("input_grad", "weight_grad_sum" if summed else "weight_grad")
@@ -579,8 +585,7 @@ def attention_seconds(est, plan, backward):
     # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
     opened = 0.0 if backward and plan.recompute == "auto" else exchange
-    late, slowed = beside(kernel, groups * exchange - opened + around, slow)
-    return kernel, opened + late + slowed
+    return kernel, opened + sum(beside(kernel, groups * exchange - opened + around, slow))
 
 
 def head_seconds(est, plan):
@@ -619,19 +624,18 @@ def visit_seconds(est: Estimator, plan: Plan) -> float:
 
 
 def not_hidden(est, plan, compute, traffic, final=math.inf):
-    """Return the seconds by which communication makes a pass longer. What stays in a node and what
-    crosses nodes take other wires, of which the one that is late counts; what does not overlap runs
-    in the open, by its stream. final: of backward, LayerSeconds.final of all layers. There a whole
-    layer gathers a matrix ahead, behind the gradients of the layer before: these and half of the
-    weights hide under the last matrix alone."""
+    """Yield by name the seconds by which communication makes a pass longer. What stays in a node
+    and what crosses nodes take other wires, of which the one that is late counts; what does not
+    overlap runs in the open, by its stream. final: of backward, LayerSeconds.final of all layers.
+    There a whole layer gathers a matrix ahead, behind the gradients of the layer before: these and
+    half of the weights hide under the last matrix alone."""
     across = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
     wires = [0.0, 0.0]
-    found = {}
     for name, seconds in traffic.items():
         if name in plan.overlap:
             wires[name in across] += seconds
         else:
-            found[name] = seconds
+            yield name, seconds
     hides = [compute, compute]
     slow_compute, slow_other = slow = est.profile.overlap["collectives"]
     weights = traffic["param_gather"]
@@ -639,10 +643,9 @@ def not_hidden(est, plan, compute, traffic, final=math.inf):
         behind = final + weights / 2 * slow_other / slow_compute
         hides["param_gather" in across] = min(compute, behind)
     inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
-    late = max(between, inside, key=sum)
-    name = "communication " + ("in a node" if late is inside else "across nodes")
-    found[name], found["slowed by communication"] = late
-    return found
+    late, slowed = longer = max(between, inside, key=sum)
+    yield "communication " + ("in a node" if longer is inside else "across nodes"), late
+    yield "slowed by communication", slowed
 
 
 def traffic_seconds(est, plan, forward, backward, final):
@@ -677,7 +680,7 @@ def traffic_seconds(est, plan, forward, backward, final):
         "host_update": max(0.0, visits - forward * ("host_update" in plan.overlap)),
     })
     for times, *rest in passes:
-        for name, seconds in not_hidden(est, plan, *rest).items():
+        for name, seconds in not_hidden(est, plan, *rest):
             total[name] += times * seconds
     return total
 
@@ -694,7 +697,7 @@ def own_seconds(est, plan):
     return (
         (f.g > 1) * added * element,
         (wide != e) * 2 * (wide + e) / f.g * element,
-        plan.params / f.os * (moved + wide / est.profile.memory),
+        (plan.params * moved + wide * element) / f.os,
     )
 
 
@@ -752,8 +755,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     seconds = {name: count * layers * value for name, value in of_layer.items()}
     seconds["head and loss"] = count * head_seconds(est, plan)
     # while a micro-batch goes through a part of each other stage
-    others = (plan.model.layers - layers) / plan.pp_chunks
-    seconds["pipeline idle"] = others * (forward + backward)
+    seconds["pipeline idle"] = (forward + backward) * (plan.model.layers - layers) / plan.pp_chunks
     if states:
         pair = (1, 2) if plan.ranks > plan.per_node else (2, 1)
         message = est.collective("all_gather", 2 * message_bytes(plan), pair)
