@@ -462,7 +462,7 @@ class StepMemory:
     """
 
     RECORD, REPLAY = 1, 2  # what the allocator does
-    COUNTS = ("hits", "unplanned", "unmatched", "occupied", "hit_bytes", "bytes")
+    COUNTS = ("hits", "unplanned", "unmatched", "occupied")
 
     def __init__(self, device: str = "cpu", min_bytes: int = 0):
         self.device = device
@@ -542,12 +542,11 @@ class StepMemory:
         import torch
 
         _, died, size = self.requests.T
-        entries = np.full((len(size), 2), -1)  # (size, offset; -1: not planned)
-        entries[:, 0] = size
-        entries[died >= 0, 1] = self.plan.offsets
+        entries = np.stack([size, np.full_like(size, -1)])  # sizes, offsets (-1: not planned)
+        entries[1, died >= 0] = self.plan.offsets
         arena = torch.empty(self.plan.peak, dtype=torch.uint8, device=self.device)
         # refused while tensors lie in the last arena: its memory would go to others under them
-        used = self.allocator.load(arena.data_ptr(), entries.ctypes.data, len(entries))
+        used = self.allocator.load(arena.data_ptr(), entries.ctypes.data, len(size))
         if used:
             raise RuntimeError(f"{used} tensors of an earlier plan are still in use")
         self.arena = live_arena[self.kind] = arena  # as long as the allocator may point into it

@@ -308,13 +308,16 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
     every = ways_to_keep(n, layer)
+    k, m, x, *_ = every
+    # as asked; layers that drop inputs keep no intermediates
+    every = every[:, (k == (resident or k)) & ((m == 1) & (x <= n - k) & (k < n) | (not alpha))]
     *_, needed, leaving, copied = every
     needs = np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf)
     # those that have room, or else the one that needs least
     k, m, x, more, needed, leaving, copied = every[:, (needs <= gpu) | (needs == needs.min())]
     part = layer[-1] / chunks
     away = n - k
-    saves = (m == 1) & (x <= away)  # layers that drop inputs keep no intermediates
+    saves = (m == 1) & (x <= away)
     room = gpu - needed
     buffered = whole_chunks(np.minimum(room / 2, (gpu - leaving) / 4) / part)  # of a layer
     most = np.minimum(whole_chunks((host - copied) / part), away * np.minimum(buffered, chunks))
@@ -322,15 +325,15 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     swapped = saves * np.clip(hidden + more, 0, most)
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
-    feasible = (buffered >= 0) & (0 <= swapped) & (swapped <= most) & (k == (resident or k))
-    feasible &= (saves | (swapped == 0)) & ((k < n) | (not alpha))
+    feasible = (buffered >= 0) & (0 <= swapped) & (swapped <= most)
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
     kept = saves * np.clip(kept, 0, chunks * k)
     plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
     lost = np.where(feasible, sum(lost_seconds(plans, layer, s, bandwidth, busy)), np.inf)
     at = np.argmin(lost + TIE_S * (copied + swapped * part))
     if lost[at] == np.inf:
-        at, kept, swapped = np.argmin(np.maximum(needed, leaving)), 0 * kept, 0 * swapped
+        at, kept = np.argmin(np.maximum(needed, leaving)), 0 * kept
+        swapped = swapped if alpha else 0 * swapped
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
@@ -420,8 +423,11 @@ def sequences(c, plan):
     heads in one node: their all-to-alls cross no network. Long sequences try larger ones too: where
     fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
-    end = c.document_token
-    documents = bool(c.tokenizer) if end is None else end >= 0
+    by_heads = ""  # what goes by heads alone
+    if c.attention in KERNELS and KERNELS[c.attention].sees_heads:
+        by_heads = f"--attention {c.attention}, which sees heads and where their keys stand,"
+    if bool(c.tokenizer) if c.document_token is None else c.document_token >= 0:
+        by_heads = "attention inside documents (--document-token; -1: none)"
 
     def why_not(sp, ring):
         heads = max(1, sp // ring)
@@ -430,16 +436,8 @@ def sequences(c, plan):
                 f"it must divide {ranks} ranks, and --seq {c.seq} be a multiple of sp x tp = "
                 f"{sp} x {plan.tp}"
             )
-        if ring > 1 and documents:
-            return (
-                "attention inside documents (--document-token; -1: none) goes by heads alone: "
-                "--ring 1"
-            )
-        if ring > 1 and c.attention in KERNELS and KERNELS[c.attention].sees_heads:
-            return (
-                f"--attention {c.attention}, which sees heads and where their keys stand, "
-                "goes by heads alone: --ring 1"
-            )
+        if ring > 1 and by_heads:
+            return f"{by_heads} goes by heads alone: --ring 1"
         if sp % ring or kv_heads % heads:
             return f"sp / ring ranks share {kv_heads} key/value heads"
         if ring > 1 and (in_node % heads or c.seq % (2 * ring)):
@@ -469,10 +467,9 @@ def batches(c, plan):
             "tokens; --batch counts sequences"
         )
     if left:
+        near = f"{each * dp} or " * (each > 0) + f"{(each + 1) * dp}"
         raise ValueError(
-            f"--batch {batch} (a resumed run keeps its own): not divisible by {dp} data-parallel "
-            f"ranks; nearest: {each * dp or dp} or {(each + 1) * dp}"
-        )
+            f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: {near}")
 
     def why_not(size):
         if each % size:
@@ -506,9 +503,11 @@ def head_groups(c, plan):
 def treatments(c, plan):
     """Layers run whole, or in equal chunks of at most 16K or 8K tokens: below that products slow
     down. What is said of chunks by hand asks for them."""
-    if (c.resident_layers or 0) > plan.part_layers:
-        raise ValueError(f"--resident-layers {c.resident_layers}: a stage runs {plan.part_layers} "
-                         f"layers; at most {plan.part_layers}")
+    swaps = bool(c.alpha)  # at least one layer
+    if (resident := c.resident_layers or 2 * swaps) > plan.part_layers - swaps:
+        raise ValueError(
+            f"--resident-layers {resident}: a stage runs {plan.part_layers} layers; at "
+            f"most {plan.part_layers - swaps}" + f" with --alpha {c.alpha}" * swaps)
     by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
@@ -584,19 +583,21 @@ class Search:
         self.est = Estimator(hardware.profile)
         self.start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
                           optimizer=c.optimizer, overlap=c.overlaps, tp_mode=c.tp_mode)
-        self.errors = []  # of choices that are illegal
+        self.errors = []  # of degrees that leave no legal choice
         self.tried = []  # plans with all that is to be known; those that do not fit take forever
 
     def choose(self, plans, *degrees):
         """Return the plans with all that the degrees may choose."""
         for degree in degrees:
-            found = []
+            found, errors = [], []
             for plan in plans:
                 try:
                     found += [replace(plan, **choice) for choice in degree(self.constraints, plan)]
                 except ValueError as e:
-                    self.errors.append(e)
+                    errors.append(e)
             plans = found
+            if not plans:
+                self.errors += errors
         return plans
 
     def by_bound(self, plans, states):
@@ -730,9 +731,8 @@ def make_rings(plan: Plan) -> list[Ring]:
         twice = kind == "param_gather" or op == "all_reduce"
         times = (1 + twice) * (earlier * (several - 1) + last)
         rings.append(Ring(kind, ranks, inner, times * size))
-    # q, k, v, o, and twice as much in backward
-    columns = 6 * (model.heads + model.kv_heads) * model.head_dim
-    exchanged = columns * plan.tokens * e * model.layers * several
+    q, kv = plan.widths  # q, o and k, v, and twice as much in backward
+    exchanged = (6 * q + 3 * kv) * plan.tokens * e * model.layers * several
     rings += [Ring("all_to_all", sp, i, exchanged / sp) for i in range(1, sp)]
     return [*rings, Ring("ring", plan.sp, sp, ring_traffic(plan))]
 
@@ -923,8 +923,8 @@ def given(values):
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
-    """Return a line a plan for people, with what differs from the first; where the first one's
-    seconds and bytes go."""
+    """Return a line a plan for people, with what differs from the first, which is in words already;
+    where the first one's seconds and bytes go."""
     lines = []
     for plan in plans:
         found = figures(plan, hardware)
@@ -933,7 +933,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             f"MFU {found['mfu_causal'] or math.nan:.1%} causal, "
             f"{found['mfu_full'] or math.nan:.1%} full, {found['tokens_a_day']:,.0f} tokens a day, "
             f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} of a node's host memory: "
-            f"{in_words(plan, lines and plans[0])}")
+            f"{in_words(plan, plans[0]) or 'as above'}")
     seconds = [
         f"{name} {value:.3g}"
         for name, value in plans[0].seconds.items()
@@ -941,18 +941,10 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     ]
     return "\n".join([
         *lines,
-        f"seconds of a step (of communication what nothing hides): {', '.join(seconds)}",
-        f"GiB of a GPU: {in_gib(plans[0])}",
+        f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
+        f"hides): {', '.join(seconds)}",
+        f"GiB of a GPU: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
     ])
-
-
-def describe_choice(plan: Plan, second: Plan | None, hardware: Hardware) -> str:
-    """Return a line for people: what the step is predicted to take, and the best plan of another
-    kind."""
-    text = f"predicted by profile {hardware.profile.name}: {plan.step_s:.4g} s a step"
-    if second is not None:
-        text += f"; second best: {in_words(second, plan)}: {more_time(second, plan)}"
-    return text
 
 
 def reasons(search, best):

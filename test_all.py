@@ -123,7 +123,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["OMP_THREAD_LIMIT"] = "1"  # ranks are as many as cores, and threads wait by spinning
+os.environ["OMP_NUM_THREADS"] = "1"  # ranks are as many as cores, and threads wait by spinning
 
 import numpy as np
 import pytest
@@ -3518,7 +3518,7 @@ REFUSED = [
     ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
     ("train.py --head-groups 4", "a rank has 6 query heads at .*; legal .* 3, --head-groups 6$"),
     ("train.py --resident-layers 5", "--resident-layers 5: a stage runs 4 layers; at most 4"),
-    ("train.py --resident-layers 4 --alpha 0.5", "asked for.*--alpha 0.5 --resident-layers 4"),
+    ("train.py --resident-layers 4 --alpha 0.5", "4: a stage .*; at most 3 with --alpha 0.5"),
     ("train.py --chunk 8 --alpha 1 --host-memory 0", "rank of 0.0.*asked for.* --alpha 1"),
     (
         "train.py --os-place host --host-memory 1M",
@@ -4462,7 +4462,7 @@ def test_planner_places_rings(tmp_path):
     leaves.write_text("".join(f"node{i} {i % 2}\n" for i in range(4)))
     text = ask(
         "--model llama3-8b --ranks 16 --per-node 4 --seq 1M --batch 2 --sp 8 --ring 2 "
-        f"--p 1 --g 1 --os 1 --cluster h200x8-400g --gpu-memory 999G --leaf {leaves}"
+        f"--p 1 --g 1 --os 1 --cluster h200x8 --gpu-memory 999G --leaf {leaves}"
     )
     assert "order of nodes: node0, node2, node1, node3" in text
     # ranks r and r + 4 exchange, so that all of 16 cross
@@ -4508,7 +4508,8 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 4 --tp 4 --seq 18", "--seq 18 be a multiple of sp x tp = 1 x 4"),
         ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
         ("--ranks 8 --pp 8 --resident-layers 4", "--resident-layers 4: a stage runs 3 layers"),
-        ("--ranks 2 --sp 1 --batch 5", "--batch 5 .*: not divisible by 2 data-.*; nearest: 4 or 6"),
+        ("--ranks 8 --pp 2 --batch 4 --resident-layers 32", "32: a stage .* 12 layers; at most 12"),
+        ("--ranks 2 --sp 1 --batch 5", "--batch 5: not divisible by 2 data-.*; nearest: 4 or 6"),
         ("--top 0", "--top 0: from 1"),
         ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
         ("--seq x", "a whole number"),
@@ -4538,6 +4539,10 @@ def test_planner_refuses(flags, message, capsys):
         (
             "--model 65b --ranks 8 --batch 8 --seq 8K --cluster H100 --os-place host --sp 1",
             "a step needs .*, and 91.2 GiB of host memory a rank of 61.2.*os on the host",
+        ),
+        (
+            "--model 7b --ranks 8 --batch 1 --seq 2M --alpha 1 --resident-layers 8",
+            "a step needs .*, and 498.0 GiB of host memory .*k=8 alpha=1.00",
         ),
     ],
 )

@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -370,20 +370,15 @@ def introduce(run, plans):
     documents = f"; documents end with token {cfg.document_token}"
     print0(f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
            f"{run.val.count:,} validation sequences{documents if cfg.document_token >= 0 else ''}")
-    describe(run)
-    if run.device.type == "cuda":
-        print0(planner.describe_choice(*[*plans, None][:2], run.hardware))
-    if cfg.dry_run:
-        print0(planner.describe_plans(plans, run.hardware))
+    describe(run, plans[1:] if cfg.dry_run else plans[1:2])
 
 
-def describe(run: Run) -> None:
-    """Print what was chosen."""
-    plan = run.plan
-    print0(f"plan: {planner.in_words(plan)} (batch: data-parallel ranks x micro-batches x sequences"
-           " of one)")
+def describe(run: Run, others: Sequence[costs.Plan] = ()) -> None:
+    """Print what was chosen; what a GPU is predicted to do, also by other plans."""
+    print0(f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches x "
+           "sequences of one)")
     if run.device.type == "cuda" or run.cfg.dry_run:
-        print0(f"memory a device: {planner.in_gib(plan)}: {plan.gpu_bytes / GIB:.2f} GiB in all")
+        print0(planner.describe_plans([run.plan, *others], run.hardware))
 
 
 # ---------------------------------------------------------------------------- build, step
@@ -930,7 +925,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError as e:
         arena = live_arena.get("cuda")
         held = "" if arena is None else f"; --memplan holds {arena.nbytes / GIB:.2f} GiB"
-        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'memory a device' above says what "
-                 f"was planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a GPU' above says what was "
+                 f"planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
                  "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
                  "continue with --resume.")

@@ -4,29 +4,28 @@
 // wrong plan costs memory, never a number.
 #include <c10/core/CPUAllocator.h>
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <iterator>
 #include <map>
 #include <mutex>
-#include <unordered_map>
 #include <vector>
 
 namespace {
 enum Mode { IDLE = 0, RECORD = 1, REPLAY = 2 };
 std::atomic<int> mode{IDLE};
 struct Request { int64_t born, died, size; };  // counted in events; died: -1 while it is alive
-struct Entry { int64_t size, offset; };  // offset -1: it outlives the step, PyTorch's
 std::mutex guard;
 std::vector<Request> requests;  // of the recorded step
-std::unordered_map<int64_t, size_t> alive;  // of the recorded step: address, number of the request
-std::vector<Entry> plan;
+std::map<int64_t, size_t> alive;  // of the recorded step: address, number of the request
+std::vector<int64_t> sizes, offsets;  // the plan; offset -1: it outlives the step, PyTorch's
 std::vector<int64_t> seen;  // sizes of the replayed step's requests so far
 std::map<int64_t, int64_t> live;  // planned blocks in use: begin, end
-int64_t events, min_bytes, align;
+std::atomic<int64_t> events;
+int64_t min_bytes, align;
 // Requests served (hits), that outlive the step (unplanned), that the plan does not have
-// (unmatched), whose addresses are in use (occupied); bytes of the first, and of all.
-enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED, HIT_BYTES, ALL_BYTES, NUM_COUNTS };
-int64_t counts[NUM_COUNTS];
+// (unmatched), whose addresses are in use (occupied).
+enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED };
+std::array<int64_t, 4> counts;
 int64_t cursor;  // the plan's next entry
 char* arena;
 
@@ -48,13 +47,11 @@ constexpr int64_t ALIKE = 4, BEFORE = 4, AFTER = 16;
 
 // Returns the plan's entry that the last of `seen` is, or -1.
 int64_t matching_entry() {
-  int64_t n = plan.size(), end = std::min(cursor + AFTER, n);
-  if (cursor < n && plan[cursor].size == seen.back()) return cursor;
+  int64_t n = sizes.size(), end = std::min(cursor + AFTER, n);
+  if (cursor < n && sizes[cursor] == seen.back()) return cursor;
   if (static_cast<int64_t>(seen.size()) <= ALIKE) return -1;
   for (int64_t k = std::max(cursor - BEFORE, ALIKE); k < end; ++k)
-    if (std::equal(seen.end() - ALIKE - 1, seen.end(), plan.begin() + k - ALIKE,
-                   [](int64_t size, const Entry& entry) { return size == entry.size; }))
-      return k;
+    if (std::equal(seen.end() - ALIKE - 1, seen.end(), sizes.begin() + k - ALIKE)) return k;
   return -1;
 }
 
@@ -65,16 +62,13 @@ char* planned_address(int64_t size) {
   seen.push_back(rounded);
   int64_t k = matching_entry();
   if (k >= 0) cursor = k + 1;
-  int64_t begin = k < 0 ? -1 : plan[k].offset;
+  int64_t begin = k < 0 ? -1 : offsets[k];
   int64_t end = begin + rounded;
-  auto after = live.lower_bound(begin);
-  bool occupied = (after != live.end() && after->first < end) ||
-                  (after != live.begin() && std::prev(after)->second > begin);
+  auto above = live.lower_bound(end);
+  bool occupied = above != live.begin() && (--above)->second > begin;
   Count met = k < 0 ? UNMATCHED : begin < 0 ? UNPLANNED : occupied ? OCCUPIED : HITS;
   ++counts[met];
-  counts[ALL_BYTES] += size;
   if (met != HITS) return nullptr;
-  counts[HIT_BYTES] += size;
   live[begin] = end;
   return arena + begin;
 }
@@ -94,17 +88,13 @@ void release(void* p) {  // of a block that is planned, or PyTorch's (recorded, 
 
 struct Delegate final : c10::Allocator {
   c10::DataPtr allocate(size_t n) override {
-    std::unique_lock<std::mutex> lock(guard);
     int64_t size = static_cast<int64_t>(n);
-    void* p = nullptr;
-    if (mode == REPLAY && size >= min_bytes) p = planned_address(size);
-    if (mode == RECORD && size >= min_bytes) {
-      p = native->raw_allocate(n);
-      note_birth(reinterpret_cast<int64_t>(p), size);
-    }
-    if (p) return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
-    lock.unlock();
-    return native->allocate(n);
+    if (mode == IDLE || size < min_bytes) return native->allocate(n);
+    std::lock_guard<std::mutex> lock(guard);
+    void* p = mode == REPLAY ? planned_address(size) : nullptr;
+    if (!p) p = native->raw_allocate(n);
+    if (mode == RECORD) note_birth(reinterpret_cast<int64_t>(p), size);
+    return {p, p, &release, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release; }
   void copy_data(void* to, const void* from, size_t n) const override {
@@ -125,10 +115,10 @@ extern "C" void install(void*) {
 // Planned are the requests on one stream, where a block that is freed may be given out again at
 // once. What another stream reads or writes must be in use until this one has waited for it, as for
 // PyTorch's own blocks without record_stream, which does nothing here.
-namespace c10::cuda::CUDACachingAllocator {
 namespace {
+using namespace c10::cuda::CUDACachingAllocator;
 void* stream;  // whose requests count
-DeviceIndex device;
+c10::DeviceIndex device;
 CUDAAllocator* native;
 
 void trace(const TraceEntry& e) {  // PyTorch calls it for all requests and frees, under its lock
@@ -146,21 +136,35 @@ void release(void* p) {
   live.erase(static_cast<char*>(p) - arena);
 }
 
-using std::string;
-using Device = c10::DeviceIndex;
-using Pool = MempoolId_t;
-using State = std::shared_ptr<AllocatorState>;
-using Annotations = std::vector<std::pair<string, string>>;
+// All but allocate is PyTorch's own. PASS(f) makes a class that passes on one function more than
+// the class before it: f, of whatever type CUDAAllocator declares.
+template <int n>
+struct Passed : CUDAAllocator {};
+#define PASS(f) PASS_AFTER(__COUNTER__, f)
+#define PASS_AFTER(n, f)                                                               \
+  template <class Type> struct Pass_##f;                                               \
+  template <class Base, class Result, class... Args>                                   \
+  struct Pass_##f<Result (Base::*)(Args...)> : Passed<n> {                             \
+    Result f(Args... args) override { return native->f(std::forward<Args>(args)...); } \
+  };                                                                                   \
+  template <> struct Passed<n + 1> : Pass_##f<decltype(&CUDAAllocator::f)> {};
+PASS(initialized) PASS(init) PASS(enable) PASS(emptyCache) PASS(name) PASS(raw_alloc)
+PASS(raw_alloc_with_stream) PASS(raw_delete) PASS(getBaseAllocation) PASS(getDeviceStats)
+PASS(resetAccumulatedStats) PASS(resetPeakStats) PASS(getMemoryFraction) PASS(setMemoryFraction)
+PASS(getExpandableSegmentSizes) PASS(cacheInfo) PASS(createOrIncrefPool) PASS(beginAllocateToPool)
+PASS(endAllocateToPool) PASS(releasePool) PASS(getPoolUseCount) PASS(setNoSplit) PASS(setUseOnOOM)
+PASS(checkPoolLiveAllocations) PASS(getCheckpointState) PASS(setCheckpointPoolState)
+PASS(shareIpcHandle) PASS(getIpcDevPtr) PASS(enablePeerAccess) PASS(memcpyAsync)
+PASS(isHistoryEnabled) PASS(recordHistory) PASS(snapshot) PASS(recordAnnotation)
+PASS(pushCompileContext) PASS(popCompileContext) PASS(setUserMetadata) PASS(getUserMetadata)
+PASS(attachOutOfMemoryObserver) PASS(attachAllocatorTraceTracker)
+#if TORCH_VERSION_MINOR >= 13
+PASS(markCaptureBegin) PASS(markCaptureEnd) PASS(getContextForPointer)
+PASS(attachOomRejectionObserver) PASS(allocateWithAddress)
+#endif
 
-#define PASS0(type, name) type name() override { return native->name(); }
-#define PASS1(type, name, A) \
-  type name(A a) override { return native->name(std::forward<A>(a)); }
-#define PASS2(type, name, A, B) \
-  type name(A a, B b) override { return native->name(std::forward<A>(a), std::forward<B>(b)); }
-#define PASS3(type, name, A, B, C) \
-  type name(A a, B b, C c) override { return native->name(a, b, std::forward<C>(c)); }
-struct Delegate final : CUDAAllocator {  // PyTorch's own, but for allocate
-  DataPtr allocate(size_t n) override {
+struct Delegate final : Passed<__COUNTER__> {
+  c10::DataPtr allocate(size_t n) override {
     int64_t size = static_cast<int64_t>(n);
     if (mode == REPLAY && size >= min_bytes) {
       auto now = c10::cuda::getCurrentCUDAStream();
@@ -171,67 +175,23 @@ struct Delegate final : CUDAAllocator {  // PyTorch's own, but for allocate
     }
     return native->allocate(n);
   }
-  DeleterFnPtr raw_deleter() const override { return nullptr; }  // raw blocks: raw_alloc
   void copy_data(void* to, const void* from, size_t n) const override {
     native->copy_data(to, from, n);
   }
   bool isEnabled() const override { return native->isEnabled(); }
-  PASS0(bool, initialized) PASS0(string, name)
-  PASS1(void, init, int) PASS1(void, enable, bool) PASS1(void, emptyCache, Pool)
-  PASS1(void*, raw_alloc, size_t) PASS2(void*, raw_alloc_with_stream, size_t, cudaStream_t)
-  PASS1(void, raw_delete, void*) PASS2(void*, getBaseAllocation, void*, size_t*)
-  PASS2(void, recordStream, const DataPtr&, CUDAStream)
-  // statistics and limits
-  PASS1(CachingDeviceAllocator::DeviceStats, getDeviceStats, Device)
-  PASS1(void, resetAccumulatedStats, Device) PASS1(void, resetPeakStats, Device)
-  PASS1(double, getMemoryFraction, Device) PASS2(void, setMemoryFraction, double, Device)
-  PASS1(std::vector<StreamSegmentSize>, getExpandableSegmentSizes, Device)
-  PASS2(void, cacheInfo, Device, size_t*)
-  // pools, graphs, other processes and devices
-  PASS3(void, createOrIncrefPool, Device, Pool, std::shared_ptr<CUDAAllocator>)
-  PASS3(void, beginAllocateToPool, Device, Pool, std::function<bool(cudaStream_t)>)
-  PASS2(void, endAllocateToPool, Device, Pool) PASS2(void, releasePool, Device, Pool)
-  PASS2(int, getPoolUseCount, Device, Pool) PASS2(void, setNoSplit, Device, Pool)
-  PASS3(void, setUseOnOOM, Device, Pool, bool)
-  PASS3(bool, checkPoolLiveAllocations, Device, Pool, const std::unordered_set<void*>&)
-  PASS2(State, getCheckpointState, Device, Pool)
-  PASS2(CheckpointDelta, setCheckpointPoolState, Device, State)
-  PASS1(ShareableHandle, shareIpcHandle, void*) PASS1(std::shared_ptr<void>, getIpcDevPtr, string)
-  PASS2(void, enablePeerAccess, Device, Device)
-  // history
-  PASS0(bool, isHistoryEnabled) PASS2(SnapshotInfo, snapshot, Pool, bool)
-  PASS1(void, recordAnnotation, const Annotations&)
-  PASS1(void, pushCompileContext, string&) PASS0(void, popCompileContext)
-  PASS1(void, setUserMetadata, const string&) PASS0(string, getUserMetadata)
-  PASS1(void, attachOutOfMemoryObserver, OutOfMemoryObserver)
-  PASS1(void, attachAllocatorTraceTracker, AllocatorTraceTracker)
-#if TORCH_VERSION_MINOR >= 13
-  PASS1(void, markCaptureBegin, Device) PASS1(void, markCaptureEnd, Device)
-  PASS1(std::shared_ptr<GatheredContext>, getContextForPointer, const void*)
-  PASS1(void, attachOomRejectionObserver, OomRejectionObserver)
-  PASS2(DataPtr, allocateWithAddress, size_t, void*)
-#endif
-  void recordHistory(bool on, CreateContextFn context, size_t most, RecordContext when, bool clear,
-                     const std::vector<string>& skip) override {
-    native->recordHistory(on, context, most, when, clear, skip);
-  }
-  cudaError_t memcpyAsync(void* to, int d, const void* from, int e, size_t n, cudaStream_t s,
-                          bool peer) override {
-    return native->memcpyAsync(to, d, from, e, n, s, peer);
+  void recordStream(const c10::DataPtr& p, c10::cuda::CUDAStream user) override {
+    native->recordStream(p, user);
   }
 } delegate;
 }  // namespace
-}  // namespace c10::cuda::CUDACachingAllocator
 
 extern "C" void install(void* which) {  // after CUDA has started, on its current device
-  namespace caching = c10::cuda::CUDACachingAllocator;
-  caching::stream = which;
-  caching::device = c10::cuda::current_device();
-  if (caching::native) return;
-  caching::native = caching::get();
-  caching::native->attachAllocatorTraceTracker(&caching::trace);
-  caching::allocator.store(&caching::delegate);
-  c10::SetAllocator(c10::DeviceType::CUDA, &caching::delegate, 255);
+  stream = which;
+  device = c10::cuda::current_device();
+  native = get();
+  native->attachAllocatorTraceTracker(&trace);
+  allocator.store(&delegate);
+  c10::SetAllocator(c10::DeviceType::CUDA, &delegate, 255);
 }
 #endif
 
@@ -242,7 +202,7 @@ void begin(int which, int smallest, int alignment) {
   min_bytes = smallest;
   align = alignment;
   events = cursor = 0;
-  std::fill(counts, counts + NUM_COUNTS, 0);
+  counts = {};
   requests.clear();
   alive.clear();
   seen.clear();
@@ -252,17 +212,15 @@ int end() {  // the number of recorded requests
   mode = IDLE;
   return requests.size();
 }
-int now() {  // events so far: where a mark falls
-  std::lock_guard<std::mutex> lock(guard);
-  return events;
-}
+int now() { return events; }  // so far: where a mark falls
 const Request* recorded() { return requests.data(); }
-const int64_t* counted() { return counts; }
-int load(void* base, const Entry* entries, int n) {  // the number of blocks that are in the way
+const int64_t* counted() { return counts.data(); }
+int load(void* base, const int64_t* plan, int n) {  // the number of blocks that are in the way
   std::lock_guard<std::mutex> lock(guard);
   if (live.empty()) {
     arena = static_cast<char*>(base);
-    plan.assign(entries, entries + n);
+    sizes.assign(plan, plan + n);
+    offsets.assign(plan + n, plan + 2 * n);
   }
   return live.size();
 }
