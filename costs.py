@@ -177,8 +177,7 @@ class Plan:
     def mesh(self, ranks, inner=1):
         """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours of these."""
         node = self.in_node
-        nodes = -(-ranks // node) // -(-inner // node)
-        return min(ranks, node) // min(inner, node), nodes
+        return min(ranks, node) // min(inner, node), -(-ranks // node) // -(-inner // node)
 
     @property
     def dp(self) -> int:
@@ -325,21 +324,12 @@ def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
 def sent_bytes(plan: Plan) -> float:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
     of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
-    if plan.head_ranks == 1:
-        return 0
     q, kv = plan.widths
     groups = plan.head_groups
     kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)
     columns = (3 * min(2, groups) + 1) * q / groups
     columns += (min(2, kv_groups) + 1) * kv / kv_groups
-    return plan.tokens * columns * plan.dtype.itemsize
-
-
-def ring_traffic(plan: Plan) -> float:
-    """Return the bytes that a rank sends around its ring in a step."""
-    _, kv = plan.widths
-    of_layer = plan.tokens * kv * (2 * plan.dtype.itemsize + plan.sum_bytes)
-    return (plan.ring - 1) * of_layer * plan.model.layers * plan.micro_batches
+    return (plan.head_ranks > 1) * plan.tokens * columns * plan.dtype.itemsize
 
 
 def working_bytes(plan):
@@ -643,8 +633,8 @@ def not_hidden(est, plan, compute, traffic, final=math.inf):
         behind = final + weights / 2 * slow_other / slow_compute
         hides["param_gather" in across] = min(compute, behind)
     inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
-    late, slowed = longer = max(between, inside, key=sum)
-    yield "communication " + ("in a node" if longer is inside else "across nodes"), late
+    late, slowed = max(inside, between, key=sum)
+    yield "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes"), late
     yield "slowed by communication", slowed
 
 
@@ -704,13 +694,8 @@ def own_seconds(est, plan):
 # ---------------------------------------------------------------------------- seconds of a step
 
 
-def lost_seconds(
-    plan: ActivationPlan,
-    layer: LayerBytes,
-    s: LayerSeconds,
-    bandwidth: float,
-    busy: float,
-) -> tuple[float, float]:
+def lost_seconds(plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float,
+                 busy: float) -> tuple[float, float]:
     """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
     of its forward in which compute waits for copies. busy: of a layer's forward, in which others
     copy."""
