@@ -509,7 +509,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     first, *later = products("forward")
     *earlier, last = products("input_grad", "weight_grad_sum" if summed else "weight_grad")
     q, kv = plan.widths
-    # columns exchange in the open, where layers run in chunks once all of them are joined
+    # columns exchange in the open; in forward as part of post, where chunks' products are joined
     size = plan.tokens * cfg.dim * plan.dtype.itemsize
     ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
     exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]
