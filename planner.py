@@ -60,7 +60,6 @@ from costs import (
     layer_seconds,
     lost_seconds,
     resident_bytes,
-    ring_traffic,
     rounding_bytes,
     step_seconds,
     visit_seconds,
@@ -742,9 +741,11 @@ def make_rings(plan: Plan) -> list[Ring]:
         times = (1 + twice) * (earlier * (several - 1) + last)
         rings.append(Ring(kind, ranks, inner, times * size))
     q, kv = plan.widths  # q, o and k, v, and twice as much in backward
-    exchanged = (6 * q + 3 * kv) * plan.tokens * e * model.layers * several
+    tokens = plan.tokens * model.layers * several
+    exchanged = (6 * q + 3 * kv) * e * tokens
+    around = (plan.ring - 1) * kv * (2 * e + plan.sum_bytes) * tokens  # k, v twice; dk, dv
     rings += [Ring("all_to_all", sp, i, exchanged / sp) for i in range(1, sp)]
-    return [*rings, Ring("ring", plan.sp, sp, ring_traffic(plan))]
+    return [*rings, Ring("ring", plan.sp, sp, around)]
 
 
 def swap_places(traffic, leaves):
