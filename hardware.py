@@ -39,6 +39,7 @@ PROFILES = Path(__file__).parent / "results" / "profiles"
 PRODUCTS = ("forward", "input_grad", "weight_grad", "weight_grad_sum")  # the last: in float32
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 PASSES = ("forward", "backward")
+OVERLAPS = ("collectives", "all_to_all")
 Points = list[list[float]]  # [where ..., rate], sorted
 
 
@@ -174,24 +175,28 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
         check_profile(profile)
     except (OSError, ValueError, TypeError, KeyError) as e:
         raise ValueError(
-            f"--cluster {name}: no GPU that is known (A100, H100, ...), nor one of "
-            f"{', '.join(profile_names())}, and {path} is no profile as bench.py --profile writes "
-            f"it: {e.args[-1]}") from e
+            f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
+            f"{e.args[-1]}; or one of {', '.join(profile_names())}; or a GPU by its name, "
+            f"{', '.join(SHEETS).replace('.*', ' ')}: another one as the nearest of these, with "
+            "--gpu-memory") from e
     return with_node(profile, per_node) if per_node else profile
 
 
 def check_profile(profile: Profile) -> None:
-    """Raise ValueError or KeyError unless all rates are there, positive, at ascending points."""
-    tables = [profile.products[kind] for kind in PRODUCTS]
-    tables += [profile.attention[kind] for kind in PASSES]
+    """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points."""
+    numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
+    tables = {name: [[getattr(profile, name)]] for name in numbers}
+    tables |= {f"products {kind}": profile.products[kind] for kind in PRODUCTS}
+    tables |= {f"attention {kind}": profile.attention[kind] for kind in PASSES}
+    tables |= {f"overlap {kind}": [profile.overlap[kind]] for kind in OVERLAPS}
     for op in COLLECTIVES:
-        tables += profile.collectives[op].values()
-    rates = profile.memory, profile.optimizer, profile.to_host, profile.visits
-    tables.append([rates])
-    for points in tables:
-        positive = all(0 < x < math.inf for point in points for x in point)
-        if not positive or points != sorted(points):
-            raise ValueError(f"{points}: positive numbers at ascending points")
+        tables |= {f"{op} {mesh}": points for mesh, points in profile.collectives[op].items()}
+    for name, points in tables.items():
+        each = [x for point in points for x in point]
+        if not all(type(x) in (int, float) and 0 < x < math.inf for x in each):
+            raise ValueError(f"{name} {points}: positive numbers")
+        if points != sorted(points):
+            raise ValueError(f"{name} {points}: ascending points")
 
 
 def known_profile(device_name: str, per_node: int) -> Profile:
@@ -234,10 +239,11 @@ def with_node(profile, per_node):
     names = ["collectives", "overlap"]
     if per_node > 1:
         names += ["per_node", "to_host", "visits", "host_bytes"]
+    what = f"{profile.sources['all']}; {', '.join(names)} {shared.sources['all']}"
     return replace(
         profile,
         **{name: getattr(shared, name) for name in names},
-        sources=profile.sources | dict.fromkeys(names, shared.sources["all"]))
+        sources=profile.sources | dict.fromkeys(names, shared.sources["all"]) | {"all": what})
 
 
 # ---------------------------------------------------------------------------- measuring

@@ -4007,9 +4007,9 @@ def test_profiles_between_points_and_at_their_ends():
 @parametrize(
     "edit, message",
     [
-        ('"memory": 0.0', "0.0, .*positive numbers"),
-        ('"to_host": NaN', "nan, .*positive"),
-        ('"memory": "fast"', "not supported between .*'str'"),
+        ('"memory": 0.0', "memory .*0.0.*positive numbers"),
+        ('"to_host": NaN', "to_host .*nan.*positive"),
+        ('"per_node": "fast"', "per_node .*fast.*positive"),
         ('"names": 1', "is no profile.*names"),
         ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
         ('"attention": {"forward": [[8, 1], [4, 1]], "backward": []}', "8, 1.*ascending"),
@@ -4035,7 +4035,7 @@ def test_profiles_are_files(tmp_path):
         folder.mkdir(exist_ok=True)
         (folder / "copy.json").write_text(hardware.profile_text(profile))
         assert hardware.load_profile(str(folder / "copy.json")) == profile
-    with raises(ValueError, match="or one of .*h200x2"):
+    with raises(ValueError, match="or one of .*h200x2.*; or a GPU .*H100 PCIe"):
         hardware.load_profile("h300")
 
 
@@ -4439,7 +4439,7 @@ def test_planner_prints_plans():
     for name in planner.RULES:  # a reason a choice
         assert re.search(rf"^  {name} .*: ", text, re.M), name
     assert "what binds: " in text and "order of nodes: 0, 1" in text and "tokens a day" in text
-    assert "not in the profile, " in text  # h200x2 has no network between nodes
+    assert "not in the profile, at " in ask("--model 1b --ranks 4 --per-node 4 --cluster h200x2")
     found = json.loads(ask(f"{flags} --json"))
     first, *others = found["plans"]
     assert found["text"] in text and 1 <= len(others) <= 2
