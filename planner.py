@@ -45,7 +45,6 @@ import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -530,10 +529,8 @@ def treatments(c, plan):
         )
     if c.recompute == "none" or plan.splits_tokens:
         return
-    # alpha is a number of chunks
-    whole = Fraction(not c.chunk and c.alpha or 0).limit_denominator(8).denominator
     for most in {min(plan.tokens, c.chunk or size) for size in (2**14, 2**13)}:
-        parts = -(-plan.tokens // (most * whole)) * whole
+        parts = -(-plan.tokens // most)
         yield {"recompute": "auto", "chunk": -(-plan.tokens // parts)}
 
 

@@ -1491,10 +1491,10 @@ NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none 
         ({}, "--ranks 1 --per-node 1 --seq 4K --gpu-memory 45G", "os_place=host p=1"),
         # up to 8K tokens run together
         ({}, "--seq 2K --batch 64 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
-        # chunks in which alpha is whole, also where all tokens could run at once
+        # the nearest number of chunks over all layers, also where all tokens could run at once
         (
             {},
-            "--ranks 1 --per-node 1 --seq 16K --alpha 0.125 --resident-layers 2",
+            "--ranks 1 --per-node 1 --seq 16K --chunk 2K --alpha 0.127 --resident-layers 2",
             "chunk=2048 resident=2 swapped_chunks=30",
         ),
         (
