@@ -1038,9 +1038,10 @@ class Question(Constraints):
         per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
-        host = (self.host_memory or profile.host_bytes * 7 // 8) / per_node
+        host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory
         asked = replace(self, default_batch=max(1, 2**19 // self.seq))
-        return Search(asked, MODELS[self.model], Hardware(ranks, per_node, profile, gpu, host))
+        there = Hardware(ranks, per_node, profile, gpu, host / per_node)
+        return Search(asked, MODELS[self.model], there)
 
 
 LARGEST_GPU = 192 * GIB
