@@ -2109,6 +2109,36 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     return model, states, lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
 
 
+@contextlib.contextmanager
+def as_on_a_gpu(one_kernel: Callable):
+    """Let what is one kernel on a GPU, or runs on a side stream, be inside one_kernel(), and let
+    there be no other rank."""
+
+    def after_compute(stream):
+        return one_kernel() if stream.overlap else contextlib.nullcontext()
+
+    def map_memory(exchange, elements, like):
+        exchange.memory = like.new_empty(elements)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
+        for module in (train, shard):
+            patch.setattr(module, "on_all_ranks", lambda check, *args: check(*args))
+        fused = [(shard.States, "update_param")]  # if compiled
+        fused += [
+            (module, name)
+            for module in (m, shard, attention)
+            for name, fn in vars(module).items()
+            if getattr(fn, "is_compiled", False) or name in ("matmul_fp32", "weight_grad_into")
+        ]  # which cast on a CPU
+        for owner, name in fused:
+            patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
+        patch.setattr(m, "SWIGLU", m.Before(m.swiglu_forward, m.swiglu_backward))
+        patch.setattr(attention.CommStream, "after_compute", after_compute)
+        patch.setattr(attention.Exchange, "map_memory", map_memory)
+        yield
+
+
 def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]:
     """Return the first rank's buffers in a step on GPUs, as large as are planned, the bytes of what
     lasts between steps, and those that are counted: on fake tensors of the CPU, in a process group
@@ -2140,32 +2170,8 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
         yield
         running.pop()
 
-    def after_compute(stream):
-        return one_kernel() if stream.overlap else contextlib.nullcontext()
-
-    def map_memory(exchange, elements, like):
-        exchange.memory = like.new_empty(elements)
-
-    with contextlib.ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(dist, "_coalescing_manager", lambda *_, **__: contextlib.nullcontext())
-        for module in (train, shard):  # nobody else is there
-            patch.setattr(module, "on_all_ranks", lambda check, *args: check(*args))
-        fused = [(shard.States, "update_param")]  # if compiled
-        fused += [
-            (module, name)
-            for module in (m, shard, attention)
-            for name, fn in vars(module).items()
-            if getattr(fn, "is_compiled", False) or name in ("matmul_fp32", "weight_grad_into")
-        ]  # which cast on a CPU
-        for owner, name in fused:
-            patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
-        patch.setattr(m, "SWIGLU", m.Before(m.swiglu_forward, m.swiglu_backward))
-        patch.setattr(attention.CommStream, "after_compute", after_compute)
-        patch.setattr(attention.Exchange, "map_memory", map_memory)
-        dist.init_process_group("fake", rank=0, world_size=run.world, store=FakeStore())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(NoteBirths())
+    dist.init_process_group("fake", rank=0, world_size=run.world, store=FakeStore())
+    with as_on_a_gpu(one_kernel), FakeTensorMode(allow_non_fake_inputs=True), NoteBirths():
         *_, step = built(run, as_on_gpus=True)
         step()  # what it makes and keeps lasts
         lasting = sum(size for size, _ in alive.values())
