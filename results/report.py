@@ -41,9 +41,10 @@ INTRO = (
     " label and train.py's flags. MFU counts model FLOPs, recomputation never: *causal* counts"
     " half of the attention matrix, *full* also the half that the mask hides, so it may exceed"
     " 100%. TGS is tokens per GPU and second. *plan* names the shards p,g,os, the resident layers"
-    " k, alpha, the chunk, and whether optimizer states (os) lie on the host. *bound* is the causal"
-    " MFU of a step's attention and matrix kernels alone, *of bound* the step's share of it. GiB"
-    " are the most of a GPU, and of the machine's host memory. *GPU GiB* includes what ranks map"
+    " k, alpha, the chunk, and whether optimizer states (os) lie on the host; M are micro-batches,"
+    " and - is nothing, or not known. *bound* is the causal MFU of a step's attention and matrix"
+    " kernels alone, *of bound* the step's share of it. GiB are the most of a GPU, and of the"
+    " machine's host memory. *GPU GiB* includes what ranks map"
     " from each other, outside PyTorch's allocator, *reserved GiB* is what that held. What does not"
     " fit is a row. *predicted* is by the planner of that commit. A command is as of the commit"
     " that measured it: later ones may name things differently. Attention is FlashAttention-4's, or"
@@ -212,23 +213,25 @@ PREDICTIONS = (
     "\n"
     "## Predictions\n"
     "The planner's predictions now, by profiles h100 and h200x2, beside what was measured"
-    " (predict-*.json, by former tables of bench.py, each file's command and commit in it); of"
-    " rows that hold their whole plan: those of four GPUs and some of two are older. Settings of one question (GPU, model, tokens, ranks) differ in what was set by hand. Those"
-    " *held out* were chosen before, and measured once, when the model of seconds was done."
-    " (Mended since, before anything was measured on an H100: seconds, by a cast of whole"
+    " (predict-*.json, by former tables of bench.py, each file's command and commit in it): all"
+    " rows that record their whole plan, which older ones do not: all of four GPUs, some of one"
+    " and two. Settings of one question (GPU, model, tokens, ranks) differ in what was set by"
+    " hand. Those *held out* were chosen before, and measured once, when the model of seconds was"
+    " done. (Mended since, before anything was measured on an H100: seconds, by a cast of whole"
     " gradients; bytes, of layers that run whole and of q, k, v, o, which were counted twice: two"
-    " of the held-out settings were predicted 7.6 and 3.3 % too large.) The planner's own pick"
-    " is *as planned*, or where nothing open was set by hand. Questions K are of the tables"
-    " offload, long and ring: states on the host, layers that drop o, rings.\n\n")
+    " of the held-out settings were predicted 7.6 and 3.3 % too large.) The planner's own pick is"
+    " *as planned*, or where nothing open was set by hand. Questions K are of the tables offload,"
+    " long and ring: states on the host, layers that drop o, rings.\n\n")
 ERRORS = (
     " *Network not measured*: where collectives were never measured, steps are predicted too fast."
-    " Two H100s have profile h100 and, by data sheets, h200x2's network; *nodes=2*, sockets, has"
-    " its network as it is, and there the planner takes ring 1, the slower one. These H100s, and 1b"
-    " at 32K tokens, ran cuDNN's attention, and are predicted by rates of FlashAttention-4. Where"
-    " one sequence of 4,096 tokens of 1b is a micro-batch (A), the host has more to do than its GPU"
-    " (on an H100 a layer computes for 2.5 ms; profile h100's host launches it in 4.4), and a step"
-    " takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100 was measured on"
-    " the host of that row, right before it. ![errors of predictions](predict.png)\n\n")
+    " Two H100s are predicted by profile h100 and, by data sheets, h200x2's network; two H200s"
+    " that reach each other by sockets (*nodes=2*) by h200x2's NVLink, with which ring 1, the"
+    " slower one, would be the faster. These H100s, and 1b at 32K tokens, ran cuDNN's attention, and"
+    " are predicted by rates of FlashAttention-4. Where one sequence of 4,096 tokens of 1b is a"
+    " micro-batch (A), the host has more to do than its GPU (on an H100 a layer computes for 2.5"
+    " ms; profile h100's host launches it in 4.4), and a step takes what the host of the day"
+    " takes: 0.69 to 0.87 s on four of them. So h100 was measured on the host of that row, right"
+    " before it. ![errors of predictions](predict.png)\n\n")
 
 
 def plan_of(r: dict) -> Plan:
