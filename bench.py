@@ -507,7 +507,7 @@ def step_rows(bench: Bench, flags: str) -> dict[str, str]:
 def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
     """Return the planner's best plans, ten at most, as their commands have them."""
     runs = plan_runs(bench, config(filled(bench, flags)))[:10]
-    commands = [planner.command(run.plan) for run in runs]
+    commands = [planner.command(run.plan, run.cfg) for run in runs]
     return {f"plan {i}": command.partition("train.py ")[2]
             for i, command in enumerate(commands, 1)}
 

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 
 import model as llama
-from hardware import Profile, interpolate, interpolate_twice, mesh_name, update_bytes
+from hardware import Profile, interpolate, interpolate_twice, update_bytes
 from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype
 from offload import ActivationPlan, block_saves, matrices_of
 from shard import OPTIMIZERS, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
@@ -92,7 +92,7 @@ class Plan:
             ffn=cfg.ffn // tp,
         )
 
-    @functools.cached_property
+    @property
     def matrices(self):
         """Return (rows, cols) of a column's block, in the order of use."""
         return block_matrices(llama.Block, self.column)
@@ -126,8 +126,13 @@ class Plan:
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes of a gradient's element where it is kept."""
-        return self.accum_bytes if self.accumulates else self.dtype.itemsize
+        """Return the bytes of a gradient's element where it is kept: sums of several are wide."""
+        return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
+
+    @property
+    def moment_bytes(self) -> int:
+        """Return the bytes of a parameter's optimizer states."""
+        return len(OPTIMIZERS[self.optimizer].states) * self.accum_bytes
 
     @property
     def part_layers(self) -> int:
@@ -172,8 +177,7 @@ class Plan:
     def mesh(self, ranks, inner=1):
         """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours of these."""
         node = self.in_node
-        nodes = -(-ranks // node) // -(-inner // node)
-        return min(ranks, node) // min(inner, node), nodes
+        return min(ranks, node) // min(inner, node), -(-ranks // node) // -(-inner // node)
 
     @property
     def dp(self) -> int:
@@ -194,11 +198,6 @@ class Plan:
     def micro_batches(self) -> int:
         """Return M."""
         return self.batch // self.dp // self.micro_batch
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients add up in float32."""
-        return self.micro_batches > 1
 
     @property
     def in_flight(self) -> int:
@@ -236,7 +235,7 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        return sum(self.seconds.values())
+        return float(sum(self.seconds.values()))  # numpy's are among them
 
     @property
     def token_s(self) -> float:
@@ -285,7 +284,7 @@ def rounding_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the bytes of two rounding buffers; layer: column_bytes."""
     x, attn, others = layer
     groups, outputs = parts_on_host(plan)
-    swapped = np.ceil(plan.swapped_chunks / np.maximum(1, plan.swapped_layers))
+    swapped = -(-plan.swapped_chunks // np.maximum(1, plan.swapped_layers))
     # a group keeps most if it is the last that leaves
     largest = x + np.minimum(plan.stride, outputs) * attn + swapped * others / plan.chunks
     return 2 * (groups > 0) * largest
@@ -299,7 +298,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     away, dropped = plan.swapped_layers, plan.layers_recomputing_attention
     most = 0.0
     # it is most at the last groups, one of which has fewer layers, and at the last that drop o
-    last_dropping = np.maximum(0, dropped - 1) // m
+    last_dropping = (dropped - 1) // m
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):
         first = np.maximum(0, group) * m
         end = np.minimum(n, first + m)
@@ -325,30 +324,20 @@ def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
 def sent_bytes(plan: Plan) -> float:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
     of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
-    if plan.head_ranks == 1:
-        return 0
     q, kv = plan.widths
     groups = plan.head_groups
     kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)
     columns = (3 * min(2, groups) + 1) * q / groups
     columns += (min(2, kv_groups) + 1) * kv / kv_groups
-    return plan.tokens * columns * plan.dtype.itemsize
-
-
-def ring_traffic(plan: Plan) -> float:
-    """Return the bytes that a rank sends around its ring in a step."""
-    _, kv = plan.widths
-    of_layer = plan.tokens * kv * (2 * plan.dtype.itemsize + plan.sum_bytes)
-    return (plan.ring - 1) * of_layer * plan.model.layers * plan.micro_batches
+    return (plan.head_ranks > 1) * plan.tokens * columns * plan.dtype.itemsize
 
 
 def working_bytes(plan):
     """Return the bytes that a step needs at most beside all that lasts: in attention's backward, in
     a chunk's products, or in head and loss."""
     cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
-    x, q, kv = (plan.tokens * e * width for width in (cfg.dim, *plan.widths))
-    rows = plan.tokens / plan.chunks * e
-    products = rows * (4 * cfg.ffn + 3 * cfg.dim)
+    x, (q, kv) = cfg.dim, plan.widths  # in columns of N tokens, as all but logits and loss
+    products = (4 * cfg.ffn + 3 * x) / plan.chunks
     grads = q + kv
     held = 2 * x + q
     kept = plan.activations
@@ -369,18 +358,18 @@ def working_bytes(plan):
         buffers += (turning * kv + 3 * q) / groups
         first += 2 * kv / groups
     if plan.tp > 1:  # dy, dx, inputs of all tokens, and copies for a sum
-        products += 3 * x + 2 * rows * cfg.dim
-    logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * cfg.dim
-    of_loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * cfg.dim
+        products += 3 * x + 2 * x / plan.chunks
+    logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * x
+    loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * x
+    column = plan.tokens * e
     return max(
-        held + grads + buffers + 2 * sums,
-        sent_bytes(plan) + held + first + products,
-        sent_bytes(plan) + of_loss,
+        column * (held + grads + buffers + 2 * sums),
+        sent_bytes(plan) + max(column * (held + first + products), loss),
     )
 
 
 def largest_matrix(plan):
-    return max(math.prod(matrix) for matrix in (*plan.matrices, plan.end))
+    return max(map(math.prod, (*plan.matrices, plan.end)))
 
 
 def imbalance(plan):
@@ -394,11 +383,10 @@ def state_bytes(plan: Plan) -> dict[str, float]:
     """Return the bytes of states of a rank (AMSP, section IV); gradients of several micro-batches
     add up in float32."""
     f, more = plan.factors, imbalance(plan)
-    moments = len(OPTIMIZERS[plan.optimizer].states) * plan.accum_bytes
     return {
         "parameters": plan.dtype.itemsize * plan.params / f.p,
         "gradients": plan.grad_bytes * plan.params / f.g * (more if f.g > f.p else 1),
-        "optimizer": moments * plan.params / f.os * more,
+        "optimizer": plan.moment_bytes * plan.params / f.os * more,
     }
 
 
@@ -408,9 +396,9 @@ def with_memory(plan: Plan) -> Plan:
     # of embedding and head one each, of a layer's matrices two (shard.States)
     ends = plan.ends * math.prod(plan.end)
     layers = 2 * sum(map(math.prod, plan.matrices))
-    in_chunks = plan.chunks > 1
-    adds_up = in_chunks and not plan.accumulates  # in float32
-    wide = plan.accum_bytes if in_chunks else e
+    # chunks add up in float32, those of several micro-batches where these do
+    adds_up = plan.chunks > 1 and plan.micro_batches == 1
+    wide = plan.accum_bytes if plan.chunks > 1 else e
     layer = column_bytes(plan)
     memory = state_bytes(plan) | {
         "gathered weights": (layers + ends) * e * (f.p > 1),
@@ -426,12 +414,10 @@ def with_memory(plan: Plan) -> Plan:
         host["activations"] = times * host_bytes(kept, layer)
     if plan.os_place == "host":
         host["optimizer"] = memory.pop("optimizer")
-        optimizer = OPTIMIZERS[plan.optimizer]
         visit = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
-        if not optimizer.whole:
+        if not OPTIMIZERS[plan.optimizer].whole:
             visit = min(visit, VISIT_ELEMENTS)
-        of_element = len(optimizer.states) * plan.accum_bytes
-        memory["visiting states"] = VISIT_BUFFERS * of_element * visit
+        memory["visiting states"] = VISIT_BUFFERS * plan.moment_bytes * visit
     return replace(plan, memory=memory, host=host)
 
 
@@ -449,14 +435,16 @@ class Estimator:
     def __init__(self, profile: Profile):
         self.profile = profile
         self.held = set()  # what lies outside the profile's points, in words
-        self.product = functools.cache(self.product)
+        self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)
 
-    def product(self, kind, tokens, rows, cols):
-        """Return seconds of a product of (tokens, cols) and a matrix (rows, cols)."""
-        width = math.sqrt(rows * cols)
-        rate = interpolate_twice(self.profile.products[kind], tokens, width)
-        return 2 * tokens * rows * cols / rate
+    def products(self, kinds, tokens, rows, cols):
+        """Return seconds of products of (tokens, cols) and a matrix (rows, cols)."""
+        flops, width = 2 * tokens * rows * cols, math.sqrt(rows * cols)
+        return sum(
+            flops / interpolate_twice(self.profile.products[kind], tokens, width)
+            for kind in kinds
+        )
 
     def moved(self, plan, columns):
         """Return seconds of element-wise kernels that read and write tensors (N, columns)."""
@@ -469,23 +457,15 @@ class Estimator:
         if mesh == (1, 1) or not size:
             return 0.0
         per_node, nodes = mesh
-        tables = {
-            tuple(map(int, name.split("x"))): points
-            for name, points in self.profile.collectives[op].items()
-        }
-        if mesh not in tables:
-            self.held.add(f"{op} over {mesh_name(mesh)}")
-
-        def far(known):
-            return (known[1] > 1) != (nodes > 1), abs(math.log(known[0] / per_node))
-
-        nearest = min(map(far, tables))
-        rates = sorted(
-            [known[1], interpolate(points, size)]
-            for known, points in tables.items()
-            if far(known) == nearest
-        )
-        return size / interpolate(rates, nodes)
+        tables = self.profile.collectives[op]
+        if f"{per_node}x{nodes}" not in tables:
+            self.held.add(f"{op} over {per_node}x{nodes}")
+        by_distance = {}
+        for name, points in tables.items():
+            near, known = map(int, name.split("x"))
+            distance = (known > 1) != (nodes > 1), abs(math.log(near / per_node))
+            by_distance.setdefault(distance, []).append([known, interpolate(points, size)])
+        return size / interpolate(sorted(by_distance[min(by_distance)]), nodes)
 
 
 def beside(compute, other, slow):
@@ -516,41 +496,43 @@ class LayerSeconds:
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
     cfg = plan.column
-    tokens = plan.tokens / plan.chunks
+    copied = plan.chunks > 1  # chunks are put together and cut
     # in the gradient's own place, in float32, where several contributions add up
-    summed = plan.chunks > 1 or (plan.accumulates and plan.factors.g == 1)
-    kinds = ("forward",), ("input_grad", "weight_grad_sum" if summed else "weight_grad")
-    forward, backward = (
-        [
-            plan.chunks * sum(est.product(kind, tokens, *matrix) for kind in of_pass)
+    summed = copied or (plan.micro_batches > 1 and plan.factors.g == 1)
+
+    def products(*kinds):
+        return [
+            plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
             for matrix in plan.matrices
         ]
-        for of_pass in kinds
-    )
+
+    first, *later = products("forward")
+    *earlier, last = products("input_grad", "weight_grad_sum" if summed else "weight_grad")
     q, kv = plan.widths
-    copied = plan.chunks > 1  # chunks are put together and cut
+    # columns exchange in the open; in forward as part of post, where chunks' products are joined
+    size = plan.tokens * cfg.dim * plan.dtype.itemsize
+    ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
+    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]
+    columns = sum(exchanged)
+    columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
     # norms are of own tokens
     dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
     # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
-    pre = forward[0] + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
-    post = sum(forward[1:]) + est.moved(plan, 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim)
-    final = backward[-1] + est.moved(plan, 6 * cfg.ffn)
+    pre = first + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
+    moved = 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim
+    post = sum(later) + est.moved(plan, moved) + columns
+    final = last + est.moved(plan, 6 * cfg.ffn)
     moved = 10 * dim + 2 * (q + kv) + copied * (2 * q + 3 * cfg.dim)
-    rest = sum(backward[:-1]) + est.moved(plan, moved)
-    size = plan.tokens * cfg.dim * plan.dtype.itemsize
-    ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
-    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]  # in the open
-    columns = sum(exchanged)
-    columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
+    rest = sum(earlier) + est.moved(plan, moved)
     kernel, exchange = attention_seconds(est, plan, False)
     kernel_back, exchange_back = attention_seconds(est, plan, True)
     return LayerSeconds(
-        forward=pre + kernel + exchange + post + columns,
+        forward=pre + kernel + exchange + post,
         backward=final + rest + kernel_back + exchange_back + columns_back,
         final=final,
         attention=kernel + exchange,
-        post=post + columns,  # where layers run in chunks, products are joined there
-        recompute=pre + post - forward[-1] + columns / 2,  # without the last product, and its sum
+        post=post,
+        recompute=pre + post - later[-1] - columns / 2,  # without the last product, and its sum
         named={
             "attention": kernel + kernel_back,
             "all-to-all": exchange + exchange_back,  # and around a ring
@@ -593,8 +575,7 @@ def attention_seconds(est, plan, backward):
     # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
     slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
     opened = 0.0 if backward and plan.recompute == "auto" else exchange
-    late, slowed = beside(kernel, groups * exchange - opened + around, slow)
-    return kernel, opened + late + slowed
+    return kernel, opened + sum(beside(kernel, groups * exchange - opened + around, slow))
 
 
 def head_seconds(est, plan):
@@ -602,10 +583,8 @@ def head_seconds(est, plan):
     embedding's."""
     vocab, dim = plan.end
     e, wide = plan.dtype.itemsize, plan.accum_bytes
-    products = sum(
-        est.product(kind, plan.own_tokens, vocab, dim)
-        for kind in ("forward", "input_grad", "weight_grad_sum")
-    )
+    kinds = "forward", "input_grad", "weight_grad_sum"
+    products = est.products(kinds, plan.own_tokens, vocab, dim)
     logits = plan.own_tokens * vocab * (5 * wide + e)  # read and written
     ends = vocab * dim * (2 * wide + 4 * e)  # gradients
     return products + (logits + ends) / est.profile.memory
@@ -630,30 +609,33 @@ def unit_seconds(est, plan, matrices):
 def visit_seconds(est: Estimator, plan: Plan) -> float:
     """Return seconds of a layer's forward in which optimizer states take the link to the host:
     there and back."""
-    passes = plan.stage_layers * plan.micro_batches
     moved = state_bytes(plan)["optimizer"] * (plan.os_place == "host")
-    return moved / est.profile.visits / passes
+    return moved / est.profile.visits / (plan.stage_layers * plan.micro_batches)
 
 
-def not_hidden(est, plan, compute, traffic, behind=math.inf):
-    """Return the seconds by which communication makes a pass longer. What stays in a node and what
-    crosses nodes take other wires, of which the one that is late counts; what does not overlap runs
-    in the open, by its stream. behind: seconds that hide the wire of weights, if less than all."""
-    across = {stream: ranks > plan.in_node for stream, _, ranks, *_ in plan.collectives}
+def not_hidden(est, plan, compute, traffic, final=math.inf):
+    """Yield by name the seconds by which communication makes a pass longer. What stays in a node
+    and what crosses nodes take other wires, of which the one that is late counts; what does not
+    overlap runs in the open, by its stream. final: of backward, LayerSeconds.final of all layers.
+    There a whole layer gathers a matrix ahead, behind the gradients of the layer before: these and
+    half of the weights hide under the last matrix alone."""
+    across = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
     wires = [0.0, 0.0]
-    found = {}
     for name, seconds in traffic.items():
         if name in plan.overlap:
-            wires[across.get(name, False)] += seconds
+            wires[name in across] += seconds
         else:
-            found[name] = seconds
+            yield name, seconds
     hides = [compute, compute]
-    hides[across["param_gather"]] = min(compute, behind)
-    slow = est.profile.overlap["collectives"]
+    slow_compute, slow_other = slow = est.profile.overlap["collectives"]
+    weights = traffic["param_gather"]
+    if weights and plan.recompute == "none":
+        behind = final + weights / 2 * slow_other / slow_compute
+        hides["param_gather" in across] = min(compute, behind)
     inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
-    name = "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes")
-    found[name], found["slowed by communication"] = max(inside, between, key=sum)
-    return found
+    late, slowed = max(inside, between, key=sum)
+    yield "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes"), late
+    yield "slowed by communication", slowed
 
 
 def traffic_seconds(est, plan, forward, backward, final):
@@ -663,11 +645,10 @@ def traffic_seconds(est, plan, forward, backward, final):
 
     The first forward hides new parameters, the last backward sums over replicas, each pass what is
     gathered for it. In the open are the embedding's and the first layer's before the one, and
-    after the other. In backward a whole layer gathers a matrix ahead, behind the gradients of the
-    layer before: these and half of the weights hide under the last matrix alone.
-    """
+    after the other."""
     layers, count = plan.stage_layers, plan.micro_batches
-    layer, end = (unit_seconds(est, plan, unit) for unit in (plan.matrices, [plan.end]))
+    layer = unit_seconds(est, plan, plan.matrices)
+    end = unit_seconds(est, plan, [plan.end])
     *alone, first_earlier = layer + end
     gather, scatter, reduce, broadcast, earlier = (layers - 1) * layer + (plan.ends - 1) * end
     sums, casts, update = own_seconds(est, plan)
@@ -675,25 +656,21 @@ def traffic_seconds(est, plan, forward, backward, final):
     backward += sums
     # the last two layers' buffers still hold their weights
     gathers = {"param_gather": max(0, layers - 2) * layer[0]}
-    behind = math.inf
-    if plan.recompute == "none" and gathers["param_gather"]:
-        slow_compute, slow_other = est.profile.overlap["collectives"]
-        behind = final + gathers["param_gather"] / 2 * slow_other / slow_compute
     passes = [
         (1, 0.0, dict(zip(STREAMS, alone))),
         (1, forward, {"param_gather": gather, "param_broadcast": broadcast}),
         (count - 1, forward, gathers),
-        (count - 1, backward, gathers | {"grad_scatter": earlier + first_earlier}, behind),
-        (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, behind),
+        (count - 1, backward, gathers | {"grad_scatter": earlier + first_earlier}, final),
+        (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, final),
     ]
-    visits = visit_seconds(est, plan) * layers * count
-    under = forward if "host_update" in plan.overlap else 0.0
-    total = Counter()
-    total["gradient sums"] = count * sums + casts
-    total["optimizer"] = update
-    total["host_update"] = max(0.0, visits - under)
+    visits = layers * count * visit_seconds(est, plan)
+    total = Counter({
+        "gradient sums": count * sums + casts,
+        "optimizer": update,
+        "host_update": max(0.0, visits - forward * ("host_update" in plan.overlap)),
+    })
     for times, *rest in passes:
-        for name, seconds in not_hidden(est, plan, *rest).items():
+        for name, seconds in not_hidden(est, plan, *rest):
             total[name] += times * seconds
     return total
 
@@ -710,20 +687,15 @@ def own_seconds(est, plan):
     return (
         (f.g > 1) * added * element,
         (wide != e) * 2 * (wide + e) / f.g * element,
-        plan.params / f.os * (moved + wide / est.profile.memory),
+        (plan.params * moved + wide * element) / f.os,
     )
 
 
 # ---------------------------------------------------------------------------- seconds of a step
 
 
-def lost_seconds(
-    plan: ActivationPlan,
-    layer: LayerBytes,
-    s: LayerSeconds,
-    bandwidth: float,
-    busy: float,
-) -> tuple[float, float]:
+def lost_seconds(plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float,
+                 busy: float) -> tuple[float, float]:
     """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
     of its forward in which compute waits for copies. busy: of a layer's forward, in which others
     copy."""
@@ -731,7 +703,7 @@ def lost_seconds(
     inputs = -(-plan.layers // plan.stride)
     dropped = plan.layers_recomputing_attention
     again = (
-        np.maximum(0.0, plan.layers - saved) * s.recompute
+        (plan.layers - saved) * s.recompute
         + (plan.layers - inputs) * s.post
         + (dropped - dropped // plan.stride) * (s.forward - s.attention - s.post)
         + dropped * s.attention
@@ -768,8 +740,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
     seconds = {name: count * layers * value for name, value in of_layer.items()}
     seconds["head and loss"] = count * head_seconds(est, plan)
     # while a micro-batch goes through a part of each other stage
-    others = (plan.model.layers - layers) / plan.pp_chunks
-    seconds["pipeline idle"] = others * (forward + backward)
+    seconds["pipeline idle"] = (forward + backward) * (plan.model.layers - layers) / plan.pp_chunks
     if states:
         pair = (1, 2) if plan.ranks > plan.per_node else (2, 1)
         message = est.collective("all_gather", 2 * message_bytes(plan), pair)
@@ -777,7 +748,7 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
         seconds |= traffic_seconds(
             est, plan, layers * forward, layers * backward, layers * layer.final
         )
-    return {name: float(value) for name, value in seconds.items()}  # numpy's are no JSON
+    return seconds
 
 
 def exposed_messages(plan):

@@ -169,7 +169,7 @@ def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequ
     longest = min(len(corpus), len(val)) - 1 if val else (len(corpus) - 1) // 2
     if seq > longest:
         raise ValueError(f"--seq {seq}: the data has {len(corpus)} tokens, too few for training "
-                         f"and validation; the longest that fits is --seq {longest}")
+                         f"and validation; the longest that fits is --seq {max(0, longest)}")
     count = (len(corpus) - 1) // seq
     if val:
         held_out = Sequences(val, 0, (len(val) - 1) // seq, seq, seed)

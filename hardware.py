@@ -15,7 +15,6 @@ Left out: congestion by others, temperatures, GPUs of one machine that differ.
 
 Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 """
-import bisect
 import functools
 import json
 import math
@@ -24,6 +23,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -67,15 +67,11 @@ class Profile:
     about: dict = field(default_factory=dict)  # hardware, versions, commit, command
 
 
-def rounded(value, digits: int):
-    """Return a nested value whose floats have so many digits: those that a file needs."""
-    return json.loads(json.dumps(value),
-                      parse_float=lambda text: float(f"{float(text):.{digits}g}"))
-
-
 def profile_text(profile: Profile) -> str:
-    """Return a profile's file: JSON, a point a line."""
-    text = json.dumps(rounded(asdict(profile), 4), indent=1)
+    """Return a profile's file: JSON, a point a line, four digits a number."""
+    exact = json.dumps(asdict(profile))
+    rounded = json.loads(exact, parse_float=lambda number: float(f"{float(number):.4g}"))
+    text = json.dumps(rounded, indent=1)
     point = r"\[\s+([-\d.e+]+(?:,\s+[-\d.e+]+)*)\s+\]"
     return re.sub(point, lambda m: "[" + re.sub(r"\s+", " ", m[1]) + "]", text) + "\n"
 
@@ -83,12 +79,8 @@ def profile_text(profile: Profile) -> str:
 def interpolate(points: Points, at: float) -> float:
     """Return the rate at a size: linear in the logarithm of the size between points [size, rate],
     held at the ends."""
-    i = bisect.bisect_left(points, [at])
-    low, slow = points[max(0, i - 1)]
-    high, fast = points[min(i, len(points) - 1)]
-    if low == high:  # at is beyond an end
-        return fast
-    return slow + (fast - slow) * math.log(at / low) / math.log(high / low)
+    sizes, rates = zip(*points)
+    return float(np.interp(math.log(at), np.log(sizes), rates))
 
 
 def interpolate_twice(points: Points, tokens: float, width: float) -> float:
@@ -224,7 +216,7 @@ def by_data_sheet(device_name, per_node):
     new, old = find_sheet(device_name), find_sheet(BASE)
     how = "by its data sheet" if new else "as an H200, since it has no data sheet here"
     new = new or old
-    *ratios, _ = (x / y for x, y in zip(new, old))
+    *ratios, _ = np.divide(new, old).tolist()
     return scaled(
         base, f"{device_name} {how}", *ratios,
         device=device_name,
@@ -392,7 +384,7 @@ class Machine:
     def copy_rate(self):
         """Return bytes/s to the host, of page-locked memory."""
         here = self.random(self.sizes[-1] // self.dtype.itemsize)
-        there = torch.empty(here.shape, dtype=self.dtype, pin_memory=self.gpu)
+        there = torch.empty_like(here, device="cpu", pin_memory=self.gpu)
         return here.nbytes / self.time(lambda: there.copy_(here, non_blocking=True))
 
     def launch_seconds(self):
@@ -415,7 +407,7 @@ class Machine:
             middle = time.perf_counter()
             loss.backward()
             moments.append([start, middle, time.perf_counter()])
-        seconds = torch.tensor(moments[8:], dtype=torch.float64).diff()  # two steps warm up
+        seconds = np.diff(moments[8:])  # two steps warm up
         return dict(zip(PASSES, (seconds.mean(0) / 24).tolist()))
 
     def collective_rates(self):
@@ -430,10 +422,9 @@ class Machine:
                 if n * g == 1 or nodes % n or per_node % g:
                     continue
                 group = groups.get("profile", lambda r: (r % per_node // g, r // per_node // n))
-                mesh = mesh_name((g, n))
                 for size in self.sizes:
                     for op, fn in self.collectives(group, size).items():
-                        found[op].setdefault(mesh, []).append([size, size / self.time(fn)])
+                        found[op].setdefault(f"{g}x{n}", []).append([size, size / self.time(fn)])
         return found
 
     def collectives(self, group, size):
@@ -491,11 +482,8 @@ class Machine:
                     for _ in range(count):
                         fn()
         torch.cuda.synchronize()
-        spans = zip(events[:2], events[2:], calls, alone)
         return [
             max(1.0, *of_all_ranks(begin.elapsed_time(end) / 1e3 / (16 * count * seconds)))
-            for begin, end, count, seconds in spans]
+            for begin, end, count, seconds in zip(events[:2], events[2:], calls, alone)]
 
 
-def mesh_name(mesh: tuple[int, int]) -> str:
-    return f"{mesh[0]}x{mesh[1]}"

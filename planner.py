@@ -60,7 +60,6 @@ from costs import (
     layer_seconds,
     lost_seconds,
     resident_bytes,
-    ring_traffic,
     rounding_bytes,
     step_seconds,
     visit_seconds,
@@ -82,6 +81,14 @@ def size(text):
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
     return int(value)
+
+
+def in_size(value):
+    """Return a value as `size` reads it, in its largest unit."""
+    for letter, unit in zip("GMK", (2**30, 2**20, 2**10)):
+        if type(value) is int and value and value % unit == 0:
+            return f"{value // unit}{letter}"
+    return "auto" if value is None else f"{value}"
 
 
 def flag(default, text: str, low: float = 1, high: float = 2**20, among: Iterable[str] = (),
@@ -160,11 +167,12 @@ class Constraints:
 
     seq: Count = flag(4096, "tokens a sequence", 1, 2**40)
     batch: Count = flag(
-        None, "sequences a step over all ranks; auto: 512K tokens (4K for tiny); of a resumed run "
-        "its tokens", group="a step and its tokens")
+        None, "sequences a step over all ranks; auto: 512K tokens (4K for tiny), or one for each "
+        "rank that may have one of its own; a resumed run keeps its own",
+        group="a step and its tokens")
     micro_batch: Count = flag(
-        None, "sequences that sp ranks run at once; auto: the most within 8K tokens a rank, or "
-        "fewer, by predicted time")
+        None, "sequences that run at once on a rank, or on the sp ranks that share them; auto: the "
+        "most within 8K tokens a rank, or fewer, by predicted time")
     tokenizer: str = flag(
         "", "Hugging Face folder whose tokenizer.json makes tokens of text, kept in OUT/tokens")
     document_token: Count = flag(
@@ -187,11 +195,12 @@ class Constraints:
         ",".join(OVERLAPS), "what runs under computation, a list, or none: weights before they are "
         "used, gradients to shards, shards over replicas, new weights to who holds them, states on "
         "the host, messages between stages")
-    tp: Count = flag(1, "neighbours that share each layer's matrices; auto: by predicted time")
+    tp: Count = flag(
+        1, "neighbours that share each layer's matrices; auto: searched, by predicted time")
     tp_mode: str = flag(
         "msp", "of them: all have all tokens (mtp), tokens are split between products, and (fsp) "
         "gathered again in backward", among=("mtp", "msp", "fsp"))
-    pp: Count = flag(1, "stages of a pipeline; auto: by predicted time")
+    pp: Count = flag(1, "stages of a pipeline; auto: searched, by predicted time")
     pp_chunks: Count = flag(
         None, "parts of the model on a stage, interleaved; auto: by predicted time")
     sp: Count = flag(
@@ -216,7 +225,7 @@ class Constraints:
         None, "bytes of a node (as 400G) for states and activations; auto: what the control group "
         "or the machine allows, less an eighth", 0, 2**60)
     gpu_memory: Count = flag(
-        None, "bytes of a GPU that may be used (as 80G); auto: all", 1, 2**60)
+        None, "bytes of a GPU that may be used (as 80G); auto: all", 2**20, 2**60)
     optimizer: str = "adamw"
     default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
     most_sequences: Count = None  # that the data has
@@ -405,8 +414,8 @@ def stages(c, plan):
         of_stage = ranks // pp
         if ranks % pp or of_stage % plan.tp or of_stage % per_node * (per_node % of_stage):
             return (
-                f"each stage has whole nodes of {per_node}, or parts that divide one, of "
-                f"{ranks} ranks in columns of {plan.tp}"
+                f"{ranks} ranks, {per_node} a node, are not so many stages of whole nodes, or of "
+                f"equal parts of one, in columns of {plan.tp}"
             )
         if pp * parts > layers or pp == 1 < parts:
             return (
@@ -732,9 +741,11 @@ def make_rings(plan: Plan) -> list[Ring]:
         times = (1 + twice) * (earlier * (several - 1) + last)
         rings.append(Ring(kind, ranks, inner, times * size))
     q, kv = plan.widths  # q, o and k, v, and twice as much in backward
-    exchanged = (6 * q + 3 * kv) * plan.tokens * e * model.layers * several
+    tokens = plan.tokens * model.layers * several
+    exchanged = (6 * q + 3 * kv) * e * tokens
+    around = (plan.ring - 1) * kv * (2 * e + plan.sum_bytes) * tokens  # k, v twice; dk, dv
     rings += [Ring("all_to_all", sp, i, exchanged / sp) for i in range(1, sp)]
-    return [*rings, Ring("ring", plan.sp, sp, ring_traffic(plan))]
+    return [*rings, Ring("ring", plan.sp, sp, around)]
 
 
 def swap_places(traffic, leaves):
@@ -825,11 +836,11 @@ def place(plan, leaf):
 # ---------------------------------------------------------------------------- what to say
 
 RULES = {  # choice -> why it is as it is
-    "tp": "columns of a layer exchange in the open: 1, unless --tp says otherwise",
-    "pp": "stages of a pipeline wait for each other: 1, unless --pp says otherwise",
+    "tp": "1, or as --tp says (auto: searched): columns of a layer exchange in the open",
+    "pp": "1, or as --pp says (auto: searched): stages of a pipeline wait for each other",
     "sp": "the fewest ranks a sequence that fit and are fast",
-    "ring": "the least that leaves ranks that share heads in one node",
-    "groups": "4 hide all-to-alls, more need less memory",
+    "ring": "the least that leaves ranks that share key/value heads in one node",
+    "groups": "parts of the heads: 4 hide all-to-alls under attention, more need less memory",
     "batch": "data-parallel ranks x micro-batches x sequences of one, of 8K tokens a rank if short",
     "p,g,os": "the fewest shards that fit and are fast",
     "layers keep": "what fits and loses the least time",
@@ -876,15 +887,7 @@ def in_gib(plan: Plan) -> str:
     )
 
 
-def more_time(plan, best):
-    """Return by how much a plan takes longer than the best one, in words."""
-    more = plan.token_s / best.token_s - 1
-    if more == math.inf:
-        return "does not fit"
-    return f"{more:+.1%}" + " (a tie)" * (abs(more) <= TIE)
-
-
-def figures(plan: Plan, hardware: Hardware) -> dict:
+def figures(plan: Plan, hardware: Hardware, asked: Constraints = Constraints()) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rate = plan.batch * plan.seq / plan.step_s
     peak = (hardware.profile.peak_flops or math.inf) * plan.ranks  # unknown: no MFU
@@ -899,25 +902,29 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
         "mfu_full": full or None,
         "gpu_gib": plan.gpu_bytes / GIB,
         "host_gib": plan.host_bytes * plan.per_node / GIB,
-        "command": command(plan),
+        "command": command(plan, asked),
     }
 
 
-def command(plan: Plan) -> str:
-    """Return the command that runs a plan."""
-    values = vars(plan) | asdict(plan.factors) | {"overlap": ",".join(plan.overlap) or "none"}
-    del values["chunk" if plan.recompute == "none" else "recompute"], values["dtype"]
+def command(plan: Plan, asked: Constraints) -> str:
+    """Return the command that runs a plan, on each node, with all else that was asked."""
+    values = vars(asked) | vars(plan) | asdict(plan.factors) | {
+        "overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
+    if plan.recompute == "auto":
+        values["recompute"] = asked.recompute
+    else:
+        del values["chunk"]
     model = {model: name for name, model in MODELS.items()}.get(plan.model, "?")
-    return (
-        f"torchrun --nproc_per_node {plan.per_node} --nnodes {plan.ranks // plan.per_node} "
-        f"train.py --model {model} {given(values)}"
-    )
+    nodes = plan.ranks // plan.per_node
+    meet = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400" * (nodes > 1)
+    return (f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{meet} train.py "
+            f"--model {model} {given(values)}")
 
 
 def given(values):
     """Return the flags of Constraints that have values other than their defaults."""
     return " ".join(
-        f"{flag_name(name)} {'auto' if values[name] is None else values[name]}"
+        f"{flag_name(name)} {in_size(values[name])}"
         for name, f in flags_of(Constraints).items()
         if values.get(name, f.default) != f.default)
 
@@ -932,7 +939,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), "
             f"MFU {found['mfu_causal'] or math.nan:.1%} causal, "
             f"{found['mfu_full'] or math.nan:.1%} full, {found['tokens_a_day']:,.0f} tokens a day, "
-            f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} of a node's host memory: "
+            f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} GiB of a node's host: "
             f"{in_words(plan, plans[0]) or 'as above'}")
     seconds = [
         f"{name} {value:.3g}"
@@ -948,13 +955,14 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
 
 
 def reasons(search, best):
-    """Return a line a choice: its rule, and the best other value."""
+    """Return a line a choice: its rule, and the best other value that fits."""
     lines = []
     for name, text in choices(best).items():
         line = f"  {name} {text}: {RULES[name]}"
         for other in sorted(search.tried, key=token_s):
-            if choices(other)[name] != text:
-                line += f"; {choices(other)[name]}: {more_time(other, best)}"
+            if choices(other)[name] != text and other.step_s < math.inf:
+                more = other.token_s / best.token_s - 1
+                line += f"; {choices(other)[name]}: {more:+.1%}" + " (a tie)" * (abs(more) <= TIE)
                 break
         lines.append(line)
     return lines
@@ -974,8 +982,8 @@ def binding(search, best):
     gains = sorted((
         (1 - Search(search.constraints, best.model, more).fit(best).token_s / best.token_s, name)
         for name, more in there.items()), reverse=True)
-    return "a step would take less without a limit to " + ", ".join(
-        f"{name} ({gain:.1%})" for gain, name in gains if gain > TIE)
+    return "how much shorter a step would be without a limit to: " + ", ".join(
+        f"{name} {gain:.1%}" for gain, name in gains if gain > TIE)
 
 
 def describe(search, plans):
@@ -985,15 +993,15 @@ def describe(search, plans):
     lines = [
         f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
         f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
-        f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.0f} GiB of a GPU, "
-        f"{hardware.host_budget * hardware.per_node / GIB:.0f} of a node's host memory to "
+        f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.1f} GiB of a GPU, "
+        f"{hardware.host_budget * hardware.per_node / GIB:.1f} GiB of a node's host memory to "
         "plan with",
         f"profile {profile.name}: {profile.device}, "
         f"{profile.sources.get('all', 'see its file')}",
         "",
         *reasons(search, best),
         "",
-        command(best),
+        command(best, search.constraints),
         "",
         describe_plans(plans, hardware),
         f"what binds: {binding(search, best)}",
@@ -1001,7 +1009,7 @@ def describe(search, plans):
     est = Estimator(profile)
     step_seconds(est, best)
     if est.held:
-        lines.append("not in the profile: " + "; ".join(sorted(est.held)))
+        lines.append("not in the profile, at the nearest rates: " + "; ".join(sorted(est.held)))
     return "\n".join(lines)
 
 
@@ -1038,29 +1046,29 @@ class Question(Constraints):
         return Search(asked, MODELS[self.model], Hardware(ranks, per_node, profile, gpu, host))
 
 
-LARGEST_GPU = 192  # GiB
+LARGEST_GPU = 192 * GIB
 
 
 def changes_that_fit(asked, hardware):
     """Return flags with which there is a plan, the smallest change first: fewer tokens, more memory
     of the host or of a GPU, more GPUs."""
     seq, ranks = asked.seq, hardware.ranks
-    gpu = round(hardware.gpu_budget / GPU_SHARE / GIB)
-    node = int(hardware.host_budget * hardware.per_node / GIB)
+    gpu = round(hardware.gpu_budget / GPU_SHARE / GIB) * GIB
+    node = int(hardware.host_budget * hardware.per_node / GIB) * GIB
     unit = math.lcm(256, ranks)
     found = {}
-    for name, now, values, letter in (  # values from the smallest change on
-        ("seq", seq, range((seq - 1) // unit * unit, 0, -unit), ""),
-        ("host_memory", node, range(node, 16 * node), "G"),
-        ("gpu_memory", gpu, range(gpu, LARGEST_GPU), "G"),
-        ("ranks", ranks, [ranks * 2**i for i in range(1, 6)], ""),
+    for name, now, values in (  # values from the smallest change on
+        ("seq", seq, range((seq - 1) // unit * unit, 0, -unit)),
+        ("host_memory", node, range(node + GIB, 16 * node + 2**10 * GIB, GIB)),
+        ("gpu_memory", gpu, range(gpu + GIB, LARGEST_GPU, GIB)),
+        ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
         def fits(value):
-            return replace(asked, **{name: size(f"{value}{letter}")}).search().fits()
+            return replace(asked, **{name: value}).search().fits()
 
         for value in values[bisect.bisect_left(values, True, key=fits):][:1]:
-            text = f"{flag_name(name)} {value}{letter} instead of {now}{letter}"
-            found[text] = abs(math.log(value / now))
+            text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
+            found[text] = abs(math.log(value / max(1, now)))
     return sorted(found, key=found.get)
 
 
@@ -1085,7 +1093,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         parser.error(str(e))
     if asked.json:
-        found = [figures(plan, search.hardware) for plan in plans]
+        found = [figures(plan, search.hardware, asked) for plan in plans]
         text = json.dumps({"plans": found, "text": text})
     print(text)
     return int(not plans)

@@ -4441,7 +4441,7 @@ def test_planner_prints_plans():
     for name in planner.RULES:  # a reason a choice
         assert re.search(rf"^  {name} .*: ", text, re.M), name
     assert "what binds: " in text and "order of nodes: 0, 1" in text and "tokens a day" in text
-    assert "not in the profile: " in text  # h200x2 has no network between nodes
+    assert "not in the profile, " in text  # h200x2 has no network between nodes
     found = json.loads(ask(f"{flags} --json"))
     first, *others = found["plans"]
     assert found["text"] in text and 1 <= len(others) <= 2
@@ -4450,11 +4450,17 @@ def test_planner_prints_plans():
     again = costs.Plan(**whole | {"model": m.MODELS["1b"], "factors": shard.Factors(1, 1, 1)})
     assert again.gpu_bytes == approx(first["gpu_gib"] * 2**30)
     assert f"--sp {again.sp}" in text and f"--os {first['os']}" in text  # in its command
-    text = ask(
-        "--model 7b --ranks 8 --seq 1M --batch 1 --sp 8 --ring 1 --p 1 --g 1 --os 8 "
-        "--chunk 16K --cluster h200x8"
+    assert "--nnodes 2 --rdzv-backend" in text
+    asked = (
+        "--seq 1M --batch 1 --dtype fp32 --strategy zero1 --sp 8 --ring 1 --recompute auto "
+        "--chunk 16K --alpha 0.5 --resident-layers 3 --host-memory 3072G"
     )
-    assert re.search(r"what binds: .* limit to FLOP/s \(9", text)
+    text = ask(f"--model 7b --ranks 8 --cluster h200x8 {asked}")
+    assert re.search(r"what binds: .* limit to: FLOP/s 9", text)
+    command = re.search("--model 7b .*", text)[0]  # with all that was asked, it gives the same
+    for part in "--dtype fp32", "--alpha 0.5", "--resident-layers 3", "--host-memory 3072G":
+        assert part in command
+    assert ask(f"--ranks 8 --cluster h200x8 {command}").splitlines()[-4:] == text.splitlines()[-4:]
 
 
 def test_planner_places_rings(tmp_path):
@@ -4477,7 +4483,7 @@ def test_planner_places_rings(tmp_path):
     "flags, message",
     [
         ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
-        ("--ranks 6 --per-node 4", "each stage has whole nodes of 4.* of 6 ranks"),
+        ("--ranks 6 --per-node 4", "6 ranks, 4 a node, are not so many stages of whole nodes"),
         (
             "--ranks 8 --sp 8 --ring 3",
             "--sp 8 --ring 3: .* 16 key/value heads.*--sp 8 --ring 2, --sp 8 --ring 4",
@@ -4498,7 +4504,7 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 ranks, .* --sp 2 --ring 1"),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
         ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
-        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* whole nodes of 4, .*--pp 3 --pp-chunks 1"),
+        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 ranks, 4 a node, .*--pp 3 --pp-chunks 1"),
         (
             "--ranks 8 --pp 8 --pp-chunks 4",
             "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 2",
