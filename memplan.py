@@ -592,7 +592,7 @@ def write_plan(path: str, ids: Iterable, buffers: list[Buffer], offsets: Iterabl
             out.writerow([number, *buffer, offset])
 
 
-def draw(path: str, buffers: list[Buffer], plan: Plan) -> None:
+def draw(path: str, buffers: list[Buffer], plan: Plan, title: str = "") -> None:
     """Write a PNG file: address over time, one rectangle a buffer, the lighter the larger."""
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
@@ -614,7 +614,8 @@ def draw(path: str, buffers: list[Buffer], plan: Plan) -> None:
     )
     ax.axhline(plan.lower_bound / 2**30, color="red", linewidth=0.8, label="lower bound")
     ax.set(xlabel="requests and releases, in order", ylabel="address, GiB")
-    ax.set_title(f"{len(buffers):,} buffers, peak {plan.peak / 2**30:.2f} GiB", fontsize=10)
+    title += f"{len(buffers):,} buffers, peak {plan.peak / 2**30:.2f} GiB; lighter: larger"
+    ax.set_title(title, fontsize=10)
     ax.legend()
     figure.savefig(path, dpi=150, format="png", metadata={"Software": None})
 

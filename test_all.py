@@ -1536,17 +1536,19 @@ def fastest(
 
 
 def test_predictions_are_what_was_measured():
-    """Of all settings that were measured: seconds, and which setting of a question is the fastest;
-    and bytes."""
+    """Of all settings that were measured: seconds, and which setting of a question is the fastest,
+    where the network is known; and bytes."""
     sys.path.insert(0, str(HERE / "results"))
     import report
 
     rows = report.predicted_rows()
-    errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows)
-    assert len(rows) >= 37 and errors[18] < 0.013 and errors[33] < 0.05 and errors[-1] < 0.08
     assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.05 for r in rows)
+    known = [r for r in rows if r["kind"] != report.pictures.ELSEWHERE]
+    errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
+    assert len(known) >= 42 and errors[21] < 0.013 and errors[38] < 0.05 and errors[-1] < 0.08
+    assert all(0.85 < r["now_s"] / r["step_s"] < 1 for r in rows if r not in known)
     questions = {}
-    for r in rows:
+    for r in known:
         questions.setdefault((r["question"], r["gpu"], r["gpus"]), []).append(r)
     for asked in questions.values():
         fastest_now = min(asked, key=lambda r: r["now_s"])

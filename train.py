@@ -715,7 +715,7 @@ def draw_losses(log):
     from matplotlib.figure import Figure
 
     rows = checkpoint.read_log(log)
-    fig = Figure(figsize=(12, 4))
+    fig = Figure(figsize=(12, 4), layout="tight")
     left, right = fig.subplots(1, 2)
     for key in ("loss", "val_loss"):
         points = {row["step"]: row[key] for row in rows if row.get(key)}
@@ -726,7 +726,9 @@ def draw_losses(log):
     for row in evaluated[:: max(1, len(evaluated) - 1)]:  # the first and the last
         right.plot(*np.transpose(row["val_loss_by_position"]), ".-", label=f"step {row['step']}")
         right.legend()
-    right.set(xlabel="position in its document, from", xscale="symlog")
+    right.set(
+        xlabel="first position of the bin in its document", ylabel="validation loss, nats a token",
+        xscale="symlog")
     fig.savefig(log.with_name("loss.png"), dpi=120)
 
 

@@ -51,7 +51,8 @@ def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
             ax.text(x, mfu - 1, text, ha="center", va="top", color="white")
     ax.set_xticks(range(len(ours)), [f"{seq // 1024}K" for seq in ours])
     ax.set(ylim=(0, 70), xlabel="tokens of the sequence", ylabel="causal MFU, %")
-    ax.set_title("LLaMA-7B, one sequence over 4 H200s of 141 GB, bf16; GiB of a GPU", pad=26)
+    ax.set_title("LLaMA-7B, one sequence over 4 H200s of 141 GB, bf16; in the bars: MFU, and GiB "
+                 "of a GPU's memory", pad=26)
     labels = {row["system"] for row in peers.values()}
     ax.legend(
         [plt.Line2D([], [], color=BLACK), Patch(color=BLUE), Patch(color=ORANGE)],
@@ -65,6 +66,13 @@ def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
     save(fig, path)
 
 
+ELSEWHERE = "network not measured"
+MARKERS = {
+    "seen before": ("o", BLUE, ""),
+    "held out": ("D", ORANGE, " (chosen before measuring)"),
+    ELSEWHERE: ("s", GREY, "")}
+
+
 def draw_predictions(path: Path, rows: list[dict]) -> None:
     """Draw the errors of predicted seconds and GiB of a step, in percent, by what was measured."""
     fig, axes = plt.subplots(1, 2, figsize=(9, 3.2))
@@ -72,11 +80,8 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
         (axes[0], "step_s", "now_s", "seconds of a step", "log"),
         (axes[1], "gpu_gib", "now_gib", "GiB of a GPU", "linear"),
     ):
-        for held, marker, color, label in (
-            (False, "o", BLUE, "seen before"),
-            (True, "D", ORANGE, "held out: predicted before it was measured"),
-        ):
-            points = [r for r in rows if r["held_out"] == held]
+        for kind, (marker, color, how) in MARKERS.items():
+            points = [r for r in rows if r["kind"] == kind]
             errors = [100 * (r[predicted] / r[measured] - 1) for r in points]
             ax.plot(
                 [r[measured] for r in points],
@@ -84,13 +89,13 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
                 marker,
                 color=color,
                 markersize=4,
-                label=label)
-        ax.axhspan(-5, 5, color="0.92", zorder=0)
+                label=kind + how)
+        ax.axhspan(-5, 5, color="0.92", zorder=0, label="within 5%")
         ax.axhline(0, color=GREY, linewidth=1, zorder=0)
-        ax.set(ylim=(-10, 10), xscale=scale, xlabel=f"measured {title}", title=title)
+        ax.set(ylim=(-16, 10), xscale=scale, xlabel=f"measured {title}", title=title)
         ax.xaxis.set_major_formatter("{x:g}")
-    axes[0].set_ylabel("predicted over measured, %")
-    axes[0].legend(loc="lower left")
+    axes[0].set_ylabel("predicted - measured, % of measured")
+    axes[1].legend(loc="lower left")
     fig.tight_layout()
     save(fig, path)
 

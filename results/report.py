@@ -27,11 +27,11 @@ import torch
 import memplan
 import pictures
 from bench import as_text
-from hardware import load_profile
+from hardware import known_profile
 from model import MODELS
 from offload import GIB, ActivationPlan
 from planner import Plan, predict
-from shard import Factors
+from shard import STREAMS, Factors
 
 # ---------------------------------------------------------------------------- tables
 
@@ -39,12 +39,17 @@ INTRO = (
     "# Results\n\n"
     "Written by `python results/report.py` from the files beside it; do not edit. A row is a"
     " label and train.py's flags. MFU counts model FLOPs, recomputation never: *causal* counts"
-    " half of the attention matrix, *full* all of it. TGS is tokens per GPU and second. *plan*"
-    " names the shards p,g,os, the resident layers k, alpha and the chunk. *bound* is the causal"
-    " MFU of a step's attention and matrix kernels alone, *of bound* the step's share of it. GiB"
-    " are the most of a GPU, and of the machine's host memory. What does not fit is a row."
-    " *predicted* is by the planner of that commit. A command is as of the commit that measured"
-    " it: later ones may name things differently.\n")
+    " half of the attention matrix, *full* also the half that the mask hides, so it may exceed"
+    " 100%. TGS is tokens per GPU and second. *plan* names the shards p,g,os, the resident layers"
+    " k, alpha, the chunk, and whether optimizer states (os) lie on the host; M are micro-batches,"
+    " and - is nothing, or not known. *bound* is the causal MFU of a step's attention and matrix"
+    " kernels alone, *of bound* the step's share of it. GiB are the most of a GPU, and of the"
+    " machine's host memory. *GPU GiB* includes what ranks map"
+    " from each other, outside PyTorch's allocator, *reserved GiB* is what that held. What does not"
+    " fit is a row. *predicted* is by the planner of that commit. A command is as of the commit"
+    " that measured it: later ones may name things differently. Attention is FlashAttention-4's, or"
+    " cuDNN's, as the line of a file says. Not measured: bench.py's tables parallel (tensor modes"
+    " and pipelines beside data parallelism) and plans (the planner's best, timed).\n")
 TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how to read it
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
@@ -78,15 +83,13 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " the lower bound; *hits* is the share of requests that met the plan. 7b/4 is four layers with"
     " everything else held. The requests and their addresses are in memplan-*.csv; below, those of"
     " 64K tokens, a rectangle a buffer, the lighter the larger: forward fills memory, and backward"
-    " empties it. ![planned addresses over time](memplan.png)",
-    "parallel": "Tensor modes and pipelines beside data parallelism.",
-    "plans": "The planner's best plans, timed: InternEvo's verification."}
+    " empties it. ![planned addresses over time](memplan.png)"}
 MOVED = {"place": "offload", "nodes": "shard"}  # former tables, whose rows are another's now
 CHECKS = (
     "\n"
     "## Checks\n"
     "Tests show these on any machine; the files are what GPUs gave once, and bench.py has no"
-    " such tables now.\n\n"
+    " such tables now.\n"
     "* [swap-h200](swap-h200.json), [2 GPUs](swap-2xh200.json), [4](swap-4xh200.json): 50 steps"
     " of a small model whose layers keep, swap and recompute. All losses and norms are bit-equal"
     " between alpha 0, 0.25 and 1, also where memory is poisoned after use and copies start late;"
@@ -110,17 +113,25 @@ def read(name: str) -> dict:
     return json.loads((HERE / f"{name}.json").read_text())
 
 
-def markdown(rows: list[dict[str, str]]) -> str:
-    """Return a table; all but its first two columns are to the right."""
+def markdown(rows: list[dict[str, str]], left: int = 2) -> str:
+    """Return a table; all but its first columns are to the right."""
     head = list(rows[0])
-    lines = [head, ["---"] * 2 + ["--:"] * (len(head) - 2), *(row.values() for row in rows)]
+    lines = [head, ["---"] * left + ["--:"] * (len(head) - left), *(row.values() for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def table_of(command: str) -> str:
-    """Return the table of bench.py that a command has measured, "" for another's."""
-    name = re.search(r"(?<=bench\.py )[\w-]+|$", command)[0]
-    return MOVED.get(name, name)
+def as_cells(rows: list[dict]) -> list[dict[str, str]]:
+    """Return the rows' cells by their titles; what files say differently is said in one way."""
+    titles, lines = as_text([
+        row | {"host_gib": row.get("host_gib") or None,
+               "micro_batches": row.get("micro_batches", 1)}
+        for row in rows])
+    cells = [dict(zip(titles, line)) for line in lines]
+    for row, shown in zip(rows, cells):
+        if row.get("os_place") == "host":
+            shown["plan"] += ", os on the host"
+        shown["file"] = row.get("file", "")
+    return cells
 
 
 def section(name: str) -> str:
@@ -130,18 +141,16 @@ def section(name: str) -> str:
     sources = []
     for path in sorted(HERE.glob("*-*.json")):
         file = read(path.stem)
-        if table_of(file["command"]) == name:
+        table = re.search(r"(?<=bench\.py )[\w-]+|$", file["command"])[0]
+        if MOVED.get(table, table) == name:
             # bounds that were rows of their own are a column
-            here = [row for row in file["rows"] if row["system"] not in ("kernels alone", "bound")]
-            rows += [row | {"file": path.stem} for row in here]
-            sources.append(f"* [{path.stem}]({path.name}): {file['hardware']}, measured by "
-                           f"`{file['command']}` as of commit {file['commit']}\n")
-    if not rows:
-        return f"\n*{name}*: {TABLES[name]} Not measured: `bench.py {name}`.\n"
+            rows += [row | {"file": path.stem} for row in file["rows"]
+                     if row["system"] not in ("kernels alone", "bound")]
+            kernel = "FlashAttention-4" if "flash-attn-4" in file["versions"] else "cuDNN"
+            sources.append(f"* [{path.stem}]({path.name}): {file['hardware']}, {kernel}, measured "
+                           f"by `{file['command']}` as of commit {file['commit']}\n")
     rows.sort(key=lambda r: (r["model"], r.get("gpus", 0), r["seq"]))  # else as measured
-    titles, lines = as_text(rows)
-    shown = [dict(zip(titles, line)) | {"file": row["file"]} for line, row in zip(lines, rows)]
-    return text + markdown(shown) + "\n" + "".join(sources)
+    return text + markdown(as_cells(rows)) + "\n" + "".join(sources)
 
 
 SCALE = {  # key of scale.json -> how to read it
@@ -152,12 +161,12 @@ SCALE = {  # key of scale.json -> how to read it
         " overlaps; for InternEvo 256K tokens, 16 sequences a step, and its os read as a factor"
         " beyond p. All of the papers' choices fit. That of 7B is the best, or ties with it, and"
         " that of 30B ties at 64 GPUs. The others are near. *13B*: p = 1 fits here, since a layer"
-        " keeps 22.7 bytes a token and unit of width; with the 34 that InternEvo counts, it would"
+        " keeps 22.8 bytes a token and unit of width; with the 34 that InternEvo counts, it would"
         " need 9 GiB more and not fit. *30B* at 1024 GPUs: by the profile, weights that are"
         " gathered over 8 nodes hide under computation. Its rates are those of the wires and NCCL's"
         " latencies; the paper's ZeRO-3 falls to 4% of MFU (below), so its gathers across nodes"
         " were much slower than that. *InternEvo*: fewer ranks a sequence have room for all that"
-        " layers keep, again with 22.7 bytes instead of 34; and layers that swap fit 8 ranks of one"
+        " layers keep, again with 22.8 bytes instead of 34; and layers that swap fit 8 ranks of one"
         " node, whose all-to-alls cross no NIC.",
     "table_5":
         "**AMSP's table V**: TGS of its choices on 64 GPUs, by overlap and micro-batches (M),"
@@ -200,35 +209,39 @@ def results_readme() -> str:
 
 # ---------------------------------------------------------------------------- predictions
 
-PREDICTED = (  # files of rows whose time and memory the planner predicts
-    "predict-*", "place-h100", "long-256k-h100", "long-1b-256k-h100", "long-176k-h200",
-    "long-400k-h200", "long-1b-128k-24g-h200", "ring-32k-64k-128k-2xh200")
-PROFILES = {"H100": "h100", "H200": "h200x2"}
 PREDICTIONS = (
     "\n"
     "## Predictions\n"
     "The planner's predictions now, by profiles h100 and h200x2, beside what was measured"
-    " (predict-*.json, by former tables of bench.py, each file's command and commit in it)."
-    " Settings of one question (GPU, model, tokens, ranks) differ in what was set by hand. Those"
-    " *held out* were chosen before, and measured once, when the model of seconds was done."
-    " (Mended since, before anything was measured on an H100: seconds, by a cast of whole"
+    " (predict-*.json, by former tables of bench.py, each file's command and commit in it): all"
+    " rows that record their whole plan, which older ones do not: all of four GPUs, some of one"
+    " and two. Settings of one question (GPU, model, tokens, ranks) differ in what was set by"
+    " hand. Those *held out* were chosen before, and measured once, when the model of seconds was"
+    " done. (Mended since, before anything was measured on an H100: seconds, by a cast of whole"
     " gradients; bytes, of layers that run whole and of q, k, v, o, which were counted twice: two"
-    " of the held-out settings were predicted 7.6 and 3.3 % too large.) The planner's own pick"
-    " is *as planned*, or where nothing open was set by hand. Questions K are of the tables"
-    " offload, long and ring: states on the host, layers that drop o, rings.\n\n"
-    "Where one sequence of 4,096 tokens of 1b is a micro-batch, the host has more to do than its"
-    " GPU (a layer computes for 2.5 ms; the profile's host launches it in 4.4), and a step takes"
-    " what the host of the day takes: 0.69 to 0.87 s on four of them. So this profile was"
-    " measured on the host of the row, right before it.\n\n"
-    "![errors of predictions](predict.png)\n")
+    " of the held-out settings were predicted 7.6 and 3.3 % too large.) The planner's own pick is"
+    " *as planned*, or where nothing open was set by hand. Questions K are of the tables offload,"
+    " long and ring: states on the host, layers that drop o, rings.\n\n")
+ERRORS = (
+    " *Network not measured*: where collectives were never measured, steps are predicted too fast."
+    " Two H100s are predicted by profile h100 and, by data sheets, h200x2's network; two H200s"
+    " that reach each other by sockets (*nodes=2*) by h200x2's NVLink, with which ring 1, the"
+    " slower one, would be the faster. These H100s, and 1b at 32K tokens, ran cuDNN's attention,"
+    " and are predicted by rates of FlashAttention-4. Where one sequence of 4,096 tokens of 1b is a"
+    " micro-batch (A), the host has more to do than its GPU (on an H100 a layer computes for 2.5"
+    " ms; profile h100's host launches it in 4.4), and a step takes what the host of the day"
+    " takes: 0.69 to 0.87 s on four of them. So h100 was measured on the host of that row, right"
+    " before it. ![errors of predictions](predict.png)\n\n")
 
 
 def plan_of(r: dict) -> Plan:
     """Return the plan that a row has run."""
     names = ("seq", "sp", "batch", "micro_batch", "head_groups", "chunk", "os_layout")
     model = MODELS[r["model"]]
+    nodes = int(re.search(r"(?<=nodes=)\d|$", r["system"])[0] or 1)
     plan = Plan(
-        model, torch.bfloat16, r["gpus"], r["gpus"],
+        model, torch.bfloat16, r["gpus"], r["gpus"] // nodes,
+        overlap=tuple(x for x in STREAMS if x != "host_update" or "open" not in r["system"]),
         ring=r.get("ring", 1),
         recompute="none" if r["recompute"] == "none" else "auto",
         factors=Factors(r["p"], r["g"], r["os"]),
@@ -243,35 +256,41 @@ def plan_of(r: dict) -> Plan:
 
 
 def predicted_rows() -> list[dict]:
-    """Return the measured rows with what is predicted for their plans now."""
+    """Return the measured rows whose plan is known, with what is predicted for it now."""
     rows = []
-    for path in (path for name in PREDICTED for path in sorted(HERE.glob(f"{name}.json"))):
+    for path in sorted(HERE.glob("*-*.json")):
         found = read(path.stem)
         gpu = re.search("H[12]00", found["hardware"])[0]
         for r in found["rows"]:
-            if r["oom"] or "predicted_s" not in r or "in the open" in r["system"]:
+            if not (r.get("predicted_s") and r["step_s"]):
                 continue
-            plan = predict(plan_of(r), load_profile(PROFILES[gpu]))
-            asked = {"question": f"K, {r['model']} {r['seq'] // 1024}K", "held_out": False}
-            now = {"now_s": plan.step_s, "now_gib": plan.gpu_bytes / GIB, "gpu": gpu}
-            rows.append(asked | r | now)
+            plan = plan_of(r)
+            profile = known_profile(found["hardware"], plan.per_node)
+            kind = "held out" if r.get("held_out") else "seen before"
+            if plan.ranks > plan.per_node or plan.ranks > 1 and "collectives" in profile.sources:
+                kind = pictures.ELSEWHERE
+            plan = predict(plan, profile)
+            rows.append({
+                "question": f"K, {r['model']} {r['seq'] // 1024}K", **r, "gpu": gpu, "kind": kind,
+                "now_s": plan.step_s, "now_gib": plan.gpu_bytes / GIB})
     return sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"]))
 
 
 def predictions() -> str:
     rows = predicted_rows()
     said = []
-    for held, name in ((False, "seen before"), (True, "held out")):
-        errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows if r["held_out"] == held)
-        said.append(f"{name}: {errors[len(errors) // 2]:.1%} in the median, {errors[-1]:.1%} at "
+    for kind in pictures.MARKERS:
+        errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows if r["kind"] == kind)
+        said.append(f"{kind}: {errors[len(errors) // 2]:.1%} in the median, {errors[-1]:.1%} at "
                     f"worst of {len(errors)}")
-    return f"{PREDICTIONS}\nErrors of the step time, {'; '.join(said)}.\n\n" + markdown([
+    text = f"{PREDICTIONS}Errors of the step time, {'; '.join(said)}.{ERRORS}"
+    return text + markdown([
         {"question": r["question"],
          "set by hand": r["system"],
          "model": r["model"],
          "tokens": f"{r['seq']:,}",
          "GPUs": f"{r['gpus']} {r['gpu']}",
-         "held out": "held out" if r["held_out"] else "-",
+         "kind": r["kind"],
          "measured s": f"{r['step_s']:.4g}",
          "predicted s": f"{r['now_s']:.4g}",
          "error": f"{r['now_s'] / r['step_s'] - 1:+.1%}",
@@ -293,24 +312,18 @@ SHOWN = (  # file, system, tokens
     ("shard-4xh200", "fsdp2 ZeRO-2-like M=1", 2**12))
 
 
-TWO_GPUS = (
-    "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-fsdp2-full-seq-32k-64k-"
-    "host-memory-120g-2xh100"
-)
-
-
 def long_rows(system: str) -> dict[int, dict]:
     """Return by tokens the fastest rows of a system with 7B on 4 H200s with all of their memory."""
-    fastest = {}
-    for path in sorted(HERE.glob("long-*.json")):
+    found = []
+    for path in HERE.glob("long-*.json"):
         file = read(path.stem)
         if file["hardware"] != "4 x NVIDIA H200" or "--gpu-memory" in file["command"]:
             continue
         for row in file["rows"]:
-            best = fastest.get(row["seq"], row)
             if row["system"].split()[0] == system and row["model"] == "7b" and row["step_s"]:
-                fastest[row["seq"]] = min(best, row, key=lambda r: r["step_s"])
-    return dict(sorted(fastest.items()))
+                found.append(row)
+    found.sort(key=lambda row: (row["seq"], -row["step_s"]))
+    return {row["seq"]: row for row in found}  # the last of a length, the fastest, stays
 
 
 def claim() -> str:
@@ -332,7 +345,8 @@ def peer_times() -> str:
     texts = []
     for where, name in (
         ("one H200 (1b", "long-seq-32k-model-1b-h200"),
-        ("two 80 GB H100s (7b", TWO_GPUS),
+        ("two 80 GB H100s (7b", "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-fsdp2-full-"
+         "seq-32k-64k-host-memory-120g-2xh100"),
     ):
         rows = {
             row["system"]: row
@@ -348,7 +362,7 @@ def peer_times() -> str:
         )
         texts.append(f"on {where}, 32K tokens; ours holds {ours['gpu_gib']:.0f} GiB) {times}")
     return (
-        "By what it recomputes, FSDP2's step takes so many times as long: "
+        "FSDP2's step time over ours, by what FSDP2 recomputes: "
         f"{'; '.join(texts)}."
     )
 
@@ -357,8 +371,7 @@ def shown_rows() -> str:
     rows = []
     for name, system, seq in SHOWN:
         found = [x for x in read(name)["rows"] if (x["system"], x["seq"]) == (system, seq)]
-        cells = dict(zip(*(lines if isinstance(lines[0], str) else lines[0]
-                           for lines in as_text(found))))
+        (cells,) = as_cells(found)
         rows.append({"system": f"{cells['system']} {cells.get('plan', '')}".strip(),
                      "tokens": f"{seq // 1024}K"}
                     | {title: cells[title] for title in
@@ -369,7 +382,7 @@ def shown_rows() -> str:
 BLOCKS = {
     "claim": claim,
     "table": shown_rows,
-    "fits": lambda: markdown(read("scale")["fits"])}
+    "fits": lambda: markdown(read("scale")["fits"], left=1)}
 
 
 def readme(text: str) -> str:
@@ -400,7 +413,8 @@ def main() -> int:
         HERE / "timeline.png", HERE / "trace.json.gz",
         "LLaMA-7B, 4K tokens, p = g = os = 4 on 4 H200s: one of them")
     _, buffers = memplan.read_trace(str(HERE / "memplan-64k-2x.csv"))
-    memplan.draw(str(HERE / "memplan.png"), buffers, memplan.solve(buffers))
+    memplan.draw(
+        str(HERE / "memplan.png"), buffers, memplan.solve(buffers), "7B, 64K tokens, 2 H200s: ")
     return 0
 
 

@@ -172,7 +172,7 @@ def memo() -> list[dict]:
 
 
 MEMORY = {"24 GB": 24.0, "80 GB": 79.2, "141 GB": 139.8}  # GiB of a GPU, as CUDA says it
-HOST = {1: 112, 2: 224, 8: 560}  # GPUs: GiB of host memory that they may use
+HOST = {1: 112, 2: 224, 8: 490}  # GPUs: GiB of host memory that they may use
 
 
 def longest(model: ModelConfig, hardware: Hardware) -> int:
