@@ -614,12 +614,11 @@ class Search:
 
     def best(self) -> list[Plan]:
         """Return the best plan, and the best of each other kind, fastest first."""
-        fastest = {}  # plan that fits, by kind
 
         def late(plan):
             return any(
-                plan.token_s > other.token_s * (1 + TIE if of == kind(plan) else FAR)
-                for of, other in fastest.items())
+                plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
+                for other in self.tried)
 
         for shape in self.by_bound(self.choose([self.start], *SHAPE), states=False):
             if late(shape):
@@ -627,15 +626,13 @@ class Search:
             for plan in self.by_bound(self.choose([shape], states), states=True):
                 if late(plan):
                     break
-                plan = self.fit(plan)
-                self.tried.append(plan)
-                if plan.step_s < math.inf:
-                    known = fastest.get(kind(plan), plan)
-                    fastest[kind(plan)] = min(known, plan, key=token_s)
-        if not fastest:
+                self.tried.append(self.fit(plan))
+        fitting = sorted((plan for plan in self.tried if plan.step_s < math.inf), key=token_s)
+        if not fitting:
             raise self.error()
-        most = (1 + TIE) * min(map(token_s, self.tried))
-        first = min((plan for plan in self.tried if plan.token_s <= most), key=preference)
+        most = (1 + TIE) * fitting[0].token_s
+        first = min((plan for plan in fitting if plan.token_s <= most), key=preference)
+        fastest = {kind(plan): plan for plan in fitting[::-1]}
         del fastest[kind(first)]
         return [first, *sorted(fastest.values(), key=token_s)]
 
