@@ -3839,7 +3839,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
     nothing hides, is left out by itself, and then one of them must fail. Prints what becomes."""
     make_small()
     torch.compiler.set_stance("force_eager")
-    left_out, reached, groups = None, set(), {}
+    left_out, reached, groups = None, [], {}
     passed_on = {"wait", "wait_stream", "after_compute", "__enter__"}
 
     def may_be_left_out(wait: Callable) -> Callable:
@@ -3851,7 +3851,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
             begins = "after_compute" in through
             site = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"
             site += f":{frame.f_lineno}:{'begins' if begins else 'waits'}"
-            reached.add(site)
+            reached[-1].add(site)
             if site != left_out:
                 wait(*args)
 
@@ -3859,17 +3859,20 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
 
     torch.cuda.Stream.wait_event = may_be_left_out(torch.cuda.Stream.wait_event)
     Message.wait = may_be_left_out(Message.wait)
-    answers = torch.load(folder / "answers")
-    for case, answers_of in zip(cases, answers):
+    asked = list(zip(cases, torch.load(folder / "answers")))
+    for case, answers_of in asked:
+        reached.append(set())
         equal(case, groups, answers_of)
     every = [None] * dist.get_world_size()
     dist.all_gather_object(every, reached)
-    for left_out in sorted(set().union(*every)):
+    reached_by = [set().union(*ranks) for ranks in zip(*every)]  # each case, on any rank
+    for left_out in sorted(set().union(*reached_by)):
         name, _, what = left_out.split(":")
         if f"{name} {what}" in hidden:
             continue
         missed = False
-        for case, answers_of in 4 * list(zip(cases, answers)):  # streams are late now and then
+        reaching = [pair for pair, sites in zip(asked, reached_by) if left_out in sites]
+        for case, answers_of in 4 * reaching:  # streams are late now and then
             try:
                 equal(case, groups, answers_of)
             except AssertionError:  # on all ranks alike
