@@ -260,8 +260,8 @@ def column_bytes(plan: Plan) -> LayerBytes:
     and the log-sum-exp; what model.Block saves beside them, as it really does: q, k, v, h and
     gate|up. In fsp x and h are of own tokens.
 
-    With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements a token (Memo's 16 C less norm(x),
-    norm(h) and SwiGLU, which are computed again)."""
+    With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements a token, and the log-sum-exp (Memo's
+    16 C less norm(x), norm(h) and SwiGLU, which are computed again)."""
     cfg, e, tokens = plan.column, plan.dtype.itemsize, plan.tokens
     q, kv = plan.widths
     x = tokens * cfg.dim * e
