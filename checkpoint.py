@@ -592,8 +592,8 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
 
 
 def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-           source: dict, beside: list[Path], group: dist.ProcessGroup | None = None) -> str:
-    """Write config.json and safetensors, file by file, all of them or none. Returns the family.
+           source: dict, beside: list[Path], group: dist.ProcessGroup | None = None) -> None:
+    """Write config.json and safetensors, file by file, all of them or none, and print the family.
 
     read(name) -> the whole tensor, on all ranks together; group: as in Saver. An imported tied head
     that still equals the embedding is tied again. source: of hf_config of the import, or {}.
@@ -616,6 +616,7 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
         for file in partial.iterdir():
             file.rename(folder / file.name)
         partial.rmdir()
+        print(f"exported {folder}: {config.model_type}")
 
     on_rank_0(shutil.rmtree, partial, True, group=group)
     parts = hf_parts(cfg)
@@ -635,4 +636,3 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
         on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
         places |= dict.fromkeys(tensors, file)
     on_rank_0(finish, group=group)
-    return config.model_type

@@ -55,8 +55,8 @@ from model import (IGNORE, MODELS, ROPE_KEYS, LLaMA, ModelConfig, accumulation_d
                    flops_per_token, initial_weight, param_count, rope_kind, whole_layers)
 from offload import GIB, ChunkedLayers
 from parallel import Pipeline
-from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
-                     make_parser)
+from planner import (DTYPES, Constraints, Hardware, Profile, check_values, flag, flag_name,
+                     flags_of, make_parser)
 from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
                    on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
 from shard import OPTIMIZERS, States
@@ -136,7 +136,7 @@ class Config(Constraints):
         return self.init.partition("hf:")[2]
 
 
-OF_A_COMMAND = ("resume", "out", "export", "dry_run")  # not of the run that it goes on with
+OF_A_COMMAND = {"resume", "out", "export", "dry_run"}  # not of the run that it goes on with
 
 
 def parse(argv: list[str] | None = None) -> dict:
@@ -147,7 +147,7 @@ def parse(argv: list[str] | None = None) -> dict:
 def resumed_flags(given, old):
     """Return the flags of the run to resume, updated by those that are given: the same tokens a
     step, if --seq is given and --batch is not. Raises ValueError."""
-    known = flags_of(Config).keys() & old.keys() - {*OF_A_COMMAND}
+    known = flags_of(Config).keys() & old.keys() - OF_A_COMMAND
     flags = {name: old[name] for name in known} | given
     flags["seq"] = flags["seq"] or old["seq"]
     if "batch" not in given:
@@ -174,11 +174,8 @@ class Run:
 
     cfg: Config
     rank: int
-    world: int
     device: torch.device
-    dtype: torch.dtype
     kernel: str
-    model: ModelConfig
     plan: costs.Plan
     hardware: Hardware | None = None
     train: Sequences | None = None
@@ -200,7 +197,8 @@ class Run:
 
 
 def choose_device(cfg, local_rank):
-    """Return this process's device. Raises ValueError if it is not there."""
+    """Return this process's device, and make a GPU the current one. Raises ValueError if it is not
+    there."""
     if torch.__version__ < "2.11":
         raise ValueError(f"torch {torch.__version__}: at least 2.11")
     gpus = torch.cuda.device_count()
@@ -209,7 +207,12 @@ def choose_device(cfg, local_rank):
     if local_rank >= gpus:
         raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
                          f"number {local_rank}; cpu, or --nproc_per_node {gpus}")
-    return torch.device("cuda", local_rank)
+    if cfg.pp != 1:
+        parallel.use_more_queues()
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    expandable_segments()
+    return device
 
 
 def with_rope(text, model):
@@ -354,17 +357,17 @@ def cap_gpu(run: Run) -> None:
 
 def introduce(run, plans):
     """Print the flags that are not as usual, the model, the data, and what was chosen."""
-    cfg = run.cfg
+    cfg, model = run.cfg, run.plan.model
     print0("config:", *(f"{name}={getattr(cfg, name)}" for name, f in flags_of(cfg).items()
                         if getattr(cfg, name) != f.default))
-    causal, full = flops_per_token(run.model, cfg.seq)
-    print0(f"model: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token causal, "
+    causal, full = flops_per_token(model, cfg.seq)
+    print0(f"model: {param_count(model):,} parameters, {causal:.3g} FLOPs a token causal, "
            f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
            f"{run.kernel}")
-    if cfg.seq > run.model.max_positions:
-        print0(f"--seq {cfg.seq:,} is past the {run.model.max_positions:,} tokens that the rotary "
+    if cfg.seq > model.max_positions:
+        print0(f"--seq {cfg.seq:,} is past the {model.max_positions:,} tokens that the rotary "
                "embedding reaches; a larger factor of --rope-scaling extends it")
-    if run.model.tied:
+    if model.tied:
         print0("the head of the import is its embedding: here they are trained as two matrices, "
                "and exported as two unless they are still equal")
     documents = f"; documents end with token {cfg.document_token}"
@@ -399,24 +402,24 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     plan = run.plan
     kept = plan.activations
     with torch.device("meta"):
-        model = LLaMA(run.model, op)
+        model = LLaMA(plan.model, op)
     on_all_ranks(parallel.split_columns, model, parallel.Columns(plan.tp_mode, groups))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     shape = (plan.micro_batch, plan.seq // plan.sp)
     runners = on_all_ranks(lambda: [  # of each part of the model on this stage
-        ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
+        ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, plan.dtype,
                       parallel.in_flight(order, v), part).start if kept else whole_layers
         for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
     overlaps = run.cfg.overlaps
     states = States(
-        model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
+        model, run.device, plan.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=overlaps, gather_layers=kept is not None, num_chunks=kept.chunks if kept else 1,
         decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer])
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
-        model = Pipeline(model, parts, runners, groups, order, run.device, run.dtype,
+        model = Pipeline(model, parts, runners, groups, order, run.device, plan.dtype,
                          "pipeline" in overlaps)
     return model, states
 
@@ -482,9 +485,8 @@ def run_planned(memory, *step):
 
 def own_tokens(run, x):
     """Return what this rank's column has of x (..., T/sp) between layers' products."""
-    columns = run.plan.tp if run.plan.splits_tokens else 1
     *_, column = run.coordinates
-    return x.chunk(columns, -1)[column % columns]
+    return x.chunk(run.plan.tp, -1)[column] if run.plan.splits_tokens else x
 
 
 def to_device(tensor, run):
@@ -496,12 +498,12 @@ def to_device(tensor, run):
 
 def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 0) -> Batch:
     """Return this rank's share of `count` sequences (0: a step's) from number `first` on, which
-    alone decides what they are: read(i) gives the tokens (T + 1,) of one, or -1 for none; without
-    it, of a training sample. Labels count on the last stage. A collective of all ranks."""
+    alone decides what they are: read(i) gives the tokens (T + 1,) of one, or IGNORE for none;
+    without it, of a training sample. Labels count on the last stage. A collective of all ranks."""
     plan = run.plan
     stage, data_rank, rank, _ = run.coordinates
     each = (count or plan.batch) // plan.dp
-    windows = torch.full((each, plan.seq + 1), -1)  # no token and no label, where none is read
+    windows = torch.full((each, plan.seq + 1), IGNORE)  # where none is read
     unread = ""
     try:
         for i, window in enumerate(windows, first + data_rank * each):
@@ -512,7 +514,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     own = own_tokens(run, here)
     tokens, labels = windows[:, own], windows[:, own + 1]
     end = run.cfg.document_token
-    no_label = (labels < 0) | (labels == run.ignored_id) | (tokens == end)
+    no_label = (labels == run.ignored_id) | (tokens == end)
     labels[no_label | (stage < plan.pp - 1)] = IGNORE
     positions, documents = here[None], [None]
     if end >= 0:
@@ -526,10 +528,10 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
             bounds = *row.nonzero().flatten().tolist(), len(row)
             offsets = torch.tensor(bounds, dtype=torch.int32)
             documents.append(Documents(bounds, to_device(offsets, run)))
-    seen = (1 + 2 * positions.double().mean()) / run.world
+    seen = (1 + 2 * positions.double().mean()) / plan.ranks
     sums = to_device(torch.stack([(labels != IGNORE).sum(), seen]), run)
     dist.all_reduce(sums)
-    scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
+    scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(plan.dtype))
     both = torch.stack([tokens.clip(0), labels]).view(2, -1, plan.micro_batch, len(own))
     return Batch(*to_device(both, run), to_device(positions, run), documents, scale, sums[1],
                  unread)
@@ -547,7 +549,8 @@ def evaluate(run, model):
     # loss and labels of positions 0, 1, 2 and 3, 4 to 7, ...
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
     for first in range(0, count, at_once):
-        batch = load_batch(run, first, lambda i: run.val.window(i) if i < count else -1, at_once)
+        batch = load_batch(
+            run, first, lambda i: run.val.window(i) if i < count else IGNORE, at_once)
         if error := error_of_any(batch.unread):
             raise ConfigError(error)
         (tokens, labels, _, *where), = batch.micro_batches()
@@ -566,8 +569,8 @@ def evaluate(run, model):
 
 
 def load_random_weights(run: Run, states: States) -> None:
-    states.load(lambda name: initial_weight(run.model, name, states.shapes[name], run.cfg.seed,
-                                            run.device))
+    states.load(lambda name: initial_weight(run.plan.model, name, states.shapes[name],
+                                            run.cfg.seed, run.device))
 
 
 def export(run, states, group):
@@ -575,9 +578,8 @@ def export(run, states, group):
     cfg = run.cfg
     # what made the data goes before
     beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-    family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype,
-                               run.record["source"], beside, group)
-    print0(f"exported {cfg.export}: {family}")
+    checkpoint.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
+                      run.record["source"], beside, group)
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -656,13 +658,22 @@ def agree(device, results, signals, writing, unread):
     return dict(zip(FACTS, torch.hstack([*results, most]).tolist()))
 
 
+def rates(plan: costs.Plan, profile: Profile, seconds: float, seen: float | None = None) -> dict:
+    """Return what a row says of a step that takes so many seconds: tokens a GPU and second, and
+    MFU, None of a device whose peak is not known. seen: flops_per_token's."""
+    tgs = plan.batch * plan.seq / seconds / plan.ranks
+    peak = profile.peak_flops
+    causal, full = (peak and flops * tgs / peak
+                    for flops in flops_per_token(plan.model, plan.seq, seen))
+    return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
+
+
 class Log:
     """OUT/log.jsonl, which rank 0 writes, and the line of a step."""
 
     def __init__(self, run):
         self.run = run
-        self.path = Path(run.cfg.out) / "log.jsonl"
-        self.file = open(os.devnull if run.rank else self.path, "a")
+        self.file = open(os.devnull if run.rank else f"{run.cfg.out}/log.jsonl", "a")
         self.times = []  # of steps
 
     def write(self, row, unsaved):
@@ -671,15 +682,12 @@ class Log:
         step, seconds = row["step"], row["seconds"]
         self.times.append(seconds)
         left = np.median(self.times[-20:]) * (cfg.steps - step)
-        tgs = cfg.batch * cfg.seq / seconds / run.world
-        peak = run.hardware.profile.peak_flops
-        causal, full = (peak and flops * tgs / peak
-                        for flops in flops_per_token(run.model, cfg.seq, row["keys_seen"]))
+        row |= rates(run.plan, run.hardware.profile, seconds, row["keys_seen"])
         self.append(
-            row | {"tgs": tgs, "mfu_causal": causal, "mfu_full": full},
+            row,
             f"step {step}/{cfg.steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
-            f"lr {row['lr']:.2e} TGS {tgs:,.0f}",
-            peak and f"MFU {causal:.1%} causal {full:.1%} full",
+            f"lr {row['lr']:.2e} TGS {row['tgs']:,.0f}",
+            row["mfu_full"] and f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full",
             row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
             f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
             not row["finite"] and "SKIPPED: not finite",
@@ -704,7 +712,7 @@ class Log:
         try:
             self.file.close()
             if self.run.rank == 0:
-                draw_losses(self.path)
+                draw_losses(Path(self.file.name))
         except OSError as e:
             print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
@@ -817,15 +825,9 @@ def settle(given, local_rank):
 
     # ---- device
     device = on_all_ranks(choose_device, cfg, local_rank)
-    on_gpu = device.type == "cuda"
     dtype = cfg.dtype
     if dtype == "auto":
-        dtype = "bf16" if on_gpu else "fp32"
-    if on_gpu:
-        if cfg.pp != 1:
-            parallel.use_more_queues()
-        torch.cuda.set_device(device)
-        expandable_segments()
+        dtype = "bf16" if device.type == "cuda" else "fp32"
 
     # ---- model
     cfg, model, source = on_all_ranks(choose_model, cfg, device, resumed)
@@ -857,9 +859,8 @@ def settle(given, local_rank):
     if start:
         config["decay_steps"] = old["decay_steps"]
     record = {"config": config, "model": asdict(model), "source": source}
-    run = Run(cfg, dist.get_rank(), dist.get_world_size(), device, plan.dtype, kernel, model, plan,
-              there, training, val, training.corpus.ignored_id, start, samples, record, resumed,
-              read)
+    run = Run(cfg, dist.get_rank(), device, kernel, plan, there, training, val,
+              training.corpus.ignored_id, start, samples, record, resumed, read)
     introduce(run, plans)
     return run
 
@@ -907,7 +908,7 @@ def main(argv: list[str] | None = None) -> None:
         if not run.cfg.dry_run:
             on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
             trouble = train(run, *prepare(run))
-            dist.barrier()
+            on_rank_0(lock.close)
     dist.destroy_process_group()
     if trouble:
         sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
@@ -917,10 +918,9 @@ if __name__ == "__main__":
     try:
         main()
     except ConfigError as e:
-        if os.environ.get("RANK", "0") == "0":
+        if dist.get_rank() == 0:
             print(f"train.py: error: {e}", file=sys.stderr)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
