@@ -188,30 +188,30 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         if not there:
             raise ValueError(f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
                              "of another model or optimizer")
-        there.sort(key=lambda each: each.start)
 
-        def elements(cut, first, end):  # of the flat tensor of a cut, or as many as it has
-            found = [each.values[max(0, first - each.start) : max(0, end - each.start)]
-                     for each in there if each.cut == cut]
-            most = max(found, key=len)  # all of it under the same factors: then it is not copied
-            return most if len(most) == end - first else torch.cat(found)
+        def fill(values, cut, first):  # with elements from `first` on of the flat tensor of a cut
+            for each in there:
+                if each.cut == cut:
+                    ahead = first - each.start
+                    found = each.values[max(0, ahead) : max(0, ahead + len(values))]
+                    values[max(0, -ahead) :][: len(found)].copy_(found)
 
         cuts = {each.cut for each in there}
-        end = part.start + len(part.values)
         if part.cut in cuts:
-            values = elements(part.cut, part.start, end)
+            fill(part.values, part.cut, part.start)
         else:
             rows, cols = part.shape
             everything = Cut(part.shape, ((0, rows),), (0, cols))
             whole = torch.empty(part.shape, dtype=part.values.dtype)
             for cut in cuts:
                 box = cut or everything
-                box.put(elements(cut, 0, whole.numel()).view(box.shape), whole)
-            values = (part.cut or everything).of(whole).view(-1)[part.start : end]
-        if not is_finite(values):
+                values = whole.new_empty(math.prod(box.shape))
+                fill(values, cut, 0)
+                box.put(values.view(box.shape), whole)
+            part.values.copy_(part.within((part.cut or everything).of(whole)))
+        if not is_finite(part.values):
             raise ValueError(f"--resume: {saved.folder}: {name} has values that are not finite; "
                              "earlier checkpoints are beside it")
-        part.values.copy_(values)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(read, parts))
@@ -458,7 +458,8 @@ def hf_config(folder: str) -> tuple[ModelConfig, dict]:
     try:
         config = AutoConfig.from_pretrained(regular(path).parent, local_files_only=True,
                                             trust_remote_code=False)
-        return _hf_model(config), json.loads(config.to_json_string())
+        source = json.loads(config.to_json_string())
+        return hf_model_of(source), source
     except Exception as e:  # its errors have no class of their own
         raise ValueError(f"{path} cannot be read or is not built: {e}; `hf download NAME "
                          "--local-dir DIR` makes a folder for --init hf:DIR") from e
@@ -468,11 +469,7 @@ def hf_model_of(source: dict) -> ModelConfig:
     """Return the model of what an import's config.json said. Raises ValueError."""
     from transformers import AutoConfig
 
-    return _hf_model(AutoConfig.for_model(**source))
-
-
-def _hf_model(config):
-    """Return the model of a transformers config. Raises ValueError."""
+    config = AutoConfig.for_model(**source)
     if config.model_type not in _FAMILIES:
         raise ValueError(f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is "
                          "built")
@@ -582,11 +579,10 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     for kind in [source["model_type"]] if source else _FAMILIES:
         settings["model_type"] = kind
         settings["architectures"] = [f"{kind.capitalize()}ForCausalLM"]
-        config = AutoConfig.for_model(**settings)
-        read = asdict(_hf_model(config))
+        read = asdict(hf_model_of(settings))
         lost = [f"{name}={value!r}" for name, value in asdict(cfg).items() if read[name] != value]
         if not lost:
-            return config
+            return AutoConfig.for_model(**settings)
     raise ValueError(f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what reads "
                      "it would compute another model")
 
