@@ -127,7 +127,7 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     """Return train.py's best plans for these flags on all ranks; gpu: bytes of a GPU to plan with,
     if not its own. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
-    cfg, model, _ = train.choose_model(cfg, bench.device, None)
+    cfg, model, *_ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
     plans, there = train.choose_plans(cfg, model, bench.device, gpu)
     return [Run(cfg, bench.rank, bench.device, kernel, plan, there) for plan in plans]
@@ -420,8 +420,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         print0(f"{label}: {row['error']}")
     seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
     if math.isfinite(seconds):
-        row |= train.rates(run.plan, run.hardware.profile, seconds)
-        row |= {"step_s": seconds, "bound_ratio": kernels / seconds}
+        row |= train.rates(run, seconds) | {"step_s": seconds, "bound_ratio": kernels / seconds}
         causal, _ = flops_per_token(run.plan.model, run.plan.seq)
         row["flops"] = row["tgs"] * causal
     row["oom"] = math.isinf(seconds)
@@ -825,7 +824,7 @@ def main() -> None:
     device = on_all_ranks(train.choose_device, config(args.flags), local_rank)
     gpu = device.type == "cuda"
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
-    on_rank_0(train.try_folder, str(out), "; name another --out")  # before it measures
+    on_rank_0(train.try_folder, str(out))  # before it measures
     torch.compiler.set_stance("default" if gpu else "force_eager")
     hardware = device_name(device)
     launcher = "python"

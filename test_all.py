@@ -3656,7 +3656,7 @@ REFUSED = [
     ("bench.py step --skip foo", "unrecognized arguments: --skip foo"),
     ("bench.py step --gpu-memory -1", "--gpu-memory -1: from 1"),
     ("bench.py --gpu-memory 1M --out new", "no model fits"),
-    ("bench.py --out big.bin/x", "big.bin/x cannot be written.*name another --out"),
+    ("bench.py --out big.bin/x", "big.bin/x cannot be written.*name another"),
 ]
 
 

@@ -50,13 +50,13 @@ import planner
 from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
                        pick_kernel, sequence_positions)
 from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
-from memplan import StepMemory, live_arena, mark
+from memplan import StepMemory, mark
 from model import (IGNORE, MODELS, ROPE_KEYS, LLaMA, ModelConfig, accumulation_dtype,
                    flops_per_token, initial_weight, param_count, rope_kind, whole_layers)
 from offload import GIB, ChunkedLayers
 from parallel import Pipeline
-from planner import (DTYPES, Constraints, Hardware, Profile, check_values, flag, flag_name,
-                     flags_of, make_parser)
+from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
+                     make_parser)
 from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
                    on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
 from shard import OPTIMIZERS, States
@@ -102,7 +102,7 @@ class Config(Constraints):
                       group="on which machine")
     dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
     memplan: str = flag("off", "addresses of a step's tensors, planned once", among=("off", "on"))
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
+    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     dry_run: bool = flag(False, "print the best plans and their memory, and end")
     out: str = flag(
         "out", "folder of log.jsonl, loss.png (by step, and by position) and checkpoints",
@@ -192,8 +192,8 @@ class Run:
         """Return this rank's stage, its number among data-parallel ranks, among those of a
         sequence, and its column."""
         plan = self.plan
-        place = np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))
-        return tuple(map(int, place))
+        degrees = plan.pp, plan.dp, plan.sp, plan.tp
+        return tuple(map(int, np.unravel_index(self.rank, degrees)))
 
 
 def choose_device(cfg, local_rank):
@@ -242,16 +242,18 @@ def with_rope(text, model):
 
 
 def choose_model(cfg: Config, device: torch.device,
-                 resumed: checkpoint.Checkpoint | None) -> tuple[Config, ModelConfig, dict]:
-    """Return the flags with the model's name (auto: an import's), --seq and --lr; the model; and
-    config.json of an import, {} of others. Raises ValueError, also if the checkpoint to resume is
-    of another model: only a --rope-scaling, the first or of the same kind, may be new."""
-    name = cfg.model
+                 resumed: checkpoint.Checkpoint | None) -> tuple:
+    """Return the flags with the model's name (auto: an import's), --seq and --lr; the model;
+    config.json of an import, {} of others; and what reads its weights, name -> tensor, if it is
+    new. Raises ValueError, also if the checkpoint to resume is of another model: only a
+    --rope-scaling, the first or of the same kind, may be new."""
+    name, read = cfg.model, None
     source = resumed.meta["source"] if resumed else {}
     if cfg.import_folder and not resumed:
-        _, source = checkpoint.hf_config(cfg.import_folder)
+        imported, source = checkpoint.hf_config(cfg.import_folder)
         if name != "auto":
             raise ValueError(f"--model {name}: with --init hf:DIR the model is DIR's; drop it")
+        read = checkpoint.hf_open(cfg.import_folder, imported)
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
     model = checkpoint.hf_model_of(source) if name == "auto" else MODELS[name]
@@ -265,15 +267,15 @@ def choose_model(cfg: Config, device: torch.device,
     model = with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
-        may_differ = {"": (), "theta": ["rope_theta"]}.get(kind, ["rope_scaling"])
-        checkpoint.check_same_model(resumed, model, {"max_positions", *may_differ})
+        changes = "rope_theta" if kind == "theta" else "rope_scaling"
+        checkpoint.check_same_model(resumed, model, {"max_positions", kind and changes})
         reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
     # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
     elif source and kind != "theta" or rope_kind(model.rope_scaling) == "yarn":
         reach = 0
     else:
         reach = cfg.seq
-    return cfg, replace(model, max_positions=max(model.max_positions, reach)), source
+    return cfg, replace(model, max_positions=max(model.max_positions, reach)), source, read
 
 
 def open_data(cfg, model):
@@ -305,13 +307,13 @@ def open_data(cfg, model):
     return cfg, *on_all_ranks(read)
 
 
-def try_folder(folder: str, advice: str = "") -> None:
-    """Raise ValueError, with advice, if files cannot be written there."""
+def try_folder(folder: str) -> None:
+    """Raise ValueError if files cannot be written there."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
-        raise ValueError(f"{folder} cannot be written: {e}{advice}") from e
+        raise ValueError(f"{folder} cannot be written: {e}; name another") from e
 
 
 def check_folders(cfg, model, source):
@@ -338,9 +340,8 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
     gpus = of_all_ranks(gpu or planner.gpu_budget(device, cfg.gpu_memory))
     hosts = of_all_ranks(on_all_ranks(planner.host_budget, per_node, cfg.host_memory))
     there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
-    usual = (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq
-    cfg = replace(cfg, default_batch=max(1, usual))
-    return on_all_ranks(planner.plan, cfg, model, there), there
+    usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+    return on_all_ranks(planner.plan, replace(cfg, default_batch=usual), model, there), there
 
 
 def device_name(device: torch.device) -> str:
@@ -406,16 +407,16 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     on_all_ranks(parallel.split_columns, model, parallel.Columns(plan.tp_mode, groups))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    shape = (plan.micro_batch, plan.seq // plan.sp)
     runners = on_all_ranks(lambda: [  # of each part of the model on this stage
-        ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, plan.dtype,
-                      parallel.in_flight(order, v), part).start if kept else whole_layers
+        ChunkedLayers(model, (plan.micro_batch, plan.seq // plan.sp), kept.of_part(len(part)),
+                      plan.chunk, run.device, plan.dtype, parallel.in_flight(order, v), part).start
+        if kept else whole_layers
         for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
     overlaps = run.cfg.overlaps
     states = States(
         model, run.device, plan.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
-        overlap=overlaps, gather_layers=kept is not None, num_chunks=kept.chunks if kept else 1,
+        overlap=overlaps, gather_layers=kept is not None, num_chunks=plan.chunks,
         decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer])
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
@@ -658,63 +659,56 @@ def agree(device, results, signals, writing, unread):
     return dict(zip(FACTS, torch.hstack([*results, most]).tolist()))
 
 
-def rates(plan: costs.Plan, profile: Profile, seconds: float, seen: float | None = None) -> dict:
+def rates(run: Run, seconds: float, seen: float | None = None) -> dict:
     """Return what a row says of a step that takes so many seconds: tokens a GPU and second, and
     MFU, None of a device whose peak is not known. seen: flops_per_token's."""
+    plan = run.plan
     tgs = plan.batch * plan.seq / seconds / plan.ranks
-    peak = profile.peak_flops
+    peak = run.hardware.profile.peak_flops
     causal, full = (peak and flops * tgs / peak
                     for flops in flops_per_token(plan.model, plan.seq, seen))
     return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
 
 
-class Log:
-    """OUT/log.jsonl, which rank 0 writes, and the line of a step."""
+def log_step(run, log, row, unsaved):
+    """Print and log a step; unsaved: why there is no checkpoint."""
+    step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
+    row |= rates(run, seconds, row["keys_seen"])
+    log_row(
+        log,
+        row,
+        f"step {step}/{steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e} TGS {row['tgs']:,.0f}",
+        row["mfu_full"] and f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full",
+        row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
+        f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}",
+        not row["finite"] and "SKIPPED: not finite",
+        unsaved and f"({unsaved})")
 
-    def __init__(self, run):
-        self.run = run
-        self.file = open(os.devnull if run.rank else f"{run.cfg.out}/log.jsonl", "a")
-        self.times = []  # of steps
 
-    def write(self, row, unsaved):
-        """Print and log a step; unsaved: why there is no checkpoint."""
-        run, cfg = self.run, self.run.cfg
-        step, seconds = row["step"], row["seconds"]
-        self.times.append(seconds)
-        left = np.median(self.times[-20:]) * (cfg.steps - step)
-        row |= rates(run.plan, run.hardware.profile, seconds, row["keys_seen"])
-        self.append(
-            row,
-            f"step {step}/{cfg.steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
-            f"lr {row['lr']:.2e} TGS {row['tgs']:,.0f}",
-            row["mfu_full"] and f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full",
-            row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
-            f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
-            not row["finite"] and "SKIPPED: not finite",
-            unsaved and f"({unsaved})")
+def log_row(log, row, *parts):
+    """Print a line of parts and of an evaluation, if the row has one, and write the row."""
+    if "val_loss" in row:
+        loss = row["val_loss"]
+        parts += ("val_loss none (all labels are ignored)" if loss is None
+                  else f"val_loss {loss:.4f}"),
+    print0(*filter(None, parts))
+    # null for numbers that are not finite, which JSON has not
+    line = re.sub("NaN|-?Infinity", "null", json.dumps(row))
+    try:
+        print(line, file=log, flush=True)
+    except OSError as e:  # the disk is full; what is not written is tried again with the next
+        print(f"log.jsonl cannot be written: {e.strerror}")
 
-    def append(self, row, *parts):
-        """Print a line of parts and of an evaluation, if the row has one, and write the row."""
-        if "val_loss" in row:
-            loss = row["val_loss"]
-            parts += ("val_loss none (all labels are ignored)" if loss is None
-                      else f"val_loss {loss:.4f}"),
-        print0(*filter(None, parts))
-        # null for numbers that are not finite, which JSON has not
-        line = re.sub("NaN|-?Infinity", "null", json.dumps(row))
-        try:
-            print(line, file=self.file, flush=True)
-        except OSError as e:  # the disk is full; what is not written is tried again with the next
-            print(f"log.jsonl cannot be written: {e.strerror}")
 
-    def close(self):
-        """Close the file, and draw what it holds."""
-        try:
-            self.file.close()
-            if self.run.rank == 0:
-                draw_losses(Path(self.file.name))
-        except OSError as e:
-            print(f"log.jsonl or loss.png could not be written: {e.strerror}")
+def close_log(run, log):
+    """Close log.jsonl, and draw what it holds."""
+    try:
+        log.close()
+        if run.rank == 0:
+            draw_losses(Path(log.name))
+    except OSError as e:
+        print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
 
 def draw_losses(log):
@@ -740,16 +734,11 @@ def draw_losses(log):
     fig.savefig(log.with_name("loss.png"), dpi=120)
 
 
-def due(step, every):
-    """Whether this step is one of every so many; none is, if that is 0 or -1."""
-    return every > 0 and step % every == 0
-
-
 def train(run, model, states, memory, saver):
     """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
     saved = step if run.resumed or cfg.steps == 0 < cfg.eval_every else -1  # by a checkpoint
-    log = Log(run)
+    log = open(os.devnull if run.rank else f"{cfg.out}/log.jsonl", "a")
     trouble = ends = ""
     if step < cfg.steps:
         batch = load_batch(run, samples)
@@ -757,7 +746,7 @@ def train(run, model, states, memory, saver):
         if run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
-        log.append({"step": step} | evaluate(run, model), f"step {step}")
+        log_row(log, {"step": step} | evaluate(run, model), f"step {step}")
     now = watch(run, states)
     signals = listen()  # until here there is nothing to save
     in_a_row = 0  # steps that were not finite
@@ -781,8 +770,9 @@ def train(run, model, states, memory, saver):
         if row["unread"]:
             trouble = error_of_any(batch.unread)
         ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
-        evaluates = due(step, cfg.eval_every) or (last and cfg.eval_every >= 0)
-        saves = due(step, cfg.save_every)
+        every = cfg.eval_every or cfg.steps
+        evaluates = every > 0 and (last or step % every == 0)
+        saves = cfg.save_every > 0 and step % cfg.save_every == 0
         if memory and (evaluates or saves or ends or last):
             memory.give_back()  # what is not a step must not starve beside the arena
         try:
@@ -791,18 +781,18 @@ def train(run, model, states, memory, saver):
             trouble = ends = str(e)
         if not row["writing"]:
             saver.finish()
-        log.write(row | {"memplan": memory and memory.counts}, saver.failed)
+        log_step(run, log, row | {"memplan": memory and memory.counts}, saver.failed)
         if saves:
             saver.begin(run.record | {"step": step, "samples": samples})
             saved = step
     if ends:
         print0(f"{ends}: the run ends after step {step}")
-    log.close()
+    close_log(run, log)
     saver.finish()
     if cfg.save_every >= 0 and (saved != step or saver.failed):
         saver.begin(run.record | {"step": step, "samples": samples})
         saver.finish()
-    if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
+    if cfg.export and step >= cfg.steps:
         export(run, states, saver.group)
     return trouble or saver.failed
 
@@ -830,10 +820,7 @@ def settle(given, local_rank):
         dtype = "bf16" if device.type == "cuda" else "fp32"
 
     # ---- model
-    cfg, model, source = on_all_ranks(choose_model, cfg, device, resumed)
-    read = None  # of an import: name -> tensor
-    if cfg.import_folder and not resumed:
-        read = on_all_ranks(checkpoint.hf_open, cfg.import_folder, model)
+    cfg, model, source, read = on_all_ranks(choose_model, cfg, device, resumed)
 
     # ---- data
     if not cfg.dry_run:
@@ -845,14 +832,14 @@ def settle(given, local_rank):
                           cfg.document_token >= 0)
     check_same({"the data": data, "the model": model, "--attention": kernel,
                 "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
-    asked = replace(cfg, dtype=dtype, most_sequences=training.count)
-    plans, there = choose_plans(asked, model, device)
+    plans, there = choose_plans(
+        replace(cfg, dtype=dtype, most_sequences=training.count), model, device)
     plan = plans[0]
     cfg = replace(cfg, batch=plan.batch)
     # what losses depend on: flags, the data, and the threads, which sums on a CPU follow
     config = asdict(cfg) | {"the data": data, "threads": torch.get_num_threads(),
                             "decay_steps": cfg.steps}
-    start, samples = 0, 0
+    start = samples = 0
     if resumed:
         start = resumed.meta["step"]
         samples = resumed.meta["samples"] * old["seq"] // cfg.seq
@@ -925,9 +912,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
-        arena = live_arena.get("cuda")
-        held = "" if arena is None else f"; --memplan holds {arena.nbytes / GIB:.2f} GiB"
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a GPU' above says what was "
-                 f"planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+                 "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
                  "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
                  "continue with --resume.")
