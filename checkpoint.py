@@ -174,29 +174,27 @@ def check_files(saved: Checkpoint) -> None:
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
     """Set parts of tensors from a checkpoint, of which no more is read than they need. Raises
     ValueError, also for what is not finite, or OSError."""
-    stored = {}  # name: parts of it, whose values are slices of a file, read when they are taken
+    stored = {}  # name, shape: cut: first element, and elements that are read as they are taken
     for file in saved.meta["files"]:
         handle = safe_open(saved.folder / file, "pt")
         for name, place in handle.metadata().items():
             start, shape, cut = ast.literal_eval(place)
-            part = StatePart(handle.get_slice(name), start, shape, True, cut and Cut(*cut))
-            stored.setdefault(name, []).append(part)
+            cuts = stored.setdefault((name, shape), {})
+            cuts.setdefault(cut and Cut(*cut), []).append((start, handle.get_slice(name)))
 
     def read(name):
         part = parts[name]
-        there = [each for each in stored.get(name, []) if each.shape == part.shape]
-        if not there:
+        cuts = stored.get((name, part.shape))
+        if not cuts:
             raise ValueError(f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
                              "of another model or optimizer")
 
         def fill(values, cut, first):  # with elements from `first` on of the flat tensor of a cut
-            for each in there:
-                if each.cut == cut:
-                    ahead = first - each.start
-                    found = each.values[max(0, ahead) : max(0, ahead + len(values))]
-                    values[max(0, -ahead) :][: len(found)].copy_(found)
+            for start, elements in cuts[cut]:
+                ahead = first - start
+                found = elements[max(0, ahead) : max(0, ahead + len(values))]
+                values[max(0, -ahead) :][: len(found)].copy_(found)
 
-        cuts = {each.cut for each in there}
         if part.cut in cuts:
             fill(part.values, part.cut, part.start)
         else:
@@ -287,8 +285,6 @@ class Saver:
         ranks."""
         if self.job is None:
             return
-        job = self.job
-        self.job = None
 
         def complete():  # as the files of all ranks are there
             files = {}
@@ -304,7 +300,7 @@ class Saver:
                 shutil.rmtree(old, ignore_errors=True)
 
         try:
-            written = of_all_ranks(on_all_ranks(job.result, group=self.group), self.group)
+            written = of_all_ranks(on_all_ranks(self.job.result, group=self.group), self.group)
             # nobody goes on, and is killed, before it has its name
             on_rank_0(complete, group=self.group)
             self.failed = ""
@@ -312,6 +308,7 @@ class Saver:
             on_rank_0(shutil.rmtree, self.folder, True, group=self.group)
             self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
             print0(self.failed)
+        self.job = None
 
 
 # ---------------------------------------------------------------------------- a run's folder

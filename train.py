@@ -522,8 +522,8 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
         begins = (windows[:, :-1] == end).roll(1, 1)  # a document
         begins[:, 0] = True
         at = torch.arange(plan.seq)
-        begin = (begins * at).cummax(1).values
-        positions = (at - begin)[:, here].view(-1, plan.micro_batch, len(here))
+        positions = at - (begins * at).cummax(1).values
+        positions = positions[:, here].view(-1, plan.micro_batch, len(here))
         documents = []
         for row in begins.view(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
             bounds = *row.nonzero().flatten().tolist(), len(row)
@@ -776,7 +776,8 @@ def train(run, model, states, memory, saver):
         if memory and (evaluates or saves or ends or last):
             memory.give_back()  # what is not a step must not starve beside the arena
         try:
-            row |= evaluate(run, model) if evaluates else {}
+            if evaluates:
+                row |= evaluate(run, model)
         except ConfigError as e:
             trouble = ends = str(e)
         if not row["writing"]:
