@@ -192,8 +192,7 @@ class Run:
         """Return this rank's stage, its number among data-parallel ranks, among those of a
         sequence, and its column."""
         plan = self.plan
-        degrees = plan.pp, plan.dp, plan.sp, plan.tp
-        return tuple(map(int, np.unravel_index(self.rank, degrees)))
+        return tuple(map(int, np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))))
 
 
 def choose_device(cfg, local_rank):
@@ -257,9 +256,9 @@ def choose_model(cfg: Config, device: torch.device,
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
     model = checkpoint.hf_model_of(source) if name == "auto" else MODELS[name]
-    rates = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
+    usual = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(cfg, model=name, seq=cfg.seq or (256 if name == "tiny" else 4096),
-                  lr=rates.get(name, 3e-4) if cfg.lr is None else cfg.lr)
+                  lr=usual.get(name, 3e-4) if cfg.lr is None else cfg.lr)
     window = checkpoint.hf_window(source)
     if 0 < window < cfg.seq:
         raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
