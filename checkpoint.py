@@ -62,8 +62,9 @@ from shard import StatePart, States
 FILE_BYTES = 4 * 2**30  # of tensors in one file
 
 
-def pack(sizes: dict[str, int]) -> list[list[str]]:
-    """Return the names file by file: in order, FILE_BYTES each, or one tensor that is larger."""
+def pack(sizes):
+    """Return the names of {name: bytes} file by file: in order, FILE_BYTES each, or one tensor that
+    is larger."""
     files = []
     room = 0
     for name, size in sizes.items():
@@ -75,7 +76,7 @@ def pack(sizes: dict[str, int]) -> list[list[str]]:
     return files
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def write_tensors(tensors, path, metadata):
     """Write a safetensors file in a folder, which is made. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     try:
@@ -84,7 +85,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         raise OSError(f"{path}: {e}") from e
 
 
-def checksum(path: Path) -> list[int]:
+def checksum(path):
     """Return size and crc32 of a file. Raises OSError."""
     crc32 = 0
     with open(path, "rb") as file:
@@ -93,7 +94,7 @@ def checksum(path: Path) -> list[int]:
         return [file.tell(), crc32]
 
 
-def sync(path: Path) -> None:
+def sync(path):
     """Bring a file, or the names in a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -156,7 +157,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, meta)
 
 
-def check_files(saved: Checkpoint) -> None:
+def check_files(saved):
     """Read the files that the rank of this number saved, or of such a number modulo ranks. Raises
     OSError, or ValueError if they are not what was written."""
 
@@ -215,7 +216,7 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         list(pool.map(read, parts))
 
 
-def is_finite(values: Tensor) -> bool:
+def is_finite(values):
     return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both of them
 
 
