@@ -47,7 +47,7 @@ import costs
 import planner
 import train
 from attention import Attention, pick_kernel
-from hardware import PROFILES, Machine, Profile, peak_flops, profile_text
+from hardware import PROFILES, Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
 from model import MODELS, LLaMA, ModelConfig, flops_per_token, param_count
 from offload import GIB
@@ -127,11 +127,10 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     """Return train.py's best plans for these flags on all ranks; gpu: bytes of a GPU to plan with,
     if not its own. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
-    cfg, model, _ = train.choose_model(cfg, bench.device, None)
+    cfg, model, *_ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
     plans, there = train.choose_plans(cfg, model, bench.device, gpu)
-    kind = bench.device, bench.dtype, kernel
-    return [Run(cfg, bench.rank, bench.world, *kind, model, plan, there) for plan in plans]
+    return [Run(cfg, bench.rank, bench.device, kernel, plan, there) for plan in plans]
 
 
 @functools.cache
@@ -146,12 +145,11 @@ def random_batch(run: Run) -> train.Batch:
     data."""
     random = np.random.default_rng(run.coordinates[1])
     return train.load_batch(
-        run, 0, lambda i: random.integers(run.model.vocab, size=run.plan.seq + 1))
+        run, 0, lambda i: random.integers(run.plan.model.vocab, size=run.plan.seq + 1))
 
 
-def make_step(bench: Bench, cfg: Config, run: Run | None = None) -> Step:
-    """Build a step of these flags, as train.py does (or as it is planned already). A collective."""
-    run = run or plan_runs(bench, cfg)[0]
+def make_step(run: Run) -> Step:
+    """Build a step, as train.py does. A collective."""
     train.cap_gpu(run)
     groups = groups_of(run.plan.tp, run.plan.pp)
     train.describe(run)
@@ -160,7 +158,7 @@ def make_step(bench: Bench, cfg: Config, run: Run | None = None) -> Step:
     batch = random_batch(run)
     if run.plan.pp > 1:
         model.warm_up(next(batch.micro_batches()))
-    memory = StepMemory(str(run.device)) if cfg.memplan == "on" else None
+    memory = StepMemory(str(run.device)) if run.cfg.memplan == "on" else None
     return Step(run, model, states, batch, memory)
 
 
@@ -258,7 +256,7 @@ def fsdp2_run(bench: Bench, cfg: Config) -> Run:
     return replace(run, plan=replace(run.plan, per_node=0))
 
 
-def fsdp2_step(bench: Bench, run: Run, recomputed: str) -> Step:
+def fsdp2_step(run: Run, recomputed: str) -> Step:
     """Build a step of the same model and kernels under FSDP2: ZeRO-3 if p > 1, else like ZeRO-2,
     over os of the ranks. recomputed: a row of PEERS. A collective."""
     global ours
@@ -266,8 +264,8 @@ def fsdp2_step(bench: Bench, run: Run, recomputed: str) -> Step:
     ours = train.make_attention(run, groups_of(1, 1))
     checkpoint_flags, every = PEERS[recomputed]
 
-    def layers(model: LLaMA, rope: tuple[Tensor, Tensor], op: Callable) -> Callable:
-        def run_layer(i: int, x: Tensor) -> Tensor:
+    def layers(model, rope, op):
+        def run_layer(i, x):
             if every == 0 or i % every:
                 return model.blocks[i](x, rope, op)
             return checkpoint(
@@ -276,11 +274,11 @@ def fsdp2_step(bench: Bench, run: Run, recomputed: str) -> Step:
         return run_layer
 
     with torch.device("meta"):
-        model = LLaMA(run.model, attention if checkpoint_flags else ours)
+        model = LLaMA(run.plan.model, attention if checkpoint_flags else ours)
     model.layer_runner = layers
     f = run.plan.factors
-    mesh = fsdp2_mesh(bench.device.type, bench.world // f.os, f.os)
-    states = Fsdp2States(model, mesh, f.p > 1, run.plan.micro_batches, bench.device)
+    mesh = fsdp2_mesh(run.device.type, run.plan.ranks // f.os, f.os)
+    states = Fsdp2States(model, mesh, f.p > 1, run.plan.micro_batches, run.device)
     return Step(run, model, states, random_batch(run))
 
 
@@ -311,7 +309,7 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     waits for the host."""
     seconds = 2.0 if bench.gpu else 0.1
 
-    def turn(calls: int) -> float:
+    def turn(calls):
         start = time.perf_counter()
         if bench.gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -334,13 +332,13 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     return statistics.median(times[len(times) // 2 :])
 
 
-def kernels_alone(bench: Bench, run: Run) -> tuple[Callable, Callable]:
+def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     """Return functions that run the attention and matrix kernels of one layer, and of the head, for
     a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once, and heads
     that ranks share by context count as cut between them."""
     plan = run.plan
     cfg = plan.column
-    random = functools.partial(torch.randn, device=bench.device, dtype=bench.dtype)
+    random = functools.partial(torch.randn, device=run.device, dtype=run.plan.dtype)
     parts = -(-plan.tokens // 2**14)
     tokens = plan.tokens // parts
     *layer, head = ((random(tokens, cols), random(tokens, rows), random(rows, cols))
@@ -350,14 +348,14 @@ def kernels_alone(bench: Bench, run: Run) -> tuple[Callable, Callable]:
                    for n in (heads, kv_heads, kv_heads, heads))
     op = Attention(run.kernel)
 
-    def products(*operands: tuple[Tensor, Tensor, Tensor]) -> None:
+    def products(*operands):
         for _ in range(parts):
             for x, dy, w in operands:
                 x @ w.t()
                 dy @ w
                 dy.t() @ x
 
-    def run_layer() -> None:
+    def run_layer():
         products(*layer)
         o, lse = op.forward(q, k, v)
         op.backward(lambda: (do, []), q, k, v, o, lse)
@@ -373,7 +371,7 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
     shapes = plan.matrices, plan.end, plan.micro_batch, plan.seq, plan.sp, plan.column.heads
     if shapes not in bench.kernels:
         bench.kernels[shapes] = [
-            max(of_all_ranks(device_seconds(bench, work))) for work in kernels_alone(bench, run)]
+            max(of_all_ranks(device_seconds(bench, work))) for work in kernels_alone(run)]
     layer, head = bench.kernels[shapes]
     return plan.micro_batches * (plan.model.layers * layer + head) / plan.pp
 
@@ -398,7 +396,6 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
            "gpus": bench.world * bench.gpu}
     seconds = math.inf
     step = None
-    release(device)
     try:
         peer = label.startswith("fsdp2 ")
         run = fsdp2_run(bench, cfg) if peer else plan_runs(bench, cfg)[0]
@@ -409,7 +406,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         release(device)
         if label == "caching allocator":
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        step = fsdp2_step(bench, run, label.split()[1]) if peer else make_step(bench, cfg, run)
+        step = fsdp2_step(run, label.split()[1]) if peer else make_step(run)
         repeats = max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
         for _ in range(3 if step.memory or repeats > 5 else 1):  # the third is recorded
             step()
@@ -423,7 +420,9 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         print0(f"{label}: {row['error']}")
     seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
     if math.isfinite(seconds):
-        row |= rates(bench, run, seconds) | {"bound_ratio": kernels / seconds}
+        row |= train.rates(run, seconds) | {"step_s": seconds, "bound_ratio": kernels / seconds}
+        causal, _ = flops_per_token(run.plan.model, run.plan.seq)
+        row["flops"] = row["tgs"] * causal
     row["oom"] = math.isinf(seconds)
     if bench.gpu:
         row |= {"gpu_gib": train.gpu_peak_gib(),
@@ -432,15 +431,6 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
     del step
     release(device)
     train.expandable_segments()
-
-
-def rates(bench: Bench, run: Run, seconds: float) -> dict:
-    """Return what a row says of a step that takes so many seconds."""
-    tgs = run.plan.batch * run.plan.seq / bench.world / seconds
-    peak = peak_flops(device_name(bench.device))
-    causal, full = (flops * tgs for flops in flops_per_token(run.model, run.plan.seq))
-    return {"step_s": seconds, "tgs": tgs, "flops": causal,
-            "mfu_causal": peak and causal / peak, "mfu_full": peak and full / peak}
 
 
 def chosen(run: Run) -> dict:
@@ -479,7 +469,7 @@ def step_rows(bench: Bench, flags: str) -> dict[str, str]:
     most_params = (2e9 if bench.gpu else 1e7) if quick else math.inf
     most_seconds = 4 if quick else 45
 
-    def best_plan(row: str) -> costs.Plan | None:
+    def best_plan(row):
         try:
             return plan_runs(bench, config(filled(bench, f"{flags} {row}")))[0].plan
         except ConfigError as e:
@@ -732,10 +722,9 @@ def parse() -> argparse.Namespace:
         kind = {"action": "store_true"} if name == "quick" else {}
         parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(of)})", **kind)
     args = parser.parse_args()
-    args.given = {name: value for name, value in vars(args).items()
-                  if value and name in OURS | THEIRS}
-    args.flags = " ".join(f"{planner.flag_name(name)} {value}"
-                          for name, value in args.given.items() if name in THEIRS)
+    args.given = {name: f"{planner.flag_name(name)} {value}".removesuffix(" True")
+                  for name, value in vars(args).items() if value and name in OURS | THEIRS}
+    args.flags = " ".join(text for name, text in args.given.items() if name in THEIRS)
     try:
         check(args)
     except ValueError as e:  # known to each rank, so all of them say it
@@ -832,21 +821,17 @@ def main() -> None:
     if args.nodes:
         split_nodes(args)
     rank, world, local_rank = start_ranks(600)
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local_rank) if gpu else torch.device("cpu")
+    device = on_all_ranks(train.choose_device, config(args.flags), local_rank)
+    gpu = device.type == "cuda"
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
-    on_rank_0(lambda: train.try_folder(str(out), "; name another --out"))  # before it measures
-    if gpu:
-        torch.cuda.set_device(device)
-        train.expandable_segments()
+    on_rank_0(train.try_folder, str(out))  # before it measures
     torch.compiler.set_stance("default" if gpu else "force_eager")
     hardware = device_name(device)
     launcher = "python"
     if world > 1:
         hardware = f"{world} x {hardware}"
         launcher = f"torchrun --nproc_per_node {world}"
-    given = [f"{planner.flag_name(name)} {value}" for name, value in args.given.items()]
-    command = " ".join([args.table, *given]).replace(" True", "")  # a flag without a value
+    command = " ".join([args.table, *args.given.values()])
     if args.profile:
         command = f"--profile {args.profile}"
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
@@ -866,6 +851,6 @@ if __name__ == "__main__":
     try:
         main()
     except ConfigError as e:
-        if os.environ.get("RANK", "0") == "0":
+        if dist.get_rank() == 0:
             print(f"bench.py: error: {e}", file=sys.stderr)
         sys.exit(2)

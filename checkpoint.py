@@ -62,8 +62,9 @@ from shard import StatePart, States
 FILE_BYTES = 4 * 2**30  # of tensors in one file
 
 
-def pack(sizes: dict[str, int]) -> list[list[str]]:
-    """Return the names file by file: in order, FILE_BYTES each, or one tensor that is larger."""
+def pack(sizes):
+    """Return the names of {name: bytes} file by file: in order, FILE_BYTES each, or one tensor that
+    is larger."""
     files = []
     room = 0
     for name, size in sizes.items():
@@ -75,7 +76,7 @@ def pack(sizes: dict[str, int]) -> list[list[str]]:
     return files
 
 
-def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def write_tensors(tensors, path, metadata):
     """Write a safetensors file in a folder, which is made. Raises OSError."""
     path.parent.mkdir(exist_ok=True)
     try:
@@ -84,7 +85,7 @@ def write_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, st
         raise OSError(f"{path}: {e}") from e
 
 
-def checksum(path: Path) -> list[int]:
+def checksum(path):
     """Return size and crc32 of a file. Raises OSError."""
     crc32 = 0
     with open(path, "rb") as file:
@@ -93,7 +94,7 @@ def checksum(path: Path) -> list[int]:
         return [file.tell(), crc32]
 
 
-def sync(path: Path) -> None:
+def sync(path):
     """Bring a file, or the names in a folder, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -156,7 +157,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, meta)
 
 
-def check_files(saved: Checkpoint) -> None:
+def check_files(saved):
     """Read the files that the rank of this number saved, or of such a number modulo ranks. Raises
     OSError, or ValueError if they are not what was written."""
 
@@ -174,50 +175,48 @@ def check_files(saved: Checkpoint) -> None:
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
     """Set parts of tensors from a checkpoint, of which no more is read than they need. Raises
     ValueError, also for what is not finite, or OSError."""
-    stored = {}  # name: parts of it, whose values are slices of a file, read when they are taken
+    stored = {}  # name, shape: cut: first element, and elements that are read as they are taken
     for file in saved.meta["files"]:
         handle = safe_open(saved.folder / file, "pt")
         for name, place in handle.metadata().items():
             start, shape, cut = ast.literal_eval(place)
-            part = StatePart(handle.get_slice(name), start, shape, True, cut and Cut(*cut))
-            stored.setdefault(name, []).append(part)
+            cuts = stored.setdefault((name, shape), {})
+            cuts.setdefault(cut and Cut(*cut), []).append((start, handle.get_slice(name)))
 
     def read(name):
         part = parts[name]
-        there = [each for each in stored.get(name, []) if each.shape == part.shape]
-        if not there:
+        cuts = stored.get((name, part.shape))
+        if not cuts:
             raise ValueError(f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
                              "of another model or optimizer")
-        there.sort(key=lambda each: each.start)
 
-        def elements(cut, first, end):  # of the flat tensor of a cut, or as many as it has
-            found = [each.values[max(0, first - each.start) : max(0, end - each.start)]
-                     for each in there if each.cut == cut]
-            most = max(found, key=len)  # all of it under the same factors: then it is not copied
-            return most if len(most) == end - first else torch.cat(found)
+        def fill(values, cut, first):  # with elements from `first` on of the flat tensor of a cut
+            for start, elements in cuts[cut]:
+                ahead = first - start
+                found = elements[max(0, ahead) : max(0, ahead + len(values))]
+                values[max(0, -ahead) :][: len(found)].copy_(found)
 
-        cuts = {each.cut for each in there}
-        end = part.start + len(part.values)
         if part.cut in cuts:
-            values = elements(part.cut, part.start, end)
+            fill(part.values, part.cut, part.start)
         else:
             rows, cols = part.shape
             everything = Cut(part.shape, ((0, rows),), (0, cols))
             whole = torch.empty(part.shape, dtype=part.values.dtype)
             for cut in cuts:
                 box = cut or everything
-                box.put(elements(cut, 0, whole.numel()).view(box.shape), whole)
-            values = (part.cut or everything).of(whole).view(-1)[part.start : end]
-        if not is_finite(values):
+                values = whole.new_empty(math.prod(box.shape))
+                fill(values, cut, 0)
+                box.put(values.view(box.shape), whole)
+            part.values.copy_(part.within((part.cut or everything).of(whole)))
+        if not is_finite(part.values):
             raise ValueError(f"--resume: {saved.folder}: {name} has values that are not finite; "
                              "earlier checkpoints are beside it")
-        part.values.copy_(values)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(read, parts))
 
 
-def is_finite(values: Tensor) -> bool:
+def is_finite(values):
     return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both of them
 
 
@@ -287,8 +286,6 @@ class Saver:
         ranks."""
         if self.job is None:
             return
-        job = self.job
-        self.job = None
 
         def complete():  # as the files of all ranks are there
             files = {}
@@ -304,7 +301,7 @@ class Saver:
                 shutil.rmtree(old, ignore_errors=True)
 
         try:
-            written = of_all_ranks(on_all_ranks(job.result, group=self.group), self.group)
+            written = of_all_ranks(on_all_ranks(self.job.result, group=self.group), self.group)
             # nobody goes on, and is killed, before it has its name
             on_rank_0(complete, group=self.group)
             self.failed = ""
@@ -312,6 +309,7 @@ class Saver:
             on_rank_0(shutil.rmtree, self.folder, True, group=self.group)
             self.failed = f"step {self.meta['step']} was not saved: {self.folder}: {e}"
             print0(self.failed)
+        self.job = None
 
 
 # ---------------------------------------------------------------------------- a run's folder
@@ -458,7 +456,8 @@ def hf_config(folder: str) -> tuple[ModelConfig, dict]:
     try:
         config = AutoConfig.from_pretrained(regular(path).parent, local_files_only=True,
                                             trust_remote_code=False)
-        return _hf_model(config), json.loads(config.to_json_string())
+        source = json.loads(config.to_json_string())
+        return hf_model_of(source), source
     except Exception as e:  # its errors have no class of their own
         raise ValueError(f"{path} cannot be read or is not built: {e}; `hf download NAME "
                          "--local-dir DIR` makes a folder for --init hf:DIR") from e
@@ -468,11 +467,7 @@ def hf_model_of(source: dict) -> ModelConfig:
     """Return the model of what an import's config.json said. Raises ValueError."""
     from transformers import AutoConfig
 
-    return _hf_model(AutoConfig.for_model(**source))
-
-
-def _hf_model(config):
-    """Return the model of a transformers config. Raises ValueError."""
+    config = AutoConfig.for_model(**source)
     if config.model_type not in _FAMILIES:
         raise ValueError(f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is "
                          "built")
@@ -582,18 +577,17 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     for kind in [source["model_type"]] if source else _FAMILIES:
         settings["model_type"] = kind
         settings["architectures"] = [f"{kind.capitalize()}ForCausalLM"]
-        config = AutoConfig.for_model(**settings)
-        read = asdict(_hf_model(config))
+        read = asdict(hf_model_of(settings))
         lost = [f"{name}={value!r}" for name, value in asdict(cfg).items() if read[name] != value]
         if not lost:
-            return config
+            return AutoConfig.for_model(**settings)
     raise ValueError(f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what reads "
                      "it would compute another model")
 
 
 def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-           source: dict, beside: list[Path], group: dist.ProcessGroup | None = None) -> str:
-    """Write config.json and safetensors, file by file, all of them or none. Returns the family.
+           source: dict, beside: list[Path], group: dist.ProcessGroup | None = None) -> None:
+    """Write config.json and safetensors, file by file, all of them or none, and print the family.
 
     read(name) -> the whole tensor, on all ranks together; group: as in Saver. An imported tied head
     that still equals the embedding is tied again. source: of hf_config of the import, or {}.
@@ -616,6 +610,7 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
         for file in partial.iterdir():
             file.rename(folder / file.name)
         partial.rmdir()
+        print(f"exported {folder}: {config.model_type}")
 
     on_rank_0(shutil.rmtree, partial, True, group=group)
     parts = hf_parts(cfg)
@@ -635,4 +630,3 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
         on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
         places |= dict.fromkeys(tensors, file)
     on_rank_0(finish, group=group)
-    return config.model_type

@@ -598,15 +598,12 @@ def make_run(case: dict, groups: dict, stream: type) -> tuple:
     run = train.Run(
         cfg,
         rank,
-        ranks,
         (
             torch.device("cuda", torch.cuda.current_device())
             if case["device"] == "cuda"
             else torch.device("cpu")
         ),
-        plan.dtype,
         case["kernel"],
-        plan.model,
         plan,
         train=SimpleNamespace(sample=windows),
         ignored_id=IGNORED,
@@ -2072,11 +2069,8 @@ def planned_run(plan: costs.Plan) -> train.Run:
     return train.Run(
         train.Config(),
         0,
-        plan.ranks,
         torch.device("cpu"),
-        plan.dtype,
         "cpu",
-        plan.model,
         planner.with_memory(plan),
     )
 
@@ -2172,7 +2166,7 @@ def simulate_step(plan: costs.Plan) -> tuple[list[memplan.Buffer], float, float]
         yield
         running.pop()
 
-    dist.init_process_group("fake", rank=0, world_size=run.world, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=plan.ranks, store=FakeStore())
     with as_on_a_gpu(one_kernel), FakeTensorMode(allow_non_fake_inputs=True), NoteBirths():
         *_, step = built(run, as_on_gpus=True)
         step()  # what it makes and keeps lasts
@@ -3662,7 +3656,7 @@ REFUSED = [
     ("bench.py step --skip foo", "unrecognized arguments: --skip foo"),
     ("bench.py step --gpu-memory -1", "--gpu-memory -1: from 1"),
     ("bench.py --gpu-memory 1M --out new", "no model fits"),
-    ("bench.py --out big.bin/x", "big.bin/x cannot be written.*name another --out"),
+    ("bench.py --out big.bin/x", "big.bin/x cannot be written.*name another"),
 ]
 
 
@@ -4728,8 +4722,8 @@ def fsdp2_worker() -> None:
         ("full", "--strategy zero3 --sp 2 --batch 1"),
     ):
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
-        ours = bench.make_step(table, cfg)
-        theirs = bench.fsdp2_step(table, bench.fsdp2_run(table, cfg), recomputed)
+        ours = bench.make_step(bench.plan_runs(table, cfg)[0])
+        theirs = bench.fsdp2_step(bench.fsdp2_run(table, cfg), recomputed)
         weights = {
             name: weight.full_tensor().detach() for name, weight in theirs.model.named_parameters()
         }

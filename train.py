@@ -50,7 +50,7 @@ import planner
 from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
                        pick_kernel, sequence_positions)
 from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
-from memplan import StepMemory, live_arena, mark
+from memplan import StepMemory, mark
 from model import (IGNORE, MODELS, ROPE_KEYS, LLaMA, ModelConfig, accumulation_dtype,
                    flops_per_token, initial_weight, param_count, rope_kind, whole_layers)
 from offload import GIB, ChunkedLayers
@@ -102,7 +102,7 @@ class Config(Constraints):
                       group="on which machine")
     dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
     memplan: str = flag("off", "addresses of a step's tensors, planned once", among=("off", "on"))
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
+    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
     dry_run: bool = flag(False, "print the best plans and their memory, and end")
     out: str = flag(
         "out", "folder of log.jsonl, loss.png (by step, and by position) and checkpoints",
@@ -136,7 +136,7 @@ class Config(Constraints):
         return self.init.partition("hf:")[2]
 
 
-OF_A_COMMAND = ("resume", "out", "export", "dry_run")  # not of the run that it goes on with
+OF_A_COMMAND = {"resume", "out", "export", "dry_run"}  # not of the run that it goes on with
 
 
 def parse(argv: list[str] | None = None) -> dict:
@@ -147,7 +147,7 @@ def parse(argv: list[str] | None = None) -> dict:
 def resumed_flags(given, old):
     """Return the flags of the run to resume, updated by those that are given: the same tokens a
     step, if --seq is given and --batch is not. Raises ValueError."""
-    known = flags_of(Config).keys() & old.keys() - {*OF_A_COMMAND}
+    known = flags_of(Config).keys() & old.keys() - OF_A_COMMAND
     flags = {name: old[name] for name in known} | given
     flags["seq"] = flags["seq"] or old["seq"]
     if "batch" not in given:
@@ -174,11 +174,8 @@ class Run:
 
     cfg: Config
     rank: int
-    world: int
     device: torch.device
-    dtype: torch.dtype
     kernel: str
-    model: ModelConfig
     plan: costs.Plan
     hardware: Hardware | None = None
     train: Sequences | None = None
@@ -195,12 +192,12 @@ class Run:
         """Return this rank's stage, its number among data-parallel ranks, among those of a
         sequence, and its column."""
         plan = self.plan
-        place = np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))
-        return tuple(map(int, place))
+        return tuple(map(int, np.unravel_index(self.rank, (plan.pp, plan.dp, plan.sp, plan.tp))))
 
 
 def choose_device(cfg, local_rank):
-    """Return this process's device. Raises ValueError if it is not there."""
+    """Return this process's device, and make a GPU the current one. Raises ValueError if it is not
+    there."""
     if torch.__version__ < "2.11":
         raise ValueError(f"torch {torch.__version__}: at least 2.11")
     gpus = torch.cuda.device_count()
@@ -209,7 +206,12 @@ def choose_device(cfg, local_rank):
     if local_rank >= gpus:
         raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
                          f"number {local_rank}; cpu, or --nproc_per_node {gpus}")
-    return torch.device("cuda", local_rank)
+    if cfg.pp != 1:
+        parallel.use_more_queues()
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    expandable_segments()
+    return device
 
 
 def with_rope(text, model):
@@ -239,22 +241,24 @@ def with_rope(text, model):
 
 
 def choose_model(cfg: Config, device: torch.device,
-                 resumed: checkpoint.Checkpoint | None) -> tuple[Config, ModelConfig, dict]:
-    """Return the flags with the model's name (auto: an import's), --seq and --lr; the model; and
-    config.json of an import, {} of others. Raises ValueError, also if the checkpoint to resume is
-    of another model: only a --rope-scaling, the first or of the same kind, may be new."""
-    name = cfg.model
+                 resumed: checkpoint.Checkpoint | None) -> tuple:
+    """Return the flags with the model's name (auto: an import's), --seq and --lr; the model;
+    config.json of an import, {} of others; and what reads its weights, name -> tensor, if it is
+    new. Raises ValueError, also if the checkpoint to resume is of another model: only a
+    --rope-scaling, the first or of the same kind, may be new."""
+    name, read = cfg.model, None
     source = resumed.meta["source"] if resumed else {}
     if cfg.import_folder and not resumed:
-        _, source = checkpoint.hf_config(cfg.import_folder)
+        imported, source = checkpoint.hf_config(cfg.import_folder)
         if name != "auto":
             raise ValueError(f"--model {name}: with --init hf:DIR the model is DIR's; drop it")
+        read = checkpoint.hf_open(cfg.import_folder, imported)
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
     model = checkpoint.hf_model_of(source) if name == "auto" else MODELS[name]
-    rates = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
+    usual = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(cfg, model=name, seq=cfg.seq or (256 if name == "tiny" else 4096),
-                  lr=rates.get(name, 3e-4) if cfg.lr is None else cfg.lr)
+                  lr=usual.get(name, 3e-4) if cfg.lr is None else cfg.lr)
     window = checkpoint.hf_window(source)
     if 0 < window < cfg.seq:
         raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
@@ -262,15 +266,15 @@ def choose_model(cfg: Config, device: torch.device,
     model = with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
-        may_differ = {"": (), "theta": ["rope_theta"]}.get(kind, ["rope_scaling"])
-        checkpoint.check_same_model(resumed, model, {"max_positions", *may_differ})
+        changes = "rope_theta" if kind == "theta" else "rope_scaling"
+        checkpoint.check_same_model(resumed, model, {"max_positions", kind and changes})
         reach = resumed.meta["model"]["max_positions"]  # it may have been trained at more
     # an import reaches further by its flags alone, and YaRN's reach is a number to compute by
     elif source and kind != "theta" or rope_kind(model.rope_scaling) == "yarn":
         reach = 0
     else:
         reach = cfg.seq
-    return cfg, replace(model, max_positions=max(model.max_positions, reach)), source
+    return cfg, replace(model, max_positions=max(model.max_positions, reach)), source, read
 
 
 def open_data(cfg, model):
@@ -302,13 +306,13 @@ def open_data(cfg, model):
     return cfg, *on_all_ranks(read)
 
 
-def try_folder(folder: str, advice: str = "") -> None:
-    """Raise ValueError, with advice, if files cannot be written there."""
+def try_folder(folder: str) -> None:
+    """Raise ValueError if files cannot be written there."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as e:
-        raise ValueError(f"{folder} cannot be written: {e}{advice}") from e
+        raise ValueError(f"{folder} cannot be written: {e}; name another") from e
 
 
 def check_folders(cfg, model, source):
@@ -335,9 +339,8 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
     gpus = of_all_ranks(gpu or planner.gpu_budget(device, cfg.gpu_memory))
     hosts = of_all_ranks(on_all_ranks(planner.host_budget, per_node, cfg.host_memory))
     there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
-    usual = (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq
-    cfg = replace(cfg, default_batch=max(1, usual))
-    return on_all_ranks(planner.plan, cfg, model, there), there
+    usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
+    return on_all_ranks(planner.plan, replace(cfg, default_batch=usual), model, there), there
 
 
 def device_name(device: torch.device) -> str:
@@ -354,17 +357,17 @@ def cap_gpu(run: Run) -> None:
 
 def introduce(run, plans):
     """Print the flags that are not as usual, the model, the data, and what was chosen."""
-    cfg = run.cfg
+    cfg, model = run.cfg, run.plan.model
     print0("config:", *(f"{name}={getattr(cfg, name)}" for name, f in flags_of(cfg).items()
                         if getattr(cfg, name) != f.default))
-    causal, full = flops_per_token(run.model, cfg.seq)
-    print0(f"model: {param_count(run.model):,} parameters, {causal:.3g} FLOPs a token causal, "
+    causal, full = flops_per_token(model, cfg.seq)
+    print0(f"model: {param_count(model):,} parameters, {causal:.3g} FLOPs a token causal, "
            f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
            f"{run.kernel}")
-    if cfg.seq > run.model.max_positions:
-        print0(f"--seq {cfg.seq:,} is past the {run.model.max_positions:,} tokens that the rotary "
+    if cfg.seq > model.max_positions:
+        print0(f"--seq {cfg.seq:,} is past the {model.max_positions:,} tokens that the rotary "
                "embedding reaches; a larger factor of --rope-scaling extends it")
-    if run.model.tied:
+    if model.tied:
         print0("the head of the import is its embedding: here they are trained as two matrices, "
                "and exported as two unless they are still equal")
     documents = f"; documents end with token {cfg.document_token}"
@@ -399,24 +402,24 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     plan = run.plan
     kept = plan.activations
     with torch.device("meta"):
-        model = LLaMA(run.model, op)
+        model = LLaMA(plan.model, op)
     on_all_ranks(parallel.split_columns, model, parallel.Columns(plan.tp_mode, groups))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    shape = (plan.micro_batch, plan.seq // plan.sp)
     runners = on_all_ranks(lambda: [  # of each part of the model on this stage
-        ChunkedLayers(model, shape, kept.of_part(len(part)), plan.chunk, run.device, run.dtype,
-                      parallel.in_flight(order, v), part).start if kept else whole_layers
+        ChunkedLayers(model, (plan.micro_batch, plan.seq // plan.sp), kept.of_part(len(part)),
+                      plan.chunk, run.device, plan.dtype, parallel.in_flight(order, v), part).start
+        if kept else whole_layers
         for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
     overlaps = run.cfg.overlaps
     states = States(
-        model, run.device, run.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
-        overlap=overlaps, gather_layers=kept is not None, num_chunks=kept.chunks if kept else 1,
+        model, run.device, plan.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
+        overlap=overlaps, gather_layers=kept is not None, num_chunks=plan.chunks,
         decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer])
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
-        model = Pipeline(model, parts, runners, groups, order, run.device, run.dtype,
+        model = Pipeline(model, parts, runners, groups, order, run.device, plan.dtype,
                          "pipeline" in overlaps)
     return model, states
 
@@ -482,9 +485,8 @@ def run_planned(memory, *step):
 
 def own_tokens(run, x):
     """Return what this rank's column has of x (..., T/sp) between layers' products."""
-    columns = run.plan.tp if run.plan.splits_tokens else 1
     *_, column = run.coordinates
-    return x.chunk(columns, -1)[column % columns]
+    return x.chunk(run.plan.tp, -1)[column] if run.plan.splits_tokens else x
 
 
 def to_device(tensor, run):
@@ -496,12 +498,12 @@ def to_device(tensor, run):
 
 def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 0) -> Batch:
     """Return this rank's share of `count` sequences (0: a step's) from number `first` on, which
-    alone decides what they are: read(i) gives the tokens (T + 1,) of one, or -1 for none; without
-    it, of a training sample. Labels count on the last stage. A collective of all ranks."""
+    alone decides what they are: read(i) gives the tokens (T + 1,) of one, or IGNORE for none;
+    without it, of a training sample. Labels count on the last stage. A collective of all ranks."""
     plan = run.plan
     stage, data_rank, rank, _ = run.coordinates
     each = (count or plan.batch) // plan.dp
-    windows = torch.full((each, plan.seq + 1), -1)  # no token and no label, where none is read
+    windows = torch.full((each, plan.seq + 1), IGNORE)  # where none is read
     unread = ""
     try:
         for i, window in enumerate(windows, first + data_rank * each):
@@ -512,24 +514,24 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     own = own_tokens(run, here)
     tokens, labels = windows[:, own], windows[:, own + 1]
     end = run.cfg.document_token
-    no_label = (labels < 0) | (labels == run.ignored_id) | (tokens == end)
+    no_label = (labels == run.ignored_id) | (tokens == end)
     labels[no_label | (stage < plan.pp - 1)] = IGNORE
     positions, documents = here[None], [None]
     if end >= 0:
         begins = (windows[:, :-1] == end).roll(1, 1)  # a document
         begins[:, 0] = True
         at = torch.arange(plan.seq)
-        begin = (begins * at).cummax(1).values
-        positions = (at - begin)[:, here].view(-1, plan.micro_batch, len(here))
+        positions = at - (begins * at).cummax(1).values
+        positions = positions[:, here].view(-1, plan.micro_batch, len(here))
         documents = []
         for row in begins.view(-1, plan.micro_batch * plan.seq):  # a micro-batch's sequences
             bounds = *row.nonzero().flatten().tolist(), len(row)
             offsets = torch.tensor(bounds, dtype=torch.int32)
             documents.append(Documents(bounds, to_device(offsets, run)))
-    seen = (1 + 2 * positions.double().mean()) / run.world
+    seen = (1 + 2 * positions.double().mean()) / plan.ranks
     sums = to_device(torch.stack([(labels != IGNORE).sum(), seen]), run)
     dist.all_reduce(sums)
-    scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(run.dtype))
+    scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(plan.dtype))
     both = torch.stack([tokens.clip(0), labels]).view(2, -1, plan.micro_batch, len(own))
     return Batch(*to_device(both, run), to_device(positions, run), documents, scale, sums[1],
                  unread)
@@ -547,7 +549,8 @@ def evaluate(run, model):
     # loss and labels of positions 0, 1, 2 and 3, 4 to 7, ...
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
     for first in range(0, count, at_once):
-        batch = load_batch(run, first, lambda i: run.val.window(i) if i < count else -1, at_once)
+        batch = load_batch(
+            run, first, lambda i: run.val.window(i) if i < count else IGNORE, at_once)
         if error := error_of_any(batch.unread):
             raise ConfigError(error)
         (tokens, labels, _, *where), = batch.micro_batches()
@@ -566,8 +569,8 @@ def evaluate(run, model):
 
 
 def load_random_weights(run: Run, states: States) -> None:
-    states.load(lambda name: initial_weight(run.model, name, states.shapes[name], run.cfg.seed,
-                                            run.device))
+    states.load(lambda name: initial_weight(run.plan.model, name, states.shapes[name],
+                                            run.cfg.seed, run.device))
 
 
 def export(run, states, group):
@@ -575,9 +578,8 @@ def export(run, states, group):
     cfg = run.cfg
     # what made the data goes before
     beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-    family = checkpoint.export(Path(cfg.export), run.model, states.full, run.dtype,
-                               run.record["source"], beside, group)
-    print0(f"exported {cfg.export}: {family}")
+    checkpoint.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
+                      run.record["source"], beside, group)
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -656,57 +658,56 @@ def agree(device, results, signals, writing, unread):
     return dict(zip(FACTS, torch.hstack([*results, most]).tolist()))
 
 
-class Log:
-    """OUT/log.jsonl, which rank 0 writes, and the line of a step."""
+def rates(run: Run, seconds: float, seen: float | None = None) -> dict:
+    """Return what a row says of a step that takes so many seconds: tokens a GPU and second, and
+    MFU, None of a device whose peak is not known. seen: flops_per_token's."""
+    plan = run.plan
+    tgs = plan.batch * plan.seq / seconds / plan.ranks
+    peak = run.hardware.profile.peak_flops
+    causal, full = (peak and flops * tgs / peak
+                    for flops in flops_per_token(plan.model, plan.seq, seen))
+    return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
 
-    def __init__(self, run):
-        self.run = run
-        self.path = Path(run.cfg.out) / "log.jsonl"
-        self.file = open(os.devnull if run.rank else self.path, "a")
-        self.times = []  # of steps
 
-    def write(self, row, unsaved):
-        """Print and log a step; unsaved: why there is no checkpoint."""
-        run, cfg = self.run, self.run.cfg
-        step, seconds = row["step"], row["seconds"]
-        self.times.append(seconds)
-        left = np.median(self.times[-20:]) * (cfg.steps - step)
-        tgs = cfg.batch * cfg.seq / seconds / run.world
-        peak = run.hardware.profile.peak_flops
-        causal, full = (peak and flops * tgs / peak
-                        for flops in flops_per_token(run.model, cfg.seq, row["keys_seen"]))
-        self.append(
-            row | {"tgs": tgs, "mfu_causal": causal, "mfu_full": full},
-            f"step {step}/{cfg.steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
-            f"lr {row['lr']:.2e} TGS {tgs:,.0f}",
-            peak and f"MFU {causal:.1%} causal {full:.1%} full",
-            row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
-            f"{seconds:.2f} s left {timedelta(seconds=round(left))}",
-            not row["finite"] and "SKIPPED: not finite",
-            unsaved and f"({unsaved})")
+def log_step(run, log, row, unsaved):
+    """Print and log a step; unsaved: why there is no checkpoint."""
+    step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
+    row |= rates(run, seconds, row["keys_seen"])
+    log_row(
+        log,
+        row,
+        f"step {step}/{steps} loss {row['loss']:.4f} grad {row['grad_norm']:.3f}",
+        f"lr {row['lr']:.2e} TGS {row['tgs']:,.0f}",
+        row["mfu_full"] and f"MFU {row['mfu_causal']:.1%} causal {row['mfu_full']:.1%} full",
+        row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
+        f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}",
+        not row["finite"] and "SKIPPED: not finite",
+        unsaved and f"({unsaved})")
 
-    def append(self, row, *parts):
-        """Print a line of parts and of an evaluation, if the row has one, and write the row."""
-        if "val_loss" in row:
-            loss = row["val_loss"]
-            parts += ("val_loss none (all labels are ignored)" if loss is None
-                      else f"val_loss {loss:.4f}"),
-        print0(*filter(None, parts))
-        # null for numbers that are not finite, which JSON has not
-        line = re.sub("NaN|-?Infinity", "null", json.dumps(row))
-        try:
-            print(line, file=self.file, flush=True)
-        except OSError as e:  # the disk is full; what is not written is tried again with the next
-            print(f"log.jsonl cannot be written: {e.strerror}")
 
-    def close(self):
-        """Close the file, and draw what it holds."""
-        try:
-            self.file.close()
-            if self.run.rank == 0:
-                draw_losses(self.path)
-        except OSError as e:
-            print(f"log.jsonl or loss.png could not be written: {e.strerror}")
+def log_row(log, row, *parts):
+    """Print a line of parts and of an evaluation, if the row has one, and write the row."""
+    if "val_loss" in row:
+        loss = row["val_loss"]
+        parts += ("val_loss none (all labels are ignored)" if loss is None
+                  else f"val_loss {loss:.4f}"),
+    print0(*filter(None, parts))
+    # null for numbers that are not finite, which JSON has not
+    line = re.sub("NaN|-?Infinity", "null", json.dumps(row))
+    try:
+        print(line, file=log, flush=True)
+    except OSError as e:  # the disk is full; what is not written is tried again with the next
+        print(f"log.jsonl cannot be written: {e.strerror}")
+
+
+def close_log(run, log):
+    """Close log.jsonl, and draw what it holds."""
+    try:
+        log.close()
+        if run.rank == 0:
+            draw_losses(Path(log.name))
+    except OSError as e:
+        print(f"log.jsonl or loss.png could not be written: {e.strerror}")
 
 
 def draw_losses(log):
@@ -732,16 +733,11 @@ def draw_losses(log):
     fig.savefig(log.with_name("loss.png"), dpi=120)
 
 
-def due(step, every):
-    """Whether this step is one of every so many; none is, if that is 0 or -1."""
-    return every > 0 and step % every == 0
-
-
 def train(run, model, states, memory, saver):
     """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
     saved = step if run.resumed or cfg.steps == 0 < cfg.eval_every else -1  # by a checkpoint
-    log = Log(run)
+    log = open(os.devnull if run.rank else f"{cfg.out}/log.jsonl", "a")
     trouble = ends = ""
     if step < cfg.steps:
         batch = load_batch(run, samples)
@@ -749,7 +745,7 @@ def train(run, model, states, memory, saver):
         if run.plan.pp > 1:
             model.warm_up(next(batch.micro_batches()))
     elif cfg.eval_every > 0:
-        log.append({"step": step} | evaluate(run, model), f"step {step}")
+        log_row(log, {"step": step} | evaluate(run, model), f"step {step}")
     now = watch(run, states)
     signals = listen()  # until here there is nothing to save
     in_a_row = 0  # steps that were not finite
@@ -773,28 +769,30 @@ def train(run, model, states, memory, saver):
         if row["unread"]:
             trouble = error_of_any(batch.unread)
         ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
-        evaluates = due(step, cfg.eval_every) or (last and cfg.eval_every >= 0)
-        saves = due(step, cfg.save_every)
+        every = cfg.eval_every or cfg.steps
+        evaluates = every > 0 and (last or step % every == 0)
+        saves = cfg.save_every > 0 and step % cfg.save_every == 0
         if memory and (evaluates or saves or ends or last):
             memory.give_back()  # what is not a step must not starve beside the arena
         try:
-            row |= evaluate(run, model) if evaluates else {}
+            if evaluates:
+                row |= evaluate(run, model)
         except ConfigError as e:
             trouble = ends = str(e)
         if not row["writing"]:
             saver.finish()
-        log.write(row | {"memplan": memory and memory.counts}, saver.failed)
+        log_step(run, log, row | {"memplan": memory and memory.counts}, saver.failed)
         if saves:
             saver.begin(run.record | {"step": step, "samples": samples})
             saved = step
     if ends:
         print0(f"{ends}: the run ends after step {step}")
-    log.close()
+    close_log(run, log)
     saver.finish()
     if cfg.save_every >= 0 and (saved != step or saver.failed):
         saver.begin(run.record | {"step": step, "samples": samples})
         saver.finish()
-    if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
+    if cfg.export and step >= cfg.steps:
         export(run, states, saver.group)
     return trouble or saver.failed
 
@@ -817,21 +815,12 @@ def settle(given, local_rank):
 
     # ---- device
     device = on_all_ranks(choose_device, cfg, local_rank)
-    on_gpu = device.type == "cuda"
     dtype = cfg.dtype
     if dtype == "auto":
-        dtype = "bf16" if on_gpu else "fp32"
-    if on_gpu:
-        if cfg.pp != 1:
-            parallel.use_more_queues()
-        torch.cuda.set_device(device)
-        expandable_segments()
+        dtype = "bf16" if device.type == "cuda" else "fp32"
 
     # ---- model
-    cfg, model, source = on_all_ranks(choose_model, cfg, device, resumed)
-    read = None  # of an import: name -> tensor
-    if cfg.import_folder and not resumed:
-        read = on_all_ranks(checkpoint.hf_open, cfg.import_folder, model)
+    cfg, model, source, read = on_all_ranks(choose_model, cfg, device, resumed)
 
     # ---- data
     if not cfg.dry_run:
@@ -843,23 +832,22 @@ def settle(given, local_rank):
                           cfg.document_token >= 0)
     check_same({"the data": data, "the model": model, "--attention": kernel,
                 "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
-    asked = replace(cfg, dtype=dtype, most_sequences=training.count)
-    plans, there = choose_plans(asked, model, device)
+    plans, there = choose_plans(
+        replace(cfg, dtype=dtype, most_sequences=training.count), model, device)
     plan = plans[0]
     cfg = replace(cfg, batch=plan.batch)
     # what losses depend on: flags, the data, and the threads, which sums on a CPU follow
     config = asdict(cfg) | {"the data": data, "threads": torch.get_num_threads(),
                             "decay_steps": cfg.steps}
-    start, samples = 0, 0
+    start = samples = 0
     if resumed:
         start = resumed.meta["step"]
         samples = resumed.meta["samples"] * old["seq"] // cfg.seq
     if start:
         config["decay_steps"] = old["decay_steps"]
     record = {"config": config, "model": asdict(model), "source": source}
-    run = Run(cfg, dist.get_rank(), dist.get_world_size(), device, plan.dtype, kernel, model, plan,
-              there, training, val, training.corpus.ignored_id, start, samples, record, resumed,
-              read)
+    run = Run(cfg, dist.get_rank(), device, kernel, plan, there, training, val,
+              training.corpus.ignored_id, start, samples, record, resumed, read)
     introduce(run, plans)
     return run
 
@@ -907,7 +895,7 @@ def main(argv: list[str] | None = None) -> None:
         if not run.cfg.dry_run:
             on_rank_0(lambda: lock.enter_context(checkpoint.locked(Path(run.cfg.out))))
             trouble = train(run, *prepare(run))
-            dist.barrier()
+            on_rank_0(lock.close)
     dist.destroy_process_group()
     if trouble:
         sys.exit(f"train.py: {trouble}" if rank == 0 else 1)
@@ -917,17 +905,14 @@ if __name__ == "__main__":
     try:
         main()
     except ConfigError as e:
-        if os.environ.get("RANK", "0") == "0":
+        if dist.get_rank() == 0:
             print(f"train.py: error: {e}", file=sys.stderr)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
-        arena = live_arena.get("cuda")
-        held = "" if arena is None else f"; --memplan holds {arena.nbytes / GIB:.2f} GiB"
         sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a GPU' above says what was "
-                 f"planned{held}. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+                 "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
                  "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
                  "continue with --resume.")
