@@ -51,6 +51,7 @@ from hardware import PROFILES, Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
 from model import MODELS, LLaMA, ModelConfig, flops_per_token, param_count
 from offload import GIB
+from parallel import use_more_queues
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks)
 from train import Config, Run, device_name
@@ -420,7 +421,8 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         print0(f"{label}: {row['error']}")
     seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
     if math.isfinite(seconds):
-        row |= train.rates(run, seconds) | {"step_s": seconds, "bound_ratio": kernels / seconds}
+        row |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
+        row |= {"step_s": seconds, "bound_ratio": kernels / seconds}
         causal, _ = flops_per_token(run.plan.model, run.plan.seq)
         row["flops"] = row["tgs"] * causal
     row["oom"] = math.isinf(seconds)
@@ -820,6 +822,8 @@ def main() -> None:
     args = parse()
     if args.nodes:
         split_nodes(args)
+    if args.table == "parallel":  # whose rows are pipelines, too
+        use_more_queues()
     rank, world, local_rank = start_ranks(600)
     device = on_all_ranks(train.choose_device, config(args.flags), local_rank)
     gpu = device.type == "cuda"

@@ -191,10 +191,13 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
                              "of another model or optimizer")
 
         def fill(values, cut, first):  # with elements from `first` on of the flat tensor of a cut
+            left = len(values)
             for start, elements in cuts[cut]:
                 ahead = first - start
                 found = elements[max(0, ahead) : max(0, ahead + len(values))]
                 values[max(0, -ahead) :][: len(found)].copy_(found)
+                left -= len(found)
+            assert left == 0, f"{saved.folder} lacks {left} elements of {name}"
 
         if part.cut in cuts:
             fill(part.values, part.cut, part.start)

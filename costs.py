@@ -44,7 +44,7 @@ import torch
 
 import model as llama
 from hardware import Profile, interpolate, interpolate_twice, update_bytes
-from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype
+from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, flops_per_token
 from offload import ActivationPlan, block_saves, matrices_of
 from shard import OPTIMIZERS, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
 
@@ -236,6 +236,14 @@ class Plan:
     @property
     def step_s(self) -> float:
         return float(sum(self.seconds.values()))  # numpy's are among them
+
+    def rates(self, seconds: float, peak: float | None, seen: float | None = None) -> dict:
+        """Return what a step that takes so many seconds does: tokens a GPU and second (TGS), and
+        MFU, None of a GPU whose FLOP/s are not known. seen: flops_per_token's."""
+        tgs = self.batch * self.seq / seconds / self.ranks
+        causal, full = (peak and flops * tgs / peak
+                        for flops in flops_per_token(self.model, self.seq, seen))
+        return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
 
     @property
     def token_s(self) -> float:

@@ -65,7 +65,7 @@ from costs import (
     with_memory,
 )
 from hardware import Profile, find_sheet, load_profile, profile_names, scaled
-from model import MODELS, ModelConfig, flops_per_token, param_count
+from model import MODELS, ModelConfig, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
 from shard import OPTIMIZERS, STREAMS, Factors, illegal, legal_factors, parse_strategy
@@ -883,17 +883,12 @@ def in_gib(plan: Plan) -> str:
 
 def figures(plan: Plan, hardware: Hardware, asked: Constraints = Constraints()) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
-    rate = plan.batch * plan.seq / plan.step_s
-    peak = (hardware.profile.peak_flops or math.inf) * plan.ranks  # unknown: no MFU
-    causal, full = (flops * rate / peak for flops in flops_per_token(plan.model, plan.seq))
-    return asdict(plan) | asdict(plan.factors) | {
+    rates = plan.rates(plan.step_s, hardware.profile.peak_flops)
+    return asdict(plan) | asdict(plan.factors) | rates | {
         "dtype": f"{plan.dtype}",
         "dp": plan.dp,
         "step_s": plan.step_s,
-        "tgs": rate / plan.ranks,
-        "tokens_a_day": 86400 * rate,
-        "mfu_causal": causal or None,
-        "mfu_full": full or None,
+        "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
         "gpu_gib": plan.gpu_bytes / GIB,
         "host_gib": plan.host_bytes * plan.per_node / GIB,
         "command": command(plan, asked),

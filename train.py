@@ -658,21 +658,10 @@ def agree(device, results, signals, writing, unread):
     return dict(zip(FACTS, torch.hstack([*results, most]).tolist()))
 
 
-def rates(run: Run, seconds: float, seen: float | None = None) -> dict:
-    """Return what a row says of a step that takes so many seconds: tokens a GPU and second, and
-    MFU, None of a device whose peak is not known. seen: flops_per_token's."""
-    plan = run.plan
-    tgs = plan.batch * plan.seq / seconds / plan.ranks
-    peak = run.hardware.profile.peak_flops
-    causal, full = (peak and flops * tgs / peak
-                    for flops in flops_per_token(plan.model, plan.seq, seen))
-    return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
-
-
 def log_step(run, log, row, unsaved):
     """Print and log a step; unsaved: why there is no checkpoint."""
     step, steps, seconds = row["step"], run.cfg.steps, row["seconds"]
-    row |= rates(run, seconds, row["keys_seen"])
+    row |= run.plan.rates(seconds, run.hardware.profile.peak_flops, row["keys_seen"])
     log_row(
         log,
         row,
@@ -887,7 +876,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parse(argv)
     if given.get("pp", 1) != 1:
         parallel.use_more_queues()
-    rank, world, local_rank = start_ranks(given.get("timeout", Config.timeout))
+    rank, world, local_rank = start_ranks(max(1.0, given.get("timeout", Config.timeout)))
     trouble = ""
     advice = "What was saved is whole: start it again, or continue with --resume"
     with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
