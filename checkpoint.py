@@ -152,8 +152,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             if (found := (folder / name).stat().st_size) != size:
                 raise ValueError(f"{name} has {found} bytes, not {size}")
     except (OSError, ValueError) as e:
-        raise ValueError(f"--resume: {folder} is not a whole checkpoint: {e}; earlier ones are "
-                         "beside it") from e
+        raise ValueError(f"--resume: {folder} is not a whole checkpoint: {e}; others, if there are "
+                         "any, are beside it") from e
     return Checkpoint(folder, meta)
 
 

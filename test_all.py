@@ -3491,6 +3491,7 @@ def sandbox(tmp_path_factory):
 REFUSED = [
     # ---- flags
     ("train.py --batch-size 5", "unrecognized.*--batch-size 5"),
+    ("train.py --timeout -1", "--timeout -1.0: from 1"),
     (f"train.py --seq {'4' * 400}", "argument --seq: 4{400}: a whole number, as 4096"),
     ("train.py --seq 5T", "5T: a whole number, as 4096"),
     ("train.py --seq 0.3K", "0.3K: a whole number"),

@@ -205,7 +205,7 @@ def choose_device(cfg, local_rank):
         return torch.device("cpu")
     if local_rank >= gpus:
         raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
-                         f"number {local_rank}; cpu, or --nproc_per_node {gpus}")
+                         f"number {local_rank}; --device cpu, or at most {gpus} processes a node")
     if cfg.pp != 1:
         parallel.use_more_queues()
     device = torch.device("cuda", local_rank)
