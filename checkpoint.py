@@ -164,7 +164,7 @@ def check_files(saved):
     def check(name):
         if checksum(saved.folder / name) != saved.meta["files"][name]:
             raise ValueError(f"--resume: {saved.folder / name} is not what was written: its "
-                             "checksum differs; earlier checkpoints are beside it")
+                             "checksum differs; others, if there are any, are beside it")
 
     own = [name for name in saved.meta["files"]
            if int(name[5:10]) % dist.get_world_size() == dist.get_rank()]
@@ -197,14 +197,16 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
                 found = elements[max(0, ahead) : max(0, ahead + len(values))]
                 values[max(0, -ahead) :][: len(found)].copy_(found)
                 left -= len(found)
-            assert left == 0, f"{saved.folder} lacks {left} elements of {name}"
+            if left:
+                raise ValueError(f"--resume: {saved.folder} lacks {left} elements of {name}")
 
         if part.cut in cuts:
             fill(part.values, part.cut, part.start)
         else:
             rows, cols = part.shape
             everything = Cut(part.shape, ((0, rows),), (0, cols))
-            whole = torch.empty(part.shape, dtype=part.values.dtype)
+            # not finite where a cut is not there
+            whole = torch.full(part.shape, math.nan, dtype=part.values.dtype)
             for cut in cuts:
                 box = cut or everything
                 values = whole.new_empty(math.prod(box.shape))
@@ -213,7 +215,7 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
             part.values.copy_(part.within((part.cut or everything).of(whole)))
         if not is_finite(part.values):
             raise ValueError(f"--resume: {saved.folder}: {name} has values that are not finite; "
-                             "earlier checkpoints are beside it")
+                             "others, if there are any, are beside it")
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(read, parts))

@@ -173,7 +173,7 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
     try:
         profile = Profile(**json.loads(path.read_text()))
         check_profile(profile)
-    except (OSError, ValueError, TypeError, KeyError) as e:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(
             f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
             f"{e.args[-1]}; or one of {', '.join(profile_names())}; or a GPU by its name, "
@@ -185,16 +185,17 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
 def check_profile(profile: Profile) -> None:
     """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points."""
     numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
-    tables = {name: [[getattr(profile, name)]] for name in numbers}
-    tables |= {f"products {kind}": profile.products[kind] for kind in PRODUCTS}
-    tables |= {f"attention {kind}": profile.attention[kind] for kind in PASSES}
-    tables |= {f"overlap {kind}": [profile.overlap[kind]] for kind in OVERLAPS}
+    tables = [(name, 1, [[getattr(profile, name)]]) for name in numbers]
+    tables += [(f"products {kind}", 3, profile.products[kind]) for kind in PRODUCTS]
+    tables += [(f"attention {kind}", 2, profile.attention[kind]) for kind in PASSES]
+    tables += [(f"overlap {kind}", 2, [profile.overlap[kind]]) for kind in OVERLAPS]
     for op in COLLECTIVES:
-        tables |= {f"{op} {mesh}": points for mesh, points in profile.collectives[op].items()}
-    for name, points in tables.items():
+        tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
+    for name, size, points in tables:
         each = [x for point in points for x in point]
-        if not all(type(x) in (int, float) and 0 < x < math.inf for x in each):
-            raise ValueError(f"{name} {points}: positive numbers")
+        numbers = all(type(x) in (int, float) and 0 < x < math.inf for x in each)
+        if not (points and numbers and {len(point) for point in points} == {size}):
+            raise ValueError(f"{name} {points}: {size} positive numbers a point")
         if points != sorted(points):
             raise ValueError(f"{name} {points}: ascending points")
 

@@ -102,7 +102,7 @@ class Config(Constraints):
                       group="on which machine")
     dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
     memplan: str = flag("off", "addresses of a step's tensors, planned once", among=("off", "on"))
-    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank")
+    timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
     dry_run: bool = flag(False, "print the best plans and their memory, and end")
     out: str = flag(
         "out", "folder of log.jsonl, loss.png (by step, and by position) and checkpoints",
@@ -781,7 +781,7 @@ def train(run, model, states, memory, saver):
     if cfg.save_every >= 0 and (saved != step or saver.failed):
         saver.begin(run.record | {"step": step, "samples": samples})
         saver.finish()
-    if cfg.export and step >= cfg.steps:
+    if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
     return trouble or saver.failed
 
@@ -876,7 +876,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parse(argv)
     if given.get("pp", 1) != 1:
         parallel.use_more_queues()
-    rank, world, local_rank = start_ranks(max(1.0, given.get("timeout", Config.timeout)))
+    rank, world, local_rank = start_ranks(min(max(1.0, given.get("timeout", Config.timeout)), 1e9))
     trouble = ""
     advice = "What was saved is whole: start it again, or continue with --resume"
     with heartbeat(rank, world, advice), contextlib.ExitStack() as lock:
