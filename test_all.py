@@ -17,7 +17,7 @@ test_rope_*                           float32 angles, a ramp one off, a factor t
 test_attention_*                      heads mixed or past 2^31, a kernel where it cannot run
 test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
 test_positions_*                      positions, or tokens seen, that go on over a border
-test_micro_*, test_products_*         gradients that are rounded before they are summed
+test_products_*                       gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
 test_misused_matrices_*               a tied head or an idle expert, whose gradients are lost
 test_fork_optimizer                   README's optimizer, whose lines do not run
@@ -41,7 +41,7 @@ test_memory_replay_*                  a tensor over a live one, a changed step o
 test_memplan_*, test_planned_run_*    a trace read wrongly, --memplan on that changes a loss
 test_counted_memory_*                 a peak that the byte formula lacks
 test_simulated_step_*                 a simulation that requests what no GPU did
-test_gradients_of_chunks_*            gradients of chunks that add up in bf16
+test_gradients_of_chunks_*            gradients of chunks or micro-batches that add up in bf16
 test_dry_run*                         a dry run that plans otherwise than planner.py
 test_hf_published                     rows of a fused matrix in the wrong order, an unheard key
 test_hf_windows                       a window that is not seen, or is lost on export
@@ -296,8 +296,7 @@ def relative(a, b) -> float:
         (m.MODELS["30b"], 32_528_943_616),
         (m.MODELS["65b"], 65_285_660_672),
         (m.MODELS["llama3-8b"], 8_030_261_248),
-        # Mistral-7B v0.3, Mistral-Nemo, Qwen2.5-7B, Qwen3-8B
-        (m.ModelConfig(32768, 4096, 32, 32, 8, 14336), 7_248_023_552),
+        # Mistral-Nemo, Qwen2.5-7B, Qwen3-8B
         (m.ModelConfig(131072, 5120, 40, 32, 8, 14336), 12_247_782_400),
         (m.ModelConfig(152064, 3584, 28, 28, 4, 18944, qkv_bias=True), 7_615_616_512),
         (m.ModelConfig(151936, 4096, 36, 32, 8, 12288, qk_norm=True), 8_190_735_360),
@@ -313,12 +312,7 @@ def test_counts(cfg, count):
     assert causal == 6 * count + attention and full == causal + attention
 
 
-def test_counts_of_memory_and_peak():
-    # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
-    # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
-    cfg = replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
-    counted = 32 * sum(costs.column_bytes(costs.Plan(cfg, torch.bfloat16, 1, 1, 10)))
-    assert counted == 32 * 10 * (34 * 1024 * 2 + 24 * 4)
+def test_counts_of_peak():
     for name, tflops in (
         ("A800-SXM4-80GB", 312),
         ("A100-SXM4-40GB", 312),
@@ -328,7 +322,6 @@ def test_counts_of_memory_and_peak():
         ("B200", 2250),
     ):
         assert hardware.peak_flops(f"NVIDIA {name}") == tflops * 1e12
-    assert hardware.peak_flops("NVIDIA H20") is None
 
 
 @parametrize(
@@ -1299,15 +1292,6 @@ def test_positions_restart_with_documents(group):
     assert batch.seen.item() == approx((2 * wanted + 1).double().mean().item())
 
 
-def test_micro_batches_add_up_in_float32(group):
-    """Of weights in bf16: no sum of theirs is rounded to bf16."""
-    run, model, states = make_run(make_case("1 dtype=bf16 micro=4"), {}, Spoiled)
-    train.load_random_weights(run, states)
-    train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
-    for param in states.sharded_params.values():
-        assert (param.owned_grad != param.owned_grad.bfloat16()).any(), param.name
-
-
 def test_loss_that_is_not_finite_changes_nothing(group):
     """Where gradients are: the loss alone."""
     run, model, states = make_run(make_case("1"), {}, Spoiled)
@@ -1782,19 +1766,7 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
 
 
-@parametrize(
-    "seq, sp, ring",
-    [
-        (24, 1, 1),
-        (24, 4, 1),
-        (24, 4, 2),
-        (24, 6, 2),
-        (48, 8, 8),
-        (48, 6, 2),
-        (45, 3, 1),
-        (72, 12, 4),
-    ],
-)
+@parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
 def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
     """Each token once; and of the causal triangle each ring rank as much as any other."""
     of_rank = [attention.sequence_positions(seq, sp, ring, r).tolist() for r in range(sp)]
@@ -2273,7 +2245,7 @@ def test_gradients_of_chunks_are_rounded_once(group):
             {
                 name: part.values
                 for name, part in states.state_parts().items()
-                if name.startswith("exp_avg.blocks") and "norm" not in name
+                if re.match(r"exp_avg\.(blocks|head)", name) and "norm" not in name
             }
         )
     for name, narrow in found[0].items():
