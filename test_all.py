@@ -132,6 +132,7 @@ import torch.distributed as dist
 import torch.distributed.run
 import torch.nn.functional as F
 from pytest import approx, raises
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -285,6 +286,13 @@ def relative(a, b) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
+def seeded(*args) -> m.LLaMA:
+    """Return a model in float64, with the weights of seed 0."""
+    model = m.LLaMA(*args).double()
+    model.init_weights(0)
+    return model
+
+
 # ---------------------------------------------------------------------------- the model
 
 
@@ -339,8 +347,7 @@ def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
 
 def test_logits_follow_from_earlier_tokens_and_distances():
     """Later tokens change none, nor does a shift of all positions."""
-    model = m.LLaMA(SMALL).double()
-    model.init_weights(0)
+    model = seeded(SMALL)
     tokens, _ = example()
     later = torch.arange(40) >= 30
     logits = model(tokens)
@@ -371,8 +378,7 @@ def example(batch=2, seq=40, vocab=101, seed=1):
 
 
 def test_all_labels_ignored():
-    model = m.LLaMA(SMALL)
-    model.init_weights(0)
+    model = seeded(SMALL)
     tokens, labels = example()
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
     loss.backward()
@@ -380,8 +386,7 @@ def test_all_labels_ignored():
 
 
 def test_losses_of_tokens_have_no_gradients():
-    model = m.LLaMA(SMALL).double()
-    model.init_weights(0)
+    model = seeded(SMALL)
     tokens, labels = example()
     losses = model(tokens, labels, each=True)
     assert not losses.requires_grad and not losses[labels == m.IGNORE].any()
@@ -606,6 +611,11 @@ def make_run(case: dict, groups: dict, stream: type) -> tuple:
     let_streams_be(stream)
     built, states = train.build(run, train.make_attention(run, there), there)
     return run, built, states
+
+
+def saved_by(states: shard.States) -> torch.Tensor:
+    """Return a copy of all that this rank would save."""
+    return torch.cat([part.values.flatten() for part in states.state_parts().values()])
 
 
 def let_streams_be(kind: type) -> None:
@@ -1298,10 +1308,9 @@ def test_loss_that_is_not_finite_changes_nothing(group):
     train.load_random_weights(run, states)
     for i, loss in enumerate((torch.ones(()), torch.tensor(math.inf), torch.tensor(math.nan))):
         train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
-        before = {name: part.values.clone() for name, part in states.state_parts().items()}
+        before = saved_by(states)
         _, finite = states.update(1e-2, 0.5, loss)
-        same = [torch.equal(before[name], p.values) for name, p in states.state_parts().items()]
-        assert bool(finite) == (not all(same)) == (i == 0)
+        assert bool(finite) == (not torch.equal(before, saved_by(states))) == (i == 0)
 
 
 @parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
@@ -1691,11 +1700,11 @@ def misuse_matrices(lines: list[str]) -> None:
             train.LLaMA = TiedLLaMA if tied else llama
             run, model, states = make_run(make_case(line), groups, Spoiled)
             train.load_random_weights(run, states)
-            before = {name: part.values.clone() for name, part in states.state_parts().items()}
-            loss, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
-            same = [torch.equal(before[name], p.values) for name, p in states.state_parts().items()]
+            before = saved_by(states)
+            _, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
+            same = torch.equal(before, saved_by(states))
             wrong = users < 2 or tied
-            assert [not finite, bool(norm.isnan()), all(same)] == 3 * [wrong], (line, users, tied)
+            assert [not finite, bool(norm.isnan()), same] == 3 * [wrong], (line, users, tied)
             try:
                 states.check_uses()
             except train.ConfigError as e:
@@ -1780,10 +1789,9 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
 def test_forgotten_activations_are_freed(group):
     """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
     autograd saves does not hold what holds its graph."""
-    model = m.LLaMA(SMALL, attention.Attention("cpu"))
-    model.init_weights(0)
+    model = seeded(SMALL, attention.Attention("cpu"))
     plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)
-    layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float32)
+    layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float64)
     made, forward = [], layers.forward
 
     def spy(batch, i, x):
@@ -1877,8 +1885,7 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
     ]
 
     def gradients(keep: str, chunks: int = 3) -> dict[str, torch.Tensor]:
-        model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu", 2)).double()
-        model.init_weights(0)
+        model = seeded(SIZES["gqa"], attention.Attention("cpu", 2))
         plan = activations_of(keep, 5, chunks)
         if plan:
             offload.ChunkedLayers(
@@ -2258,8 +2265,7 @@ def test_memory_replay_is_bit_equal():
     """Steps on planned addresses beside a twin's: one of another length harms nothing, and a step
     that has changed is recorded again."""
     def make_step():
-        model = m.LLaMA(SMALL)
-        model.init_weights(0)
+        model = seeded(SMALL)
         optimizer = torch.optim.AdamW(model.parameters())
         kept = []
 
@@ -2446,14 +2452,18 @@ def hf_error(model, hf, seq: int) -> float:
     return relative(model(tokens), hf(tokens).logits)
 
 
-def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
-    """Export a model, and return it as transformers loads it. Needs a group of ranks."""
+def hf_load(folder):
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
+    """Export a model, and return it as transformers loads it. Needs a group of ranks."""
     folder.mkdir(exist_ok=True)
     weights = dict(model.named_parameters())
     checkpoint.export(folder, model.cfg, lambda name: weights[name].data, dtype, source, [])
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return hf_load(folder)
 
 
 @parametrize("name", PUBLISHED)
@@ -2487,12 +2497,9 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
 
 @parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
 def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     hf_model(tmp_path)
     hf_edit(tmp_path, **keys)  # beside rope_parameters
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    assert hf_error(checkpoint.hf_model(tmp_path), theirs, 40) < 2e-6
+    assert hf_error(checkpoint.hf_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
 
 
 @parametrize(
@@ -2578,16 +2585,13 @@ def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
 def test_hf_tied_head_that_is_stored_too(other, tmp_path):
     """Some checkpoints hold it, and it is the embedding; one that is another is the head, as
     transformers 5 has it."""
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
-
     hf_model(tmp_path, tie_word_embeddings=True, shard="1GB")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"] + other
     save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
-    ours, theirs = checkpoint.hf_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(ours.head.weight, head) and hf_error(ours, theirs, 40) < 2e-6
+    ours = checkpoint.hf_model(tmp_path)
+    assert torch.equal(ours.head.weight, head) and hf_error(ours, hf_load(tmp_path), 40) < 2e-6
 
 
 @parametrize(
@@ -2623,8 +2627,6 @@ def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positi
 
 def test_hf_train_and_export(tmp_path, capsys):
     """Import a tied head, train, export with what lay beside it, and import the export."""
-    from transformers import AutoModelForCausalLM
-
     hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
     beside = {
         "tokenizer.json",
@@ -2642,7 +2644,7 @@ def test_hf_train_and_export(tmp_path, capsys):
         folder = tmp_path / target
         main(f"--init hf:{tmp_path / source} --steps {steps} --out {folder}-out --export {folder}")
         assert f"exported {folder}: llama" in capsys.readouterr().out
-        hf = AutoModelForCausalLM.from_pretrained(folder)
+        hf = hf_load(folder)
         states.append(hf.state_dict())
     files = {file.name for file in (tmp_path / "a").iterdir()}
     index = "model.safetensors.index.json"
@@ -2656,8 +2658,6 @@ def test_hf_train_and_export(tmp_path, capsys):
 def test_hf_resumes_without_its_folder(tmp_path, capsys):
     """The model comes from the checkpoint, whether or not flags name it again; a factor counts from
     the import; an export does without a tokenizer."""
-    from transformers import AutoModelForCausalLM
-
     hf = hf_model(tmp_path / "in", "qwen3", max_position_embeddings=64, eos_token_id=[7, 8])
     init = f"--init hf:{tmp_path}/in --rope-scaling yarn:2"
     flags = "--seq 160 --batch 2 --steps 2 --save-every 1"
@@ -2672,7 +2672,7 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
         main(f"{flags} {again} --resume {tmp_path}/a/step-00000001 --out {out} --export {out}/hf")
         assert losses(out) == losses(tmp_path / "a")[1:]
         assert f"{tmp_path}/in is not there any more" in capsys.readouterr().out
-        back = AutoModelForCausalLM.from_pretrained(f"{out}/hf")
+        back = hf_load(out / "hf")
         assert type(back) is type(hf) and back.config.eos_token_id == [7, 8]
         assert back.config.max_position_embeddings == 128
         assert back.config.rope_parameters["factor"] == 2.0
@@ -2883,8 +2883,6 @@ def saved(out: Path) -> list[int]:
 def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     """Also from --steps 0 on, as if the run had not ended there. Files are read here by the
     safetensors library."""
-    from safetensors.torch import load_file
-
     out = tmp_path / "o"
     flags = f"--out {out} --save-every 2 --steps 7"
     main(f"{flags} --steps 0")
@@ -2937,8 +2935,7 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     )
     (row,) = log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
-    model = m.LLaMA(m.MODELS["tiny"]).double()
-    model.init_weights(0)
+    model = seeded(m.MODELS["tiny"])
     _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
     windows = torch.from_numpy(np.stack([val.window(i) for i in range(64)]))
     labels = windows[:, 1:]
@@ -3002,8 +2999,7 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
 def bare_loss(windows: list[np.ndarray], end: int) -> float:
     """Return the loss of documents, each by itself through the bare tiny model of seed 0; the label
     behind a document's end does not count."""
-    model = m.LLaMA(m.MODELS["tiny"]).double()
-    model.init_weights(0)
+    model = seeded(m.MODELS["tiny"])
     found = []
     for window in map(torch.from_numpy, windows):
         ends = ((window[:-1] == end).nonzero().flatten() + 1).tolist()
@@ -3036,8 +3032,6 @@ def test_one_run_under_four_plans(tmp_path):
     """train.py from its flags: on one process; sequences over two ranks, swapping; columns and
     stages over four; and one process that runs layers again. Each goes on from the one before, in
     documents, with ignored labels, and with several files a rank."""
-    from safetensors.torch import load_file
-
     flags = "--dtype fp64 --micro-batch 1 --eval-every 6 --save-every 1 --keep 9 "
     flags += f"--document-token 10 --data {ids_without_spaces(tmp_path / 'ids.bin')} "
     swapping = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --g 2 --os 2"
@@ -3242,8 +3236,6 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
 def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
     """Copies are taken at once, though they are written when the next step is done, also of states
     that lie on the host."""
-    from safetensors.torch import load_file
-
     def late():
         deadline = time.time() + 20
         while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
