@@ -335,7 +335,6 @@ def test_counts_of_peak():
 @parametrize(
     "sizes, message",
     [
-        (dict(heads=6, kv_heads=4), "kv_heads is 4, which does not divide the 6 heads; nearest: 3"),
         (dict(head_dim=7), "head_dim is 7.*nearest: 8"),
         (dict(rope_scaling={"type": "dynamic"}), "rope scaling 'dynamic' is unknown: linear"),
     ],
@@ -1879,10 +1878,6 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
     """In chunks, or in one, and by groups of heads as under plain autograd."""
     monkeypatch.setattr(m, "Block", block)
     let_streams_be(Spoiled)
-    batch = [
-        torch.from_numpy(np.stack([windows(i)[cut] for i in range(2)]))
-        for cut in (slice(SEQ), slice(1, None))
-    ]
 
     def gradients(keep: str, chunks: int = 3) -> dict[str, torch.Tensor]:
         model = seeded(SIZES["gqa"], attention.Attention("cpu", 2))
@@ -1896,7 +1891,7 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
                 torch.device("cpu"),
                 torch.float64,
             )
-        model(*batch).backward()
+        model(*example(seq=SEQ, vocab=67)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     wanted = gradients("all")
@@ -1917,13 +1912,12 @@ class DependsOnData(m.Block):
 
 def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
     monkeypatch.setattr(m, "Block", DependsOnData)
-    tokens = torch.from_numpy(np.stack([windows(i) for i in range(2)]))
     model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu"))
     cpu = torch.device("cpu")
     plan = activations_of("swapped", 5, 3)
     offload.ChunkedLayers(model, (2, SEQ), plan, SEQ - 10, cpu, torch.float32)
     with raises(ValueError, match=r"layer 0 saved [\d,]+ bytes, on meta tensors .*: shapes"):
-        model(tokens[:, :SEQ], tokens[:, 1:])
+        model(*example(seq=SEQ, vocab=67))
 
 
 # ---------------------------------------------------------------------------- planned memory
@@ -4615,12 +4609,10 @@ def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
 
 
 @slow
-def test_bench_writes_rows_that_count_like_the_model(tmp_path, monkeypatch, capsys):
+def test_bench_writes_rows_that_count_like_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", "--out", f"{tmp_path}"])
     bench.main()
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
     saved = json.loads(next(tmp_path.glob("step-*.json")).read_text())
-    assert saved["rows"] == last["rows"]
     assert {"hardware", "versions", "commit", "command"} <= set(saved)
     ours = saved["rows"]
     assert [r["system"] for r in ours] == ["ours", "ours, longest in the time"]
