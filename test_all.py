@@ -3038,21 +3038,21 @@ def test_one_run_under_four_plans(tmp_path):
             ranks,
             "checkpoint.FILE_BYTES = 900_000",
         )
-        rows, weights = log(tmp_path / f"o{i}"), {}
+        found = [
+            [
+                r["loss"],
+                r["grad_norm"],
+                r.get("val_loss", 0),
+                *np.ravel(r.get("val_loss_by_position", 0)),
+            ]
+            for r in log(tmp_path / f"o{i}")
+        ]
+        weights = {}
         for file in hf.glob("*.safetensors"):
             weights |= load_file(file)
         if not i:
-            wanted, wanted_weights = rows, weights
-        for a, b in zip(wanted[i and i + 1 :], rows, strict=True):
-            a, b = (
-                [
-                    r["loss"],
-                    r["grad_norm"],
-                    r.get("val_loss", 0),
-                    *np.ravel(r.get("val_loss_by_position", 0)),
-                ]
-                for r in (a, b)
-            )
+            wanted, wanted_weights = found, weights
+        for a, b in zip(found, wanted[i and i + 1 :], strict=True):
             assert a == approx(b, rel=1e-11), more
         for name, tensor in wanted_weights.items():
             assert relative(weights[name], tensor) < 1e-11, (more, name)
