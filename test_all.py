@@ -17,14 +17,14 @@ test_rope_*                           float32 angles, a ramp one off, a factor t
 test_attention_*                      heads mixed or past 2^31, a kernel where it cannot run
 test_model_equals_plain_pytorch       a wrong gradient in a hand-written backward, a lost label
 test_positions_*                      positions, or tokens seen, that go on over a border
-test_micro_*, test_products_*         gradients that are rounded before they are summed
+test_products_*                       gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
 test_misused_matrices_*               a tied head or an idle expert, whose gradients are lost
 test_fork_optimizer                   README's optimizer, whose lines do not run
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
                                       twice or halved, a norm without a rank's share
 test_some_equal_one_process           the same, soon: a position or label of another rank's
-test_resumed_under_others             a state read into the wrong place
+test_resumed_under_others             a state read from or into the wrong place, rows, columns
 test_cases_*, test_refused_cases      two mechanisms that no case has together, or refused unsaid
 test_factors                          an illegal factor accepted, states' bytes without a term
 test_planner_chooses_*                a choice that hand-counted bytes or seconds contradict
@@ -41,7 +41,7 @@ test_memory_replay_*                  a tensor over a live one, a changed step o
 test_memplan_*, test_planned_run_*    a trace read wrongly, --memplan on that changes a loss
 test_counted_memory_*                 a peak that the byte formula lacks
 test_simulated_step_*                 a simulation that requests what no GPU did
-test_gradients_of_chunks_*            gradients of chunks that add up in bf16
+test_gradients_of_chunks_*            gradients of chunks or micro-batches that add up in bf16
 test_dry_run*                         a dry run that plans otherwise than planner.py
 test_hf_published                     rows of a fused matrix in the wrong order, an unheard key
 test_hf_windows                       a window that is not seen, or is lost on export
@@ -63,7 +63,7 @@ test_one_run_under_four_plans         train.py's flags unheard, other losses und
 test_killed_*, test_restart           a torn checkpoint, a resume that is not bit for bit
 test_newest_*, test_going_back_*      a torn or older checkpoint taken, a log that it does not reach
 test_weights_that_*                   a run that goes on from weights that are no numbers
-test_meta_of_*, test_cuts_*           a torn meta.json believed, a part read at another place
+test_meta_of_*                        a torn meta.json believed
 test_resume_says_*                    changed data, threads or a broken log passed over in silence
 test_saving_*, test_disk_*            a full disk that ends a run, a late copy of later states
 test_one_run_writes_*                 two runs in one folder, a stale lock
@@ -81,7 +81,7 @@ test_first_weights                    a first product or residual sum of the wro
 test_step_seconds_are_counted_*       FLOPs, updates, copies or launches forgotten or doubled
 test_communication_is_hidden_*        communication that is free, or never hidden
 test_predictions_and_rings_*          bytes predicted or placed that shard.py does not send
-test_bytes_of_stages_*                micro-batches in flight that are not counted
+test_bytes_of_stages_*                bytes of a layer, or micro-batches in flight, not counted
 test_columns_exchange_*               a tensor mode's collective or kept tensor forgotten
 test_no_choice_*, test_more_*         a search that misses the best, or shuns a better machine
 test_planner_*                        advice that does not help, a flag not heard, a slow search
@@ -132,6 +132,7 @@ import torch.distributed as dist
 import torch.distributed.run
 import torch.nn.functional as F
 from pytest import approx, raises
+from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -197,7 +198,7 @@ def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subproc
     driver = folder / "driver.py"
     driver.write_text(f"from test_all import *\n{code}\nmain({flags!r})\n")
     command = f"{sys.executable} -m torch.distributed.run {torchrun} {driver}"
-    usual = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    usual = {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
         command.split(),
         stdout=subprocess.PIPE,
@@ -285,6 +286,13 @@ def relative(a, b) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
+def seeded(*args) -> m.LLaMA:
+    """Return a model in float64, with the weights of seed 0."""
+    model = m.LLaMA(*args).double()
+    model.init_weights(0)
+    return model
+
+
 # ---------------------------------------------------------------------------- the model
 
 
@@ -296,8 +304,7 @@ def relative(a, b) -> float:
         (m.MODELS["30b"], 32_528_943_616),
         (m.MODELS["65b"], 65_285_660_672),
         (m.MODELS["llama3-8b"], 8_030_261_248),
-        # Mistral-7B v0.3, Mistral-Nemo, Qwen2.5-7B, Qwen3-8B
-        (m.ModelConfig(32768, 4096, 32, 32, 8, 14336), 7_248_023_552),
+        # Mistral-Nemo, Qwen2.5-7B, Qwen3-8B
         (m.ModelConfig(131072, 5120, 40, 32, 8, 14336), 12_247_782_400),
         (m.ModelConfig(152064, 3584, 28, 28, 4, 18944, qkv_bias=True), 7_615_616_512),
         (m.ModelConfig(151936, 4096, 36, 32, 8, 12288, qk_norm=True), 8_190_735_360),
@@ -313,12 +320,7 @@ def test_counts(cfg, count):
     assert causal == 6 * count + attention and full == causal + attention
 
 
-def test_counts_of_memory_and_peak():
-    # 11 1/3 b s h elements a layer for F = 8/3 C (Memo, section 3, has 16 with two norms and
-    # SwiGLU's output, which are computed again), plus the float32 log-sum-exp
-    cfg = replace(m.MODELS["7b"], dim=3072, heads=24, kv_heads=24, ffn=8192)
-    counted = 32 * sum(costs.column_bytes(costs.Plan(cfg, torch.bfloat16, 1, 1, 10)))
-    assert counted == 32 * 10 * (34 * 1024 * 2 + 24 * 4)
+def test_counts_of_peak():
     for name, tflops in (
         ("A800-SXM4-80GB", 312),
         ("A100-SXM4-40GB", 312),
@@ -328,13 +330,11 @@ def test_counts_of_memory_and_peak():
         ("B200", 2250),
     ):
         assert hardware.peak_flops(f"NVIDIA {name}") == tflops * 1e12
-    assert hardware.peak_flops("NVIDIA H20") is None
 
 
 @parametrize(
     "sizes, message",
     [
-        (dict(heads=6, kv_heads=4), "kv_heads is 4, which does not divide the 6 heads; nearest: 3"),
         (dict(head_dim=7), "head_dim is 7.*nearest: 8"),
         (dict(rope_scaling={"type": "dynamic"}), "rope scaling 'dynamic' is unknown: linear"),
     ],
@@ -346,8 +346,7 @@ def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
 
 def test_logits_follow_from_earlier_tokens_and_distances():
     """Later tokens change none, nor does a shift of all positions."""
-    model = m.LLaMA(SMALL).double()
-    model.init_weights(0)
+    model = seeded(SMALL)
     tokens, _ = example()
     later = torch.arange(40) >= 30
     logits = model(tokens)
@@ -361,7 +360,7 @@ def test_seeds_make_other_weights():
     """Also those that differ above the 32 bits that a CPU's generator takes, and only by a bit."""
 
     def weight(seed, name="embed.weight"):
-        return m.initial_weight(SMALL, name, (8, 8), seed, torch.device("cpu"))
+        return m.initial_weight(SMALL, name, (8, 8), seed, "cpu")
 
     seeds = [0, 1, 2, 2**16, 2**30, 2**31 - 1]
     drawn = [weight(s) for s in seeds] + [weight(0, "head.weight")]
@@ -378,8 +377,7 @@ def example(batch=2, seq=40, vocab=101, seed=1):
 
 
 def test_all_labels_ignored():
-    model = m.LLaMA(SMALL)
-    model.init_weights(0)
+    model = seeded(SMALL)
     tokens, labels = example()
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
     loss.backward()
@@ -387,8 +385,7 @@ def test_all_labels_ignored():
 
 
 def test_losses_of_tokens_have_no_gradients():
-    model = m.LLaMA(SMALL).double()
-    model.init_weights(0)
+    model = seeded(SMALL)
     tokens, labels = example()
     losses = model(tokens, labels, each=True)
     assert not losses.requires_grad and not losses[labels == m.IGNORE].any()
@@ -613,6 +610,11 @@ def make_run(case: dict, groups: dict, stream: type) -> tuple:
     let_streams_be(stream)
     built, states = train.build(run, train.make_attention(run, there), there)
     return run, built, states
+
+
+def saved_by(states: shard.States) -> torch.Tensor:
+    """Return a copy of all that this rank would save."""
+    return torch.cat([part.values.flatten() for part in states.state_parts().values()])
 
 
 def let_streams_be(kind: type) -> None:
@@ -1299,25 +1301,15 @@ def test_positions_restart_with_documents(group):
     assert batch.seen.item() == approx((2 * wanted + 1).double().mean().item())
 
 
-def test_micro_batches_add_up_in_float32(group):
-    """Of weights in bf16: no sum of theirs is rounded to bf16."""
-    run, model, states = make_run(make_case("1 dtype=bf16 micro=4"), {}, Spoiled)
-    train.load_random_weights(run, states)
-    train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
-    for param in states.sharded_params.values():
-        assert (param.owned_grad != param.owned_grad.bfloat16()).any(), param.name
-
-
 def test_loss_that_is_not_finite_changes_nothing(group):
     """Where gradients are: the loss alone."""
     run, model, states = make_run(make_case("1"), {}, Spoiled)
     train.load_random_weights(run, states)
     for i, loss in enumerate((torch.ones(()), torch.tensor(math.inf), torch.tensor(math.nan))):
         train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
-        before = {name: part.values.clone() for name, part in states.state_parts().items()}
+        before = saved_by(states)
         _, finite = states.update(1e-2, 0.5, loss)
-        same = [torch.equal(before[name], p.values) for name, p in states.state_parts().items()]
-        assert bool(finite) == (not all(same)) == (i == 0)
+        assert bool(finite) == (not torch.equal(before, saved_by(states))) == (i == 0)
 
 
 @parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
@@ -1417,7 +1409,7 @@ def test_factors():
             shard.check_factors(shard.Factors(*f), 8, 8)
     for batch, gradients in ((8, 0.5), (16, 1)):
         plan = replace(STEP, factors=shard.Factors(2, 4, 8), batch=batch)
-        need = [1 * plan.params, gradients * plan.params, 1.5 * plan.params]
+        need = [plan.params, gradients * plan.params, 1.5 * plan.params]
         assert [*costs.state_bytes(plan).values()] == need
 
 
@@ -1707,11 +1699,11 @@ def misuse_matrices(lines: list[str]) -> None:
             train.LLaMA = TiedLLaMA if tied else llama
             run, model, states = make_run(make_case(line), groups, Spoiled)
             train.load_random_weights(run, states)
-            before = {name: part.values.clone() for name, part in states.state_parts().items()}
-            loss, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
-            same = [torch.equal(before[name], p.values) for name, p in states.state_parts().items()]
+            before = saved_by(states)
+            _, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
+            same = torch.equal(before, saved_by(states))
             wrong = users < 2 or tied
-            assert [not finite, bool(norm.isnan()), all(same)] == 3 * [wrong], (line, users, tied)
+            assert [not finite, bool(norm.isnan()), same] == 3 * [wrong], (line, users, tied)
             try:
                 states.check_uses()
             except train.ConfigError as e:
@@ -1782,19 +1774,7 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
         assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found
 
 
-@parametrize(
-    "seq, sp, ring",
-    [
-        (24, 1, 1),
-        (24, 4, 1),
-        (24, 4, 2),
-        (24, 6, 2),
-        (48, 8, 8),
-        (48, 6, 2),
-        (45, 3, 1),
-        (72, 12, 4),
-    ],
-)
+@parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
 def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
     """Each token once; and of the causal triangle each ring rank as much as any other."""
     of_rank = [attention.sequence_positions(seq, sp, ring, r).tolist() for r in range(sp)]
@@ -1808,10 +1788,9 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
 def test_forgotten_activations_are_freed(group):
     """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
     autograd saves does not hold what holds its graph."""
-    model = m.LLaMA(SMALL, attention.Attention("cpu"))
-    model.init_weights(0)
+    model = seeded(SMALL, attention.Attention("cpu"))
     plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)
-    layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float32)
+    layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float64)
     made, forward = [], layers.forward
 
     def spy(batch, i, x):
@@ -1899,14 +1878,9 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
     """In chunks, or in one, and by groups of heads as under plain autograd."""
     monkeypatch.setattr(m, "Block", block)
     let_streams_be(Spoiled)
-    batch = [
-        torch.from_numpy(np.stack([windows(i)[cut] for i in range(2)]))
-        for cut in (slice(SEQ), slice(1, None))
-    ]
 
     def gradients(keep: str, chunks: int = 3) -> dict[str, torch.Tensor]:
-        model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu", 2)).double()
-        model.init_weights(0)
+        model = seeded(SIZES["gqa"], attention.Attention("cpu", 2))
         plan = activations_of(keep, 5, chunks)
         if plan:
             offload.ChunkedLayers(
@@ -1917,7 +1891,7 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
                 torch.device("cpu"),
                 torch.float64,
             )
-        model(*batch).backward()
+        model(*example(seq=SEQ, vocab=67)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     wanted = gradients("all")
@@ -1938,13 +1912,11 @@ class DependsOnData(m.Block):
 
 def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
     monkeypatch.setattr(m, "Block", DependsOnData)
-    tokens = torch.from_numpy(np.stack([windows(i) for i in range(2)]))
     model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu"))
-    cpu = torch.device("cpu")
     plan = activations_of("swapped", 5, 3)
-    offload.ChunkedLayers(model, (2, SEQ), plan, SEQ - 10, cpu, torch.float32)
+    offload.ChunkedLayers(model, (2, SEQ), plan, SEQ - 10, torch.device("cpu"), torch.float32)
     with raises(ValueError, match=r"layer 0 saved [\d,]+ bytes, on meta tensors .*: shapes"):
-        model(tokens[:, :SEQ], tokens[:, 1:])
+        model(*example(seq=SEQ, vocab=67))
 
 
 # ---------------------------------------------------------------------------- planned memory
@@ -2273,7 +2245,7 @@ def test_gradients_of_chunks_are_rounded_once(group):
             {
                 name: part.values
                 for name, part in states.state_parts().items()
-                if name.startswith("exp_avg.blocks") and "norm" not in name
+                if re.match(r"exp_avg\.(blocks|head)", name) and "norm" not in name
             }
         )
     for name, narrow in found[0].items():
@@ -2286,8 +2258,7 @@ def test_memory_replay_is_bit_equal():
     """Steps on planned addresses beside a twin's: one of another length harms nothing, and a step
     that has changed is recorded again."""
     def make_step():
-        model = m.LLaMA(SMALL)
-        model.init_weights(0)
+        model = seeded(SMALL)
         optimizer = torch.optim.AdamW(model.parameters())
         kept = []
 
@@ -2384,7 +2355,6 @@ LLAMA3 = {
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True}
 PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 tokens
     "Llama 2": ("llama", {}),
-    "Llama 3.1": ("llama", {"num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": LLAMA3}),
     "Llama 3.2": (
         "llama",
         {
@@ -2395,30 +2365,22 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
             "tie_word_embeddings": True,
         },
     ),
-    "TinyLlama": ("llama", {"num_key_value_heads": 1, "rope_scaling": None}),
     "Vicuna v1.5 16K": ("llama", {"rope_scaling": {"factor": 4.0, "type": "linear"}}),
     "Yarn-Llama-2": ("llama", {"rope_scaling": YARN}),
     "Mistral-Nemo": (
         "mistral",
         {"num_key_value_heads": 2, "rope_theta": 1e6, "head_dim": 24, "sliding_window": None},
     ),
-    "Qwen2": (
-        "qwen2",
-        {
-            "num_key_value_heads": 2,
-            "rope_theta": 1e6,
-            "sliding_window": 32,
-            "use_sliding_window": False,
-            "max_window_layers": 1,
-        },
-    ),
     "Qwen2.5, small": (
         "qwen2",
         {
-            "num_key_value_heads": 2,
+            "num_key_value_heads": 1,
+            "rope_theta": 1e6,
             "tie_word_embeddings": True,
             "rms_norm_eps": 1e-6,
+            "sliding_window": 32,
             "use_sliding_window": False,
+            "max_window_layers": 1,
         },
     ),
     "Qwen3": (
@@ -2474,14 +2436,18 @@ def hf_error(model, hf, seq: int) -> float:
     return relative(model(tokens), hf(tokens).logits)
 
 
-def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
-    """Export a model, and return it as transformers loads it. Needs a group of ranks."""
+def hf_load(folder):
     from transformers import AutoModelForCausalLM
 
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
+    """Export a model, and return it as transformers loads it. Needs a group of ranks."""
     folder.mkdir(exist_ok=True)
     weights = dict(model.named_parameters())
     checkpoint.export(folder, model.cfg, lambda name: weights[name].data, dtype, source, [])
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    return hf_load(folder)
 
 
 @parametrize("name", PUBLISHED)
@@ -2515,12 +2481,9 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
 
 @parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
 def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
-    from transformers import AutoModelForCausalLM
-
     hf_model(tmp_path)
     hf_edit(tmp_path, **keys)  # beside rope_parameters
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
-    assert hf_error(checkpoint.hf_model(tmp_path), theirs, 40) < 2e-6
+    assert hf_error(checkpoint.hf_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
 
 
 @parametrize(
@@ -2606,16 +2569,13 @@ def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
 def test_hf_tied_head_that_is_stored_too(other, tmp_path):
     """Some checkpoints hold it, and it is the embedding; one that is another is the head, as
     transformers 5 has it."""
-    from safetensors.torch import load_file, save_file
-    from transformers import AutoModelForCausalLM
-
     hf_model(tmp_path, tie_word_embeddings=True, shard="1GB")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     head = tensors["model.embed_tokens.weight"] + other
     save_file(tensors | {"lm_head.weight": head}, file, {"format": "pt"})
-    ours, theirs = checkpoint.hf_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(ours.head.weight, head) and hf_error(ours, theirs, 40) < 2e-6
+    ours = checkpoint.hf_model(tmp_path)
+    assert torch.equal(ours.head.weight, head) and hf_error(ours, hf_load(tmp_path), 40) < 2e-6
 
 
 @parametrize(
@@ -2627,7 +2587,7 @@ def test_hf_tied_head_that_is_stored_too(other, tmp_path):
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
             256,
         ),
-        ("Llama 3.1", "llama3:2", LLAMA3 | {"factor": 16.0}, 128),
+        ("Llama 3.2", "llama3:2", LLAMA3 | {"factor": 64.0}, 128),
         (
             "Yarn-Llama-2",
             "yarn:2.5",
@@ -2651,8 +2611,6 @@ def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positi
 
 def test_hf_train_and_export(tmp_path, capsys):
     """Import a tied head, train, export with what lay beside it, and import the export."""
-    from transformers import AutoModelForCausalLM
-
     hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
     beside = {
         "tokenizer.json",
@@ -2670,7 +2628,7 @@ def test_hf_train_and_export(tmp_path, capsys):
         folder = tmp_path / target
         main(f"--init hf:{tmp_path / source} --steps {steps} --out {folder}-out --export {folder}")
         assert f"exported {folder}: llama" in capsys.readouterr().out
-        hf = AutoModelForCausalLM.from_pretrained(folder)
+        hf = hf_load(folder)
         states.append(hf.state_dict())
     files = {file.name for file in (tmp_path / "a").iterdir()}
     index = "model.safetensors.index.json"
@@ -2684,8 +2642,6 @@ def test_hf_train_and_export(tmp_path, capsys):
 def test_hf_resumes_without_its_folder(tmp_path, capsys):
     """The model comes from the checkpoint, whether or not flags name it again; a factor counts from
     the import; an export does without a tokenizer."""
-    from transformers import AutoModelForCausalLM
-
     hf = hf_model(tmp_path / "in", "qwen3", max_position_embeddings=64, eos_token_id=[7, 8])
     init = f"--init hf:{tmp_path}/in --rope-scaling yarn:2"
     flags = "--seq 160 --batch 2 --steps 2 --save-every 1"
@@ -2700,7 +2656,7 @@ def test_hf_resumes_without_its_folder(tmp_path, capsys):
         main(f"{flags} {again} --resume {tmp_path}/a/step-00000001 --out {out} --export {out}/hf")
         assert losses(out) == losses(tmp_path / "a")[1:]
         assert f"{tmp_path}/in is not there any more" in capsys.readouterr().out
-        back = AutoModelForCausalLM.from_pretrained(f"{out}/hf")
+        back = hf_load(out / "hf")
         assert type(back) is type(hf) and back.config.eos_token_id == [7, 8]
         assert back.config.max_position_embeddings == 128
         assert back.config.rope_parameters["factor"] == 2.0
@@ -2911,8 +2867,6 @@ def saved(out: Path) -> list[int]:
 def test_log_checkpoint_and_evaluation(tmp_path, capsys):
     """Also from --steps 0 on, as if the run had not ended there. Files are read here by the
     safetensors library."""
-    from safetensors.torch import load_file
-
     out = tmp_path / "o"
     flags = f"--out {out} --save-every 2 --steps 7"
     main(f"{flags} --steps 0")
@@ -2965,8 +2919,7 @@ def test_eval_of_ranks_equals_one_model(tmp_path):
     )
     (row,) = log(tmp_path)
     assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
-    model = m.LLaMA(m.MODELS["tiny"]).double()
-    model.init_weights(0)
+    model = seeded(m.MODELS["tiny"])
     _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
     windows = torch.from_numpy(np.stack([val.window(i) for i in range(64)]))
     labels = windows[:, 1:]
@@ -3030,8 +2983,7 @@ def test_diverging_run_skips_stops_and_saves(tmp_path):
 def bare_loss(windows: list[np.ndarray], end: int) -> float:
     """Return the loss of documents, each by itself through the bare tiny model of seed 0; the label
     behind a document's end does not count."""
-    model = m.LLaMA(m.MODELS["tiny"]).double()
-    model.init_weights(0)
+    model = seeded(m.MODELS["tiny"])
     found = []
     for window in map(torch.from_numpy, windows):
         ends = ((window[:-1] == end).nonzero().flatten() + 1).tolist()
@@ -3064,8 +3016,6 @@ def test_one_run_under_four_plans(tmp_path):
     """train.py from its flags: on one process; sequences over two ranks, swapping; columns and
     stages over four; and one process that runs layers again. Each goes on from the one before, in
     documents, with ignored labels, and with several files a rank."""
-    from safetensors.torch import load_file
-
     flags = "--dtype fp64 --micro-batch 1 --eval-every 6 --save-every 1 --keep 9 "
     flags += f"--document-token 10 --data {ids_without_spaces(tmp_path / 'ids.bin')} "
     swapping = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --g 2 --os 2"
@@ -3087,21 +3037,21 @@ def test_one_run_under_four_plans(tmp_path):
             ranks,
             "checkpoint.FILE_BYTES = 900_000",
         )
-        rows, weights = log(tmp_path / f"o{i}"), {}
+        found = [
+            [
+                r["loss"],
+                r["grad_norm"],
+                r.get("val_loss", 0),
+                *np.ravel(r.get("val_loss_by_position", 0)),
+            ]
+            for r in log(tmp_path / f"o{i}")
+        ]
+        weights = {}
         for file in hf.glob("*.safetensors"):
             weights |= load_file(file)
         if not i:
-            wanted, wanted_weights = rows, weights
-        for a, b in zip(wanted[i and i + 1 :], rows, strict=True):
-            a, b = (
-                [
-                    r["loss"],
-                    r["grad_norm"],
-                    r.get("val_loss", 0),
-                    *np.ravel(r.get("val_loss_by_position", 0)),
-                ]
-                for r in (a, b)
-            )
+            wanted, wanted_weights = found, weights
+        for a, b in zip(found, wanted[i and i + 1 :], strict=True):
             assert a == approx(b, rel=1e-11), more
         for name, tensor in wanted_weights.items():
             assert relative(weights[name], tensor) < 1e-11, (more, name)
@@ -3183,32 +3133,6 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
             checkpoint.open_checkpoint(folder)
 
 
-def test_cuts_of_a_checkpoint_are_a_matrix(tmp_path, monkeypatch):
-    """What ranks have saved of rows and columns of a matrix, in flat parts, others read."""
-    ranks = itertools.count()
-    monkeypatch.setattr(dist, "get_rank", lambda: next(ranks))
-    matrix = torch.randn(6, 4)
-    rows = [((0, 2), (4, 5)), ((2, 4), (5, 6))]
-    cuts = [None], [m.Cut((6, 4), part, (0, 4)) for part in rows]
-    cuts += ([m.Cut((6, 4), ((0, 6),), part) for part in ((0, 1), (1, 4))],)
-
-    def parts_of(cuts, count):
-        for cut in cuts:
-            flat = (matrix if cut is None else cut.of(matrix)).flatten()
-            for part in torch.arange(len(flat)).tensor_split(count):
-                yield shard.StatePart(flat[part], part[0].item(), (6, 4), True, cut)
-
-    for saved in itertools.product(cuts, (2, 5)):
-        folder = tmp_path / f"{next(ranks)}"
-        parts = [checkpoint.write_states(folder, {"x": part}) for part in parts_of(*saved)]
-        found = checkpoint.Checkpoint(folder, {"files": [name for part in parts for name in part]})
-        for loaded in itertools.product(cuts, (1, 3)):
-            for part in parts_of(*loaded):
-                blank = replace(part, values=torch.zeros(len(part.values)))
-                checkpoint.read_states(found, {"x": blank})
-                assert torch.equal(blank.values, part.values)
-
-
 def test_resume_says_what_has_changed(tmp_path, capsys):
     """Data of another size, threads, on which sums depend, and lines of the log that are none."""
     words, out = tmp_path / "a.txt", tmp_path / "o"
@@ -3270,8 +3194,6 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
 def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
     """Copies are taken at once, though they are written when the next step is done, also of states
     that lie on the host."""
-    from safetensors.torch import load_file
-
     def late():
         deadline = time.time() + 20
         while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
@@ -3351,23 +3273,14 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path):
     assert (tmp_path / "hf" / "model-00001-of-00001.safetensors").stat().st_size > 2**20
 
 
-@parametrize(
-    "size, message",
-    [
-        (None, "No such file or directory: '.*words.txt'"),
-        (3000, "words.txt has become shorter than the 40000 tokens"),
-    ],
-)
-def test_data_that_goes_away(size, message, tmp_path):
+def test_data_that_goes_away(tmp_path):
     """What was trained is saved, one sentence names the file, and with the file back it goes on."""
     words, out = tmp_path / "words.txt", tmp_path / "o"
     text = bytes(range(97, 122)) * 1600
     words.write_bytes(text)
     flags = f"--save-every 2 --data {words} --out {out}"
-    at_file(
-        f"{out}/step-00000002.tmp/rank",
-        lambda: words.unlink(missing_ok=True) if size is None else os.truncate(words, size),
-    )
+    at_file(f"{out}/step-00000002.tmp/rank", lambda: os.truncate(words, 3000))
+    message = "words.txt has become shorter than the 40000 tokens"
     with raises(SystemExit, match=f"train.py: .*{message}"):
         main(flags)
     words.write_bytes(text)
@@ -4525,7 +4438,6 @@ def test_planner_places_rings(tmp_path):
         ("--top 0", "--top 0: from 1"),
         ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
         ("--seq x", "a whole number"),
-        ("--p 3", "3 shards do not fit"),
         ("--no-such-flag", "unrecognized arguments"),
     ],
 )
@@ -4695,12 +4607,10 @@ def test_bench_keeps_its_rows_when_it_is_stopped(tmp_path):
 
 
 @slow
-def test_bench_writes_rows_that_count_like_the_model(tmp_path, monkeypatch, capsys):
+def test_bench_writes_rows_that_count_like_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench.py", "--out", f"{tmp_path}"])
     bench.main()
-    last = json.loads(capsys.readouterr().out.splitlines()[-1])
     saved = json.loads(next(tmp_path.glob("step-*.json")).read_text())
-    assert saved["rows"] == last["rows"]
     assert {"hardware", "versions", "commit", "command"} <= set(saved)
     ours = saved["rows"]
     assert [r["system"] for r in ours] == ["ours", "ours, longest in the time"]
