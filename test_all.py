@@ -3533,7 +3533,7 @@ REFUSED = [
     ("rm o/step*/rank* && train.py --resume o/step-00000001", "whole checkpoint: .*No such file.*"),
     (
         "truncate -s -1 o/step*/rank*-0* && train.py --resume o/step-00000001",
-        r"rank-00000-0.safetensors has \d+ bytes, not \d+; earlier",
+        r"rank-00000-0.safetensors has \d+ bytes, not \d+; others",
     ),
     (
         """sed -i 's/"step": 1/"step": 3/' o/step*/meta.json"""
