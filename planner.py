@@ -315,53 +315,47 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    every = ways_to_keep(n, layer)
-    k, m, x, *_ = every
-    # as asked; layers that drop inputs keep no intermediates
-    every = every[:, (k == (resident or k)) & ((m == 1) & (x <= n - k) & (k < n) | (not alpha))]
-    *_, needed, leaving, copied = every
-    needs = np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf)
-    # those that have room, or else the one that needs least
-    k, m, x, more, needed, leaving, copied = every[:, (needs <= gpu) | (needs == needs.min())]
+    k, m, x, more, saves, needed, leaving, copied = ways_to_keep(n, layer, resident, bool(alpha))
     part = layer[-1] / chunks
     away = n - k
-    saves = (m == 1) & (x <= away)
     room = gpu - needed
     buffered = whole_chunks(np.minimum(room / 2, (gpu - leaving) / 4) / part)  # of a layer
-    most = np.minimum(whole_chunks((host - copied) / part), away * np.minimum(buffered, chunks))
+    most = np.minimum(
+        whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks))
     hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
-    swapped = saves * np.clip(hidden + more, 0, most)
+    swapped = np.clip(hidden + more, 0, np.maximum(0, most))
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
-    feasible = (buffered >= 0) & (0 <= swapped) & (swapped <= most)
+    feasible = (buffered >= 0) & (swapped <= most)
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
-    kept = saves * np.clip(kept, 0, chunks * k)
+    kept = np.clip(kept, 0, feasible * saves * chunks * k)
     plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
-    lost = np.where(feasible, sum(lost_seconds(plans, layer, s, bandwidth, busy)), np.inf)
-    at = np.argmin(lost + TIE_S * (copied + swapped * part))
-    if lost[at] == np.inf:
-        at, kept = np.argmin(np.maximum(needed, leaving)), 0 * kept
-        swapped = swapped if alpha else 0 * swapped
+    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy)) + TIE_S * (copied + swapped * part)
+    if feasible.any():
+        at = np.argmin(np.where(feasible, lost, np.inf))
+    else:
+        at = np.lexsort((np.maximum(needed, leaving), copied > max(0.0, host)))[0]
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
-    return ActivationPlan(n, chunks, *chosen), float(lost[at])
+    return ActivationPlan(n, chunks, *chosen), float(lost[at]) if feasible[at] else math.inf
 
 
 @functools.lru_cache
-def ways_to_keep(n, layer):
-    """Return rows of all plans in question, of which intermediates are still to be added: k, m, X;
-    what S is more than what hides; without intermediates the bytes of the GPU, those of the
-    rounding buffers and two whole layers that are leaving in forward, and of the host."""
-    k, m, x, more = np.array([
-        (k, m, x, more)
-        for m in range(1, MOST_STRIDE + 1)
-        for k in range(n, min(2, n) - 1, -m)
-        for x in range(n + 1)
-        for more in (-np.inf, 0, 1, np.inf)[: 4 if m == 1 and x <= n - k else 1]
-    ]).T
-    plans = ActivationPlan(n, 1, k, 0, 0, x, m)
-    leaving = rounding_bytes(plans, layer) + 2 * (k < n) * sum(layer[:2])
-    kept = resident_bytes(plans, layer)
-    return np.array([k, m, x, more, kept, leaving, host_bytes(plans, layer)])
+def ways_to_keep(n, layer, resident, swaps):
+    """Return rows of all plans that are as asked, of which intermediates are still to be added: k,
+    m, X; what S is more than what hides; whether intermediates are kept, by layers that drop
+    nothing; without them the bytes of the GPU, those of the rounding buffers and two whole layers
+    that are leaving in forward, and of the host. swaps: S is more than 0."""
+    options = np.array([-np.inf, 0, 1, np.inf])
+    m, away, x, option = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1, : len(options)]
+    saves = (m == 1) & (x <= away)
+    asked = (
+        (away % m == 0) & (saves | (option == 0))
+        & (saves & (away > 0) | (not swaps)) & ((n - away == resident) | (not resident)))
+    m, away, x, option, saves = (each[asked] for each in (m, away, x, option, saves))
+    plans = ActivationPlan(n, 1, n - away, 0, 0, x, m)
+    leaving = rounding_bytes(plans, layer) + 2 * (away > 0) * sum(layer[:2])
+    needed = resident_bytes(plans, layer), leaving, host_bytes(plans, layer)
+    return np.array([plans.resident, m, x, options[option], saves, *needed])
 
 
 # ---------------------------------------------------------------------------- which plan
@@ -706,9 +700,9 @@ def predict(plan: Plan, profile: Profile) -> Plan:
 #     given leaves          a    b    a    b      4 of p, 0 of os
 #     order [0, 2, 1, 3]    a    a    b    b      0 of p, 8 of os
 #
-# That is a partition of a graph with parts of given sizes, which is NP-hard. Here whole blocks
-# of a size are packed into leaves, the largest first, and from such orders, turned, two places
-# are swapped as long as that saves bytes: the best one for every p, g, os, sp and all leaves of up
+# That is a partition of a graph with parts of given sizes, which is NP-hard. Here from leaf after
+# leaf, the largest first, turned, and from the given order two places are swapped as long as that
+# saves bytes: the best one for every p, g, os, sp and all leaves of up
 # to 8 nodes of 2 ranks (a test). Left out: trees and NVLink SHARP, whose edges lie elsewhere;
 # several levels of spines.
 
@@ -768,7 +762,7 @@ def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
     and the bytes of a step that cross in the given order, and in this one. leaves: of each node, in
     the given order.
     """
-    _, given = np.unique(leaves, return_inverse=True)
+    _, given, counts = np.unique(leaves, return_inverse=True, return_counts=True)
     rank = np.arange(len(leaves) * per_node)
     traffic = np.zeros((len(leaves), len(leaves)))  # whole bytes that a place sends to another
     for ring in rings:
@@ -778,16 +772,10 @@ def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
     def spine_bytes(order):
         return traffic[order[:, None] != order].sum()
 
-    nodes = np.bincount(given)
-    leaves = np.argsort(-nodes, kind="stable")
-    starts = []
-    for size in {max(1, ring.block // per_node) for ring in rings}:
-        rest = nodes[leaves] % size
-        packed = np.repeat([*leaves, *leaves], [*nodes[leaves] - rest, *rest])
-        # turned, since blocks may begin within a leaf
-        starts += [np.roll(packed, turn) for turn in range(8)]
-    swapped = [swap_places(traffic, start) for start in [*starts, given]]
-    best = min([given, *swapped], key=spine_bytes)  # the first, of those that tie
+    packed = given[np.lexsort((given, -counts[given]))]  # turned, as blocks begin within leaves too
+    starts = [given, *(np.roll(packed, turn) for turn in range(32))]
+    # the first, of those that tie
+    best = min((swap_places(traffic, start) for start in starts), key=spine_bytes)
     order = np.empty_like(given)  # nodes of a leaf take its places in the given order
     order[best.argsort(kind="stable")] = given.argsort(kind="stable")
     return order.tolist(), spine_bytes(given), spine_bytes(best)
