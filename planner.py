@@ -252,7 +252,7 @@ class Hardware:
     host_budget: float = 2.0**60  # bytes of host memory of a rank, for states and to swap to
 
     @functools.cached_property
-    def est(self) -> Estimator:
+    def est(self):
         return Estimator(self.profile)
 
 
@@ -599,14 +599,14 @@ def best_of_kinds(found):
     return [*best.values()]
 
 
-def search(c: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
+def search(c, model, hardware):
     """Return plans that fit, fastest first, among them the best of each kind. Raises ValueError if
     there is none: with what the one that is nearest needs, or why what is asked is illegal."""
     tried = []  # those that do not fit take forever
-    est = hardware.est
 
     def by_bound(plans, states):  # by the seconds that they take at least
-        plans = [replace(plan, seconds=step_seconds(est, plan, states)) for plan in plans]
+        plans = [replace(plan, seconds=step_seconds(hardware.est, plan, states))
+                 for plan in plans]
         return sorted(plans, key=token_s)
 
     def late(plan):
@@ -734,7 +734,7 @@ class Ring:
     sent: float  # bytes a step of each rank
 
 
-def make_rings(plan: Plan) -> list[Ring]:
+def make_rings(plan):
     """Return a step's communication, as shard.py and attention.py launch it."""
     model, sp, e, several = plan.model, plan.head_ranks, plan.dtype.itemsize, plan.micro_batches
     rings = []
@@ -772,7 +772,7 @@ def swap_places(traffic, leaves):
         leaves[[i, j]] = leaves[[j, i]]
 
 
-def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
+def place_nodes(leaves, rings, per_node):
     """Return the order of nodes that sends the fewest bytes across the spine (AMSP, section V-D),
     the given one if none sends fewer: place k, the ranks from k * per_node on, is node order[k];
     and the bytes of a step that cross in the given order, and in this one. leaves: of each node, in
@@ -878,7 +878,7 @@ def in_words(plan: Plan, other: Plan | None = None) -> str:
     )
 
 
-def in_gib(plan: Plan) -> str:
+def in_gib(plan):
     """Return the bytes of a GPU, by what they are for."""
     return ", ".join(
         f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size > GIB / 200
