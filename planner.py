@@ -789,9 +789,9 @@ def place_nodes(leaves, rings, per_node):
         return traffic[order[:, None] != order].sum()
 
     packed = given[np.lexsort((given, -counts[given]))]  # turned, as blocks begin within leaves too
-    starts = [given, *(np.roll(packed, turn) for turn in range(32))]
-    # the first, of those that tie
-    best = min((swap_places(traffic, start) for start in starts), key=spine_bytes)
+    starts = [*(np.roll(packed, turn) for turn in range(32)), given]
+    swapped = [swap_places(traffic, start) for start in starts]
+    best = min([given, *swapped], key=spine_bytes)  # the first, of those that tie
     order = np.empty_like(given)  # nodes of a leaf take its places in the given order
     order[best.argsort(kind="stable")] = given.argsort(kind="stable")
     return order.tolist(), spine_bytes(given), spine_bytes(best)
