@@ -73,10 +73,13 @@ from shard import OPTIMIZERS, STREAMS, Factors, illegal, legal_factors, parse_st
 # ---------------------------------------------------------------------------- flags
 
 
+UNITS = {"G": 2**30, "M": 2**20, "K": 2**10, "": 1}
+
+
 def size(text):
     """Return the number of '4096', '64K' or '1.5M': whole, with binary suffixes."""
     number = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,18})?)([KMG]?)", text.upper())
-    value = float(number[1]) * 2 ** (10 * " KMG".index(number[2] or " ")) if number else 0.5
+    value = float(number[1]) * UNITS[number[2]] if number else 0.5
     if value != int(value):
         raise argparse.ArgumentTypeError(f"{text}: a whole number, as 4096, 64K or 1.5M")
     return int(value)
@@ -84,7 +87,7 @@ def size(text):
 
 def in_size(value):
     """Return a value as `size` reads it, in its largest unit."""
-    for letter, unit in zip("GMK", (2**30, 2**20, 2**10)):
+    for letter, unit in UNITS.items():
         if type(value) is int and value and value % unit == 0:
             return f"{value // unit}{letter}"
     return "auto" if value is None else f"{value}"
@@ -226,7 +229,7 @@ class Constraints:
     gpu_memory: Count = flag(
         None, "bytes of a GPU that may be used (as 80G); auto: all", 2**20, 2**60)
     optimizer: str = "adamw"
-    default_batch: int = 1  # sequences a step that are usual; rounded up to the ranks
+    default_tokens: int = 0  # of a step, that are usual; rounded up to a sequence a rank
     most_sequences: Count = None  # that the data has
 
     @property
@@ -247,6 +250,10 @@ class Hardware:
     profile: Profile
     gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
     host_budget: float = 2.0**60  # bytes of host memory of a rank, for states and to swap to
+
+    @functools.cached_property
+    def est(self):
+        return Estimator(self.profile)
 
 
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
@@ -315,53 +322,47 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    every = ways_to_keep(n, layer)
-    k, m, x, *_ = every
-    # as asked; layers that drop inputs keep no intermediates
-    every = every[:, (k == (resident or k)) & ((m == 1) & (x <= n - k) & (k < n) | (not alpha))]
-    *_, needed, leaving, copied = every
-    needs = np.where(copied <= max(0.0, host), np.maximum(needed, leaving), np.inf)
-    # those that have room, or else the one that needs least
-    k, m, x, more, needed, leaving, copied = every[:, (needs <= gpu) | (needs == needs.min())]
+    k, m, x, more, saves, needed, leaving, copied = ways_to_keep(n, layer, resident, bool(alpha))
     part = layer[-1] / chunks
     away = n - k
-    saves = (m == 1) & (x <= away)
     room = gpu - needed
     buffered = whole_chunks(np.minimum(room / 2, (gpu - leaving) / 4) / part)  # of a layer
-    most = np.minimum(whole_chunks((host - copied) / part), away * np.minimum(buffered, chunks))
+    most = np.minimum(
+        whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks))
     hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
-    swapped = saves * np.clip(hidden + more, 0, most)
+    swapped = np.clip(hidden + more, 0, np.maximum(0, most))
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
-    feasible = (buffered >= 0) & (0 <= swapped) & (swapped <= most)
+    feasible = (buffered >= 0) & (swapped <= most)
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
-    kept = saves * np.clip(kept, 0, chunks * k)
+    kept = np.clip(kept, 0, feasible * saves * chunks * k)
     plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
-    lost = np.where(feasible, sum(lost_seconds(plans, layer, s, bandwidth, busy)), np.inf)
-    at = np.argmin(lost + TIE_S * (copied + swapped * part))
+    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy)) + TIE_S * (copied + swapped * part)
+    lost = np.where(feasible, lost, np.inf)
+    at = np.argmin(lost)
     if lost[at] == np.inf:
-        at, kept = np.argmin(np.maximum(needed, leaving)), 0 * kept
-        swapped = swapped if alpha else 0 * swapped
+        at, *_ = np.lexsort((np.maximum(needed, leaving), copied > max(0.0, host)))
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
 
 
 @functools.lru_cache
-def ways_to_keep(n, layer):
-    """Return rows of all plans in question, of which intermediates are still to be added: k, m, X;
-    what S is more than what hides; without intermediates the bytes of the GPU, those of the
-    rounding buffers and two whole layers that are leaving in forward, and of the host."""
-    k, m, x, more = np.array([
-        (k, m, x, more)
-        for m in range(1, MOST_STRIDE + 1)
-        for k in range(n, min(2, n) - 1, -m)
-        for x in range(n + 1)
-        for more in (-np.inf, 0, 1, np.inf)[: 4 if m == 1 and x <= n - k else 1]
-    ]).T
-    plans = ActivationPlan(n, 1, k, 0, 0, x, m)
-    leaving = rounding_bytes(plans, layer) + 2 * (k < n) * sum(layer[:2])
-    kept = resident_bytes(plans, layer)
-    return np.array([k, m, x, more, kept, leaving, host_bytes(plans, layer)])
+def ways_to_keep(n, layer, resident, swaps):
+    """Return arrays of all plans that are as asked, of which intermediates are still to be added:
+    k, m, X; what S is more than what hides; whether intermediates are kept, by layers that drop
+    nothing; without them the bytes of the GPU, those of the rounding buffers and two whole layers
+    that are leaving in forward, and of the host. swaps: S is more than 0."""
+    options = np.array([-np.inf, 0, 1, np.inf])
+    m, away, x, option = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1, : len(options)]
+    saves = (m == 1) & (x <= away)
+    asked = (
+        (away % m == 0) & (saves | (option == 0))
+        & (saves & (away > 0) | (not swaps)) & ((n - away == resident) | (not resident)))
+    m, away, x, option, saves = (each[asked] for each in (m, away, x, option, saves))
+    plans = ActivationPlan(n, 1, n - away, 0, 0, x, m)
+    leaving = rounding_bytes(plans, layer) + 2 * (away > 0) * sum(layer[:2])
+    needed = resident_bytes(plans, layer), leaving, host_bytes(plans, layer)
+    return plans.resident, m, x, options[option], saves, *needed
 
 
 # ---------------------------------------------------------------------------- which plan
@@ -467,7 +468,8 @@ def batches(c, plan):
     """Sequences a step, and at once: within 8K tokens a rank the most, the next and one."""
     dp = plan.dp
     most = c.most_sequences or 2**40
-    batch = c.batch or max(dp, min(-(-c.default_batch // dp), most // dp) * dp)
+    usual = max(1, c.default_tokens // c.seq)
+    batch = c.batch or max(dp, min(-(-usual // dp), most // dp) * dp)
     each, left = divmod(batch, dp)
     if batch > most:
         raise ValueError(
@@ -557,16 +559,17 @@ def states(c, plan):
             yield {"factors": Factors(**f), "os_layout": layout, "os_place": place}
 
 
-SHAPE = (columns, stages, sequences, batches, head_groups, treatments)  # of the computation
+def some_states(c, plan):
+    """States have legal factors; which of them is chosen last."""
+    next(states(c, plan))
+    return [{}]
+
+
+# of the computation
+SHAPE = (columns, stages, some_states, sequences, batches, head_groups, treatments)
 
 TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
-
-
-def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
-    """Return the plan of the least predicted time a token that fits, and the best ones of other
-    kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
-    return Search(constraints, model, hardware).best()[:10]
 
 
 token_s = operator.attrgetter("token_s")
@@ -580,106 +583,113 @@ def preference(plan):
             astuple(plan.factors), plan.chunks)
 
 
-class Search:
-    """Plans in the order of bounds of their time."""
+def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
+    """Return the plan of the least predicted time a token that fits, and the best ones of other
+    kinds (`kind`), best first. Raises ValueError with what is missing if none fits."""
+    return best_of_kinds(search(constraints, model, hardware))[:10]
 
-    def __init__(self, constraints: Constraints, model: ModelConfig, hardware: Hardware):
-        c = self.constraints = constraints
-        self.hardware = hardware
-        self.est = Estimator(hardware.profile)
-        self.start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
-                          optimizer=c.optimizer, overlap=c.overlaps, tp_mode=c.tp_mode)
-        self.errors = []  # of degrees that leave no legal choice
-        self.tried = []  # plans with all that is to be known; those that do not fit take forever
 
-    def choose(self, plans, *degrees):
-        """Return the plans with all that the degrees may choose."""
-        for degree in degrees:
-            found, errors = [], []
-            for plan in plans:
-                try:
-                    found += [replace(plan, **choice) for choice in degree(self.constraints, plan)]
-                except ValueError as e:
-                    errors.append(e)
-            plans = found
-            if not plans:
-                self.errors += errors
-        return plans
+def best_of_kinds(found):
+    """Return the best of some plans, and the best of each other kind, fastest first."""
+    most = (1 + TIE) * found[0].token_s
+    first = min((plan for plan in found if plan.token_s <= most), key=preference)
+    best = {}
+    for plan in [first, *found]:
+        best.setdefault(kind(plan), plan)
+    return [*best.values()]
 
-    def by_bound(self, plans, states):
-        """Return the plans by the seconds that they take at least: with states or without."""
-        plans = [
-            replace(plan, seconds=step_seconds(self.est, plan, states)) for plan in plans]
+
+def search(c, model, hardware):
+    """Return plans that fit, fastest first, among them the best of each kind. Raises ValueError if
+    there is none: with what the one that is nearest needs, or why what is asked is illegal."""
+    tried = []  # those that do not fit take forever
+
+    def by_bound(plans, states):  # by the seconds that they take at least
+        plans = [replace(plan, seconds=step_seconds(hardware.est, plan, states))
+                 for plan in plans]
         return sorted(plans, key=token_s)
 
-    def best(self) -> list[Plan]:
-        """Return the best plan, and the best of each other kind, fastest first."""
-
-        def late(plan):
-            return any(
-                plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
-                for other in self.tried)
-
-        for shape in self.by_bound(self.choose([self.start], *SHAPE), states=False):
-            if late(shape):
-                continue
-            for plan in self.by_bound(self.choose([shape], states), states=True):
-                if late(plan):
-                    break
-                self.tried.append(self.fit(plan))
-        fitting = sorted((plan for plan in self.tried if plan.step_s < math.inf), key=token_s)
-        if not fitting:
-            raise self.error()
-        most = (1 + TIE) * fitting[0].token_s
-        first = min((plan for plan in fitting if plan.token_s <= most), key=preference)
-        fastest = {kind(plan): plan for plan in fitting[::-1]}
-        del fastest[kind(first)]
-        return [first, *sorted(fastest.values(), key=token_s)]
-
-    def error(self):
-        """Return why there is no plan: what the one that is nearest needs, or why it is illegal."""
-        if not self.tried:
-            return self.errors[0]
-        plan = min(self.tried, key=self.over)
-        return TooLarge(
-            f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of "
-            f"{self.hardware.gpu_budget / GIB:.1f} ({in_gib(plan)}), and "
-            f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
-            f"{self.hardware.host_budget / GIB:.1f}, with {in_words(plan)}, at least (asked for, "
-            f"which may need more: {given(vars(self.constraints)) or 'nothing'})")
-
-    def fits(self) -> bool:
-        """Return whether there is a plan, however slow: with the most shards."""
+    def late(plan):
         return any(
-            self.fit(plan).step_s < math.inf
-            for shape in self.choose([self.start], *SHAPE)
-            for plan in self.choose([shape], states)[-2:])
+            plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
+            for other in tried)
 
-    def over(self, plan):
-        """Return what a plan needs of a memory over what there is, the larger one."""
-        host = plan.host_bytes / max(1.0, self.hardware.host_budget)
-        return max(host, plan.gpu_bytes / self.hardware.gpu_budget)
+    for shape in by_bound(shapes(c, model, hardware), states=False):
+        if late(shape):
+            continue
+        for plan in by_bound(choose(c, [shape], states), states=True):
+            if late(plan):
+                break
+            tried.append(fit(c, plan, hardware))
+    found = [plan for plan in tried if plan.step_s < math.inf]
+    if not found:
+        plan = min(tried, key=lambda plan: over(plan, hardware))
+        raise TooLarge(
+            f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of "
+            f"{hardware.gpu_budget / GIB:.1f} ({in_gib(plan)}), and "
+            f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
+            f"{hardware.host_budget / GIB:.1f}, with {in_words(plan)}, at least (asked for, "
+            f"which may need more: {given(vars(c)) or 'nothing'})")
+    return sorted(found, key=token_s)
 
-    def fit(self, plan):
-        """Return the plan with what its layers keep, its bytes and its seconds: it takes forever,
-        if it does not fit."""
-        c, n, layer = self.constraints, plan.part_layers, column_bytes(plan)
-        lost = 0.0
-        if plan.recompute == "auto":
-            plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
-        plan = with_memory(plan)
-        if plan.recompute == c.recompute == "auto":
-            times = plan.in_flight / n
-            room = self.hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
-            spare = self.hardware.host_budget - plan.host.get("optimizer", 0)
-            kept, lost = plan_activations(
-                n, layer, layer_seconds(self.est, plan), plan.chunks, self.est.profile.to_host,
-                room / times, spare / times, c.resident_layers, c.alpha,
-                visit_seconds(self.est, plan))
-            plan = with_memory(replace(plan, activations=kept))
-        fits = lost < math.inf and self.over(plan) <= 1 + 1e-9
-        return replace(
-            plan, seconds=step_seconds(self.est, plan) if fits else {"never": math.inf})
+
+def shapes(c, model, hardware):
+    """Return plans with all that SHAPE may choose, states left open. Raises ValueError."""
+    start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
+                 optimizer=c.optimizer, overlap=c.overlaps, tp_mode=c.tp_mode)
+    return choose(c, [start], *SHAPE)
+
+
+def choose(c, plans, *degrees):
+    """Return the plans with all that the degrees may choose. Raises ValueError if one leaves no
+    legal choice."""
+    for degree in degrees:
+        found, errors = [], []
+        for plan in plans:
+            try:
+                found += [replace(plan, **choice) for choice in degree(c, plan)]
+            except ValueError as e:
+                errors.append(e)
+        if not found:
+            raise errors[0]
+        plans = found
+    return plans
+
+
+def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
+    """Return whether there is a plan, legal and however slow: with the most shards."""
+    with contextlib.suppress(ValueError):
+        return any(
+            fit(c, plan, hardware).step_s < math.inf
+            for shape in shapes(c, model, hardware)
+            for plan in choose(c, [shape], states)[-2:])
+    return False
+
+
+def over(plan, hardware):
+    """Return what a plan needs of a memory over what there is, the larger one."""
+    host = plan.host_bytes / max(1.0, hardware.host_budget)
+    return max(host, plan.gpu_bytes / hardware.gpu_budget)
+
+
+def fit(c, plan, hardware):
+    """Return the plan with what its layers keep, its bytes and its seconds: it takes forever, if it
+    does not fit."""
+    est, n, layer = hardware.est, plan.part_layers, column_bytes(plan)
+    lost = 0.0
+    if plan.recompute == "auto":
+        plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
+    plan = with_memory(plan)
+    if plan.recompute == c.recompute == "auto":
+        times = plan.in_flight / n
+        room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
+        spare = hardware.host_budget - plan.host.get("optimizer", 0)
+        kept, lost = plan_activations(
+            n, layer, layer_seconds(est, plan), plan.chunks, est.profile.to_host,
+            room / times, spare / times, c.resident_layers, c.alpha, visit_seconds(est, plan))
+        plan = with_memory(replace(plan, activations=kept))
+    fits = lost < math.inf and over(plan, hardware) <= 1 + 1e-9
+    return replace(plan, seconds=step_seconds(est, plan) if fits else {"never": math.inf})
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
@@ -706,9 +716,9 @@ def predict(plan: Plan, profile: Profile) -> Plan:
 #     given leaves          a    b    a    b      4 of p, 0 of os
 #     order [0, 2, 1, 3]    a    a    b    b      0 of p, 8 of os
 #
-# That is a partition of a graph with parts of given sizes, which is NP-hard. Here whole blocks
-# of a size are packed into leaves, the largest first, and from such orders, turned, two places
-# are swapped as long as that saves bytes: the best one for every p, g, os, sp and all leaves of up
+# That is a partition of a graph with parts of given sizes, which is NP-hard. Here from leaf after
+# leaf, the largest first, turned, and from the given order two places are swapped as long as that
+# saves bytes: the best one for every p, g, os, sp and all leaves of up
 # to 8 nodes of 2 ranks (a test). Left out: trees and NVLink SHARP, whose edges lie elsewhere;
 # several levels of spines.
 
@@ -724,7 +734,7 @@ class Ring:
     sent: float  # bytes a step of each rank
 
 
-def make_rings(plan: Plan) -> list[Ring]:
+def make_rings(plan):
     """Return a step's communication, as shard.py and attention.py launch it."""
     model, sp, e, several = plan.model, plan.head_ranks, plan.dtype.itemsize, plan.micro_batches
     rings = []
@@ -762,13 +772,13 @@ def swap_places(traffic, leaves):
         leaves[[i, j]] = leaves[[j, i]]
 
 
-def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
+def place_nodes(leaves, rings, per_node):
     """Return the order of nodes that sends the fewest bytes across the spine (AMSP, section V-D),
     the given one if none sends fewer: place k, the ranks from k * per_node on, is node order[k];
     and the bytes of a step that cross in the given order, and in this one. leaves: of each node, in
     the given order.
     """
-    _, given = np.unique(leaves, return_inverse=True)
+    _, given, counts = np.unique(leaves, return_inverse=True, return_counts=True)
     rank = np.arange(len(leaves) * per_node)
     traffic = np.zeros((len(leaves), len(leaves)))  # whole bytes that a place sends to another
     for ring in rings:
@@ -778,15 +788,9 @@ def place_nodes(leaves, rings, per_node) -> tuple[list[int], float, float]:
     def spine_bytes(order):
         return traffic[order[:, None] != order].sum()
 
-    nodes = np.bincount(given)
-    leaves = np.argsort(-nodes, kind="stable")
-    starts = []
-    for size in {max(1, ring.block // per_node) for ring in rings}:
-        rest = nodes[leaves] % size
-        packed = np.repeat([*leaves, *leaves], [*nodes[leaves] - rest, *rest])
-        # turned, since blocks may begin within a leaf
-        starts += [np.roll(packed, turn) for turn in range(8)]
-    swapped = [swap_places(traffic, start) for start in [*starts, given]]
+    packed = given[np.lexsort((given, -counts[given]))]  # turned, as blocks begin within leaves too
+    starts = [*(np.roll(packed, turn) for turn in range(32)), given]
+    swapped = [swap_places(traffic, start) for start in starts]
     best = min([given, *swapped], key=spine_bytes)  # the first, of those that tie
     order = np.empty_like(given)  # nodes of a leaf take its places in the given order
     order[best.argsort(kind="stable")] = given.argsort(kind="stable")
@@ -874,14 +878,14 @@ def in_words(plan: Plan, other: Plan | None = None) -> str:
     )
 
 
-def in_gib(plan: Plan) -> str:
+def in_gib(plan):
     """Return the bytes of a GPU, by what they are for."""
     return ", ".join(
         f"{name} {size / GIB:.2f}" for name, size in plan.memory.items() if size > GIB / 200
     )
 
 
-def figures(plan: Plan, hardware: Hardware, asked: Constraints = Constraints()) -> dict:
+def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rates = plan.rates(plan.step_s, hardware.profile.peak_flops)
     return asdict(plan) | asdict(plan.factors) | rates | {
@@ -891,7 +895,6 @@ def figures(plan: Plan, hardware: Hardware, asked: Constraints = Constraints()) 
         "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
         "gpu_gib": plan.gpu_bytes / GIB,
         "host_gib": plan.host_bytes * plan.per_node / GIB,
-        "command": command(plan, asked),
     }
 
 
@@ -943,13 +946,13 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     ])
 
 
-def reasons(search, best):
+def reasons(found, best):
     """Return a line a choice: its rule, and the best other value that fits."""
     lines = []
     for name, text in choices(best).items():
         line = f"  {name} {text}: {RULES[name]}"
-        for other in sorted(search.tried, key=token_s):
-            if choices(other)[name] != text and other.step_s < math.inf:
+        for other in found:
+            if choices(other)[name] != text:
                 more = other.token_s / best.token_s - 1
                 line += f"; {choices(other)[name]}: {more:+.1%}" + " (a tie)" * (abs(more) <= TIE)
                 break
@@ -957,10 +960,10 @@ def reasons(search, best):
     return lines
 
 
-def binding(search, best):
+def binding(c, hardware, best):
     """Return what holds the best plan back: what would shorten its step most, if there were a
     thousand times as much of it, and layers kept what then fits."""
-    hardware, plenty = search.hardware, 1000.0
+    plenty = 1000.0
     rates = {"FLOP/s": "flops", "copies to the host": "host", "the network": "network",
              "memory bandwidth": "memory"}
     there = {
@@ -969,16 +972,16 @@ def binding(search, best):
     there["GPU memory"] = replace(hardware, gpu_budget=plenty * hardware.gpu_budget)
     there["host memory"] = replace(hardware, host_budget=plenty * hardware.host_budget)
     gains = sorted((
-        (1 - Search(search.constraints, best.model, more).fit(best).token_s / best.token_s, name)
+        (1 - fit(c, best, more).token_s / best.token_s, name)
         for name, more in there.items()), reverse=True)
     return "how much shorter a step would be without a limit to: " + ", ".join(
         f"{name} {gain:.1%}" for gain, name in gains if gain > TIE)
 
 
-def describe(search, plans):
-    """Return what a command prints: the question, the plan, why, and what follows."""
-    hardware, best = search.hardware, plans[0]
-    profile = hardware.profile
+def describe(c, hardware, found, plans):
+    """Return what a command prints: the question, the plan, why, and what follows. found: what else
+    fits."""
+    profile, best = hardware.profile, plans[0]
     lines = [
         f"{param_count(best.model) / 1e9:.2f} billion parameters, {best.seq:,} tokens a "
         f"sequence, sequences a step: {best.batch}, GPUs: {hardware.ranks}, "
@@ -988,12 +991,12 @@ def describe(search, plans):
         f"profile {profile.name}: {profile.device}, "
         f"{profile.sources.get('all', 'see its file')}",
         "",
-        *reasons(search, best),
+        *reasons(found, best),
         "",
-        command(best, search.constraints),
+        command(best, c),
         "",
         describe_plans(plans, hardware),
-        f"what binds: {binding(search, best)}",
+        f"what binds: {binding(c, hardware, best)}",
     ]
     est = Estimator(profile)
     step_seconds(est, best)
@@ -1020,9 +1023,10 @@ class Question(Constraints):
     leaf: str = flag(
         "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
         "the best order of nodes")
+    default_tokens: int = 2**19
 
-    def search(self):
-        """Return the search for the plans of the machine that is asked for. Raises ValueError."""
+    def hardware(self):
+        """Return the machine that is asked for. Raises ValueError."""
         # of a GPU by its name, nodes of 8
         named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
         per_node = 8 if named else load_profile(self.cluster).per_node
@@ -1031,9 +1035,7 @@ class Question(Constraints):
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory
-        asked = replace(self, default_batch=max(1, 2**19 // self.seq))
-        there = Hardware(ranks, per_node, profile, gpu, host / per_node)
-        return Search(asked, MODELS[self.model], there)
+        return Hardware(ranks, per_node, profile, gpu, host / per_node)
 
 
 LARGEST_GPU = 192 * GIB
@@ -1053,10 +1055,11 @@ def changes_that_fit(asked, hardware):
         ("gpu_memory", gpu, range(gpu + GIB, LARGEST_GPU, GIB)),
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
-        def fits(value):
-            return replace(asked, **{name: value}).search().fits()
+        def enough(value):
+            more = replace(asked, **{name: value})
+            return fits(more, MODELS[more.model], more.hardware())
 
-        for value in values[bisect.bisect_left(values, True, key=fits):][:1]:
+        for value in values[bisect.bisect_left(values, True, key=enough):][:1]:
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
             found[text] = abs(math.log(value / max(1, now)))
     return sorted(found, key=found.get)
@@ -1070,21 +1073,23 @@ def main(argv: list[str] | None = None) -> int:
     asked = Question(**vars(parser.parse_args(argv)))
     try:
         check_values(asked)
-        search = asked.search()
-        plans = search.best()[: asked.top]
-        text = describe(search, plans)
+        hardware = asked.hardware()
+        found = search(asked, MODELS[asked.model], hardware)
+        plans = best_of_kinds(found)[: asked.top]
+        text = describe(asked, hardware, found, plans)
         if asked.leaf:
             text += "\n" + place(plans[0], asked.leaf)
     except TooLarge as e:
         plans = []
-        changes = changes_that_fit(asked, search.hardware)
+        changes = changes_that_fit(asked, hardware)
         text = "\n  ".join([
             f"nothing fits: {e}", "what would fit, the smallest change first:", *changes])
     except ValueError as e:
         parser.error(str(e))
     if asked.json:
-        found = [figures(plan, search.hardware, asked) for plan in plans]
-        text = json.dumps({"plans": found, "text": text})
+        rows = [
+            figures(plan, hardware) | {"command": command(plan, asked)} for plan in plans]
+        text = json.dumps({"plans": rows, "text": text})
     print(text)
     return int(not plans)
 

@@ -1013,9 +1013,11 @@ def refusal(case: dict) -> str | None:
         document_token=END if is_.docs else -1,
         attention=is_.kernel,
     )
-    search = planner.Search(constraints, plan.model, planner.Hardware(is_.ranks, is_.ranks, None))
-    legal = search.choose([search.start], *planner.SHAPE, planner.states)
-    return None if legal else str(search.errors[0])
+    try:
+        planner.shapes(constraints, plan.model, planner.Hardware(is_.ranks, is_.ranks, None))
+    except ValueError as e:
+        return str(e)
+    return None
 
 
 def fits(case: dict) -> bool:

@@ -339,8 +339,8 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
     gpus = of_all_ranks(gpu or planner.gpu_budget(device, cfg.gpu_memory))
     hosts = of_all_ranks(on_all_ranks(planner.host_budget, per_node, cfg.host_memory))
     there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
-    usual = max(1, (2**12 if cfg.model == "tiny" else 2**19) // cfg.seq)
-    return on_all_ranks(planner.plan, replace(cfg, default_batch=usual), model, there), there
+    usual = 2**12 if cfg.model == "tiny" else 2**19
+    return on_all_ranks(planner.plan, replace(cfg, default_tokens=usual), model, there), there
 
 
 def device_name(device: torch.device) -> str:

@@ -22,7 +22,7 @@ import planner
 from hardware import load_profile
 from model import MODELS, ModelConfig
 from offload import GIB
-from planner import GPU_SHARE, Constraints, Hardware, Plan, Search
+from planner import GPU_SHARE, Constraints, Hardware, Plan
 
 # ---------------------------------------------------------------------------- what was published
 
@@ -182,7 +182,7 @@ def longest(model: ModelConfig, hardware: Hardware) -> int:
 
     def too_long(count: int) -> bool:
         asked = Constraints(count * step, batch=1, sp=hardware.ranks)
-        return not Search(asked, model, hardware).fits()
+        return not planner.fits(asked, model, hardware)
 
     bad = 1
     while not too_long(bad):
