@@ -148,7 +148,8 @@ def make_parser(program: type, description: str) -> argparse.ArgumentParser:
 
 
 def check_values(program) -> None:
-    """Raise ValueError for a number out of its range, or a word that is none of its choices."""
+    """Raise ValueError for a number out of its range, a word that is none of its choices, or flags
+    that contradict each other."""
     for name, f in flags_of(program).items():
         value = getattr(program, name)
         among, (low, high) = f.metadata["among"], f.metadata["range"]
@@ -156,6 +157,11 @@ def check_values(program) -> None:
             raise ValueError(f"{flag_name(name)} {value}: one of {', '.join(among)}")
         if type(value) in (int, float) and not low <= value <= high:  # a NaN is not, either
             raise ValueError(f"{flag_name(name)} {value}: from {low} to {high}")
+    by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
+               if getattr(program, name) is not None]
+    if by_hand and program.recompute != "auto":
+        raise ValueError(f"{' '.join(by_hand)} and --recompute {program.recompute} say different "
+                         "things: drop one")
 
 
 OVERLAPS = (*STREAMS, "pipeline")
@@ -514,10 +520,11 @@ def treatments(c, plan):
     """Layers run whole, or in equal chunks of at most 16K or 8K tokens: below that products slow
     down. What is said of chunks by hand asks for them."""
     swaps = bool(c.alpha)  # at least one layer
-    if (resident := c.resident_layers or 2 * swaps) > plan.part_layers - swaps:
+    if (c.resident_layers or 2 * swaps) > plan.part_layers - swaps:
         raise ValueError(
-            f"--resident-layers {resident}: a stage runs {plan.part_layers} layers; at "
-            f"most {plan.part_layers - swaps}" + f" with --alpha {c.alpha}" * swaps)
+            f"--resident-layers {c.resident_layers or 'auto'}: a stage runs {plan.part_layers} "
+            f"layers; at most {plan.part_layers - swaps}"
+            + f" with --alpha {c.alpha}, and at least 2" * swaps)
     by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
@@ -904,13 +911,14 @@ def command(plan: Plan, asked: Constraints) -> str:
         "overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
     if plan.recompute == "auto":
         values["recompute"] = asked.recompute
-    else:
+    if values["recompute"] != "auto":
         del values["chunk"]
+    del values["seq"]  # which has another default in train.py
     model = {model: name for name, model in MODELS.items()}.get(plan.model, "?")
     nodes = plan.ranks // plan.per_node
     meet = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400" * (nodes > 1)
     return (f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{meet} train.py "
-            f"--model {model} {given(values)}")
+            f"--model {model} --seq {in_size(plan.seq)} {given(values)}")
 
 
 def given(values):

@@ -4377,6 +4377,11 @@ def test_planner_prints_plans():
     text = ask(f"--model 7b --ranks 8 --cluster h200x8 {asked}")
     assert re.search(r"what binds: .* limit to: FLOP/s 9", text)
     command = re.search("--model 7b .*", text)[0]  # with all that was asked, it gives the same
+    for flags in command, "--model tiny --ranks 1 --recompute full --seq 4K":
+        command = ask(f"--ranks 8 --cluster h200x8 {flags}").partition(" train.py ")[2]
+        train.Config(**train.parse(command.splitlines()[0].split()))  # is not refused
+    assert "--seq 4K" in command
+    command = re.search("--model 7b .*", text)[0]
     for part in "--dtype fp32", "--alpha 0.5", "--resident-layers 3", "--host-memory 3072G":
         assert part in command
     assert ask(f"--ranks 8 --cluster h200x8 {command}").splitlines()[-4:] == text.splitlines()[-4:]

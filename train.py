@@ -124,11 +124,6 @@ class Config(Constraints):
         check_values(self)
         if not re.fullmatch("random|hf:.+", self.init):
             raise ValueError(f"--init {self.init}: random or hf:DIR")
-        by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
-                   if getattr(self, name) is not None]
-        if by_hand and self.recompute != "auto":
-            raise ValueError(f"{' '.join(by_hand)} and --recompute {self.recompute} say different "
-                             "things: drop one")
 
     @property
     def import_folder(self) -> str:
