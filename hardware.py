@@ -193,8 +193,8 @@ def check_profile(profile: Profile) -> None:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
     for name, size, points in tables:
         each = [x for point in points for x in point]
-        numbers = all(type(x) in (int, float) and 0 < x < math.inf for x in each)
-        if not (points and numbers and {len(point) for point in points} == {size}):
+        positive = all(type(x) in (int, float) and 0 < x < math.inf for x in each)
+        if not positive or {len(point) for point in points} != {size}:
             raise ValueError(f"{name} {points}: {size} positive numbers a point")
         if points != sorted(points):
             raise ValueError(f"{name} {points}: ascending points")
