@@ -183,7 +183,8 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
 
 
 def check_profile(profile: Profile) -> None:
-    """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points."""
+    """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points; but
+    for `launch`, which may be 0."""
     numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
     tables = [(name, 1, [[getattr(profile, name)]]) for name in numbers]
     tables += [(f"products {kind}", 3, profile.products[kind]) for kind in PRODUCTS]
@@ -240,7 +241,8 @@ def with_node(profile, per_node):
     names = ["collectives", "overlap"]
     if per_node > 1:
         names += ["per_node", "to_host", "visits", "host_bytes"]
-    what = f"{profile.sources['all']}; {', '.join(names)} {shared.sources['all']}"
+    own = profile.sources.get("all", "see its file")
+    what = f"{own}; {', '.join(names)} {shared.sources['all']}"
     return replace(
         profile,
         **{name: getattr(shared, name) for name in names},

@@ -578,7 +578,6 @@ SHAPE = (columns, stages, some_states, sequences, batches, head_groups, treatmen
 TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
 
-
 token_s = operator.attrgetter("token_s")
 kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
 
@@ -611,8 +610,8 @@ def search(c, model, hardware):
     there is none: with what the one that is nearest needs, or why what is asked is illegal."""
     tried = []  # those that do not fit take forever
 
-    def by_bound(plans, states):  # by the seconds that they take at least
-        plans = [replace(plan, seconds=step_seconds(hardware.est, plan, states))
+    def by_bound(plans, with_states):  # by the seconds that they take at least
+        plans = [replace(plan, seconds=step_seconds(hardware.est, plan, with_states))
                  for plan in plans]
         return sorted(plans, key=token_s)
 
@@ -621,10 +620,10 @@ def search(c, model, hardware):
             plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
             for other in tried)
 
-    for shape in by_bound(shapes(c, model, hardware), states=False):
+    for shape in by_bound(shapes(c, model, hardware), with_states=False):
         if late(shape):
             continue
-        for plan in by_bound(choose(c, [shape], states), states=True):
+        for plan in by_bound(choose(c, [shape], states), with_states=True):
             if late(plan):
                 break
             tried.append(fit(c, plan, hardware))
@@ -1006,7 +1005,7 @@ def describe(c, hardware, found, plans):
         describe_plans(plans, hardware),
         f"what binds: {binding(c, hardware, best)}",
     ]
-    est = Estimator(profile)
+    est = Estimator(profile)  # another one: hardware.est knows what all plans have asked for
     step_seconds(est, best)
     if est.held:
         lines.append("not in the profile, at the nearest rates: " + "; ".join(sorted(est.held)))

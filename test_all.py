@@ -64,6 +64,7 @@ test_killed_*, test_restart           a torn checkpoint, a resume that is not bi
 test_newest_*, test_going_back_*      a torn or older checkpoint taken, a log that it does not reach
 test_weights_that_*                   a run that goes on from weights that are no numbers
 test_meta_of_*                        a torn meta.json believed
+test_checkpoint_with_*                states that lack a part, trained from what memory holds
 test_resume_says_*                    changed data, threads or a broken log passed over in silence
 test_saving_*, test_disk_*            a full disk that ends a run, a late copy of later states
 test_one_run_writes_*                 two runs in one folder, a stale lock
@@ -3135,6 +3136,18 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
             checkpoint.open_checkpoint(folder)
 
 
+def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
+    """What lacks is a part of what is saved of a matrix, or all that one column had of it."""
+    flat = torch.arange(24.0)
+    upper = m.Cut((6, 4), ((0, 3),), (0, 4))
+    for cut, message in ((None, "lacks 14 elements of x"), (upper, "x has values that are not")):
+        saved = shard.StatePart(flat[: 12 if cut else 10], 0, (6, 4), True, cut)
+        files = checkpoint.write_states(tmp_path, {"x": saved})
+        whole = shard.StatePart(torch.zeros(24), 0, (6, 4), True)
+        with raises(ValueError, match=message):
+            checkpoint.read_states(checkpoint.Checkpoint(tmp_path, {"files": files}), {"x": whole})
+
+
 def test_resume_says_what_has_changed(tmp_path, capsys):
     """Data of another size, threads, on which sums depend, and lines of the log that are none."""
     words, out = tmp_path / "a.txt", tmp_path / "o"
@@ -4376,15 +4389,15 @@ def test_planner_prints_plans():
     )
     text = ask(f"--model 7b --ranks 8 --cluster h200x8 {asked}")
     assert re.search(r"what binds: .* limit to: FLOP/s 9", text)
-    command = re.search("--model 7b .*", text)[0]  # with all that was asked, it gives the same
-    for flags in command, "--model tiny --ranks 1 --recompute full --seq 4K":
-        command = ask(f"--ranks 8 --cluster h200x8 {flags}").partition(" train.py ")[2]
-        train.Config(**train.parse(command.splitlines()[0].split()))  # is not refused
-    assert "--seq 4K" in command
     command = re.search("--model 7b .*", text)[0]
     for part in "--dtype fp32", "--alpha 0.5", "--resident-layers 3", "--host-memory 3072G":
         assert part in command
+    # with all that was asked it gives the same
     assert ask(f"--ranks 8 --cluster h200x8 {command}").splitlines()[-4:] == text.splitlines()[-4:]
+    tiny = re.search("--model tiny .*", ask("--model tiny --ranks 1 --recompute full"))[0]
+    assert "--seq 4K" in tiny  # of train.py's tiny 256
+    for flags in command, tiny:  # train.py refuses neither
+        train.Config(**train.parse(flags.split()))
 
 
 def test_planner_places_rings(tmp_path):

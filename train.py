@@ -759,8 +759,7 @@ def train(run, model, states, memory, saver):
         if memory and (evaluates or saves or ends or last):
             memory.give_back()  # what is not a step must not starve beside the arena
         try:
-            if evaluates:
-                row |= evaluate(run, model)
+            row |= evaluate(run, model) if evaluates else {}
         except ConfigError as e:
             trouble = ends = str(e)
         if not row["writing"]:
@@ -871,6 +870,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parse(argv)
     if given.get("pp", 1) != 1:
         parallel.use_more_queues()
+    # one that is out of its range is refused when ranks can say so together
     rank, world, local_rank = start_ranks(min(max(1.0, given.get("timeout", Config.timeout)), 1e9))
     trouble = ""
     advice = "What was saved is whole: start it again, or continue with --resume"
