@@ -3822,23 +3822,28 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
         (
             2,
             13,
-            {"shard.HostStates.begin waits", "parallel.Link.finish waits"},
+            {
+                "shard.HostStates.begin waits",
+                "parallel.Link.finish waits",
+                "attention.Ring.__init__ waits",
+                "offload.ChunkedLayers.enter_group waits",
+            },
             [
                 "p=2 g=2 os=2 keep=swapped",
                 "sp=2 groups=2 os=2 keep=mixed",
                 "sp=2 ring=2 g=2 os=2",
                 "tp=2 mode=msp",
                 "tp=2 mode=mtp",
-                "os=2 layout=inter place=host",
+                "g=2 os=2 layout=inter place=host",
                 "pp=2 micro=4",
             ],
         ),
     ],
 )
 def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
-    """Each line that waits, but those that a whole step hides, or under which, on one rank, nothing
-    is under way, and those of messages, which NCCL's works may hold. Two ranks need two GPUs:
-    gloo's collectives let the host wait."""
+    """Each line that waits, but those that a whole step hides, or under which nothing is under way
+    (on one rank; as a ring begins), those of messages, which NCCL's works may hold, and what one
+    rank shows. Two ranks need two GPUs: gloo's collectives let the host wait."""
     if ranks > GPUS:
         pytest.skip(f"{GPUS} GPUs")
     cases = [make_case(f"{ranks} {line} device=cuda kernel=naive") for line in lines]
