@@ -190,6 +190,12 @@ class Plan:
         return self.sp // self.ring
 
     @property
+    def kv_groups(self) -> int:
+        """Return how many head groups have key/value heads of their own; others share one, which
+        goes around a ring with each of them."""
+        return min(self.head_groups, self.column.kv_heads // self.head_ranks)
+
+    @property
     def sum_bytes(self) -> int:
         """Return the bytes of an element of dk, dv on its way around a ring."""
         return self.dtype.itemsize if self.ring == 2 else self.accum_bytes
@@ -333,8 +339,7 @@ def sent_bytes(plan: Plan) -> float:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
     of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
     q, kv = plan.widths
-    groups = plan.head_groups
-    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)
+    groups, kv_groups = plan.head_groups, plan.kv_groups
     columns = (3 * min(2, groups) + 1) * q / groups
     columns += (min(2, kv_groups) + 1) * kv / kv_groups
     return (plan.head_ranks > 1) * plan.tokens * columns * plan.dtype.itemsize
@@ -575,8 +580,7 @@ def attention_seconds(est, plan, backward):
         )
         for columns in (there, back)
     )
-    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)  # or each has one head
-    parts = plan.ring * plan.tokens * kv * e / kv_groups
+    parts = plan.ring * plan.tokens * kv * e / plan.kv_groups
     around = groups * est.collective("all_gather", parts, plan.mesh(plan.sp, plan.head_ranks))
     if backward:  # dk, dv too
         around *= 1 + plan.sum_bytes / e

@@ -128,8 +128,6 @@ def as_cells(rows: list[dict]) -> list[dict[str, str]]:
         for row in rows])
     cells = [dict(zip(titles, line)) for line in lines]
     for row, shown in zip(rows, cells):
-        if row.get("os_place") == "host":
-            shown["plan"] += ", os on the host"
         shown["file"] = row.get("file", "")
     return cells
 
