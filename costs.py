@@ -349,21 +349,24 @@ def working_bytes(plan):
     """Return the bytes that a step needs at most beside all that lasts: in attention's backward, in
     a chunk's products, or in head and loss."""
     cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
+    wide = plan.accum_bytes / e
     x, (q, kv) = cfg.dim, plan.widths  # in columns of N tokens, as all but logits and loss
-    products = (4 * cfg.ffn + 3 * x) / plan.chunks
+    products = 4 * cfg.ffn / plan.chunks  # of down da, a and dgate|up
     grads = q + kv
     held = 2 * x + q
     kept = plan.activations
     if kept:
-        products *= 2  # made again, like q, k, v unless the last layer's stay
-        held += grads * (1 + cfg.qk_norm) * (kept.kept_chunks < kept.chunks)
+        again = kept.kept_chunks < kept.chunks  # gate|up, q, k, v, unless the last layer's stay
+        products *= 1 + again / 2
+        held += again * grads * (1 + cfg.qk_norm)
         if kept.chunks > 1 and plan.head_ranks * groups > 1:  # in the places of q, k, v
             grads = 0.0
     # of a head group q, k, v, o, do and gradients; of two what is sent and received
     several = 2 * min(2, groups) if plan.head_ranks > 1 else groups > 1
     buffers = several * (4 * q + 2 * kv) / groups
-    # the kernel's sums in float32: of q, and with fewer key/value heads of k and v
-    sums = 4 / e * (q + kv * (cfg.heads > cfg.kv_heads)) / groups
+    # the kernel's sums in float32: of q, with fewer key/value heads of k and v, and two of rows;
+    # those of one head group are still there as the next one begins
+    sums = wide * (q + kv * (cfg.heads > cfg.kv_heads) + 2 * cfg.heads) / groups
     first = (plan.head_ranks > 1) * (3 * q + kv) / groups
     if plan.ring > 1:
         # k, v and sums of this step and the next; dq
@@ -375,8 +378,9 @@ def working_bytes(plan):
     logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * x
     loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * x
     column = plan.tokens * e
-    return max(
-        column * (held + grads + buffers + 2 * sums),
+    angles = plan.in_flight / plan.part_layers * wide * cfg.head_dim  # of each pass
+    return column * angles + max(
+        column * (held + grads + buffers + min(2, groups) * sums),
         sent_bytes(plan) + max(column * (held + first + products), loss),
     )
 

@@ -1540,7 +1540,7 @@ def test_predictions_are_what_was_measured():
     import report
 
     rows = report.predicted_rows()
-    assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.05 for r in rows)
+    assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.01 for r in rows)
     known = [r for r in rows if r["kind"] != report.pictures.ELSEWHERE]
     errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
     assert len(known) >= 42 and errors[21] < 0.013 and errors[38] < 0.05 and errors[-1] < 0.08
@@ -2211,7 +2211,7 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
     simulated = lasting + peak_alive(requests)
-    assert 0.999 * simulated <= counted <= simulated + 2.5 * 2**30
+    assert 0.999 <= counted / simulated <= 1.08
 
 
 @slow
@@ -4389,7 +4389,7 @@ def test_planner_prints_plans():
     text = ask(f"{flags} --leaf 1")
     for name in planner.RULES:  # a reason a choice
         assert re.search(rf"^  {name} .*: ", text, re.M), name
-    assert "what binds: " in text and "order of nodes: 0, 1" in text and "tokens a day" in text
+    assert "what binds: " in text and "the given one" in text and "tokens a day" in text
     assert "not in the profile, at " in ask("--model 1b --ranks 4 --per-node 4 --cluster h200x2")
     found = json.loads(ask(f"{flags} --json"))
     first, *others = found["plans"]
@@ -4432,8 +4432,6 @@ def test_planner_places_rings(tmp_path):
     gib = 16 * 2 * 2 * 3 * 2**17 * 8 * 128 * 2 * 32 / 2**30
     before, after = map(float, re.search("traffic ([0-9.]+) -> ([0-9.]+)", text).groups())
     assert before - 2 * after == approx(gib, abs=0.02)  # of states, half crosses as before
-    text = ask("--model tiny --ranks 4 --per-node 2 --cluster h200x8 --leaf 1")
-    assert "order of nodes: the given one is as good" in text
 
 
 @parametrize(
