@@ -193,7 +193,7 @@ class Plan:
     def kv_groups(self) -> int:
         """Return how many head groups have key/value heads of their own; others share one, which
         goes around a ring with each of them."""
-        return min(self.head_groups, self.column.kv_heads // self.head_ranks)
+        return min(self.head_groups, max(1, self.column.kv_heads // self.head_ranks))
 
     @property
     def sum_bytes(self) -> int:
