@@ -647,7 +647,7 @@ def plan_text(row: dict) -> str | None:
         text += f" k={kept['resident']} alpha={row['alpha']:.2f} chunk={row['chunk']}"
         if twice := kept["layers_recomputing_attention"]:
             text += f", attention twice in {twice}"
-    return text
+    return text + ", os on the host" * (row.get("os_place") == "host")
 
 
 def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:

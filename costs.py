@@ -190,6 +190,12 @@ class Plan:
         return self.sp // self.ring
 
     @property
+    def kv_groups(self) -> int:
+        """Return how many head groups have key/value heads of their own; others share one, which
+        goes around a ring with each of them."""
+        return min(self.head_groups, max(1, self.column.kv_heads // self.head_ranks))
+
+    @property
     def sum_bytes(self) -> int:
         """Return the bytes of an element of dk, dv on its way around a ring."""
         return self.dtype.itemsize if self.ring == 2 else self.accum_bytes
@@ -333,8 +339,7 @@ def sent_bytes(plan: Plan) -> float:
     """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
     of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
     q, kv = plan.widths
-    groups = plan.head_groups
-    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)
+    groups, kv_groups = plan.head_groups, plan.kv_groups
     columns = (3 * min(2, groups) + 1) * q / groups
     columns += (min(2, kv_groups) + 1) * kv / kv_groups
     return (plan.head_ranks > 1) * plan.tokens * columns * plan.dtype.itemsize
@@ -344,21 +349,24 @@ def working_bytes(plan):
     """Return the bytes that a step needs at most beside all that lasts: in attention's backward, in
     a chunk's products, or in head and loss."""
     cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
+    wide = plan.accum_bytes / e
     x, (q, kv) = cfg.dim, plan.widths  # in columns of N tokens, as all but logits and loss
-    products = (4 * cfg.ffn + 3 * x) / plan.chunks
+    products = 4 * cfg.ffn / plan.chunks  # of down da, a and dgate|up
     grads = q + kv
     held = 2 * x + q
     kept = plan.activations
     if kept:
-        products *= 2  # made again, like q, k, v unless the last layer's stay
-        held += grads * (1 + cfg.qk_norm) * (kept.kept_chunks < kept.chunks)
+        again = kept.kept_chunks < kept.chunks  # gate|up, q, k, v, unless the last layer's stay
+        products *= 1 + again / 2
+        held += again * grads * (1 + cfg.qk_norm)
         if kept.chunks > 1 and plan.head_ranks * groups > 1:  # in the places of q, k, v
             grads = 0.0
     # of a head group q, k, v, o, do and gradients; of two what is sent and received
     several = 2 * min(2, groups) if plan.head_ranks > 1 else groups > 1
     buffers = several * (4 * q + 2 * kv) / groups
-    # the kernel's sums in float32: of q, and with fewer key/value heads of k and v
-    sums = 4 / e * (q + kv * (cfg.heads > cfg.kv_heads)) / groups
+    # the kernel's sums in float32: of q, with fewer key/value heads of k and v, and two of rows;
+    # those of one head group are still there as the next one begins
+    sums = wide * (q + kv * (cfg.heads > cfg.kv_heads) + 2 * cfg.heads) / groups
     first = (plan.head_ranks > 1) * (3 * q + kv) / groups
     if plan.ring > 1:
         # k, v and sums of this step and the next; dq
@@ -370,8 +378,9 @@ def working_bytes(plan):
     logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * x
     loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * x
     column = plan.tokens * e
-    return max(
-        column * (held + grads + buffers + 2 * sums),
+    angles = plan.in_flight / plan.part_layers * wide * cfg.head_dim  # of each pass
+    return column * angles + max(
+        column * (held + grads + buffers + min(2, groups) * sums),
         sent_bytes(plan) + max(column * (held + first + products), loss),
     )
 
@@ -575,8 +584,7 @@ def attention_seconds(est, plan, backward):
         )
         for columns in (there, back)
     )
-    kv_groups = min(groups, plan.column.kv_heads // plan.head_ranks)  # or each has one head
-    parts = plan.ring * plan.tokens * kv * e / kv_groups
+    parts = plan.ring * plan.tokens * kv * e / plan.kv_groups
     around = groups * est.collective("all_gather", parts, plan.mesh(plan.sp, plan.head_ranks))
     if backward:  # dk, dv too
         around *= 1 + plan.sum_bytes / e

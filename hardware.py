@@ -187,6 +187,7 @@ def check_profile(profile: Profile) -> None:
     for `launch`, which may be 0."""
     numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
     tables = [(name, 1, [[getattr(profile, name)]]) for name in numbers]
+    tables += [(f"launch {kind}", 1, [[profile.launch[kind]]]) for kind in PASSES]
     tables += [(f"products {kind}", 3, profile.products[kind]) for kind in PRODUCTS]
     tables += [(f"attention {kind}", 2, profile.attention[kind]) for kind in PASSES]
     tables += [(f"overlap {kind}", 2, [profile.overlap[kind]]) for kind in OVERLAPS]
@@ -194,7 +195,10 @@ def check_profile(profile: Profile) -> None:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
     for name, size, points in tables:
         each = [x for point in points for x in point]
-        positive = all(type(x) in (int, float) and 0 < x < math.inf for x in each)
+        may_be_0 = name.startswith("launch")
+        positive = all(
+            type(x) in (int, float) and (0 < x < math.inf or may_be_0 and x == 0)
+            for x in each)
         if not positive or {len(point) for point in points} != {size}:
             raise ValueError(f"{name} {points}: {size} positive numbers a point")
         if points != sorted(points):

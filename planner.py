@@ -753,7 +753,8 @@ def make_rings(plan):
     q, kv = plan.widths  # q, o and k, v, and twice as much in backward
     tokens = plan.tokens * model.layers * several
     exchanged = (6 * q + 3 * kv) * e * tokens
-    around = (plan.ring - 1) * kv * (2 * e + plan.sum_bytes) * tokens  # k, v twice; dk, dv
+    around = kv * (2 * e + plan.sum_bytes) * tokens  # k, v twice; dk, dv
+    around *= (plan.ring - 1) * plan.head_groups / plan.kv_groups
     rings += [Ring("all_to_all", sp, i, exchanged / sp) for i in range(1, sp)]
     return [*rings, Ring("ring", plan.sp, sp, around)]
 
@@ -832,7 +833,10 @@ def place(plan, leaf):
     leaf_of = parse_leaf(leaf, plan.ranks // plan.per_node)
     names = list(leaf_of)
     order, before, after = place_nodes([*leaf_of.values()], make_rings(plan), plan.per_node)
-    return (f"order of nodes: {', '.join(names[node] for node in order)}\n"
+    best = "the given one is as good"
+    if after < before:
+        best = ", ".join(names[node] for node in order)
+    return (f"order of nodes: {best}\n"
             f"spine traffic {before / GIB:.2f} -> {after / GIB:.2f} GiB a step, "
             f"{(before - after) / max(1.0, before):.0%} saved")
 
@@ -934,10 +938,12 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
     lines = []
     for plan in plans:
         found = figures(plan, hardware)
+        mfu = ""
+        if found["mfu_full"]:
+            mfu = f"MFU {found['mfu_causal']:.1%} causal, {found['mfu_full']:.1%} full, "
         lines.append(
             f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), "
-            f"MFU {found['mfu_causal'] or math.nan:.1%} causal, "
-            f"{found['mfu_full'] or math.nan:.1%} full, {found['tokens_a_day']:,.0f} tokens a day, "
+            f"{mfu}{found['tokens_a_day']:,.0f} tokens a day, "
             f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} GiB of a node's host: "
             f"{in_words(plan, plans[0]) or 'as above'}")
     seconds = [

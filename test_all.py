@@ -887,6 +887,12 @@ def equal(
         else:
             wrong += near(loss, wanted[i][0], loss_noise, f"step {i}, loss")
             wrong += near(norm, wanted[i][1], norm_noise, f"step {i}, norm")
+    if (case["dtype"], case["layout"], case["g"]) == ("bf16", "intra", run.plan.state_ranks):
+        wrong += [  # sums of several are no numbers of bf16, if they need not travel
+            f"gradients of {param.name} were rounded"
+            for param in states.sharded_params.values()
+            if case["micro"] > 1 and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
+        ]
     if only < 0 or only == len(wanted) - 1:
         found = {name: states.full(name).cpu() for name in after}
         for name, (update, wanted_update) in updates(before, found, after, case["dtype"]).items():
@@ -1143,7 +1149,7 @@ ALONE = [make_case(line) for line in """
 2 pp=2 micro=4
 2 pp=2 parts=2 micro=2
 2 keep=x docs=1
-2 keep=x sp=2 g=2 os=2 place=host dtype=bf16
+2 keep=x sp=2 g=2 os=2 micro=4 place=host dtype=bf16
 2 keep=x p=2 g=2 os=2
 2 keep=swapped g=2 os=2
 2 keep=neither model=deep block=norms
@@ -1534,7 +1540,7 @@ def test_predictions_are_what_was_measured():
     import report
 
     rows = report.predicted_rows()
-    assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.05 for r in rows)
+    assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.01 for r in rows)
     known = [r for r in rows if r["kind"] != report.pictures.ELSEWHERE]
     errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
     assert len(known) >= 42 and errors[21] < 0.013 and errors[38] < 0.05 and errors[-1] < 0.08
@@ -2205,7 +2211,7 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
     simulated = lasting + peak_alive(requests)
-    assert 0.999 * simulated <= counted <= simulated + 2.5 * 2**30
+    assert 0.999 <= counted / simulated <= 1.08
 
 
 @slow
@@ -2898,7 +2904,8 @@ def test_dry_run(tmp_path, capsys):
     main(f"--dry-run --dtype bf16 --model 7b --seq 16K --batch 1 --out {tmp_path}/a")
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
-    assert "optimizer 75.30" in text and "a second and GPU (TGS), MFU " in text
+    assert "optimizer 75.30" in text and "a second and GPU (TGS), " in text
+    assert "MFU" not in text and "nan" not in text  # of a CPU
     assert not (tmp_path / "a").exists()
 
 
@@ -3949,6 +3956,8 @@ def test_profiles_between_points_and_at_their_ends():
         ('"memory": 0.0', "memory .*0.0.*positive numbers"),
         ('"to_host": NaN', "to_host .*nan.*positive"),
         ('"per_node": "fast"', "per_node .*fast.*positive"),
+        ('"launch": {"forward": 0, "backward": -1}', "launch backward .*-1.*positive"),
+        ('"launch": {"forward": 1}', "is no profile.*backward"),
         ('"names": 1', "is no profile.*names"),
         ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
         ('"attention": {"forward": [[8, 1], [4, 1]], "backward": []}', "8, 1.*ascending"),
@@ -4144,6 +4153,8 @@ class Collectives(TorchDispatchMode):
             kind = "gradients"
             if "gather" in name or "broadcast" in name:
                 kind = "gathers" if ranks == tuple(range(self.p)) else "new parameters"
+            if "alltoall" in name:
+                kind = "all_to_all" if ranks == (0, 1) else "ring"
             if sizes:
                 many = sum if "coalesced" in name else max
                 self.bytes[kind, ranks, "allreduce" in name] += many(sizes)
@@ -4165,18 +4176,22 @@ class Collectives(TorchDispatchMode):
 )
 def test_predictions_and_rings_are_what_shard_launches(factors, layout, several, recompute):
     """The bytes of collectives of rank 0 of 8, of which none runs: where each takes as many seconds
-    and nothing is hidden, and as planner.py sends them around rings."""
-    cfg = m.ModelConfig(128, 64, 5, 4, 4, 128, 16)  # matrices are multiples of 8 * 128 elements
+    and nothing is hidden, and as planner.py sends them around rings; of attention, where two groups
+    of heads share a key/value head."""
+    cfg = m.ModelConfig(128, 64, 5, 4, 2, 128, 16)  # matrices are multiples of 8 * 128 elements
     f = shard.Factors(*factors)
     plan = costs.Plan(
         cfg,
         torch.bfloat16,
         8,
         4,
-        32,
-        batch=8 * several,
+        128,
+        sp=4,
+        ring=2,
+        batch=2 * several,
+        head_groups=2,
         recompute=recompute,
-        activations=offload.ActivationPlan(5, 1, 5, 0, 0, 5) if recompute == "auto" else None,
+        activations=offload.ActivationPlan(5, 1, 5) if recompute == "auto" else None,
         chunk=32,
         factors=f,
         os_layout=layout,
@@ -4191,14 +4206,16 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
     for stream, kind in KINDS.items():
         predicted[kind] += found[stream]
     for (kind, ranks, twice), size in launched.bytes.items():
-        total[kind] += size
-        sent[kind, ranks] += size * (1 + twice) * (1 - 1 / len(ranks))
+        if kind in KINDS.values():
+            total[kind] += size
+        sent[kind, ranks] += size * (1 if kind == "ring" else (1 + twice) * (1 - 1 / len(ranks)))
     assert +predicted == approx(total)
-    size = 2 * (m.param_count(cfg) - 11 * 64)  # without vectors
+    of_matrices = 1 - 11 * 64 / m.param_count(cfg)  # without vectors
     for ring in planner.make_rings(plan):
+        kind = KINDS.get(ring.kind, ring.kind)
         if ring.sent:
-            sent_around = ring.sent * size / (2 * m.param_count(cfg))
-            around[KINDS[ring.kind], tuple(range(0, ring.block, ring.stride))] += sent_around
+            sent_around = ring.sent * (of_matrices if ring.kind in KINDS else 1)
+            around[kind, tuple(range(0, ring.block, ring.stride))] += sent_around
     for key in sent.keys() | around.keys():
         share = sent[key] / around[key]
         # a weight that its buffer still holds is not gathered again
@@ -4377,7 +4394,7 @@ def test_planner_prints_plans():
     text = ask(f"{flags} --leaf 1")
     for name in planner.RULES:  # a reason a choice
         assert re.search(rf"^  {name} .*: ", text, re.M), name
-    assert "what binds: " in text and "order of nodes: 0, 1" in text and "tokens a day" in text
+    assert "what binds: " in text and "the given one" in text and "tokens a day" in text
     assert "not in the profile, at " in ask("--model 1b --ranks 4 --per-node 4 --cluster h200x2")
     found = json.loads(ask(f"{flags} --json"))
     first, *others = found["plans"]
@@ -4407,7 +4424,8 @@ def test_planner_prints_plans():
 
 def test_planner_places_rings(tmp_path):
     """Every second node under one leaf: the two nodes of a ring come together, and what goes
-    around it is counted: k, v forward and backward, and their sums, in bf16."""
+    around it is counted: k, v forward and backward, and their sums, in bf16, each for two groups of
+    heads."""
     leaves = tmp_path / "leaves"
     leaves.write_text("".join(f"node{i} {i % 2}\n" for i in range(4)))
     text = ask(
@@ -4416,7 +4434,7 @@ def test_planner_places_rings(tmp_path):
     )
     assert "order of nodes: node0, node2, node1, node3" in text
     # ranks r and r + 4 exchange, so that all of 16 cross
-    gib = 16 * 2 * 3 * 2**17 * 8 * 128 * 2 * 32 / 2**30
+    gib = 16 * 2 * 2 * 3 * 2**17 * 8 * 128 * 2 * 32 / 2**30
     before, after = map(float, re.search("traffic ([0-9.]+) -> ([0-9.]+)", text).groups())
     assert before - 2 * after == approx(gib, abs=0.02)  # of states, half crosses as before
 
