@@ -192,36 +192,27 @@ class TorchStates:
         return norm, loss.isfinite()
 
 
-class Transformers(nn.Module):
-    """transformers' model of a plan, with the losses of ours."""
-
-    def __init__(self, run: Run, what: str):
-        from transformers import AutoModelForCausalLM
-
-        super().__init__()
-        dtype = torch.bfloat16 if what == "bf16" else torch.float32
-        config = export_config(run.plan.model, {}, dtype)
-        with run.device:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        if what == "liger":
-            from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-            apply_liger_kernel_to_llama(model=model)
-        self.model = torch.compile(model)
-        self.autocast = torch.autocast(run.device.type, torch.bfloat16, what != "bf16")
-
-    forward_backward = LLaMA.forward_backward
-
-    def forward(self, tokens, labels, scale, *_) -> Tensor:
-        with self.autocast:
-            return self.model(tokens, labels=labels, shift_labels=labels, use_cache=False,
-                              num_items_in_batch=1 / scale).loss
-
-
 def transformers_step(run: Run, what: str) -> Step:
-    """Build a step of transformers on one rank."""
+    """Build a step of transformers' model on one rank, with the losses of ours."""
+    from transformers import AutoModelForCausalLM
+
     train.cap_gpu(run)
-    model = Transformers(run, what)
+    half = what == "bf16"
+    config = export_config(run.plan.model, {}, torch.bfloat16 if half else torch.float32)
+    with run.device:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if what == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    compiled = torch.compile(model)
+
+    def loss_of(tokens, labels, scale, *_):
+        with torch.autocast(run.device.type, torch.bfloat16, not half):
+            return compiled(tokens, labels=labels, shift_labels=labels, use_cache=False,
+                            num_items_in_batch=1 / scale).loss
+
+    model.forward_backward = functools.partial(LLaMA.forward_backward, loss_of)
     return Step(run, model, TorchStates(model), random_batch(run))
 
 

@@ -4683,7 +4683,7 @@ def test_bench_transformers_takes_the_same_steps(group, tmp_path):
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
     ours = bench.make_step(bench.plan_runs(table, cfg)[0])
     theirs = bench.transformers_step(bench.peer_run(table, cfg), "fp32")
-    theirs.model.model._orig_mod.save_pretrained(tmp_path)
+    theirs.model.save_pretrained(tmp_path)
     ours.states.load(checkpoint.hf_open(tmp_path, ours.run.plan.model))
     for _ in range(4):
         assert theirs()[0].item() == approx(ours()[0].item(), rel=2e-3)
