@@ -8,7 +8,9 @@
                                                  machine, as results/profiles/NAME.json
 
 A row of a table is a label and train.py's flags. A row "fsdp2 WHAT" runs the same model and kernel
-under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS.
+under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS; a
+row "transformers WHAT" runs transformers' model on one GPU, compiled, with float32 weights under
+autocast, with bf16 weights and states, or with Liger's kernels.
 Times are medians after a warm-up. MFU counts model FLOPs (model.flops_per_token), recomputation
 never: "causal" counts half of the attention matrix, "full" all of it. "Bound" is the causal MFU of
 a step's attention and matrix kernels alone, at the row's shapes and by the device's clock; "of
@@ -47,6 +49,7 @@ import costs
 import planner
 import train
 from attention import Attention, pick_kernel
+from checkpoint import export_config
 from hardware import PROFILES, Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
 from model import MODELS, LLaMA, ModelConfig, flops_per_token, param_count
@@ -163,7 +166,55 @@ def make_step(run: Run) -> Step:
     return Step(run, model, states, batch, memory)
 
 
-# ---------------------------------------------------------------------------- FSDP2
+# ---------------------------------------------------------------------------- peers
+
+
+class TorchStates:
+    """What train.run_step calls of States, by PyTorch's own: clipping and fused AdamW."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95),
+                                           weight_decay=0.1, fused=True)
+
+    def begin_step(self) -> None:
+        pass
+
+    def finish_gradients(self) -> None:
+        pass
+
+    def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm, loss.isfinite()
+
+
+def transformers_step(run: Run, what: str) -> Step:
+    """Build a step of transformers' model on one rank, with the losses of ours."""
+    from transformers import AutoModelForCausalLM
+
+    train.cap_gpu(run)
+    half = what == "bf16"
+    config = export_config(run.plan.model, {}, torch.bfloat16 if half else torch.float32)
+    with run.device:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    if what == "liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama(model=model)
+    compiled = torch.compile(model)
+
+    def loss_of(tokens, labels, scale, *_):
+        with torch.autocast(run.device.type, torch.bfloat16, not half):
+            return compiled(tokens, labels=labels, shift_labels=labels, use_cache=False,
+                            num_items_in_batch=1 / scale).loss
+
+    model.forward_backward = functools.partial(LLaMA.forward_backward, loss_of)
+    return Step(run, model, TorchStates(model), random_batch(run))
+
 
 ours: Attention | None = None  # of the step that is built last
 
@@ -191,10 +242,9 @@ PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every 
     "full": ({}, 1)}
 
 
-class Fsdp2States:
-    """PyTorch's fully_shard with its best settings, behind the methods that train.run_step calls of
-    States: bf16 on the wire, fused AdamW, prefetching, gradients synchronised in the last
-    micro-batch alone if they stay whole."""
+class Fsdp2States(TorchStates):
+    """PyTorch's fully_shard with its best settings: bf16 on the wire, prefetching, gradients
+    synchronised in the last micro-batch alone if they stay whole."""
 
     def __init__(self, model: LLaMA, mesh, reshard: bool, micro_batches: int, device):
         """reshard: after forward (ZeRO-3); else whole parameters and gradients stay (ZeRO-2)."""
@@ -211,12 +261,10 @@ class Fsdp2States:
         for here, after in zip(model.blocks, model.blocks[1:]):
             here.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([here])
-        self.model = model
+        super().__init__(model)
         self.reshard = reshard
         self.micro_batches = micro_batches
         model.register_forward_pre_hook(lambda *_: self.begin_micro_batch())
-        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95),
-                                           weight_decay=0.1, fused=True)
 
     def begin_step(self) -> None:
         self.micro_batch = 0
@@ -230,17 +278,6 @@ class Fsdp2States:
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
 
-    def finish_gradients(self) -> None:
-        pass
-
-    def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm, loss.isfinite()
-
 
 @functools.cache
 def fsdp2_mesh(device_type: str, replicas: int, shards: int):
@@ -249,9 +286,9 @@ def fsdp2_mesh(device_type: str, replicas: int, shards: int):
     return mesh if replicas > 1 else mesh["shard"]
 
 
-def fsdp2_run(bench: Bench, cfg: Config) -> Run:
-    """Return the run of a row of FSDP2: whole layers, all-to-alls of one head group by NCCL. What
-    fits is FSDP2's to say."""
+def peer_run(bench: Bench, cfg: Config) -> Run:
+    """Return the run of a peer: whole layers, all-to-alls of one head group by NCCL. What fits is
+    its own to say."""
     cfg = replace(cfg, head_groups=1, ring=1, recompute="none", os_place="gpu")
     run, *_ = plan_runs(bench, cfg, gpu=2.0**60)
     return replace(run, plan=replace(run.plan, per_node=0))
@@ -398,16 +435,17 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
     seconds = math.inf
     step = None
     try:
-        peer = label.startswith("fsdp2 ")
-        run = fsdp2_run(bench, cfg) if peer else plan_runs(bench, cfg)[0]
+        peer, *what = label.split()
+        build = {"fsdp2": fsdp2_step, "transformers": transformers_step}.get(peer)
+        run = peer_run(bench, cfg) if build else plan_runs(bench, cfg)[0]
         row |= chosen(run)
-        if peer:  # what is predicted is our step
+        if build:  # what is predicted is our step
             row |= {"predicted_s": None, "predicted_gib": None}
         kernels = kernel_seconds(bench, run)
         release(device)
         if label == "caching allocator":
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        step = fsdp2_step(run, label.split()[1]) if peer else make_step(run)
+        step = build(run, what[0]) if build else make_step(run)
         repeats = max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
         for _ in range(3 if step.memory or repeats > 5 else 1):  # the third is recorded
             step()
@@ -565,7 +603,10 @@ TABLES = {
          "fsdp2 none": "--sp {ranks} --strategy zero3",
          "fsdp2 half": "--sp {ranks} --strategy zero3",
          "fsdp2 selective": "--sp {ranks} --strategy zero3",
-         "fsdp2 full": "--sp {ranks} --strategy zero3"},
+         "fsdp2 full": "--sp {ranks} --strategy zero3",
+         "transformers fp32": "",
+         "transformers bf16": "",
+         "transformers liger": ""},
         "--batch 1", SEQUENCES, "model seq batch"),
     "shard": Table(
         {"ours os": "--strategy zero1",
@@ -638,7 +679,7 @@ COLUMNS = {  # title -> a row's cell
 
 def plan_text(row: dict) -> str | None:
     """Return what a row chose: p,g,os, other degrees, and what layers keep."""
-    if not row.get("sp") or row["system"].startswith("fsdp2"):
+    if not row.get("sp") or row["system"].startswith(("fsdp2", "transformers")):
         return None
     text = f"{row['p']},{row['g']},{row['os']}"
     text += "".join(f" {name}={row[name]}" for name in ("sp", "ring", "tp", "pp")
@@ -775,7 +816,8 @@ def measure(bench: Bench, name: str, lengths: list[str]) -> None:
             shared = f"--model {model} {table.flags} {variant} {bench.flags}"
             rows = table.rows(bench, shared) if callable(table.rows) else table.rows
             for label, own in rows.items():
-                if not bench.only or label in listed(bench.only):
+                alone = label.startswith("transformers") and bench.world > 1
+                if not alone and (not bench.only or label in listed(bench.only)):
                     attempt(bench, label, filled(bench, f"{shared} {own}"), table.look)
     except KeyboardInterrupt:
         what = "stopped; the rows so far are"

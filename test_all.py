@@ -4677,7 +4677,7 @@ def fsdp2_worker() -> None:
     ):
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
         ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-        theirs = bench.fsdp2_step(bench.fsdp2_run(table, cfg), recomputed)
+        theirs = bench.fsdp2_step(bench.peer_run(table, cfg), recomputed)
         weights = {
             name: weight.full_tensor().detach() for name, weight in theirs.model.named_parameters()
         }
@@ -4693,6 +4693,18 @@ def fsdp2_worker() -> None:
 def test_bench_fsdp2_takes_the_same_steps():
     text = run("", 2, "fsdp2_worker()")
     assert text.count(": equal") == 2
+
+
+def test_bench_transformers_takes_the_same_steps(group, tmp_path):
+    torch.compiler.set_stance("force_eager")
+    table = bench.Bench(torch.device("cpu"), 0, 1)
+    cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
+    ours = bench.make_step(bench.plan_runs(table, cfg)[0])
+    theirs = bench.transformers_step(bench.peer_run(table, cfg), "fp32")
+    theirs.model.save_pretrained(tmp_path)
+    ours.states.load(checkpoint.hf_open(tmp_path, ours.run.plan.model))
+    for _ in range(4):
+        assert theirs()[0].item() == approx(ours()[0].item(), rel=2e-3)
 
 
 def test_readme_numbers_are_measured():
