@@ -183,8 +183,7 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
 
 
 def check_profile(profile: Profile) -> None:
-    """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points; but
-    for `launch`, which may be 0."""
+    """Raise ValueError or KeyError unless all numbers are there, positive, at ascending points."""
     numbers = "per_node gpu_bytes host_bytes memory optimizer to_host visits".split()
     tables = [(name, 1, [[getattr(profile, name)]]) for name in numbers]
     tables += [(f"launch {kind}", 1, [[profile.launch[kind]]]) for kind in PASSES]
@@ -195,10 +194,7 @@ def check_profile(profile: Profile) -> None:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
     for name, size, points in tables:
         each = [x for point in points for x in point]
-        may_be_0 = name.startswith("launch")
-        positive = all(
-            type(x) in (int, float) and (0 < x < math.inf or may_be_0 and x == 0)
-            for x in each)
+        positive = all(type(x) in (int, float) and 0 < x < math.inf for x in each)
         if not positive or {len(point) for point in points} != {size}:
             raise ValueError(f"{name} {points}: {size} positive numbers a point")
         if points != sorted(points):
@@ -406,7 +402,7 @@ class Machine:
         The mean, since a step takes what its host takes on average. On a CPU they are part of the
         operators'."""
         if not self.gpu:
-            return dict.fromkeys(PASSES, 0.0)
+            return dict.fromkeys(PASSES, 1e-9)
         model = self.make_model(24, 256)
         states = States(model, self.device, self.dtype, micro_batches=4)
         ids = torch.arange(128, device=self.device)[None]

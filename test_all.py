@@ -3956,7 +3956,7 @@ def test_profiles_between_points_and_at_their_ends():
         ('"memory": 0.0', "memory .*0.0.*positive numbers"),
         ('"to_host": NaN', "to_host .*nan.*positive"),
         ('"per_node": "fast"', "per_node .*fast.*positive"),
-        ('"launch": {"forward": 0, "backward": -1}', "launch backward .*-1.*positive"),
+        ('"launch": {"forward": 1, "backward": -1}', "launch backward .*-1.*positive"),
         ('"launch": {"forward": 1}', "is no profile.*backward"),
         ('"names": 1', "is no profile.*names"),
         ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
