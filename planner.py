@@ -310,8 +310,9 @@ def whole_chunks(number):
 def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
                      busy=0.0):
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
-    backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
-    chunks K as have room. If nothing fits, the plan that needs least, and inf.
+    backward: of all k, m, X (whole groups of m layers leave) at once, with as many swapped chunks S
+    as copies hide behind computation, and then as many kept chunks K, as have room. If nothing
+    fits, the plan that needs least, and inf.
 
     layer, s: bytes and seconds of one, as costs.column_bytes and LayerSeconds; bandwidth: bytes/s
     to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
@@ -321,22 +322,27 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
              resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
              layers that are leaving <= gpu
 
-    Time falls with S as long as copies hide behind computation, so S is the most that still hides,
-    one more, or the most that host and rounding buffers have room for. With k = 2, m = 1, where
-    waiting for a copy costs more than it saves, that is Memo's rule, to a chunk:
+    With k = 2, m = 1 that is Memo's rule, to a chunk:
 
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    k, m, x, more, saves, needed, leaving, copied = ways_to_keep(n, layer, resident, bool(alpha))
+    ways = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1]
+    m, away, x = ways
+    saves = (m == 1) & (x <= away)  # intermediates
+    m, away, x = ways[:, (away % m == 0) & (saves & (away > 0) | (not alpha))
+                      & ((n - away == resident) | (not resident))]
+    saves, k = (m == 1) & (x <= away), n - away
+    plans = ActivationPlan(n, 1, k, 0, 0, x, m)
+    needed, copied = resident_bytes(plans, layer), host_bytes(plans, layer)
+    leaving = rounding_bytes(plans, layer) + 2 * (away > 0) * sum(layer[:2])
     part = layer[-1] / chunks
-    away = n - k
     room = gpu - needed
     buffered = whole_chunks(np.minimum(room / 2, (gpu - leaving) / 4) / part)  # of a layer
     most = np.minimum(
         whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks))
     hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
-    swapped = np.clip(hidden + more, 0, np.maximum(0, most))
+    swapped = np.clip(hidden, 0, np.maximum(0, most))
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
     feasible = (buffered >= 0) & (swapped <= most)
@@ -350,25 +356,6 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
         at, *_ = np.lexsort((np.maximum(needed, leaving), copied > max(0.0, host)))
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
-
-
-@functools.lru_cache
-def ways_to_keep(n, layer, resident, swaps):
-    """Return arrays of all plans that are as asked, of which intermediates are still to be added:
-    k, m, X; what S is more than what hides; whether intermediates are kept, by layers that drop
-    nothing; without them the bytes of the GPU, those of the rounding buffers and two whole layers
-    that are leaving in forward, and of the host. swaps: S is more than 0."""
-    options = np.array([-np.inf, 0, 1, np.inf])
-    m, away, x, option = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1, : len(options)]
-    saves = (m == 1) & (x <= away)
-    asked = (
-        (away % m == 0) & (saves | (option == 0))
-        & (saves & (away > 0) | (not swaps)) & ((n - away == resident) | (not resident)))
-    m, away, x, option, saves = (each[asked] for each in (m, away, x, option, saves))
-    plans = ActivationPlan(n, 1, n - away, 0, 0, x, m)
-    leaving = rounding_bytes(plans, layer) + 2 * (away > 0) * sum(layer[:2])
-    needed = resident_bytes(plans, layer), leaving, host_bytes(plans, layer)
-    return plans.resident, m, x, options[option], saves, *needed
 
 
 # ---------------------------------------------------------------------------- which plan
