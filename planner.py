@@ -319,8 +319,7 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     alpha: set by hand; busy: seconds of a layer's forward in which other things are copied.
 
         min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
-             resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
-             layers that are leaving <= gpu
+             resident_bytes <= gpu,  host_bytes <= host
 
     With k = 2, m = 1 that is Memo's rule, to a chunk:
 
@@ -335,17 +334,17 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     saves, k = (m == 1) & (x <= away), n - away
     plans = ActivationPlan(n, 1, k, 0, 0, x, m)
     needed, copied = resident_bytes(plans, layer), host_bytes(plans, layer)
-    leaving = rounding_bytes(plans, layer) + 2 * (away > 0) * sum(layer[:2])
     part = layer[-1] / chunks
     room = gpu - needed
-    buffered = whole_chunks(np.minimum(room / 2, (gpu - leaving) / 4) / part)  # of a layer
+    # of a layer: in two buffers, and in forward on two of the k layers' room
+    buffered = whole_chunks(np.minimum(2 * room, room + (k - 2) * sum(layer[:2])) / (4 * part))
     most = np.minimum(
         whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks))
     hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
     swapped = np.clip(hidden, 0, np.maximum(0, most))
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
-    feasible = (buffered >= 0) & (swapped <= most)
+    feasible = (room >= 0) & (swapped <= most)
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
     kept = np.clip(kept, 0, feasible * saves * chunks * k)
     plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
@@ -353,7 +352,7 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     lost = np.where(feasible, lost, np.inf)
     at = np.argmin(lost)
     if lost[at] == np.inf:
-        at, *_ = np.lexsort((np.maximum(needed, leaving), copied > max(0.0, host)))
+        at, *_ = np.lexsort((needed, copied > max(0.0, host)))
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
 

@@ -1571,7 +1571,8 @@ def test_papers_choices():
 
 
 def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
-    """Return the least seconds of planner.plan_activations's program, by trying everything."""
+    """Return the least seconds of planner.plan_activations's program, by trying everything, and
+    of what is swapped the most."""
     best = math.inf
     x, attn, others = layer
     io = x + attn
@@ -1580,15 +1581,19 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
     def waits(copied: float, layers: int) -> float:
         return max(0.0, copied / bandwidth - layers * s.forward)
 
-    for k, swapped in [(k, i) for k in range(2, n + 1) for i in range(c * (n - k) + 1)]:
-        leaving = 2 * (io + -(-swapped // max(1, n - k)) * part) * (k < n)
-        for kept, dropped in itertools.product(range(c * k + 1), range(n - k + 1)):
-            out = (n - k) * io - dropped * attn + swapped * part
+    for k, dropped in itertools.product(range(2, n + 1), range(n - 1)):
+        for swapped in range(c * (n - k), -1, -1) if dropped <= n - k else []:
+            leaving = 2 * (io + -(-swapped // max(1, n - k)) * part) * (k < n)
             buffers = leaving - 2 * attn * (dropped == n - k > 0)  # to which no o comes back
-            if max(k * io + kept * part, leaving) + buffers > gpu or out > host:
+            out = (n - k) * io - dropped * attn + swapped * part
+            room = gpu - buffers - k * io
+            late = waits(out, n - k)
+            if room < 0 or leaving + buffers > gpu or out > host or swapped and late:
                 continue
+            kept = min(c * k, room // part)
             again = (n - (kept + swapped) / c) * s.recompute + dropped * s.attention
-            best = min(best, waits(out, n - k) + again)
+            best = min(best, late + again)
+            break  # with the most that hides
     for stride, k, dropped in itertools.product(range(1, n + 1), range(2, n + 1), range(n + 1)):
         away = n - k
         if away % stride:
