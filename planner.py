@@ -744,24 +744,24 @@ def make_rings(plan):
     return [*rings, Ring("ring", plan.sp, sp, around)]
 
 
-def swap_places(traffic, leaves):
-    """Return leaves (N,) after the best swap of two places, again and again until none saves bytes.
+def swap_nodes(order, leaf, traffic):
+    """Return the order after the best swap of two nodes, again and again until none saves bytes.
 
-    With D[i, b] the bytes between place i and leaf b, a swap of i under a with j under b saves
-    D[i, b] - D[i, a] + D[j, a] - D[j, b], less the bytes between i and j, which still cross, twice.
+    With D[i, j] the bytes between place i and all under the leaf of place j, a swap of i and j
+    saves D[i, j] - D[i, i] + D[j, i] - D[j, j], less the bytes between i and j, which still cross,
+    twice.
     """
     between = traffic + traffic.T
     np.fill_diagonal(between, 0)
-    leaves = leaves.copy()
-    one_hot = np.eye(leaves.max() + 1)
     while True:
-        to_leaf = (between @ one_hot[leaves])[:, leaves]  # (N, N), of place i to the leaf of j
+        together = leaf[order, None] == leaf[order]
+        to_leaf = between @ together
         own = to_leaf.diagonal()
         saved = to_leaf + to_leaf.T - own[:, None] - own - 2 * between
         i, j = np.unravel_index(saved.argmax(), saved.shape)
         if saved[i, j] <= 0:
-            return leaves
-        leaves[[i, j]] = leaves[[j, i]]
+            return order
+        order[[i, j]] = order[[j, i]]
 
 
 def place_nodes(leaves, rings, per_node):
@@ -770,23 +770,21 @@ def place_nodes(leaves, rings, per_node):
     and the bytes of a step that cross in the given order, and in this one. leaves: of each node, in
     the given order.
     """
-    _, given, counts = np.unique(leaves, return_inverse=True, return_counts=True)
-    rank = np.arange(len(leaves) * per_node)
-    traffic = np.zeros((len(leaves), len(leaves)))  # whole bytes that a place sends to another
+    _, leaf, counts = np.unique(leaves, return_inverse=True, return_counts=True)
+    rank = np.arange(len(leaf) * per_node)
+    traffic = np.zeros((len(leaf), len(leaf)))  # whole bytes that a place sends to another
     for ring in rings:
         next_rank = rank // ring.block * ring.block + (rank + ring.stride) % ring.block
         np.add.at(traffic, (rank // per_node, next_rank // per_node), round(ring.sent))
 
     def spine_bytes(order):
-        return traffic[order[:, None] != order].sum()
+        return traffic[leaf[order, None] != leaf[order]].sum()
 
-    packed = given[np.lexsort((given, -counts[given]))]  # turned, as blocks begin within leaves too
-    starts = [*(np.roll(packed, turn) for turn in range(32)), given]
-    swapped = [swap_places(traffic, start) for start in starts]
-    best = min([given, *swapped], key=spine_bytes)  # the first, of those that tie
-    order = np.empty_like(given)  # nodes of a leaf take its places in the given order
-    order[best.argsort(kind="stable")] = given.argsort(kind="stable")
-    return order.tolist(), spine_bytes(given), spine_bytes(best)
+    given = np.arange(len(leaf))
+    packed = np.lexsort((leaf, -counts[leaf]))  # turned, as blocks begin within leaves too
+    orders = (swap_nodes(np.roll(packed, turn), leaf, traffic) for turn in range(32))
+    best = min([given, *orders], key=spine_bytes)  # the first, of those that tie
+    return best.tolist(), spine_bytes(given), spine_bytes(best)
 
 
 def parse_leaf(text, num_nodes):
