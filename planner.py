@@ -792,10 +792,9 @@ def parse_leaf(text, num_nodes):
     leaf; or --leaf FILE: a node and its leaf a line, # begins a comment. Raises ValueError."""
     try:
         if text.isdecimal() and int(text):
-            lines = [f"{node} {node // int(text)}" for node in range(num_nodes)]
+            rows = [(f"{node}", f"{node // int(text)}") for node in range(num_nodes)]
         else:
-            lines = Path(text).read_text().splitlines()
-        rows = [row for line in lines if (row := line.partition("#")[0].split())]
+            rows = np.genfromtxt(text, str, ndmin=2).tolist()
         leaf_of = dict(rows)
     except (OSError, ValueError) as e:
         raise ValueError(f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
