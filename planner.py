@@ -300,7 +300,6 @@ class TooLarge(ValueError):
 
 
 MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
-TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
 def whole_chunks(number):
@@ -318,7 +317,7 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
     alpha: set by hand; busy: seconds of a layer's forward in which other things are copied.
 
-        min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
+        min  seconds recomputed and waited
              resident_bytes <= gpu,  host_bytes <= host
 
     With k = 2, m = 1 that is Memo's rule, to a chunk:
@@ -348,9 +347,8 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
     kept = np.clip(kept, 0, feasible * saves * chunks * k)
     plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
-    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy)) + TIE_S * (copied + swapped * part)
-    lost = np.where(feasible, lost, np.inf)
-    at = np.argmin(lost)
+    lost = np.where(feasible, sum(lost_seconds(plans, layer, s, bandwidth, busy)), np.inf)
+    at = np.argmin(lost)  # the first, of those that tie: fewer layers are copied
     if lost[at] == np.inf:
         at, *_ = np.lexsort((needed, copied > max(0.0, host)))
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
