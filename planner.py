@@ -492,12 +492,12 @@ def head_groups(c, plan):
     column, ranks = plan.column, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
-    least, *more = legal(c, ["head_groups"], zip(counts), lambda groups: groups not in counts and (
+    found = legal(c, ["head_groups"], zip(counts), lambda groups: groups not in counts and (
         f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head of "
         f"{plan.tokens} tokens may have too many elements: more --sp"))
     few, many = (4, 16) if ranks > 1 else (1, 8)
     for most in {few, many if plan.tokens > 2**16 else few}:
-        yield [least, *(x for x in more if x["head_groups"] <= most)][-1]
+        yield max(found, key=lambda x: x["head_groups"] * (x["head_groups"] <= most))
 
 
 def treatments(c, plan):
@@ -551,9 +551,8 @@ def states(c, plan):
 
 
 def some_states(c, plan):
-    """States have legal factors; which of them is chosen last."""
-    next(states(c, plan))
-    return [{}]
+    """States have legal factors, the first ones for now: which of them is chosen last."""
+    return [next(states(c, plan))]
 
 
 # of the computation
@@ -611,7 +610,7 @@ def search(c, model, hardware):
             if late(plan):
                 break
             tried.append(fit(c, plan, hardware))
-    found = [plan for plan in tried if plan.step_s < math.inf]
+    found = sorted((plan for plan in tried if plan.step_s < math.inf), key=token_s)
     if not found:
         plan = min(tried, key=lambda plan: over(plan, hardware))
         raise TooLarge(
@@ -620,7 +619,7 @@ def search(c, model, hardware):
             f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
             f"{hardware.host_budget / GIB:.1f}, with {in_words(plan)}, at least (asked for, "
             f"which may need more: {given(vars(c)) or 'nothing'})")
-    return sorted(found, key=token_s)
+    return found
 
 
 def shapes(c, model, hardware):
@@ -876,7 +875,6 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rates = plan.rates(plan.step_s, hardware.profile.peak_flops)
     return asdict(plan) | asdict(plan.factors) | rates | {
-        "dtype": f"{plan.dtype}",
         "dp": plan.dp,
         "step_s": plan.step_s,
         "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
@@ -885,8 +883,9 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
     }
 
 
-def command(plan: Plan, asked: Constraints) -> str:
-    """Return the command that runs a plan, on each node, with all else that was asked."""
+def command(plan: Plan, asked) -> str:
+    """Return the command that runs a plan, on each node, with all else that was asked of a
+    program, which names its model."""
     values = vars(asked) | vars(plan) | asdict(plan.factors) | {
         "overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
     if plan.recompute == "auto":
@@ -894,11 +893,10 @@ def command(plan: Plan, asked: Constraints) -> str:
     if values["recompute"] != "auto":
         del values["chunk"]
     del values["seq"]  # which has another default in train.py
-    model = {model: name for name, model in MODELS.items()}.get(plan.model, "?")
     nodes = plan.ranks // plan.per_node
     meet = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400" * (nodes > 1)
     return (f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{meet} train.py "
-            f"--model {model} --seq {in_size(plan.seq)} {given(values)}")
+            f"--model {asked.model} --seq {in_size(plan.seq)} {given(values)}")
 
 
 def given(values):
@@ -1077,7 +1075,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.json:
         rows = [
             figures(plan, hardware) | {"command": command(plan, asked)} for plan in plans]
-        text = json.dumps({"plans": rows, "text": text})
+        text = json.dumps({"plans": rows, "text": text}, default=str)
     print(text)
     return int(not plans)
 
