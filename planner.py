@@ -591,7 +591,7 @@ def best_of_kinds(found):
 def search(c, model, hardware):
     """Return plans that fit, fastest first, among them the best of each kind. Raises ValueError if
     there is none: with what the one that is nearest needs, or why what is asked is illegal."""
-    tried = []  # those that do not fit take forever
+    found, too_large = [], []
 
     def by_bound(plans, with_states):  # by the seconds that they take at least
         plans = [replace(plan, seconds=step_seconds(hardware.est, plan, with_states))
@@ -601,7 +601,7 @@ def search(c, model, hardware):
     def late(plan):
         return any(
             plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
-            for other in tried)
+            for other in found)
 
     for shape in by_bound(shapes(c, model, hardware), with_states=False):
         if late(shape):
@@ -609,17 +609,17 @@ def search(c, model, hardware):
         for plan in by_bound(choose(c, [shape], states), with_states=True):
             if late(plan):
                 break
-            tried.append(fit(c, plan, hardware))
-    found = sorted((plan for plan in tried if plan.step_s < math.inf), key=token_s)
+            plan = fit(c, plan, hardware)
+            (found if plan.step_s < math.inf else too_large).append(plan)
     if not found:
-        plan = min(tried, key=lambda plan: over(plan, hardware))
+        plan = min(too_large, key=lambda plan: over(plan, hardware))
         raise TooLarge(
             f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of "
             f"{hardware.gpu_budget / GIB:.1f} ({in_gib(plan)}), and "
             f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
             f"{hardware.host_budget / GIB:.1f}, with {in_words(plan)}, at least (asked for, "
             f"which may need more: {given(vars(c)) or 'nothing'})")
-    return found
+    return sorted(found, key=token_s)
 
 
 def shapes(c, model, hardware):
