@@ -64,7 +64,7 @@ from costs import (
     visit_seconds,
     with_memory,
 )
-from hardware import Profile, find_sheet, load_profile, profile_names, scaled
+from hardware import Profile, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
@@ -1013,9 +1013,7 @@ class Question(Constraints):
 
     def hardware(self):
         """Return the machine that is asked for. Raises ValueError."""
-        # of a GPU by its name, nodes of 8
-        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
-        per_node = 8 if named else load_profile(self.cluster).per_node
+        per_node = load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
         per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
         profile = load_profile(self.cluster, per_node)

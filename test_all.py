@@ -3997,7 +3997,7 @@ def test_known_profiles_are_those_of_the_node():
     rates = [x.collectives["all_gather"]["8x1"][-1][-1] for x in (large, base)]
     assert rates[0] == approx(300 / 450 * rates[1])
     # one GPU was measured; what GPUs of a node share is an H200's
-    one, eight = (hardware.load_profile("h100", n) for n in (None, 8))
+    one, eight = (hardware.load_profile("h100", n) for n in (1, 8))
     assert eight.products == one.products and one.per_node == 1 and eight.per_node == 8
     assert eight.host_bytes > one.host_bytes and eight.collectives["all_gather"]
     assert hardware.load_profile("H100", 8) == eight
