@@ -664,7 +664,7 @@ def over(plan, hardware):
 def fit(c, plan, hardware):
     """Return the plan with what its layers keep, its bytes and its seconds: it takes forever, if it
     does not fit."""
-    est, n, layer = hardware.est, plan.part_layers, column_bytes(plan)
+    est, n = hardware.est, plan.part_layers
     lost = 0.0
     if plan.recompute == "auto":
         plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
@@ -674,7 +674,7 @@ def fit(c, plan, hardware):
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
         spare = hardware.host_budget - plan.host.get("optimizer", 0)
         kept, lost = plan_activations(
-            n, layer, layer_seconds(est, plan), plan.chunks, est.profile.to_host,
+            n, column_bytes(plan), layer_seconds(est, plan), plan.chunks, est.profile.to_host,
             room / times, spare / times, c.resident_layers, c.alpha, visit_seconds(est, plan))
         plan = with_memory(replace(plan, activations=kept))
     fits = lost < math.inf and over(plan, hardware) <= 1 + 1e-9
@@ -706,10 +706,9 @@ def predict(plan: Plan, profile: Profile) -> Plan:
 #     order [0, 2, 1, 3]    a    a    b    b      0 of p, 8 of os
 #
 # That is a partition of a graph with parts of given sizes, which is NP-hard. Here from leaf after
-# leaf, the largest first, turned, and from the given order two places are swapped as long as that
-# saves bytes: the best one for every p, g, os, sp and all leaves of up
-# to 8 nodes of 2 ranks (a test). Left out: trees and NVLink SHARP, whose edges lie elsewhere;
-# several levels of spines.
+# leaf, the largest first, turned, two nodes are swapped as long as that saves bytes: the best one
+# for every p, g, os, sp of some leaves of up to 8 nodes (a test). Left out: trees and NVLink SHARP,
+# whose edges lie elsewhere; several levels of spines.
 
 
 @dataclass(frozen=True)
@@ -742,7 +741,8 @@ def make_rings(plan):
 
 
 def swap_nodes(order, leaf, traffic):
-    """Return the order after the best swap of two nodes, again and again until none saves bytes.
+    """Return the order, changed by the best swap of two nodes again and again until none saves
+    bytes.
 
     With D[i, j] the bytes between place i and all under the leaf of place j, a swap of i and j
     saves D[i, j] - D[i, i] + D[j, i] - D[j, j], less the bytes between i and j, which still cross,
@@ -751,8 +751,7 @@ def swap_nodes(order, leaf, traffic):
     between = traffic + traffic.T
     np.fill_diagonal(between, 0)
     while True:
-        together = leaf[order, None] == leaf[order]
-        to_leaf = between @ together
+        to_leaf = between @ (leaf[order, None] == leaf[order])
         own = to_leaf.diagonal()
         saved = to_leaf + to_leaf.T - own[:, None] - own - 2 * between
         i, j = np.unravel_index(saved.argmax(), saved.shape)
