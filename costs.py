@@ -310,7 +310,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     x, attn, others = layer
     n, m = plan.layers, plan.stride
     away, dropped = plan.swapped_layers, plan.layers_recomputing_attention
-    most = 0.0
+    most = 2 * (away > 0) * (x + attn)  # in forward two are leaving
     # it is most at the last groups, one of which has fewer layers, and at the last that drop o
     last_dropping = (dropped - 1) // m
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):

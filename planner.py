@@ -64,7 +64,7 @@ from costs import (
     visit_seconds,
     with_memory,
 )
-from hardware import Profile, find_sheet, load_profile, profile_names, scaled
+from hardware import Profile, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
@@ -300,7 +300,6 @@ class TooLarge(ValueError):
 
 
 MOST_STRIDE = 8  # layers of which one keeps its input: a group's are on the GPU together
-TIE_S = 1e-4 / GIB  # seconds a byte: what need not be pinned and copied stays
 
 
 def whole_chunks(number):
@@ -310,65 +309,50 @@ def whole_chunks(number):
 def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
                      busy=0.0):
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
-    backward: of all k, m, X (whole groups of m layers leave) and some S at once, with as many kept
-    chunks K as have room. If nothing fits, the plan that needs least, and inf.
+    backward: of all k, m, X (whole groups of m layers leave) at once, with as many swapped chunks S
+    as copies hide behind computation, and then as many kept chunks K, as have room. If nothing
+    fits, the plan that needs least, and inf.
 
     layer, s: bytes and seconds of one, as costs.column_bytes and LayerSeconds; bandwidth: bytes/s
     to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
     alpha: set by hand; busy: seconds of a layer's forward in which other things are copied.
 
-        min  seconds recomputed and waited      (+ a tenth of a millisecond a GiB swapped)
-             resident_bytes <= gpu,  host_bytes <= host, and in forward the rounding buffers and two
-             layers that are leaving <= gpu
+        min  seconds recomputed and waited
+             resident_bytes <= gpu,  host_bytes <= host
 
-    Time falls with S as long as copies hide behind computation, so S is the most that still hides,
-    one more, or the most that host and rounding buffers have room for. With k = 2, m = 1, where
-    waiting for a copy costs more than it saves, that is Memo's rule, to a chunk:
+    With k = 2, m = 1 that is Memo's rule, to a chunk:
 
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    k, m, x, more, saves, needed, leaving, copied = ways_to_keep(n, layer, resident, bool(alpha))
+    ways = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1]
+    m, away, x = ways
+    saves = (m == 1) & (x <= away)  # intermediates
+    m, away, x = ways[:, (away % m == 0) & (saves & (away > 0) | (not alpha))
+                      & ((n - away == resident) | (not resident))]
+    saves, k = (m == 1) & (x <= away), n - away
+    plans = ActivationPlan(n, 1, k, 0, 0, x, m)
+    needed, copied = resident_bytes(plans, layer), host_bytes(plans, layer)
     part = layer[-1] / chunks
-    away = n - k
     room = gpu - needed
-    buffered = whole_chunks(np.minimum(room / 2, (gpu - leaving) / 4) / part)  # of a layer
+    # of a layer: in two buffers, and in forward on two of the k layers' room
+    buffered = whole_chunks(np.minimum(2 * room, room + (k - 2) * sum(layer[:2])) / (4 * part))
     most = np.minimum(
         whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks))
     hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
-    swapped = np.clip(hidden + more, 0, np.maximum(0, most))
+    swapped = np.clip(hidden, 0, np.maximum(0, most))
     if alpha is not None:  # the nearest number of chunks
         swapped = np.rint(alpha * chunks * away)
-    feasible = (buffered >= 0) & (swapped <= most)
+    feasible = (room >= 0) & (swapped <= most)
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
     kept = np.clip(kept, 0, feasible * saves * chunks * k)
     plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)
-    lost = sum(lost_seconds(plans, layer, s, bandwidth, busy)) + TIE_S * (copied + swapped * part)
-    lost = np.where(feasible, lost, np.inf)
-    at = np.argmin(lost)
+    lost = np.where(feasible, sum(lost_seconds(plans, layer, s, bandwidth, busy)), np.inf)
+    at = np.argmin(lost)  # the first, of those that tie: fewer layers are copied
     if lost[at] == np.inf:
-        at, *_ = np.lexsort((np.maximum(needed, leaving), copied > max(0.0, host)))
+        at, *_ = np.lexsort((needed, copied > max(0.0, host)))
     chosen = (int(each[at]) for each in (k, kept, swapped, x, m))
     return ActivationPlan(n, chunks, *chosen), float(lost[at])
-
-
-@functools.lru_cache
-def ways_to_keep(n, layer, resident, swaps):
-    """Return arrays of all plans that are as asked, of which intermediates are still to be added:
-    k, m, X; what S is more than what hides; whether intermediates are kept, by layers that drop
-    nothing; without them the bytes of the GPU, those of the rounding buffers and two whole layers
-    that are leaving in forward, and of the host. swaps: S is more than 0."""
-    options = np.array([-np.inf, 0, 1, np.inf])
-    m, away, x, option = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1, : len(options)]
-    saves = (m == 1) & (x <= away)
-    asked = (
-        (away % m == 0) & (saves | (option == 0))
-        & (saves & (away > 0) | (not swaps)) & ((n - away == resident) | (not resident)))
-    m, away, x, option, saves = (each[asked] for each in (m, away, x, option, saves))
-    plans = ActivationPlan(n, 1, n - away, 0, 0, x, m)
-    leaving = rounding_bytes(plans, layer) + 2 * (away > 0) * sum(layer[:2])
-    needed = resident_bytes(plans, layer), leaving, host_bytes(plans, layer)
-    return plans.resident, m, x, options[option], saves, *needed
 
 
 # ---------------------------------------------------------------------------- which plan
@@ -508,12 +492,12 @@ def head_groups(c, plan):
     column, ranks = plan.column, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
-    least, *more = legal(c, ["head_groups"], zip(counts), lambda groups: groups not in counts and (
+    found = legal(c, ["head_groups"], zip(counts), lambda groups: groups not in counts and (
         f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head of "
         f"{plan.tokens} tokens may have too many elements: more --sp"))
     few, many = (4, 16) if ranks > 1 else (1, 8)
     for most in {few, many if plan.tokens > 2**16 else few}:
-        yield [least, *(x for x in more if x["head_groups"] <= most)][-1]
+        yield max(found, key=lambda x: x["head_groups"] * (x["head_groups"] <= most))
 
 
 def treatments(c, plan):
@@ -567,9 +551,8 @@ def states(c, plan):
 
 
 def some_states(c, plan):
-    """States have legal factors; which of them is chosen last."""
-    next(states(c, plan))
-    return [{}]
+    """States have legal factors, the first ones for now: which of them is chosen last."""
+    return [next(states(c, plan))]
 
 
 # of the computation
@@ -608,7 +591,7 @@ def best_of_kinds(found):
 def search(c, model, hardware):
     """Return plans that fit, fastest first, among them the best of each kind. Raises ValueError if
     there is none: with what the one that is nearest needs, or why what is asked is illegal."""
-    tried = []  # those that do not fit take forever
+    found, too_large = [], []
 
     def by_bound(plans, with_states):  # by the seconds that they take at least
         plans = [replace(plan, seconds=step_seconds(hardware.est, plan, with_states))
@@ -618,7 +601,7 @@ def search(c, model, hardware):
     def late(plan):
         return any(
             plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
-            for other in tried)
+            for other in found)
 
     for shape in by_bound(shapes(c, model, hardware), with_states=False):
         if late(shape):
@@ -626,10 +609,10 @@ def search(c, model, hardware):
         for plan in by_bound(choose(c, [shape], states), with_states=True):
             if late(plan):
                 break
-            tried.append(fit(c, plan, hardware))
-    found = [plan for plan in tried if plan.step_s < math.inf]
+            plan = fit(c, plan, hardware)
+            (found if plan.step_s < math.inf else too_large).append(plan)
     if not found:
-        plan = min(tried, key=lambda plan: over(plan, hardware))
+        plan = min(too_large, key=lambda plan: over(plan, hardware))
         raise TooLarge(
             f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of "
             f"{hardware.gpu_budget / GIB:.1f} ({in_gib(plan)}), and "
@@ -681,7 +664,7 @@ def over(plan, hardware):
 def fit(c, plan, hardware):
     """Return the plan with what its layers keep, its bytes and its seconds: it takes forever, if it
     does not fit."""
-    est, n, layer = hardware.est, plan.part_layers, column_bytes(plan)
+    est, n = hardware.est, plan.part_layers
     lost = 0.0
     if plan.recompute == "auto":
         plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
@@ -691,7 +674,7 @@ def fit(c, plan, hardware):
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
         spare = hardware.host_budget - plan.host.get("optimizer", 0)
         kept, lost = plan_activations(
-            n, layer, layer_seconds(est, plan), plan.chunks, est.profile.to_host,
+            n, column_bytes(plan), layer_seconds(est, plan), plan.chunks, est.profile.to_host,
             room / times, spare / times, c.resident_layers, c.alpha, visit_seconds(est, plan))
         plan = with_memory(replace(plan, activations=kept))
     fits = lost < math.inf and over(plan, hardware) <= 1 + 1e-9
@@ -723,10 +706,9 @@ def predict(plan: Plan, profile: Profile) -> Plan:
 #     order [0, 2, 1, 3]    a    a    b    b      0 of p, 8 of os
 #
 # That is a partition of a graph with parts of given sizes, which is NP-hard. Here from leaf after
-# leaf, the largest first, turned, and from the given order two places are swapped as long as that
-# saves bytes: the best one for every p, g, os, sp and all leaves of up
-# to 8 nodes of 2 ranks (a test). Left out: trees and NVLink SHARP, whose edges lie elsewhere;
-# several levels of spines.
+# leaf, the largest first, turned, two nodes are swapped as long as that saves bytes: the best one
+# for every p, g, os, sp of some leaves of up to 8 nodes (a test). Left out: trees and NVLink SHARP,
+# whose edges lie elsewhere; several levels of spines.
 
 
 @dataclass(frozen=True)
@@ -759,24 +741,24 @@ def make_rings(plan):
     return [*rings, Ring("ring", plan.sp, sp, around)]
 
 
-def swap_places(traffic, leaves):
-    """Return leaves (N,) after the best swap of two places, again and again until none saves bytes.
+def swap_nodes(order, leaf, traffic):
+    """Return the order, changed by the best swap of two nodes again and again until none saves
+    bytes.
 
-    With D[i, b] the bytes between place i and leaf b, a swap of i under a with j under b saves
-    D[i, b] - D[i, a] + D[j, a] - D[j, b], less the bytes between i and j, which still cross, twice.
+    With D[i, j] the bytes between place i and all under the leaf of place j, a swap of i and j
+    saves D[i, j] - D[i, i] + D[j, i] - D[j, j], less the bytes between i and j, which still cross,
+    twice.
     """
     between = traffic + traffic.T
     np.fill_diagonal(between, 0)
-    leaves = leaves.copy()
-    one_hot = np.eye(leaves.max() + 1)
     while True:
-        to_leaf = (between @ one_hot[leaves])[:, leaves]  # (N, N), of place i to the leaf of j
+        to_leaf = between @ (leaf[order, None] == leaf[order])
         own = to_leaf.diagonal()
         saved = to_leaf + to_leaf.T - own[:, None] - own - 2 * between
         i, j = np.unravel_index(saved.argmax(), saved.shape)
         if saved[i, j] <= 0:
-            return leaves
-        leaves[[i, j]] = leaves[[j, i]]
+            return order
+        order[[i, j]] = order[[j, i]]
 
 
 def place_nodes(leaves, rings, per_node):
@@ -785,23 +767,21 @@ def place_nodes(leaves, rings, per_node):
     and the bytes of a step that cross in the given order, and in this one. leaves: of each node, in
     the given order.
     """
-    _, given, counts = np.unique(leaves, return_inverse=True, return_counts=True)
-    rank = np.arange(len(leaves) * per_node)
-    traffic = np.zeros((len(leaves), len(leaves)))  # whole bytes that a place sends to another
+    _, leaf, counts = np.unique(leaves, return_inverse=True, return_counts=True)
+    rank = np.arange(len(leaf) * per_node)
+    traffic = np.zeros((len(leaf), len(leaf)))  # whole bytes that a place sends to another
     for ring in rings:
         next_rank = rank // ring.block * ring.block + (rank + ring.stride) % ring.block
         np.add.at(traffic, (rank // per_node, next_rank // per_node), round(ring.sent))
 
     def spine_bytes(order):
-        return traffic[order[:, None] != order].sum()
+        return traffic[leaf[order, None] != leaf[order]].sum()
 
-    packed = given[np.lexsort((given, -counts[given]))]  # turned, as blocks begin within leaves too
-    starts = [*(np.roll(packed, turn) for turn in range(32)), given]
-    swapped = [swap_places(traffic, start) for start in starts]
-    best = min([given, *swapped], key=spine_bytes)  # the first, of those that tie
-    order = np.empty_like(given)  # nodes of a leaf take its places in the given order
-    order[best.argsort(kind="stable")] = given.argsort(kind="stable")
-    return order.tolist(), spine_bytes(given), spine_bytes(best)
+    given = np.arange(len(leaf))
+    packed = np.lexsort((leaf, -counts[leaf]))  # turned, as blocks begin within leaves too
+    orders = (swap_nodes(np.roll(packed, turn), leaf, traffic) for turn in range(32))
+    best = min([given, *orders], key=spine_bytes)  # the first, of those that tie
+    return best.tolist(), spine_bytes(given), spine_bytes(best)
 
 
 def parse_leaf(text, num_nodes):
@@ -809,10 +789,9 @@ def parse_leaf(text, num_nodes):
     leaf; or --leaf FILE: a node and its leaf a line, # begins a comment. Raises ValueError."""
     try:
         if text.isdecimal() and int(text):
-            lines = [f"{node} {node // int(text)}" for node in range(num_nodes)]
+            rows = [(f"{node}", f"{node // int(text)}") for node in range(num_nodes)]
         else:
-            lines = Path(text).read_text().splitlines()
-        rows = [row for line in lines if (row := line.partition("#")[0].split())]
+            rows = np.genfromtxt(text, str, ndmin=2).tolist()
         leaf_of = dict(rows)
     except (OSError, ValueError) as e:
         raise ValueError(f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
@@ -899,7 +878,6 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rates = plan.rates(plan.step_s, hardware.profile.peak_flops)
     return asdict(plan) | asdict(plan.factors) | rates | {
-        "dtype": f"{plan.dtype}",
         "dp": plan.dp,
         "step_s": plan.step_s,
         "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
@@ -908,8 +886,9 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
     }
 
 
-def command(plan: Plan, asked: Constraints) -> str:
-    """Return the command that runs a plan, on each node, with all else that was asked."""
+def command(plan: Plan, asked) -> str:
+    """Return the command that runs a plan, on each node, with all else that was asked of a
+    program, which names its model."""
     values = vars(asked) | vars(plan) | asdict(plan.factors) | {
         "overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
     if plan.recompute == "auto":
@@ -917,11 +896,10 @@ def command(plan: Plan, asked: Constraints) -> str:
     if values["recompute"] != "auto":
         del values["chunk"]
     del values["seq"]  # which has another default in train.py
-    model = {model: name for name, model in MODELS.items()}.get(plan.model, "?")
     nodes = plan.ranks // plan.per_node
     meet = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400" * (nodes > 1)
     return (f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{meet} train.py "
-            f"--model {model} --seq {in_size(plan.seq)} {given(values)}")
+            f"--model {asked.model} --seq {in_size(plan.seq)} {given(values)}")
 
 
 def given(values):
@@ -1040,9 +1018,7 @@ class Question(Constraints):
 
     def hardware(self):
         """Return the machine that is asked for. Raises ValueError."""
-        # of a GPU by its name, nodes of 8
-        named = find_sheet(self.cluster) and not self.cluster.endswith(".json")
-        per_node = 8 if named else load_profile(self.cluster).per_node
+        per_node = load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
         per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
         profile = load_profile(self.cluster, per_node)
@@ -1102,7 +1078,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.json:
         rows = [
             figures(plan, hardware) | {"command": command(plan, asked)} for plan in plans]
-        text = json.dumps({"plans": rows, "text": text})
+        text = json.dumps({"plans": rows, "text": text}, default=str)
     print(text)
     return int(not plans)
 

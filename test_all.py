@@ -1577,7 +1577,8 @@ def test_papers_choices():
 
 
 def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
-    """Return the least seconds of planner.plan_activations's program, by trying everything."""
+    """Return the least seconds of planner.plan_activations's program, by trying everything, and
+    of what is swapped the most."""
     best = math.inf
     x, attn, others = layer
     io = x + attn
@@ -1586,15 +1587,19 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
     def waits(copied: float, layers: int) -> float:
         return max(0.0, copied / bandwidth - layers * s.forward)
 
-    for k, swapped in [(k, i) for k in range(2, n + 1) for i in range(c * (n - k) + 1)]:
-        leaving = 2 * (io + -(-swapped // max(1, n - k)) * part) * (k < n)
-        for kept, dropped in itertools.product(range(c * k + 1), range(n - k + 1)):
-            out = (n - k) * io - dropped * attn + swapped * part
+    for k, dropped in itertools.product(range(2, n + 1), range(n - 1)):
+        for swapped in range(c * (n - k), -1, -1) if dropped <= n - k else []:
+            leaving = 2 * (io + -(-swapped // max(1, n - k)) * part) * (k < n)
             buffers = leaving - 2 * attn * (dropped == n - k > 0)  # to which no o comes back
-            if max(k * io + kept * part, leaving) + buffers > gpu or out > host:
+            out = (n - k) * io - dropped * attn + swapped * part
+            room = gpu - buffers - k * io
+            late = waits(out, n - k)
+            if room < 0 or leaving + buffers > gpu or out > host or swapped and late:
                 continue
+            kept = min(c * k, room // part)
             again = (n - (kept + swapped) / c) * s.recompute + dropped * s.attention
-            best = min(best, waits(out, n - k) + again)
+            best = min(best, late + again)
+            break  # with the most that hides
     for stride, k, dropped in itertools.product(range(1, n + 1), range(2, n + 1), range(n + 1)):
         away = n - k
         if away % stride:
@@ -1639,7 +1644,7 @@ def test_activation_plans_are_the_best(n, large, solves, drops):
             assert planner.plan_activations(n, layer, s, 2, bandwidth, gpu, host)[1] == math.inf
             continue
         plan, lost = planner.plan_activations(n, layer, s, 2, bandwidth, gpu, host)
-        assert want - 1e-6 <= lost <= want + 5e-3, plan  # ties cost up to 0.1 ms a GiB
+        assert lost == approx(want), plan
         solved += 1
         dropping += plan.stride > 1
     assert solved >= solves and dropping >= drops
@@ -4006,7 +4011,7 @@ def test_known_profiles_are_those_of_the_node():
     rates = [x.collectives["all_gather"]["8x1"][-1][-1] for x in (large, base)]
     assert rates[0] == approx(300 / 450 * rates[1])
     # one GPU was measured; what GPUs of a node share is an H200's
-    one, eight = (hardware.load_profile("h100", n) for n in (None, 8))
+    one, eight = (hardware.load_profile("h100", n) for n in (1, 8))
     assert eight.products == one.products and one.per_node == 1 and eight.per_node == 8
     assert eight.host_bytes > one.host_bytes and eight.collectives["all_gather"]
     assert hardware.load_profile("H100", 8) == eight
@@ -4612,7 +4617,7 @@ def test_leaf_flag(tmp_path):
     file.write_text("# the third row\nn2 left  # new\n\nn1\tright\n")
     assert list(planner.parse_leaf(str(file), 2).items()) == [("n2", "left"), ("n1", "right")]
     for text, message in (
-        ("n1 a\nn2\n", "a file of a node's name.*#1 has length 1; 2 is required"),
+        ("n1 a\nn2\n", "Line #2 .got 1 columns instead of 2"),
         ("n1 a b\n", "a file of a node's name.*#0 has length 3; 2 is required"),
         ("n1 a\nn2 a\nn1 b", "3 lines of 2 nodes, instead of one for each of 2"),
         ("n1 a\n\nn2 a\nn3 b", "3 lines of 3 nodes, instead of one for each of 2"),
