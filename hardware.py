@@ -18,6 +18,7 @@ Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 import functools
 import json
 import math
+import os
 import re
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -193,8 +194,8 @@ def check_profile(profile: Profile) -> None:
     for op in COLLECTIVES:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
     for name, size, points in tables:
-        each = [x for point in points for x in point]
-        positive = all(type(x) in (int, float) and 0 < x < math.inf for x in each)
+        positive = all(type(x) in (int, float) and 0 < x < math.inf for point in points
+                       for x in point)
         if not positive or {len(point) for point in points} != {size}:
             raise ValueError(f"{name} {points}: {size} positive numbers a point")
         if points != sorted(points):
@@ -280,7 +281,7 @@ class Machine:
     def profile(self, name: str, layer_seconds, about: dict) -> Profile:
         """Measure what this machine does. layer_seconds(profile, model, dtype, tokens): what
         costs.py counts for a layer, forward and backward."""
-        host_bytes = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         device_name, gpu_bytes = "CPU", host_bytes
         if self.gpu:
             properties = torch.cuda.get_device_properties(self.device)
