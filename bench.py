@@ -52,7 +52,7 @@ from attention import Attention, pick_kernel
 from checkpoint import export_config
 from hardware import PROFILES, Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
-from model import MODELS, LLaMA, ModelConfig, flops_per_token, param_count
+from model import MODELS, LLaMA, ModelConfig, param_count
 from offload import GIB
 from parallel import use_more_queues
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
@@ -461,8 +461,6 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
     if math.isfinite(seconds):
         row |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
         row |= {"step_s": seconds, "bound_ratio": kernels / seconds}
-        causal, _ = flops_per_token(run.plan.model, run.plan.seq)
-        row["flops"] = row["tgs"] * causal
     row["oom"] = math.isinf(seconds)
     if bench.gpu:
         row |= {"gpu_gib": train.gpu_peak_gib(),
@@ -477,8 +475,8 @@ def chosen(run: Run) -> dict:
     """Return what a row says of a plan."""
     plan = run.plan
     kept = plan.activations
-    names = ("sp", "ring", "chunk", "tp", "tp_mode", "pp", "pp_chunks", "batch", "micro_batch",
-             "micro_batches", "os_layout", "os_place", "recompute", "head_groups")
+    names = ("sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
+             "os_place recompute head_groups").split()
     return asdict(plan.factors) | {name: getattr(plan, name) for name in names} | {
         "kernel": run.kernel, "predicted": plan.seconds,
         "predicted_s": plan.step_s, "predicted_gib": plan.gpu_bytes / GIB,
