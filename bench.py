@@ -855,7 +855,7 @@ def split_nodes(args: argparse.Namespace) -> None:
     os.environ["NCCL_HOSTID"] = f"node{int(os.environ['LOCAL_RANK']) // ranks}"
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # by which train.py plans
     if not args.host_memory:
-        args.flags += f" --host-memory {int(planner.host_budget(nodes, None))}"
+        args.flags += f" --host-memory {int(train.host_budget(nodes, None))}"
 
 
 def main() -> None:

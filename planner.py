@@ -34,7 +34,6 @@ resident layers, K kept and S swapped chunks, m layers of which one keeps x, X l
 
 import argparse
 import bisect
-import contextlib
 import functools
 import itertools
 import json
@@ -43,9 +42,7 @@ import operator
 import re
 import sys
 import typing
-from collections.abc import Iterable
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -59,7 +56,6 @@ from costs import (
     layer_seconds,
     lost_seconds,
     resident_bytes,
-    rounding_bytes,
     step_seconds,
     visit_seconds,
     with_memory,
@@ -93,7 +89,7 @@ def in_size(value):
     return "auto" if value is None else f"{value}"
 
 
-def flag(default, text: str, low: float = 1, high: float = 2**20, among: Iterable[str] = (),
+def flag(default, text: str, low: float = 1, high: float = 2**20, among=(),
          group: str = ""):
     """Return a field that is a flag: a number between `low` and `high`, or a word of `among`.
     group: the title of those that begin with it in --help."""
@@ -263,33 +259,6 @@ class Hardware:
 
 
 GPU_SHARE = 0.95  # of a GPU to plan with: context, communicators and fragments want the rest
-
-
-def gpu_budget(device: torch.device, asked: int | None) -> float:
-    """Return the bytes of a device to plan with. asked: --gpu-memory."""
-    total = 2**60
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-    return GPU_SHARE * min(total, asked or total)
-
-
-def host_budget(ranks: int, asked: int | None) -> float:
-    """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
-    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
-    Raises ValueError if control groups allow less."""
-    limits = [int(Path("/proc/meminfo").read_text().split()[1]) * 1024]
-    path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
-    group = Path("/sys/fs/cgroup" + path)
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int((folder / "memory.max").read_text()))
-    allowed = min(limits)
-    if (asked or 0) > allowed:
-        raise ValueError(
-            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
-            f"allows {allowed / GIB:.0f}G, and other things need some of it"
-        )
-    return (allowed * 7 // 8 if asked is None else asked) / ranks
 
 
 # ---------------------------------------------------------------------------- what layers keep
@@ -647,12 +616,13 @@ def choose(c, plans, *degrees):
 
 def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
     """Return whether there is a plan, legal and however slow: with the most shards."""
-    with contextlib.suppress(ValueError):
+    try:
         return any(
             fit(c, plan, hardware).step_s < math.inf
             for shape in shapes(c, model, hardware)
             for plan in choose(c, [shape], states)[-2:])
-    return False
+    except ValueError:
+        return False
 
 
 def over(plan, hardware):
@@ -952,16 +922,15 @@ def reasons(found, best):
 
 
 def binding(c, hardware, best):
-    """Return what holds the best plan back: what would shorten its step most, if there were a
-    thousand times as much of it, and layers kept what then fits."""
-    plenty = 1000.0
+    """Return what holds the best plan back: what would shorten its step most, if it were a thousand
+    times as fast, or memory without end, and layers kept what then fits."""
     rates = {"FLOP/s": "flops", "copies to the host": "host", "the network": "network",
              "memory bandwidth": "memory"}
     there = {
-        name: replace(hardware, profile=scaled(hardware.profile, "", **{rate: plenty}))
+        name: replace(hardware, profile=scaled(hardware.profile, "", **{rate: 1000.0}))
         for name, rate in rates.items()}
-    there["GPU memory"] = replace(hardware, gpu_budget=plenty * hardware.gpu_budget)
-    there["host memory"] = replace(hardware, host_budget=plenty * hardware.host_budget)
+    there["GPU memory"] = replace(hardware, gpu_budget=2.0**60)
+    there["host memory"] = replace(hardware, host_budget=2.0**60)
     gains = sorted((
         (1 - fit(c, best, more).token_s / best.token_s, name)
         for name, more in there.items()), reverse=True)
@@ -1027,9 +996,6 @@ class Question(Constraints):
         return Hardware(ranks, per_node, profile, gpu, host / per_node)
 
 
-LARGEST_GPU = 192 * GIB
-
-
 def changes_that_fit(asked, hardware):
     """Return flags with which there is a plan, the smallest change first: fewer tokens, more memory
     of the host or of a GPU, more GPUs."""
@@ -1041,7 +1007,7 @@ def changes_that_fit(asked, hardware):
     for name, now, values in (  # values from the smallest change on
         ("seq", seq, range((seq - 1) // unit * unit, 0, -unit)),
         ("host_memory", node, range(node + GIB, 16 * node + 2**10 * GIB, GIB)),
-        ("gpu_memory", gpu, range(gpu + GIB, LARGEST_GPU, GIB)),
+        ("gpu_memory", gpu, range(gpu + GIB, 192 * GIB, GIB)),  # the largest GPU's
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
         def enough(value):

@@ -322,6 +322,25 @@ def check_folders(cfg, model, source):
         checkpoint.export_config(model, source, torch.float32)
 
 
+def host_budget(ranks: int, asked: int | None) -> float:
+    """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
+    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
+    Raises ValueError if control groups allow less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
+    group = Path("/sys/fs/cgroup" + path)
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int((folder / "memory.max").read_text()))
+    allowed = min(limits)
+    if (asked or 0) > allowed:
+        raise ValueError(
+            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
+            f"allows {allowed / GIB:.0f}G, and other things need some of it"
+        )
+    return (allowed * 7 // 8 if asked is None else asked) / ranks
+
+
 def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
                  gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open but dtype, by predicted time, and what they
@@ -331,8 +350,11 @@ def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
     world = dist.get_world_size()
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     profile = on_rank_0(hardware.known_profile, device_name(device), per_node)
-    gpus = of_all_ranks(gpu or planner.gpu_budget(device, cfg.gpu_memory))
-    hosts = of_all_ranks(on_all_ranks(planner.host_budget, per_node, cfg.host_memory))
+    total = 2**60
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    gpus = of_all_ranks(gpu or planner.GPU_SHARE * min(total, cfg.gpu_memory or total))
+    hosts = of_all_ranks(on_all_ranks(host_budget, per_node, cfg.host_memory))
     there = Hardware(world, per_node, profile, min(gpus), min(hosts))  # of all, one plan
     usual = 2**12 if cfg.model == "tiny" else 2**19
     return on_all_ranks(planner.plan, replace(cfg, default_tokens=usual), model, there), there
