@@ -177,7 +177,9 @@ class Plan:
     def mesh(self, ranks, inner=1):
         """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours of these."""
         node = self.in_node
-        return min(ranks, node) // min(inner, node), -(-ranks // node) // -(-inner // node)
+        return (
+            min(ranks, node) // min(inner, node),
+            -(-ranks // node) // -(-inner // node))
 
     @property
     def dp(self) -> int:
@@ -243,7 +245,8 @@ class Plan:
     def step_s(self) -> float:
         return float(sum(self.seconds.values()))  # numpy's are among them
 
-    def rates(self, seconds: float, peak: float | None, seen: float | None = None) -> dict:
+    def rates(self, seconds: float, peak: float | None,
+              seen: float | None = None) -> dict:
         """Return what a step that takes so many seconds does: tokens a GPU and second (TGS), and
         MFU, None of a GPU whose FLOP/s are not known. seen: flops_per_token's."""
         tgs = self.batch * self.seq / seconds / self.ranks
@@ -529,7 +532,9 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     # columns exchange in the open; in forward as part of post, where chunks' products are joined
     size = plan.tokens * cfg.dim * plan.dtype.itemsize
     ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
-    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]
+    exchanged = [
+        2 * est.collective(op, size, (plan.tp, 1))
+        for op in ops]
     columns = sum(exchanged)
     columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
     # norms are of own tokens
@@ -585,7 +590,8 @@ def attention_seconds(est, plan, backward):
         for columns in (there, back)
     )
     parts = plan.ring * plan.tokens * kv * e / plan.kv_groups
-    around = groups * est.collective("all_gather", parts, plan.mesh(plan.sp, plan.head_ranks))
+    ring = plan.mesh(plan.sp, plan.head_ranks)
+    around = groups * est.collective("all_gather", parts, ring)
     if backward:  # dk, dv too
         around *= 1 + plan.sum_bytes / e
     # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
@@ -616,7 +622,9 @@ def unit_seconds(est, plan, matrices):
     found = np.zeros(5)
     for stream, op, ranks, inner, earlier, last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
-        seconds = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
+        seconds = sum(
+            est.collective(op, size * math.prod(matrix), mesh)
+            for matrix in matrices)
         found[STREAMS.index(stream)] += last * seconds
         found[4] += (stream == "grad_scatter") * earlier * seconds
     return found
@@ -635,7 +643,10 @@ def not_hidden(est, plan, compute, traffic, final=math.inf):
     overlap runs in the open, by its stream. final: of backward, LayerSeconds.final of all layers.
     There a whole layer gathers a matrix ahead, behind the gradients of the layer before: these and
     half of the weights hide under the last matrix alone."""
-    across = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
+    across = {
+        stream
+        for stream, _, ranks, *_ in plan.collectives
+        if ranks > plan.in_node}
     wires = [0.0, 0.0]
     for name, seconds in traffic.items():
         if name in plan.overlap:
@@ -648,7 +659,9 @@ def not_hidden(est, plan, compute, traffic, final=math.inf):
     if weights and plan.recompute == "none":
         behind = final + weights / 2 * slow_other / slow_compute
         hides["param_gather" in across] = min(compute, behind)
-    inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
+    inside, between = (
+        beside(hide, wire, slow)
+        for hide, wire in zip(hides, wires))
     late, slowed = max(inside, between, key=sum)
     yield "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes"), late
     yield "slowed by communication", slowed
