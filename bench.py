@@ -454,7 +454,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
             step()
         seconds = clock(step, repeats, device)
         row |= look(bench, step) if look else {}
-    except (torch.OutOfMemoryError, ConfigError) as e:  # it ran out, or said before that it would
+    except (torch.OutOfMemoryError, ConfigError, ImportError) as e:  # as it ran, or before
         row["error"] = str(e)[:600]
         print0(f"{label}: {row['error']}")
     seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
@@ -695,7 +695,9 @@ def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     for row in rows:
         took = f"{row['step_s']:.4g}" if row.get("step_s") else None
         if row.get("oom"):  # while it ran, or it was refused before
-            took = "out of memory" if "CUDA" in row.get("error", "CUDA") else "does not fit"
+            error = row.get("error", "CUDA")
+            took = "out of memory" if "CUDA" in error else "does not fit"
+            took = "not installed" if "No module" in error else took
         ratio, mfu = row.get("bound_ratio"), row.get("mfu_causal")
         known = row | {"plan": plan_text(row), "took": took}
         known["bound_mfu"] = mfu / ratio if ratio and mfu else None
@@ -714,7 +716,8 @@ def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
 
 def versions() -> dict:
     installed = {package.name: package.version for package in metadata.distributions()}
-    wanted = ("torch", "flash-attn-4", "triton", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
+    wanted = ("torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers "
+              "liger-kernel").split()
     found = {name: installed[name] for name in wanted if name in installed}
     return {"python": platform.python_version()} | found
 

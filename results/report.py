@@ -49,7 +49,8 @@ INTRO = (
     " fit is a row. *predicted* is by the planner of that commit. A command is as of the commit"
     " that measured it: later ones may name things differently. Attention is FlashAttention-4's, or"
     " cuDNN's, as the line of a file says. Not measured: bench.py's tables parallel (tensor modes"
-    " and pipelines beside data parallelism) and plans (the planner's best, timed).\n")
+    " and pipelines beside data parallelism) and plans (the planner's best, timed), and the rows"
+    " of transformers in table long.\n")
 TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how to read it
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
