@@ -110,7 +110,8 @@ def flag_name(field_name: str) -> str:
 def flag_type(f):
     """Return the function text -> value of a field; auto is None where that is allowed."""
     kind, *auto = typing.get_args(f.type) or [f.type]
-    kind = size if kind is int else kind
+    if kind is int:
+        kind = size
 
     def convert(text):
         return None if auto and text == "auto" else kind(text)
@@ -275,6 +276,18 @@ def whole_chunks(number):
     return np.floor(number + 1e-9)
 
 
+@functools.cache
+def ways_to_keep(n, resident, swaps):
+    """Return m, layers that leave and X of all plans that are as asked, and whether they save
+    intermediates."""
+    m, away, x = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1]
+    saves = (m == 1) & (x <= away)
+    asked = (
+        (away % m == 0) & (saves & (away > 0) | (not swaps))
+        & ((n - away == resident) | (not resident)))
+    return [each[asked] for each in (m, away, x, saves)]
+
+
 def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
                      busy=0.0):
     """Return the plan that loses the least time, and the seconds lost in a step's forward and
@@ -294,12 +307,8 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
-    ways = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1]
-    m, away, x = ways
-    saves = (m == 1) & (x <= away)  # intermediates
-    m, away, x = ways[:, (away % m == 0) & (saves & (away > 0) | (not alpha))
-                      & ((n - away == resident) | (not resident))]
-    saves, k = (m == 1) & (x <= away), n - away
+    m, away, x, saves = ways_to_keep(n, resident, bool(alpha))
+    k = n - away
     plans = ActivationPlan(n, 1, k, 0, 0, x, m)
     needed, copied = resident_bytes(plans, layer), host_bytes(plans, layer)
     part = layer[-1] / chunks
@@ -915,7 +924,8 @@ def reasons(found, best):
         for other in found:
             if choices(other)[name] != text:
                 more = other.token_s / best.token_s - 1
-                line += f"; {choices(other)[name]}: {more:+.1%}" + " (a tie)" * (abs(more) <= TIE)
+                tie = " (a tie)" * (abs(more) <= TIE)
+                line += f"; {choices(other)[name]}: {more:+.1%}{tie}"
                 break
         lines.append(line)
     return lines
