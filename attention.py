@@ -308,18 +308,20 @@ class Kernel:
     module: str = ""  # what must be importable
     package: str = ""  # and where it comes from
     documents: bool = True  # it takes them; else it would leave them out
-    sees_heads: bool = False  # what it computes depends on mask.heads: then rings, which give it
-    # parts of a sequence, are refused
+    # scores are those of q and k alone, whatever the head and wherever keys stand: only then may it
+    # have parts of a sequence, on rings, and an export computes the same
+    plain: bool = False
 
 
 KERNELS = {  # best first: "auto" takes the first usable one
     "fa4": Kernel(
-        _fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface", "flash-attn-4[cu13]"
+        _fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface", "flash-attn-4[cu13]",
+        plain=True,
     ),
     # for each document a graph for its length is built, and none for one of a single token
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False),
-    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12)),
-    "cpu": Kernel(_cpu_forward, _cpu_backward, ()),
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False, plain=True),
+    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12), plain=True),
+    "cpu": Kernel(_cpu_forward, _cpu_backward, (), plain=True),
 }
 
 
@@ -791,11 +793,10 @@ class Attention:
         self.ring = ring or Ring()
         self.column = column
         self.mask = CAUSAL
-        if self.ring.ranks > 1 and self.kernel.sees_heads:
+        if self.ring.ranks > 1 and not self.kernel.plain:
             raise ValueError(
-                f"--attention {kernel} --ring {self.ring.ranks}: this kernel sees "
-                "heads and where their keys stand, and a ring gives it parts of a "
-                "sequence: --ring 1"
+                f"--attention {kernel} --ring {self.ring.ranks}: this kernel may see heads, or "
+                "where keys stand (Kernel.plain), and a ring gives it parts of a sequence: --ring 1"
             )
 
     def within(self, documents: Documents) -> "Attention":

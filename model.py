@@ -515,8 +515,9 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def final_matrix(y: Tensor) -> nn.Module | None:
-    """Return the matrix of y = h + project(matrix, ...), if nothing else takes that product: it may
-    be left out where only gradients of y are wanted. None: y is of another kind."""
+    """Return the matrix of y = h + project(matrix, ...), if no other gradient passes that product:
+    it may be left out where only gradients of y are wanted, so its values alone, as of
+    product.detach(), are nobody else's. None: y is of another kind."""
     if y.grad_fn.name() != "AddBackward0":
         return None
     (h, _), (product, _) = y.grad_fn.next_functions
@@ -710,6 +711,8 @@ class Matrix(nn.Module):
     itself, or "columns". Such a rank has `part` of it, and the outside says how x enters the
     product and how products join, and what goes around what is computed before. "whole": it is not
     cut, and each column applies all of it to its own tokens. "": nobody has said; --tp refuses it.
+    A matrix of columns is cut in equal runs: its input is no concatenation of `parts`. A weight is
+    project's to use: the gradient of another use of it ends the run.
     """
 
     events = PlainEvents()

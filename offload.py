@@ -285,7 +285,12 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
             o = torch.empty_like(q)
             saved.tensors = {"x": x, "o": o}
             inputs = _ChunkInputs.apply(root, [], x, o)
-            final = llama.final_matrix(block.post(*inputs))
+            try:
+                y = block.post(*inputs)
+            except RuntimeError as e:
+                raise ValueError(f"a layer runs without data, so that its shapes are known: {e}; "
+                                 "experts take all tokens, masked") from e
+            final = llama.final_matrix(y)
             _, _, *post = saved.tensors.values()
     names = {module: name for name, module in block.named_modules()}
     return pre, post, names.get(final, "")

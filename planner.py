@@ -401,8 +401,8 @@ def sequences(c, plan):
     fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
     by_heads = ""  # what goes by heads alone
-    if c.attention in KERNELS and KERNELS[c.attention].sees_heads:
-        by_heads = f"--attention {c.attention}, which sees heads and where their keys stand,"
+    if c.attention in KERNELS and not KERNELS[c.attention].plain:
+        by_heads = f"--attention {c.attention}, which may see heads, or where keys stand,"
     if bool(c.tokenizer) if c.document_token is None else c.document_token >= 0:
         by_heads = "attention inside documents (--document-token; -1: none)"
 

@@ -131,8 +131,9 @@ def legal_sizes(ranks: int, per_node: int) -> list[int]:
 def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     """Return the rule that f breaks, in words, or None (AMSP, section IV). A stricter rule is
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
-    between p and os, say: groups for the two halves of the way (make_groups), the size of
-    grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit,
+    between p and os, say: groups for the two halves of the way (make_groups: first every so many
+    ranks, then neighbours, so that what a rank owns stays where broadcast_params gathers it), the
+    size of grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit,
     sum_replicas)."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.os):
@@ -745,6 +746,10 @@ class States:
         for unit in reversed(self.units):
             while unit.passes_done < self.micro_batches:  # a matrix came in never
                 self.end_pass(unit)
+        for module, param in self.sharded_params.items():
+            if module.weight.grad is not None:
+                self.misuse = f"{param.name} was used beside model.project"
+                module.weight.grad = None
         self.last_pass = None
         self.enter_phase("update")
         if self.misuse:

@@ -47,7 +47,7 @@ import costs
 import hardware
 import parallel
 import planner
-from attention import (Attention, CommStream, Documents, Exchange, Ring, make_exchange,
+from attention import (KERNELS, Attention, CommStream, Documents, Exchange, Ring, make_exchange,
                        pick_kernel, sequence_positions)
 from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
 from memplan import StepMemory, mark
@@ -319,6 +319,8 @@ def check_folders(cfg, model, source):
         if {*os.listdir(cfg.export)} - {"partial"} or os.path.samefile(cfg.export, cfg.out):
             raise ValueError(
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
+        if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
+            raise ValueError(f"--export: nobody else computes --attention {cfg.attention}")
         checkpoint.export_config(model, source, torch.float32)
 
 
