@@ -20,6 +20,7 @@ test_positions_*                      positions, or tokens seen, that go on over
 test_products_*                       gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
 test_misused_matrices_*               a tied head or an idle expert, whose gradients are lost
+test_shapes_that_depend_on_data_*     experts that take their own tokens, by a word of PyTorch's
 test_fork_optimizer                   README's optimizer, whose lines do not run
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
                                       twice or halved, a norm without a rank's share
