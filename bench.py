@@ -9,8 +9,8 @@
 
 A row of a table is a label and train.py's flags. A row "fsdp2 WHAT" runs the same model and kernel
 under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS; a
-row "transformers WHAT" runs transformers' model on one GPU, compiled, with float32 weights under
-autocast, with bf16 weights and states, or with Liger's kernels.
+row "transformers WHAT" runs transformers' model on one GPU, compiled: fp32 weights under autocast,
+or bf16 weights and states; with Liger's kernels (liger); each layer recomputed (full).
 Times are medians after a warm-up. MFU counts model FLOPs (model.flops_per_token), recomputation
 never: "causal" counts half of the attention matrix, "full" all of it. "Bound" is the causal MFU of
 a step's attention and matrix kernels alone, at the row's shapes and by the device's clock; "of
@@ -43,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import costs
@@ -192,23 +193,31 @@ class TorchStates:
         return norm, loss.isfinite()
 
 
-def transformers_step(run: Run, what: str) -> Step:
-    """Build a step of transformers' model on one rank, with the losses of ours."""
+CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+def transformers_step(run: Run, what: list[str]) -> Step:
+    """Build a step of transformers' model on one rank, with the losses of ours; what: words of its
+    row."""
     from transformers import AutoModelForCausalLM
 
     train.cap_gpu(run)
-    half = what == "bf16"
+    half = "bf16" in what
     config = export_config(run.plan.model, {}, torch.bfloat16 if half else torch.float32)
     with run.device:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    if what == "liger":
+    if "liger" in what:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(model=model)
-    compiled = torch.compile(model)
+    if "full" in what:
+        model.gradient_checkpointing_enable()
+    torch.compiler.reset()  # or this length would be its second, and be compiled for any
+    compiled = torch.compile(model, dynamic=False)
 
     def loss_of(tokens, labels, scale, *_):
-        with torch.autocast(run.device.type, torch.bfloat16, not half):
+        with (torch.autocast(run.device.type, torch.bfloat16, not half),
+              sdpa_kernel(CUDNN_FIRST, set_priority=True)):
             return compiled(tokens, labels=labels, shift_labels=labels, use_cache=False,
                             num_items_in_batch=1 / scale).loss
 
@@ -294,13 +303,13 @@ def peer_run(bench: Bench, cfg: Config) -> Run:
     return replace(run, plan=replace(run.plan, per_node=0))
 
 
-def fsdp2_step(run: Run, recomputed: str) -> Step:
+def fsdp2_step(run: Run, what: list[str]) -> Step:
     """Build a step of the same model and kernels under FSDP2: ZeRO-3 if p > 1, else like ZeRO-2,
-    over os of the ranks. recomputed: a row of PEERS. A collective."""
+    over os of the ranks. what: words of its row, a row of PEERS first. A collective."""
     global ours
     train.cap_gpu(run)
     ours = train.make_attention(run, groups_of(1, 1))
-    checkpoint_flags, every = PEERS[recomputed]
+    checkpoint_flags, every = PEERS[what[0]]
 
     def layers(model, rope, op):
         def run_layer(i, x):
@@ -445,7 +454,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) 
         release(device)
         if label == "caching allocator":
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        step = build(run, what[0]) if build else make_step(run)
+        step = build(run, what) if build else make_step(run)
         repeats = max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
         for _ in range(3 if step.memory or repeats > 5 else 1):  # the third is recorded
             step()
@@ -604,7 +613,9 @@ TABLES = {
          "fsdp2 full": "--sp {ranks} --strategy zero3",
          "transformers fp32": "",
          "transformers bf16": "",
-         "transformers liger": ""},
+         "transformers fp32 liger": "",
+         "transformers bf16 liger": "",
+         "transformers bf16 liger full": ""},
         "--batch 1", SEQUENCES, "model seq batch"),
     "shard": Table(
         {"ours os": "--strategy zero1",

@@ -164,12 +164,12 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str, per_node: int | None = None) -> Profile:
-    """Return a profile by its file, by a GPU's name, or by its own in results/profiles, in any
-    case; of nodes of so many GPUs, by default its own, and a GPU's 8. Raises ValueError."""
+    """Return a profile by its name in results/profiles, in any case, by its file, or by a GPU's
+    name; of nodes of so many GPUs, by default its own or 8. Raises ValueError."""
     path = PROFILES / f"{name.lower()}.json"
     if name.endswith(".json"):
         path = Path(name)
-    elif find_sheet(name):
+    elif not path.exists() and find_sheet(name):
         return known_profile(name, per_node or 8)
     try:
         profile = Profile(**json.loads(path.read_text()))

@@ -290,9 +290,9 @@ def ways_to_keep(n, resident, swaps):
 
 def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
                      busy=0.0):
-    """Return the plan that loses the least time, and the seconds lost in a step's forward and
-    backward: of all k, m, X (whole groups of m layers leave) at once, with as many swapped chunks S
-    as copies hide behind computation, and then as many kept chunks K, as have room. If nothing
+    """Return the plan that loses the least time of those that swap as many chunks S as copies hide
+    behind computation, and then keep as many chunks K as have room, and the seconds lost in a
+    step's forward and backward: of all k, m, X (whole groups of m layers leave) at once. If nothing
     fits, the plan that needs least, and inf.
 
     layer, s: bytes and seconds of one, as costs.column_bytes and LayerSeconds; bandwidth: bytes/s

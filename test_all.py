@@ -3997,14 +3997,16 @@ def test_profiles_that_are_none(edit, message, tmp_path):
         hardware.load_profile(str(file))
 
 
-def test_profiles_are_files(tmp_path):
+def test_profiles_are_files(tmp_path, monkeypatch):
+    """By name or by path, whatever GPU that is called after."""
+    folder = shutil.copytree(hardware.PROFILES, tmp_path / "H100")
+    monkeypatch.setattr(hardware, "PROFILES", folder)
     for name in hardware.profile_names():
         profile = hardware.load_profile(name)
         assert profile.name == name and profile.sources and profile.per_node
-        folder = tmp_path / "H100"  # a file is read, whatever its path is called
-        folder.mkdir(exist_ok=True)
-        (folder / "copy.json").write_text(hardware.profile_text(profile))
-        assert hardware.load_profile(str(folder / "copy.json")) == profile
+        (folder / "h100-mine.json").write_text(hardware.profile_text(profile))
+        assert hardware.load_profile(str(folder / "h100-mine.json")) == profile
+        assert hardware.load_profile("h100-mine") == profile
     with raises(ValueError, match="or one of .*h200x2.*; or a GPU .*H100 PCIe"):
         hardware.load_profile("h300")
 
@@ -4698,7 +4700,7 @@ def fsdp2_worker() -> None:
     ):
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
         ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-        theirs = bench.fsdp2_step(bench.peer_run(table, cfg), recomputed)
+        theirs = bench.fsdp2_step(bench.peer_run(table, cfg), [recomputed])
         weights = {
             name: weight.full_tensor().detach() for name, weight in theirs.model.named_parameters()
         }
@@ -4721,7 +4723,7 @@ def test_bench_transformers_takes_the_same_steps(group, tmp_path):
     table = bench.Bench(torch.device("cpu"), 0, 1)
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
     ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-    theirs = bench.transformers_step(bench.peer_run(table, cfg), "fp32")
+    theirs = bench.transformers_step(bench.peer_run(table, cfg), ["fp32", "full"])
     theirs.model.save_pretrained(tmp_path)
     ours.states.load(checkpoint.hf_open(tmp_path, ours.run.plan.model))
     for _ in range(4):

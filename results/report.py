@@ -223,14 +223,14 @@ PREDICTIONS = (
     " long and ring: states on the host, layers that drop o, rings.\n\n")
 ERRORS = (
     " *Network not measured*: where collectives were never measured, steps are predicted too fast."
-    " Two H100s are predicted by profile h100 and, by data sheets, h200x2's network; two H200s"
+    " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
     " that reach each other by sockets (*nodes=2*) by an assumed network of 400 Gb/s a GPU, with"
     " which ring 1, the slower one, would be the faster. These H100s, and 1b at 32K tokens, ran"
     " cuDNN's attention, and are predicted by rates of FlashAttention-4. Where one sequence of"
     " 4,096 tokens of 1b is a"
     " micro-batch (A), the host has more to do than its GPU (on an H100 a layer computes for 2.5"
-    " ms; profile h100's host launches it in 4.4), and a step takes what the host of the day"
-    " takes: 0.69 to 0.87 s on four of them. So h100 was measured on the host of that row, right"
+    " ms; profile h100x1's host launches it in 4.4), and a step takes what the host of the day"
+    " takes: 0.69 to 0.87 s on four of them. So h100x1 was measured on the host of that row, right"
     " before it. ![errors of predictions](predict.png)\n\n")
 
 
