@@ -3824,7 +3824,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
             continue
         missed = False
         reaching = [pair for pair, sites in zip(asked, reached_by) if left_out in sites]
-        for case, answers_of in 4 * reaching:  # streams are late now and then
+        for case, answers_of in 8 * reaching:  # streams are late now and then
             try:
                 equal(case, groups, answers_of)
             except AssertionError:  # on all ranks alike
