@@ -511,12 +511,15 @@ class Ulysses:
     def of(self, g: int, x: Tensor) -> Tensor:
         """Return a view (U, B, T/sp, h, D) of group g's heads of x (B, T/sp, heads, D), by rank."""
         n = self.sharing(x)
-        x = x.unflatten(2, (self.ranks, self.count // n, -1))
-        return x[:, :, :, g // n].permute(2, 0, 1, 3, 4)
+        b, t, _, d = x.shape
+        x = x.view(b, t, self.ranks, self.count // n, -1, d)
+        return x.select(3, g // n).permute(2, 0, 1, 3, 4)
 
     def to_heads(self, g: int, tensors: list[Tensor], first: int = 0) -> Way:
         """Launch the way of group g's heads of tensors (B, T/sp, heads, D), the first so many of q,
         k, v, o, do; they arrive as views (B, U, T/sp, h, D)."""
+        if self.ranks * self.count == 1:  # a fast host matters to small models
+            return Way([x.unsqueeze(1) for x in tensors])
         parts = [self.of(g, x) for x in tensors]
         if self.ranks == 1:
             return Way([part.transpose(0, 1) for part in parts])

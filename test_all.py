@@ -3856,6 +3856,8 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
                 "parallel.Link.finish waits",
                 "attention.Ring.__init__ waits",
                 "offload.ChunkedLayers.enter_group waits",
+                "shard.States.launch_param_gather waits",
+                "shard.States.reduce_unit waits",
             },
             [
                 "p=2 g=2 os=2 keep=swapped",
