@@ -711,6 +711,8 @@ class States:
         launch, but for gradients that are cast: a whole layer's copies would take memory."""
         if self.factors.g > self.factors.p and self.layout == "inter":
             return  # scatter_grad has summed over all replicas
+        if self.factors.g == self.factors.os and not any(param.replicas for param in unit.params):
+            return  # there is one of each
         casts = self.grad_dtype != self.dtype
         with self.streams["grad_reduce"].after_compute():
             # their grad_shards are complete; hidden by the backward of the layers that follow
@@ -823,6 +825,10 @@ class States:
         owners, (S/p,), else (S/os,) -> (S/p,)."""
         stream = self.streams["param_broadcast"]
         group = self.param_subgroup
+        for param in unit.params:
+            param.unsharded_param.holder = None  # what was gathered is old
+        if group is None and self.host_states is None:
+            return  # they are new where compute goes on
         on_gpu = self.device.type == "cuda"
         with stream.after_compute():  # the unit is updated
             if group is not None and self.layout == "inter":
@@ -838,7 +844,6 @@ class States:
         # where broadcasts do not overlap, they run where the update does
         broadcast_done = stream.last_event() or self.streams["host_update"].last_event()
         for param in unit.params:
-            param.unsharded_param.holder = None  # what was gathered is old
             param.broadcast_done = broadcast_done
 
     # -- loading and saving

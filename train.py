@@ -771,6 +771,9 @@ def train(run, model, states, memory, saver):
             states.check_uses()
         row |= {"step": step, "lr": lr, "seconds": time.perf_counter() - now[1]}
         now[0] = 0
+        if step == run.start + 1:  # all is compiled
+            gc.collect()
+            gc.freeze()  # what lives until the end need not be walked by every collection
         in_a_row = 0 if row["finite"] else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
@@ -885,8 +888,6 @@ def prepare(run):
     on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)
     room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
     saver = on_all_ranks(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
-    gc.collect()
-    gc.freeze()  # what lives until the end need not be walked by every collection
     return model, states, memory, saver
 
 
