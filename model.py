@@ -724,6 +724,10 @@ class Matrix(nn.Module):
         self.shape = (rows, cols)
         self.cut = cut
         self.parts = parts or (rows,)
+        if cut == "columns" and parts or sum(self.parts) != rows:
+            raise ValueError(f"Matrix({rows}, {cols}, {cut!r}, parts={parts}): parts are of rows, "
+                             'add up to them, and belong to cut="rows"; columns are cut in equal '
+                             "runs")
         self.weight = nn.Parameter(torch.empty(rows, cols))
 
     def take(self, part: Cut) -> None:

@@ -1382,6 +1382,9 @@ def test_refused_columns_of_a_matrix_that_does_not_say_how():
         parallel.split_columns(
             model, SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None)
         )
+    for cut, parts in (("columns", (4, 4)), ("rows", (4, 3))):
+        with raises(ValueError, match=r'parts are of rows, .* belong to cut="rows"'):
+            m.Matrix(8, 8, cut, parts)
 
 
 @slow
