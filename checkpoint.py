@@ -504,13 +504,16 @@ def hf_window(source: dict) -> int:
 
 
 def hf_parts(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
-    """Return {our weight: {their weight: its shape}}."""
+    """Return {our weight: {their weight: its shape}}. Raises ValueError if _HF lacks one."""
     with torch.device("meta"):
         shapes = LLaMA(cfg).shapes
     parts = {}
     kv = cfg.kv_heads * cfg.head_dim
     for name, (rows, *cols) in shapes.items():
         *layer, leaf, _ = name.split(".")
+        if leaf not in _HF:
+            raise ValueError(f"{name}: Hugging Face's files have no {leaf!r}, only "
+                             f"{', '.join(_HF)} (checkpoint._HF): train without --export")
         prefix = f"model.layers.{layer[1]}." if layer else ""
         suffix = "bias" if leaf == "qkv_bias" else "weight"
         theirs = _HF[leaf].split()

@@ -3700,6 +3700,10 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
     dist.destroy_process_group()
     with raises(ValueError, match=r"another model: span 0 \(here 64\)"):
         main(f"--resume --out {tmp_path}/0")
+    dist.destroy_process_group()
+    monkeypatch.setattr(m, "Block", m.ForkBlock)
+    with raises(ValueError, match="blocks.0.last_norm.weight: Hugging Face's files have no"):
+        main(f"--model 160m --out {tmp_path}/c --export {tmp_path}/d")
 
 
 # ---------------------------------------------------------------------------- GPUs
