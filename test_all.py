@@ -19,7 +19,7 @@ test_model_equals_plain_pytorch       a wrong gradient in a hand-written backwar
 test_positions_*                      positions, or tokens seen, that go on over a border
 test_products_*                       gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
-test_misused_matrices_*               a tied head or an idle expert, whose gradients are lost
+test_misused_matrices_*               a matrix used twice or an idle expert, whose gradients are lost
 test_shapes_that_depend_on_data_*     experts that take their own tokens, by a word of PyTorch's
 test_fork_optimizer                   README's optimizer, whose lines do not run
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
@@ -1387,6 +1387,24 @@ def test_refused_columns_of_a_matrix_that_does_not_say_how():
             m.Matrix(8, 8, cut, parts)
 
 
+def test_refused_weights_that_are_not_sharded():
+    """By name and by all ranks, before one has memory: of PyTorch's modules, or tied."""
+    linear, bare, tied, shared = (m.LLaMA(SMALL) for _ in range(4))
+    linear.blocks[0].gate = torch.nn.Linear(8, 8)
+    bare.blocks[1].scale = torch.nn.Parameter(torch.ones(8))
+    tied.head = tied.embed
+    shared.head.weight = shared.embed.weight
+    columns = SimpleNamespace(ranks=1)
+    for model, names in (
+        (linear, "blocks.0.gate.bias, blocks.0.gate.weight"),
+        (bare, "blocks.1.scale"),
+        (tied, "head.weight"),
+        (shared, "head.weight"),
+    ):
+        with raises(ValueError, match=f"^{names}: .* model.Matrix"):
+            parallel.split_columns(model, columns)
+
+
 @slow
 @parametrize("block, optimizer", [("norms", "adamw"), ("fork", "muon")])
 def test_resumed_under_others(block, optimizer, tmp_path):
@@ -1712,12 +1730,11 @@ def test_shapes_that_depend_on_data_are_refused():
         offload.block_saves(SMALL, 16, torch.float32, SparseBlock(SMALL))
 
 
-class TiedLLaMA(m.LLaMA):
-    """A model whose head is its embedding."""
+class EmbedsTwice(m.LLaMA):
+    """A model that uses its embedding twice."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.head = self.embed
+    def embedded(self, tokens):
+        return super().embedded(tokens) + super().embedded(tokens)
 
 
 def misuse_matrices(lines: list[str]) -> None:
@@ -1726,16 +1743,16 @@ def misuse_matrices(lines: list[str]) -> None:
     torch.compiler.set_stance("force_eager")
     groups, plain, llama = {}, Block, m.LLaMA
     for line in lines:
-        for users, tied in ((2, False), (1, False), (0, False), (2, True), (3, False)):
+        for users, twice in ((2, False), (1, False), (0, False), (2, True), (3, False)):
             Block, ExpertBlock.users = ExpertBlock, users
-            train.LLaMA = TiedLLaMA if tied else llama
+            train.LLaMA = EmbedsTwice if twice else llama
             run, model, states = make_run(make_case(line), groups, Spoiled)
             train.load_random_weights(run, states)
             before = saved_by(states)
             _, norm, finite = train.run_step(model, states, train.load_batch(run, 0), 0.1, 0.0)
             same = torch.equal(before, saved_by(states))
-            wrong = users != 2 or tied
-            assert [not finite, bool(norm.isnan()), same] == 3 * [wrong], (line, users, tied)
+            wrong = users != 2 or twice
+            assert [not finite, bool(norm.isnan()), same] == 3 * [wrong], (line, users, twice)
             try:
                 states.check_uses()
             except train.ConfigError as e:
