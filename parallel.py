@@ -113,10 +113,10 @@ class Columns:
         }[mode]
 
     def gather(self, x: Tensor) -> Tensor:
-        """(B, t, C) of each column -> (B, T/sp, C)."""
+        """(B, t, C) of each column, or (t, C) -> (B, T/sp, C), or (T/sp, C)."""
         parts = x.new_empty(self.ranks, *x.shape)  # (tp, B, t, C)
         all_gather(parts.flatten(0, 1), x.contiguous(), group=self.group)
-        return parts.transpose(0, 1).flatten(1, 2)  # of one sequence: a view
+        return parts.movedim(0, -3).flatten(-3, -2)  # of one sequence: a view
 
     def sum(self, x: Tensor) -> Tensor:
         """Summands (B, T/sp, C) -> their sum."""
@@ -125,8 +125,8 @@ class Columns:
         return x
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Summands (B, T/sp, C) -> their sum's part of each column (B, t, C)."""
-        parts = x.unflatten(1, (self.ranks, -1)).transpose(0, 1).contiguous()  # (tp, B, t, C)
+        """Summands (B, T/sp, C), or (T/sp, C) -> their sum's part of each column (B, t, C)."""
+        parts = x.unflatten(-2, (self.ranks, -1)).movedim(-3, 0).contiguous()  # (tp, B, t, C)
         part = torch.empty_like(parts[0])
         reduce_scatter(part, parts.flatten(0, 1), group=self.group)
         return part
