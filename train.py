@@ -92,7 +92,9 @@ class Config(Constraints):
     lr: float | None = flag(
         None, "peak learning rate; auto: 3e-3 for tiny, 6e-4 for 160m, 2e-5 for --init, else 3e-4",
         0, 1e30)
-    min_lr: float = flag(0.1, "the cosine decay's end at --steps, as a fraction of --lr", 0, 1)
+    min_lr: float = flag(
+        0.1, "the cosine decay's end, as a fraction of --lr, at --steps of the first command: a "
+        "resumed run that has more goes on at it", 0, 1)
     warmup: int | None = flag(
         None, "steps of linear warm-up; auto: a quarter of --steps, at most 500", 0, 2**40)
     weight_decay: float = flag(0.1, "of matrices, not of norms and biases", 0)
