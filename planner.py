@@ -360,7 +360,8 @@ def legal(c, names, every, why_not):
             " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
             for values in (wish, *sorted(every[:4]))]
         raise ValueError(
-            f"{said}: {why_not(*wish)}; legal here: {', '.join(near) or 'none'}")
+            f"{said}: {why_not(*wish)}; legal here: "
+            f"{', '.join(near) or 'none by these flags alone'}")
     return found
 
 
@@ -517,7 +518,8 @@ def states(c, plan):
 
     def why_not(p, g, os):
         if whole and (plan.tp * p > 1 or c.os_layout == "intra"):
-            return "this optimizer needs whole matrices: --os-layout inter --p 1 --tp 1"
+            return (f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 "
+                    "--tp 1, or another --optimizer")
         return illegal(Factors(p, g, os), world, in_node)
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
