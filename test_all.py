@@ -19,7 +19,7 @@ test_model_equals_plain_pytorch       a wrong gradient in a hand-written backwar
 test_positions_*                      positions, or tokens seen, that go on over a border
 test_products_*                       gradients that are rounded before they are summed
 test_loss_that_is_not_finite_*        an update by a loss that is no number
-test_misused_matrices_*               a matrix used twice or an idle expert, whose gradients are lost
+test_misused_matrices_*               a matrix used twice, an idle expert: their gradients lost
 test_shapes_that_depend_on_data_*     experts that take their own tokens, by a word of PyTorch's
 test_fork_optimizer                   README's optimizer, whose lines do not run
 test_equals_one_process               a stale or swapped buffer, a sum over the wrong ranks, counted
@@ -1090,7 +1090,10 @@ NEVER_MEET = {  # two mechanisms, by how they begin -> a case that has both, and
     ("kv mqa", "tp"): ("2 model=mqa tp=2", "--tp 2: it must divide"),
     ("heads", "kv mqa"): ("2 model=mqa sp=2", "share 1 key/value heads"),
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
-    ("tp", "whole matrices"): ("2 layout=inter tp=2 optimizer=muon", "--tp 1"),
+    ("tp", "whole matrices"): (
+        "2 layout=inter tp=2 optimizer=muon",
+        "--optimizer muon needs .* --tp 1, or another --optimizer; legal here: none by these flags",
+    ),
 }
 REFUSED = [row for row in NEVER_MEET.values() if row] + [
     ("1 groups=3", "--head-groups 3: a rank has 8 query heads at a time, and 4 of keys"),
@@ -1385,6 +1388,22 @@ def test_refused_columns_of_a_matrix_that_does_not_say_how():
     for cut, parts in (("columns", (4, 4)), ("rows", (4, 3))):
         with raises(ValueError, match=r'parts are of rows, .* belong to cut="rows"'):
             m.Matrix(8, 8, cut, parts)
+
+
+def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
+    """Of (tokens, C), as of (B, tokens, C), tokens travel, not features."""
+    columns = SimpleNamespace(ranks=2, group=None)
+    x = torch.arange(24.0).view(2, 4, 3)  # of column 0; column 1 has another
+    monkeypatch.setattr(
+        parallel, "all_gather", lambda out, x, group: out.copy_(torch.cat([x, x + 100]))
+    )
+    monkeypatch.setattr(
+        parallel, "reduce_scatter", lambda out, x, group: out.copy_(2 * x[: len(out)])
+    )
+    for tokens in (x, x[0]):
+        want = torch.cat([tokens, tokens + 100], -2)
+        assert parallel.Columns.gather(columns, tokens).equal(want)
+        assert parallel.Columns.scatter(columns, tokens).equal(2 * tokens.chunk(2, -2)[0])
 
 
 def test_refused_weights_that_are_not_sharded():
