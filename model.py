@@ -787,8 +787,7 @@ class Block(nn.Module):
         self.k_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
         self.out = Matrix(cfg.dim, q, cut="columns")
         self.norm2 = Vector(cfg.dim)
-        gate_and_up = (cfg.ffn, cfg.ffn)
-        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=gate_and_up)
+        self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=2 * (cfg.ffn,))
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns")
         self.norm = normed(cfg.norm_eps)
 
