@@ -98,6 +98,7 @@ class Columns:
         self.ranks = groups.tp
         self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
+        join = there_and_back(self.scatter, self.gather)  # where tokens are split
         self.enter, self.join, self.around = {
             "mtp": (
                 there_and_back(same, lambda dx: self.sum(dx) / self.ranks),
@@ -106,10 +107,10 @@ class Columns:
             ),
             "msp": (
                 there_and_back(self.gather, self.scatter),
-                there_and_back(self.scatter, self.gather),
+                join,
                 same,
             ),
-            "fsp": (same, there_and_back(self.scatter, self.gather), self.gather_behind),
+            "fsp": (same, join, self.gather_behind),
         }[mode]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -183,7 +184,7 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, (Matrix, Vector))
     }
-    if wrong := sorted(ours ^ dict(model.named_parameters()).keys()):
+    if wrong := sorted(ours ^ {*dict(model.named_parameters())}):
         raise ValueError(
             f"{', '.join(wrong)}: what is sharded is the weight of a model.Matrix (large) or "
             "Vector (small) of its own: no nn.Linear, no nn.Parameter, and none that is tied"
