@@ -575,9 +575,11 @@ def hf_model(folder: str) -> LLaMA:
 def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     """Return the transformers config of an export: of its import's family, else of the first that
     computes cfg. source: of hf_config, or {}; what changes no logits goes along. Raises ValueError
-    if cfg cannot be read from it again: an export would drop a field in silence."""
+    if cfg cannot be read from it again, or a weight has no name there: an export would drop a
+    field in silence, or end at its end."""
     from transformers import AutoConfig
 
+    hf_parts(cfg)
     settings = source | {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()} | {
         "max_position_embeddings": cfg.max_positions, "dtype": dtype,
         "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling}

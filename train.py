@@ -324,7 +324,6 @@ def check_folders(cfg, model, source):
         if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
             raise ValueError(f"--export: nobody else computes --attention {cfg.attention}")
         checkpoint.export_config(model, source, torch.float32)
-        checkpoint.hf_parts(model)
 
 
 def host_budget(ranks: int, asked: int | None) -> float:
