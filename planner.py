@@ -518,8 +518,7 @@ def states(c, plan):
 
     def why_not(p, g, os):
         if whole and (plan.tp * p > 1 or c.os_layout == "intra"):
-            return (f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 "
-                    "--tp 1, or another --optimizer")
+            return f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 --tp 1"
         return illegal(Factors(p, g, os), world, in_node)
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"

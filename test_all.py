@@ -1092,7 +1092,7 @@ NEVER_MEET = {  # two mechanisms, by how they begin -> a case that has both, and
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): (
         "2 layout=inter tp=2 optimizer=muon",
-        "--optimizer muon needs .* --tp 1, or another --optimizer; legal here: none by these flags",
+        "--optimizer muon needs .*inter --p 1 --tp 1; legal here: none by these flags alone",
     ),
 }
 REFUSED = [row for row in NEVER_MEET.values() if row] + [
