@@ -579,7 +579,7 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     field in silence, or end at its end."""
     from transformers import AutoConfig
 
-    hf_parts(cfg)
+    hf_parts(cfg)  # raises if a weight has no name there
     settings = source | {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()} | {
         "max_position_embeddings": cfg.max_positions, "dtype": dtype,
         "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling}
