@@ -194,7 +194,7 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
     for name, matrix in model.blocks.named_modules():
         if not isinstance(matrix, Matrix) or matrix.cut == "whole":
             continue
-        if not matrix.cut:
+        if matrix.cut not in ("rows", "columns"):
             raise ValueError(
                 f"--tp {columns.ranks}: the matrix {name} does not say how it is cut:"
                 ' Matrix(rows, cols, cut="rows"), "columns" or "whole"; or --tp 1'
