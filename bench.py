@@ -42,7 +42,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -197,26 +196,18 @@ class TorchStates:
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def causal(_, q: Tensor, k: Tensor, v: Tensor, *__, **___) -> tuple[Tensor, None]:
-    """Attention for transformers, (B, heads, T, D) -> (B, T, H, D): its own, compiled with torch
-    before 2.14, reads a mask from memory."""
-    few = k.shape[1] < q.shape[1]
-    with sdpa_kernel(CUDNN_FIRST, set_priority=True):
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=few)
-    return o.transpose(1, 2), None
-
-
 def transformers_step(run: Run, what: list[str]) -> Step:
     """Build a step of transformers' model on one rank, with the losses of ours; what: words of its
     row."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionMaskInterface, AutoModelForCausalLM
 
     train.cap_gpu(run)
-    AttentionInterface.register("causal", causal)
+    # compiled with torch before 2.14 its attention would read one from memory
+    AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
     half = "bf16" in what
     config = export_config(run.plan.model, {}, torch.bfloat16 if half else torch.float32)
     with run.device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="causal")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if "liger" in what:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -227,7 +218,8 @@ def transformers_step(run: Run, what: list[str]) -> Step:
     compiled = torch.compile(model, dynamic=False)
 
     def loss_of(tokens, labels, scale, *_):
-        with torch.autocast(run.device.type, torch.bfloat16, not half):
+        with (torch.autocast(run.device.type, torch.bfloat16, not half),
+              sdpa_kernel(CUDNN_FIRST, set_priority=True)):
             return compiled(tokens, labels=labels, shift_labels=labels, use_cache=False,
                             num_items_in_batch=1 / scale).loss
 

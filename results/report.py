@@ -70,7 +70,7 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " updated under the next forward, or in the open, where compute waits; and on the GPU, if they"
     " fit there. Short sequences do not hide 12 bytes a parameter there and 12 back.",
     "shard": "Ours by p,g,os and layout beside four settings of FSDP2, with one and with eight"
-    " micro-batches (M); *nodes=2*, *nodes=4*: GPUs of one machine as nodes that reach each other"
+    " micro-batches (M); *nodes=2*: GPUs of one machine as nodes that reach each other"
     " by sockets over loopback alone, slow, and of two levels as real networks are. The bound is"
     " six layers alone on one GPU, without embedding, head, loss, optimizer or communication, not"
     " kernels. At M = 8 FSDP2 like ZeRO-2 ties with the best of ours.",
@@ -225,10 +225,9 @@ ERRORS = (
     " *Network not measured*: where collectives were never measured, steps are predicted too fast."
     " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
     " that reach each other by sockets (*nodes=2*) by an assumed network of 400 Gb/s a GPU, with"
-    " which ring 1, the slower one, would be the faster. These H100s, and 1b at 32K tokens, ran"
-    " cuDNN's attention, and are predicted by rates of FlashAttention-4. Where one sequence of"
-    " 4,096 tokens of 1b is a"
-    " micro-batch (A), the host has more to do than its GPU (on an H100 a layer computes for 2.5"
+    " which ring 1, the slower one, would be the faster. 7b on two H100s, and 1b at 32K tokens on an"
+    " H200, ran cuDNN's attention, and are predicted by rates of FlashAttention-4. Where one"
+    " sequence of 4,096 tokens of 1b is a micro-batch (A), the host has more to do than its GPU (on an H100 a layer computes for 2.5"
     " ms; profile h100x1's host launches it in 4.4), and a step takes what the host of the day"
     " takes: 0.69 to 0.87 s on four of them. So h100x1 was measured on the host of that row, right"
     " before it. ![errors of predictions](predict.png)\n\n")
