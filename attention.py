@@ -550,10 +550,10 @@ class Ulysses:
     def to_tokens(self, g: int, results: list[Tensor], into: list[Tensor]) -> Way:
         """Launch the way back of group g's results (B, T/R, h, D), of documents (B*T, h, D), into
         its part of tensors (B, T/sp, heads, D)."""
+        if self.ranks * self.count == 1:
+            return Way([x.reshape(whole.shape) for x, whole in zip(results, into)])
         by_rank = len(into[0]), self.ranks, -1
         parts = [x.reshape(*by_rank, *x.shape[-2:]).transpose(0, 1) for x in results]  # as `of`
-        if self.ranks * self.count == 1:
-            return Way([part[0] for part in parts])
         if self.ranks == 1:
             for part, whole in zip(parts, into):
                 copy_heads(part, self.of(g, whole))
