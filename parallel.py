@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from model import Before, Cut, LLaMA, Matrix, Vector, accumulation_dtype, same
+from model import Before, Cut, LLaMA, Matrix, accumulation_dtype, same
 from offload import ChunkGraph
 from ranks import Groups, all_gather, reduce_scatter
 
@@ -177,18 +177,7 @@ def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
 
 def split_columns(model: LLaMA, columns: Columns) -> None:
     """Leave of a model what this rank's column has. On meta, before shard.States. Raises ValueError
-    for a matrix that does not say how it is cut, and, of any number of columns, for a weight that
-    is none of a Matrix or Vector, or of two."""
-    ours = {
-        f"{path}.weight"
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, (Matrix, Vector))
-    }
-    if wrong := sorted(ours ^ {*dict(model.named_parameters())}):
-        raise ValueError(
-            f"{', '.join(wrong)}: what is sharded is the weight of a model.Matrix (large) or "
-            "Vector (small) of its own: no nn.Linear, no nn.Parameter, and none that is tied"
-        )
+    for a matrix that does not say how it is cut."""
     if columns.ranks == 1:
         return
     for name, matrix in model.blocks.named_modules():

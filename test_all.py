@@ -1406,22 +1406,16 @@ def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
         assert parallel.Columns.scatter(columns, tokens).equal(2 * tokens.chunk(2, -2)[0])
 
 
-def test_refused_weights_that_are_not_sharded():
-    """By name and by all ranks, before one has memory: of PyTorch's modules, or tied."""
-    linear, bare, tied, shared = (m.LLaMA(SMALL) for _ in range(4))
-    linear.blocks[0].gate = torch.nn.Linear(8, 8)
-    bare.blocks[1].scale = torch.nn.Parameter(torch.ones(8))
-    tied.head = tied.embed
-    shared.head.weight = shared.embed.weight
-    columns = SimpleNamespace(ranks=1)
-    for model, names in (
-        (linear, "blocks.0.gate.bias, blocks.0.gate.weight"),
-        (bare, "blocks.1.scale"),
-        (tied, "head.weight"),
-        (shared, "head.weight"),
-    ):
-        with raises(ValueError, match=f"^{names}: .* model.Matrix"):
-            parallel.split_columns(model, columns)
+def test_refused_weights_that_are_not_sharded(group):
+    """By name: of PyTorch's modules."""
+    with torch.device("meta"):
+        model = m.LLaMA(SMALL)
+        model.blocks[0].gate = torch.nn.Linear(8, 8)
+        model.blocks[1].scale = torch.nn.Parameter(torch.ones(8))
+    model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    names = "blocks.0.gate.weight, blocks.0.gate.bias, blocks.1.scale"
+    with raises(train.ConfigError, match=f"^{names}: .* model.Matrix"):
+        shard.States(model, torch.device("cpu"), torch.float32)
 
 
 @slow
