@@ -133,7 +133,7 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
     if not its own. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, *_ = train.choose_model(cfg, bench.device, None)
-    kernel = on_all_ranks(lambda: pick_kernel(cfg.attention, bench.device, bench.dtype))
+    kernel = on_all_ranks(pick_kernel, cfg.attention, bench.device, bench.dtype)
     plans, there = train.choose_plans(cfg, model, bench.device, gpu)
     return [Run(cfg, bench.rank, bench.device, kernel, plan, there) for plan in plans]
 
@@ -544,11 +544,10 @@ def step_rows(bench: Bench, flags: str) -> dict[str, str]:
 
 
 def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
-    """Return the planner's best plans, ten at most, as their commands have them."""
-    runs = plan_runs(bench, config(filled(bench, flags)))[:10]
-    commands = [planner.command(run.plan, run.cfg) for run in runs]
-    return {f"plan {i}": command.partition("train.py ")[2]
-            for i, command in enumerate(commands, 1)}
+    """Return the planner's best plans, as their commands have them."""
+    runs = plan_runs(bench, config(filled(bench, flags)))
+    return {f"plan {i}": planner.command(run.plan, run.cfg).partition("train.py ")[2]
+            for i, run in enumerate(runs, 1)}
 
 
 def covered_ms(spans: list[tuple[float, float]]) -> float:
@@ -702,7 +701,7 @@ def plan_text(row: dict) -> str | None:
     return text + ", os on the host" * (row.get("os_place") == "host")
 
 
-def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+def as_text(rows: list[dict]) -> tuple[tuple, list[tuple]]:
     """Return the titles of the columns of which a row has something, and the rows' cells."""
     lines = []
     for row in rows:
@@ -724,27 +723,23 @@ def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
         lines.append(cells)
     columns = zip(COLUMNS, *lines)
     titles, *lines = zip(*(column for column in columns if set(column[1:]) != {"-"}))
-    return list(titles), [list(line) for line in lines]
+    return titles, lines
 
 
 def versions() -> dict:
-    installed = {package.name: package.version for package in metadata.distributions()}
     wanted = ("torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers "
               "liger-kernel").split()
-    found = {name: installed[name] for name in wanted if name in installed}
+    found = {package.name: package.version for package in metadata.distributions()
+             if package.name in wanted}
     return {"python": platform.python_version()} | found
 
 
 def commit() -> str:
     """Return the commit that is measured, + if files differ from it. BENCH_COMMIT names it where
     the files were copied without their history."""
-    git = ["git", "-C", str(HERE), "describe", "--always", "--exclude", "*", "--dirty=+"]
-    try:
-        found = os.environ.get("BENCH_COMMIT") or subprocess.check_output(
-            git, text=True, stderr=subprocess.DEVNULL)
-        return found.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    git = subprocess.run("git describe --always --exclude '*' --dirty=+", shell=True, cwd=HERE,
+                         capture_output=True, text=True)
+    return os.environ.get("BENCH_COMMIT") or git.stdout.strip() or "unknown"
 
 
 # ---------------------------------------------------------------------------- the program
