@@ -72,8 +72,6 @@ class Bench:
     device: torch.device
     rank: int
     world: int
-    flags: str = ""  # of all rows
-    only: str = ""  # labels of the rows that are wanted; "": all
     quick: bool = False
     file: Path = HERE / "out.json"  # of results
     about: dict = field(default_factory=dict)  # what it says beside its rows
@@ -257,16 +255,19 @@ class Fsdp2States(TorchStates):
     """PyTorch's fully_shard with its best settings: bf16 on the wire, prefetching, gradients
     synchronised in the last micro-batch alone if they stay whole."""
 
-    def __init__(self, model: LLaMA, mesh, reshard: bool, micro_batches: int, device):
-        """reshard: after forward (ZeRO-3); else whole parameters and gradients stay (ZeRO-2)."""
+    def __init__(self, model: LLaMA, run: Run):
+        """ZeRO-3 if p > 1; else whole parameters and gradients stay (ZeRO-2)."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        plan, f = run.plan, run.plan.factors
+        mesh = fsdp2_mesh(run.device.type, plan.ranks // f.os, f.os)
+        reshard = f.p > 1
         wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
                                     cast_forward_inputs=False)
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=wire)
         fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=wire)
-        model.to_empty(device=device)
+        model.to_empty(device=run.device)
         for p in model.parameters():
             nn.init.normal_(p, float(p.dim() == 1), 0.02)
         for here, after in zip(model.blocks, model.blocks[1:]):
@@ -274,16 +275,14 @@ class Fsdp2States(TorchStates):
             after.set_modules_to_backward_prefetch([here])
         super().__init__(model)
         self.reshard = reshard
-        self.micro_batches = micro_batches
+        self.micro_batches = plan.micro_batches
+        self.micro_batch = 0  # the last that began
         model.register_forward_pre_hook(lambda *_: self.begin_micro_batch())
-
-    def begin_step(self) -> None:
-        self.micro_batch = 0
 
     def begin_micro_batch(self) -> None:
         """Say whether its backward is the step's last."""
         self.micro_batch += 1
-        last = self.micro_batch == self.micro_batches
+        last = self.micro_batch % self.micro_batches == 0
         self.model.set_is_last_backward(last)
         if not self.reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
             self.model.set_requires_gradient_sync(last)
@@ -325,10 +324,7 @@ def fsdp2_step(run: Run, what: list[str]) -> Step:
     with torch.device("meta"):
         model = LLaMA(run.plan.model, attention if checkpoint_flags else ours)
     model.layer_runner = layers
-    f = run.plan.factors
-    mesh = fsdp2_mesh(run.device.type, run.plan.ranks // f.os, f.os)
-    states = Fsdp2States(model, mesh, f.p > 1, run.plan.micro_batches, run.device)
-    return Step(run, model, states, random_batch(run))
+    return Step(run, model, Fsdp2States(model, run), random_batch(run))
 
 
 # ---------------------------------------------------------------------------- clocks
@@ -436,7 +432,7 @@ def release(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def attempt(bench: Bench, label: str, flags: str, look: Callable | None = None) -> None:
+def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None:
     """Build a step of these flags, time it, and add its row; out of memory on any rank is a row,
     too. look(bench, step): what else is to be seen of it. A collective."""
     device = bench.device
@@ -617,7 +613,7 @@ TABLES = {
          "transformers fp32 liger": "",
          "transformers bf16 liger": "",
          "transformers bf16 liger full": ""},
-        "--batch 1", SEQUENCES, "model seq batch"),
+        "--batch 1", SEQUENCES, "rows model seq batch"),
     "shard": Table(
         {"ours os": "--strategy zero1",
          "ours os inter": "--strategy zero1 --os-layout inter",
@@ -631,7 +627,7 @@ TABLES = {
          "fsdp2 none HSDP and reshard": "--p {half} --g {half} --os {half}",
          "fsdp2 none HSDP": "--p 1 --g {half} --os {half}"},
         f"{WHOLE} --seq {{seq}}", ("--batch {batch[1]}", "--batch {batch[8]}"),
-        "model nodes", ranks=2),
+        "rows model nodes", ranks=2),
     "overlap": Table(  # AMSP, table V
         {"all overlaps": "",
          "without param_broadcast": "--overlap param_gather,grad_scatter,grad_reduce",
@@ -642,10 +638,10 @@ TABLES = {
          "--strategy zero1 --batch {batch[4]}", "--strategy zero1 --batch {batch[8]}",
          "--strategy zero3 --batch {batch[1]}", "--strategy zero3 --batch {batch[2]}",
          "--strategy zero3 --batch {batch[4]}", "--strategy zero3 --batch {batch[8]}"),
-        "model", ranks=2),
+        "rows model", ranks=2),
     "ring": Table(
         {"by heads": "--ring 1", "by context": "--ring {nodes}"},
-        "--sp {ranks} --batch 1", SEQUENCES[1:], "model seq nodes", ranks=2),
+        "--sp {ranks} --batch 1", SEQUENCES[1:], "rows model seq nodes", ranks=2),
     "parallel": Table(
         {"data": "",
          "mtp": "--tp 2 --tp-mode mtp",
@@ -653,23 +649,23 @@ TABLES = {
          "fsp": "--tp 2 --tp-mode fsp",
          "pipeline": "--pp 2",
          "interleaved": "--pp 2 --pp-chunks 2"},
-        f"{WHOLE} --seq {{seq}} --batch {{batch[8]}}", takes="model seq", ranks=2),
+        f"{WHOLE} --seq {{seq}} --batch {{batch[8]}}", takes="rows model seq", ranks=2),
     "memplan": Table(
         {"caching allocator": "", "expandable segments": "", "planned": "--memplan on"},
-        "--sp {ranks} --batch 1", SEQUENCES[1:], "model seq", planned_memory),
+        "--sp {ranks} --batch 1", SEQUENCES[1:], "rows model seq", planned_memory),
     "plans": Table(plan_rows, "", SEQUENCES[:1], "model seq batch tp pp", ranks=2),
     "trace": Table(
         {"ours os": "--strategy zero1",
          "ours g and os": "--strategy zero2",
          "ours all": "--strategy zero3"},
-        f"{WHOLE} --seq {{seq}} --batch {{batch[1]}}", ("",), "model", profiled, 2),
+        f"{WHOLE} --seq {{seq}} --batch {{batch[1]}}", ("",), "rows model", profiled, 2),
     "offload": Table(
         {"as planned": "",
          "states on the GPU": "--os-place gpu",
          "states on the host": "--os-place host",
          "states on the host in the open":
              "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast"},
-        "--batch 1", SEQUENCES, "model seq batch")}
+        "--batch 1", SEQUENCES, "rows model seq batch")}
 
 
 # ---------------------------------------------------------------------------- print and write
@@ -790,8 +786,6 @@ def check(args: argparse.Namespace) -> None:
     name = args.table
     table = TABLES[name]
     takes = f"{table.takes} host_memory gpu_memory".split()
-    if not callable(table.rows):
-        takes.append("rows")
     for flag in args.given:
         if args.profile or flag not in takes:
             raise ValueError(f"{planner.flag_name(flag)}: table {name} takes "
@@ -814,19 +808,19 @@ def listed(text: str | None) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def measure(bench: Bench, name: str, lengths: list[str]) -> None:
-    """Measure a table's rows, of these lengths instead of its own. Ctrl-C ends the process, and
-    leaves the rows so far."""
-    table = TABLES[name]
+def measure(bench: Bench, args: argparse.Namespace) -> None:
+    """Measure a table's rows, those that are wanted, of the lengths that are asked for or its own.
+    Ctrl-C ends the process, and leaves the rows so far."""
+    table = TABLES[args.table]
     model = "7b" if bench.gpu else "tiny"
     what = "written"
     try:
-        for variant in [f"--seq {seq}" for seq in lengths] or table.variants:
-            shared = f"--model {model} {table.flags} {variant} {bench.flags}"
+        for variant in [f"--seq {seq}" for seq in listed(args.seq)] or table.variants:
+            shared = f"--model {model} {table.flags} {variant} {args.flags}"
             rows = table.rows(bench, shared) if callable(table.rows) else table.rows
             for label, own in rows.items():
                 alone = label.startswith("transformers") and bench.world > 1
-                if not alone and (not bench.only or label in listed(bench.only)):
+                if not alone and label in (listed(args.rows) or rows):
                     attempt(bench, label, filled(bench, f"{shared} {own}"), table.look)
     except KeyboardInterrupt:
         what = "stopped; the rows so far are"
@@ -893,12 +887,12 @@ def main() -> None:
              "command": f"{launcher} bench.py {command}"}
     words = f"{command} {re.sub('NVIDIA | [0-9]+GB.*| ', '', hardware)}"
     file = out / f"{'-'.join(re.findall(r'[a-z0-9.]+', words.lower()))}.json"
-    bench = Bench(device, rank, world, args.flags, args.rows or "", args.quick, file, about)
+    bench = Bench(device, rank, world, args.quick, file, about)
     if args.profile:
         write_profile(bench, args.profile)
     else:
         with heartbeat(rank, world, "Rows so far are written"):
-            measure(bench, args.table, listed(args.seq))
+            measure(bench, args)
     dist.destroy_process_group()
 
 
