@@ -72,9 +72,9 @@ class Bench:
     device: torch.device
     rank: int
     world: int
-    quick: bool = False
-    file: Path = HERE / "out.json"  # of results
-    about: dict = field(default_factory=dict)  # what it says beside its rows
+    quick: bool
+    file: Path  # of results
+    about: dict  # what it says beside its rows
     rows: list[dict] = field(default_factory=list)
     kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds alone
 
@@ -89,7 +89,7 @@ class Bench:
     def add(self, row: dict) -> None:
         """Print a row, and write all so far: a table that is cut short leaves them."""
         self.rows.append(row)
-        if self.rank == 0 and self.about:
+        if self.rank == 0:
             self.file.write_text(json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n")
         titles, ((name, *texts),) = as_text([row])
         cells = (f"{title} {text}" for title, text in zip(titles[1:], texts))
@@ -277,9 +277,9 @@ class Fsdp2States(TorchStates):
         self.reshard = reshard
         self.micro_batches = plan.micro_batches
         self.micro_batch = 0  # the last that began
-        model.register_forward_pre_hook(lambda *_: self.begin_micro_batch())
+        model.register_forward_pre_hook(self.begin_micro_batch)
 
-    def begin_micro_batch(self) -> None:
+    def begin_micro_batch(self, *_) -> None:
         """Say whether its backward is the step's last."""
         self.micro_batch += 1
         last = self.micro_batch % self.micro_batches == 0
@@ -683,10 +683,10 @@ COLUMNS = {  # title -> a row's cell
     "hits": "{hit_requests:.2%}"}
 
 
-def plan_text(row: dict) -> str | None:
+def plan_text(row: dict) -> str:
     """Return what a row chose: p,g,os, other degrees, and what layers keep."""
     if not row.get("sp") or row["system"].startswith(("fsdp2", "transformers")):
-        return None
+        return "-"
     text = f"{row['p']},{row['g']},{row['os']}"
     text += "".join(f" {name}={row[name]}" for name in ("sp", "ring", "tp", "pp")
                     if row.get(name, 1) > 1)
@@ -701,15 +701,15 @@ def as_text(rows: list[dict]) -> tuple[tuple, list[tuple]]:
     """Return the titles of the columns of which a row has something, and the rows' cells."""
     lines = []
     for row in rows:
-        took = f"{row['step_s']:.4g}" if row.get("step_s") else None
+        took = f"{row['step_s']:.4g}" if row.get("step_s") else "-"
         if row.get("oom"):  # while it ran, or it was refused before
             error = row.get("error", "CUDA")
             took = "out of memory" if "CUDA" in error else "does not fit"
             took = "not installed" if "No module" in error else took
-        ratio, mfu = row.get("bound_ratio"), row.get("mfu_causal")
-        known = row | {"plan": plan_text(row), "took": took}
-        known["bound_mfu"] = mfu / ratio if ratio and mfu else None
-        known = {name: value for name, value in known.items() if value is not None}
+        known = {name: value for name, value in row.items() if value is not None}
+        known |= {"plan": plan_text(row), "took": took}
+        if {"mfu_causal", "bound_ratio"} <= known.keys():
+            known["bound_mfu"] = known["mfu_causal"] / known["bound_ratio"]
         cells = []
         for form in COLUMNS.values():
             try:

@@ -4730,7 +4730,7 @@ def test_bench_writes_its_rows(tmp_path, monkeypatch):
 def fsdp2_worker() -> None:
     """Runs on two ranks: from the same weights, FSDP2 has our losses, up to bf16."""
     rank, world, _ = train.start_ranks(100)
-    table = bench.Bench(torch.device("cpu"), rank, world)
+    table = bench.Bench(torch.device("cpu"), rank, world, True, Path(), {})
     for recomputed, flags in (
         ("none", "--strategy zero3 --batch 2"),
         ("half", "--strategy zero2 --batch 4"),
@@ -4759,7 +4759,7 @@ def test_bench_fsdp2_takes_the_same_steps():
 
 def test_bench_transformers_takes_the_same_steps(group, tmp_path):
     torch.compiler.set_stance("force_eager")
-    table = bench.Bench(torch.device("cpu"), 0, 1)
+    table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
     ours = bench.make_step(bench.plan_runs(table, cfg)[0])
     theirs = bench.transformers_step(bench.peer_run(table, cfg), ["fp32", "full"])
