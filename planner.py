@@ -43,6 +43,7 @@ import re
 import sys
 import typing
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -771,7 +772,8 @@ def parse_leaf(text, num_nodes):
         if text.isdecimal() and int(text):
             rows = [(f"{node}", f"{node // int(text)}") for node in range(num_nodes)]
         else:
-            rows = np.genfromtxt(text, str, ndmin=2).tolist()
+            lines = re.sub("#.*", "", Path(text).read_text()).splitlines()
+            rows = [line.split() for line in lines if line.strip()]
         leaf_of = dict(rows)
     except (OSError, ValueError) as e:
         raise ValueError(f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
@@ -858,6 +860,7 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rates = plan.rates(plan.step_s, hardware.profile.peak_flops)
     return asdict(plan) | asdict(plan.factors) | rates | {
+        "dtype": f"{plan.dtype}",
         "dp": plan.dp,
         "step_s": plan.step_s,
         "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
@@ -990,7 +993,7 @@ class Question(Constraints):
     ranks: Count = flag(None, "GPUs; auto: those of a node")
     per_node: Count = flag(None, "GPUs of a node; auto: the cluster's")
     top: int = flag(4, "plans to print: the best of another tp, pp or sp follow the first")
-    json: bool = flag(False, "print them as JSON, and nothing else", 0)
+    json: bool = flag(False, "print them as JSON, and nothing else")
     leaf: str = flag(
         "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
         "the best order of nodes")
@@ -1055,7 +1058,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.json:
         rows = [
             figures(plan, hardware) | {"command": command(plan, asked)} for plan in plans]
-        text = json.dumps({"plans": rows, "text": text}, default=str)
+        text = json.dumps({"plans": rows, "text": text})
     print(text)
     return int(not plans)
 

@@ -4675,11 +4675,12 @@ def test_leaf_flag(tmp_path):
     file.write_text("# the third row\nn2 left  # new\n\nn1\tright\n")
     assert list(planner.parse_leaf(str(file), 2).items()) == [("n2", "left"), ("n1", "right")]
     for text, message in (
-        ("n1 a\nn2\n", "Line #2 .got 1 columns instead of 2"),
+        ("n1 a\nn2\n", "a file of a node's name.*#1 has length 1; 2 is required"),
         ("n1 a b\n", "a file of a node's name.*#0 has length 3; 2 is required"),
         ("n1 a\nn2 a\nn1 b", "3 lines of 2 nodes, instead of one for each of 2"),
         ("n1 a\n\nn2 a\nn3 b", "3 lines of 3 nodes, instead of one for each of 2"),
         ("n1 a\n\n", "1 lines of 1 nodes, instead of one for each of 2"),
+        ("# none\n", "0 lines of 0 nodes, instead of one for each of 2"),
     ):
         file.write_text(text)
         with raises(ValueError, match=message):
