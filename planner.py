@@ -38,11 +38,11 @@ import functools
 import itertools
 import json
 import math
-import operator
 import re
 import sys
 import typing
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -59,8 +59,7 @@ from costs import (
     resident_bytes,
     step_seconds,
     visit_seconds,
-    with_memory,
-)
+    with_memory)
 from hardware import Profile, load_profile, profile_names, scaled
 from model import MODELS, ModelConfig, param_count
 from offload import GIB, ActivationPlan
@@ -171,7 +170,7 @@ Count = int | None  # None: auto
 class Constraints:
     """What a command fixes; None, or auto, is open. A program's flags are these and its own."""
 
-    seq: Count = flag(4096, "tokens a sequence", 1, 2**40)
+    seq: int = flag(4096, "tokens a sequence", 1, 2**40)
     batch: Count = flag(
         None, "sequences a step over all ranks; auto: 512K tokens (4K for tiny), or one for each "
         "rank that may have one of its own; a resumed run keeps its own",
@@ -438,7 +437,7 @@ def batches(c, plan):
     """Sequences a step, and at once: within 8K tokens a rank the most, the next and one."""
     dp = plan.dp
     most = c.most_sequences or 2**40
-    usual = max(1, c.default_tokens // c.seq)
+    usual = c.default_tokens // c.seq
     batch = c.batch or max(dp, min(-(-usual // dp), most // dp) * dp)
     each, left = divmod(batch, dp)
     if batch > most:
@@ -524,8 +523,7 @@ def states(c, plan):
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
-    every = map(astuple, legal_factors(world, in_node))
-    for f in legal(c, ["p", "g", "os"], every, why_not):
+    for f in legal(c, ["p", "g", "os"], map(astuple, legal_factors(world, in_node)), why_not):
         for place in places:
             yield {"factors": Factors(**f), "os_layout": layout, "os_place": place}
 
@@ -541,8 +539,8 @@ SHAPE = (columns, stages, some_states, sequences, batches, head_groups, treatmen
 TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
 
-token_s = operator.attrgetter("token_s")
-kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
+token_s = attrgetter("token_s")
+kind = attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
 
 
 def preference(plan):
@@ -662,11 +660,6 @@ def fit(c, plan, hardware):
     return replace(plan, seconds=step_seconds(est, plan) if fits else {"never": math.inf})
 
 
-def predict(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan, what its layers keep included, with its bytes and seconds."""
-    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))
-
-
 # ---------------------------------------------------------------------------- the order of nodes
 
 # A scheduler gives N nodes under some leaf switches, in any order. Bytes are counted as rings
@@ -704,22 +697,22 @@ class Ring:
 
 
 def make_rings(plan):
-    """Return a step's communication, as shard.py and attention.py launch it."""
+    """Yield a step's communication, as shard.py and attention.py launch it."""
     model, sp, e, several = plan.model, plan.head_ranks, plan.dtype.itemsize, plan.micro_batches
-    rings = []
     for kind, op, ranks, inner, earlier, last in plan.collectives:
         size = param_count(model) * e * (1 / inner - 1 / ranks)  # of all shards together
         # in forward and backward; there and back
         twice = kind == "param_gather" or op == "all_reduce"
         times = (1 + twice) * (earlier * (several - 1) + last)
-        rings.append(Ring(kind, ranks, inner, times * size))
+        yield Ring(kind, ranks, inner, times * size)
     q, kv = plan.widths  # q, o and k, v, and twice as much in backward
     tokens = plan.tokens * model.layers * several
     exchanged = (6 * q + 3 * kv) * e * tokens
     around = kv * (2 * e + plan.sum_bytes) * tokens  # k, v twice; dk, dv
     around *= (plan.ring - 1) * plan.head_groups / plan.kv_groups
-    rings += [Ring("all_to_all", sp, i, exchanged / sp) for i in range(1, sp)]
-    return [*rings, Ring("ring", plan.sp, sp, around)]
+    for i in range(1, sp):
+        yield Ring("all_to_all", sp, i, exchanged / sp)
+    yield Ring("ring", plan.sp, sp, around)
 
 
 def swap_nodes(order, leaf, traffic):
@@ -749,8 +742,10 @@ def place_nodes(leaves, rings, per_node):
     the given order.
     """
     _, leaf, counts = np.unique(leaves, return_inverse=True, return_counts=True)
-    rank = np.arange(len(leaf) * per_node)
-    traffic = np.zeros((len(leaf), len(leaf)))  # whole bytes that a place sends to another
+    num_nodes = len(leaf)
+    given = np.arange(num_nodes)
+    rank = np.arange(num_nodes * per_node)
+    traffic = np.zeros((num_nodes, num_nodes))  # whole bytes that a place sends to another
     for ring in rings:
         next_rank = rank // ring.block * ring.block + (rank + ring.stride) % ring.block
         np.add.at(traffic, (rank // per_node, next_rank // per_node), round(ring.sent))
@@ -758,7 +753,6 @@ def place_nodes(leaves, rings, per_node):
     def spine_bytes(order):
         return traffic[leaf[order, None] != leaf[order]].sum()
 
-    given = np.arange(len(leaf))
     packed = np.lexsort((leaf, -counts[leaf]))  # turned, as blocks begin within leaves too
     orders = (swap_nodes(np.roll(packed, turn), leaf, traffic) for turn in range(32))
     best = min([given, *orders], key=spine_bytes)  # the first, of those that tie
@@ -791,9 +785,8 @@ def place(plan, leaf):
         raise ValueError(
             f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
             f"--tp {plan.tp} --pp {plan.pp}")
-    leaf_of = parse_leaf(leaf, plan.ranks // plan.per_node)
-    names = list(leaf_of)
-    order, before, after = place_nodes([*leaf_of.values()], make_rings(plan), plan.per_node)
+    names, leaves = zip(*parse_leaf(leaf, plan.ranks // plan.per_node).items())
+    order, before, after = place_nodes(leaves, make_rings(plan), plan.per_node)
     best = "the given one is as good"
     if after < before:
         best = ", ".join(names[node] for node in order)
@@ -812,8 +805,7 @@ RULES = {  # choice -> why it is as it is
     "groups": "parts of the heads: 4 hide all-to-alls under attention, more need less memory",
     "batch": "data-parallel ranks x micro-batches x sequences of one, of 8K tokens a rank if short",
     "p,g,os": "the fewest shards that fit and are fast",
-    "layers keep": "what fits and loses the least time",
-}
+    "layers keep": "what fits and loses the least time"}
 
 
 def choices(plan: Plan) -> dict[str, str]:
@@ -837,8 +829,7 @@ def choices(plan: Plan) -> dict[str, str]:
         "groups": f"{plan.head_groups}",
         "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
         "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}",
-        "layers keep": keeps,
-    }
+        "layers keep": keeps}
 
 
 def in_words(plan: Plan, other: Plan | None = None) -> str:
@@ -865,8 +856,7 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
         "step_s": plan.step_s,
         "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
         "gpu_gib": plan.gpu_bytes / GIB,
-        "host_gib": plan.host_bytes * plan.per_node / GIB,
-    }
+        "host_gib": plan.host_bytes * plan.per_node / GIB}
 
 
 def command(plan: Plan, asked) -> str:
@@ -940,14 +930,14 @@ def binding(c, hardware, best):
     times as fast, or memory without end, and layers kept what then fits."""
     rates = {"FLOP/s": "flops", "copies to the host": "host", "the network": "network",
              "memory bandwidth": "memory"}
-    there = {
-        name: replace(hardware, profile=scaled(hardware.profile, "", **{rate: 1000.0}))
+    without = {
+        name: {"profile": scaled(hardware.profile, "", **{rate: 1000.0})}
         for name, rate in rates.items()}
-    there["GPU memory"] = replace(hardware, gpu_budget=2.0**60)
-    there["host memory"] = replace(hardware, host_budget=2.0**60)
+    without["GPU memory"] = {"gpu_budget": 2.0**60}
+    without["host memory"] = {"host_budget": 2.0**60}
     gains = sorted((
-        (1 - fit(c, best, more).token_s / best.token_s, name)
-        for name, more in there.items()), reverse=True)
+        (1 - fit(c, best, replace(hardware, **limits)).token_s / best.token_s, name)
+        for name, limits in without.items()), reverse=True)
     return "how much shorter a step would be without a limit to: " + ", ".join(
         f"{name} {gain:.1%}" for gain, name in gains if gain > TIE)
 
@@ -1050,9 +1040,9 @@ def main(argv: list[str] | None = None) -> int:
             text += "\n" + place(plans[0], asked.leaf)
     except TooLarge as e:
         plans = []
-        changes = changes_that_fit(asked, hardware)
         text = "\n  ".join([
-            f"nothing fits: {e}", "what would fit, the smallest change first:", *changes])
+            f"nothing fits: {e}", "what would fit, the smallest change first:",
+            *changes_that_fit(asked, hardware)])
     except ValueError as e:
         parser.error(str(e))
     if asked.json:

@@ -27,10 +27,10 @@ import torch
 import memplan
 import pictures
 from bench import as_text
+from costs import Estimator, Plan, step_seconds, with_memory
 from hardware import known_profile
 from model import MODELS
 from offload import GIB, ActivationPlan
-from planner import Plan, predict
 from shard import STREAMS, Factors
 
 # ---------------------------------------------------------------------------- tables
@@ -268,7 +268,7 @@ def predicted_rows() -> list[dict]:
             kind = "held out" if r.get("held_out") else "seen before"
             if plan.ranks > plan.per_node or plan.ranks > 1 and "collectives" in profile.sources:
                 kind = pictures.ELSEWHERE
-            plan = predict(plan, profile)
+            plan = with_memory(replace(plan, seconds=step_seconds(Estimator(profile), plan)))
             rows.append({
                 "question": f"K, {r['model']} {r['seq'] // 1024}K", **r, "gpu": gpu, "kind": kind,
                 "now_s": plan.step_s, "now_gib": plan.gpu_bytes / GIB})
