@@ -25,6 +25,7 @@ Legend: M micro-batches, B sequences of one, T tokens of a sequence, T/sp on a r
 import argparse
 import functools
 import gc
+import importlib
 import json
 import math
 import os
@@ -198,8 +199,10 @@ def transformers_step(run: Run, what: list[str]) -> Step:
     """Build a step of transformers' model on one rank, with the losses of ours; what: words of its
     row."""
     from transformers import AttentionMaskInterface, AutoModelForCausalLM
+    from transformers.models.llama import modeling_llama
 
     train.cap_gpu(run)
+    importlib.reload(modeling_llama)  # Liger changes it for all models that follow
     # compiled with torch before 2.14 its attention would read one from memory
     AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
     half = "bf16" in what
@@ -284,6 +287,7 @@ class Fsdp2States(TorchStates):
         self.micro_batch += 1
         last = self.micro_batch % self.micro_batches == 0
         self.model.set_is_last_backward(last)
+        self.model.set_requires_all_reduce(last)
         if not self.reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
@@ -470,7 +474,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None
         row |= {"step_s": seconds, "bound_ratio": kernels / seconds}
     row["oom"] = math.isinf(seconds)
     if bench.gpu:
-        row |= {"gpu_gib": train.gpu_peak_gib(),
+        row |= {"gpu_gib": max(of_all_ranks(train.gpu_peak_gib())),
                 "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
     bench.add(row)
     del step
@@ -542,7 +546,8 @@ def step_rows(bench: Bench, flags: str) -> dict[str, str]:
 def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
     """Return the planner's best plans, as their commands have them."""
     runs = plan_runs(bench, config(filled(bench, flags)))
-    return {f"plan {i}": planner.command(run.plan, run.cfg).partition("train.py ")[2]
+    first = "--tp 1 --pp 1 "  # a command leaves out what is a default
+    return {f"plan {i}": first + planner.command(run.plan, run.cfg).partition("train.py ")[2]
             for i, run in enumerate(runs, 1)}
 
 

@@ -513,7 +513,7 @@ def hf_parts(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
         *layer, leaf, _ = name.split(".")
         if leaf not in _HF:
             raise ValueError(f"{name}: Hugging Face's files have no {leaf!r}, only "
-                             f"{', '.join(_HF)} (checkpoint._HF): train without --export")
+                             f"{', '.join(_HF)} (checkpoint._HF)")
         prefix = f"model.layers.{layer[1]}." if layer else ""
         suffix = "bias" if leaf == "qkv_bias" else "weight"
         theirs = _HF[leaf].split()

@@ -166,10 +166,9 @@ def profile_names() -> list[str]:
 def load_profile(name: str, per_node: int | None = None) -> Profile:
     """Return a profile by its name in results/profiles, in any case, by its file, or by a GPU's
     name; of nodes of so many GPUs, by default its own or 8. Raises ValueError."""
-    path = PROFILES / f"{name.lower()}.json"
-    if name.endswith(".json"):
-        path = Path(name)
-    elif not path.exists() and find_sheet(name):
+    files = {path.stem.lower(): path for path in PROFILES.glob("*.json")}
+    path = files.get(name.lower(), Path(name))
+    if path.suffix != ".json" and find_sheet(name):
         return known_profile(name, per_node or 8)
     try:
         profile = Profile(**json.loads(path.read_text()))

@@ -1380,11 +1380,11 @@ def test_refused_cases(line, why):
 def test_refused_columns_of_a_matrix_that_does_not_say_how():
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
-    model.blocks[1].add_module("router", m.Matrix(8, SMALL.dim))
-    with raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):
-        parallel.split_columns(
-            model, SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None)
-        )
+    columns = SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None)
+    for cut in ("", "row"):
+        model.blocks[1].router = m.Matrix(8, SMALL.dim, cut)
+        with raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):
+            parallel.split_columns(model, columns)
     for cut, parts in (("columns", (4, 4)), ("rows", (4, 3))):
         with raises(ValueError, match=r'parts are of rows, .* belong to cut="rows"'):
             m.Matrix(8, 8, cut, parts)
@@ -3893,11 +3893,11 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
                 "parallel.Link.finish waits",
                 "attention.Ring.__init__ waits",
                 "offload.ChunkedLayers.enter_group waits",
-                "shard.States.launch_param_gather waits",
                 "shard.States.reduce_unit waits",
             },
             [
                 "p=2 g=2 os=2 keep=swapped",
+                "p=2 g=2 os=2 place=host",
                 "sp=2 groups=2 os=2 keep=mixed",
                 "sp=2 ring=2 g=2 os=2",
                 "tp=2 mode=msp",
@@ -4043,8 +4043,8 @@ def test_profiles_are_files(tmp_path, monkeypatch):
     for name in hardware.profile_names():
         profile = hardware.load_profile(name)
         assert profile.name == name and profile.sources and profile.per_node
-        (folder / "h100-mine.json").write_text(hardware.profile_text(profile))
-        assert hardware.load_profile(str(folder / "h100-mine.json")) == profile
+        (folder / "H100-mine.json").write_text(hardware.profile_text(profile))
+        assert hardware.load_profile(str(folder / "H100-mine.json")) == profile
         assert hardware.load_profile("h100-mine") == profile
     with raises(ValueError, match="or one of .*h200x2.*; or a GPU .*H100 PCIe"):
         hardware.load_profile("h300")
@@ -4122,7 +4122,8 @@ STEP = costs.Plan(
 
 
 def predict(plan: costs.Plan, profile: hardware.Profile) -> costs.Plan:
-    """Return a plan with its seconds."""
+    """Return a plan with its bytes and seconds."""
+    plan = costs.with_memory(plan)
     return replace(plan, seconds=costs.step_seconds(costs.Estimator(profile), plan))
 
 

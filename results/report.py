@@ -210,7 +210,7 @@ def results_readme() -> str:
 PREDICTIONS = (
     "\n"
     "## Predictions\n"
-    "The planner's predictions now, by profiles h100 and h200x2, beside what was measured"
+    "The planner's predictions now, by profiles h100x1 and h200x2, beside what was measured"
     " (predict-*.json, by former tables of bench.py, each file's command and commit in it): all"
     " rows that record their whole plan, which older ones do not: all of four GPUs, some of one"
     " and two. Settings of one question (GPU, model, tokens, ranks) differ in what was set by"
