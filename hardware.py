@@ -159,15 +159,15 @@ def peak_flops(device_name: str) -> float | None:
     return sheet[0] if sheet else None
 
 
-def profile_names() -> list[str]:
-    return sorted(path.stem for path in PROFILES.glob("*.json"))
+def profile_files() -> dict[str, Path]:
+    """Return the files of results/profiles, by their names in small letters."""
+    return {path.stem.lower(): path for path in sorted(PROFILES.glob("*.json"))}
 
 
 def load_profile(name: str, per_node: int | None = None) -> Profile:
     """Return a profile by its name in results/profiles, in any case, by its file, or by a GPU's
     name; of nodes of so many GPUs, by default its own or 8. Raises ValueError."""
-    files = {path.stem.lower(): path for path in PROFILES.glob("*.json")}
-    path = files.get(name.lower(), Path(name))
+    path = profile_files().get(name.lower(), Path(name))
     if path.suffix != ".json" and find_sheet(name):
         return known_profile(name, per_node or 8)
     try:
@@ -176,7 +176,7 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(
             f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
-            f"{e.args[-1]}; or one of {', '.join(profile_names())}; or a GPU by its name, "
+            f"{e.args[-1]}; or one of {', '.join(profile_files())}; or a GPU by its name, "
             f"{', '.join(SHEETS).replace('.*', ' ')}: another one as the nearest of these, with "
             "--gpu-memory") from e
     return with_node(profile, per_node) if per_node else profile
@@ -204,7 +204,7 @@ def check_profile(profile: Profile) -> None:
 def known_profile(device_name: str, per_node: int) -> Profile:
     """Return the nearest profile: of the GPUs with the same name or data sheet the one of the
     smallest node of so many, else of the largest node; without any, an H200's by data sheets."""
-    every = [load_profile(f"{PROFILES / known}.json") for known in profile_names()]
+    every = [load_profile(str(path)) for path in profile_files().values()]
     kind = find_sheet(device_name) or device_name
     own = [
         p for p in every

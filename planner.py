@@ -60,7 +60,7 @@ from costs import (
     step_seconds,
     visit_seconds,
     with_memory)
-from hardware import Profile, load_profile, profile_names, scaled
+from hardware import Profile, load_profile, profile_files, scaled
 from model import MODELS, ModelConfig, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
@@ -978,7 +978,7 @@ class Question(Constraints):
 
     model: str = flag("7b", ", ".join(MODELS), among=MODELS, group="the question")
     cluster: str = flag(
-        "h200x8", f"profile of the machine: {', '.join(profile_names())}, a GPU (A100, H100, ...), "
+        "h200x8", f"profile of the machine: {', '.join(profile_files())}, a GPU (A100, H100, ...), "
         "or a file of bench.py --profile")
     ranks: Count = flag(None, "GPUs; auto: those of a node")
     per_node: Count = flag(None, "GPUs of a node; auto: the cluster's")

@@ -4040,7 +4040,7 @@ def test_profiles_are_files(tmp_path, monkeypatch):
     """By name or by path, whatever GPU that is called after."""
     folder = shutil.copytree(hardware.PROFILES, tmp_path / "H100")
     monkeypatch.setattr(hardware, "PROFILES", folder)
-    for name in hardware.profile_names():
+    for name in hardware.profile_files():
         profile = hardware.load_profile(name)
         assert profile.name == name and profile.sources and profile.per_node
         (folder / "H100-mine.json").write_text(hardware.profile_text(profile))
