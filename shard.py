@@ -398,10 +398,9 @@ class States:
         self.make_params(model)
         self.make_states(place)
         self.make_vectors(model)
-        others = (name for name, weight in model.named_parameters() if weight.is_meta)
-        if error := error_of_any(", ".join(others)):
-            raise ConfigError(f"{error}: what is sharded is the weight of a model.Matrix (large) "
-                              "or Vector (small), no nn.Linear's")
+        if others := [name for name, weight in model.named_parameters() if weight.is_meta]:
+            raise ValueError(f"{', '.join(others)}: what is sharded is the weight of a "
+                             "model.Matrix (large) or Vector (small), no nn.Linear's")
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
         self.progress_events = deque(maxlen=10 * len(self.units))  # (phase in words, its event)

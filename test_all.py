@@ -1414,7 +1414,7 @@ def test_refused_weights_that_are_not_sharded(group):
         model.blocks[1].scale = torch.nn.Parameter(torch.ones(8))
     model.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     names = "blocks.0.gate.weight, blocks.0.gate.bias, blocks.1.scale"
-    with raises(train.ConfigError, match=f"^{names}: .* model.Matrix"):
+    with raises(ValueError, match=f"^{names}: .* model.Matrix"):
         shard.States(model, torch.device("cpu"), torch.float32)
 
 
