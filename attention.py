@@ -518,7 +518,7 @@ class Ulysses:
     def to_heads(self, g: int, tensors: list[Tensor], first: int = 0) -> Way:
         """Launch the way of group g's heads of tensors (B, T/sp, heads, D), the first so many of q,
         k, v, o, do; they arrive as views (B, U, T/sp, h, D)."""
-        if self.ranks * self.count == 1:  # a fast host matters to small models
+        if self.ranks * self.count == 1:  # whole already: views of views cost the host time
             return Way([x.unsqueeze(1) for x in tensors])
         parts = [self.of(g, x) for x in tensors]
         if self.ranks == 1:

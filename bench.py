@@ -203,7 +203,7 @@ def transformers_step(run: Run, what: list[str]) -> Step:
 
     train.cap_gpu(run)
     importlib.reload(modeling_llama)  # Liger changes it for all models that follow
-    # compiled with torch before 2.14 its attention would read one from memory
+    # no mask: compiled with torch before 2.14, its attention would read one from memory
     AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
     half = "bf16" in what
     config = export_config(run.plan.model, {}, torch.bfloat16 if half else torch.float32)

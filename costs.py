@@ -789,3 +789,8 @@ def exposed_messages(plan):
     if plan.pp_chunks > 1:
         return 2 * (stages * plan.pp_chunks - 1)
     return 2 * (stages - 1) * plan.micro_batches / stages + 2 * (stages - 2)
+
+
+def predict(plan: Plan, profile: Profile) -> Plan:
+    """Return a plan, what its layers keep included, with its bytes and seconds."""
+    return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))

@@ -38,11 +38,11 @@ import functools
 import itertools
 import json
 import math
+import operator
 import re
 import sys
 import typing
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
-from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,8 @@ from costs import (
     resident_bytes,
     step_seconds,
     visit_seconds,
-    with_memory)
+    with_memory,
+)
 from hardware import Profile, load_profile, profile_files, scaled
 from model import MODELS, ModelConfig, param_count
 from offload import GIB, ActivationPlan
@@ -539,8 +540,8 @@ SHAPE = (columns, stages, some_states, sequences, batches, head_groups, treatmen
 TIE = 0.002  # of a step's time: less is no difference
 FAR = 1.3  # times the best: what takes longer is not looked at
 
-token_s = attrgetter("token_s")
-kind = attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
+token_s = operator.attrgetter("token_s")
+kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
 
 
 def preference(plan):
@@ -805,7 +806,8 @@ RULES = {  # choice -> why it is as it is
     "groups": "parts of the heads: 4 hide all-to-alls under attention, more need less memory",
     "batch": "data-parallel ranks x micro-batches x sequences of one, of 8K tokens a rank if short",
     "p,g,os": "the fewest shards that fit and are fast",
-    "layers keep": "what fits and loses the least time"}
+    "layers keep": "what fits and loses the least time",
+}
 
 
 def choices(plan: Plan) -> dict[str, str]:
@@ -829,7 +831,8 @@ def choices(plan: Plan) -> dict[str, str]:
         "groups": f"{plan.head_groups}",
         "batch": f"{plan.dp}x{plan.micro_batches}x{plan.micro_batch}",
         "p,g,os": f"{f.p},{f.g},{f.os} {plan.os_layout}{host}",
-        "layers keep": keeps}
+        "layers keep": keeps,
+    }
 
 
 def in_words(plan: Plan, other: Plan | None = None) -> str:
@@ -856,7 +859,8 @@ def figures(plan: Plan, hardware: Hardware) -> dict:
         "step_s": plan.step_s,
         "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
         "gpu_gib": plan.gpu_bytes / GIB,
-        "host_gib": plan.host_bytes * plan.per_node / GIB}
+        "host_gib": plan.host_bytes * plan.per_node / GIB,
+    }
 
 
 def command(plan: Plan, asked) -> str:

@@ -715,7 +715,7 @@ class States:
         if self.factors.g > self.factors.p and self.layout == "inter":
             return  # scatter_grad has summed over all replicas
         if self.factors.g == self.factors.os and not any(param.replicas for param in unit.params):
-            return  # there is one of each
+            return  # there is one of each gradient: no sum
         casts = self.grad_dtype != self.dtype
         with self.streams["grad_reduce"].after_compute():
             # their grad_shards are complete; hidden by the backward of the layers that follow

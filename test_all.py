@@ -4121,15 +4121,9 @@ STEP = costs.Plan(
 )
 
 
-def predict(plan: costs.Plan, profile: hardware.Profile) -> costs.Plan:
-    """Return a plan with its bytes and seconds."""
-    plan = costs.with_memory(plan)
-    return replace(plan, seconds=costs.step_seconds(costs.Estimator(profile), plan))
-
-
 def seconds(profile: hardware.Profile, **choices) -> float:
     """Return the predicted seconds of STEP with other choices."""
-    return predict(replace(STEP, **choices), profile).step_s
+    return costs.predict(replace(STEP, **choices), profile).step_s
 
 
 def test_step_seconds_are_counted_by_hand():
@@ -4270,7 +4264,7 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
     with Collectives(f.p) as launched:
         step()
     in_turn = replace(plan, overlap=())
-    found = predict(in_turn, round_machine(1.0, 1.0)).seconds
+    found = costs.predict(in_turn, round_machine(1.0, 1.0)).seconds
     predicted, total, sent, around = (Counter() for _ in range(4))
     for stream, kind in KINDS.items():
         predicted[kind] += found[stream]
@@ -4339,10 +4333,10 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
     )
     messages = costs.exposed_messages(plan)
     assert messages * 0.5 == approx(seconds_of_passes(pp, v, several, 0.5) - alone)
-    found = predict(plan, round_machine())
+    found = costs.predict(plan, round_machine())
     idle = found.seconds["pipeline idle"] / found.step_s
     assert idle == approx((pp - 1) / (v * several + pp - 1), rel=1e-3)
-    late = predict(plan, round_machine(across=1e9)).seconds["stage messages"]
+    late = costs.predict(plan, round_machine(across=1e9)).seconds["stage messages"]
     # there to the last stage and back, twice the bytes of one, as an all-gather of two
     assert late >= 2 * (pp - 1) * 2 * 2 * 2**13 * 4096 / 1e9 * (1 - 1e-6)
 
@@ -4379,7 +4373,7 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
         tp=4,
         tp_mode=mode,
     )
-    found = predict(plan, round_machine(collectives=tables))
+    found = costs.predict(plan, round_machine(collectives=tables))
     n, c, f, heads = 2**13, 4096, 11008, 32
     x = 2 * n * c
     of_layer = (

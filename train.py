@@ -743,6 +743,14 @@ def draw_losses(log):
     fig.savefig(log.with_name("loss.png"), dpi=120)
 
 
+def spare_collections(run, step):
+    """Freeze what lives until the end, so that collections need not walk it: after the first step,
+    when all is compiled."""
+    if step == run.start + 1:
+        gc.collect()
+        gc.freeze()
+
+
 def train(run, model, states, memory, saver):
     """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
@@ -773,17 +781,14 @@ def train(run, model, states, memory, saver):
             states.check_uses()
         row |= {"step": step, "lr": lr, "seconds": time.perf_counter() - now[1]}
         now[0] = 0
-        if step == run.start + 1:  # all is compiled
-            gc.collect()
-            gc.freeze()  # what lives until the end need not be walked by every collection
+        spare_collections(run, step)
         in_a_row = 0 if row["finite"] else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
         if row["unread"]:
             trouble = error_of_any(batch.unread)
         ends = f"stopped by {signal.Signals(row['signal']).name}" if row["signal"] else trouble
-        every = cfg.eval_every or cfg.steps
-        evaluates = every > 0 and (last or step % every == 0)
+        evaluates = cfg.eval_every >= 0 and (last or cfg.eval_every and step % cfg.eval_every == 0)
         saves = cfg.save_every > 0 and step % cfg.save_every == 0
         if memory and (evaluates or saves or ends or last):
             memory.give_back()  # what is not a step must not starve beside the arena

@@ -27,7 +27,7 @@ import torch
 import memplan
 import pictures
 from bench import as_text
-from costs import Estimator, Plan, step_seconds, with_memory
+from costs import Plan, predict
 from hardware import known_profile
 from model import MODELS
 from offload import GIB, ActivationPlan
@@ -225,11 +225,12 @@ ERRORS = (
     " *Network not measured*: where collectives were never measured, steps are predicted too fast."
     " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
     " that reach each other by sockets (*nodes=2*) by an assumed network of 400 Gb/s a GPU, with"
-    " which ring 1, the slower one, would be the faster. 7b on two H100s, and 1b at 32K tokens on an"
-    " H200, ran cuDNN's attention, and are predicted by rates of FlashAttention-4. Where one"
-    " sequence of 4,096 tokens of 1b is a micro-batch (A), the host has more to do than its GPU (on an H100 a layer computes for 2.5"
-    " ms; profile h100x1's host launches it in 4.4), and a step takes what the host of the day"
-    " takes: 0.69 to 0.87 s on four of them. So h100x1 was measured on the host of that row, right"
+    " which ring 1, the slower one, would be the faster. 7b on two H100s, and 1b at 32K tokens on"
+    " an H200, ran cuDNN's attention, and are predicted by rates of FlashAttention-4. Where one"
+    " sequence of 4,096 tokens of 1b is a micro-batch (A), the host has more to do than its GPU"
+    " (on an H100 a layer computes for 2.5 ms; profile h100x1's host launches it in 4.4), and a"
+    " step takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100x1 was"
+    " measured on the host of that row, right"
     " before it. ![errors of predictions](predict.png)\n\n")
 
 
@@ -268,7 +269,7 @@ def predicted_rows() -> list[dict]:
             kind = "held out" if r.get("held_out") else "seen before"
             if plan.ranks > plan.per_node or plan.ranks > 1 and "collectives" in profile.sources:
                 kind = pictures.ELSEWHERE
-            plan = with_memory(replace(plan, seconds=step_seconds(Estimator(profile), plan)))
+            plan = predict(plan, profile)
             rows.append({
                 "question": f"K, {r['model']} {r['seq'] // 1024}K", **r, "gpu": gpu, "kind": kind,
                 "now_s": plan.step_s, "now_gib": plan.gpu_bytes / GIB})
