@@ -56,9 +56,8 @@ from hardware import PROFILES, Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
 from model import MODELS, LLaMA, ModelConfig, param_count
 from offload import GIB
-from parallel import use_more_queues
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
-                   start_ranks)
+                   start_ranks, use_more_queues)
 from train import Config, Run, device_name
 
 HERE = Path(__file__).parent

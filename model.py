@@ -190,23 +190,19 @@ def copy_heads(source: Tensor, into: Tensor) -> None:
     into.copy_(source)
 
 
-def unit_rms(x, eps):
-    """Return x / rms(x) (..., C), and 1 / rms(x) (..., 1)."""
-    wide = x.to(accumulation_dtype(x.dtype))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide * scale, scale
-
-
 @compiled
 def norm_forward(x, weight, eps):
-    unit, _ = unit_rms(x, eps)
-    return (unit * weight).to(x.dtype)
+    """Return norm(x) (..., C), and 1 / rms(x) (..., 1)."""
+    wide = x.to(accumulation_dtype(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * weight).to(x.dtype), scale
 
 
 @compiled
-def norm_backward(x, weight, dn, eps):
-    """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,)."""
-    unit, scale = unit_rms(x, eps)
+def norm_backward(dn, x, weight, scale):
+    """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,): in one kernel,
+    since neither sum waits for scale, 1 / rms(x) (..., 1)."""
+    unit = x * scale
     dn = dn.to(unit.dtype)
     dunit = dn * weight
     dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
@@ -231,9 +227,6 @@ def turn(x, cos, sin):
     y1 = x1 * cos - x2 * sin
     y2 = x2 * cos + x1 * sin
     return torch.cat((y1, y2), -1).to(x.dtype)
-
-
-rotate_forward = compiled(turn)
 
 
 @compiled
@@ -261,18 +254,25 @@ def swiglu_forward(gate_up):
 
 
 @compiled
-def swiglu_backward(gate_up, da):
-    """Return a = swiglu(gate_up) (..., F) again, and the gradient of gate_up (..., 2F)."""
-    wide = gate_up.to(accumulation_dtype(da.dtype))
-    gate, up = wide.chunk(2, -1)
+def swiglu_backward_into(gate, up, da, dgate, dup):
+    """Write the gradients of gate and up (N, F), and return a = silu(gate) * up again."""
+    gate, up = (half.to(accumulation_dtype(da.dtype)) for half in (gate, up))
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     slope = sigmoid + silu * (1 - sigmoid)
-    dgate = da * up * slope
-    dup = da * silu
-    a = silu * up
-    dgate_up = torch.cat((dgate, dup), -1)
-    return a.to(da.dtype), dgate_up.to(da.dtype)
+    dgate.copy_(da * up * slope)
+    dup.copy_(da * silu)
+    return (silu * up).to(da.dtype)
+
+
+def swiglu_backward(da, gate_up):
+    """Return a = swiglu(gate_up) (..., F) again, and the gradient of gate_up (..., 2F)."""
+    dgate_up = torch.empty_like(gate_up)
+    # halves of matrices: of these the compiler sees that they do not overlap, and makes one kernel
+    gate, up = gate_up.flatten(0, -2).chunk(2, -1)
+    dgate, dup = dgate_up.flatten(0, -2).chunk(2, -1)
+    a = swiglu_backward_into(gate, up, da.flatten(0, -2), dgate, dup)
+    return a.view_as(da), dgate_up
 
 
 @compiled
@@ -400,28 +400,15 @@ def weight_grad(matrix: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
 class _RMSNorm(Function):
     @staticmethod
     def forward(ctx, x, weight, eps):
-        ctx.save_for_backward(x, weight)
-        ctx.eps = eps
-        return norm_forward(x, weight, eps)
+        n, scale = norm_forward(x, weight, eps)
+        ctx.save_for_backward(x, weight, scale)
+        return n
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dn):
-        _, dx, dweight = norm_backward(*ctx.saved_tensors, dn, ctx.eps)
+        _, dx, dweight = norm_backward(dn, *ctx.saved_tensors)
         return dx, dweight, None
-
-
-class _Rotate(Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return rotate_forward(x, cos, sin)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        cos, sin = ctx.saved_tensors
-        return rotate_forward(dy, cos, -sin), None, None
 
 
 class _SplitRotate(Function):
@@ -447,39 +434,41 @@ class _SplitRotate(Function):
 @dataclass(frozen=True)
 class Before:
     """What a projection computes of its inputs before the product, and computes again in backward:
-    forward(*inputs) -> a, and backward(*inputs, da) -> (a, the inputs' gradients) in one pass."""
+    forward(*inputs) -> (a, what backward wants too, if anything), and backward(da, *inputs,
+    *wanted) -> (a, the inputs' gradients) in one pass."""
 
     forward: Callable
     backward: Callable
+    wants: bool = False  # more than the inputs
 
 
 def same(x, *_):
     return x
 
 
-NOTHING = Before(same, lambda x, da: (x, da))
-SWIGLU = Before(swiglu_forward, swiglu_backward)
+NOTHING = Before(lambda x: (x,), lambda da, x: (x, da))
+SWIGLU = Before(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward)
 
 
 def normed(eps: float) -> Before:
     """Return the RMSNorm before a projection, of inputs x and the norm's weight."""
-    return Before(lambda x, weight: norm_forward(x, weight, eps),
-                  lambda x, weight, da: norm_backward(x, weight, da, eps))
+    return Before(lambda x, weight: norm_forward(x, weight, eps), norm_backward, True)
 
 
 class _Project(Function):
-    """before(*inputs) W^T. Autograd keeps the inputs: never W, which may be a buffer that is
-    refilled meanwhile, nor what `before` made of them."""
+    """before(*inputs) W^T. Autograd keeps the inputs, and what else `before` wants: never W, which
+    may be a buffer that is refilled meanwhile, nor a."""
 
     @staticmethod
     def forward(ctx, matrix, before, weight, *inputs):
-        ctx.save_for_backward(*inputs)
         ctx.matrix = matrix
         ctx.before = before
-        if _mode.unneeded is matrix:  # nobody reads it
+        if _mode.unneeded is matrix and not before.wants:  # nobody reads it
+            ctx.save_for_backward(*inputs)
             x = inputs[0]
             return x.new_empty(*x.shape[:-1], matrix.shape[0])
-        a = before.forward(*inputs)
+        a, *wanted = before.forward(*inputs)
+        ctx.save_for_backward(*inputs, *wanted)
         w = matrix.events.unshard(matrix, backward=_mode.recomputing)
         y = F.linear(a, w)
         matrix.events.reshard(matrix)
@@ -491,7 +480,7 @@ class _Project(Function):
         matrix = ctx.matrix
         da = dy @ matrix.events.unshard(matrix, backward=True)
         matrix.events.reshard(matrix)
-        a, *grads = ctx.before.backward(*ctx.saved_tensors, da)
+        a, *grads = ctx.before.backward(da, *ctx.saved_tensors)
         dw = weight_grad(matrix, dy, a)
         return None, None, dw, *grads
 
@@ -507,11 +496,6 @@ def project(matrix: nn.Module, before: Before, x: Tensor, *inputs: Tensor) -> Te
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32 or wider."""
     return _RMSNorm.apply(x, weight, eps)
-
-
-def rotate(x: Tensor, rope: Rope) -> Tensor:
-    """Turn x (B, T, heads, D) by the angles of its positions."""
-    return _Rotate.apply(x, *rope)
 
 
 def final_matrix(y: Tensor) -> nn.Module | None:
@@ -807,13 +791,12 @@ class Block(nn.Module):
         if self.qkv_bias is not None:
             qkv = qkv + self.qkv_bias.here().to(qkv.dtype)
         qkv = qkv.unflatten(-1, (sum(heads), -1))  # (B, T, H+2K, D)
-        if self.q_norm is None:
-            return _SplitRotate.apply(qkv, *rope, heads)
-        parts = qkv.split(heads, dim=2)
-        q, k, v = (part.contiguous() for part in parts)
-        q = rms_norm(q, self.q_norm.weight, eps)
-        k = rms_norm(k, self.k_norm.weight, eps)
-        return rotate(q, rope), rotate(k, rope), v
+        if self.q_norm is not None:
+            q, k, v = qkv.split(heads, dim=2)
+            q = rms_norm(q.contiguous(), self.q_norm.weight, eps)
+            k = rms_norm(k.contiguous(), self.k_norm.weight, eps)
+            qkv = torch.cat((q, k, v), 2)
+        return _SplitRotate.apply(qkv, *rope, heads)
 
     def post(self, x: Tensor, o: Tensor) -> Tensor:
         """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C)."""

@@ -46,10 +46,9 @@ tokens of a sequence, sp ranks that share it, n = T/sp (or t), C width.
 
 import functools
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -133,12 +132,14 @@ class Columns:
         return part
 
     def gather_behind(self, before: Before) -> Before:
-        def backward(*inputs_and_da):
-            *inputs, da = inputs_and_da
-            a, *grads = before.backward(*inputs, self.scatter(da))
-            return self.gather(a), *grads
+        def gathered(a, *others):
+            return self.gather(a), *others
 
-        return Before(lambda *inputs: self.gather(before.forward(*inputs)), backward)
+        return replace(
+            before,
+            forward=lambda *inputs: gathered(*before.forward(*inputs)),
+            backward=lambda da, *inputs: gathered(*before.backward(self.scatter(da), *inputs)),
+        )
 
 
 class _ThereAndBack(Function):
@@ -306,12 +307,6 @@ class Link:
         while len(self.leaving) > under_way:
             _, work = self.leaving.popleft()
             work.wait()
-
-
-def use_more_queues() -> None:
-    """Let each stream have a hardware queue of its own, of which a GPU has 8 by default: a message
-    that waits must not hold up the one that it waits for. Before CUDA starts."""
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def make_links(groups: Groups, chunks: int) -> dict[tuple, Link]:

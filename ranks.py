@@ -3,6 +3,7 @@
 A rank is a process with a device of its own. torchrun starts one a GPU on every node, and starts
 all of them again when one dies. What can go wrong between them is settled here:
 
+    use_more_queues()        a stream's messages hold up no other stream, on a GPU
     start_ranks(timeout)     join the others, whatever a restart has left in torchrun's store
     Groups(timeout)          who communicates with whom, by a key of its rank
     print0(text)             rank 0 says it, for all
@@ -34,6 +35,12 @@ BEAT_S = 2.0  # between a rank's signs of life
 SILENT_BEATS = 10  # without one, that end the others; beats, since hosts' clocks do not matter so
 
 # ---------------------------------------------------------------------------- start
+
+
+def use_more_queues() -> None:
+    """Let each stream have a hardware queue of its own, of which a GPU has 8 by default: a message
+    that waits must not hold up the one that it waits for. Before CUDA starts."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def start_ranks(timeout: float) -> tuple[int, int, int]:

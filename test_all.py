@@ -2164,7 +2164,6 @@ def as_on_a_gpu(one_kernel: Callable):
         ]  # which cast on a CPU
         for owner, name in fused:
             patch.setattr(owner, name, one_kernel()(getattr(owner, name)))
-        patch.setattr(m, "SWIGLU", m.Before(m.swiglu_forward, m.swiglu_backward))
         patch.setattr(attention.CommStream, "after_compute", after_compute)
         patch.setattr(attention.Exchange, "map_memory", map_memory)
         yield
@@ -3843,6 +3842,9 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
             reached[-1].add(site)
             if site != left_out:
                 wait(*args)
+                if begins and left_out and left_out.endswith("waits"):
+                    with torch.cuda.stream(args[0]):  # what is waited for is late
+                        torch.cuda._sleep(10**6)
 
         return wait_unless_left_out
 
@@ -4351,7 +4353,7 @@ def test_bytes_of_stages_are_those_in_flight(v, most):
         planner.with_memory(replace(plan, batch=batch)).memory["activations"]
         for batch in (32, 64, 320)
     ]
-    of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * 32)  # C, F and H of 7b
+    of_layer = 2**13 * (2 * (6 * 4096 + 2 * 11008) + 4 * (32 + 2))  # C, F and H of 7b, two norms
     assert kept[1] == kept[2] == most * of_layer >= kept[0]
 
 
@@ -4383,7 +4385,8 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
     )
     assert found.seconds["tensor exchanges"] == approx(x * 4 * of_layer)
     of_columns = (4 * x + 2 * 2 * n * f + 4 * n * heads) / 4
-    assert found.memory["activations"] == approx(4 * (2 * x * kept + of_columns))
+    of_norms = 2 * 4 * n  # 1 / rms
+    assert found.memory["activations"] == approx(4 * (2 * x * kept + of_columns + of_norms))
     assert found.memory["parameters"] == approx(
         2 * (2 * 32000 * c + (4 * c * c + 3 * c * f)), rel=1e-3  # a quarter of 4 layers
     )

@@ -58,7 +58,8 @@ from parallel import Pipeline
 from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
                      make_parser)
 from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
-                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks)
+                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks,
+                   use_more_queues)
 from shard import OPTIMIZERS, States
 
 EVAL_SEQUENCES = 64  # most of a validation
@@ -204,7 +205,7 @@ def choose_device(cfg, local_rank):
         raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
                          f"number {local_rank}; --device cpu, or at most {gpus} processes a node")
     if cfg.pp != 1:
-        parallel.use_more_queues()
+        use_more_queues()
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     expandable_segments()
@@ -901,7 +902,7 @@ def prepare(run):
 def main(argv: list[str] | None = None) -> None:
     given = parse(argv)
     if given.get("pp", 1) != 1:
-        parallel.use_more_queues()
+        use_more_queues()
     # one that is out of its range is refused when ranks can say so together
     rank, world, local_rank = start_ranks(min(max(1.0, given.get("timeout", Config.timeout)), 1e9))
     trouble = ""
