@@ -179,8 +179,7 @@ class TorchStates:
     def begin_step(self) -> None:
         pass
 
-    def finish_gradients(self) -> None:
-        pass
+    finish_gradients = begin_step
 
     def update(self, lr: float, clip: float, loss: Tensor) -> tuple[Tensor, Tensor]:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)

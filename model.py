@@ -171,7 +171,9 @@ def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
 
     @functools.wraps(fn)
     def run(x, *args):
-        return kernel()(x, *args) if x.is_cuda else fn(x, *args)
+        if x.is_cuda:
+            return kernel()(x, *args)
+        return fn(x, *args)
 
     run.is_compiled = True
     return run
@@ -194,7 +196,8 @@ def copy_heads(source: Tensor, into: Tensor) -> None:
 def norm_forward(x, weight, eps):
     """Return norm(x) (..., C), and 1 / rms(x) (..., 1)."""
     wide = x.to(accumulation_dtype(x.dtype))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    mean_square = wide.square().mean(-1, keepdim=True)
+    scale = torch.rsqrt(mean_square + eps)
     return (wide * scale * weight).to(x.dtype), scale
 
 
@@ -205,7 +208,8 @@ def norm_backward(dn, x, weight, scale):
     unit = x * scale
     dn = dn.to(unit.dtype)
     dunit = dn * weight
-    dx = scale * (dunit - unit * (dunit * unit).mean(-1, keepdim=True))
+    along = (dunit * unit).mean(-1, keepdim=True)  # n does not grow along x
+    dx = scale * (dunit - unit * along)
     of_tokens = tuple(range(x.dim() - 1))
     dweight = (dn * unit).sum(of_tokens)
     n = unit * weight
@@ -236,7 +240,9 @@ def split_rotate_forward(qkv, cos, sin, heads):
     They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
     """
     q, k, v = qkv.split(heads, dim=2)
-    return turn(q, cos, sin), turn(k, cos, sin), v.contiguous()
+    q = turn(q, cos, sin)
+    k = turn(k, cos, sin)
+    return q, k, v.contiguous()
 
 
 @compiled
@@ -256,7 +262,9 @@ def swiglu_forward(gate_up):
 @compiled
 def swiglu_backward_into(gate, up, da, dgate, dup):
     """Write the gradients of gate and up (N, F), and return a = silu(gate) * up again."""
-    gate, up = (half.to(accumulation_dtype(da.dtype)) for half in (gate, up))
+    wide = accumulation_dtype(da.dtype)
+    gate = gate.to(wide)
+    up = up.to(wide)
     sigmoid = torch.sigmoid(gate)
     silu = gate * sigmoid
     slope = sigmoid + silu * (1 - sigmoid)
@@ -452,7 +460,10 @@ SWIGLU = Before(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward)
 
 def normed(eps: float) -> Before:
     """Return the RMSNorm before a projection, of inputs x and the norm's weight."""
-    return Before(lambda x, weight: norm_forward(x, weight, eps), norm_backward, True)
+    return Before(
+        lambda x, weight: norm_forward(x, weight, eps),
+        norm_backward,
+        wants=True)
 
 
 class _Project(Function):
