@@ -27,8 +27,9 @@ This file knows neither ranks nor streams. The outside acts on a model in five w
 
 Another block changes class Block alone. Its operators may be any of PyTorch's that draw no random
 numbers, since they may run again. Of those here the one to know is before(*inputs) W^T (`project`):
-backward keeps what a layer keeps anyway (x, o, the residual stream, gate|up), and computes norms
-and SwiGLU again, in one pass with their gradients. Another activation is two functions (`Before`).
+backward keeps what a layer keeps anyway (x, o, the residual stream, gate|up) and 1 / rms, and
+computes norms and SwiGLU again, in one pass with their gradients. Another activation is two
+functions (`Before`).
 Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of ModelConfig; without them, no
 operator of theirs runs.
 
