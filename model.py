@@ -756,8 +756,9 @@ class Vector(nn.Module):
 
 class Block(nn.Module):
     """One layer. Whoever changes it changes it here alone: chunks, swapping, recomputation and
-    sharding follow, since they act on what autograd saves and on the events of a Matrix. By name go
-    first weights (initial_weight: norms, out, down) and files (checkpoint._HF).
+    sharding follow, since they act on what autograd saves and on the events of a Matrix. Matrices
+    are defined in the order of their use, by which they are gathered. A weight's name says what it
+    begins as (initial_weight: norms, out, down) and where it is in files (checkpoint._HF).
 
     A norm behind the layer (a sandwich), say, is a vector in __init__, and a line in post:
 

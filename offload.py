@@ -19,7 +19,8 @@ others, so attention runs once (Memo, arXiv 2407.12117, section 4.1). Where even
 
 Two rounding buffers receive what is prefetched, a group of layers each (m = 1: a layer): group g
 uses buffer g mod 2, which may be overwritten once compute is done with group g + 2. A host buffer
-is written again by a later forward alone, which is behind compute's wait for the last prefetch.
+is written again by a later forward alone, which is behind compute's wait for the last prefetch (if
+a backward was given up, behind nothing: nobody reads what it gets).
 
     forward   compute  | layer i        | layer i+1      | layer i+2        frees what layer i had
               offload  |                | i -> host      | i+1 -> host
@@ -40,9 +41,9 @@ changes it there alone. planner.py decides how much is kept and swapped (Activat
 
 Left out: swapping to disk, and layers of different shapes.
 
-Legend: B sequences, T tokens of one on a rank, N = B*T, n layers, k resident layers, m layers a
-group (`stride`), g a group of layers, c chunks of a layer, C width, H query heads, K key/value
-heads, D head width; i a layer, j a chunk of it, *saved*: kept or swapped.
+Legend: B sequences, T tokens of one on a rank, N = B*T, n layers (in a shape: tokens of a chunk), k
+resident layers, m layers a group (`stride`), g a group of layers, c chunks of a layer, C width, H
+query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved*: kept or swapped.
 """
 import contextlib
 import functools
@@ -623,7 +624,7 @@ class ChunkedLayers:
     def backward_post(self, saved: SavedLayer, dy: Tensor,
                       residual: list[Tensor]) -> tuple[Tensor, list[Callable]]:
         """dy (1, N, C) -> do (B, T, H, D), and the last chunk's products for weights, which are
-        left: they hide do's way. Adds the chunks' gradients of x to residual."""
+        left: they hide ways of attention's. Adds the chunks' gradients of x to residual."""
         do = None
         for j, chunk in enumerate(self.chunks):
             if j >= saved.num_saved:

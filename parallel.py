@@ -155,7 +155,8 @@ class _ThereAndBack(Function):
 
 
 def there_and_back(there: Callable, back: Callable) -> Callable:
-    """Return the function there(x), whose gradient is back(dy); unread: of x itself."""
+    """Return the function there(x), whose gradient is back(dy). unread: nobody reads the product x,
+    so it stays where it is."""
     return lambda x, unread=False: _ThereAndBack.apply(x, same if unread else there, back)
 
 

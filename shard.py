@@ -37,7 +37,7 @@ in its subgroup, as above; inter (AMSP's): a matrix's p-shard has one owner ther
                    layout intra                          layout inter
     (S,) -> S/p    reduce-scatter, from scatter_grad     the same
     S/p -> S/os    reduce-scatter in the subgroup:       all-reduce over all replicas: from
-                   from scatter_grad if g = os, from     scatter_grad if g = os (over the subgroup
+                   from scatter_grad if g > p, from      scatter_grad if g > p (over the subgroup
                    reduce_unit if g = p                  alone before the last micro-batch), from
                                                          reduce_unit if g = p
     over replicas  all-reduce over cross os, from        nothing: the all-reduce above has
@@ -49,7 +49,8 @@ section V-C); where layers run in chunks or are recomputed it is all of layer i 
 forward that runs again and its backward. Vectors' gradients, the norm and the loss are summed in
 the open: they are small. Where a stream does not overlap, it is the compute stream, and a layer is
 gathered whole as it begins. Gathered weights and whole gradients lie in fixed buffers, two of each
-kind of matrix, that neighbouring layers take in turn; the model's parameters are views of them.
+kind of matrix, that neighbouring layers take in turn (embedding and head have one each); the
+model's parameters are views of them, or of the shard where p = 1.
 
 The factors say how often a state is cut; `place` says where the optimizer's states lie: on the GPU,
 or in page-locked memory of the host, from which they visit it (HostStates), 12P/os bytes there and
@@ -133,8 +134,8 @@ def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
     another `if` here: what is listed, checked and said follows. A looser one needs more. For g
     between p and os, say: groups for the two halves of the way (make_groups: first every so many
     ranks, then neighbours, so that what a rank owns stays where broadcast_params gathers it), the
-    size of grad_shard and its owned part (shard), and what runs on them (scatter_grad, reduce_unit,
-    sum_replicas)."""
+    size of grad_shard and its owned part (shard), what runs on them (scatter_grad, reduce_unit,
+    sum_replicas), and what it costs (costs.collectives)."""
     sizes = legal_sizes(ranks, per_node)
     for count in (f.p, f.os):
         if count not in sizes:
@@ -179,10 +180,10 @@ class Optimizer:
     is "master", the weight itself, the others start at 0. scalars (5,), on the device, so that
     nothing waits for the host: the learning rate, the factor on the gradient (clipping), 1 -
     beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update changes nothing:
-    with torch.where, as in adamw below, since what is not finite times 0 is not 0.
-    Another one is a row of OPTIMIZERS: states, checkpoints and counted bytes follow
-    (hardware.update_bytes counts AdamW's). It updates every Matrix: embedding, head, and q|k|v
-    and gate|up as they are fused. One that is `whole` runs with --os-layout inter --p 1 --tp 1.
+    with torch.where, as in adamw below, since what is not finite times 0 is not 0. Another one is a
+    row of OPTIMIZERS, and a flag (README): states, checkpoints and counted bytes follow
+    (hardware.update_bytes counts AdamW's). It updates every Matrix: embedding, head, and q|k|v and
+    gate|up as they are fused. One that is `whole` runs with --os-layout inter --p 1 --tp 1.
     """
 
     update: Callable
@@ -235,7 +236,8 @@ class ShardedParam:
     start: int  # of what this rank updates, within the matrix
     param_shard: Tensor  # (S/p,) newest after broadcast_done
     unsharded_param: Buffer  # (S,) from its event until the layer after the next; p = 1: the shard
-    grad_shard: Tensor  # (S/g,) sum of the step's micro-batches, final after finish_gradients
+    # (S/g,), as owned_param if g > p; sum of the micro-batches, final after finish_gradients
+    grad_shard: Tensor
     unsharded_grad: Buffer  # (S,) from the first chunk until its event; or grad_shard itself
     # the part of param_shard that this rank updates: (S/os,); layout inter: (S/p,), others (0,)
     owned_param: Tensor
@@ -562,7 +564,7 @@ class States:
             return module.weight
         for params in self.gathers(param, backward):
             self.launch_param_gather(params)
-        # hidden by the layer before; in backward: the matrix
+        # hidden by the layer before; in backward by the matrix, unless layers are gathered whole
         wait(param.unsharded_param.event)
         return module.weight
 
@@ -645,7 +647,7 @@ class States:
         self.scatter_unit(unit)
 
     def begin_pass(self, unit: Unit) -> None:
-        """Begin a unit's backward pass, and end the one of another that is still open."""
+        """End the backward pass of another unit, if it is still open: this one is in use now."""
         if self.open_unit not in (None, unit):
             self.end_pass(self.open_unit)
 
@@ -681,8 +683,8 @@ class States:
             self.reduce_unit(unit)
 
     def scatter_grad(self, param: ShardedParam, last: bool) -> None:
-        """Launch the way of a micro-batch's gradient (S,) to what is kept of it (S/g,), where it is
-        added to the micro-batches before. last: of the step."""
+        """Launch the way of a micro-batch's gradient (S,) to what is kept of it (grad_shard), where
+        it is added to the micro-batches before. last: of the step."""
         f = self.factors
         stream = self.streams["grad_scatter"]
         x = param.unsharded_grad.data
