@@ -275,7 +275,8 @@ LayerBytes = tuple[float, float, float]  # of x, of o and its log-sum-exp, of al
 def column_bytes(plan: Plan) -> LayerBytes:
     """Return S_input, S_attn and S_others of a micro-batch on one rank (Memo, section 4.1): x; o
     and the log-sum-exp; what model.Block saves beside them, as it really does: q, k, v, h, gate|up
-    and 1 / rms of x and h. In fsp x and h are of own tokens.
+    and 1 / rms of x and h. In fsp x and h are of own tokens (1 / rms, too: 8 bytes, counted of
+    all).
 
     With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements a token, the log-sum-exp and two
     numbers (Memo's 16 C less norm(x), norm(h) and SwiGLU, which are computed again)."""

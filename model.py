@@ -29,9 +29,8 @@ Another block changes class Block alone. Its operators may be any of PyTorch's t
 numbers, since they may run again. Of those here the one to know is before(*inputs) W^T (`project`):
 backward keeps what a layer keeps anyway (x, o, the residual stream, gate|up) and 1 / rms, and
 computes norms and SwiGLU again, in one pass with their gradients. Another activation is two
-functions (`Before`).
-Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of ModelConfig; without them, no
-operator of theirs runs.
+functions (`Before`). Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of
+ModelConfig; without them, no operator of theirs runs.
 
 Left out: dropout, mixture of experts, inference caches, biases elsewhere, tied heads (untied on
 import); files are checkpoint.py's.
@@ -204,8 +203,9 @@ def norm_forward(x, weight, eps):
 
 @compiled
 def norm_backward(dn, x, weight, scale):
-    """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,): in one kernel,
-    since neither sum waits for scale, 1 / rms(x) (..., 1)."""
+    """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,). In one
+    kernel (of twice as many tokens as C, or more), since no sum waits for scale, 1 / rms(x)
+    (..., 1)."""
     unit = x * scale
     dn = dn.to(unit.dtype)
     dunit = dn * weight
@@ -448,7 +448,6 @@ class Before:
 
     forward: Callable
     backward: Callable
-    wants: bool = False  # more than the inputs
 
 
 def same(x, *_):
@@ -461,25 +460,23 @@ SWIGLU = Before(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward)
 
 def normed(eps: float) -> Before:
     """Return the RMSNorm before a projection, of inputs x and the norm's weight."""
-    return Before(
-        lambda x, weight: norm_forward(x, weight, eps),
-        norm_backward,
-        wants=True)
+    return Before(lambda x, weight: norm_forward(x, weight, eps), norm_backward)
 
 
 class _Project(Function):
     """before(*inputs) W^T. Autograd keeps the inputs, and what else `before` wants: never W, which
-    may be a buffer that is refilled meanwhile, nor a."""
+    may be a buffer that is refilled meanwhile, nor what goes into the product."""
 
     @staticmethod
     def forward(ctx, matrix, before, weight, *inputs):
         ctx.matrix = matrix
         ctx.before = before
-        if _mode.unneeded is matrix and not before.wants:  # nobody reads it
+        if _mode.unneeded is matrix:  # nobody reads it
             ctx.save_for_backward(*inputs)
             x = inputs[0]
             return x.new_empty(*x.shape[:-1], matrix.shape[0])
         a, *wanted = before.forward(*inputs)
+        ctx.wants_more = bool(wanted)
         ctx.save_for_backward(*inputs, *wanted)
         w = matrix.events.unshard(matrix, backward=_mode.recomputing)
         y = F.linear(a, w)
@@ -513,11 +510,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def final_matrix(y: Tensor) -> nn.Module | None:
     """Return the matrix of y = h + project(matrix, ...), if no other gradient passes that product:
     it may be left out where only gradients of y are wanted, so its values alone, as of
-    product.detach(), are nobody else's. None: y is of another kind."""
+    product.detach(), are nobody else's. None: y is of another kind, or backward wants what is
+    computed before the product."""
     if y.grad_fn.name() != "AddBackward0":
         return None
     (h, _), (product, _) = y.grad_fn.next_functions
     if not isinstance(product, _Project._backward_cls) or product in graph_of(h):
+        return None
+    if product.wants_more:
         return None
     return product.matrix
 

@@ -132,6 +132,7 @@ class Columns:
         return part
 
     def gather_behind(self, before: Before) -> Before:
+        """Return it for a column's own tokens, x (B, t, C): a is of all, (B, T/sp, C)."""
         def gathered(a, *others):
             return self.gather(a), *others
 

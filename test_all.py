@@ -1936,7 +1936,20 @@ class Nested(m.Block):
         return y + self.b["proj"](torch.tanh(self.a["proj"](y)))
 
 
-@parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested])
+class EndsInNorm(m.Block):
+    """Its last product is of a norm, whose backward wants 1 / rms, too."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.last = m.Matrix(cfg.dim, cfg.dim)
+        self.last_norm = m.Vector(cfg.dim)
+
+    def post(self, x, o):
+        y = super().post(x, o)
+        return y + m.project(self.last, self.norm, y, self.last_norm.weight)
+
+
+@parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested, EndsInNorm])
 def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
     """In chunks, or in one, and by groups of heads as under plain autograd."""
     monkeypatch.setattr(m, "Block", block)
