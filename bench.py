@@ -9,8 +9,9 @@
 
 A row of a table is a label and train.py's flags. A row "fsdp2 WHAT" runs the same model and kernel
 under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS; a
-row "transformers WHAT" runs transformers' model on one GPU, compiled: fp32 weights under autocast,
-or bf16 weights and states; with Liger's kernels (liger); each layer recomputed (full).
+row "transformers WHAT" runs transformers' model on one GPU: fp32 weights under autocast, or bf16
+weights and states; compiled, or with Liger's kernels instead (liger), since its loss does not
+compile; each layer recomputed (full).
 Times are medians after a warm-up. MFU counts model FLOPs (model.flops_per_token), recomputation
 never: "causal" counts half of the attention matrix, "full" all of it. "Bound" is the causal MFU of
 a step's attention and matrix kernels alone, at the row's shapes and by the device's clock; "of
@@ -52,7 +53,7 @@ import planner
 import train
 from attention import Attention, pick_kernel
 from checkpoint import export_config
-from hardware import PROFILES, Machine, Profile, profile_text
+from hardware import Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
 from model import MODELS, LLaMA, ModelConfig, param_count
 from offload import GIB
@@ -214,12 +215,12 @@ def transformers_step(run: Run, what: list[str]) -> Step:
     if "full" in what:
         model.gradient_checkpointing_enable()
     torch.compiler.reset()  # or this length would be its second, and be compiled for any
-    compiled = torch.compile(model, dynamic=False)
+    call = model if "liger" in what else torch.compile(model, dynamic=False)
 
     def loss_of(tokens, labels, scale, *_):
         with (torch.autocast(run.device.type, torch.bfloat16, not half),
               sdpa_kernel(CUDNN_FIRST, set_priority=True)):
-            return compiled(tokens, labels=labels, shift_labels=labels, use_cache=False,
+            return call(tokens, labels=labels, shift_labels=labels, use_cache=False,
                             num_items_in_batch=1 / scale).loss
 
     model.forward_backward = functools.partial(LLaMA.forward_backward, loss_of)
@@ -849,7 +850,7 @@ def write_profile(bench: Bench, name: str) -> None:
     kernel = pick_kernel("auto", bench.device, bench.dtype)
     machine = Machine(bench.device, bench.dtype, kernel, per_node)
     profile = machine.profile(name, layer_seconds, bench.about)
-    path = (PROFILES if bench.gpu else bench.file.parent) / f"{name}.json"
+    path = bench.file.with_name(f"{name}.json")
     if bench.rank == 0:
         path.write_text(profile_text(profile))
         print(f"wrote {path}")
@@ -876,7 +877,6 @@ def main() -> None:
     device = on_all_ranks(train.choose_device, config(args.flags), local_rank)
     gpu = device.type == "cuda"
     out = Path(args.out or HERE / ("results" if gpu else "out/results"))
-    on_rank_0(train.try_folder, str(out))  # before it measures
     torch.compiler.set_stance("default" if gpu else "force_eager")
     hardware = device_name(device)
     launcher = "python"
@@ -886,6 +886,8 @@ def main() -> None:
     command = " ".join([args.table, *args.given.values()])
     if args.profile:
         command = f"--profile {args.profile}"
+        out /= "profiles"
+    on_rank_0(train.try_folder, str(out))  # before it measures
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
              "command": f"{launcher} bench.py {command}"}
     words = f"{command} {re.sub('NVIDIA | [0-9]+GB.*| ', '', hardware)}"

@@ -546,9 +546,10 @@ kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in com
 
 def preference(plan):
     """Return what is least of the plan that is chosen from those that tie: with fewer stages,
-    columns, ranks a sequence, small micro-batches, states on the host, and shards."""
+    columns, ranks a sequence, small micro-batches, states on the host, shards, and chunks, or whole
+    layers, which launch less."""
     return (plan.pp, plan.tp, plan.sp, plan.ring, -plan.micro_batch, plan.os_place,
-            astuple(plan.factors), plan.chunks)
+            astuple(plan.factors), plan.chunks, plan.recompute == "auto")
 
 
 def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:

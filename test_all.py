@@ -1568,6 +1568,17 @@ def fastest(
     return found[0]
 
 
+def test_planner_runs_layers_whole_where_chunks_keep_all():
+    """They take the same seconds by prediction, whichever is found first."""
+    profile = hardware.known_profile("NVIDIA H100 80GB HBM3", 1)
+    there = planner.Hardware(1, 1, profile, 75 * 2**30, 2**40)
+    found = planner.search(planner.Constraints(seq=4096, batch=4), m.MODELS["1b"], there)
+    tied = [plan for plan in found if plan.token_s <= 1.002 * found[0].token_s]
+    assert {plan.recompute for plan in tied} == {"none", "auto"}
+    for order in (tied, tied[::-1]):
+        assert planner.best_of_kinds(order)[0].recompute == "none"
+
+
 def test_predictions_are_what_was_measured():
     """Of all settings that were measured: seconds, and which setting of a question is the fastest,
     where the network is known; and bytes."""

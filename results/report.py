@@ -48,9 +48,8 @@ INTRO = (
     " from each other, outside PyTorch's allocator, *reserved GiB* is what that held. What does not"
     " fit is a row. *predicted* is by the planner of that commit. A command is as of the commit"
     " that measured it: later ones may name things differently. Attention is FlashAttention-4's, or"
-    " cuDNN's, as the line of a file says. Not measured: bench.py's tables parallel (tensor modes"
-    " and pipelines beside data parallelism) and plans (the planner's best, timed), and the rows"
-    " of transformers in table long.\n")
+    " cuDNN's, as the line of a file says. Not measured: bench.py's table parallel (tensor modes"
+    " and pipelines beside data parallelism), and transformers' model with Liger's kernels.\n")
 TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how to read it
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
@@ -61,7 +60,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " Ulysses over NCCL; on four GPUs each of its layers is recomputed, also where it holds 29"
     " of 141 GiB: its other settings (nothing, every second layer, or all but attention recomputed)"
     " are measured on one GPU and on two alone. Of two H100s at 64K tokens the table was cut"
-    " short.",
+    " short. *transformers* is that library's model, compiled: float32 weights under autocast, or"
+    " weights and both moments in bfloat16, whose update reads and writes half as much.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
@@ -69,6 +69,9 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     "offload": "7B with optimizer states on the host (75 GiB), from which they visit the GPU:"
     " updated under the next forward, or in the open, where compute waits; and on the GPU, if they"
     " fit there. Short sequences do not hide 12 bytes a parameter there and 12 back.",
+    "plans": "The planner's best plans of each kind. On two H100s it finds their order, but both"
+    " take longer than it says: the profile's attention is FlashAttention-4's, and its network"
+    " h200x2's.",
     "shard": "Ours by p,g,os and layout beside four settings of FSDP2, with one and with eight"
     " micro-batches (M); *nodes=2*: GPUs of one machine as nodes that reach each other"
     " by sockets over loopback alone, slow, and of two levels as real networks are. The bound is"
@@ -220,7 +223,8 @@ PREDICTIONS = (
     " kernel's sums, which were counted twice: two of the held-out settings were predicted 7.6 and"
     " 3.3 % too large, and now no row is 1 %.) The planner's own pick is"
     " *as planned*, or where nothing open was set by hand. Questions K are of the tables offload,"
-    " long and ring: states on the host, layers that drop o, rings.\n\n")
+    " long, plans and ring: states on the host, layers that drop o, rings. What was *seen before*"
+    " is in the picture alone.\n\n")
 ERRORS = (
     " *Network not measured*: where collectives were never measured, steps are predicted too fast."
     " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
@@ -296,7 +300,8 @@ def predictions() -> str:
          "error": f"{r['now_s'] / r['step_s'] - 1:+.1%}",
          "measured GiB": f"{r['gpu_gib']:.2f}",
          "predicted GiB": f"{r['now_gib']:.2f}",
-         "of GiB": f"{r['now_gib'] / r['gpu_gib'] - 1:+.1%}"} for r in rows])
+         "of GiB": f"{r['now_gib'] / r['gpu_gib'] - 1:+.1%}"}
+        for r in rows if r["kind"] != "seen before"])
 
 
 # ---------------------------------------------------------------------------- README.md's numbers
@@ -341,28 +346,29 @@ def claim() -> str:
 
 
 def peer_times() -> str:
-    """Return how much longer FSDP2's settings take where more than one of them fits."""
+    """Return how much longer peers take than ours, FSDP2 in its fastest setting that fits."""
     texts = []
     for where, name in (
-        ("one H200 (1b", "long-seq-32k-model-1b-h200"),
-        ("two 80 GB H100s (7b", "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-fsdp2-full-"
-         "seq-32k-64k-host-memory-120g-2xh100"),
+        ("one H200, 1b, 4 x 4K tokens", "long-rows-ours-transformers-bf16-"
+         "transformers-bf16-liger-transformers-fp32-transformers-fp32-liger-fsdp2-none-seq-4k-"
+         "model-1b-batch-4-h200"),
+        ("one H200, 1b, 32K tokens", "long-seq-32k-model-1b-h200"),
+        ("two H100s, 7b, 32K tokens", "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-"
+         "fsdp2-full-seq-32k-64k-host-memory-120g-2xh100"),
     ):
-        rows = {
-            row["system"]: row
-            for row in read(name)["rows"]
-            if row["seq"] == 2**15 and row.get("step_s")
-        }
-        ours = rows["ours"]
+        fastest = {}  # of ours, fsdp2, and each setting of transformers
+        rows = [r for r in read(name)["rows"] if r.get("step_s") and r["seq"] <= 2**15]
+        for r in sorted(rows, key=lambda r: r["step_s"]):
+            label = r["system"]
+            fastest.setdefault(label if "transformers" in label else label.split()[0], r)
+        ours = fastest.pop("ours")
         times = ", ".join(
-            f"**{row['step_s'] / ours['step_s']:.2f}** ({label.removeprefix('fsdp2 ')}, "
-            f"{row['gpu_gib']:.0f} GiB)"
-            for label, row in rows.items()
-            if label.startswith("fsdp2")
+            f"**{r['step_s'] / ours['step_s']:.2f}** ({r['system']}, {r['gpu_gib']:.0f})"
+            for r in fastest.values()
         )
-        texts.append(f"on {where}, 32K tokens; ours holds {ours['gpu_gib']:.0f} GiB) {times}")
+        texts.append(f"on {where} (ours: {ours['gpu_gib']:.0f} GiB) {times}")
     return (
-        "FSDP2's step time over ours, by what FSDP2 recomputes: "
+        "[Peers](results/README.md#long) at their best, step time over ours: "
         f"{'; '.join(texts)}."
     )
 
