@@ -177,8 +177,8 @@ class Constraints:
         "rank that may have one of its own; a resumed run keeps its own",
         group="a step and its tokens")
     micro_batch: Count = flag(
-        None, "sequences that run at once on a rank, or on the sp ranks that share them; auto: the "
-        "most within 8K tokens a rank, or fewer, by predicted time")
+        None, "sequences that run at once on a rank, or on the sp ranks that share them; auto: "
+        "one, or the most within 4K, 8K or 32K tokens a rank, by predicted time")
     tokenizer: str = flag(
         "", "Hugging Face folder whose tokenizer.json makes tokens of text, kept in OUT/tokens")
     document_token: Count = flag(
@@ -435,7 +435,8 @@ def sequences(c, plan):
 
 
 def batches(c, plan):
-    """Sequences a step, and at once: within 8K tokens a rank the most, the next and one."""
+    """Sequences a step, and at once: one, or the most within 4K, 8K or 32K tokens a rank. (8K of a
+    small model a GPU computes sooner than its host launches the kernels.)"""
     dp = plan.dp
     most = c.most_sequences or 2**40
     usual = c.default_tokens // c.seq
@@ -447,9 +448,8 @@ def batches(c, plan):
             "tokens; --batch counts sequences"
         )
     if left:
-        near = f"{each * dp} or " * (each > 0) + f"{(each + 1) * dp}"
-        raise ValueError(
-            f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: {near}")
+        raise ValueError(f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
+                         f"{max(1, round(batch / dp)) * dp}")
 
     def why_not(size):
         if each % size:
@@ -461,9 +461,10 @@ def batches(c, plan):
             f"{-(-batch // turns) * turns}"
         )
 
-    found = legal(c, ["micro_batch"], zip(divisors(each)), why_not)
-    within = [x for x in found[1:] if x["micro_batch"] * c.seq <= 2**13 * plan.sp]
-    return [x | {"batch": batch} for x in found[:1] + within[-2:]]
+    sizes = [x["micro_batch"] for x in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
+    within = {max(1, bisect.bisect(sizes, tokens * plan.sp // c.seq))
+              for tokens in (0, 2**12, 2**13, 2**15)}
+    return [{"batch": batch, "micro_batch": sizes[n - 1]} for n in within]
 
 
 def head_groups(c, plan):
@@ -545,10 +546,10 @@ kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in com
 
 
 def preference(plan):
-    """Return what is least of the plan that is chosen from those that tie: with fewer stages,
-    columns, ranks a sequence, small micro-batches, states on the host, shards, and chunks, or whole
-    layers, which launch less."""
-    return (plan.pp, plan.tp, plan.sp, plan.ring, -plan.micro_batch, plan.os_place,
+    """Return what is least of the plan that is chosen from those that tie: with fewer columns,
+    stages, ranks a sequence, micro-batches of 8K tokens (more take memory), states on the GPU,
+    fewer shards, and chunks, or whole layers, which launch less."""
+    return (*kind(plan), plan.ring, abs(plan.tokens - 2**13), plan.os_place,
             astuple(plan.factors), plan.chunks, plan.recompute == "auto")
 
 
@@ -805,7 +806,7 @@ RULES = {  # choice -> why it is as it is
     "sp": "the fewest ranks a sequence that fit and are fast",
     "ring": "the least that leaves ranks that share key/value heads in one node",
     "groups": "parts of the heads: 4 hide all-to-alls under attention, more need less memory",
-    "batch": "data-parallel ranks x micro-batches x sequences of one, of 8K tokens a rank if short",
+    "batch": "data-parallel ranks x micro-batches x sequences of one, up to 32K tokens a rank",
     "p,g,os": "the fewest shards that fit and are fast",
     "layers keep": "what fits and loses the least time",
 }

@@ -1523,7 +1523,12 @@ NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none 
         # 4P on the GPU, 12P on the host
         ({}, "--ranks 1 --per-node 1 --seq 4K --gpu-memory 45G", "os_place=host p=1"),
         # up to 8K tokens run together
-        ({}, "--seq 2K --batch 64 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
+        ({}, "--seq 2K --batch 128 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
+        (  # and 32K where the host launches a layer more slowly than a GPU computes 8K
+            {"launch": {"forward": 1.0, "backward": 1.0}},
+            "--seq 2K --batch 128 --p 1 --os 1 --recompute none",
+            "sp=1 micro_batch=16 dp=8",
+        ),
         # the nearest number of chunks over all layers, also where all tokens could run at once
         (
             {},
@@ -4567,7 +4572,7 @@ def test_planner_places_rings(tmp_path):
         ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
         ("--ranks 8 --pp 8 --resident-layers 4", "--resident-layers 4: a stage runs 3 layers"),
         ("--ranks 8 --pp 2 --batch 4 --resident-layers 32", "32: a stage .* 12 layers; at most 12"),
-        ("--ranks 2 --sp 1 --batch 5", "--batch 5: not divisible by 2 data-.*; nearest: 4 or 6"),
+        ("--ranks 2 --sp 1 --batch 5", "--batch 5: not divisible by 2 data-.*; nearest: 4"),
         ("--top 0", "--top 0: from 1"),
         ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
         ("--seq x", "a whole number"),
