@@ -7,7 +7,7 @@ A layer is token-wise but for one operator, and the code is cut along that line:
     y       = block.post(x, o)          # output projection, norm, SwiGLU        token-wise
 
 This file knows neither ranks nor streams. The outside acts on a model in five ways, and no other
-(where tests simulate a step, they also wrap the operators that are one fused kernel):
+(tests that simulate a step also wrap what `compiled` returns):
 
     matrix.events        raised where a Matrix is really used (PlainEvents says which, and when):
                          shard.py gathers weights and reduces gradients there; the weights that it

@@ -28,8 +28,8 @@ What runs beside computation has a CUDA stream of its kind (CommStream): launch,
     param_broadcast  broadcast_params     the update of the layers that    unshard (p = 1),
                                           follow, the next forward         launch_param_gather
     host_update      update, if states    the next forward                 broadcast_params (stream)
-                     lie on the host;     (HostStates: states come in and
-                     stream_in, out       go out under other updates)
+                     lie on the host
+    stream_in, _out  HostStates.visits    the updates of other parts       HostStates.visits
 
 A gradient's way to its owner, and the parameters' way back. Layout intra: a p-shard is split evenly
 in its subgroup, as above; inter (AMSP's): a matrix's p-shard has one owner there, which updates it.
@@ -809,8 +809,7 @@ class States:
 
     def grad_norm(self) -> Tensor:
         """Return the global norm of the step's gradient, in accum_dtype. A collective."""
-        norms = [torch.linalg.vector_norm(grad, dtype=self.accum_dtype)
-                 for grad in self.counted_grads]
+        norms = torch._foreach_norm(self.counted_grads, dtype=self.accum_dtype)
         squares = torch.stack(norms).square().sum()
         dist.all_reduce(squares)
         return squares.sqrt()
