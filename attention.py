@@ -44,7 +44,8 @@ wait.
 
 Heads stand as (U ranks, G groups, h heads): in group g rank u has the query heads from (u G + g) h
 on, and as many of its K/U key/value heads. Where these are fewer than groups, each travels with the
-first of the groups that attend to it, and its gradient back with the last, so none is sent twice.
+first of the groups that attend to it, and its gradient back with the last, so no all-to-all sends
+it twice. (A ring passes it on for each of them.)
 
 Which keys a query sees is a Mask, which kernels take: where a sequence has several documents, those
 of its own (`Attention.within` the documents of a micro-batch). It also says which heads are there.

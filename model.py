@@ -25,11 +25,11 @@ This file knows neither ranks nor streams. The outside acts on a model in five w
     its parts, shapes    a pipeline's stage drops those that it lacks, and runs embedded, run_layers
                          and result itself; weights become views of what a rank holds
 
-Another block changes class Block alone. Its operators may be any of PyTorch's that draw no random
-numbers, since they may run again. Of those here the one to know is before(*inputs) W^T (`project`):
-backward keeps what a layer keeps anyway (x, o, the residual stream, gate|up) and 1 / rms, and
-computes norms and SwiGLU again, in one pass with their gradients. Another activation is two
-functions (`Before`). Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of
+Another block changes class Block alone. Its operators may be any token-wise ones of PyTorch's that
+draw no random numbers, since they may run again. Of those here the one to know is before(*inputs)
+W^T (`project`): backward keeps what a layer keeps anyway (x, o, the residual stream, gate|up) and
+1 / rms, and computes norms and SwiGLU again, in one pass with their gradients. Another activation
+is two functions (`Before`). Biases on q, k, v (Qwen2) and norms on q and k (Qwen3) are fields of
 ModelConfig; without them, no operator of theirs runs.
 
 Left out: dropout, mixture of experts, inference caches, biases elsewhere, tied heads (untied on
@@ -136,8 +136,9 @@ def _param_count(cfg: ModelConfig, block):
 
 
 def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:
-    """Return model FLOPs a token, forward and backward: (causal, full). seen: if sequences have
-    documents, twice the keys that a token attends to, less one, the mean over tokens.
+    """Return model FLOPs a token, forward and backward: (causal, full). seen: of sequences with
+    documents, what counts in place of seq: a token that sees k keys counts 2k - 1, and this is the
+    mean (without documents it is seq).
 
     A parameter costs one multiply-add in forward and two in backward: 6P (the embedding is counted
     although it is a look-up, as the field does). Attention multiplies each query with s keys and
@@ -186,7 +187,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def copy_heads(source: Tensor, into: Tensor) -> None:
     """Copy heads (..., D) of any strides, 16 bytes at a time: PyTorch's copy goes by elements."""
-    if source.shape[-1] * source.itemsize % 16 == 0:
+    whole = source.shape[-1] * source.itemsize % 16 == 0
+    if whole and source.stride(-1) == 1:
         source = source.view(torch.complex128)
         into = into.view(torch.complex128)
     into.copy_(source)
@@ -203,9 +205,8 @@ def norm_forward(x, weight, eps):
 
 @compiled
 def norm_backward(dn, x, weight, scale):
-    """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,). In one
-    kernel (of twice as many tokens as C, or more), since no sum waits for scale, 1 / rms(x)
-    (..., 1)."""
+    """Return n = norm(x) again (..., C), the gradient of x, and that of weight (C,). One kernel
+    (where there are 2 C tokens or more), since no sum waits for scale, 1 / rms(x) (..., 1)."""
     unit = x * scale
     dn = dn.to(unit.dtype)
     dunit = dn * weight
@@ -474,7 +475,8 @@ class _Project(Function):
         if _mode.unneeded is matrix:  # nobody reads it
             ctx.save_for_backward(*inputs)
             x = inputs[0]
-            return x.new_empty(*x.shape[:-1], matrix.shape[0])
+            # whoever reads it all the same shall not get numbers
+            return x.new_full((), math.nan).expand(*x.shape[:-1], matrix.shape[0])
         a, *wanted = before.forward(*inputs)
         ctx.wants_more = bool(wanted)
         ctx.save_for_backward(*inputs, *wanted)
@@ -768,7 +770,9 @@ class Block(nn.Module):
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
     A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
-    The shapes of what autograd saves must not depend on data, or the block cannot run in chunks.
+    Chunks call pre and post, not forward, of some tokens each: nothing but attention mixes tokens,
+    a layer sees no other layer, all are alike, and shapes of what autograd saves do not depend on
+    data. Under --tp a column has some heads and features: nothing but a product sums over them.
     """
 
     def __init__(self, cfg: ModelConfig):

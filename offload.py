@@ -370,6 +370,7 @@ class MicroBatch:
     needs_backward: bool
     host_buffers: list[Tensor] = field(default_factory=list)  # by layer that swaps
     give_back: Callable | None = None  # lets another micro-batch have them
+    last: int = 0  # memory of what the last layer has made
     # by layer, from its forward to its backward
     saved: dict[int, SavedLayer] = field(default_factory=dict)
     # by group: event, it is in its rounding buffer, and its host buffers were read
@@ -521,6 +522,9 @@ class ChunkedLayers:
             num_saved = plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
         shape = x.shape
+        if not plan.keeps_input(i) and memory_of(x) != micro_batch.last:
+            raise ValueError(f"layer {i} takes something else than what layer {i - 1} has made, "
+                             "which makes it again: let the block change it")
         x = self.join(x.detach())
         saved = SavedLayer(self.blocks[i], micro_batch.rope, x, num_saved)
         qkv = self.project(saved)
@@ -538,6 +542,7 @@ class ChunkedLayers:
             micro_batch.saved[i] = saved
             if plan.swaps(i):
                 self.offload(micro_batch, i)
+        micro_batch.last = memory_of(y)
         return y.view(shape)
 
     def run(self, saved: SavedLayer, half: str, j: int,

@@ -75,15 +75,15 @@ class Columns:
 
         mode   enter: x into product     join: y behind product     tokens of x    kept for dW
                of "rows"                 of "columns"
-        mtp    x; mean of dx             sum of y; tp dy            T/sp           x
+        mtp    x; dx                     sum of y; sum of dy        T/sp           x
         msp    gather x; scatter dx      scatter y; gather dy       t = T/sp/tp    gathered x
         fsp    x; dx                     scatter y; gather dy       t              own x
 
     (Forward; backward. "rows" is Megatron's column-parallel, "columns" its row-parallel.)
     In fsp a, which is computed before the product, is gathered, again in backward, and da scattered
     (`around`). In mtp embedding, last norm, head and loss are computed on every column, of all
-    tokens: their labels count tp times, so each column has 1/tp of their gradients, and of that of
-    x between products. So all modes have one rule: gradients of ends, norms, biases and a layer's
+    tokens, and labels count tp times: a column's gradient between products is a summand, as in msp
+    that of its tokens. So all modes have one rule: gradients of ends, norms, biases and a layer's
     other matrices (cut="whole": a router) are sums over columns. Nothing hides what travels: what
     follows needs it.
 
@@ -99,11 +99,7 @@ class Columns:
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
         join = there_and_back(self.scatter, self.gather)  # where tokens are split
         self.enter, self.join, self.around = {
-            "mtp": (
-                there_and_back(same, lambda dx: self.sum(dx) / self.ranks),
-                there_and_back(self.sum, lambda dy: dy * self.ranks),
-                same,
-            ),
+            "mtp": (same, there_and_back(self.sum, self.sum), same),
             "msp": (
                 there_and_back(self.gather, self.scatter),
                 join,
@@ -156,8 +152,8 @@ class _ThereAndBack(Function):
 
 
 def there_and_back(there: Callable, back: Callable) -> Callable:
-    """Return the function there(x), whose gradient is back(dy). unread: nobody reads the product x,
-    so it stays where it is."""
+    """Return the function there(x), whose gradient is back(dy); called with a product x that nobody
+    reads (unread), it leaves x where it is."""
     return lambda x, unread=False: _ThereAndBack.apply(x, same if unread else there, back)
 
 

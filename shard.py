@@ -60,8 +60,8 @@ A matrix has one gradient a pass. One that is used twice or never ends the step 
 ranks (finish_gradients); none waits for a gather or a reduction that another has not launched,
 since all launch a layer's in the same order, whatever they use (end_pass). What may still keep
 others waiting, where a rank skips a matrix: on a CPU, where nothing runs beside computation, a
-gather (p > 1, layers that run whole); gathers of a layer whose input is made again; and an exchange
-of tokens.
+gather (p > 1, layers that run whole) and a reduction of several ranks; gathers of a layer whose
+input is made again; and an exchange of tokens, or of columns.
 
 Left out: quantised communication, learning rates by parameter, matrices that are used twice.
 
@@ -387,6 +387,7 @@ class States:
             raise ValueError(f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
                              "matrices, which a rank owns with layout=inter p=1 tp=1")
         check_factors(f, self.groups.ranks, self.groups.ranks)  # as if one node had all ranks
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         self.accum_dtype = accumulation_dtype(self.dtype)
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
@@ -400,9 +401,10 @@ class States:
         self.make_params(model)
         self.make_states(place)
         self.make_vectors(model)
-        if others := [name for name, weight in model.named_parameters() if weight.is_meta]:
-            raise ValueError(f"{', '.join(others)}: what is sharded is the weight of a "
-                             "model.Matrix (large) or Vector (small), no nn.Linear's")
+        others = [name for name, weight in model.named_parameters() if weight.is_meta]
+        if others or frozen:
+            raise ValueError(f"{', '.join(others + frozen)}: what is sharded is the weight of a "
+                             "model.Matrix (large) or Vector (small) that trains, no nn.Linear's")
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
         self.progress_events = deque(maxlen=10 * len(self.units))  # (phase in words, its event)
