@@ -40,6 +40,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch
@@ -774,7 +775,7 @@ def parse() -> argparse.Namespace:
         kind = {"action": "store_true"} if name == "quick" else {}
         parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(of)})", **kind)
     args = parser.parse_args()
-    args.given = {name: f"{planner.flag_name(name)} {value}".removesuffix(" True")
+    args.given = {name: f"{planner.flag_name(name)} {quote(str(value))}".removesuffix(" True")
                   for name, value in vars(args).items() if value and name in OURS | THEIRS}
     args.flags = " ".join(text for name, text in args.given.items() if name in THEIRS)
     try:
@@ -802,7 +803,7 @@ def check(args: argparse.Namespace) -> None:
     for label in listed(args.rows):
         if label not in table.rows:
             raise ValueError(f"--rows {label}: of {', '.join(table.rows)}")
-    if args.nodes and world % (int(args.nodes) or world + 1):
+    if args.nodes and args.nodes not in map(str, planner.divisors(world)):
         raise ValueError(f"--nodes {args.nodes}: a divisor of {world} ranks")
     for seq in listed(args.seq) or ["4K"]:
         config(f"{args.flags} --seq {seq}")
@@ -844,16 +845,15 @@ def layer_seconds(profile: Profile, model: ModelConfig, dtype: torch.dtype, toke
     return layer.forward + layer.backward
 
 
-def write_profile(bench: Bench, name: str) -> None:
+def write_profile(bench: Bench) -> None:
     """Measure what this machine does, and write it for planner.py. A collective."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
     kernel = pick_kernel("auto", bench.device, bench.dtype)
     machine = Machine(bench.device, bench.dtype, kernel, per_node)
-    profile = machine.profile(name, layer_seconds, bench.about)
-    path = bench.file.with_name(f"{name}.json")
+    profile = machine.profile(bench.file.stem, layer_seconds, bench.about)
     if bench.rank == 0:
-        path.write_text(profile_text(profile))
-        print(f"wrote {path}")
+        bench.file.write_text(profile_text(profile))
+        print(f"wrote {bench.file}")
 
 
 def split_nodes(args: argparse.Namespace) -> None:
@@ -884,17 +884,17 @@ def main() -> None:
         hardware = f"{world} x {hardware}"
         launcher = f"torchrun --nproc_per_node {world}"
     command = " ".join([args.table, *args.given.values()])
-    if args.profile:
-        command = f"--profile {args.profile}"
-        out /= "profiles"
-    on_rank_0(train.try_folder, str(out))  # before it measures
-    about = {"hardware": hardware, "versions": versions(), "commit": commit(),
-             "command": f"{launcher} bench.py {command}"}
     words = f"{command} {re.sub('NVIDIA | [0-9]+GB.*| ', '', hardware)}"
     file = out / f"{'-'.join(re.findall(r'[a-z0-9.]+', words.lower()))}.json"
+    if args.profile:
+        command = f"--profile {args.profile}"
+        file = out / f"profiles/{args.profile}.json"
+    on_rank_0(train.try_folder, str(file.parent))  # before it measures
+    about = {"hardware": hardware, "versions": versions(), "commit": commit(),
+             "command": f"{launcher} bench.py {command}"}
     bench = Bench(device, rank, world, args.quick, file, about)
     if args.profile:
-        write_profile(bench, args.profile)
+        write_profile(bench)
     else:
         with heartbeat(rank, world, "Rows so far are written"):
             measure(bench, args)

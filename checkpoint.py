@@ -38,6 +38,7 @@ import math
 import os
 import re
 import shutil
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -81,6 +82,8 @@ def write_tensors(tensors, path, metadata):
     path.parent.mkdir(exist_ok=True)
     try:
         save_file(tensors, path, metadata)
+        # it makes files that their owner alone can read: who may list the folder may read them
+        path.chmod(path.parent.stat().st_mode & 0o666)
     except SafetensorError as e:
         raise OSError(f"{path}: {e}") from e
 
@@ -203,20 +206,22 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         if part.cut in cuts:
             fill(part.values, part.cut, part.start)
         else:
-            rows, cols = part.shape
-            everything = Cut(part.shape, ((0, rows),), (0, cols))
-            # not finite where a cut is not there
-            whole = torch.full(part.shape, math.nan, dtype=part.values.dtype)
-            for cut in cuts:
-                box = cut or everything
-                values = whole.new_empty(math.prod(box.shape))
-                fill(values, cut, 0)
-                box.put(values.view(box.shape), whole)
-            part.values.copy_(part.within((part.cut or everything).of(whole)))
+            with one_at_a_time:  # a whole matrix takes memory
+                rows, cols = part.shape
+                everything = Cut(part.shape, ((0, rows),), (0, cols))
+                # not finite where a cut is not there
+                whole = torch.full(part.shape, math.nan, dtype=part.values.dtype)
+                for cut in cuts:
+                    box = cut or everything
+                    values = whole.new_empty(math.prod(box.shape))
+                    fill(values, cut, 0)
+                    box.put(values.view(box.shape), whole)
+                part.values.copy_(part.within((part.cut or everything).of(whole)))
         if not is_finite(part.values):
             raise ValueError(f"--resume: {saved.folder}: {name} has values that are not finite; "
                              "others, if there are any, are beside it")
 
+    one_at_a_time = threading.Lock()
     with ThreadPoolExecutor() as pool:
         list(pool.map(read, parts))
 
@@ -458,14 +463,16 @@ def hf_config(folder: str) -> tuple[ModelConfig, dict]:
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
+    if not path.exists():
+        raise ValueError(f"--init hf:{folder}: there is no {path}; `hf download NAME --local-dir "
+                         "DIR` makes a folder for --init hf:DIR")
     try:
         config = AutoConfig.from_pretrained(regular(path).parent, local_files_only=True,
                                             trust_remote_code=False)
         source = json.loads(config.to_json_string())
         return hf_model_of(source), source
     except Exception as e:  # its errors have no class of their own
-        raise ValueError(f"{path} cannot be read or is not built: {e}; `hf download NAME "
-                         "--local-dir DIR` makes a folder for --init hf:DIR") from e
+        raise ValueError(f"{path} cannot be read or is not built: {e}") from e
 
 
 def hf_model_of(source: dict) -> ModelConfig:

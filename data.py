@@ -97,7 +97,7 @@ def find_files(data: str) -> tuple[list[Path], list[Path]]:
             found += (root / package).rglob("*.py")
     files = sorted(f for f in found  # but hidden ones
                    if f.is_file() and not re.search(r"(^|/)\.[^/]", str(f.relative_to(root))))
-    if not files:
+    if not (data and files):
         raise ValueError(f"--data {data}: no such file or folder, or no files in it")
     binary = [f for f in files if f.suffix == ".bin"]
     val = [f for f in files if f == root / "val.bin"]

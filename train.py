@@ -145,6 +145,9 @@ def parse(argv: list[str] | None = None) -> dict:
 def resumed_flags(given, old):
     """Return the flags of the run to resume, updated by those that are given: the same tokens a
     step, if --seq is given and --batch is not. Raises ValueError."""
+    init = given.get("init", old["init"])
+    if init != old["init"]:
+        raise ValueError(f"--init {init}: the run to resume began with {old['init']}; drop it")
     known = flags_of(Config).keys() & old.keys() - OF_A_COMMAND
     flags = {name: old[name] for name in known} | given
     flags["seq"] = flags["seq"] or old["seq"]
@@ -893,9 +896,9 @@ def prepare(run):
         states.load(run.read)  # one tensor at a time
     else:
         load_random_weights(run, states)
-    on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)
     room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
     saver = on_all_ranks(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
+    on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)  # nothing else can fail
     return model, states, memory, saver
 
 

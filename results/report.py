@@ -47,21 +47,24 @@ INTRO = (
     " machine's host memory. *GPU GiB* includes what ranks map"
     " from each other, outside PyTorch's allocator, *reserved GiB* is what that held. What does not"
     " fit is a row. *predicted* is by the planner of that commit. A command is as of the commit"
-    " that measured it: later ones may name things differently. Attention is FlashAttention-4's, or"
+    " that measured it (+: other changes were not committed yet): later ones may name things"
+    " differently. Attention is FlashAttention-4's, or"
     " cuDNN's, as the line of a file says. Not measured: bench.py's table parallel (tensor modes"
     " and pipelines beside data parallelism), and transformers' model with Liger's kernels.\n")
 TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how to read it
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
     " sheet, and of a step without its update.)",
-    "long": "One sequence over all GPUs. *full recompute* runs all of a layer twice; *full swap*"
-    " keeps two layers resident and swaps all of the others, which at 256K tokens does not fit the"
-    " host; *fsdp2* is the same model code and attention kernel under PyTorch's fully_shard, with"
-    " Ulysses over NCCL; on four GPUs each of its layers is recomputed, also where it holds 29"
-    " of 141 GiB: its other settings (nothing, every second layer, or all but attention recomputed)"
-    " are measured on one GPU and on two alone. Of two H100s at 64K tokens the table was cut"
-    " short. *transformers* is that library's model, compiled: float32 weights under autocast, or"
-    " weights and both moments in bfloat16, whose update reads and writes half as much.",
+    "long": "One sequence over all GPUs (at 4K tokens: four on one). *full recompute* runs all of"
+    " a layer twice; *full swap* keeps two layers resident and swaps all of the others, which at"
+    " 256K tokens does not fit the host; *fsdp2* is the same model code and attention kernel under"
+    " PyTorch's fully_shard, with Ulysses over NCCL; on four GPUs each of its layers is"
+    " recomputed, also where it holds 29 of 141 GiB: its other settings (nothing, every second"
+    " layer, or all but attention recomputed) are measured on one GPU and on two alone. Of two"
+    " H100s at 64K tokens the table was cut short, and of 4K tokens at Liger's rows."
+    " *transformers* is that library's model, compiled: float32 weights under autocast, or weights"
+    " and both moments in bfloat16, whose update reads and writes half as much. Peers take our"
+    " micro-batches.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
@@ -69,9 +72,9 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     "offload": "7B with optimizer states on the host (75 GiB), from which they visit the GPU:"
     " updated under the next forward, or in the open, where compute waits; and on the GPU, if they"
     " fit there. Short sequences do not hide 12 bytes a parameter there and 12 back.",
-    "plans": "The planner's best plans of each kind. On two H100s it finds their order, but both"
-    " take longer than it says: the profile's attention is FlashAttention-4's, and its network"
-    " h200x2's.",
+    "plans": "The planner's best plan of each tp, pp and sp: here of both sp, with tp and pp of 1."
+    " On two H100s it finds their order, but both take longer than it says: the profile's attention"
+    " is FlashAttention-4's, and its network and copies to the host are h200x2's.",
     "shard": "Ours by p,g,os and layout beside four settings of FSDP2, with one and with eight"
     " micro-batches (M); *nodes=2*: GPUs of one machine as nodes that reach each other"
     " by sockets over loopback alone, slow, and of two levels as real networks are. The bound is"
@@ -223,14 +226,14 @@ PREDICTIONS = (
     " kernel's sums, which were counted twice: two of the held-out settings were predicted 7.6 and"
     " 3.3 % too large, and now no row is 1 %.) The planner's own pick is"
     " *as planned*, or where nothing open was set by hand. Questions K are of the tables offload,"
-    " long, plans and ring: states on the host, layers that drop o, rings. What was *seen before*"
-    " is in the picture alone.\n\n")
+    " long, plans and ring. What was *seen before* the model of seconds was done is in the picture"
+    " alone.\n\n")
 ERRORS = (
     " *Network not measured*: where collectives were never measured, steps are predicted too fast."
     " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
     " that reach each other by sockets (*nodes=2*) by an assumed network of 400 Gb/s a GPU, with"
-    " which ring 1, the slower one, would be the faster. 7b on two H100s, and 1b at 32K tokens on"
-    " an H200, ran cuDNN's attention, and are predicted by rates of FlashAttention-4. Where one"
+    " which ring 1, the slower one, would be the faster. What a file says ran cuDNN's attention is"
+    " predicted by rates of FlashAttention-4. Where one"
     " sequence of 4,096 tokens of 1b is a micro-batch (A), the host has more to do than its GPU"
     " (on an H100 a layer computes for 2.5 ms; profile h100x1's host launches it in 4.4), and a"
     " step takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100x1 was"
@@ -352,8 +355,8 @@ def peer_times() -> str:
         ("one H200, 1b, 4 x 4K tokens", "long-rows-ours-transformers-bf16-"
          "transformers-bf16-liger-transformers-fp32-transformers-fp32-liger-fsdp2-none-seq-4k-"
          "model-1b-batch-4-h200"),
-        ("one H200, 1b, 32K tokens", "long-seq-32k-model-1b-h200"),
-        ("two H100s, 7b, 32K tokens", "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-"
+        ("one H200, 1b, 32K", "long-seq-32k-model-1b-h200"),
+        ("two H100s, 7b, 32K", "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-"
          "fsdp2-full-seq-32k-64k-host-memory-120g-2xh100"),
     ):
         fastest = {}  # of ours, fsdp2, and each setting of transformers
@@ -368,7 +371,7 @@ def peer_times() -> str:
         )
         texts.append(f"on {where} (ours: {ours['gpu_gib']:.0f} GiB) {times}")
     return (
-        "[Peers](results/README.md#long) at their best, step time over ours: "
+        "[Peers](results/README.md#long), fastest tried, step time over ours: "
         f"{'; '.join(texts)}."
     )
 
