@@ -893,10 +893,11 @@ def equal(
             wrong += near(loss, wanted[i][0], loss_noise, f"step {i}, loss")
             wrong += near(norm, wanted[i][1], norm_noise, f"step {i}, norm")
     if (case["dtype"], case["layout"], case["g"]) == ("bf16", "intra", run.plan.state_ranks):
-        wrong += [  # sums of several are no numbers of bf16, if they need not travel
+        wrong += [  # sums of several are no numbers of bf16, if they need not travel to columns
             f"gradients of {param.name} were rounded"
             for param in states.sharded_params.values()
             if case["micro"] > 1
+            and param.replicas is None
             and param.grad_shard.any()  # no padding alone
             and torch.equal(param.grad_shard.bfloat16(), param.grad_shard)
         ]
@@ -1583,8 +1584,7 @@ def fastest(
 
 def test_planner_runs_layers_whole_where_chunks_keep_all():
     """They take the same seconds by prediction, whichever is found first."""
-    profile = hardware.known_profile("NVIDIA H100 80GB HBM3", 1)
-    there = planner.Hardware(1, 1, profile, 75 * 2**30, 2**40)
+    there = planner.Hardware(1, 1, hardware.load_profile("h100x1"))
     found = planner.search(planner.Constraints(seq=4096, batch=4), m.MODELS["1b"], there)[:2]
     assert {plan.recompute for plan in found} == {"none", "auto"}
     for order in (found, found[::-1]):
