@@ -5,7 +5,7 @@
     python bench.py --quick                      the same with a small model, in a minute
     torchrun --nproc_per_node 8 bench.py long    another of TABLES, of all GPUs together
     torchrun --nproc_per_node 8 bench.py --profile NAME    what planner.py wants to know of a
-                                                 machine, as results/profiles/NAME.json
+                                                 machine, as profiles/NAME.json in --out
 
 A row of a table is a label and train.py's flags. A row "fsdp2 WHAT" runs the same model and kernel
 under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS; a
@@ -767,7 +767,7 @@ def parse() -> argparse.Namespace:
     one.add_argument("table", nargs="?", default="step", choices=TABLES, help="default: step")
     one.add_argument("--profile", type=str.lower, metavar="NAME",
                      help="measure the rates that planner.py predicts by, on all ranks, in two "
-                     "minutes, and write results/profiles/NAME.json; no table")
+                     "minutes, and write profiles/NAME.json in --out; no table")
     parser.add_argument("--out", metavar="DIR", help="folder of the results files; default: results"
                         " on GPUs, out/results on a CPU, whose figures README does not show")
     for name, text in (OURS | THEIRS).items():

@@ -83,7 +83,8 @@ def write_tensors(tensors, path, metadata):
     try:
         save_file(tensors, path, metadata)
         # it makes files that their owner alone can read: who may list the folder may read them
-        path.chmod(path.parent.stat().st_mode & 0o666)
+        with contextlib.suppress(OSError):  # storage that has no modes
+            path.chmod(path.parent.stat().st_mode & 0o666)
     except SafetensorError as e:
         raise OSError(f"{path}: {e}") from e
 

@@ -186,7 +186,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def copy_heads(source: Tensor, into: Tensor) -> None:
-    """Copy heads (..., D) of any strides, 16 bytes at a time: PyTorch's copy goes by elements."""
+    """Copy heads (..., D), 16 bytes at a time if each lies in one piece, which begins at as many:
+    PyTorch's copy goes by elements."""
     whole = source.shape[-1] * source.itemsize % 16 == 0
     if whole and source.stride(-1) == 1:
         source = source.view(torch.complex128)

@@ -523,6 +523,7 @@ class ChunkedLayers:
             self.free_offloaded(micro_batch, i - 2)
         shape = x.shape
         if not plan.keeps_input(i) and memory_of(x) != micro_batch.last:
+            i += self.first
             raise ValueError(f"layer {i} takes something else than what layer {i - 1} has made, "
                              "which makes it again: let the block change it")
         x = self.join(x.detach())

@@ -449,7 +449,7 @@ def batches(c, plan):
         )
     if left:
         raise ValueError(f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
-                         f"{max(1, round(batch / dp)) * dp}")
+                         f"{max(1, min(round(batch / dp), most // dp)) * dp}")
 
     def why_not(size):
         if each % size:

@@ -146,7 +146,7 @@ def resumed_flags(given, old):
     """Return the flags of the run to resume, updated by those that are given: the same tokens a
     step, if --seq is given and --batch is not. Raises ValueError."""
     init = given.get("init", old["init"])
-    if init != old["init"]:
+    if len({Path(text.removeprefix("hf:")).resolve() for text in (init, old["init"])}) > 1:
         raise ValueError(f"--init {init}: the run to resume began with {old['init']}; drop it")
     known = flags_of(Config).keys() & old.keys() - OF_A_COMMAND
     flags = {name: old[name] for name in known} | given
