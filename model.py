@@ -186,10 +186,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def copy_heads(source: Tensor, into: Tensor) -> None:
-    """Copy heads (..., D), 16 bytes at a time if each lies in one piece, which begins at as many:
-    PyTorch's copy goes by elements."""
-    whole = source.shape[-1] * source.itemsize % 16 == 0
-    if whole and source.stride(-1) == 1:
+    """Copy heads (..., D), 16 bytes at a time where a head is one piece of memory: PyTorch's copy
+    goes by elements. (Such heads begin at multiples of 16 bytes, or PyTorch refuses to.)"""
+    divides = source.shape[-1] * source.itemsize % 16 == 0
+    if divides and source.stride(-1) == 1:
         source = source.view(torch.complex128)
         into = into.view(torch.complex128)
     into.copy_(source)

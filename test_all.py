@@ -521,7 +521,7 @@ VALUES = {  # of each key, its default first
     "micro": (1, 2, 4),
     "sp": (1, 2, 4, 8),
     "ring": (1, 2, 4),
-    "groups": (1, 2, 4),
+    "groups": (1, 2, 4, 8),
     "tp": (1, 2, 4),
     "mode": ("msp", "mtp", "fsp"),
     "pp": (1, 2, 4),
@@ -1372,7 +1372,7 @@ def test_cases_are_all_that_may_be():
     assert all(map(fits, CASES + RESUMES + WHOLE_RESUMES))
     assert len(CASES + RESUMES + WHOLE_RESUMES) <= 150
     for key, values in VALUES.items():
-        assert {case[key] for case in CASES} ^ set(values) <= {"cuda", "naive", "gated", 8}, key
+        assert {case[key] for case in CASES} - {"gated"} == set(values) - {"cuda", "naive"}, key
     met = set().union(*map(pairs, CASES))
     for pair in itertools.combinations(MECHANISMS, 2):
         assert (pair in met) != never_meet(*pair), pair

@@ -144,7 +144,8 @@ def parse(argv: list[str] | None = None) -> dict:
 
 def resumed_flags(given, old):
     """Return the flags of the run to resume, updated by those that are given: the same tokens a
-    step, if --seq is given and --batch is not. Raises ValueError."""
+    step, if --seq is given and --batch is not. Raises ValueError, also for weights from another
+    folder than that of the run, however it is spelt."""
     init = given.get("init", old["init"])
     if len({Path(text.removeprefix("hf:")).resolve() for text in (init, old["init"])}) > 1:
         raise ValueError(f"--init {init}: the run to resume began with {old['init']}; drop it")
@@ -898,7 +899,8 @@ def prepare(run):
         load_random_weights(run, states)
     room = run.hardware.host_budget - run.plan.host_bytes if cfg.save_async else None
     saver = on_all_ranks(checkpoint.Saver, out, cfg.keep, states, patient_group(), room)
-    on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)  # nothing else can fail
+    # last: a start that is refused moves nothing
+    on_rank_0(checkpoint.prepare_out, out, resumed, run.start < cfg.steps)
     return model, states, memory, saver
 
 
