@@ -57,7 +57,7 @@ from checkpoint import export_config
 from hardware import Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
 from model import MODELS, LLaMA, ModelConfig, param_count
-from offload import GIB
+from offload import GIB, host_budget
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks, use_more_queues)
 from train import Config, Run, device_name
@@ -163,8 +163,7 @@ def make_step(run: Run) -> Step:
     batch = random_batch(run)
     if run.plan.pp > 1:
         model.warm_up(next(batch.micro_batches()))
-    memory = StepMemory(str(run.device)) if run.cfg.memplan == "on" else None
-    return Step(run, model, states, batch, memory)
+    return Step(run, model, states, batch, train.plan_memory(run))
 
 
 # ---------------------------------------------------------------------------- peers
@@ -607,6 +606,7 @@ TABLES = {
     "step": Table(step_rows, takes="quick"),
     "long": Table(
         {"ours": "",
+         "ours planned memory": "--memplan on",
          "ours full recompute": "--recompute full",
          "ours full swap": "--alpha 1 --resident-layers 2",
          "fsdp2 none": "--sp {ranks} --strategy zero3",
@@ -803,6 +803,8 @@ def check(args: argparse.Namespace) -> None:
     for label in listed(args.rows):
         if label not in table.rows:
             raise ValueError(f"--rows {label}: of {', '.join(table.rows)}")
+        if label.startswith("transformers") and world > 1:
+            raise ValueError(f"--rows {label}: that model runs on one rank")
     if args.nodes and args.nodes not in map(str, planner.divisors(world)):
         raise ValueError(f"--nodes {args.nodes}: a divisor of {world} ranks")
     for seq in listed(args.seq) or ["4K"]:
@@ -864,7 +866,7 @@ def split_nodes(args: argparse.Namespace) -> None:
     os.environ["NCCL_HOSTID"] = f"node{int(os.environ['LOCAL_RANK']) // ranks}"
     os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # by which train.py plans
     if not args.host_memory:
-        args.flags += f" --host-memory {int(train.host_budget(nodes, None))}"
+        args.flags += f" --host-memory {int(host_budget(nodes, None))}"
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ is optimal, and most often a first fit does. `solve` makes two plans and takes t
 
 `check` trusts neither. `StepMemory` records a step's buffers, plans them, and serves later
 steps from one arena at the planned addresses (replay; csrc/allocator.cpp: planned_address), on a
-CPU or a GPU.
+CPU or a GPU. Since addresses stay, a step that is one stream of a GPU becomes one launch: a graph.
 
     python memplan.py TRACE.csv [--time-limit S] [--out PLAN.csv] [--plot PLAN.png]
 
@@ -437,9 +437,10 @@ def load_allocator(kind: str) -> ctypes.CDLL:
     allocator.recorded.restype = ctypes.POINTER(ctypes.c_int64)
     allocator.counted.restype = ctypes.POINTER(ctypes.c_int64)
     allocator.load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-    # a stream's memory may be given out again at once: only requests on this one are planned
-    stream = torch.cuda.current_stream().cuda_stream if kind == "cuda" else None
-    allocator.install(ctypes.c_void_p(stream))
+    allocator.begin.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p]
+    if kind == "cuda":
+        torch.cuda.init()  # before, PyTorch has no allocator to ask
+    allocator.install()
     return allocator
 
 
@@ -447,9 +448,12 @@ class StepMemory:
     """Planned memory of a step, a callable that requests the same each time.
 
         memory = StepMemory()
-        memory.run(step)        # again and again; counts says how well the plan was met
-        memory.give_back()      # until the next run, for whatever else needs memory
+        memory.run(step, *inputs)   # again and again; counts says how well the plan was met
+        memory.give_back()          # until the next run, for whatever else needs memory
 
+    as_graph: a step that waits for nothing but its own device, and whose inputs, tensors, say all
+    that changes, is captured in planned memory, and then launched as one: a CUDA graph, with its
+    results in the same tensors each time. What Python computes in it is what it was then.
     On a CPU, all of the process's tensors; on a GPU those of the current device and stream. A
     tensor that other streams use must be in use until this stream has waited for them. In train.py,
     gathered weights, whole gradients and rounding buffers lie in memory that outlives steps, and
@@ -464,8 +468,10 @@ class StepMemory:
     RECORD, REPLAY = 1, 2  # what the allocator does
     COUNTS = ("hits", "unplanned", "unmatched", "occupied")
 
-    def __init__(self, device: str = "cpu", min_bytes: int = 0):
+    def __init__(self, device: str = "cpu", min_bytes: int = 0, as_graph: bool = False):
         self.device = device
+        self.as_graph = as_graph
+        self.graph = None  # of the step, while its arena is there
         self.kind = device.partition(":")[0]
         self.align = ALLOCATOR_ALIGN_BYTES[self.kind]
         self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.kind]
@@ -477,7 +483,7 @@ class StepMemory:
         self.runs = 0
         self.plans = 0  # made of recorded steps
 
-    def run(self, step):
+    def run(self, step, *inputs):
         """Run the step: the first two as they are, for what lasts; the third is recorded; then by
         plan, and recorded again (three times in all) after one that met less than nine tenths of
         its plan."""
@@ -487,15 +493,25 @@ class StepMemory:
             self.counts = {}
             self.plan = None
         if self.runs < 3:
-            return step()
+            return step(*inputs)
         if self.plan is not None:
-            return self.replay(step)
-        result = self.record(step)
+            return self.replay(step, inputs)
+        result = self.record(step, inputs)
         if self.give_back():  # else what is in the arena outlives the step: the next one, maybe
             self.solve()
         return result
 
-    def record(self, step):
+    def begin(self, mode) -> None:
+        """Have the allocator record or serve requests on the current stream: there alone memory
+        that is freed may be given out again at once."""
+        stream = None
+        if self.kind == "cuda":
+            import torch
+
+            stream = torch.cuda.current_stream().cuda_stream
+        self.allocator.begin(mode, self.min_bytes, self.align, stream)
+
+    def record(self, step, inputs):
         """Run the step, and note its requests: sizes, lifetimes counted in events, and passes."""
         global recorder
         if self.kind == "cuda":  # what it reserves is to be what the step needs
@@ -503,10 +519,10 @@ class StepMemory:
 
             torch.cuda.empty_cache()
         self.marks: list[tuple[int, str]] = []  # (events so far, name)
-        self.allocator.begin(self.RECORD, self.min_bytes, self.align)
+        self.begin(self.RECORD)
         recorder = self
         try:
-            result = step()
+            result = step(*inputs)
         finally:
             recorder = None
             n = self.allocator.end()
@@ -525,13 +541,29 @@ class StepMemory:
         self.plans += 1
         check(self.buffers, self.plan.offsets, self.plan.peak)
 
-    def replay(self, step):
-        """Run the step on planned addresses; self.counts: how many requests met the plan."""
+    def replay(self, step, inputs):
+        """Run the step on planned addresses, or launch it as a graph."""
         if self.arena is None:
             self.load_arena()
-        self.allocator.begin(self.REPLAY, self.min_bytes, self.align)
+        if not self.as_graph:
+            return self.follow(step, inputs)
+        import torch
+
+        if self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            self.inputs = [x.clone() for x in inputs]
+            # what other threads do, as a checkpoint's copies, is not captured, and goes on
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+                self.results = self.follow(step, self.inputs)
+        torch._foreach_copy_(self.inputs, inputs)
+        self.graph.replay()
+        return self.results
+
+    def follow(self, step, inputs):
+        """Run the step by plan; self.counts: how many requests met it."""
+        self.begin(self.REPLAY)
         try:
-            return step()
+            return step(*inputs)
         finally:
             self.allocator.end()
             counted = self.allocator.counted()[: len(self.COUNTS)]
@@ -555,7 +587,7 @@ class StepMemory:
         """Give the arena's memory to PyTorch's allocator if no tensor is in it, and return
         whether it was."""
         if self.arena is not None and not self.allocator.load(None, None, 0):
-            self.arena = live_arena[self.kind] = None
+            self.arena = live_arena[self.kind] = self.graph = None
         return self.arena is None
 
 

@@ -53,6 +53,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -298,6 +299,25 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
 
 
 # ---------------------------------------------------------------------------- host memory
+
+
+def host_budget(ranks: int, asked: int | None) -> float:
+    """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
+    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
+    Raises ValueError if control groups allow less."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
+    group = Path("/sys/fs/cgroup" + path)
+    for folder in (group, *group.parents):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            limits.append(int((folder / "memory.max").read_text()))
+    allowed = min(limits)
+    if (asked or 0) > allowed:
+        raise ValueError(
+            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
+            f"allows {allowed / GIB:.0f}G, and other things need some of it"
+        )
+    return (allowed * 7 // 8 if asked is None else asked) / ranks
 
 
 def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:

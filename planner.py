@@ -899,9 +899,9 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
         if found["mfu_full"]:
             mfu = f"MFU {found['mfu_causal']:.1%} causal, {found['mfu_full']:.1%} full, "
         lines.append(
-            f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and GPU (TGS), "
+            f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and device (TGS), "
             f"{mfu}{found['tokens_a_day']:,.0f} tokens a day, "
-            f"{found['gpu_gib']:.1f} GiB a GPU, {found['host_gib']:.1f} GiB of a node's host: "
+            f"{found['gpu_gib']:.1f} GiB a device, {found['host_gib']:.1f} GiB of a node's host: "
             f"{in_words(plan, plans[0]) or 'as above'}")
     seconds = [
         f"{name} {value:.3g}"
@@ -912,7 +912,7 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
         *lines,
         f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
         f"hides): {', '.join(seconds)}",
-        f"GiB of a GPU: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
+        f"GiB of a device: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
     ])
 
 

@@ -603,9 +603,13 @@ class States:
         """Free nothing: the layer after the next takes the buffer."""
 
     def enter_phase(self, phase: str) -> None:
-        """Record an event of the compute stream that `progress` can ask for, and tell on_phase."""
-        on_gpu = self.device.type == "cuda"
-        event = torch.cuda.current_stream().record_event() if on_gpu else None
+        """Record an event of the compute stream that `progress` can ask for, and tell on_phase; a
+        CUDA graph has no phases."""
+        event = None
+        if self.device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return
+            event = torch.cuda.current_stream().record_event()
         self.progress_events.append((phase, event))
         self.on_phase(phase)
 
@@ -777,10 +781,10 @@ class States:
 
     # -- the update
 
-    def update(self, lr: float, clip: float,
+    def update(self, lr: float | Tensor, clip: float,
                loss: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
         """Update all weights with the gradient's global norm clipped to `clip` (0: off), and launch
-        the new parameters' travel.
+        the new parameters' travel. A tensor lr, on the device, is heard by a CUDA graph, too.
 
         Returns the norm, and whether it and the loss of all ranks are finite, on the device; if
         not, nothing was changed.
@@ -792,7 +796,7 @@ class States:
         t = self.updates.to(norm.dtype).clamp(min=1)
         factor = ((clip or math.inf) / (norm + 1e-6)).clamp(max=1)
         self.scalars.copy_(torch.stack([
-            torch.full_like(norm, lr), factor, 1 - BETAS[0] ** t, 1 - BETAS[1] ** t,
+            torch.ones_like(norm) * lr, factor, 1 - BETAS[0] ** t, 1 - BETAS[1] ** t,
             finite.to(norm.dtype)]))
         # small weights by AdamW without decay, on every rank alike: they are their own masters
         unused = torch.empty_like(self.vector_grad)

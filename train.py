@@ -53,7 +53,7 @@ from data import Sequences, check_tokens, fingerprint, open_corpus, split, token
 from memplan import StepMemory, mark
 from model import (IGNORE, MODELS, ROPE_KEYS, LLaMA, ModelConfig, accumulation_dtype,
                    flops_per_token, initial_weight, param_count, rope_kind, whole_layers)
-from offload import GIB, ChunkedLayers
+from offload import GIB, ChunkedLayers, host_budget
 from parallel import Pipeline
 from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
                      make_parser)
@@ -104,7 +104,9 @@ class Config(Constraints):
     device: str = flag("auto", "auto: GPUs, if any", among=("auto", "cpu", "cuda"),
                       group="on which machine")
     dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
-    memplan: str = flag("off", "addresses of a step's tensors, planned once", among=("off", "on"))
+    memplan: str = flag(
+        "off", "addresses of a step's tensors, planned once; on one GPU, where layers run whole, "
+        "also its launches, as a CUDA graph: then Python runs no more", among=("off", "on"))
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
     dry_run: bool = flag(False, "print the best plans and their memory, and end")
     out: str = flag(
@@ -331,25 +333,6 @@ def check_folders(cfg, model, source):
         checkpoint.export_config(model, source, torch.float32)
 
 
-def host_budget(ranks: int, asked: int | None) -> float:
-    """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
-    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
-    Raises ValueError if control groups allow less."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
-    group = Path("/sys/fs/cgroup" + path)
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int((folder / "memory.max").read_text()))
-    allowed = min(limits)
-    if (asked or 0) > allowed:
-        raise ValueError(
-            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
-            f"allows {allowed / GIB:.0f}G, and other things need some of it"
-        )
-    return (allowed * 7 // 8 if asked is None else asked) / ranks
-
-
 def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
                  gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open but dtype, by predicted time, and what they
@@ -422,6 +405,13 @@ def make_attention(run: Run, groups: Groups) -> Attention:
     return Attention(run.kernel, plan.head_groups, exchange, ring, groups.column)
 
 
+def works_alone(run: Run) -> bool:
+    """Return whether a step is one stream of a GPU: of one rank, with its states and all that its
+    layers keep."""
+    where = run.device.type, run.plan.os_place, dist.get_world_size()
+    return where == ("cuda", "gpu", 1) and run.plan.activations is None
+
+
 def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, States]:
     """Make what this rank has of the model, with layers in chunks if that is planned, and its
     states. Raises ConfigError. A collective of all ranks."""
@@ -438,7 +428,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
         if kept else whole_layers
         for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
-    overlaps = run.cfg.overlaps
+    overlaps = () if works_alone(run) else run.cfg.overlaps
     states = States(
         model, run.device, plan.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
         overlap=overlaps, gather_layers=kept is not None, num_chunks=plan.chunks,
@@ -457,8 +447,8 @@ class Batch:
     tokens: Tensor  # (M, B, n): of T/sp what this rank's column has (own_tokens)
     labels: Tensor  # likewise
     positions: Tensor  # (1, T/sp), or (M, B, T/sp) of documents
-    documents: list[Documents | None]  # likewise
     scale: Tensor  # 1 / valid labels of all ranks
+    documents: Sequence[Documents | None] = (None,)  # as positions
     seen: Tensor | None = None  # 2 keys - 1, the mean of all ranks' tokens
     unread: str = ""  # why this rank could not read its part
 
@@ -494,13 +484,25 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float,
     return loss, *states.update(lr, clip, loss)
 
 
-def run_planned(memory, *step):
-    """Run a step, of run_step's arguments, in planned memory, if there is any; print a plan that is
-    new."""
+def plan_memory(run: Run) -> StepMemory | None:
+    """Return what plans a step's memory, if that is asked for; on a GPU that works alone steps
+    become CUDA graphs. Raises ValueError if it cannot be compiled."""
+    if run.cfg.memplan == "off":
+        return None
+    return StepMemory(str(run.device), as_graph=works_alone(run))
+
+
+def run_planned(memory, model, states, batch, lr, clip):
+    """Run a step in planned memory, if there is any; print a plan that is new."""
     if memory is None:
-        return run_step(*step)
+        return run_step(model, states, batch, lr, clip)
+
+    def step(lr, *tensors):  # all that changes from step to step
+        return run_step(model, states, Batch(*tensors), lr, clip)
+
     plans = memory.plans
-    result = memory.run(lambda: run_step(*step))
+    inputs = torch.full_like(batch.scale, lr), batch.tokens, batch.labels, batch.positions
+    result = memory.run(step, *inputs, batch.scale)
     if memory.plans > plans:
         print0(f"memory plan of a step: {memory.plan}")
     return result
@@ -559,7 +561,7 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(plan.dtype))
     both = torch.stack([tokens.clip(0), labels]).view(2, -1, plan.micro_batch, len(own))
-    return Batch(*to_device(both, run), to_device(positions, run), documents, scale, sums[1],
+    return Batch(*to_device(both, run), to_device(positions, run), scale, documents, sums[1],
                  unread)
 
 
@@ -630,10 +632,9 @@ def watch(run, states):
     now = [0, 0.0]
 
     def show():
-        text = ""
         while True:
             time.sleep(PROGRESS_SECONDS)
-            text = states.progress() or text
+            text = states.progress()
             step, since = now
             seconds = time.perf_counter() - since
             if step and text and seconds > PROGRESS_SECONDS:
@@ -881,7 +882,7 @@ def prepare(run):
     cfg, resumed, out = run.cfg, run.resumed, Path(run.cfg.out)
     if cfg.save_every >= 0:
         checkpoint.check_shared(out)
-    memory = on_all_ranks(StepMemory, str(run.device)) if cfg.memplan == "on" else None
+    memory = on_all_ranks(plan_memory, run)
     cap_gpu(run)
     groups = Groups(cfg.timeout, run.plan.tp, run.plan.pp)
     model, states = build(run, make_attention(run, groups), groups)
@@ -934,7 +935,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
-        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a GPU' above says what was "
+        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what was "
                  "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
                  "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
                  "continue with --resume.")

@@ -28,6 +28,7 @@ enum Count { HITS, UNPLANNED, UNMATCHED, OCCUPIED };
 std::array<int64_t, 4> counts;
 int64_t cursor;  // the plan's next entry
 char* arena;
+void* stream;  // of CUDA, whose requests count
 
 void note_birth(int64_t address, int64_t size) {
   alive[address] = requests.size();
@@ -103,7 +104,7 @@ struct Delegate final : c10::Allocator {
 } delegate;
 }  // namespace
 
-extern "C" void install(void*) {
+extern "C" void install() {
   native = c10::GetCPUAllocator();
   c10::SetCPUAllocator(&delegate, 255);
 }
@@ -117,7 +118,6 @@ extern "C" void install(void*) {
 // PyTorch's own blocks without record_stream, which does nothing here.
 namespace {
 using namespace c10::cuda::CUDACachingAllocator;
-void* stream;  // whose requests count
 c10::DeviceIndex device;
 CUDAAllocator* native;
 
@@ -185,8 +185,7 @@ struct Delegate final : Passed<__COUNTER__> {
 } delegate;
 }  // namespace
 
-extern "C" void install(void* which) {  // after CUDA has started, on its current device
-  stream = which;
+extern "C" void install() {  // after CUDA has started, on its current device
   device = c10::cuda::current_device();
   native = get();
   native->attachAllocatorTraceTracker(&trace);
@@ -196,9 +195,10 @@ extern "C" void install(void* which) {  // after CUDA has started, on its curren
 #endif
 
 extern "C" {
-void begin(int which, int smallest, int alignment) {
+void begin(int which, int smallest, int alignment, void* planned_stream) {
   std::lock_guard<std::mutex> lock(guard);
   mode = which;
+  stream = planned_stream;
   min_bytes = smallest;
   align = alignment;
   events = cursor = 0;
