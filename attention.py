@@ -66,7 +66,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -96,15 +95,11 @@ class CommStream:
         if overlap and device.type == "cuda":
             self.stream = torch.cuda.Stream(device, priority=-1)
 
-    @contextlib.contextmanager
     def after_compute(self):
         """Launch what follows on this stream, after all that compute has enqueued so far."""
-        if self.stream is None:
-            yield
-            return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            yield
+        if self.stream:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        return self.beside_compute()
 
     def beside_compute(self):
         """Launch what follows on this stream, which waits for no computation."""
@@ -150,12 +145,9 @@ class Documents:
     bounds: tuple[int, ...]  # where each begins, and N
     offsets: Tensor  # the same, int32, on the device
 
-    def lengths(self) -> list[int]:
-        return [end - begin for begin, end in itertools.pairwise(self.bounds)]
-
     @functools.cached_property
     def longest(self) -> int:
-        return max(self.lengths())
+        return max(end - begin for begin, end in itertools.pairwise(self.bounds))
 
     def cuts(self) -> list[slice]:
         return [slice(*bounds) for bounds in itertools.pairwise(self.bounds)]
@@ -221,7 +213,6 @@ def _cudnn_forward(q, k, v, mask):
 
 
 def _cudnn_backward(do, q, k, v, o, lse, mask):
-    queries, keys = q.shape[1], k.shape[1]
     no_seed = torch.zeros((), dtype=torch.int64, device=q.device)
     do, q, k, v, o = _swap(do, q, k, v, o)
     return _swap(
@@ -237,8 +228,8 @@ def _cudnn_backward(do, q, k, v, o, lse, mask):
             None,
             None,
             None,
-            queries,
-            keys,
+            q.shape[2],
+            k.shape[2],
             0.0,
             mask.causal,
         )
@@ -407,7 +398,7 @@ class Exchange:
         self,
         group: dist.ProcessGroup | None = None,
         peer_access: bool = False,
-        timeout: timedelta = timedelta(minutes=10),
+        timeout_ms: int = 600_000,
         stream: CommStream | None = None,
     ):
         self.group = group  # None: of one rank, where nothing has to travel
@@ -415,7 +406,7 @@ class Exchange:
         self.rank = group.rank() if group else 0
         self.ranks = group.size() if group else 1
         self.stream = stream
-        self.timeout_ms = round(1e3 * timeout.total_seconds())
+        self.timeout_ms = timeout_ms
         self.memory = torch.empty(0)  # that the others write to, outside PyTorch's allocator
         self.handle = None  # to theirs
         self.in_use.add(self)
@@ -472,7 +463,7 @@ def make_exchange(groups: Groups, ranks: int, stream: CommStream, per_node: int)
     group = groups.get("sequence", lambda r: r // ranks)
     one_node = per_node > 0 and per_node % ranks == 0
     peer_access = one_node and stream.stream is not None and gpus_reach_each_other()
-    return Exchange(group, peer_access, groups.timeout, stream)
+    return Exchange(group, peer_access, round(1e3 * groups.timeout.total_seconds()), stream)
 
 
 class Ulysses:
@@ -493,7 +484,6 @@ class Ulysses:
         self.exchange = exchange
         self.ranks = exchange.ranks  # U
         self.count = count  # G
-        self.sums: list[Tensor] = []  # of dk, dv, if groups share them
         if self.ranks == 1:
             return
         inputs = [q, k, k, q, q]  # as q, k, v, o, do: places (2, U, B, T/sp, h, D), for two groups
@@ -574,6 +564,7 @@ class Ulysses:
         if n == 1:
             return [dq, *dkv]
         if g % n == 0:
+            # of dk, dv, which groups share
             self.sums = [part.to(accumulation_dtype(dq.dtype)) for part in dkv]
         else:
             for total, part in zip(self.sums, dkv):
@@ -594,15 +585,9 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
 
         R = 2    ring rank 0: parts 0, 3    ring rank 1: parts 1, 2
     """
-    size = seq // sp
-    if ring == 1:
-        return torch.arange(rank * size, (rank + 1) * size)
     r, u = divmod(rank, sp // ring)
-    length = seq // (2 * ring)
-    of_ring_rank = torch.cat(
-        [torch.arange(part * length, (part + 1) * length) for part in (r, 2 * ring - 1 - r)]
-    )
-    return of_ring_rank[u * size : (u + 1) * size]
+    parts = torch.arange(seq).tensor_split(2 * ring)
+    return torch.cat([parts[r], parts[-1 - r]]).view(-1, seq // sp)[u]
 
 
 @compiled

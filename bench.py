@@ -333,7 +333,7 @@ def fsdp2_step(run: Run, what: list[str]) -> Step:
 # ---------------------------------------------------------------------------- clocks
 
 
-def clock(step: Callable, repeats: int, device: torch.device) -> float:
+def clock(bench: Bench, step: Callable, repeats: int) -> float:
     """Return the median seconds of a step, as train.py's follow each other: from the end of one's
     computation to that of the next's, under which its copies run on."""
     gc.collect()
@@ -343,7 +343,7 @@ def clock(step: Callable, repeats: int, device: torch.device) -> float:
         for _ in range(repeats):
             start = time.perf_counter()
             step()
-            if device.type == "cuda":
+            if bench.gpu:
                 torch.cuda.current_stream().synchronize()
             times.append(time.perf_counter() - start)
     finally:
@@ -427,18 +427,17 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
 # ---------------------------------------------------------------------------- rows
 
 
-def release(device: torch.device) -> None:
+def release(bench: Bench) -> None:
     """Give back what is not held any more: modules and their states refer to each other."""
     gc.collect()
-    if device.type == "cuda":
+    if bench.gpu:
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+        torch.cuda.reset_peak_memory_stats()
 
 
 def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None:
     """Build a step of these flags, time it, and add its row; out of memory on any rank is a row,
     too. look(bench, step): what else is to be seen of it. A collective."""
-    device = bench.device
     cfg = config(flags)
     row = {"system": label, "flags": flags, "model": cfg.model, "seq": cfg.seq,
            "gpus": bench.world * bench.gpu}
@@ -452,7 +451,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None
         if build:  # what is predicted is our step
             row |= {"predicted_s": None, "predicted_gib": None}
         kernels = kernel_seconds(bench, run)
-        release(device)
+        release(bench)
         if label == "caching allocator":
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         step = build(run, what) if build else make_step(run)
@@ -460,9 +459,9 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None
         for _ in range(3 if step.memory or repeats > 5 else 1):  # the third is recorded
             step()
         if repeats > 1:
-            release(device)
+            release(bench)
             step()
-        seconds = clock(step, repeats, device)
+        seconds = clock(bench, step, repeats)
         row |= look(bench, step) if look else {}
     except (torch.OutOfMemoryError, ConfigError, ImportError) as e:  # as it ran, or before
         row["error"] = str(e)[:600]
@@ -474,10 +473,10 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None
     row["oom"] = math.isinf(seconds)
     if bench.gpu:
         row |= {"gpu_gib": max(of_all_ranks(train.gpu_peak_gib())),
-                "reserved_gib": torch.cuda.max_memory_reserved(device) / GIB}
+                "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
     bench.add(row)
     del step
-    release(device)
+    release(bench)
     train.expandable_segments()
 
 
@@ -567,7 +566,7 @@ def profiled(bench: Bench, step: Step) -> dict:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         step()  # parameters travel under the next forward
-        torch.cuda.synchronize(bench.device)
+        torch.cuda.synchronize()
     communication = []
     computation = []
     for e in profile.events():

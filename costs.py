@@ -298,19 +298,9 @@ def parts_on_host(plan):
     return away // plan.stride, outputs  # groups leave as wholes
 
 
-def rounding_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
-    """Return the bytes of two rounding buffers; layer: column_bytes."""
-    x, attn, others = layer
-    groups, outputs = parts_on_host(plan)
-    swapped = -(-plan.swapped_chunks // np.maximum(1, plan.swapped_layers))
-    # a group keeps most if it is the last that leaves
-    largest = x + np.minimum(plan.stride, outputs) * attn + swapped * others / plan.chunks
-    return 2 * (groups > 0) * largest
-
-
 def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     """Return the most bytes of a rank that hold what layers keep: in resident layers, in two
-    rounding buffers, and what backward makes again of a group of layers."""
+    rounding buffers, and what backward makes again of a group of layers. layer: column_bytes."""
     x, attn, others = layer
     n, m = plan.layers, plan.stride
     away, dropped = plan.swapped_layers, plan.layers_recomputing_attention
@@ -326,7 +316,11 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
         outputs = np.maximum(0, end - np.maximum(away, dropped)) + again
         kept = (end == n) * plan.kept_chunks * others / plan.chunks
         most = np.maximum(most, inputs * x + outputs * attn + kept)
-    return most + rounding_bytes(plan, layer)
+    groups, outputs = parts_on_host(plan)
+    swapped = -(-plan.swapped_chunks // np.maximum(1, away))
+    # of two rounding buffers: a group keeps most if it is the last that leaves
+    largest = x + np.minimum(m, outputs) * attn + swapped * others / plan.chunks
+    return most + 2 * (groups > 0) * largest
 
 
 def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:

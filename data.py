@@ -104,10 +104,6 @@ def find_files(data: str) -> tuple[list[Path], list[Path]]:
     return [f for f in binary or files if f not in val], val
 
 
-def are_ids(files: list[Path]) -> bool:
-    return any(file.suffix == ".bin" for file in files)
-
-
 def open_corpus(data: str) -> tuple[Corpus, Corpus | None]:
     """Return the corpus of --data, and a validation corpus of its own if the folder has a val.bin.
     Raises OSError or ValueError."""
@@ -218,7 +214,7 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
     from tqdm import tqdm
 
     files, val = find_files(data)
-    if are_ids(files + val):
+    if any(file.suffix == ".bin" for file in files + val):
         return data, -1
     try:
         tokenizer = Tokenizer.from_file(str(regular(Path(folder) / "tokenizer.json")))

@@ -18,7 +18,6 @@ Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 import functools
 import json
 import math
-import os
 import re
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -30,8 +29,9 @@ import torch.distributed as dist
 
 from attention import Attention, CommStream, Exchange, gpus_reach_each_other
 from model import LLaMA, ModelConfig, accumulation_dtype, weight_grad_into
+from offload import HOST_BYTES
 from ranks import Groups, all_gather, of_all_ranks, reduce_scatter
-from shard import ADAMW, States
+from shard import ADAMW, States, legal_sizes
 
 PROFILES = Path(__file__).parent / "results" / "profiles"
 
@@ -88,10 +88,9 @@ def interpolate(points: Points, at: float) -> float:
 def interpolate_twice(points: Points, tokens: float, width: float) -> float:
     """Return the rate at [tokens, width] of points [tokens, width, rate] on a grid: first along
     tokens, then along width."""
-    by_width = {}
-    for at_tokens, at_width, rate in points:
-        by_width.setdefault(at_width, []).append([at_tokens, rate])
-    along = sorted([w, interpolate(some, tokens)] for w, some in by_width.items())
+    along = [
+        [w, interpolate([[at, rate] for at, other, rate in points if other == w], tokens)]
+        for w in sorted({w for _, w, _ in points})]
     return interpolate(along, width)
 
 
@@ -193,9 +192,9 @@ def check_profile(profile: Profile) -> None:
     for op in COLLECTIVES:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
     for name, size, points in tables:
-        positive = all(type(x) in (int, float) and 0 < x < math.inf for point in points
-                       for x in point)
-        if not positive or {len(point) for point in points} != {size}:
+        positive = {tuple(type(x) in (int, float) and 0 < x < math.inf for x in point)
+                    for point in points}
+        if positive != {size * (True,)}:
             raise ValueError(f"{name} {points}: {size} positive numbers a point")
         if points != sorted(points):
             raise ValueError(f"{name} {points}: ascending points")
@@ -280,13 +279,12 @@ class Machine:
     def profile(self, name: str, layer_seconds, about: dict) -> Profile:
         """Measure what this machine does. layer_seconds(profile, model, dtype, tokens): what
         costs.py counts for a layer, forward and backward."""
-        host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        device_name, gpu_bytes = "CPU", host_bytes
+        device_name, gpu_bytes = "CPU", HOST_BYTES
         if self.gpu:
             properties = torch.cuda.get_device_properties(self.device)
             device_name, gpu_bytes = properties.name, properties.total_memory
         profile = Profile(
-            name, device_name, self.per_node, gpu_bytes, host_bytes,
+            name, device_name, self.per_node, gpu_bytes, HOST_BYTES,
             peak_flops(device_name),
             self.product_rates(),
             self.attention_rates(),
@@ -426,11 +424,11 @@ class Machine:
         groups = Groups()
         per_node = self.per_node
         nodes = groups.ranks // per_node
-        for n in range(1, nodes + 1):
-            for g in range(1, per_node + 1):  # g neighbours in each of n nodes in a row
-                if n * g == 1 or nodes % n or per_node % g:
-                    continue
+        for n in legal_sizes(nodes, nodes):
+            for g in legal_sizes(per_node, per_node):  # g neighbours in each of n nodes in a row
                 group = groups.get("profile", lambda r: (r % per_node // g, r // per_node // n))
+                if not group:
+                    continue
                 for size in self.sizes:
                     for op, fn in self.collectives(group, size).items():
                         found[op].setdefault(f"{g}x{n}", []).append([size, size / self.time(fn)])

@@ -39,6 +39,7 @@ import functools
 import hashlib
 import itertools
 import math
+import operator
 import os
 import pickle
 import subprocess
@@ -82,6 +83,9 @@ class Plan:
         other = f" ({self.beside.method}: {self.beside.peak:,})" if self.beside else ""
         return (f"{len(self.offsets)} buffers, peak {self.peak:,}, lower bound "
                 f"{self.lower_bound:,}, {proof}, {self.method}{other}, {self.seconds:.2f} s")
+
+
+peak_of = operator.attrgetter("peak")
 
 
 def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
@@ -150,7 +154,7 @@ def first_fit(rows, order, deadline=math.inf):
     between those placed that it overlaps; after the deadline, above all of them."""
     offsets = np.zeros(len(rows), np.int64)
     peak = 0
-    placed: list[tuple[int, int, int, int]] = []  # (offset, end of it, start, end)
+    placed = []  # (offset, end of it, start, end)
     for i in order:
         start, end, size = rows[i].tolist()
         at = 0
@@ -183,15 +187,13 @@ def first_plan(rows, deadline):
         np.argsort(-area, kind="stable"),
         np.argsort(-size, kind="stable"),
     ]
-    best = None
+    plans = []
     for order in orders:
-        offsets, peak = first_fit(rows, order, deadline)
-        plan = Plan(offsets, peak, bound, "first fit")
-        if best is None or plan.peak < best.peak:
-            best = plan
-        if best.optimal:
+        plan = Plan(*first_fit(rows, order, deadline), bound, "first fit")
+        plans.append(plan)
+        if plan.optimal:
             break
-    return best
+    return min(plans, key=peak_of)
 
 
 # ---------------------------------------------------------------------------- the integer program
@@ -302,10 +304,8 @@ def one_level(rows, deadline):
     solve_it = solve_program if pairs <= FEW_PAIRS else solve_apart
     order, bound = solve_it(rows, plan.peak, deadline)
     plan.lower_bound = max(plan.lower_bound, bound)
-    offsets, peak = first_fit(rows, order)
-    if peak < plan.peak:
-        plan = replace(plan, offsets=offsets, peak=peak, method="integer program")
-    return plan
+    other = Plan(*first_fit(rows, order), plan.lower_bound, "integer program")
+    return min(plan, other, key=peak_of)
 
 
 # ---------------------------------------------------------------------------- the plan of a step
@@ -322,7 +322,7 @@ def solve(buffers: list[Buffer], time_limit: float = 60.0) -> Plan:
     least = two_levels(rows, passes, deadline, bound_alone)
     plan_level = one_level if least.peak < fitted.peak else first_plan
     by_levels = two_levels(rows, passes, deadline, plan_level)
-    plan, other = sorted([by_levels, fitted], key=lambda p: p.peak)
+    plan, other = sorted([by_levels, fitted], key=peak_of)
     bound = max(plan.lower_bound, other.lower_bound)
     seconds = time.monotonic() - begin
     return replace(plan, lower_bound=bound, seconds=seconds, beside=other)
@@ -338,7 +338,8 @@ def two_levels(rows, passes, deadline, plan_level):
     """Return a plan by Memo's two levels, of plan_level(rows, deadline) each. passes: the name of
     each buffer's pass, or "".
 
-    The lower bound is that of all buffers, not of the blocks: what the levels cost is a gap.
+    The blocks' lower bound is none of the step's, which `solve` knows: what the levels cost is a
+    gap.
     """
     start, end, _ = rows.T
     members = defaultdict(list)
@@ -368,8 +369,7 @@ def two_levels(rows, passes, deadline, plan_level):
     offsets[outer] = step.offsets[len(blocks) :]
     for base, mine, plan in zip(step.offsets, members.values(), inner):
         offsets[mine] = base + plan.offsets
-    bound = int(live_bytes(rows).max())
-    return Plan(offsets, step.peak, bound, f"two levels, {step.method}")
+    return Plan(offsets, step.peak, 0, f"two levels, {step.method}")
 
 
 # ---------------------------------------------------------------------------- record and replay
@@ -518,7 +518,7 @@ class StepMemory:
             import torch
 
             torch.cuda.empty_cache()
-        self.marks: list[tuple[int, str]] = []  # (events so far, name)
+        self.marks = []  # (events so far, name)
         self.begin(self.RECORD)
         recorder = self
         try:
@@ -566,8 +566,7 @@ class StepMemory:
             return step(*inputs)
         finally:
             self.allocator.end()
-            counted = self.allocator.counted()[: len(self.COUNTS)]
-            self.counts = dict(zip(self.COUNTS, counted))
+            self.counts = dict(zip(self.COUNTS, self.allocator.counted()))
 
     def load_arena(self) -> None:
         """Give the allocator the plan, and one block of PyTorch's for it."""

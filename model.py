@@ -148,9 +148,7 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     """
     products = 6.0 * param_count(cfg)
     attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (seen or seq)
-    causal = products + attention
-    full = products + 2 * attention
-    return causal, full
+    return products + attention, products + 2 * attention
 
 
 # ---------------------------------------------------------------------------- token-wise operators
@@ -331,9 +329,8 @@ def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Te
 class PlainEvents:
     """What a matrix says to the outside, and what happens on one device: nothing.
 
-    unshard(module, backward) -> weight    it is about to be used, in a backward pass or not, and
-                                           stays until ...
-    reshard(module)                        ... here
+    unshard(module, backward) -> weight    it is about to be used, in a backward pass or not: what
+                                           reads it is enqueued before the next layer is unsharded
     add_grad(module, compute) -> grad      a contribution to its gradient is due: compute(out, beta)
                                            returns beta * out + contribution (out=None: a new
                                            tensor). The result goes to autograd: None if the outside
@@ -342,9 +339,6 @@ class PlainEvents:
 
     def unshard(self, module: nn.Module, backward: bool) -> Tensor:
         return module.weight
-
-    def reshard(self, module: nn.Module) -> None:
-        pass
 
     def add_grad(self, module: nn.Module, compute: Callable) -> Tensor | None:
         return compute(None, 0)
@@ -362,7 +356,7 @@ _mode = _Mode()
 
 
 @contextlib.contextmanager
-def recomputation(unneeded: nn.Module | None = None):
+def recomputation(unneeded: nn.Module | None):
     """Run a forward again inside a backward pass. unneeded: a matrix whose product is left out,
     because only gradients of what it is added to are wanted."""
     before = _mode.recomputing, _mode.unneeded
@@ -375,7 +369,7 @@ def recomputation(unneeded: nn.Module | None = None):
 
 
 @contextlib.contextmanager
-def deferred_weight_grads(on: bool = True):
+def deferred_weight_grads(on: bool):
     """Yield a list which, if `on`, takes the products for weights of a backward pass instead of
     running them: functions to call in order, when there is something to hide under them."""
     before = _mode.deferred
@@ -456,13 +450,23 @@ def same(x, *_):
     return x
 
 
+class ThereAndBack(Function):
+    """there(x), whose gradient is back(dy). root: any tensor that requires gradients, if x should
+    not."""
+
+    @staticmethod
+    def forward(ctx, x, there, back, root=None):
+        ctx.back = back
+        return there(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return ctx.back(dy), None, None, None
+
+
 NOTHING = Before(lambda x: (x,), lambda da, x: (x, da))
 SWIGLU = Before(lambda gate_up: (swiglu_forward(gate_up),), swiglu_backward)
-
-
-def normed(eps: float) -> Before:
-    """Return the RMSNorm before a projection, of inputs x and the norm's weight."""
-    return Before(lambda x, weight: norm_forward(x, weight, eps), norm_backward)
 
 
 class _Project(Function):
@@ -482,19 +486,15 @@ class _Project(Function):
         ctx.wants_more = bool(wanted)
         ctx.save_for_backward(*inputs, *wanted)
         w = matrix.events.unshard(matrix, backward=_mode.recomputing)
-        y = F.linear(a, w)
-        matrix.events.reshard(matrix)
-        return y
+        return F.linear(a, w)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         matrix = ctx.matrix
         da = dy @ matrix.events.unshard(matrix, backward=True)
-        matrix.events.reshard(matrix)
         a, *grads = ctx.before.backward(da, *ctx.saved_tensors)
-        dw = weight_grad(matrix, dy, a)
-        return None, None, dw, *grads
+        return None, None, weight_grad(matrix, dy, a), *grads
 
 
 def project(matrix: nn.Module, before: Before, x: Tensor, *inputs: Tensor) -> Tensor:
@@ -543,9 +543,7 @@ class _Embedding(Function):
         ctx.tokens = tokens
         ctx.module = module
         w = module.events.unshard(module, backward=False)  # (V, C)
-        x = F.embedding(tokens, w)
-        module.events.reshard(module)
-        return x
+        return F.embedding(tokens, w)
 
     @staticmethod
     @once_differentiable
@@ -592,11 +590,9 @@ class _HeadLoss(Function):
             losses.append(part)
             if differentiate:
                 dlogits = dlogits.to(x.dtype)
-                beta = int(i > 0)
                 torch.mm(dlogits, w, out=dx[rows])
-                weight_grad_into(dlogits, x[rows], dw, beta)
+                weight_grad_into(dlogits, x[rows], dw, int(i > 0))
             del dlogits  # before the next ones are made
-        head.events.reshard(head)
         loss = sum(part.sum() * scale for part in losses)
         losses = torch.cat(losses)
         ctx.mark_non_differentiable(losses)
@@ -753,8 +749,7 @@ class Vector(nn.Module):
         (matrix,) = self.like
         if matrix is None or matrix.part is None:
             return self.weight
-        rows = [self.weight[first:end] for first, end in matrix.part.rows]
-        return torch.cat(rows)
+        return torch.cat([self.weight[first:end] for first, end in matrix.part.rows])
 
 
 class Block(nn.Module):
@@ -791,7 +786,8 @@ class Block(nn.Module):
         self.norm2 = Vector(cfg.dim)
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=2 * (cfg.ffn,))
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns")
-        self.norm = normed(cfg.norm_eps)
+        self.norm = Before(  # of x and the norm's weight
+            lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward)
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -806,10 +802,10 @@ class Block(nn.Module):
         eps = self.cfg.norm_eps
         heads = self.heads
         qkv = project(self.qkv, self.norm, x, self.norm1.weight)
-        if self.qkv_bias is not None:
+        if self.qkv_bias:
             qkv = qkv + self.qkv_bias.here().to(qkv.dtype)
         qkv = qkv.unflatten(-1, (sum(heads), -1))  # (B, T, H+2K, D)
-        if self.q_norm is not None:
+        if self.q_norm:
             q, k, v = qkv.split(heads, dim=2)
             q = rms_norm(q.contiguous(), self.q_norm.weight, eps)
             k = rms_norm(k.contiguous(), self.k_norm.weight, eps)
@@ -859,8 +855,7 @@ class LLaMA(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
-            weight = initial_weight(self.cfg, name, p.shape, seed, p.device)
-            p.data.copy_(weight)
+            p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
                 positions: Tensor | None = None, documents=None, each: bool = False) -> Tensor:
@@ -875,8 +870,8 @@ class LLaMA(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        every = range(len(self.blocks))
-        x = self.run_layers(every, self.layer_runner, self.embedded(tokens), positions, documents)
+        x = self.run_layers(range(len(self.blocks)), self.layer_runner, self.embedded(tokens),
+                            positions, documents)
         return self.result(x, labels, scale, each)
 
     def embedded(self, tokens: Tensor) -> Tensor:

@@ -62,10 +62,11 @@ from torch.autograd.function import once_differentiable
 
 import model as llama
 from attention import Attention, CommStream, wait
-from model import (LLaMA, Matrix, ModelConfig, accumulation_dtype, deferred_weight_grads,
-                   recomputation)
+from model import (LLaMA, Matrix, ModelConfig, ThereAndBack, accumulation_dtype,
+                   deferred_weight_grads, recomputation)
 
 GIB = 2**30
+HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # of this machine
 HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
 
 # ---------------------------------------------------------------------------- the plan
@@ -80,11 +81,12 @@ class ActivationPlan:
     resident: int  # k: the last layers, which leave nothing on the host
     kept_chunks: int = 0  # that stay, over all resident layers, from the last layer on
     swapped_chunks: int = 0  # over all other layers, evenly
-    layers_recomputing_attention: int = 0  # X, the first ones: they drop o
+    layers_recomputing_attention: int = 0  # X, the first ones: they drop o, lse
     stride: int = 1  # m: every m-th layer keeps its input x; if not all do, no intermediates stay
 
     @property
     def swapped_layers(self) -> int:
+        """Return how many layers go to the host, the first ones."""
         return self.layers - self.resident
 
     @property
@@ -93,28 +95,13 @@ class ActivationPlan:
         chunks = self.chunks * max(1, self.swapped_layers)
         return self.swapped_chunks / chunks
 
-    def swaps(self, i: int) -> bool:
-        """Return whether layer i goes to the host."""
-        return i < self.swapped_layers
-
-    def keeps_input(self, i: int) -> bool:
-        return i % self.stride == 0
-
-    def keeps_output(self, i: int) -> bool:
-        """Return whether layer i keeps attention's output o and the log-sum-exp."""
-        return i >= self.layers_recomputing_attention
-
     def num_saved_chunks(self, i: int) -> int:
         """Return how many of layer i's chunks are not recomputed: the first ones."""
-        if self.swaps(i):
+        if i < self.swapped_layers:
             before = i * self.swapped_chunks // self.swapped_layers
             return (i + 1) * self.swapped_chunks // self.swapped_layers - before
         behind = (self.layers - 1 - i) * self.chunks
         return min(self.chunks, max(0, self.kept_chunks - behind))
-
-    def most_swapped_chunks(self) -> int:
-        """Return how many chunks a rounding buffer must hold."""
-        return -(-self.swapped_chunks // max(1, self.swapped_layers))
 
     def of_part(self, layers: int) -> "ActivationPlan":
         """Return this plan for a part of a pipeline: of fewer layers, fewer groups leave."""
@@ -158,32 +145,26 @@ class _ChunkInputs(Function):
         return None, None, *(None for _ in grads)
 
 
-@dataclass
-class ChunkGraph:
-    """The autograd graph of one chunk's pass through block.pre or block.post (or of a micro-batch's
-    through a part of the model: parallel.py). It holds what autograd saves: an input too, where an
-    operator saves it and SavedLayer.saving does not place it elsewhere. It is no part of the graph
-    that made its inputs, and its outputs are detached."""
+def run_apart(root: Tensor, fn: Callable, *inputs: Tensor) -> tuple[Callable, list[Tensor]]:
+    """Return the backward of one chunk's pass through block.pre or block.post (or of a
+    micro-batch's through a part of the model: parallel.py), and its outputs fn(*inputs), detached.
 
-    edges: list  # of the outputs
-    input_grads: list[Tensor]  # once backward has run
+    backward(output_grads) -> the gradients of the inputs; those of weights go where their events
+    say. It holds the pass's graph, and with it what autograd saves: an input too, where an operator
+    saves it and SavedLayer.saving does not place it elsewhere. The graph is no part of the one that
+    made its inputs."""
+    grads = []
+    with torch.enable_grad():
+        outputs = fn(*_ChunkInputs.apply(root, grads, *inputs))
+    if isinstance(outputs, Tensor):
+        outputs = (outputs,)
+    edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs]
 
-    @classmethod
-    def run(cls, root: Tensor, fn: Callable, *inputs: Tensor):
-        """Return the graph of fn(*inputs), and its outputs."""
-        grads = []
-        with torch.enable_grad():
-            outputs = fn(*_ChunkInputs.apply(root, grads, *inputs))
-        if isinstance(outputs, Tensor):
-            outputs = (outputs,)
-        edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs]
-        graph = cls(edges, grads)
-        return graph, [y.detach() for y in outputs]
+    def backward(output_grads):
+        torch.autograd.backward(edges, output_grads)
+        return grads
 
-    def backward(self, output_grads: Iterable[Tensor]) -> list[Tensor]:
-        """Return the gradients of the inputs; those of weights go where their events say."""
-        torch.autograd.backward(self.edges, output_grads)
-        return self.input_grads
+    return backward, [y.detach() for y in outputs]
 
 
 def memory_of(t: Tensor) -> int:
@@ -205,7 +186,7 @@ class SavedLayer:
         self.tensors: dict[str | int, Tensor] = {"x": x}
         self.on_host: dict[str | int, Tensor] = {}  # their places in the host buffer
         self.offload_done = None  # event: they are there
-        self.graphs: dict[tuple[str, int], ChunkGraph] = {}  # by half ("pre", "post") and chunk
+        self.graphs: dict[tuple[str, int], Callable] = {}  # by half ("pre", "post") and chunk
         # memory that needs no place of its own
         self.held_anyway = {
             memory_of(t)
@@ -275,8 +256,7 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
                 matrix.take(part)
         for p in block.parameters():
             p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
-        half = (tokens, cfg.head_dim // 2)
-        rope = torch.empty(half, dtype=accum_dtype), torch.empty(half, dtype=accum_dtype)
+        rope = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
         saved = SavedLayer(block, rope, x)
         root = torch.zeros((), requires_grad=True)
@@ -305,7 +285,7 @@ def host_budget(ranks: int, asked: int | None) -> float:
     """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
     machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
     Raises ValueError if control groups allow less."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    limits = [HOST_BYTES]
     path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
     group = Path("/sys/fs/cgroup" + path)
     for folder in (group, *group.parents):
@@ -397,21 +377,6 @@ class MicroBatch:
     prefetch_done: dict[int, object] = field(default_factory=dict)
 
 
-class _ChunkedLayer(Function):
-    @staticmethod
-    def forward(ctx, root, x, layers, micro_batch, i):  # root requires gradients, if x should not
-        ctx.layers = layers
-        ctx.micro_batch = micro_batch
-        ctx.i = i
-        return layers.forward(micro_batch, i, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        dx = ctx.layers.backward(ctx.micro_batch, ctx.i, dy)
-        return None, dx, None, None, None
-
-
 class ChunkedLayers:
     """Runs a model's layers in chunks of tokens, as `plan` says: its layer_runner.
 
@@ -474,9 +439,9 @@ class ChunkedLayers:
         width = cfg.head_dim * element
         saved_tokens = self.saved_tokens(i)
         sizes = [saved_tokens * heads * width for heads in block.heads]
-        if self.plan.keeps_input(i):
+        if i % self.plan.stride == 0:
             sizes.append(self.tokens * cfg.dim * element)
-        if self.plan.keeps_output(i):
+        if i >= self.plan.layers_recomputing_attention:
             rows = self.tokens * block.heads[0]
             sizes.append(rows * width)
             sizes.append(rows * accumulation_dtype(self.dtype).itemsize)
@@ -506,8 +471,9 @@ class ChunkedLayers:
                 micro_batch, self.free_buffers.append, micro_batch.host_buffers)
 
         def run_layer(i: int, x: Tensor) -> Tensor:
-            i -= self.first
-            return _ChunkedLayer.apply(self.root, x, self, micro_batch, i)
+            there = functools.partial(self.forward, micro_batch, i - self.first)
+            back = functools.partial(self.backward, micro_batch, i - self.first)
+            return ThereAndBack.apply(x, there, back, self.root)
 
         return run_layer
 
@@ -542,7 +508,7 @@ class ChunkedLayers:
             num_saved = plan.num_saved_chunks(i)
             self.free_offloaded(micro_batch, i - 2)
         shape = x.shape
-        if not plan.keeps_input(i) and memory_of(x) != micro_batch.last:
+        if i % plan.stride and memory_of(x) != micro_batch.last:
             i += self.first
             raise ValueError(f"layer {i} takes something else than what layer {i - 1} has made, "
                              "which makes it again: let the block change it")
@@ -556,12 +522,12 @@ class ChunkedLayers:
             if tokens < self.tokens:  # a part alone must not hold the memory of the whole
                 qkv = [t[:, :tokens].clone() for t in qkv]
             saved.tensors |= zip("qkv", qkv)
-            if not plan.keeps_input(i):
+            if i % plan.stride:
                 del saved.tensors["x"]
-            if not plan.keeps_output(i):
+            if i < plan.layers_recomputing_attention:
                 del saved.tensors["o"], saved.tensors["lse"]
             micro_batch.saved[i] = saved
-            if plan.swaps(i):
+            if i < plan.swapped_layers:
                 self.offload(micro_batch, i)
         micro_batch.last = memory_of(y)
         return y.view(shape)
@@ -591,7 +557,7 @@ class ChunkedLayers:
         else:
             return fn(*inputs)
         with context:
-            graph, outputs = ChunkGraph.run(self.root, fn, *inputs)
+            graph, outputs = run_apart(self.root, fn, *inputs)
         saved.graphs[half, j] = graph
         return outputs
 
@@ -626,21 +592,18 @@ class ChunkedLayers:
     def backward(self, micro_batch: MicroBatch, i: int, dy: Tensor) -> Tensor:
         """dy (B, T, C) -> dx (B, T, C); the weights' gradients go where their events say."""
         behind = i + 1
-        if behind == self.plan.layers or self.plan.keeps_input(behind):  # i is its group's last
+        if behind == self.plan.layers or behind % self.plan.stride == 0:  # i is its group's last
             self.enter_group(micro_batch, i)
         saved = micro_batch.saved.pop(i)
         qkv = self.project(saved, again=True)
         if "o" not in saved.tensors:
             self.attend(micro_batch, saved, qkv)
         residual = []  # gradients of x that do not come by way of attention (1, n, C), by chunk
-
-        def make_do() -> tuple[Tensor, list[Callable]]:
-            return self.backward_post(saved, self.join(dy), residual)
-
         qkvo = (*qkv, saved.tensors["o"])
         inputs = [*map(self.split, qkvo), saved.tensors["lse"]]
         in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = micro_batch.attention.backward(make_do, *inputs, in_place)
+        grads = micro_batch.attention.backward(
+            lambda: self.backward_post(saved, self.join(dy), residual), *inputs, in_place)
         del inputs, qkv, qkvo
         dqkv = [self.join(t) for t in grads]
         dx = self.backward_pre(saved, dqkv, residual)
@@ -657,7 +620,7 @@ class ChunkedLayers:
                 self.run(saved, "post", j, again=True)
             graph = saved.graphs.pop(("post", j))
             with deferred_weight_grads(on=j == len(self.chunks) - 1) as left:
-                dx, do_part = graph.backward([dy[:, chunk]])
+                dx, do_part = graph([dy[:, chunk]])
             residual.append(dx)
             do = self.put(do, chunk, do_part)
             del graph, dx, do_part  # before the next chunk's are made
@@ -671,7 +634,7 @@ class ChunkedLayers:
         for j, chunk in enumerate(self.chunks):
             graph = saved.graphs.pop(("pre", j))
             grads = [t[:, chunk] for t in dqkv]
-            (part,) = graph.backward(grads)
+            (part,) = graph(grads)
             torch.add(residual.pop(0), part, out=dx[:, chunk])
             del graph, part
         return dx
@@ -696,7 +659,7 @@ class ChunkedLayers:
 
     def free_offloaded(self, micro_batch: MicroBatch, i: int) -> None:
         """Give back the memory of layer i, once it is on the host."""
-        if i in micro_batch.saved and self.plan.swaps(i):
+        if i in micro_batch.saved and i < self.plan.swapped_layers:
             saved = micro_batch.saved[i]
             wait(saved.offload_done)  # hidden by layer i + 1's forward
             self.offload_stream.used(*saved.tensors.values())

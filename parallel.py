@@ -53,11 +53,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from model import Before, Cut, LLaMA, Matrix, accumulation_dtype, same
-from offload import ChunkGraph
+from model import Before, Cut, LLaMA, Matrix, ThereAndBack, accumulation_dtype, same
+from offload import run_apart
 from ranks import Groups, all_gather, reduce_scatter
 
 # ---------------------------------------------------------------------------- tensor modes
@@ -139,22 +137,10 @@ class Columns:
         )
 
 
-class _ThereAndBack(Function):
-    @staticmethod
-    def forward(ctx, x, there, back):
-        ctx.back = back
-        return there(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return ctx.back(dy), None, None
-
-
 def there_and_back(there: Callable, back: Callable) -> Callable:
     """Return the function there(x), whose gradient is back(dy); called with a product x that nobody
     reads (unread), it leaves x where it is."""
-    return lambda x, unread=False: _ThereAndBack.apply(x, same if unread else there, back)
+    return lambda x, unread=False: ThereAndBack.apply(x, same if unread else there, back)
 
 
 def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
@@ -255,19 +241,14 @@ def in_flight(order: list[Pass], chunk: int) -> int:
 # ---------------------------------------------------------------------------- parts of the model
 
 
-def part_layers(layers: int, stages: int, chunks: int, part: int) -> range:
-    """Return the layers of a part, of stages * chunks parts that differ by a layer at most."""
-    parts = stages * chunks
-    return range(part * layers // parts, (part + 1) * layers // parts)
-
-
 def keep_stage(model: LLaMA, stage: int, stages: int, chunks: int) -> list[range]:
-    """Leave of a model what lies on a stage. Returns the layers of its parts."""
+    """Leave of a model what lies on a stage. Returns the layers of its parts, which differ by one
+    at most."""
+    layers, count = model.cfg.layers, stages * chunks
     parts = [
-        part_layers(model.cfg.layers, stages, chunks, part)
-        for part in range(stage, stages * chunks, stages)
-    ]
-    for i in set(range(model.cfg.layers)).difference(*parts):
+        range(part * layers // count, (part + 1) * layers // count)
+        for part in range(stage, count, stages)]
+    for i in set(range(layers)).difference(*parts):
         model.blocks[i] = nn.Module()  # elsewhere; those here keep their numbers and names
     if stage > 0:
         model.embed = None
@@ -395,33 +376,27 @@ class Pipeline:
             key = this.micro_batch, this.chunk
             if this.forward:
                 micro_batch = micro_batches[this.micro_batch]
-                graphs[key], y = self.run_forward(this.chunk, x, micro_batch)
+                graphs[key], results = self.run_forward(this.chunk, x, micro_batch)
             else:
-                y = self.run_backward(graphs.pop(key), x)
+                results = graphs.pop(key)([x])  # from x; None: from the loss
             if this.forward and this.chunk == self.last:
-                loss += y
-            elif y is not None:
-                self.links[this.forward, True].send(y)
+                loss += results[0]
+            else:
+                for y in results:  # none, where tokens went in
+                    self.links[this.forward, True].send(y)
         for link in self.links.values():
             link.finish()  # in the open: it is the last of a step
         return loss
 
     def run_forward(
         self, chunk: int, x: Tensor | None, micro_batch: tuple
-    ) -> tuple[ChunkGraph, Tensor]:
-        """Return the graph of a part, and what run_part does. Of the model's last part the graph
-        holds the head's gradient, which is as large as the head: its backward is the next pass."""
+    ) -> tuple[Callable, list[Tensor]]:
+        """Return what run_apart does of a part: its graph, and [run_part's]. Of the model's last
+        part the graph holds the head's gradient, which is as large as the head: its backward is
+        the next pass."""
         inputs = [] if x is None else [x]
         run = functools.partial(self.run_part, chunk, micro_batch, False)
-        graph, (y,) = ChunkGraph.run(self.root, run, *inputs)
-        return graph, y
-
-    @staticmethod
-    def run_backward(graph: ChunkGraph, dy: Tensor | None) -> Tensor | None:
-        """Run a part's backward from dy (B, n, C), None: from the loss. Returns dx, None where
-        tokens went in."""
-        graph.backward((dy,))
-        return graph.input_grads[0] if graph.input_grads else None
+        return run_apart(self.root, run, *inputs)
 
     def warm_up(self, micro_batch: tuple) -> None:
         """Run all parts once there and back, on zeros and without messages: whatever waits for the
@@ -430,8 +405,8 @@ class Pipeline:
         step."""
         for chunk in range(len(self.parts)):
             x = None if chunk == self.first else self.between_layers(micro_batch).zero_()
-            graph, y = self.run_forward(chunk, x, micro_batch)
-            self.run_backward(graph, None if chunk == self.last else y)
+            graph, results = self.run_forward(chunk, x, micro_batch)
+            graph([None] if chunk == self.last else results)
 
     # -- evaluation
 

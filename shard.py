@@ -117,7 +117,7 @@ def parse_strategy(text: str, ranks: int) -> Factors:
         "zero1.5:K": Factors(1, 1, k),
     }
     found = rows.get(f"{name}:K" if k else name)
-    if found is None:
+    if not found:
         raise ValueError(f"--strategy {text}: one of {', '.join(rows)}")
     return found
 
@@ -151,14 +151,14 @@ def legal_factors(ranks: int, per_node: int) -> list[Factors]:
     """Return all (p, g, os) that break no rule, fewest shards first. One node of 8 has 16."""
     sizes = legal_sizes(ranks, per_node)
     every = itertools.starmap(Factors, itertools.product(sizes, repeat=3))
-    return [f for f in every if illegal(f, ranks, per_node) is None]
+    return [f for f in every if not illegal(f, ranks, per_node)]
 
 
-def check_factors(f: Factors, ranks: int, per_node: int) -> None:
-    """Raise ValueError with the broken rule and the nearest legal factors, if f breaks one."""
-    rule = illegal(f, ranks, per_node)
-    if rule is not None:
-        near = min(legal_factors(ranks, per_node),
+def check_factors(f: Factors, ranks: int) -> None:
+    """Raise ValueError with the broken rule and the nearest legal factors, if f breaks one, as if
+    one node had all ranks."""
+    if rule := illegal(f, ranks, ranks):
+        near = min(legal_factors(ranks, ranks),
                    key=lambda legal: math.dist(astuple(legal), astuple(f)))
         raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} "
                          f"--os {near.os}")
@@ -364,7 +364,7 @@ class States:
     parts; ConfigError if a rank gets no host memory. A collective of all ranks."""
 
     # on any device, "meta" best: its parameters are replaced, and its matrices raise their events
-    # here: unshard, reshard, add_grad
+    # here: unshard, add_grad
     model: InitVar[nn.Module]
     device: torch.device
     dtype: torch.dtype
@@ -386,7 +386,7 @@ class States:
         if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
             raise ValueError(f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
                              "matrices, which a rank owns with layout=inter p=1 tp=1")
-        check_factors(f, self.groups.ranks, self.groups.ranks)  # as if one node had all ranks
+        check_factors(f, self.groups.ranks)
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         self.accum_dtype = accumulation_dtype(self.dtype)
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
@@ -599,9 +599,6 @@ class States:
                 buffer.holder = param
                 buffer.event = stream.last_event()
 
-    def reshard(self, module: Matrix) -> None:
-        """Free nothing: the layer after the next takes the buffer."""
-
     def enter_phase(self, phase: str) -> None:
         """Record an event of the compute stream that `progress` can ask for, and tell on_phase; a
         CUDA graph has no phases."""
@@ -738,12 +735,12 @@ class States:
         intra = self.layout == "intra"
         scatters = intra and self.factors.g < self.factors.os
         group = params[0].replicas
-        if group is None and not scatters:
+        if not (group or scatters):
             return
         parts = [param.grad_shard.to(self.dtype) for param in params]
         if scatters:  # (S/p,) -> (S/os,)
             parts = [sum_and_scatter(x, self.grad_subgroup) for x in parts]
-        if group is not None:
+        if group:
             with dist._coalescing_manager(group):
                 for x in parts:
                     dist.all_reduce(x, group=group)
@@ -802,7 +799,7 @@ class States:
         unused = torch.empty_like(self.vector_grad)
         adamw(unused, self.vector_grad, self.vector_states, self.scalars, 0.0)
         beside = contextlib.nullcontext()
-        if self.host_states is not None:
+        if self.host_states:
             self.host_states.begin()
             beside = self.streams["host_update"].after_compute()  # gradients and scalars are final
         with beside:
@@ -823,7 +820,7 @@ class States:
     def update_param(self, param: ShardedParam) -> None:
         """Update what this rank owns of a matrix: where its states lie, or as they visit."""
         tensors = param.owned_param, param.owned_grad, *param.states
-        visits = [tensors] if self.host_states is None else self.host_states.visits(*tensors)
+        visits = self.host_states.visits(*tensors) if self.host_states else [tensors]
         for tensors in visits:
             if self.optimizer.whole:  # (S,) -> (rows, cols)
                 tensors = [param.as_matrix(flat) for flat in tensors]
@@ -837,16 +834,16 @@ class States:
         group = self.param_subgroup
         for param in unit.params:
             param.unsharded_param.holder = None  # what was gathered is old
-        if group is None and self.host_states is None:
+        if not (group or self.host_states):
             return  # they are new where compute goes on
         on_gpu = self.device.type == "cuda"
         with stream.after_compute():  # the unit is updated
-            if group is not None and self.layout == "inter":
+            if group and self.layout == "inter":
                 # of several owners, in one launch of NCCL's
                 with dist._coalescing_manager(group, self.device if on_gpu else None):
                     for param in unit.params:
                         dist.broadcast(param.param_shard, group=group, group_src=param.owner)
-            elif group is not None:
+            elif group:
                 for param in unit.params:
                     # gloo may not read where it writes
                     own = param.owned_param if on_gpu else param.owned_param.clone()
@@ -861,7 +858,7 @@ class States:
     def state_parts(self) -> dict[str, StatePart]:
         """Return what a checkpoint holds of this rank, by f"{state}.{parameter name}", and the
         number of updates. Of states on the host it is what they are until the next update."""
-        if self.host_states is not None:
+        if self.host_states:
             self.host_states.settle()
         return self.parts
 
@@ -873,7 +870,7 @@ class States:
             for name in self.shapes:
                 if part := parts.get(f"master.{name}"):
                     whole = weight(name)
-                    here = whole if part.cut is None else part.cut.of(whole)
+                    here = part.cut.of(whole) if part.cut else whole
                     part.values.copy_(part.within(here))
 
         on_all_ranks(load_masters)
@@ -890,10 +887,10 @@ class States:
         """Return a whole parameter in accum_dtype; a collective of all ranks."""
         whole = self.zeros(self.shapes[name], self.accum_dtype)
         part = self.state_parts().get(f"master.{name}")
-        if part is not None and part.saves:
-            here = whole if part.cut is None else self.zeros(part.cut.shape, self.accum_dtype)
+        if part and part.saves:
+            here = part.cut.of(whole) if part.cut else whole  # zeros, too
             part.within(here).copy_(part.values)
-            if part.cut is not None:
+            if part.cut:
                 part.cut.put(here, whole)
         dist.all_reduce(whole)  # an element's one owner, and zeros
         return whole
