@@ -451,9 +451,9 @@ class StepMemory:
         memory.run(step, *inputs)   # again and again; counts says how well the plan was met
         memory.give_back()          # until the next run, for whatever else needs memory
 
-    as_graph: a step that waits for nothing but its own device, and whose inputs, tensors, say all
-    that changes, is captured in planned memory, and then launched as one: a CUDA graph, with its
-    results in the same tensors each time. What Python computes in it is what it was then.
+    as_graph: a step whose inputs, tensors, say all that changes, and in which the host waits for
+    nothing, is captured in planned memory, and then launched as one: a CUDA graph, with its results
+    in the same tensors each time. What Python computes in it is what it was then, as are counts.
     On a CPU, all of the process's tensors; on a GPU those of the current device and stream. A
     tensor that other streams use must be in use until this stream has waited for them. In train.py,
     gathered weights, whole gradients and rounding buffers lie in memory that outlives steps, and
@@ -472,6 +472,7 @@ class StepMemory:
         self.device = device
         self.as_graph = as_graph
         self.graph = None  # of the step, while its arena is there
+        self.stream = None  # of all runs of what becomes a graph: a stream's first take memory
         self.kind = device.partition(":")[0]
         self.align = ALLOCATOR_ALIGN_BYTES[self.kind]
         self.min_bytes = min_bytes or MIN_PLANNED_BYTES[self.kind]
@@ -484,6 +485,20 @@ class StepMemory:
         self.plans = 0  # made of recorded steps
 
     def run(self, step, *inputs):
+        """Run the step, on a stream of its own if it becomes a graph."""
+        if not self.as_graph:
+            return self.run_here(step, inputs)
+        import torch
+
+        here = torch.cuda.current_stream()
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(here)  # inputs are there, the last results read
+        with torch.cuda.stream(self.stream):
+            results = self.run_here(step, inputs)
+        here.wait_stream(self.stream)  # what follows a step reads what it has made
+        return results
+
+    def run_here(self, step, inputs):
         """Run the step: the first two as they are, for what lasts; the third is recorded; then by
         plan, and recorded again (three times in all) after one that met less than nine tenths of
         its plan."""
@@ -550,11 +565,12 @@ class StepMemory:
         import torch
 
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
+            graph = torch.cuda.CUDAGraph()
             self.inputs = [x.clone() for x in inputs]
-            # what other threads do, as a checkpoint's copies, is not captured, and goes on
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            # what other threads do, as NCCL's, is not captured, and goes on
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.results = self.follow(step, self.inputs)
+            self.graph = graph
         torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
         return self.results

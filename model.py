@@ -148,7 +148,9 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     """
     products = 6.0 * param_count(cfg)
     attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (seen or seq)
-    return products + attention, products + 2 * attention
+    causal = products + attention
+    full = products + 2 * attention
+    return causal, full
 
 
 # ---------------------------------------------------------------------------- token-wise operators
@@ -494,7 +496,8 @@ class _Project(Function):
         matrix = ctx.matrix
         da = dy @ matrix.events.unshard(matrix, backward=True)
         a, *grads = ctx.before.backward(da, *ctx.saved_tensors)
-        return None, None, weight_grad(matrix, dy, a), *grads
+        dw = weight_grad(matrix, dy, a)
+        return None, None, dw, *grads
 
 
 def project(matrix: nn.Module, before: Before, x: Tensor, *inputs: Tensor) -> Tensor:
@@ -749,7 +752,8 @@ class Vector(nn.Module):
         (matrix,) = self.like
         if matrix is None or matrix.part is None:
             return self.weight
-        return torch.cat([self.weight[first:end] for first, end in matrix.part.rows])
+        rows = [self.weight[first:end] for first, end in matrix.part.rows]
+        return torch.cat(rows)
 
 
 class Block(nn.Module):
@@ -855,7 +859,8 @@ class LLaMA(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
-            p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
+            weight = initial_weight(self.cfg, name, p.shape, seed, p.device)
+            p.data.copy_(weight)
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
                 positions: Tensor | None = None, documents=None, each: bool = False) -> Tensor:

@@ -624,6 +624,7 @@ class States:
     def begin_step(self) -> None:
         """Begin a step: no gradient of the last one counts."""
         self.misuse = ""  # which matrix was not used once a pass, in words
+        self.progress_events.clear()
         for unit in self.units:
             unit.passes_done = 0
         self.vector_grad.zero_()

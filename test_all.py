@@ -1600,10 +1600,14 @@ def test_predictions_are_what_was_measured():
     rows = report.predicted_rows()
     assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.01 for r in rows)
     known = [r for r in rows if r["kind"] != report.pictures.ELSEWHERE]
+    unknown = [r for r in rows if r not in known]
+    for r in known[:]:
+        if r["question"] == "K, 1b 4K" and r["batch"] == 1:  # it waits for its host, a faster one
+            assert 1 < r["now_s"] / r["step_s"] < 1.35
+            known.remove(r)
     errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
-    # the last waits for its host, which was faster than its profile's
-    assert len(known) >= 42 and errors[21] < 0.013 and errors[38] < 0.05 and errors[-2] < 0.08
-    assert all(0.85 < r["now_s"] / r["step_s"] < 1 for r in rows if r not in known)
+    assert len(known) >= 42 and errors[21] < 0.013 and errors[38] < 0.05 and errors[-1] < 0.08
+    assert all(0.85 < r["now_s"] / r["step_s"] < 1 for r in unknown)
     questions = {}
     for r in known:
         questions.setdefault((r["question"], r["gpu"], r["gpus"]), []).append(r)
@@ -1723,16 +1727,18 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
 
 def test_progress_inside_a_step(monkeypatch, capsys):
-    class Running:
-        def progress(self):
-            return "backward layer 3/4"
-
+    said = []
+    states = SimpleNamespace(progress=lambda: said.pop() if said else "")
     monkeypatch.setattr(train, "PROGRESS_SECONDS", 0.01)
-    now = train.watch(SimpleNamespace(rank=0), Running())
+    now = train.watch(SimpleNamespace(rank=0), states)
     now[:] = 7, time.perf_counter()
+    said.append("backward layer 3/4")  # once, and it goes on
+    time.sleep(0.2)
+    now[:] = 8, time.perf_counter()
     time.sleep(0.2)
     now[0] = 0
-    assert "step 7: backward layer 3/4, 0 s\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.count("step 7: backward layer 3/4, 0 s\n") > 1 and "step 8" not in text
 
 
 class ExpertBlock(Block):
@@ -3999,7 +4005,7 @@ def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
     assert "RIGHT" not in text and len(set(re.findall("without .*: wrong", text))) >= shown, text
 
 
-def check_planned_steps(keep: str) -> None:
+def check_planned_steps(keep: str, least: int) -> None:
     torch.compiler.set_stance("force_eager")
     case = make_case(f"1 micro=2 keep={keep} device=cuda kernel=naive")
     curves = []
@@ -4014,15 +4020,15 @@ def check_planned_steps(keep: str) -> None:
             if memory and i == 4:
                 assert memory.give_back()  # a graph goes, and is captured again
     assert curves[0] == curves[1]
-    assert memory.counts["hits"] > 0.9 * len(memory.buffers) > 20, memory.counts
+    assert memory.counts["hits"] > 0.9 * len(memory.buffers) > least, memory.counts
     assert memory.as_graph == (memory.graph is not None)
 
 
 @needs_gpu
-@parametrize("keep", ["mixed", "all"])
-def test_gpu_planned_steps_are_bit_equal(keep):
+@parametrize("keep, least", [("mixed", 100), ("all", 20)])
+def test_gpu_planned_steps_are_bit_equal(keep, least):
     """Training at planned addresses, in chunks that swap; whole layers as a CUDA graph."""
-    on_ranks(1, check_planned_steps, keep, gpus=1)
+    on_ranks(1, check_planned_steps, keep, least, gpus=1)
 
 
 @needs_gpu
@@ -4870,7 +4876,7 @@ def test_readme_numbers_are_measured():
             f"{r['gpu_gib']:.1f}",
         )
         for r in rows
-        if r.get("bound_ratio")
+        if r.get("bound_ratio") and r["gpu_gib"]
     }
     table = README.partition("<!-- table -->")[2].partition("<!-- end -->")[0].split("\n")[3:-1]
     for line in table:

@@ -105,8 +105,9 @@ class Config(Constraints):
                       group="on which machine")
     dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
     memplan: str = flag(
-        "off", "addresses of a step's tensors, planned once; on one GPU, where layers run whole, "
-        "also its launches, as a CUDA graph: then Python runs no more", among=("off", "on"))
+        "off", "addresses of a step's tensors, planned once; on one GPU with its states, where "
+        "layers run whole, also its launches, as a CUDA graph: then Python runs no more, and may "
+        "not have waited for the GPU", among=("off", "on"))
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
     dry_run: bool = flag(False, "print the best plans and their memory, and end")
     out: str = flag(
@@ -632,10 +633,12 @@ def watch(run, states):
     now = [0, 0.0]
 
     def show():
+        text, told = "", 0
         while True:
             time.sleep(PROGRESS_SECONDS)
-            text = states.progress()
             step, since = now
+            text = states.progress() or text * (step == told)
+            told = step
             seconds = time.perf_counter() - since
             if step and text and seconds > PROGRESS_SECONDS:
                 print(f"step {step}: {text}, {seconds:.0f} s", flush=True)
@@ -935,7 +938,7 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
-        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what was "
-                 "planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what "
+                 "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
                  "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
                  "continue with --resume.")

@@ -50,7 +50,7 @@ INTRO = (
     " that measured it (+: other changes were not committed yet): later ones may name things"
     " differently. Attention is FlashAttention-4's, or"
     " cuDNN's, as the line of a file says. Not measured: bench.py's table parallel (tensor modes"
-    " and pipelines beside data parallelism).\n")
+    " and pipelines beside data parallelism), and Liger's kernels with bf16 weights.\n")
 TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how to read it
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
@@ -66,7 +66,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " longer than its GPU, as at 4K tokens, the step is the GPU's. *transformers* is that library's"
     " model, compiled: float32 weights under autocast, or weights and both moments in bfloat16,"
     " whose update reads and writes half as much; with Liger's kernels (*liger*) it is not"
-    " compiled. Peers take our micro-batches.",
+    " compiled. (At 4K tokens on the H100 its rows follow one whose planned memory was still there:"
+    " their memory is not shown.) Peers take our micro-batches.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
@@ -240,7 +241,8 @@ ERRORS = (
     " (on an H100 a layer computes for 2.5 ms; profile h100x1's host launches it in 4.4), and a"
     " step takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100x1 was"
     " measured on the host of that row, right"
-    " before it; on a faster one K's 1b of 4K tokens takes 0.095 s, not the 0.123 predicted. ![errors of predictions](predict.png)\n\n")
+    " before it; on a faster one K's 1b of 4K tokens takes 0.095 s, not the 0.123 predicted."
+    " ![errors of predictions](predict.png)\n\n")
 
 
 def plan_of(r: dict) -> Plan:
@@ -344,15 +346,16 @@ def claim() -> str:
     shortest, longest = (f"{f(peers) // 1024}K" for f in (min, max))
     return fill(
         f"4 H200s train LLaMA-7B on sequences of {seq // 1024}K tokens at "
-        f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its kernels "
-        f"reach alone. At {shortest} to {longest} tokens that is "
+        f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its attention "
+        f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
         f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model and kernel "
         f"under FSDP2 with Ulysses, which recomputed every layer there. "
         f"{peer_times()}", 100) + "\n"
 
 
 def peer_times() -> str:
-    """Return how much longer peers take than ours, FSDP2 in its fastest setting that fits."""
+    """Return how much longer peers take than the fastest of ours, FSDP2 in its fastest setting that
+    fits."""
     texts = []
     for where, name in (
         ("one H100, 1b, 4K", "long-rows-ours-ours-planned-memory-transformers-fp32-"
@@ -371,11 +374,13 @@ def peer_times() -> str:
             fastest.setdefault(label if "transformers" in label else label.split()[0], r)
         ours = fastest.pop("ours")
         times = ", ".join(
-            f"**{r['step_s'] / ours['step_s']:.2f}** ({r['system']}, {r['gpu_gib']:.0f})"
-            for r in fastest.values()
+            f"**{r['step_s'] / ours['step_s']:.2f}** ({r['system']})" for r in fastest.values()
         )
-        texts.append(f"{where} ({ours['system']}: {ours['gpu_gib']:.0f} GiB) {times}")
-    return f"Step time of the fastest peers over ours: {'; '.join(texts)}."
+        texts.append(f"{where} ({ours['system']}) {times}")
+    return (
+        "Step time of the fastest [peers](results/README.md#long) tried, over ours: "
+        f"{'; '.join(texts)}."
+    )
 
 
 def shown_rows() -> str:
