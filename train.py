@@ -105,9 +105,9 @@ class Config(Constraints):
                       group="on which machine")
     dtype: str = flag("auto", "auto: bf16 on GPUs, else fp32", among=("auto", *DTYPES))
     memplan: str = flag(
-        "off", "addresses of a step's tensors, planned once; on one GPU with its states, where "
-        "layers run whole, also its launches, as a CUDA graph: then Python runs no more, and may "
-        "not have waited for the GPU", among=("off", "on"))
+        "off", "addresses of a step's tensors, planned once; on one GPU with its states and whole "
+        "layers a step becomes a CUDA graph, in which Python runs no more: a fork's may not change "
+        "with the step, nor wait for the GPU", among=("off", "on"))
     timeout: float = flag(600.0, "seconds after which a collective gives up on a lost rank", 1, 1e9)
     dry_run: bool = flag(False, "print the best plans and their memory, and end")
     out: str = flag(
@@ -502,10 +502,10 @@ def run_planned(memory, model, states, batch, lr, clip):
         return run_step(model, states, Batch(*tensors), lr, clip)
 
     plans = memory.plans
-    inputs = torch.full_like(batch.scale, lr), batch.tokens, batch.labels, batch.positions
-    result = memory.run(step, *inputs, batch.scale)
+    lr = torch.full_like(batch.scale, lr)
+    result = memory.run(step, lr, batch.tokens, batch.labels, batch.positions, batch.scale)
     if memory.plans > plans:
-        print0(f"memory plan of a step: {memory.plan}")
+        print0(f"memory plan of a step: {memory.plan}", memory.as_graph * "; then a CUDA graph")
     return result
 
 
