@@ -75,7 +75,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from model import accumulation_dtype, compiled, copy_heads
+from model import accumulation_dtype, compiled, copy_heads, divisors
 from ranks import Groups
 
 # ---------------------------------------------------------------------------- streams
@@ -366,9 +366,8 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
     has at most MAX_ELEMENTS of them."""
     return [
         n
-        for n in range(1, heads + 1)
-        if heads % n == 0
-        and (kv_heads % n == 0 or n % kv_heads == 0)
+        for n in divisors(heads)
+        if (kv_heads % n == 0 or n % kv_heads == 0)
         and elements // n <= MAX_ELEMENTS
     ]
 

@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from attention import Attention, CommStream, Exchange, gpus_reach_each_other
-from model import LLaMA, ModelConfig, accumulation_dtype, weight_grad_into
+from model import LLaMA, ModelConfig, accumulation_dtype, divisors, weight_grad_into
 from offload import HOST_BYTES
 from ranks import Groups, all_gather, of_all_ranks, reduce_scatter
-from shard import ADAMW, States, legal_sizes
+from shard import ADAMW, States
 
 PROFILES = Path(__file__).parent / "results" / "profiles"
 
@@ -424,8 +424,8 @@ class Machine:
         groups = Groups()
         per_node = self.per_node
         nodes = groups.ranks // per_node
-        for n in legal_sizes(nodes, nodes):
-            for g in legal_sizes(per_node, per_node):  # g neighbours in each of n nodes in a row
+        for n in divisors(nodes):
+            for g in divisors(per_node):  # g neighbours in each of n nodes in a row
                 group = groups.get("profile", lambda r: (r % per_node // g, r // per_node // n))
                 if not group:
                     continue

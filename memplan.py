@@ -490,12 +490,12 @@ class StepMemory:
             return self.run_here(step, inputs)
         import torch
 
-        here = torch.cuda.current_stream()
-        self.stream = self.stream or torch.cuda.Stream()
-        self.stream.wait_stream(here)  # inputs are there, the last results read
-        with torch.cuda.stream(self.stream):
+        from attention import CommStream, wait
+
+        self.stream = self.stream or CommStream(torch.device(self.device))
+        with self.stream.after_compute():  # inputs are there, the last results were read
             results = self.run_here(step, inputs)
-        here.wait_stream(self.stream)  # what follows a step reads what it has made
+        wait(self.stream.last_event())  # in the open: results are read next
         return results
 
     def run_here(self, step, inputs):
@@ -568,7 +568,8 @@ class StepMemory:
             graph = torch.cuda.CUDAGraph()
             self.inputs = [x.clone() for x in inputs]
             # what other threads do, as NCCL's, is not captured, and goes on
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            here = torch.cuda.current_stream()  # whose first runs have taken what lasts
+            with torch.cuda.graph(graph, stream=here, capture_error_mode="thread_local"):
                 self.results = self.follow(step, self.inputs)
             self.graph = graph
         torch._foreach_copy_(self.inputs, inputs)

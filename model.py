@@ -92,8 +92,7 @@ class ModelConfig:
         """Raise ValueError for what would be computed wrongly in silence: where kv_heads does not
         divide heads, the CPU's attention reads the next token's heads."""
         if self.heads % self.kv_heads:
-            legal = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
-            nearest = min(legal, key=lambda n: abs(n - self.kv_heads))
+            nearest = min(divisors(self.heads), key=lambda n: abs(n - self.kv_heads))
             raise ValueError(f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} "
                              f"heads; nearest: {nearest}")
         if self.head_dim % 2:
@@ -102,6 +101,10 @@ class ModelConfig:
         kind = rope_kind(self.rope_scaling)
         if kind not in ("default", *ROPE_KEYS):
             raise ValueError(f"rope scaling {kind!r} is unknown: {', '.join(ROPE_KEYS)} or none")
+
+
+def divisors(count: int) -> list[int]:
+    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 def rope_kind(scaling: dict) -> str:

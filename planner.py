@@ -62,7 +62,7 @@ from costs import (
     with_memory,
 )
 from hardware import Profile, load_profile, profile_files, scaled
-from model import MODELS, ModelConfig, param_count
+from model import MODELS, ModelConfig, divisors, param_count
 from offload import GIB, ActivationPlan
 from parallel import no_order
 from shard import OPTIMIZERS, STREAMS, Factors, illegal, legal_factors, parse_strategy
@@ -335,10 +335,6 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
 
 
 # ---------------------------------------------------------------------------- which plan
-
-
-def divisors(count):
-    return [n for n in range(1, count + 1) if count % n == 0]
 
 
 # A degree is a function of constraints and a plan that yields, as changes to it, its legal choices.

@@ -81,7 +81,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attention import CommStream, wait
-from model import Cut, Matrix, accumulation_dtype, compiled
+from model import Cut, Matrix, accumulation_dtype, compiled, divisors
 from offload import pin_host_buffers
 from ranks import (ConfigError, Groups, all_gather, error_of_any, on_all_ranks,
                    reduce_scatter)
@@ -125,8 +125,7 @@ def parse_strategy(text: str, ranks: int) -> Factors:
 @functools.cache
 def legal_sizes(ranks: int, per_node: int) -> list[int]:
     """Return the shard counts: divisors of all ranks that divide a node's, or are whole nodes."""
-    return [n for n in range(1, ranks + 1)
-            if ranks % n == 0 and (per_node % n == 0 or n % per_node == 0)]
+    return [n for n in divisors(ranks) if per_node % n == 0 or n % per_node == 0]
 
 
 def illegal(f: Factors, ranks: int, per_node: int) -> str | None:
@@ -407,7 +406,6 @@ class States:
                              "model.Matrix (large) or Vector (small) that trains, no nn.Linear's")
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
-        self.progress_events = deque(maxlen=10 * len(self.units))  # (phase in words, its event)
         self.on_phase: Callable[[str], None] = lambda phase: None  # told when one is enqueued
         self.begin_step()
 
@@ -624,7 +622,8 @@ class States:
     def begin_step(self) -> None:
         """Begin a step: no gradient of the last one counts."""
         self.misuse = ""  # which matrix was not used once a pass, in words
-        self.progress_events.clear()
+        # (phase in words, its event); new, since a thread may still read the last step's
+        self.progress_events = deque(maxlen=10 * len(self.units))
         for unit in self.units:
             unit.passes_done = 0
         self.vector_grad.zero_()

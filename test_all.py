@@ -78,7 +78,7 @@ test_gpu_equals_one_process           what a CPU hides: streams that run beside 
 test_gpu_waits                        a wait that is missing
 test_gpu_attention_*                  an index past 2^31
 test_gpu_documents                    attention across a document's border
-test_gpu_planned_*                    an address of a tensor that is still needed; a frozen input
+test_planned_steps_*                  an address of a tensor that is still needed; a frozen input
 test_profiles_*, test_known_*         a rate of no machine, or another's; a broken file taken
 test_first_weights                    a first product or residual sum of the wrong size
 test_step_seconds_are_counted_*       FLOPs, updates, copies or launches forgotten or doubled
@@ -4005,11 +4005,11 @@ def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
     assert "RIGHT" not in text and len(set(re.findall("without .*: wrong", text))) >= shown, text
 
 
-def check_planned_steps(keep: str, least: int) -> None:
+def check_planned_steps(device: str, keep: str, least: int) -> None:
     torch.compiler.set_stance("force_eager")
-    case = make_case(f"1 micro=2 keep={keep} device=cuda kernel=naive")
+    case = make_case(f"1 micro=2 keep={keep} device={device} kernel=naive")
     curves = []
-    for memory in (None, memplan.StepMemory("cuda", 2**14, as_graph=keep == "all")):
+    for memory in (None, memplan.StepMemory(device, 2**14, as_graph=keep == "all")):
         run, model, states = make_run(case, {}, attention.CommStream)
         train.load_random_weights(run, states)
         curves.append([])
@@ -4022,13 +4022,16 @@ def check_planned_steps(keep: str, least: int) -> None:
     assert curves[0] == curves[1]
     assert memory.counts["hits"] > 0.9 * len(memory.buffers) > least, memory.counts
     assert memory.as_graph == (memory.graph is not None)
+    assert memory.give_back()
 
 
-@needs_gpu
-@parametrize("keep, least", [("mixed", 100), ("all", 20)])
-def test_gpu_planned_steps_are_bit_equal(keep, least):
+@parametrize("device, keep, least", [
+    ("cpu", "mixed", 100),
+    pytest.param("cuda", "mixed", 100, marks=needs_gpu),
+    pytest.param("cuda", "all", 20, marks=needs_gpu)])
+def test_planned_steps_are_bit_equal(device, keep, least):
     """Training at planned addresses, in chunks that swap; whole layers as a CUDA graph."""
-    on_ranks(1, check_planned_steps, keep, least, gpus=1)
+    on_ranks(1, check_planned_steps, device, keep, least, gpus=int(device == "cuda"))
 
 
 @needs_gpu
@@ -4850,7 +4853,7 @@ def test_bench_fsdp2_takes_the_same_steps():
     assert text.count(": equal") == 2
 
 
-def test_bench_transformers_takes_the_same_steps(group, tmp_path):
+def test_bench_transformers_takes_the_same_steps(group, tmp_path, monkeypatch, capsys):
     torch.compiler.set_stance("force_eager")
     table = bench.Bench(torch.device("cpu"), 0, 1, True, Path(), {})
     cfg = bench.config("--model tiny --seq 64 --batch 4 --micro-batch 2")
@@ -4860,6 +4863,11 @@ def test_bench_transformers_takes_the_same_steps(group, tmp_path):
     ours.states.load(checkpoint.hf_open(tmp_path, ours.run.plan.model))
     for _ in range(4):
         assert theirs()[0].item() == approx(ours()[0].item(), rel=2e-3)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(sys, "argv", ["bench.py", "long", "--rows", "transformers fp32"])
+    with raises(SystemExit):
+        bench.parse()
+    assert "that model runs on one rank" in capsys.readouterr().err
 
 
 def test_readme_numbers_are_measured():

@@ -429,6 +429,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
         if kept else whole_layers
         for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
+    # alone, nothing travels, and a graph's capture may not wait for other streams
     overlaps = () if works_alone(run) else run.cfg.overlaps
     states = States(
         model, run.device, plan.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
@@ -637,7 +638,7 @@ def watch(run, states):
         while True:
             time.sleep(PROGRESS_SECONDS)
             step, since = now
-            text = states.progress() or text * (step == told)
+            text = states.progress() or text * (step == told)  # nothing new: the same, of this step
             told = step
             seconds = time.perf_counter() - since
             if step and text and seconds > PROGRESS_SECONDS:

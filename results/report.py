@@ -55,7 +55,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
     " sheet, and of a step without its update.)",
-    "long": "One sequence over all GPUs (at 4K tokens: four on one). *full recompute* runs all of"
+    "long": "One sequence over all GPUs (at 4K tokens, on one GPU: four, where the file says"
+    " --batch 4). *full recompute* runs all of"
     " a layer twice; *full swap* keeps two layers resident and swaps all of the others, which at"
     " 256K tokens does not fit the host; *fsdp2* is the same model code and attention kernel under"
     " PyTorch's fully_shard, with Ulysses over NCCL; on four GPUs each of its layers is"
@@ -66,8 +67,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " longer than its GPU, as at 4K tokens, the step is the GPU's. *transformers* is that library's"
     " model, compiled: float32 weights under autocast, or weights and both moments in bfloat16,"
     " whose update reads and writes half as much; with Liger's kernels (*liger*) it is not"
-    " compiled. (At 4K tokens on the H100 its rows follow one whose planned memory was still there:"
-    " their memory is not shown.) Peers take our micro-batches.",
+    " compiled. (Of one sequence of 4K tokens its rows follow one whose planned memory was still"
+    " there: their memory is not shown.) Peers take our micro-batches.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
