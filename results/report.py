@@ -50,7 +50,7 @@ INTRO = (
     " that measured it (+: other changes were not committed yet): later ones may name things"
     " differently. Attention is FlashAttention-4's, or"
     " cuDNN's, as the line of a file says. Not measured: bench.py's table parallel (tensor modes"
-    " and pipelines beside data parallelism), and Liger's kernels with bf16 weights.\n")
+    " and pipelines beside data parallelism).\n")
 TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how to read it
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
@@ -62,11 +62,11 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " PyTorch's fully_shard, with Ulysses over NCCL; on four GPUs each of its layers is"
     " recomputed, also where it holds 29 of 141 GiB: its other settings (nothing, every second"
     " layer, or all but attention recomputed) are measured on one GPU and on two alone. Of two"
-    " H100s at 64K tokens the table was cut short, of one at 16K, and of the H200's 4K tokens at"
-    " Liger's rows. *planned memory*: --memplan on, on one GPU a CUDA graph: where a host takes"
-    " longer than its GPU, as at 4K tokens, the step is the GPU's. *transformers* is that library's"
-    " model, compiled: float32 weights under autocast, or weights and both moments in bfloat16,"
-    " whose update reads and writes half as much; with Liger's kernels (*liger*) it is not"
+    " H100s at 64K tokens the table was cut short. *planned memory*: --memplan on, on one GPU a"
+    " CUDA graph: where a host takes longer than its GPU, as at 4K tokens, the step is the GPU's."
+    " *transformers* is that library's model, compiled: float32 weights under autocast, or weights"
+    " and both moments in bfloat16, whose update reads and writes half as much; with Liger's"
+    " kernels (*liger*) it is not"
     " compiled. (Of one sequence of 4K tokens its rows follow one whose planned memory was still"
     " there: their memory is not shown.) Peers take our micro-batches.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
@@ -355,25 +355,24 @@ def claim() -> str:
 
 
 def peer_times() -> str:
-    """Return how much longer peers take than the fastest of ours, FSDP2 in its fastest setting that
-    fits."""
+    """Return how much longer peers take than the fastest of ours, each in its fastest setting that
+    fits; what transformers' weights and states are counts as a peer of its own."""
+    peers = "long-rows-ours-transformers-bf16-transformers-fp32-fsdp2-none-transformers-bf16-liger"
     texts = []
     for where, name in (
         ("one H100, 1b, 4K", "long-rows-ours-ours-planned-memory-transformers-fp32-"
          "transformers-bf16-seq-4k-model-1b-host-memory-60g-h100"),
-        ("one H200, 1b, 4 x 4K", "long-rows-ours-transformers-bf16-"
-         "transformers-bf16-liger-transformers-fp32-transformers-fp32-liger-fsdp2-none-seq-4k-"
-         "model-1b-batch-4-h200"),
-        ("one H200, 1b, 32K", "long-seq-32k-model-1b-h200"),
+        ("16K", f"{peers}-seq-16k-model-1b-host-memory-60g-h100"),
+        ("32K", f"{peers}-seq-32k-model-1b-host-memory-60g-h100"),
         ("two H100s, 7b, 32K", "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-"
          "fsdp2-full-seq-32k-64k-host-memory-120g-2xh100"),
     ):
-        fastest = {}  # of ours, fsdp2, and each setting of transformers
+        fastest = {}
         rows = [r for r in read(name)["rows"] if r.get("step_s") and r["seq"] <= 2**15]
         for r in sorted(rows, key=lambda r: r["step_s"]):
-            label = r["system"]
-            fastest.setdefault(label if "transformers" in label else label.split()[0], r)
-        ours = fastest.pop("ours")
+            words = r["system"].split()
+            fastest.setdefault(tuple(words[: 1 + (words[0] == "transformers")]), r)
+        ours = fastest.pop(("ours",))
         times = ", ".join(
             f"**{r['step_s'] / ours['step_s']:.2f}** ({r['system']})" for r in fastest.values()
         )
