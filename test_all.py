@@ -4041,12 +4041,15 @@ def test_gpu_attention_past_two_to_the_31():
     device, seq, heads = torch.device("cuda"), 2**20, 17
     op = attention.Attention(attention.pick_kernel("auto", device, torch.bfloat16))
     torch.manual_seed(0)
-    q, k, v, do = (torch.randn(1, seq, heads, 128, device=device).bfloat16() for _ in range(4))
-    o, lse = op.forward(q, k, v)
-    whole = [o, *op.backward(lambda: (do, []), q, k, v, o, lse)]
-    last = [x[:, :, -1:].contiguous() for x in (q, k, v, do)]
-    o, lse = op.forward(*last[:3])
-    for ours, alone in zip(whole, [o, *op.backward(lambda: (last[3], []), *last[:3], o, lse)]):
+    inputs = [torch.randn(1, seq, heads, 128, device=device).bfloat16() for _ in range(4)]
+
+    def passes(q, k, v, do) -> list[torch.Tensor]:
+        o, lse = op.forward(q, k, v)
+        return [o, *op.backward(lambda: (do, []), q, k, v, o, lse)]
+
+    whole = passes(*inputs)
+    last = [x[:, :, -1:].contiguous() for x in inputs]
+    for ours, alone in zip(whole, passes(*last)):
         assert relative(ours[:, :, -1:], alone) < 1e-3
     at = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
     q, k, v, do = (x[0, :, 0].double() for x in last)  # (T, D)
@@ -4062,36 +4065,30 @@ def test_gpu_attention_past_two_to_the_31():
 @needs_gpu
 @parametrize("kernel", attention.KERNELS)
 def test_gpu_documents(kernel):
-    """Of two sequences, with documents of one token and of thousands, against each document alone
-    and against the definition in float64."""
+    """Of two sequences, with documents of one token and of thousands, against the definition in
+    float64, document by document."""
     device = torch.device("cuda")
     if why := attention.why_not(kernel, device, torch.bfloat16, documents=True):
         pytest.skip(why)
     torch.manual_seed(0)
-    q, k, v, do = (
-        torch.randn(2, 6000, heads, 128, device=device).bfloat16() for heads in (8, 2, 2, 8)
-    )
+    inputs = [torch.randn(2, 6000, heads, 128, device=device).bfloat16() for heads in (8, 2, 2, 8)]
     bounds = (0, 1, 2, 130, 131, 5000, 6000, 6064, 6065, 6600, 11999, 12000)
-    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-    op = attention.Attention(kernel)
-    ours = op.within(attention.Documents(bounds, offsets))
-    o, lse = ours.forward(q, k, v)
-    found = [o, *ours.backward(lambda: (do, []), q, k, v, o, lse)]
-    rows = [t.flatten(0, 1)[None] for t in (q, k, v, do)]
-    for cut in ours.mask.documents.cuts():
-        alone = [t[:, cut].contiguous() for t in rows]
-        o, lse = op.forward(*alone[:3])
-        same = [o, *op.backward(lambda: (alone[3], []), *alone[:3], o, lse)]
-        q1, k1, v1 = (t[0].transpose(0, 1).double().requires_grad_() for t in alone[:3])
-        exact = F.scaled_dot_product_attention(q1, k1, v1, is_causal=True, enable_gqa=True)
-        exact.backward(alone[3][0].transpose(0, 1).double())
-        for name, x, y, z in zip(
-            "o dq dk dv".split(), found, same, (exact, q1.grad, k1.grad, v1.grad)
-        ):
-            x = x.flatten(0, 1)[cut].float()
-            size = z.norm().item() + 1e-3 * x.numel() ** 0.5  # a lone token's dq, dk are 0
-            assert (x - y[0].float()).norm() < 0.01 * size, (cut, name)
-            assert (x - z.transpose(0, 1).float()).norm() < 0.01 * size, (cut, name)
+    documents = attention.Documents(
+        bounds, torch.tensor(bounds, dtype=torch.int32, device=device)
+    )
+
+    def passes(kernel: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        *inputs, do = inputs
+        op = attention.Attention(kernel).within(documents)
+        o, lse = op.forward(*inputs)
+        return [o, *op.backward(lambda: (do, []), *inputs, o, lse)]
+
+    exact = passes("naive", *(t.double() for t in inputs))
+    for name, ours, want in zip("o dq dk dv".split(), passes(kernel, *inputs), exact):
+        for cut in documents.cuts():
+            x, y = (t.flatten(0, 1)[cut] for t in (ours, want))
+            size = y.norm() + 1e-3 * y.numel() ** 0.5  # a lone token's dq, dk are 0
+            assert (x - y).norm() < 0.01 * size, (cut, name)
 
 
 # ---------------------------------------------------------------------------- the planner
