@@ -75,10 +75,6 @@ def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
         return None
 
 
-def tgs(plan: Plan) -> float:
-    return plan.batch * plan.seq / plan.step_s / plan.ranks
-
-
 def amsp_flags(name: str, sequences: int) -> dict:
     return {"seq": 4096, "batch": sequences, "micro_batch": 1, "sp": 1, "os_place": "gpu",
             "recompute": RECOMPUTE[name]}
@@ -124,7 +120,7 @@ def table_5() -> list[dict]:
             for micro_batches in (1, 2, 4, 8):
                 plan = best_plan(PAPER_MODELS[name], 64, p=p, g=g, os=os, overlap=flag,
                                  os_layout="inter", **amsp_flags(name, 64 * micro_batches))
-                pairs.append((tgs(plan), next(published)))
+                pairs.append((1 / plan.token_s, next(published)))
                 row[f"M = {micro_batches}"] = " / ".join(f"{each:,.0f}" for each in pairs[-1])
             row["micro-batch s"] = " / ".join(
                 f"{4096 * (8 / last - 1 / first) / 7:.2f}" for first, *_, last in zip(*pairs))
@@ -147,7 +143,7 @@ def figures() -> list[dict]:
             for gpus in (8, 16, 32, 64, 128, 256, 512, 1024):
                 plan = best_plan(model, gpus, strategy=strategy, overlap=overlap,
                                  **amsp_flags(name, 1024))
-                mfu = f"{100 * tgs(plan) * flops / 312e12:.1f}" if plan else "does not fit"
+                mfu = f"{100 * flops / plan.token_s / 312e12:.1f}" if plan else "does not fit"
                 published = FIGURE_11.get(f"{name} {system} {gpus}")
                 row[f"{gpus}"] = mfu + (f" / **{published}**" if published else "")
             rows.append(row)
