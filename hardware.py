@@ -203,10 +203,9 @@ def check_profile(profile: Profile) -> None:
 def known_profile(device_name: str, per_node: int) -> Profile:
     """Return the nearest profile: of the GPUs with the same name or data sheet the one of the
     smallest node of so many, else of the largest node; without any, an H200's by data sheets."""
-    every = [load_profile(str(path)) for path in profile_files().values()]
     kind = find_sheet(device_name) or device_name
     own = [
-        p for p in every
+        p for p in map(load_profile, profile_files())
         if (find_sheet(p.device) or p.device) == kind]
     if not own:
         return by_data_sheet(device_name, per_node)
