@@ -137,10 +137,8 @@ def as_cells(rows: list[dict]) -> list[dict[str, str]]:
         row | {"host_gib": row.get("host_gib") or None,
                "micro_batches": row.get("micro_batches", 1)}
         for row in rows])
-    cells = [dict(zip(titles, line)) for line in lines]
-    for row, shown in zip(rows, cells):
-        shown["file"] = row.get("file", "")
-    return cells
+    return [dict(zip(titles, line)) | {"file": row.get("file", "")}
+            for row, line in zip(rows, lines)]
 
 
 def section(name: str) -> str:
