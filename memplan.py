@@ -513,7 +513,9 @@ class StepMemory:
             return self.replay(step, inputs)
         result = self.record(step, inputs)
         if self.give_back():  # else what is in the arena outlives the step: the next one, maybe
-            self.solve()
+            self.plan = solve(self.buffers, time_limit=10.0)
+            self.plans += 1
+            check(self.buffers, self.plan.offsets, self.plan.peak)
         return result
 
     def begin(self, mode) -> None:
@@ -549,12 +551,6 @@ class StepMemory:
         self.buffers = with_passes(buffers, self.marks)
         self.counts = {}  # of a plan that is not followed any more
         return result
-
-    def solve(self, time_limit: float = 10.0) -> None:
-        """Plan the recorded step, and check the plan."""
-        self.plan = solve(self.buffers, time_limit)
-        self.plans += 1
-        check(self.buffers, self.plan.offsets, self.plan.peak)
 
     def replay(self, step, inputs):
         """Run the step on planned addresses, or launch it as a graph."""
