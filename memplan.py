@@ -234,7 +234,7 @@ def solve_program(rows, peak, deadline):
     the bound holds for the sizes as they are.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # half a second
-    from scipy.sparse import coo_array
+    from scipy.sparse import csr_array
 
     start, end, size = rows.T
     n = len(rows)
@@ -248,23 +248,17 @@ def solve_program(rows, peak, deadline):
         cliques.append(members)
         for pair in itertools.permutations(members, 2):
             below.setdefault(pair, n + 1 + len(below))
-    values, numbers, columns = [], [], []
-    least, most = [], []
-    lines = program_rows((size // unit).tolist(), below, cliques, big)
-    for number, (coefficients, low, high) in enumerate(lines):
-        values += coefficients.values()
-        columns += coefficients.keys()
-        numbers += [number] * len(coefficients)
-        least.append(low)
-        most.append(high)
-    matrix = coo_array((values, (numbers, columns)))
+    lines, least, most = zip(*program_rows((size // unit).tolist(), below, cliques, big))
+    columns = [column for line in lines for column in line]
+    values = [value for line in lines for value in line.values()]
+    matrix = csr_array((values, columns, np.cumsum([0, *map(len, lines)])))
     column = np.arange(n + 1 + len(below))
     seconds = max(0.0, deadline - time.monotonic())
     found = milp(
         column == n,  # M is minimised
         integrality=column > n,  # z is binary
         bounds=Bounds(0, np.where(column > n, 1, big)),
-        constraints=LinearConstraint(matrix.tocsr(), least, most),
+        constraints=LinearConstraint(matrix, least, most),
         options={"time_limit": 0.9 * seconds, "mip_rel_gap": 0.0})
     order = np.arange(n)
     if found.x is not None:  # the order alone: rounding in x cannot make two buffers overlap
