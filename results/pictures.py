@@ -113,8 +113,9 @@ STREAMS = (
 
 
 def read_trace(path: Path) -> list[tuple[str, str, float, float]]:
-    """Return what ran on the GPU in order: the stream, the kernel, start and duration in ms. A
-    stream is named by the first of STREAMS that runs on it; "" is another."""
+    """Return what ran on the GPU's streams of STREAMS, in their order, of each in order: the
+    stream, the kernel, start and duration in ms. A stream is named by the first of STREAMS that
+    runs on it."""
     with gzip.open(path) as f:
         events = json.load(f)["traceEvents"]
     events = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -124,23 +125,24 @@ def read_trace(path: Path) -> list[tuple[str, str, float, float]]:
         for part, name in STREAMS:
             if part in e["name"]:
                 names.setdefault(e["tid"], name)
-    return [(names.get(e["tid"], ""), e["name"], e["ts"] / 1e3, e["dur"] / 1e3) for e in events]
+    return [
+        (stream, e["name"], e["ts"] / 1e3, e["dur"] / 1e3)
+        for _, stream in STREAMS
+        for e in events
+        if names.get(e["tid"]) == stream]
 
 
-def draw_timeline(path: Path, trace: Path, title: str, layers: int = 32) -> None:
-    """Draw what runs between the attention of two layers, forward and backward, in the trace's
-    second step: a line for each stream."""
-    order = [stream for _, stream in STREAMS]
-    events = [event for event in read_trace(trace) if event[0] in order]
-    events.sort(key=lambda event: order.index(event[0]))
+def draw_timeline(path: Path, trace: Path, title: str) -> None:
+    """Draw what runs between the attention of two layers of 32, forward and backward, in the
+    trace's second step: a line for each stream."""
+    events = read_trace(trace)
     attention = [start for _, name, start, ms in events if "flash" in name and ms > 0.2]
     fig, axes = plt.subplots(2, 1, figsize=(9, 5))
-    for ax, name, first, second in (
-        (axes[0], "forward, from layer 10's attention to layer 12's", 2 * layers, 10),
-        (axes[1], "backward, from layer 12's attention to layer 10's", 3 * layers, layers - 13),
+    for ax, name, first in (  # attentions before it, 32 a pass: two passes a step
+        (axes[0], "forward, from layer 10's attention to layer 12's", 64 + 10),
+        (axes[1], "backward, from layer 12's attention to layer 10's", 96 + 32 - 13),
     ):
-        left = attention[first + second]
-        right = attention[first + second + 2]
+        left, _, right = attention[first : first + 3]
         for stream, kernel, start, ms in events:
             if start + ms < left or start > right:
                 continue
