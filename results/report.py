@@ -246,18 +246,17 @@ ERRORS = (
 
 def plan_of(r: dict) -> Plan:
     """Return the plan that a row has run."""
-    names = ("seq", "sp", "batch", "micro_batch", "head_groups", "chunk", "os_layout")
+    names = ("seq", "sp", "ring", "batch", "micro_batch", "head_groups", "chunk", "os_layout",
+             "os_place")  # older rows lack some: as Plan has them
     model = MODELS[r["model"]]
     nodes = int(re.search(r"(?<=nodes=)\d|$", r["system"])[0] or 1)
     plan = Plan(
         model, torch.bfloat16, r["gpus"], r["gpus"] // nodes,
         overlap=tuple(x for x in STREAMS if x != "host_update" or "open" not in r["system"]),
-        ring=r.get("ring", 1),
         recompute="none" if r["recompute"] == "none" else "auto",
         factors=Factors(r["p"], r["g"], r["os"]),
-        os_place=r.get("os_place", "gpu"),
         activations=r["activations"] and ActivationPlan(**r["activations"]),
-        **{name: r[name] for name in names})
+        **{name: r[name] for name in names if name in r})
     if r["recompute"] == "full":  # layers that keep their input alone, whole or in chunks
         n = model.layers
         all_again = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
