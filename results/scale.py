@@ -180,10 +180,7 @@ def longest(model: ModelConfig, hardware: Hardware) -> int:
         asked = Constraints(count * step, batch=1, sp=hardware.ranks)
         return not planner.fits(asked, model, hardware)
 
-    bad = 1
-    while not too_long(bad):
-        bad *= 2
-    return step * (bisect.bisect_left(range(bad), True, lo=1, key=too_long) - 1)
+    return step * (bisect.bisect_left(range(2**14), True, lo=1, key=too_long) - 1)
 
 
 def fits() -> list[dict]:
