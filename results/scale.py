@@ -31,7 +31,10 @@ PAPER_MODELS = {  # AMSP's 30B is InternEvo's: 60 x 6144, which its MFU and TGS 
     "13b": MODELS["13b"],
     "30b": ModelConfig(32000, 6144, 60, 48, 48, 16384)}
 RECOMPUTE = {"7b": "none", "13b": "none", "30b": "full"}  # AMSP, section VI
-CHOICES = {"7b": (1, 1, 8), "13b": (4, 4, 8), "30b": (8, 8, 32)}  # table IV
+CHOICES = {  # table IV
+    "7b": {"p": 1, "g": 1, "os": 8},
+    "13b": {"p": 4, "g": 4, "os": 8},
+    "30b": {"p": 8, "g": 8, "os": 32}}
 OVERLAPS = {  # AMSP, table V
     "all overlaps": "param_gather,grad_scatter,grad_reduce,param_broadcast",
     "without broadcast": "param_gather,grad_scatter,grad_reduce",
@@ -84,9 +87,9 @@ def choices() -> list[dict]:
     """Return the papers' choices beside the model's best under the same restrictions."""
     asked = []
     for gpus in (1024, 64):
-        for name, (p, g, os) in CHOICES.items():
+        for name, choice in CHOICES.items():
             asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, amsp_flags(name, 1024),
-                          {"p": p, "g": g, "os": os}))
+                          choice))
     flags = {"seq": 2**18, "batch": 16, "os_place": "gpu"}
     theirs = {"p": 4, "g": 4, "os": 8, "sp": 32, "ring": 1, "recompute": "none"}
     for text, recompute in (("layers whole", "none"), ("layers may swap", "auto")):
@@ -112,14 +115,14 @@ def table_5() -> list[dict]:
     """Return TGS of AMSP's choices on 64 GPUs, by overlap and micro-batches, predicted / published,
     and the seconds of a further micro-batch."""
     rows = []
-    for name, (p, g, os) in CHOICES.items():
+    for name, choice in CHOICES.items():
         published = map(int, TABLE_5[name].split())
         for overlaps, flag in OVERLAPS.items():
             row = {"model": name, "overlaps": overlaps}
             pairs = []
             for micro_batches in (1, 2, 4, 8):
-                plan = best_plan(PAPER_MODELS[name], 64, p=p, g=g, os=os, overlap=flag,
-                                 os_layout="inter", **amsp_flags(name, 64 * micro_batches))
+                plan = best_plan(PAPER_MODELS[name], 64, overlap=flag, os_layout="inter",
+                                 **choice, **amsp_flags(name, 64 * micro_batches))
                 pairs.append((1 / plan.token_s, next(published)))
                 row[f"M = {micro_batches}"] = " / ".join(f"{each:,.0f}" for each in pairs[-1])
             row["micro-batch s"] = " / ".join(
