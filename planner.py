@@ -15,9 +15,9 @@ rule (RULES), the rest loops: over shapes of the computation, those that compute
 for each over states, by the seconds of a step that recomputes nothing; what layers keep is planned
 last (`plan_activations`), and what can be no better than what is found is left out (`late`).
 
-Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, larger micro-batches, states
-on the GPU, fewer shards (`preference`). Nodes are put in an order in which few bytes cross the
-spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
+Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, micro-batches near 8K tokens,
+states on the GPU, fewer shards (`preference`). Nodes are put in an order in which few bytes cross
+the spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
 
 With tp columns of layers and a pipeline of pp stages, states and sequences are shared by the R =
 ranks / (tp pp) ranks of one stage and column, per_node / tp of them in a node. What a stage's
@@ -292,9 +292,9 @@ def ways_to_keep(n, resident, swaps):
 def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
                      busy=0.0):
     """Return the plan that loses the least time of those that swap as many chunks S as copies hide
-    behind computation, and then keep as many chunks K as have room, and the seconds lost in a
-    step's forward and backward: of all k, m, X (whole groups of m layers leave) at once. If nothing
-    fits, the plan that needs least, and inf.
+    behind computation, and then keep as many chunks K as have room, and the seconds lost in forward
+    and backward of a micro-batch through one part: of all k, m, X (whole groups of m layers leave)
+    at once. If nothing fits, the plan that needs least, and inf.
 
     layer, s: bytes and seconds of one, as costs.column_bytes and LayerSeconds; bandwidth: bytes/s
     to the host, with all GPUs copying; gpu, host: bytes a rank can give to activations; resident,
@@ -320,8 +320,8 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
         whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks))
     hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
     swapped = np.clip(hidden, 0, np.maximum(0, most))
-    if alpha is not None:  # the nearest number of chunks
-        swapped = np.rint(alpha * chunks * away)
+    if alpha is not None:  # the nearest number of chunks, but some if that is asked for
+        swapped = np.maximum(alpha > 0, np.rint(alpha * chunks * away))
     feasible = (room >= 0) & (swapped <= most)
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
     kept = np.clip(kept, 0, feasible * saves * chunks * k)
@@ -996,6 +996,9 @@ class Question(Constraints):
         per_node = load_profile(self.cluster).per_node
         ranks = self.ranks or per_node
         per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
+        if ranks % per_node:
+            raise ValueError(f"--ranks {ranks}: not divisible by --per-node {per_node}; "
+                             f"legal there: {', '.join(map(str, divisors(ranks)))}")
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory

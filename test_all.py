@@ -4599,7 +4599,7 @@ def test_planner_places_rings(tmp_path):
     "flags, message",
     [
         ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
-        ("--ranks 6 --per-node 4", "6 ranks, 4 a node, are not so many stages of whole nodes"),
+        ("--ranks 6 --per-node 4", "--ranks 6: not divisible by --per-node 4; .*: 1, 2, 3, 6$"),
         (
             "--ranks 8 --sp 8 --ring 3",
             "--sp 8 --ring 3: .* 16 key/value heads.*--sp 8 --ring 2, --sp 8 --ring 4",
