@@ -726,8 +726,8 @@ def close_log(run, log):
         log.close()
         if run.rank == 0:
             draw_losses(Path(log.name))
-    except OSError as e:
-        print(f"log.jsonl or loss.png could not be written: {e.strerror}")
+    except Exception as e:  # a damaged row is drawn, too; it must not end a run
+        print(f"log.jsonl or loss.png could not be written: {e!r}")
 
 
 def draw_losses(log):
@@ -814,11 +814,11 @@ def train(run, model, states, memory, saver):
             saved = step
     if ends:
         print0(f"{ends}: the run ends after step {step}")
-    close_log(run, log)
     saver.finish()
     if cfg.save_every >= 0 and (saved != step or saver.failed):
         saver.begin(run.record | {"step": step, "samples": samples})
         saver.finish()
+    close_log(run, log)
     if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
         export(run, states, saver.group)
     return trouble or saver.failed
