@@ -329,7 +329,7 @@ class Saver:
 def steps_of(out: Path) -> list[Path]:
     """Return the folders of checkpoints in OUT, by their steps; those that are being written or
     deleted have other names."""
-    return sorted(out.glob("step-????????"))
+    return sorted(out.glob("step-" + 8 * "[0-9]"))
 
 
 def find_checkpoint(out: Path, resume: str) -> Checkpoint | None:
@@ -397,7 +397,7 @@ def read_log(log: Path) -> list[dict]:
             row = json.loads(line)
             row["step"] + 0
             rows.append(row)
-        except (ValueError, TypeError, KeyError):
+        except Exception:
             print(f"{log}: dropped what is no step's: {line[:60]}")
     return rows
 
