@@ -127,7 +127,7 @@ def id_format(file: Path) -> tuple[np.dtype, int]:
         return np.dtype(f"<u{said['token_bytes']}"), int(said.get("ignore", -1))
     except FileNotFoundError:
         return np.dtype("<u2"), -1
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except Exception as e:  # whatever it says instead
         raise ValueError(f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "ignore": '
                          f"ID}}: {type(e).__name__}: {e}") from e
 
