@@ -162,7 +162,7 @@ class Sequences:
 def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:
     """Return training and validation sequences; these are a twentieth from the end, at least one,
     where there is no val. Raises ValueError with the longest legal --seq."""
-    longest = min(len(corpus), len(val)) - 1 if val else (len(corpus) - 1) // 2
+    longest = min(len(corpus), len(val)) - 1 if val is not None else (len(corpus) - 1) // 2
     if seq > longest:
         raise ValueError(f"--seq {seq}: the data has {len(corpus)} tokens, too few for training "
                          f"and validation; the longest that fits is --seq {max(0, longest)}")

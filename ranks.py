@@ -159,7 +159,7 @@ def on_all_ranks(check, *args, group: Group = None):
     try:
         result = check(*args)
     except (ValueError, OSError, MemoryError) as e:
-        error = str(e)
+        error = str(e) or repr(e)  # a MemoryError may have no text
     if error := error_of_any(error, group):
         raise ConfigError(error)
     return result

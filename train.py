@@ -224,10 +224,10 @@ def with_rope(text, model):
     ValueError."""
     if not text:
         return model
-    found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
+    found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d{{0,17}}(\.\d*)?)", text)
     if not found:
         raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
-                         "theta:BASE, from 1")
+                         "theta:BASE, from 1, in 18 digits at most")
     kind, factor = found[1], float(found[2])
     if kind == "theta":
         return replace(model, rope_theta=factor)
