@@ -753,14 +753,6 @@ def draw_losses(log):
     fig.savefig(log.with_name("loss.png"), dpi=120)
 
 
-def spare_collections(run, step):
-    """Freeze what lives until the end, so that collections need not walk it: after the first step,
-    when all is compiled."""
-    if step == run.start + 1:
-        gc.collect()
-        gc.freeze()
-
-
 def train(run, model, states, memory, saver):
     """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
@@ -791,7 +783,9 @@ def train(run, model, states, memory, saver):
             states.check_uses()
         row |= {"step": step, "lr": lr, "seconds": time.perf_counter() - now[1]}
         now[0] = 0
-        spare_collections(run, step)
+        if step == run.start + 1:  # all is compiled: collections need not walk what lives on
+            gc.collect()
+            gc.freeze()
         in_a_row = 0 if row["finite"] else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
