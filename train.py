@@ -595,21 +595,12 @@ def evaluate(run, model):
         [2**bits // 2, loss / valid] for bits, (loss, valid) in enumerate(total.tolist()) if valid]}
 
 
-# ---------------------------------------------------------------------------- weights, checkpoints
+# ---------------------------------------------------------------------------- first weights
 
 
 def load_random_weights(run: Run, states: States) -> None:
     states.load(lambda name: initial_weight(run.plan.model, name, states.shapes[name],
                                             run.cfg.seed, run.device))
-
-
-def export(run, states, group):
-    """Write the weights to --export, with what the import had beside them. A collective."""
-    cfg = run.cfg
-    # what made the data goes before
-    beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-    checkpoint.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
-                      run.record["source"], beside, group)
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -814,7 +805,10 @@ def train(run, model, states, memory, saver):
         saver.finish()
     close_log(run, log)
     if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
-        export(run, states, saver.group)
+        # of what lies beside an import and a tokenizer, what made the data goes before
+        beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
+        checkpoint.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
+                          run.record["source"], beside, saver.group)
     return trouble or saver.failed
 
 
