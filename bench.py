@@ -386,7 +386,7 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     that ranks share by context count as cut between them."""
     plan = run.plan
     cfg = plan.column
-    random = functools.partial(torch.randn, device=run.device, dtype=run.plan.dtype)
+    random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
     parts = -(-plan.tokens // 2**14)
     tokens = plan.tokens // parts
     *layer, head = ((random(tokens, cols), random(tokens, rows), random(rows, cols))
@@ -578,9 +578,8 @@ def profiled(bench: Bench, step: Step) -> dict:
             kind.append((e.time_range.start, e.time_range.end))
     if step.run.plan.factors.p > 1 and bench.rank == 0:
         profile.export_chrome_trace(str(bench.file.with_name("trace.json.gz")))
-    hidden = covered_ms(computation)
-    return {"communication_ms": covered_ms(communication) / 2,
-            "exposed_ms": (covered_ms(communication + computation) - hidden) / 2}
+    exposed = covered_ms(communication + computation) - covered_ms(computation)
+    return {"communication_ms": covered_ms(communication) / 2, "exposed_ms": exposed / 2}
 
 
 def planned_memory(bench: Bench, step: Step) -> dict:
@@ -892,7 +891,7 @@ def main() -> None:
     if args.profile:
         command = f"--profile {args.profile}"
         file = out / f"profiles/{args.profile}.json"
-    on_rank_0(train.try_folder, str(file.parent))  # before it measures
+    on_rank_0(train.try_folder, file.parent)  # before it measures
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
              "command": f"{launcher} bench.py {command}"}
     bench = Bench(device, rank, world, args.quick, file, about)

@@ -311,7 +311,7 @@ def open_data(cfg, model):
     return cfg, *on_all_ranks(read)
 
 
-def try_folder(folder: str) -> None:
+def try_folder(folder: str | Path) -> None:
     """Raise ValueError if files cannot be written there."""
     try:
         os.makedirs(folder, exist_ok=True)
