@@ -86,12 +86,11 @@ class Groups:
     """
 
     def __init__(self, timeout: float = 600.0, tp: int = 1, pp: int = 1):
-        world = dist.get_world_size()
         self.made = {}  # this rank's, by name and all groups of it
         self.timeout = timedelta(seconds=timeout)
         self.tp = tp
         self.pp = pp
-        self.ranks = world // (tp * pp)  # R
+        self.ranks = dist.get_world_size() // (tp * pp)  # R
         self.places = [*itertools.product(range(pp), range(self.ranks), range(tp))]  # by rank
         self.stage, self.rank, self.column = self.places[dist.get_rank()]
         if torch.cuda.is_initialized():  # as below
@@ -131,7 +130,10 @@ class ConfigError(ValueError):
 def print0(*text) -> None:
     """Print on rank 0 alone; where there are no ranks, here."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(*text, flush=True)
+        try:
+            print(*text, flush=True)
+        except BrokenPipeError:  # Ctrl-C has ended the `tee` that reads it: the run still saves
+            sys.stdout = open(os.devnull, "w")
 
 
 def of_all_ranks(value, group: Group = None) -> list:
@@ -154,12 +156,11 @@ def error_of_any(error: str, group: Group = None) -> str:
 def on_all_ranks(check, *args, group: Group = None):
     """Return check(*args) of every rank; if one fails, the same ConfigError on all: none hangs.
     They wait for each other as long as the group does. A collective; check holds none."""
-    result = None
-    error = ""
+    result = error = ""
     try:
         result = check(*args)
     except (ValueError, OSError, MemoryError) as e:
-        error = str(e) or repr(e)  # a MemoryError may have no text
+        error = str(e) or "out of memory"  # which may have no text
     if error := error_of_any(error, group):
         raise ConfigError(error)
     return result
