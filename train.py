@@ -595,12 +595,21 @@ def evaluate(run, model):
         [2**bits // 2, loss / valid] for bits, (loss, valid) in enumerate(total.tolist()) if valid]}
 
 
-# ---------------------------------------------------------------------------- first weights
+# ---------------------------------------------------------------------------- weights, checkpoints
 
 
 def load_random_weights(run: Run, states: States) -> None:
     states.load(lambda name: initial_weight(run.plan.model, name, states.shapes[name],
                                             run.cfg.seed, run.device))
+
+
+def export(run, states, group):
+    """Write the weights to --export, with what the import had beside them. A collective."""
+    cfg = run.cfg
+    # what made the data goes before
+    beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
+    checkpoint.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
+                      run.record["source"], beside, group)
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -744,6 +753,14 @@ def draw_losses(log):
     fig.savefig(log.with_name("loss.png"), dpi=120)
 
 
+def spare_collections(run, step):
+    """Freeze what lives until the end, so that collections need not walk it: after the first step,
+    when all is compiled."""
+    if step == run.start + 1:
+        gc.collect()
+        gc.freeze()
+
+
 def train(run, model, states, memory, saver):
     """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
@@ -774,9 +791,7 @@ def train(run, model, states, memory, saver):
             states.check_uses()
         row |= {"step": step, "lr": lr, "seconds": time.perf_counter() - now[1]}
         now[0] = 0
-        if step == run.start + 1:  # all is compiled: collections need not walk what lives on
-            gc.collect()
-            gc.freeze()
+        spare_collections(run, step)
         in_a_row = 0 if row["finite"] else in_a_row + 1
         if in_a_row == MAX_SKIPS:
             trouble = f"the loss or the gradient was not finite, {in_a_row} steps in a row"
@@ -805,10 +820,7 @@ def train(run, model, states, memory, saver):
         saver.finish()
     close_log(run, log)
     if cfg.export and step >= cfg.steps and in_a_row < MAX_SKIPS:
-        # of what lies beside an import and a tokenizer, what made the data goes before
-        beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-        checkpoint.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
-                          run.record["source"], beside, saver.group)
+        export(run, states, saver.group)
     return trouble or saver.failed
 
 
