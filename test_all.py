@@ -3220,8 +3220,9 @@ def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
 
 
 def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
-    """Torn folders beside whole ones; a file that is cut short, or of another checkpoint. A run
-    that goes on before them puts them aside."""
+    """Torn folders beside whole ones; a file that is cut short, or of another checkpoint; a copy.
+    A run that goes on before them puts them aside."""
+    (tmp_path / "step-3-backup").mkdir()
     flags = f"--out {tmp_path} --keep 3 --save-every 1"
     main(f"{flags} --steps 3")
     second, third, torn = (tmp_path / f"step-0000000{step}" for step in (2, 3, 9))
@@ -3423,7 +3424,11 @@ def test_signals(ranks, number, tmp_path):
     assert saved(out) == [done]
 
 
-def test_signal_in_the_last_step_leaves_nothing_out(tmp_path):
+def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
+    """Nor if it has ended the reader of what is printed, too."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", open(writer, "w"))
     at_file(f"{tmp_path}/o/step-00000001.tmp/rank", lambda: os.kill(os.getpid(), signal.SIGTERM))
     main(f"--steps 2 --save-every 1 --out {tmp_path}/o --export {tmp_path}/hf")
     assert saved(tmp_path / "o") == [1, 2]
