@@ -283,7 +283,7 @@ def column_bytes(plan: Plan) -> LayerBytes:
     cfg, e, tokens = plan.column, plan.dtype.itemsize, plan.tokens
     q, kv = plan.widths
     x = tokens * cfg.dim * e
-    pre, post, _ = block_saves(cfg, tokens, plan.dtype)
+    pre, post, *_ = block_saves(cfg, tokens, plan.dtype)
     others = tokens * (q + kv) * e + sum(t.nbytes for t in pre + post)
     elsewhere = x - x / plan.tp if plan.tp_mode == "fsp" else 0
     attn = tokens * (q * e + cfg.heads * plan.accum_bytes)

@@ -826,7 +826,7 @@ class Block(nn.Module):
         return h + project(self.down, SWIGLU, gate_up)
 
     def forward(self, x: Tensor, rope: Rope, attention: Callable) -> Tensor:
-        """The whole layer: x (B, T, C) -> y (B, T, C)."""
+        """The whole layer: x (B, T, C) -> y (B, T, C). Layers in chunks do not call it."""
         o, _ = attention(*self.pre(x, rope))
         return self.post(x, o)
 
@@ -857,8 +857,11 @@ class LLaMA(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = Vector(cfg.dim)
         self.head = Matrix(cfg.vocab, cfg.dim)
-        # of the whole model, whatever other ranks have of it
-        self.shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple]:
+        """Of the whole model's weights, whatever other ranks have of it: asked for before."""
+        return {name: tuple(p.shape) for name, p in self.named_parameters()}
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
@@ -875,6 +878,9 @@ class LLaMA(nn.Module):
         default 1 / valid tokens here; whoever splits a batch passes 1 / valid tokens of all parts,
         and the parts' losses and gradients add up. positions (T,), or (B, T): by default 0 ... T-1.
         documents: where they lie, as model.attention wants it (attention.Documents).
+
+        A stage of a pipeline runs embedded, run_layers (of x of the stage before it) and result,
+        not this: what a fork changes is changed in them.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

@@ -227,15 +227,17 @@ class SavedLayer:
             yield
 
 
-Saves = tuple[list[Tensor], list[Tensor], str]  # of block.pre, of block.post, a matrix's name
+# of block.pre, of block.post, a matrix's name, names of attributes
+Saves = tuple[list[Tensor], list[Tensor], str, list[str]]
 
 
 def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype,
                 block: llama.Block | None = None) -> Saves:
     """Return what autograd saves of a chunk of so many tokens in block.pre and in block.post,
     beside x, o, q, k, v: on meta, found by running model.Block there, without memory and in no
-    time. And which matrix's product ends block.post and is not needed to recompute it ("": none).
-    block: one of its class runs, with as much of each matrix."""
+    time. And which matrix's product ends block.post and is not needed to recompute it ("": none),
+    and which tensors the block then holds for others. block: one of its class runs, with as much of
+    each matrix."""
     if block is None:
         return _block_saves(llama.Block, (), cfg, tokens, dtype)
     cuts = tuple(matrix.part for matrix in matrices_of(block))
@@ -275,7 +277,10 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
             final = llama.final_matrix(y)
             _, _, *post = saved.tensors.values()
     names = {module: name for name, module in block.named_modules()}
-    return pre, post, names.get(final, "")
+    held = [name for module in block.modules()
+            for name, value in (vars(module) | vars(type(module))).items()
+            if isinstance(value, Tensor)]
+    return pre, post, names.get(final, ""), held
 
 
 # ---------------------------------------------------------------------------- host memory
@@ -409,7 +414,13 @@ class ChunkedLayers:
         self.root = torch.zeros((), device=device, requires_grad=True)  # of all chunks' graphs
         self.offload_stream = CommStream(device)
         self.prefetch_stream = CommStream(device)
-        _, _, self.final_matrix = block_saves(self.cfg, 1, dtype, self.blocks[0])
+        self.final_matrix = {}
+        for block in self.blocks:
+            *_, self.final_matrix[block], held = block_saves(self.cfg, 1, dtype, block)
+            if held or type(block).forward is not llama.Block.forward:
+                raise ValueError("layers in chunks run pre and post alone, for some tokens at a "
+                                 "time: what a block holds for others or does in forward, "
+                                 f"({', '.join(held) or 'forward'}) is lost; --recompute none")
         sizes = [self.host_bytes(i) for i in range(plan.swapped_layers)]
         pinned = iter(pin_host_buffers(in_flight * sizes, device.type == "cuda"))
         self.in_flight = in_flight
@@ -447,7 +458,7 @@ class ChunkedLayers:
             sizes.append(rows * accumulation_dtype(self.dtype).itemsize)
         for chunk in self.chunks[: self.plan.num_saved_chunks(i)]:
             tokens = chunk.stop - chunk.start
-            pre, post, _ = block_saves(cfg, tokens, self.dtype, block)
+            pre, post, *_ = block_saves(cfg, tokens, self.dtype, block)
             sizes += [t.nbytes for t in pre + post]
         return sum(map(aligned, sizes))
 
@@ -550,7 +561,7 @@ class ChunkedLayers:
         fn, names = {"pre": (pre, "x"), "post": (post, "xo")}[half]
         inputs = [saved.tensors[name][:, chunk] for name in names]
         if again:
-            unneeded = block.get_submodule(self.final_matrix)
+            unneeded = block.get_submodule(self.final_matrix[block])
             context = recomputation(unneeded)
         elif j < saved.num_saved:
             context = saved.saving()

@@ -400,10 +400,12 @@ class States:
         self.make_params(model)
         self.make_states(place)
         self.make_vectors(model)
-        others = [name for name, weight in model.named_parameters() if weight.is_meta]
+        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+        others = [name for name, tensor in tensors if tensor.is_meta]
         if others or frozen:
             raise ValueError(f"{', '.join(others + frozen)}: what is sharded is the weight of a "
-                             "model.Matrix (large) or Vector (small) that trains, no nn.Linear's")
+                             "model.Matrix (large) or Vector (small) that trains, no nn.Linear's "
+                             "and no buffer")
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
         self.on_phase: Callable[[str], None] = lambda phase: None  # told when one is enqueued
@@ -434,6 +436,9 @@ class States:
         """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
         matrices = {path: module for path, module in model.named_modules()
                     if isinstance(module, Matrix)}
+        if len({module.weight for module in matrices.values()}) < len(matrices):
+            raise ValueError("two modules share a weight, and would each get one of their own; use "
+                             "one module in both places, of a Vector, or two matrices")
         multiple = self.factors.os * SHARD_ALIGN_ELEMENTS
         padded = {path: math.ceil(math.prod(module.shape) / multiple) * multiple
                   for path, module in matrices.items()}

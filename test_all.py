@@ -1837,18 +1837,32 @@ def test_refused_optimizer(group):
         shard.States(m.LLaMA(SMALL), torch.device("cpu"), torch.float32, optimizer=muon)
 
 
+class Holds(m.Block):
+    def post(self, x, o):
+        self.penalty = x.square().mean()
+        return super().post(x, o)
+
+
 def test_forks_that_would_train_wrong_are_refused(group):
-    """Weights that do not train; a layer that takes more than the one before it has made, which
-    makes it again; a product that is left out, and read."""
+    """Weights that do not train, or are tied; a layer that takes more than the one before it has
+    made, which makes it again, or holds what another one's chunks made; a product that is left out,
+    and read."""
+    cpu = torch.device("cpu")
     model = m.LLaMA(SMALL)
     model.embed.weight.requires_grad_(False)
     with raises(ValueError, match="^embed.weight: what is sharded is .* that trains"):
-        shard.States(model, torch.device("cpu"), torch.float32)
+        shard.States(model, cpu, torch.float32)
+    model.head.weight = model.embed.weight
+    with raises(ValueError, match="two modules share a weight"):
+        shard.States(model, cpu, torch.float32)
     model = seeded(SIZES["gqa"], attention.Attention("cpu"))
-    plan = activations_of("no-x", 5, 3)
-    layers = offload.ChunkedLayers(
-        model, (2, SEQ), plan, SEQ - 10, torch.device("cpu"), torch.float64
+    chunked = functools.partial(
+        offload.ChunkedLayers, model, (2, SEQ), activations_of("no-x", 5, 3), SEQ - 10, cpu
     )
+    layers = chunked(torch.float64)
+    model.blocks[1] = Holds(model.cfg)
+    with raises(ValueError, match="holds for others.*penalty.*is lost"):
+        chunked(torch.float64)
     model.layer_runner = lambda *a: lambda i, x, run=layers.start(*a): run(i, x + 1)
     with raises(ValueError, match="layer 1 takes something else than what layer 0 has made"):
         model(*example(seq=SEQ, vocab=67))

@@ -420,6 +420,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
+    assert model.shapes, "known while the model is whole"
     on_all_ranks(parallel.split_columns, model, parallel.Columns(plan.tp_mode, groups))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
