@@ -56,7 +56,7 @@ from attention import Attention, pick_kernel
 from checkpoint import export_config
 from hardware import Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
-from model import MODELS, LLaMA, ModelConfig, param_count
+from model import MODELS, Block, LLaMA, ModelConfig, param_count
 from offload import GIB, host_budget
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks, use_more_queues)
@@ -314,6 +314,12 @@ def fsdp2_step(run: Run, what: list[str]) -> Step:
     train.cap_gpu(run)
     ours = train.make_attention(run, groups_of(1, 1))
     checkpoint_flags, every = PEERS[what[0]]
+
+    def forward(block, x, rope, op):
+        o, _ = op(*block.pre(x, rope))
+        return block.post(x, o)
+
+    Block.forward = forward  # what FSDP2 hooks
 
     def layers(model, rope, op):
         def run_layer(i, x):

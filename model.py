@@ -773,9 +773,9 @@ class Block(nn.Module):
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
 
     A new weight is a Matrix if it is large, so that it is sharded, and a Vector if it is small.
-    Chunks call pre and post, not forward, of some tokens each: nothing but attention mixes tokens,
-    a layer sees no other layer, all are alike, and shapes of what autograd saves do not depend on
-    data. Under --tp a column has some heads and features: nothing but a product sums over them.
+    Chunks call pre and post of some tokens each: nothing but attention mixes tokens, a layer sees
+    no other layer, all are alike, and shapes of what autograd saves do not depend on data. Under
+    --tp a column has some heads and features: nothing but a product sums over them.
     """
 
     def __init__(self, cfg: ModelConfig):
@@ -825,11 +825,6 @@ class Block(nn.Module):
         gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
         return h + project(self.down, SWIGLU, gate_up)
 
-    def forward(self, x: Tensor, rope: Rope, attention: Callable) -> Tensor:
-        """The whole layer: x (B, T, C) -> y (B, T, C). Layers in chunks do not call it."""
-        o, _ = attention(*self.pre(x, rope))
-        return self.post(x, o)
-
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor):
     """Causal attention of (B, T, heads, D) tensors by PyTorch alone, without documents;
@@ -841,7 +836,12 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor):
 
 def whole_layers(model: "LLaMA", rope: Rope, attention: Callable) -> Callable:
     """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
-    return lambda i, x: model.blocks[i](x, rope, attention)
+    def run_layer(i, x):  # (B, T, C) -> (B, T, C)
+        block = model.blocks[i]
+        o, _ = attention(*block.pre(x, rope))
+        return block.post(x, o)
+
+    return run_layer
 
 
 class LLaMA(nn.Module):

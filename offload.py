@@ -417,10 +417,10 @@ class ChunkedLayers:
         self.final_matrix = {}
         for block in self.blocks:
             *_, self.final_matrix[block], held = block_saves(self.cfg, 1, dtype, block)
-            if held or type(block).forward is not llama.Block.forward:
-                raise ValueError("layers in chunks run pre and post alone, for some tokens at a "
-                                 "time: what a block holds for others or does in forward, "
-                                 f"({', '.join(held) or 'forward'}) is lost; --recompute none")
+            if held:
+                raise ValueError("layers in chunks run for some tokens at a time, and again: what "
+                                 f"a block holds for others ({', '.join(held)}) is lost; "
+                                 "--recompute none")
         sizes = [self.host_bytes(i) for i in range(plan.swapped_layers)]
         pinned = iter(pin_host_buffers(in_flight * sizes, device.type == "cuda"))
         self.in_flight = in_flight
