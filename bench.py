@@ -56,7 +56,7 @@ from attention import Attention, pick_kernel
 from checkpoint import export_config
 from hardware import Machine, Profile, profile_text
 from memplan import StepMemory, write_plan
-from model import MODELS, Block, LLaMA, ModelConfig, param_count
+from model import MODELS, Block, LLaMA, ModelConfig, param_count, whole_layer
 from offload import GIB, host_budget
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks, use_more_queues)
@@ -315,11 +315,7 @@ def fsdp2_step(run: Run, what: list[str]) -> Step:
     ours = train.make_attention(run, groups_of(1, 1))
     checkpoint_flags, every = PEERS[what[0]]
 
-    def forward(block, x, rope, op):
-        o, _ = op(*block.pre(x, rope))
-        return block.post(x, o)
-
-    Block.forward = forward  # what FSDP2 hooks
+    Block.forward = whole_layer  # FSDP2's hooks are those of a module's call
 
     def layers(model, rope, op):
         def run_layer(i, x):
@@ -897,7 +893,7 @@ def main() -> None:
     if args.profile:
         command = f"--profile {args.profile}"
         file = out / f"profiles/{args.profile}.json"
-    on_rank_0(train.try_folder, file.parent)  # before it measures
+    on_rank_0(train.try_folder, str(file.parent))  # before it measures
     about = {"hardware": hardware, "versions": versions(), "commit": commit(),
              "command": f"{launcher} bench.py {command}"}
     bench = Bench(device, rank, world, args.quick, file, about)

@@ -397,7 +397,7 @@ def read_log(log: Path) -> list[dict]:
             row = json.loads(line)
             row["step"] + 0
             rows.append(row)
-        except Exception:
+        except Exception:  # a crash leaves anything
             print(f"{log}: dropped what is no step's: {line[:60]}")
     return rows
 

@@ -164,10 +164,12 @@ def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequ
     where there is no val. Raises ValueError with the longest legal --seq."""
     longest = min(len(corpus), len(val)) - 1 if val is not None else (len(corpus) - 1) // 2
     if seq > longest:
-        raise ValueError(f"--seq {seq}: the data has {len(corpus)} tokens, too few for training "
-                         f"and validation; the longest that fits is --seq {max(0, longest)}")
+        beside = "" if val is None else f", its val.bin {len(val)}"
+        raise ValueError(f"--seq {seq}: the data has {len(corpus)} tokens{beside}, too few for "
+                         f"training and validation; the longest that fits is --seq "
+                         f"{max(0, longest)}")
     count = (len(corpus) - 1) // seq
-    if val:
+    if val is not None:
         held_out = Sequences(val, 0, (len(val) - 1) // seq, seq, seed)
     else:
         last = max(1, count // 20)

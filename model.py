@@ -834,14 +834,15 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor):
     return o.transpose(1, 2), None
 
 
-def whole_layers(model: "LLaMA", rope: Rope, attention: Callable) -> Callable:
-    """Return the layer_runner's run_layer for whole layers: autograd keeps what operators save."""
-    def run_layer(i, x):  # (B, T, C) -> (B, T, C)
-        block = model.blocks[i]
-        o, _ = attention(*block.pre(x, rope))
-        return block.post(x, o)
+def whole_layer(block: Block, x: Tensor, rope: Rope, attention: Callable) -> Tensor:
+    """x (B, T, C) -> y (B, T, C); autograd keeps what operators save."""
+    o, _ = attention(*block.pre(x, rope))
+    return block.post(x, o)
 
-    return run_layer
+
+def whole_layers(model: "LLaMA", rope: Rope, attention: Callable) -> Callable:
+    """Return the layer_runner's run_layer for whole layers."""
+    return lambda i, x: whole_layer(model.blocks[i], x, rope, attention)
 
 
 class LLaMA(nn.Module):
@@ -860,8 +861,15 @@ class LLaMA(nn.Module):
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple]:
-        """Of the whole model's weights, whatever other ranks have of it: asked for before."""
-        return {name: tuple(p.shape) for name, p in self.named_parameters()}
+        """Of the whole model's weights, asked for before it is cut. Raises ValueError if two
+        modules share one: each would get its own."""
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        for path, module in self.named_modules():
+            for name, _ in module.named_parameters(path, recurse=False):
+                if name not in shapes:
+                    raise ValueError(f"{name} is another module's weight: use one Vector module in "
+                                     "both places, or two matrices")
+        return shapes
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():

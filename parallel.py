@@ -56,7 +56,7 @@ from torch import Tensor, nn
 
 from model import Before, Cut, LLaMA, Matrix, ThereAndBack, accumulation_dtype, same
 from offload import run_apart
-from ranks import Groups, all_gather, reduce_scatter
+from ranks import ConfigError, Groups, all_gather, error_of_any, reduce_scatter
 
 # ---------------------------------------------------------------------------- tensor modes
 
@@ -402,16 +402,19 @@ class Pipeline:
         """Run all parts once there and back, on zeros and without messages: whatever waits for the
         whole device the first time (compilers, loaders, memory that ranks map from each other)
         would wait for a message of a stage that waits itself. Gradients are spoiled: before a
-        step. Raises ValueError if parts hand on what has no room in a message."""
+        step. Raises ConfigError if parts hand on what has no room in a message. A collective."""
+        error = ""
         for chunk in range(len(self.parts)):
             x = None if chunk == self.first else self.between_layers(micro_batch).zero_()
             graph, results = self.run_forward(chunk, x, micro_batch)
             if chunk != self.last and results[0].dtype != self.dtype:
-                raise ValueError(f"layers hand on {results[0].dtype}, and stages {self.dtype}: let "
-                                 "the last layer of a part cast it")
+                error = (f"layers hand on {results[0].dtype}, and stages {self.dtype}: let the "
+                         "last layer of a part cast it")
             graph([None] if chunk == self.last else results)
         if self.root.is_cuda:  # its sums over replicas must not meet those of the first step
             torch.cuda.synchronize()
+        if error := error_of_any(error):
+            raise ConfigError(error)
 
     # -- evaluation
 

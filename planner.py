@@ -998,7 +998,7 @@ class Question(Constraints):
         per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
         if ranks % per_node:
             raise ValueError(f"--ranks {ranks}: not divisible by --per-node {per_node}; "
-                             f"legal there: {', '.join(map(str, divisors(ranks)))}")
+                             f"legal here: {', '.join(map(str, divisors(ranks)))}")
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory

@@ -436,9 +436,6 @@ class States:
         """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
         matrices = {path: module for path, module in model.named_modules()
                     if isinstance(module, Matrix)}
-        if len({module.weight for module in matrices.values()}) < len(matrices):
-            raise ValueError("two modules share a weight, and would each get one of their own; use "
-                             "one module in both places, of a Vector, or two matrices")
         multiple = self.factors.os * SHARD_ALIGN_ELEMENTS
         padded = {path: math.ceil(math.prod(module.shape) / multiple) * multiple
                   for path, module in matrices.items()}

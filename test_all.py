@@ -1852,8 +1852,13 @@ def test_forks_that_would_train_wrong_are_refused(group):
     model.embed.weight.requires_grad_(False)
     with raises(ValueError, match="^embed.weight: what is sharded is .* that trains"):
         shard.States(model, cpu, torch.float32)
+    model = m.LLaMA(SMALL)
     model.head.weight = model.embed.weight
-    with raises(ValueError, match="two modules share a weight"):
+    with raises(ValueError, match="head.weight is another module's weight"):
+        shard.States(model, cpu, torch.float32)
+    model = m.LLaMA(SMALL)
+    model.register_buffer("scale", torch.empty(1, device="meta"))
+    with raises(ValueError, match="^scale: .* and no buffer"):
         shard.States(model, cpu, torch.float32)
     model = seeded(SIZES["gqa"], attention.Attention("cpu"))
     chunked = functools.partial(
@@ -1886,6 +1891,18 @@ def test_fork_optimizer(tmp_path):
 
 
 # ---------------------------------------------------------------------------- sequences, offload
+
+
+def test_pipeline_that_hands_on_another_dtype_is_refused(tmp_path):
+    code = (
+        "layers = m.LLaMA.run_layers; dtypes = torch.float32, torch.bfloat16\n"
+        "m.LLaMA.run_layers = lambda *a: layers(*a).to(dtypes[dist.get_rank()])\n"
+        "torch.compiler.set_stance('force_eager')"
+    )
+    said = run(f"--pp 2 --dtype bf16 --out {tmp_path}", 2, code, expect=1)
+    assert "layers hand on torch.float32, and stages torch.bfloat16" in said
+
+
 @parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
 def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
     from torch.distributed.pipelining import schedules
@@ -2869,6 +2886,9 @@ def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
         for corpus in corpora:
             assert np.array_equal(corpus.read(777, len(corpus)), ids[777:])
             assert corpus.ignored_id == (5 if "ignore" in said else -1)
+        os.truncate(tmp_path / "val.bin", 0)
+        with raises(ValueError, match="20000 tokens, its val.bin 0, too few"):
+            data.split(*data.open_corpus(str(tmp_path)), 8, 0)
 
 
 def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:

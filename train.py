@@ -224,10 +224,10 @@ def with_rope(text, model):
     ValueError."""
     if not text:
         return model
-    found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d{{0,17}}(\.\d*)?)", text)
+    found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
     if not found:
         raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
-                         "theta:BASE, from 1, in 18 digits at most")
+                         "theta:BASE, from 1")
     kind, factor = found[1], float(found[2])
     if kind == "theta":
         return replace(model, rope_theta=factor)
@@ -311,7 +311,7 @@ def open_data(cfg, model):
     return cfg, *on_all_ranks(read)
 
 
-def try_folder(folder: str | Path) -> None:
+def try_folder(folder: str) -> None:
     """Raise ValueError if files cannot be written there."""
     try:
         os.makedirs(folder, exist_ok=True)
@@ -420,7 +420,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
-    assert model.shapes, "known while the model is whole"
+    on_all_ranks(getattr, model, "shapes")  # kept from now, when the model is whole
     on_all_ranks(parallel.split_columns, model, parallel.Columns(plan.tp_mode, groups))
     parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)

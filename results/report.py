@@ -66,9 +66,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " CUDA graph: where a host takes longer than its GPU, as at 4K tokens, the step is the GPU's."
     " *transformers* is that library's model, compiled: float32 weights under autocast, or weights"
     " and both moments in bfloat16, whose update reads and writes half as much; with Liger's"
-    " kernels (*liger*) it is not"
-    " compiled. (Of one sequence of 4K tokens its rows follow one whose planned memory was still"
-    " there: their memory is not shown.) Peers take our micro-batches.",
+    " kernels (*liger*) it is not compiled. (Of one sequence of 4K tokens its rows follow one whose"
+    " planned memory was still there: their memory is not shown.) Peers take our micro-batches.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
