@@ -250,6 +250,7 @@ KEEP_ATTENTION = functools.partial(
 PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every so many layers
     "none": ({}, 0),
     "half": ({}, 2),
+    "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
     "selective": ({"context_fn": KEEP_ATTENTION}, 1),
     "full": ({}, 1)}
 
@@ -614,6 +615,7 @@ TABLES = {
          "ours full swap": "--alpha 1 --resident-layers 2",
          "fsdp2 none": "--sp {ranks} --strategy zero3",
          "fsdp2 half": "--sp {ranks} --strategy zero3",
+         "fsdp2 half-selective": "--sp {ranks} --strategy zero3",
          "fsdp2 selective": "--sp {ranks} --strategy zero3",
          "fsdp2 full": "--sp {ranks} --strategy zero3",
          "transformers fp32": "",

@@ -4865,7 +4865,7 @@ def fsdp2_worker() -> None:
     table = bench.Bench(torch.device("cpu"), rank, world, True, Path(), {})
     for recomputed, flags in (
         ("none", "--strategy zero3 --batch 2"),
-        ("half", "--strategy zero2 --batch 4"),
+        ("half-selective", "--strategy zero2 --batch 4"),
         ("selective", "--strategy zero3 --sp 2 --batch 2"),
         ("full", "--strategy zero3 --sp 2 --batch 1"),
     ):
