@@ -61,13 +61,14 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " 256K tokens does not fit the host; *fsdp2* is the same model code and attention kernel under"
     " PyTorch's fully_shard, with Ulysses over NCCL; on four GPUs each of its layers is"
     " recomputed, also where it holds 29 of 141 GiB: its other settings (nothing, every second"
-    " layer, or all but attention recomputed) are measured on one GPU and on two alone. Of two"
+    " layer, all but attention, or that of every second layer recomputed) are measured on one GPU"
+    " and on two alone. Of two"
     " H100s at 64K tokens the table was cut short. *planned memory*: --memplan on, on one GPU a"
     " CUDA graph: where a host takes longer than its GPU, as at 4K tokens, the step is the GPU's."
     " *transformers* is that library's model, compiled: float32 weights under autocast, or weights"
     " and both moments in bfloat16, whose update reads and writes half as much; with Liger's"
-    " kernels (*liger*) it is not compiled. (Of one sequence of 4K tokens its rows follow one whose"
-    " planned memory was still there: their memory is not shown.) Peers take our micro-batches.",
+    " kernels (*liger*) it is not compiled; *full* recomputes every layer. Peers take our"
+    " micro-batches.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
@@ -83,8 +84,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " by sockets over loopback alone, slow, and of two levels as real networks are. The bound is"
     " six layers alone on one GPU, without embedding, head, loss, optimizer or communication, not"
     " kernels. At M = 8 FSDP2 like ZeRO-2 ties with the best of ours.",
-    "overlap": "What each overlap is worth. When it was measured, param_broadcast was called"
-    " *spread* and grad_reduce *reduce*.",
+    "overlap": "What each overlap is worth; M = 2 and 4 lie between, in the file. When it was"
+    " measured, param_broadcast was called *spread* and grad_reduce *reduce*.",
     "trace": "How much of a step's communication no computation hides."
     " [trace.json.gz](trace.json.gz), for chrome://tracing, is the profile of the last row, two"
     " steps of one GPU; [timeline.png](timeline.png) is a stretch of it.",
@@ -94,6 +95,7 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " everything else held. The requests and their addresses are in memplan-*.csv; below, those of"
     " 64K tokens, a rectangle a buffer, the lighter the larger: forward fills memory, and backward"
     " empties it. ![planned addresses over time](memplan.png)"}
+BETWEEN = ("overlap", 2), ("overlap", 4)  # table and micro-batches of rows that are not shown
 MOVED = {"place": "offload", "nodes": "shard"}  # former tables, whose rows are another's now
 CHECKS = (
     "\n"
@@ -151,7 +153,8 @@ def section(name: str) -> str:
         if MOVED.get(table, table) == name:
             # bounds that were rows of their own are a column
             rows += [row | {"file": path.stem} for row in file["rows"]
-                     if row["system"] not in ("kernels alone", "bound")]
+                     if row["system"] not in ("kernels alone", "bound")
+                     and (name, row.get("micro_batches")) not in BETWEEN]
             kernel = "FlashAttention-4" if "flash-attn-4" in file["versions"] else "cuDNN"
             sources.append(f"* [{path.stem}]({path.name}): {file['hardware']}, {kernel}, measured "
                            f"by `{file['command']}` as of commit {file['commit']}\n")
@@ -239,7 +242,7 @@ ERRORS = (
     " (on an H100 a layer computes for 2.5 ms; profile h100x1's host launches it in 4.4), and a"
     " step takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100x1 was"
     " measured on the host of that row, right"
-    " before it; on a faster one K's 1b of 4K tokens takes 0.095 s, not the 0.123 predicted."
+    " before it; on a faster one K's 1b of 4K tokens takes 0.105 s, not the 0.123 predicted."
     " ![errors of predictions](predict.png)\n\n")
 
 
@@ -317,7 +320,6 @@ SHOWN = (  # file, system, tokens
     ("long-256k-4xh200", "fsdp2 ZeRO-3, Ulysses, full", 2**18),
     ("long-32k-64k-128k-4xh200", "ours", 2**15),
     ("long-400k-h200", "ours", 400 * 2**10),
-    ("long-176k-h200", "ours", 176 * 2**10),
     ("shard-4xh200", "ours 1,4,4 intra M=1", 2**12),
     ("shard-4xh200", "fsdp2 ZeRO-2-like M=1", 2**12))
 
@@ -353,30 +355,36 @@ def claim() -> str:
 def peer_times() -> str:
     """Return how much longer peers take than the fastest of ours, each in its fastest setting that
     fits; what transformers' weights and states are counts as a peer of its own."""
-    peers = "long-rows-ours-transformers-bf16-transformers-fp32-fsdp2-none-transformers-bf16-liger"
-    texts = []
+    times = {}  # where, and who -> by length
     for where, name in (
-        ("one H100, 1b, 4K", "long-rows-ours-ours-planned-memory-transformers-fp32-"
-         "transformers-bf16-seq-4k-model-1b-host-memory-60g-h100"),
-        ("16K", f"{peers}-seq-16k-model-1b-host-memory-60g-h100"),
-        ("32K", f"{peers}-seq-32k-model-1b-host-memory-60g-h100"),
-        ("two H100s, 7b, 32K", "long-rows-ours-fsdp2-none-fsdp2-half-fsdp2-selective-"
-         "fsdp2-full-seq-32k-64k-host-memory-120g-2xh100"),
+        ("one H100, 1b", "ours-ours-planned-memory-transformers-fp32-transformers-bf16-seq-4k-"
+         "model-1b-host-memory-60g-h100"),
+        ("one H100, 1b", "ours-transformers-bf16-transformers-fp32-fsdp2-none-transformers-bf16-"
+         "liger-seq-16k-model-1b-host-memory-60g-h100"),
+        ("one H100, 1b", "ours-transformers-bf16-transformers-fp32-fsdp2-none-transformers-bf16-"
+         "liger-seq-32k-model-1b-host-memory-60g-h100"),
+        ("one H100, 1b", "ours-fsdp2-none-fsdp2-half-fsdp2-half-selective-fsdp2-selective-fsdp2-"
+         "full-transformers-bf16-full-transformers-bf16-liger-full-seq-64k-model-1b-host-memory-"
+         "60g-h100"),
+        ("one H100, 1b", "ours-fsdp2-selective-fsdp2-full-seq-128k-model-1b-host-memory-60g-h100"),
+        ("one H100, 1b", "ours-fsdp2-selective-fsdp2-full-seq-256k-model-1b-host-memory-60g-h100"),
+        ("two H100s, 7b", "ours-fsdp2-none-fsdp2-half-fsdp2-selective-fsdp2-full-seq-32k-64k-"
+         "host-memory-120g-2xh100"),
     ):
         fastest = {}
-        rows = [r for r in read(name)["rows"] if r.get("step_s") and r["seq"] <= 2**15]
+        rows = [r for r in read(f"long-rows-{name}")["rows"] if r.get("step_s")]
+        rows = [r for r in rows if r["seq"] == rows[0]["seq"]]  # of several lengths the first
         for r in sorted(rows, key=lambda r: r["step_s"]):
             words = r["system"].split()
-            fastest.setdefault(tuple(words[: 1 + (words[0] == "transformers")]), r)
-        ours = fastest.pop(("ours",))
-        times = ", ".join(
-            f"**{r['step_s'] / ours['step_s']:.2f}** ({r['system']})" for r in fastest.values()
-        )
-        texts.append(f"{where} ({ours['system']}) {times}")
-    return (
-        "Step time of the fastest [peers](results/README.md#long) tried, over ours: "
-        f"{'; '.join(texts)}."
-    )
+            n = 2 if words[0] == "transformers" else 1
+            fastest.setdefault(" ".join(words[:n]), (r["step_s"], " ".join(words[n:])))
+        ours, our_setting = fastest.pop("ours")
+        for peer, (seconds, setting) in fastest.items():
+            said = setting or our_setting and f"ours: {our_setting}"
+            times.setdefault(f"{where}, {peer}", []).append(
+                f"{rows[0]['seq'] // 1024}K **{seconds / ours:.2f}**{said and f' ({said})'}")
+    text = "; ".join(f"{who}: {', '.join(by_length)}" for who, by_length in times.items())
+    return f"Step time of the fastest [peers](results/README.md#long) tried, over ours: {text}."
 
 
 def shown_rows() -> str:
