@@ -359,8 +359,6 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     """Return the seconds of work() on the device, at the clock rate that a GPU holds under load:
     the median of the later half of two seconds. Calls queue up behind a pause, so that no kernel
     waits for the host."""
-    seconds = 2.0 if bench.gpu else 0.1
-
     def turn(calls):
         start = time.perf_counter()
         if bench.gpu:
@@ -379,7 +377,7 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     calls = max(1, min(16, int(0.04 / turn(1))))  # a queue has room for a thousand launches
     start = time.perf_counter()
     times = []
-    while len(times) < 2 or time.perf_counter() - start < seconds:
+    while len(times) < 2 or time.perf_counter() - start < (2 if bench.gpu else 0.1):
         times.append(turn(calls))
     return statistics.median(times[len(times) // 2 :])
 
@@ -550,10 +548,9 @@ def step_rows(bench: Bench, flags: str) -> dict[str, str]:
 
 def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
     """Return the planner's best plans, as their commands have them."""
-    runs = plan_runs(bench, config(filled(bench, flags)))
     first = "--tp 1 --pp 1 "  # a command leaves out what is a default
     return {f"plan {i}": first + planner.command(run.plan, run.cfg).partition("train.py ")[2]
-            for i, run in enumerate(runs, 1)}
+            for i, run in enumerate(plan_runs(bench, config(filled(bench, flags))), 1)}
 
 
 def covered_ms(spans: list[tuple[float, float]]) -> float:
@@ -590,15 +587,15 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     """Return what a row says of a planned step, {} of others; write its buffers and their
     addresses as a CSV file."""
     memory = step.memory
-    if memory is None or not memory.counts:
+    counts = memory and memory.counts
+    if not counts:
         return {}
     plan = memory.plan
-    counts = memory.counts
     asked = counts["hits"] + counts["unmatched"] + counts["occupied"]
     if bench.rank == 0:
         name = f"memplan-{step.run.plan.seq // 1024}k-{bench.world}x.csv"
-        ids = range(len(memory.buffers))
-        write_plan(str(bench.file.with_name(name)), ids, memory.buffers, plan.offsets)
+        write_plan(str(bench.file.with_name(name)), range(len(memory.buffers)), memory.buffers,
+                   plan.offsets)
     return {"requests": len(memory.buffers), "planned_peak_gib": plan.peak / GIB,
             "lower_bound_gib": plan.lower_bound / GIB, "solve_s": plan.seconds,
             "method": plan.method, "hit_requests": counts["hits"] / asked}
@@ -736,9 +733,9 @@ def as_text(rows: list[dict]) -> tuple[tuple, list[tuple]]:
 def versions() -> dict:
     wanted = ("torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers "
               "liger-kernel").split()
-    found = {package.name: package.version for package in metadata.distributions()
-             if package.name in wanted}
-    return {"python": platform.python_version()} | found
+    return {"python": platform.python_version()} | {
+        package.name: package.version for package in metadata.distributions()
+        if package.name in wanted}
 
 
 def commit() -> str:
@@ -857,8 +854,8 @@ def write_profile(bench: Bench) -> None:
     """Measure what this machine does, and write it for planner.py. A collective."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
     kernel = pick_kernel("auto", bench.device, bench.dtype)
-    machine = Machine(bench.device, bench.dtype, kernel, per_node)
-    profile = machine.profile(bench.file.stem, layer_seconds, bench.about)
+    profile = Machine(bench.device, bench.dtype, kernel, per_node).profile(
+        bench.file.stem, layer_seconds, bench.about)
     if bench.rank == 0:
         bench.file.write_text(profile_text(profile))
         print(f"wrote {bench.file}")

@@ -133,9 +133,8 @@ def param_count(cfg: ModelConfig) -> int:
 def _param_count(cfg: ModelConfig, block):
     with torch.device("meta"):
         model = LLaMA(replace(cfg, layers=1))
-    with_one_layer = sum(p.numel() for p in model.parameters())
-    layer = sum(p.numel() for p in model.blocks.parameters())
-    return with_one_layer + (cfg.layers - 1) * layer
+    return sum(p.numel() * (cfg.layers if name.startswith("blocks.") else 1)
+               for name, p in model.named_parameters())
 
 
 def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:
@@ -151,9 +150,7 @@ def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tu
     """
     products = 6.0 * param_count(cfg)
     attention = 6.0 * cfg.layers * cfg.heads * cfg.head_dim * (seen or seq)
-    causal = products + attention
-    full = products + 2 * attention
-    return causal, full
+    return products + attention, products + 2 * attention
 
 
 # ---------------------------------------------------------------------------- token-wise operators
@@ -191,8 +188,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def copy_heads(source: Tensor, into: Tensor) -> None:
     """Copy heads (..., D), 16 bytes at a time where a head is one piece of memory: PyTorch's copy
     goes by elements. (Such heads begin at multiples of 16 bytes, or PyTorch refuses to.)"""
-    divides = source.shape[-1] * source.itemsize % 16 == 0
-    if divides and source.stride(-1) == 1:
+    if source.shape[-1] * source.itemsize % 16 == 0 and source.stride(-1) == 1:
         source = source.view(torch.complex128)
         into = into.view(torch.complex128)
     into.copy_(source)
@@ -246,9 +242,7 @@ def split_rotate_forward(qkv, cos, sin, heads):
     They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
     """
     q, k, v = qkv.split(heads, dim=2)
-    q = turn(q, cos, sin)
-    k = turn(k, cos, sin)
-    return q, k, v.contiguous()
+    return turn(q, cos, sin), turn(k, cos, sin), v.contiguous()
 
 
 @compiled
@@ -392,8 +386,8 @@ def weight_grad(matrix: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
     x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
 
-    compute = functools.partial(weight_grad_into, dy, x)  # of out and beta
-    add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
+    add_grad = functools.partial(
+        matrix.events.add_grad, matrix, functools.partial(weight_grad_into, dy, x))
 
     def add_grad_later():
         grad = add_grad()
@@ -524,9 +518,8 @@ def final_matrix(y: Tensor) -> nn.Module | None:
     if y.grad_fn.name() != "AddBackward0":
         return None
     (h, _), (product, _) = y.grad_fn.next_functions
-    if not isinstance(product, _Project._backward_cls) or product in graph_of(h):
-        return None
-    if product.wants_more:
+    if (not isinstance(product, _Project._backward_cls) or product.wants_more
+            or product in graph_of(h)):
         return None
     return product.matrix
 
@@ -755,8 +748,7 @@ class Vector(nn.Module):
         (matrix,) = self.like
         if matrix is None or matrix.part is None:
             return self.weight
-        rows = [self.weight[first:end] for first, end in matrix.part.rows]
-        return torch.cat(rows)
+        return torch.cat([self.weight[first:end] for first, end in matrix.part.rows])
 
 
 class Block(nn.Module):
@@ -873,8 +865,7 @@ class LLaMA(nn.Module):
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
-            weight = initial_weight(self.cfg, name, p.shape, seed, p.device)
-            p.data.copy_(weight)
+            p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
                 positions: Tensor | None = None, documents=None, each: bool = False) -> Tensor:
@@ -906,9 +897,7 @@ class LLaMA(nn.Module):
         layer_runner."""
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
         attention = self.attention
-        if documents is not None:
-            if attention is plain_attention:
-                raise ValueError("documents: plain_attention knows none; attention.py's do")
+        if documents is not None:  # attention.py's
             attention = attention.within(documents)
         run_layer = start(self, rope, attention)
         for i in layers:

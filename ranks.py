@@ -148,7 +148,7 @@ def error_of_any(error: str, group: Group = None) -> str:
     collective of all ranks."""
     errors = of_all_ranks(error, group)
     failed = [rank for rank, text in enumerate(errors) if text]
-    if len(failed) in (0, len(errors)):
+    if not failed or all(errors):
         return errors[0]
     return f"{errors[failed[0]]} (on ranks {failed})"
 
@@ -169,7 +169,7 @@ def on_all_ranks(check, *args, group: Group = None):
 def on_rank_0(work, *args, group: Group = None):
     """Return on all ranks what work(*args) returns on rank 0, or raise as on_all_ranks does. A
     collective of all ranks."""
-    result = on_all_ranks(lambda: None if dist.get_rank() else work(*args), group=group)
+    result = on_all_ranks(lambda: dist.get_rank() or work(*args), group=group)
     return of_all_ranks(result, group)[0]
 
 
@@ -219,8 +219,8 @@ def heartbeat(rank: int, world: int, advice: str):
     def end(cause):
         if over.is_set():
             return
-        text = f"rank {rank}: {cause} is dead or unreachable; this run ends. {advice}"
-        print(text, file=sys.stderr, flush=True)
+        print(f"rank {rank}: {cause} is dead or unreachable; this run ends. {advice}",
+              file=sys.stderr, flush=True)
         time.sleep(2 * BEAT_S)  # others find the same, in a store that may be here
         os._exit(1)
 

@@ -380,9 +380,9 @@ def introduce(run, plans):
     if model.tied:
         print0("the head of the import is its embedding: here they are trained as two matrices, "
                "and exported as two unless they are still equal")
-    documents = f"; documents end with token {cfg.document_token}"
     print0(f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
-           f"{run.val.count:,} validation sequences{documents if cfg.document_token >= 0 else ''}")
+           f"{run.val.count:,} validation sequences"
+           f"{f'; documents end with token {cfg.document_token}' * (cfg.document_token >= 0)}")
     describe(run, plans[1:] if cfg.dry_run else plans[1:2])
 
 
@@ -402,8 +402,8 @@ def make_attention(run: Run, groups: Groups) -> Attention:
     plan = run.plan
     exchange = make_exchange(groups, plan.head_ranks, CommStream(run.device),
                              plan.per_node // plan.tp)
-    ring = Ring(groups, plan.sp, plan.ring, CommStream(run.device))
-    return Attention(run.kernel, plan.head_groups, exchange, ring, groups.column)
+    return Attention(run.kernel, plan.head_groups, exchange,
+                     Ring(groups, plan.sp, plan.ring, CommStream(run.device)), groups.column)
 
 
 def works_alone(run: Run) -> bool:
@@ -504,8 +504,8 @@ def run_planned(memory, model, states, batch, lr, clip):
         return run_step(model, states, Batch(*tensors), lr, clip)
 
     plans = memory.plans
-    lr = torch.full_like(batch.scale, lr)
-    result = memory.run(step, lr, batch.tokens, batch.labels, batch.positions, batch.scale)
+    result = memory.run(step, torch.full_like(batch.scale, lr), batch.tokens, batch.labels,
+                        batch.positions, batch.scale)
     if memory.plans > plans:
         print0(f"memory plan of a step: {memory.plan}", memory.as_graph * "; then a CUDA graph")
     return result

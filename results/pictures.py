@@ -66,7 +66,7 @@ def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
     save(fig, path)
 
 
-ELSEWHERE = "network not measured"
+ELSEWHERE = "network or kernel not measured"
 MARKERS = {
     "seen before": ("o", BLUE, ""),
     "held out": ("D", ORANGE, " (chosen before measuring)"),

@@ -230,14 +230,14 @@ PREDICTIONS = (
     " kernel's sums, which were counted twice: two of the held-out settings were predicted 7.6 and"
     " 3.3 % too large, and now no row is 1 %.) The planner's own pick is"
     " *as planned*, or where nothing open was set by hand. Questions K are of the tables offload,"
-    " long, plans and ring. What was *seen before* the model of seconds was done, or ran where the"
-    " network was not measured, is in the picture alone.\n\n")
+    " long, plans and ring. What was *seen before* the model of seconds was done, or ran where"
+    " the network or the kernel was not measured, is in the picture alone.\n\n")
 ERRORS = (
-    " *Network not measured*: where collectives were never measured, steps are predicted too fast."
+    " *Network or kernel not measured*: there, long steps are predicted too fast."
     " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
     " that reach each other by sockets (*nodes=2*) by an assumed network of 400 Gb/s a GPU, with"
-    " which ring 1, the slower one, would be the faster. What a file says ran cuDNN's attention is"
-    " predicted by rates of FlashAttention-4. Where one"
+    " which ring 1, the slower one, would be the faster. What ran cuDNN's attention is predicted"
+    " by rates of FlashAttention-4, the faster one of long sequences. Where one"
     " sequence of 4,096 tokens of 1b is a micro-batch (A), the host has more to do than its GPU"
     " (on an H100 a layer computes for 2.5 ms; profile h100x1's host launches it in 4.4), and a"
     " step takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100x1 was"
@@ -279,7 +279,8 @@ def predicted_rows() -> list[dict]:
             plan = plan_of(r)
             profile = known_profile(found["hardware"], plan.per_node)
             kind = "held out" if r.get("held_out") else "seen before"
-            if plan.ranks > plan.per_node or plan.ranks > 1 and "collectives" in profile.sources:
+            if (plan.ranks > plan.per_node or plan.ranks > 1 and "collectives" in profile.sources
+                    or r.get("kernel") == "cudnn"):
                 kind = pictures.ELSEWHERE
             plan = predict(plan, profile)
             rows.append({
