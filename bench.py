@@ -8,10 +8,10 @@
                                                  machine, as profiles/NAME.json in --out
 
 A row of a table is a label and train.py's flags. A row "fsdp2 WHAT" runs the same model and kernel
-under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS; a
-row "transformers WHAT" runs transformers' model on one GPU: fp32 weights under autocast, or bf16
-weights and states; compiled, or with Liger's kernels instead (liger), since its loss does not
-compile; each layer recomputed (full).
+under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS
+(host: all states are there); a row "transformers WHAT" runs transformers' model on one GPU: fp32
+weights under autocast, or bf16 weights and states; compiled, or with Liger's kernels instead
+(liger), since its loss does not compile; each layer recomputed (full).
 Times are medians after a warm-up. MFU counts model FLOPs (model.flops_per_token), recomputation
 never: "causal" counts half of the attention matrix, "full" all of it. "Bound" is the causal MFU of
 a step's attention and matrix kernels alone, at the row's shapes and by the device's clock; "of
@@ -91,8 +91,8 @@ class Bench:
     def add(self, row: dict) -> None:
         """Print a row, and write all so far: a table that is cut short leaves them."""
         self.rows.append(row)
-        if self.rank == 0:
-            self.file.write_text(json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n")
+        on_rank_0(self.file.write_text,
+                  json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n")
         titles, ((name, *texts),) = as_text([row])
         cells = (f"{title} {text}" for title, text in zip(titles[1:], texts))
         print0(f"{name}: {', '.join(cells)}")
@@ -121,10 +121,10 @@ def filled(bench: Bench, flags: str) -> str:
     """Return flags with numbers for {ranks}, {half} of them, {nodes}; {seq} tokens, a short
     sequence; {seqs[n]} tokens, n of those on each rank; {batch[n]} sequences, n of each rank."""
     ranks = bench.world
-    nodes = ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     seq = 4096 if bench.gpu else 256
     return flags.format(
-        ranks=ranks, half=max(1, ranks // 2), nodes=max(2, nodes), seq=seq,
+        ranks=ranks, half=max(1, ranks // 2), seq=seq,
+        nodes=max(2, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
         seqs=range(0, 2**12 * ranks * seq, ranks * seq), batch=range(0, 16 * ranks, ranks))
 
 
@@ -237,19 +237,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return ours.forward(q, k, v)
 
 
-def attention_backward(ctx, do: Tensor, _):
-    return tuple(ours.backward(lambda: (do, []), *ctx.saved_tensors))
-
-
 attention.register_autograd(
-    attention_backward,
+    lambda ctx, do, _: tuple(ours.backward(lambda: (do, []), *ctx.saved_tensors)),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
 
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default])
 PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every so many layers
     "none": ({}, 0),
-    "half": ({}, 2),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
     "selective": ({"context_fn": KEEP_ATTENTION}, 1),
     "full": ({}, 1)}
@@ -259,26 +254,29 @@ class Fsdp2States(TorchStates):
     """PyTorch's fully_shard with its best settings: bf16 on the wire, prefetching, gradients
     synchronised in the last micro-batch alone if they stay whole."""
 
-    def __init__(self, model: LLaMA, run: Run):
-        """ZeRO-3 if p > 1; else whole parameters and gradients stay (ZeRO-2)."""
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    def __init__(self, model: LLaMA, run: Run, on_host: bool):
+        """ZeRO-3 if p > 1; else whole parameters and gradients stay (ZeRO-2). on_host: shards of
+        all states are there, and updated there."""
+        from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy,
+                                            fully_shard)
 
         plan, f = run.plan, run.plan.factors
         mesh = fsdp2_mesh(run.device.type, plan.ranks // f.os, f.os)
-        reshard = f.p > 1
+        self.reshard = f.p > 1
         wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
                                     cast_forward_inputs=False)
+        place = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
+        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=wire, offload_policy=place)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=wire)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=wire)
-        model.to_empty(device=run.device)
+            shard(block, reshard_after_forward=self.reshard)
+        shard(model, reshard_after_forward=False)
+        model.to_empty(device="cpu" if on_host else run.device)
         for p in model.parameters():
             nn.init.normal_(p, float(p.dim() == 1), 0.02)
         for here, after in zip(model.blocks, model.blocks[1:]):
             here.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([here])
         super().__init__(model)
-        self.reshard = reshard
         self.micro_batches = plan.micro_batches
         self.micro_batch = 0  # the last that began
         model.register_forward_pre_hook(self.begin_micro_batch)
@@ -296,8 +294,8 @@ class Fsdp2States(TorchStates):
 
 @functools.cache
 def fsdp2_mesh(device_type: str, replicas: int, shards: int):
-    names = "replicate", "shard"
-    mesh = dist.init_device_mesh(device_type, (replicas, shards), mesh_dim_names=names)
+    mesh = dist.init_device_mesh(
+        device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
     return mesh if replicas > 1 else mesh["shard"]
 
 
@@ -331,7 +329,7 @@ def fsdp2_step(run: Run, what: list[str]) -> Step:
     with torch.device("meta"):
         model = LLaMA(run.plan.model, attention if checkpoint_flags else ours)
     model.layer_runner = layers
-    return Step(run, model, Fsdp2States(model, run), random_batch(run))
+    return Step(run, model, Fsdp2States(model, run, "host" in what), random_batch(run))
 
 
 # ---------------------------------------------------------------------------- clocks
@@ -437,7 +435,7 @@ def release(bench: Bench) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None:
+def attempt(bench: Bench, label: str, flags: str, look: Callable) -> None:
     """Build a step of these flags, time it, and add its row; out of memory on any rank is a row,
     too. look(bench, step): what else is to be seen of it. A collective."""
     cfg = config(flags)
@@ -465,7 +463,7 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable | None) -> None
             release(bench)
             step()
         seconds = clock(bench, step, repeats)
-        row |= look(bench, step) if look else {}
+        row |= look(bench, step)
     except (torch.OutOfMemoryError, ConfigError, ImportError) as e:  # as it ran, or before
         row["error"] = str(e)[:600]
         print0(f"{label}: {row['error']}")
@@ -510,7 +508,7 @@ class Table:
     flags: str = ""  # of all rows
     variants: tuple[str, ...] = ("",)  # more flags of them
     takes: str = ""  # flags of a command, beside those of memory
-    look: Callable | None = None  # attempt's
+    look: Callable = lambda *_: {}  # attempt's
     ranks: int = 1  # that it needs
 
 
@@ -611,9 +609,9 @@ TABLES = {
          "ours full recompute": "--recompute full",
          "ours full swap": "--alpha 1 --resident-layers 2",
          "fsdp2 none": "--sp {ranks} --strategy zero3",
-         "fsdp2 half": "--sp {ranks} --strategy zero3",
          "fsdp2 half-selective": "--sp {ranks} --strategy zero3",
          "fsdp2 selective": "--sp {ranks} --strategy zero3",
+         "fsdp2 selective host": "--sp {ranks} --strategy zero3",
          "fsdp2 full": "--sp {ranks} --strategy zero3",
          "transformers fp32": "",
          "transformers bf16": "",
@@ -834,7 +832,6 @@ def measure(bench: Bench, args: argparse.Namespace) -> None:
                     attempt(bench, label, filled(bench, f"{shared} {own}"), table.look)
     except KeyboardInterrupt:
         what = "stopped; the rows so far are"
-    print0(f"\n{bench.about}")
     titles, lines = as_text(bench.rows)
     for first, *rest in (titles, *lines):
         print0(f"{first:<34}" + "".join(f"{text:>16}" for text in rest))
@@ -856,9 +853,8 @@ def write_profile(bench: Bench) -> None:
     kernel = pick_kernel("auto", bench.device, bench.dtype)
     profile = Machine(bench.device, bench.dtype, kernel, per_node).profile(
         bench.file.stem, layer_seconds, bench.about)
-    if bench.rank == 0:
-        bench.file.write_text(profile_text(profile))
-        print(f"wrote {bench.file}")
+    on_rank_0(bench.file.write_text, profile_text(profile))
+    print0(f"wrote {bench.file}")
 
 
 def split_nodes(args: argparse.Namespace) -> None:
@@ -895,9 +891,9 @@ def main() -> None:
         command = f"--profile {args.profile}"
         file = out / f"profiles/{args.profile}.json"
     on_rank_0(train.try_folder, str(file.parent))  # before it measures
-    about = {"hardware": hardware, "versions": versions(), "commit": commit(),
-             "command": f"{launcher} bench.py {command}"}
-    bench = Bench(device, rank, world, args.quick, file, about)
+    bench = Bench(device, rank, world, args.quick, file, {
+        "hardware": hardware, "versions": versions(), "commit": commit(),
+        "command": f"{launcher} bench.py {command}"})
     if args.profile:
         write_profile(bench)
     else:

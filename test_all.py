@@ -4547,12 +4547,12 @@ def fsdp2_worker() -> None:
     for recomputed, flags in (
         ("none", "--strategy zero3 --batch 2"),
         ("half-selective", "--strategy zero2 --batch 4"),
-        ("selective", "--strategy zero3 --sp 2 --batch 2"),
+        ("selective host", "--strategy zero3 --sp 2 --batch 2"),
         ("full", "--strategy zero3 --sp 2 --batch 1"),
     ):
         cfg = bench.config(f"--model tiny --seq 64 --micro-batch 1 {flags}")
         ours = bench.make_step(bench.plan_runs(table, cfg)[0])
-        theirs = bench.fsdp2_step(bench.peer_run(table, cfg), [recomputed])
+        theirs = bench.fsdp2_step(bench.peer_run(table, cfg), recomputed.split())
         weights = {
             name: weight.full_tensor().detach() for name, weight in theirs.model.named_parameters()
         }
