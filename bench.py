@@ -357,6 +357,7 @@ def device_seconds(bench: Bench, work: Callable) -> float:
     """Return the seconds of work() on the device, at the clock rate that a GPU holds under load:
     the median of the later half of two seconds. Calls queue up behind a pause, so that no kernel
     waits for the host."""
+
     def turn(calls):
         start = time.perf_counter()
         if bench.gpu:
@@ -546,9 +547,10 @@ def step_rows(bench: Bench, flags: str) -> dict[str, str]:
 
 def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
     """Return the planner's best plans, as their commands have them."""
+    runs = plan_runs(bench, config(filled(bench, flags)))
     first = "--tp 1 --pp 1 "  # a command leaves out what is a default
     return {f"plan {i}": first + planner.command(run.plan, run.cfg).partition("train.py ")[2]
-            for i, run in enumerate(plan_runs(bench, config(filled(bench, flags))), 1)}
+            for i, run in enumerate(runs, 1)}
 
 
 def covered_ms(spans: list[tuple[float, float]]) -> float:

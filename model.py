@@ -242,7 +242,9 @@ def split_rotate_forward(qkv, cos, sin, heads):
     They are tensors of their own: what a layer keeps for backward is 3 C, not 5 C.
     """
     q, k, v = qkv.split(heads, dim=2)
-    return turn(q, cos, sin), turn(k, cos, sin), v.contiguous()
+    q = turn(q, cos, sin)
+    k = turn(k, cos, sin)
+    return q, k, v.contiguous()
 
 
 @compiled
@@ -386,8 +388,8 @@ def weight_grad(matrix: nn.Module, dy: Tensor, x: Tensor) -> Tensor | None:
     dy = dy.reshape(-1, dy.shape[-1])  # (N, rows)
     x = x.detach().reshape(-1, x.shape[-1])  # (N, cols), without the graph that it was saved from
 
-    add_grad = functools.partial(
-        matrix.events.add_grad, matrix, functools.partial(weight_grad_into, dy, x))
+    compute = functools.partial(weight_grad_into, dy, x)  # of out and beta
+    add_grad = functools.partial(matrix.events.add_grad, matrix, compute)
 
     def add_grad_later():
         grad = add_grad()

@@ -169,6 +169,7 @@ def on_all_ranks(check, *args, group: Group = None):
 def on_rank_0(work, *args, group: Group = None):
     """Return on all ranks what work(*args) returns on rank 0, or raise as on_all_ranks does. A
     collective of all ranks."""
+    # what others have is not read
     result = on_all_ranks(lambda: dist.get_rank() or work(*args), group=group)
     return of_all_ranks(result, group)[0]
 

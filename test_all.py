@@ -203,8 +203,12 @@ def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subproc
     command = f"{sys.executable} -m torch.distributed.run {torchrun} {driver}"
     usual = {"PYTHONPATH": str(HERE), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.Popen(
-        command.split(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, **usual, **env}, cwd=HERE)
+        command.split(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **usual, **env},
+        cwd=HERE)
 
 
 def free_port() -> int:
@@ -401,8 +405,11 @@ def published_frequencies(kind: str) -> np.ndarray:
 def test_rope_at_a_million_positions(kind):
     """In float64: in float32 angles would be wrong by 1/32, and with a ramp in it by 1/10."""
     scaling = {
-        "rope_type": kind, "factor": 8.0, "original_max_position_embeddings": 4096,
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        "rope_type": kind,
+        "factor": 8.0,
+        "original_max_position_embeddings": 4096,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0}
     cfg = replace(m.MODELS["7b"], rope_scaling={} if kind == "default" else scaling)
     positions = torch.tensor([0, 1, 2**19 + 1, 2**20 - 1])
     angles = positions.numpy()[:, None] * published_frequencies(kind)
@@ -535,13 +542,27 @@ def plan_of(case: dict) -> costs.Plan:
     tokens = micro_batch * SEQ // is_.sp
     chunk = min(tokens, tokens // is_.chunks + 1)  # the last one is shorter
     return costs.Plan(
-        model, planner.DTYPES[is_.dtype], is_.ranks, per_node=is_.ranks, seq=SEQ, sp=is_.sp,
-        ring=is_.ring, batch=BATCH, micro_batch=micro_batch, head_groups=is_.groups,
+        model,
+        planner.DTYPES[is_.dtype],
+        is_.ranks,
+        per_node=is_.ranks,
+        seq=SEQ,
+        sp=is_.sp,
+        ring=is_.ring,
+        batch=BATCH,
+        micro_batch=micro_batch,
+        head_groups=is_.groups,
         recompute="none" if is_.keep == "all" else "auto",
-        chunk=chunk if KEEPS[is_.keep] else tokens, factors=shard.Factors(is_.p, is_.g, is_.os),
-        os_layout=is_.layout, os_place=is_.place, optimizer=is_.optimizer,
+        chunk=chunk if KEEPS[is_.keep] else tokens,
+        factors=shard.Factors(is_.p, is_.g, is_.os),
+        os_layout=is_.layout,
+        os_place=is_.place,
+        optimizer=is_.optimizer,
         activations=activations_of(is_.keep, -(-model.layers // (is_.pp * is_.parts)), is_.chunks),
-        tp=is_.tp, tp_mode=is_.mode, pp=is_.pp, pp_chunks=is_.parts)
+        tp=is_.tp,
+        tp_mode=is_.mode,
+        pp=is_.pp,
+        pp_chunks=is_.parts)
 
 
 def make_run(case: dict, groups: dict, stream: type) -> tuple:
@@ -601,8 +622,13 @@ def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPla
     resident = min(layers, resident)
     resident += (layers - resident) % stride
     return offload.ActivationPlan(
-        layers, chunks, resident, round(kept * resident * chunks),
-        round(swapped * (layers - resident) * chunks), min(dropped, layers), stride)
+        layers,
+        chunks,
+        resident,
+        round(kept * resident * chunks),
+        round(swapped * (layers - resident) * chunks),
+        min(dropped, layers),
+        stride)
 
 
 class Spoiled(attention.CommStream):
@@ -937,9 +963,7 @@ def be_rank(
     if gpus:
         torch.cuda.set_device(rank % gpus)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0)
-    backend = "cpu:gloo,cuda:nccl"
-    if gpus < ranks:
-        backend = "gloo"
+    backend = "gloo" if gpus < ranks else "cpu:gloo,cuda:nccl"
     if 0 < gpus < ranks:  # they share one, over gloo
         dist._coalescing_manager = lambda *args, **options: contextlib.nullcontext()  # NCCL's
     dist.init_process_group(
@@ -973,8 +997,11 @@ def refusal(case: dict) -> str | None:
         "optimizer recompute chunk"
     )
     constraints = planner.Constraints(
-        **{name: getattr(plan, name) for name in same.split()}, **dataclasses.asdict(plan.factors),
-        dtype=is_.dtype, document_token=END if is_.docs else -1, attention=is_.kernel)
+        **{name: getattr(plan, name) for name in same.split()},
+        **dataclasses.asdict(plan.factors),
+        dtype=is_.dtype,
+        document_token=END if is_.docs else -1,
+        attention=is_.kernel)
     try:
         planner.shapes(constraints, plan.model, planner.Hardware(is_.ranks, is_.ranks, None))
     except ValueError as e:
@@ -1532,7 +1559,7 @@ def test_planner_runs_layers_whole_where_chunks_keep_all():
 
 def test_predictions_are_what_was_measured():
     """Of all settings that were measured: seconds, and which setting of a question is the fastest,
-    where network and kernel are known; and bytes."""
+    where network and kernel were measured; and bytes."""
     sys.path.insert(0, str(HERE / "results"))
     import report
 
@@ -1540,9 +1567,13 @@ def test_predictions_are_what_was_measured():
     assert all(0.99 < r["now_gib"] / r["gpu_gib"] < 1.01 for r in rows)
     known = [r for r in rows if r["kind"] != report.pictures.ELSEWHERE]
     unknown = [r for r in rows if r not in known]
+    for r in known[:]:
+        if r["question"] == "K, 1b 4K" and r["batch"] == 1:  # it waits for its host, a faster one
+            assert 1 < r["now_s"] / r["step_s"] < 1.35
+            known.remove(r)
     errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in known)
-    assert len(known) >= 39 and errors[19] < 0.012 and errors[35] < 0.05 and errors[-1] < 0.08
-    assert all(0.85 < r["now_s"] / r["step_s"] < 1.2 for r in unknown)
+    assert len(known) >= 42 and errors[21] < 0.013 and errors[38] < 0.05 and errors[-1] < 0.08
+    assert all(0.85 < r["now_s"] / r["step_s"] < 1 for r in unknown)
     questions = {}
     for r in known:
         questions.setdefault((r["question"], r["gpu"], r["gpus"]), []).append(r)
@@ -1555,7 +1586,12 @@ def test_papers_choices():
     """AMSP's choice for 7B (table IV) is the best on 1024 GPUs, and ties with it on 64."""
     profile = hardware.load_profile("a800")
     flags = dict(
-        seq=4096, batch=1024, micro_batch=1, sp=1, os_place="gpu", os_layout="inter",
+        seq=4096,
+        batch=1024,
+        micro_batch=1,
+        sp=1,
+        os_place="gpu",
+        os_layout="inter",
         recompute="none")
     theirs = {"p": 1, "g": 1, "os": 8}
     for ranks in (1024, 64):
@@ -1751,7 +1787,9 @@ def test_misused_matrices_end_a_step():
     told = Counter(re.findall(r"(?m)^(\S+ was used .*?); ", text))
     never = "blocks.4.expert.weight was used 0 times in a pass, not"
     assert told == {
-        f"{never} 1": 24, f"{never} 3": 4, "embed.weight was used more than once a pass": 14,
+        f"{never} 1": 24,
+        f"{never} 3": 4,
+        "embed.weight was used more than once a pass": 14,
         "blocks.4.expert.weight was used beside model.project": 14}
     assert text.count(" (on ranks [1])") == 14
 
@@ -1836,7 +1874,9 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
     for stage in range(stages):
         theirs = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
         vars(theirs).update(
-            n_local_stages=chunks, microbatches_per_round=stages, pp_group_size=stages,
+            n_local_stages=chunks,
+            microbatches_per_round=stages,
+            pp_group_size=stages,
             _n_microbatches=micro_batches)
         found = [
             (
@@ -1972,7 +2012,11 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
         plan = activations_of(keep, 5, chunks)
         if plan:
             offload.ChunkedLayers(
-                model, (2, SEQ), plan, SEQ - 10 if chunks > 1 else 2 * SEQ, torch.device("cpu"),
+                model,
+                (2, SEQ),
+                plan,
+                SEQ - 10 if chunks > 1 else 2 * SEQ,
+                torch.device("cpu"),
                 torch.float64)
         model(*example(seq=SEQ, vocab=67)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -2141,7 +2185,9 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
     own = plan.own_tokens // plan.micro_batch
     tokens = torch.zeros(plan.micro_batches, plan.micro_batch, own).long()
     batch = train.Batch(
-        tokens, tokens, plan.micro_batches * [torch.arange(plan.seq // plan.sp)],
+        tokens,
+        tokens,
+        plan.micro_batches * [torch.arange(plan.seq // plan.sp)],
         torch.ones((), dtype=states.accum_dtype))
     return model, states, lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
 
@@ -2222,9 +2268,16 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
     """Return a plan whose layers run in chunks, one sequence over all ranks, if `sp` is not chosen;
     kept: layers, chunks, and so on, of offload.ActivationPlan; none: they run whole."""
     return costs.Plan(
-        model, torch.bfloat16, ranks, ranks, seq, choices.pop("sp", ranks),
-        recompute="auto" if kept else "none", factors=shard.Factors(*factors),
-        activations=offload.ActivationPlan(*kept) if kept else None, **choices)
+        model,
+        torch.bfloat16,
+        ranks,
+        ranks,
+        seq,
+        choices.pop("sp", ranks),
+        recompute="auto" if kept else "none",
+        factors=shard.Factors(*factors),
+        activations=offload.ActivationPlan(*kept) if kept else None,
+        **choices)
 
 
 def peak_alive(buffers):
@@ -2398,7 +2451,10 @@ def test_memplan_names_the_line(text, message, tmp_path, capsys):
 # ---------------------------------------------------------------------------- Hugging Face
 
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True}
 PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 tokens
@@ -2406,8 +2462,11 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
     "Llama 3.2": (
         "llama",
         {
-            "num_key_value_heads": 2, "rope_theta": 5e5, "head_dim": 16,
-            "rope_scaling": LLAMA3 | {"factor": 32.0}, "tie_word_embeddings": True},
+            "num_key_value_heads": 2,
+            "rope_theta": 5e5,
+            "head_dim": 16,
+            "rope_scaling": LLAMA3 | {"factor": 32.0},
+            "tie_word_embeddings": True},
     ),
     "Vicuna v1.5 16K": ("llama", {"rope_scaling": {"factor": 4.0, "type": "linear"}}),
     "Yarn-Llama-2": ("llama", {"rope_scaling": YARN}),
@@ -2417,15 +2476,24 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
     "Qwen2.5, small": (
         "qwen2",
         {
-            "num_key_value_heads": 1, "rope_theta": 1e6, "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-6, "sliding_window": 32, "use_sliding_window": False,
+            "num_key_value_heads": 1,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 32,
+            "use_sliding_window": False,
             "max_window_layers": 1},
     ),
     "Qwen3": (
         "qwen3",
         {
-            "num_key_value_heads": 2, "rope_theta": 1e6, "head_dim": 24, "attention_bias": False,
-            "use_sliding_window": False, "sliding_window": None, "tie_word_embeddings": True},
+            "num_key_value_heads": 2,
+            "rope_theta": 1e6,
+            "head_dim": 24,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "tie_word_embeddings": True},
     ),
 }
 
@@ -2436,8 +2504,13 @@ def hf_model(folder, kind="llama", shard="60KB", **kw):
 
     torch.manual_seed(0)
     size = dict(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
         rms_norm_eps=1e-5)
     config = AutoConfig.for_model(kind, **copy.deepcopy(size | kw))  # it adds to rope_scaling
     hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
@@ -2485,8 +2558,12 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
     hf = hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
     cfg, _ = checkpoint.hf_config(tmp_path / "in")
     older = {
-        "rope_parameters": ..., "rope_theta": 10000.0, "rope_scaling": None, "dtype": ...,
-        "torch_dtype": "bfloat16", "auto_map": {"AutoModel": "x.Y"}} | keys
+        "rope_parameters": ...,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "dtype": ...,
+        "torch_dtype": "bfloat16",
+        "auto_map": {"AutoModel": "x.Y"}} | keys
     hf_edit(tmp_path / "in", **older)
     model = checkpoint.hf_model(tmp_path / "in")
     back = hf_back(model, tmp_path / "out", checkpoint.hf_config(tmp_path / "in")[1])
@@ -2586,12 +2663,16 @@ def test_hf_tied_head_that_is_stored_too(other, tmp_path):
 
 @parametrize("name, flag, scaling, positions", [
     (
-        "Llama 2", "yarn:4",
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        "Llama 2",
+        "yarn:4",
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        256),
     ("Llama 3.2", "llama3:2", LLAMA3 | {"factor": 64.0}, 128),
     (
-        "Yarn-Llama-2", "yarn:2.5",
-        {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 16}, 160),
+        "Yarn-Llama-2",
+        "yarn:2.5",
+        {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 16},
+        160),
     ("Vicuna v1.5 16K", "linear:2", {"rope_type": "linear", "factor": 8.0}, 128)])
 def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positions, tmp_path):
     """Through the command, and into an export: a factor is multiplied by the import's."""
@@ -2609,8 +2690,13 @@ def test_hf_train_and_export(tmp_path, capsys):
     """Import a tied head, train, export with what lay beside it, and import the export."""
     hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
     beside = {
-        "tokenizer.json", "vocab.json", "merges.txt", "chat_template.jinja", "LICENSE",
-        "USE_POLICY.md", "generation_config.json"}
+        "tokenizer.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "LICENSE",
+        "USE_POLICY.md",
+        "generation_config.json"}
     for name in beside | {"my_token", "pytorch_model.bin"}:
         (tmp_path / "in" / name).write_text("{}")
     states = []
@@ -2723,7 +2809,9 @@ def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
     tokenizer.train_from_iterator(
         [text],
         trainers.BpeTrainer(
-            vocab_size=vocab, initial_alphabet=alphabet, special_tokens=["<end>"],
+            vocab_size=vocab,
+            initial_alphabet=alphabet,
+            special_tokens=["<end>"],
             show_progress=False),
     )
     tokenizer.enable_truncation(8)  # some files have it: it must not cut a text
@@ -3022,7 +3110,9 @@ def test_one_run_under_four_plans(tmp_path):
             "checkpoint.FILE_BYTES = 900_000")
         found = [
             [
-                r["loss"], r["grad_norm"], r.get("val_loss", 0),
+                r["loss"],
+                r["grad_norm"],
+                r.get("val_loss", 0),
                 *np.ravel(r.get("val_loss_by_position", 0))]
             for r in log(tmp_path / f"o{i}")
         ]
@@ -3792,21 +3882,30 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
         1,
         8,
         {
-            "shard.HostStates.begin waits", "shard.States.reduce_unit begins",
-            "shard.States.reduce_unit waits", "shard.States.finish_gradients waits"},
+            "shard.HostStates.begin waits",
+            "shard.States.reduce_unit begins",
+            "shard.States.reduce_unit waits",
+            "shard.States.finish_gradients waits"},
         ["place=host micro=2", "place=host keep=swapped", "keep=neither micro=2"],
     ),
     (
         2,
         13,
         {
-            "shard.HostStates.begin waits", "parallel.Link.finish waits",
-            "attention.Ring.__init__ waits", "offload.ChunkedLayers.enter_group waits",
+            "shard.HostStates.begin waits",
+            "parallel.Link.finish waits",
+            "attention.Ring.__init__ waits",
+            "offload.ChunkedLayers.enter_group waits",
             "shard.States.reduce_unit waits"},
         [
-            "p=2 g=2 os=2 keep=swapped", "p=2 g=2 os=2 place=host",
-            "sp=2 groups=2 os=2 keep=mixed", "sp=2 ring=2 g=2 os=2", "tp=2 mode=msp",
-            "tp=2 mode=mtp", "g=2 os=2 layout=inter place=host", "pp=2 micro=4"],
+            "p=2 g=2 os=2 keep=swapped",
+            "p=2 g=2 os=2 place=host",
+            "sp=2 groups=2 os=2 keep=mixed",
+            "sp=2 ring=2 g=2 os=2",
+            "tp=2 mode=msp",
+            "tp=2 mode=mtp",
+            "g=2 os=2 layout=inter place=host",
+            "pp=2 micro=4"],
     )])
 def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
     """Each line that waits, but those that a whole step hides, or under which nothing is under way
@@ -4072,7 +4171,9 @@ def test_communication_is_hidden_but_not_free(factors, layout, micro_batches):
 
 
 KINDS = {
-    "param_gather": "gathers", "param_broadcast": "new parameters", "grad_scatter": "gradients",
+    "param_gather": "gathers",
+    "param_broadcast": "new parameters",
+    "grad_scatter": "gradients",
     "grad_reduce": "gradients"}
 
 
@@ -4122,10 +4223,20 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
     cfg = m.ModelConfig(128, 64, 5, 4, 2, 128, 16)  # matrices are multiples of 8 * 128 elements
     f = shard.Factors(*factors)
     plan = costs.Plan(
-        cfg, torch.bfloat16, 8, 4, 128, sp=4, ring=2, batch=2 * several, head_groups=2,
+        cfg,
+        torch.bfloat16,
+        8,
+        4,
+        128,
+        sp=4,
+        ring=2,
+        batch=2 * several,
+        head_groups=2,
         recompute=recompute,
-        activations=offload.ActivationPlan(5, 1, 5) if recompute == "auto" else None, chunk=32,
-        factors=f, os_layout=layout)
+        activations=offload.ActivationPlan(5, 1, 5) if recompute == "auto" else None,
+        chunk=32,
+        factors=f,
+        os_layout=layout)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     *_, step = built(planned_run(plan))
     with Collectives(f.p) as launched:
@@ -4222,7 +4333,13 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
     rates = {op: 1e12 + 1e11 * i for i, op in enumerate(hardware.COLLECTIVES)}
     tables = {op: {"4x1": [[1.0, rate]]} for op, rate in rates.items()}
     plan = costs.Plan(
-        replace(m.MODELS["7b"], layers=4), torch.bfloat16, 4, 4, 2**13, tp=4, tp_mode=mode)
+        replace(m.MODELS["7b"], layers=4),
+        torch.bfloat16,
+        4,
+        4,
+        2**13,
+        tp=4,
+        tp_mode=mode)
     found = costs.predict(plan, round_machine(collectives=tables))
     n, c, f, heads = 2**13, 4096, 11008, 32
     x = 2 * n * c
@@ -4254,12 +4371,19 @@ def test_no_choice_by_hand_is_better(network, seq, gib):
     best = fastest(**given).token_s
     found = []
     for f, sp, how, layout, place in itertools.product(
-        shard.legal_factors(4, 4), (1, 2, 4), ("none", "full", "auto"), ("intra", "inter"),
+        shard.legal_factors(4, 4),
+        (1, 2, 4),
+        ("none", "full", "auto"),
+        ("intra", "inter"),
         ("gpu", "host")):
         with contextlib.suppress(ValueError):  # illegal together, or too large
             found.append(
                 fastest(
-                    **given, **dataclasses.asdict(f), sp=sp, recompute=how, os_layout=layout,
+                    **given,
+                    **dataclasses.asdict(f),
+                    sp=sp,
+                    recompute=how,
+                    os_layout=layout,
                     os_place=place).token_s
             )
     assert len(found) > 99 and min(found) / 1.002 <= best <= 1.002 * min(found)
@@ -4430,8 +4554,15 @@ def spine_bytes(leaves, rings, per_node) -> float:
 def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[planner.Ring]:
     """Return the rings of a plan of so many micro-batches, and tokens of a rank."""
     plan = costs.Plan(
-        cfg, torch.bfloat16, ranks, per_node, tokens * sp, sp=sp, batch=ranks // sp * several,
-        factors=f, os_layout=layout)
+        cfg,
+        torch.bfloat16,
+        ranks,
+        per_node,
+        tokens * sp,
+        sp=sp,
+        batch=ranks // sp * several,
+        factors=f,
+        os_layout=layout)
     return list(planner.make_rings(plan))
 
 
@@ -4591,7 +4722,10 @@ def test_readme_numbers_are_measured():
         rows += json.loads(file.read_text())["rows"]
     measured = {
         (
-            r["seq"], r["gpus"], f"{r['mfu_causal']:.1%}", f"{r['bound_ratio']:.1%}",
+            r["seq"],
+            r["gpus"],
+            f"{r['mfu_causal']:.1%}",
+            f"{r['bound_ratio']:.1%}",
             f"{r['gpu_gib']:.1f}")
         for r in rows
         if r.get("bound_ratio") and r["gpu_gib"]
@@ -4664,7 +4798,10 @@ def test_readme_walk(tmp_path):
     (walk,) = re.findall(r"(?:^    .*\n)*^    .*save_pretrained.*\n(?:^    .*\n)*", README, re.M)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-ec", textwrap.dedent(walk)], cwd=tmp_path, text=True, capture_output=True,
+        ["bash", "-ec", textwrap.dedent(walk)],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
         env={**os.environ, "PATH": path})
     assert done.returncode == 0, done.stderr[-2000:]
     positions, difference = re.findall(r"(\d+) positions, logits differ by (\S+)", done.stdout)[0]
