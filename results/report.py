@@ -57,15 +57,14 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " sheet, and of a step without its update.)",
     "long": "One sequence over all GPUs (at 4K tokens, on one GPU: four, where the file says"
     " --batch 4). *full recompute* runs all of"
-    " a layer twice; *full swap* keeps two layers resident and swaps all of the others, which at"
-    " 256K tokens does not fit the host; *fsdp2* is the same model code and attention kernel under"
-    " PyTorch's fully_shard, with Ulysses over NCCL; on four GPUs each of its layers is"
-    " recomputed, also where it holds 29 of 141 GiB: its other settings (nothing, every second"
-    " layer, all but attention, or that of every second layer recomputed) are measured on one GPU"
-    " and on two alone, and none with its states on the host, where all but attention may fit at"
-    " 256K tokens of 1b. Of two"
-    " H100s at 64K tokens the table was cut short. *planned memory*: --memplan on, on one GPU a"
-    " CUDA graph: where a host takes longer than its GPU, as at 4K tokens, the step is the GPU's."
+    " a layer twice; *full swap* keeps two layers resident and swaps all of the others; *fsdp2* is"
+    " the same model code and attention kernel under PyTorch's fully_shard, with Ulysses over NCCL;"
+    " on four GPUs each of its layers is recomputed, also where it holds 29 of 141 GiB: its other"
+    " settings (nothing, every second layer, all but attention, or that of every second layer"
+    " recomputed) are measured on one GPU and on two alone. *host*: its states lie there, and are"
+    " updated there. Of two H100s at 64K tokens the table was cut short. *planned memory*:"
+    " --memplan on, on one GPU a CUDA graph: where a host takes longer than its GPU, as at 4K"
+    " tokens, the step is the GPU's."
     " *transformers* is that library's model, compiled: float32 weights under autocast, or weights"
     " and both moments in bfloat16, whose update reads and writes half as much; with Liger's"
     " kernels (*liger*) it is not compiled; *full* recomputes every layer. Peers take our"
@@ -85,8 +84,9 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " by sockets over loopback alone, slow, and of two levels as real networks are. The bound is"
     " six layers alone on one GPU, without embedding, head, loss, optimizer or communication, not"
     " kernels. At M = 8 FSDP2 like ZeRO-2 ties with the best of ours.",
-    "overlap": "What each overlap is worth; M = 2 and 4 lie between, in the file. When it was"
-    " measured, param_broadcast was called *spread* and grad_reduce *reduce*.",
+    "overlap": "What each overlap is worth with one micro-batch; M = 2, 4 and 8 are in the file: at"
+    " 8, 4,4,4 without any takes 12% longer, and all others are within 1%. When it was measured,"
+    " param_broadcast was called *spread* and grad_reduce *reduce*.",
     "trace": "How much of a step's communication no computation hides."
     " [trace.json.gz](trace.json.gz), for chrome://tracing, is the profile of the last row, two"
     " steps of one GPU; [timeline.png](timeline.png) is a stretch of it.",
@@ -96,7 +96,6 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " everything else held. The requests and their addresses are in memplan-*.csv; below, those of"
     " 64K tokens, a rectangle a buffer, the lighter the larger: forward fills memory, and backward"
     " empties it. ![planned addresses over time](memplan.png)"}
-BETWEEN = ("overlap", 2), ("overlap", 4)  # table and micro-batches of rows that are not shown
 MOVED = {"place": "offload", "nodes": "shard"}  # former tables, whose rows are another's now
 CHECKS = (
     "\n"
@@ -155,7 +154,7 @@ def section(name: str) -> str:
             # bounds that were rows of their own are a column
             rows += [row | {"file": path.stem} for row in file["rows"]
                      if row["system"] not in ("kernels alone", "bound")
-                     and (name, row.get("micro_batches")) not in BETWEEN]
+                     and (name != "overlap" or row["micro_batches"] == 1)]
             kernel = "FlashAttention-4" if "flash-attn-4" in file["versions"] else "cuDNN"
             sources.append(f"* [{path.stem}]({path.name}): {file['hardware']}, {kernel}, measured "
                            f"by `{file['command']}` as of commit {file['commit']}\n")
@@ -320,7 +319,6 @@ def predictions() -> str:
 SHOWN = (  # file, system, tokens
     ("long-512k-4xh200", "ours", 2**19),
     ("long-256k-4xh200", "ours", 2**18),
-    ("long-256k-4xh200", "fsdp2 ZeRO-3, Ulysses, full", 2**18),
     ("long-32k-64k-128k-4xh200", "ours", 2**15),
     ("long-400k-h200", "ours", 400 * 2**10),
     ("shard-4xh200", "ours 1,4,4 intra M=1", 2**12),
@@ -347,53 +345,45 @@ def claim() -> str:
     ratios = [row["step_s"] / ours[s]["step_s"] for s, row in peers.items()]
     shortest, longest = (f"{f(peers) // 1024}K" for f in (min, max))
     return fill(
-        f"4 H200s train LLaMA-7B on sequences of {seq // 1024}K tokens at "
+        f"4 H200s train LLaMA-7B on {seq // 1024}K-token sequences at "
         f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its attention "
         f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
         f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model and kernel "
-        f"under FSDP2 with Ulysses, which recomputed every layer there. "
-        f"{peer_times()}", 100) + "\n"
+        f"under FSDP2 with Ulysses that recomputes every layer. "
+        f"{peer_times()}", 100, break_on_hyphens=False) + "\n"
 
 
 def peer_times() -> str:
-    """Return how much longer peers take than the fastest of ours, each in its fastest setting that
-    fits; what transformers' weights and states are counts as a peer of its own."""
-    end = "-model-1b-host-memory-60g-h100"
-    at_16k_and_32k = ("ours-transformers-bf16-transformers-fp32-fsdp2-none-transformers-bf16-"
-                      "liger-seq-{}k" + end)
-    at_128k_and_256k = "ours-fsdp2-selective-fsdp2-full-seq-{}k" + end
-    files = {
-        "one H100, 1b": (
-            f"ours-ours-planned-memory-transformers-fp32-transformers-bf16-seq-4k{end}",
-            at_16k_and_32k.format(16),
-            at_16k_and_32k.format(32),
-            "ours-fsdp2-none-fsdp2-half-fsdp2-half-selective-fsdp2-selective-fsdp2-full-"
-            f"transformers-bf16-full-transformers-bf16-liger-full-seq-64k{end}",
-            at_128k_and_256k.format(128),
-            at_128k_and_256k.format(256)),
-        "two H100s, 7b": (
-            "ours-fsdp2-none-fsdp2-half-fsdp2-selective-fsdp2-full-seq-32k-64k-host-memory-120g-"
-            "2xh100",)}
+    """Return how much longer peers take than the fastest of ours for one sequence, each in its
+    fastest setting; what transformers' weights and states are counts as a peer of its own."""
+    rows = []
+    for path in HERE.glob("long-rows-*.json"):  # a length of a place is in one of them
+        file = read(path.stem)
+        gpu = re.search("H[12]00", file["hardware"])[0]
+        rows += [row | {"gpu": gpu} for row in file["rows"]
+                 if row.get("step_s") and row["batch"] == 1]
+    rows.sort(key=lambda r: (r["gpus"], r["gpu"], r["seq"], r["step_s"]))
+    fastest = {}  # by place, peer and tokens
+    for r in rows:
+        words = r["system"].split()
+        n = 2 if words[0] == "transformers" else 1
+        where = f"{r['gpus']} {r['gpu']}{'s' * (r['gpus'] > 1)}, {r['model']}"
+        by_length = fastest.setdefault(where, {}).setdefault(" ".join(words[:n]), {})
+        by_length.setdefault(r["seq"], (r["step_s"], words[n:]))
     texts = []
-    for where, names in files.items():
-        times = {}  # of each peer, by length
-        for name in names:
-            fastest = {}
-            rows = [r for r in read(f"long-rows-{name}")["rows"] if r.get("step_s")]
-            rows = [r for r in rows if r["seq"] == rows[0]["seq"]]  # of several lengths the first
-            for r in sorted(rows, key=lambda r: r["step_s"]):
-                words = r["system"].split()
-                n = 2 if words[0] == "transformers" else 1
-                fastest.setdefault(" ".join(words[:n]), (r["step_s"], words[n:]))
-            ours, our_setting = fastest.pop("ours")
-            for peer, (seconds, setting) in fastest.items():
+    for where, peers in fastest.items():
+        ours = peers.pop("ours")
+        by_peer = []
+        for peer, by_length in peers.items():
+            ratios = []
+            for seq, (seconds, setting) in by_length.items():
+                our_seconds, our_setting = ours[seq]
                 said = setting + ["ours:", *our_setting] * bool(our_setting)
-                times.setdefault(peer, []).append(
-                    f"{rows[0]['seq'] // 1024}K **{seconds / ours:.2f}**"
-                    + f" ({' '.join(said)})" * bool(said))
-        by_peer = (f"{peer} {', '.join(by_length)}" for peer, by_length in times.items())
+                ratios.append(f"{seq // 1024}K **{seconds / our_seconds:.2f}**"
+                              + f" ({' '.join(said)})" * bool(said))
+            by_peer.append(f"{peer} {', '.join(ratios)}")
         texts.append(f"{where}: {'; '.join(by_peer)}")
-    return ("Step time of the fastest [peers](results/README.md#long) tried, over ours: "
+    return ("Step time of the fastest [peer](results/README.md#long) over ours: "
             f"{'; '.join(texts)}.")
 
 
