@@ -57,7 +57,7 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     # sums on a CPU depend on the threads that share them, and each launcher has a number of its own
     torch.set_num_threads(1 if world > 1 else len(os.sched_getaffinity(0)))
-    return rank, world, int(os.environ.get("LOCAL_RANK", 0))
+    return rank, world, dist.get_node_local_rank(0)
 
 
 # ---------------------------------------------------------------------------- groups

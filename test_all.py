@@ -137,6 +137,7 @@ import torch.nn.functional as F
 from pytest import approx, raises
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -163,7 +164,7 @@ parametrize = pytest.mark.parametrize
 README = (HERE / "README.md").read_text()
 slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")  # processes, or seconds
 GPUS = torch.cuda.device_count()
-needs_gpu = pytest.mark.skipif(GPUS == 0, reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not GPUS, reason="needs a GPU")
 SMALL = replace(
     m.MODELS["tiny"], dim=48, layers=2, heads=6, kv_heads=2, head_dim=8, ffn=80, vocab=101
 )
@@ -211,12 +212,6 @@ def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subproc
         cwd=HERE)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def start(target: Callable, ranks: int, file: Path, *args, method="forkserver") -> list:
     """Start target(rank, file, *args) on so many ranks, in processes that are forked from one that
     has imported this file. What they print goes to the file."""
@@ -248,7 +243,7 @@ def print_to(file: Path) -> None:
 
 def start_train(flags: str, ranks: int, file: Path, code: str = "") -> list:
     """Start train.py as torchrun does, which adds nothing but seconds of imports."""
-    return start(train_rank, max(1, ranks), file, ranks, free_port(), flags, code)
+    return start(train_rank, max(1, ranks), file, ranks, get_free_port(), flags, code)
 
 
 def train_rank(rank: int, file: Path, ranks: int, port: int, flags: str, code: str) -> None:
@@ -375,7 +370,7 @@ def test_all_labels_ignored():
     tokens, labels = example()
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
     loss.backward()
-    assert loss.item() == 0 and model.blocks[0].qkv.weight.grad.abs().max() == 0
+    assert loss == 0 and not model.blocks[0].qkv.weight.grad.any()
 
 
 def test_losses_of_tokens_have_no_gradients():
@@ -951,7 +946,7 @@ def on_ranks(ranks: int, worker: Callable, *args, gpus: int = 0) -> str:
     method = "spawn" if gpus else "forkserver"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "said"
-        rest = ranks, free_port(), gpus, worker, args
+        rest = ranks, get_free_port(), gpus, worker, args
         return finish(start(be_rank, ranks, file, *rest, method=method), file)
 
 
@@ -3415,7 +3410,7 @@ at_file('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(missing
 def test_lost_node_comes_back(tmp_path):
     """Two torchruns, a rank each; one is killed with its rank. Both go on when it is there again,
     though counts of restarts differ."""
-    port = free_port()
+    port = get_free_port()
     torchrun = (
         f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id x "
         "--max-restarts 2 --rdzv-conf keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -3711,7 +3706,7 @@ def test_refused_on_all_ranks(tmp_path):
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "both.txt").write_text((1000 + int(rank)) * "x")
     (tmp_path / "0" / "only-0.txt").write_text(1000 * "x")
-    ports = [free_port() for _ in DIFFERENT]
+    ports = [get_free_port() for _ in DIFFERENT]
     text = run("", 2, f"refused_on_two({str(tmp_path)!r}, {ports})")
     for flags, sentence in DIFFERENT:
         assert len(re.findall(f"{flags} on [01]: {sentence}", text)) == 2, (flags, text)
