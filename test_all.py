@@ -216,7 +216,7 @@ def start(target: Callable, ranks: int, file: Path, *args, method="forkserver") 
     """Start target(rank, file, *args) on so many ranks, in processes that are forked from one that
     has imported this file. What they print goes to the file."""
     context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(["test_all", "matplotlib.pyplot"])
+    context.set_forkserver_preload(["test_all", "matplotlib.pyplot", "torch._dynamo"])
     file.touch()
     processes = [context.Process(target=target, args=(r, file, *args)) for r in range(ranks)]
     for process in processes:
