@@ -11,8 +11,8 @@ train: .venv/ready
 check: .venv/ready
 	CHECK=1 .venv/bin/python -m pytest -q test_all.py
 
-# the cases of many ranks beside all else, for which they make way
-CASES = equals_one_process or resumed_under
+# the cases of many ranks and simulated steps beside all else, for which they make way
+CASES = equals_one_process or resumed_under or counted_memory
 test: .venv/ready
 	@$(MAKE) --no-print-directory --output-sync -j2 test-cases test-others
 
