@@ -56,19 +56,17 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
     " sheet, and of a step without its update.)",
     "long": "One sequence over all GPUs (at 4K tokens, on one GPU: four, where the file says"
-    " --batch 4). *full recompute* runs all of"
-    " a layer twice; *full swap* keeps two layers resident and swaps all of the others; *fsdp2* is"
-    " the same model code and attention kernel under PyTorch's fully_shard, with Ulysses over NCCL;"
-    " on four GPUs each of its layers is recomputed, also where it holds 29 of 141 GiB: its other"
-    " settings (nothing, every second layer, all but attention, or that of every second layer"
-    " recomputed) are measured on one GPU and on two alone. *host*: its states lie there, and are"
-    " updated there. Of two H100s at 64K tokens the table was cut short. *planned memory*:"
-    " --memplan on, on one GPU a CUDA graph: where a host takes longer than its GPU, as at 4K"
-    " tokens, the step is the GPU's."
-    " *transformers* is that library's model, compiled: float32 weights under autocast, or weights"
-    " and both moments in bfloat16, whose update reads and writes half as much; with Liger's"
-    " kernels (*liger*) it is not compiled; *full* recomputes every layer. Peers take our"
-    " micro-batches.",
+    " --batch 4). *full recompute* runs all of a layer twice; *full swap* keeps two layers resident"
+    " and swaps all of the others; *fsdp2* is the same model code and attention kernel under"
+    " PyTorch's fully_shard, with Ulysses over NCCL; on four GPUs each of its layers is recomputed,"
+    " also where it holds 29 of 141 GiB: its other settings (nothing, every second layer, all but"
+    " attention, or that of every second layer recomputed) are measured on one GPU and on two"
+    " alone. *host*: its states lie there, and are updated there. Of two H100s at 64K tokens the"
+    " table was cut short. *planned memory*: --memplan on, on one GPU a CUDA graph: where a host"
+    " takes longer than its GPU, as at 4K tokens, the step is the GPU's. *transformers* is that"
+    " library's model, compiled: float32 weights under autocast, or weights and both moments in"
+    " bfloat16, whose update reads and writes half as much; with Liger's kernels (*liger*) it is"
+    " not compiled; *full* recomputes every layer. Peers take our micro-batches.",
     "ring": "One sequence by heads alone (*ring 1*, Ulysses) and by context (a ring) over two GPUs,"
     " each as train.py plans it; *nodes=2*: the two reach each other by sockets over loopback"
     " alone. There the keys and values of llama3-8b, a quarter of its queries, go around hidden by"
@@ -84,9 +82,9 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " by sockets over loopback alone, slow, and of two levels as real networks are. The bound is"
     " six layers alone on one GPU, without embedding, head, loss, optimizer or communication, not"
     " kernels. At M = 8 FSDP2 like ZeRO-2 ties with the best of ours.",
-    "overlap": "What each overlap is worth with one micro-batch; M = 2, 4 and 8 are in the file: at"
-    " 8, 4,4,4 without any takes 12% longer, and all others are within 1%. When it was measured,"
-    " param_broadcast was called *spread* and grad_reduce *reduce*.",
+    "overlap": "What each overlap is worth with one micro-batch; M = 2, 4 and 8 are in the file. At"
+    " M = 8 p,g,os = 4,4,4 without any takes 12% longer, and all others are within 1%. When it was"
+    " measured, param_broadcast was called *spread* and grad_reduce *reduce*.",
     "trace": "How much of a step's communication no computation hides."
     " [trace.json.gz](trace.json.gz), for chrome://tracing, is the profile of the last row, two"
     " steps of one GPU; [timeline.png](timeline.png) is a stretch of it.",
@@ -357,7 +355,7 @@ def peer_times() -> str:
     """Return how much longer peers take than the fastest of ours for one sequence, each in its
     fastest setting; what transformers' weights and states are counts as a peer of its own."""
     rows = []
-    for path in HERE.glob("long-rows-*.json"):  # a length of a place is in one of them
+    for path in HERE.glob("long-rows-*.json"):  # each measures lengths of its own
         file = read(path.stem)
         gpu = re.search("H[12]00", file["hardware"])[0]
         rows += [row | {"gpu": gpu} for row in file["rows"]
@@ -383,7 +381,7 @@ def peer_times() -> str:
                               + f" ({' '.join(said)})" * bool(said))
             by_peer.append(f"{peer} {', '.join(ratios)}")
         texts.append(f"{where}: {'; '.join(by_peer)}")
-    return ("Step time of the fastest [peer](results/README.md#long) over ours: "
+    return ("Step time of the fastest [peer](results/README.md#long) tried, over ours: "
             f"{'; '.join(texts)}.")
 
 
