@@ -56,7 +56,6 @@ Legend: B sequences, T tokens of one, H query heads, K key/value heads, D head w
 sequence, R of a ring, U that share heads, G head groups, h heads of a group on a rank.
 """
 
-import contextlib
 import copy
 import functools
 import importlib
@@ -65,7 +64,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -75,65 +74,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from model import accumulation_dtype, compiled, copy_heads, divisors
+from model import divisors
+from ops import accumulation_dtype, compiled, copy_heads
 from ranks import Groups
-
-# ---------------------------------------------------------------------------- streams
-
-
-class CommStream:
-    """A CUDA stream for one kind of communication, of high priority: its few blocks go before the
-    many of a kernel that computes, not behind its last.
-
-    On a CPU, or with `overlap` off, it is the compute stream itself: then everything happens in the
-    order of the program, and nothing needs a wait.
-    """
-
-    def __init__(self, device: torch.device, overlap: bool = True):
-        self.stream = None
-        self.overlap = overlap
-        if overlap and device.type == "cuda":
-            self.stream = torch.cuda.Stream(device, priority=-1)
-
-    def after_compute(self):
-        """Launch what follows on this stream, after all that compute has enqueued so far."""
-        if self.stream:
-            self.stream.wait_stream(torch.cuda.current_stream())
-        return self.beside_compute()
-
-    def beside_compute(self):
-        """Launch what follows on this stream, which waits for no computation."""
-        return torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext()
-
-    def last_event(self):
-        """An event behind all that was launched so far, for `wait`; None where nothing can wait."""
-        return self.stream.record_event() if self.stream else None
-
-    def used(self, *buffers: Tensor) -> None:
-        """Say, on the current stream, that buffers, which are filled again, were read for the last
-        time. Nothing happens: a test's streams, which start late, spoil them here."""
-
-
-def wait(event) -> None:
-    """Let the current stream go on when the event is reached; the host does not stop."""
-    if event is not None:
-        torch.cuda.current_stream().wait_event(event)
-
-
-@dataclass
-class Way:
-    """Tensors on their way from tokens to heads, back, or around a ring."""
-
-    arrived: list[Tensor] | Tensor
-    event: object = None  # they are there
-    sent: list[Tensor] = field(default_factory=list)  # read until then
-
-    def wait(self) -> list[Tensor] | Tensor:
-        """Let compute wait until they are there, and return them."""
-        wait(self.event)
-        self.sent.clear()
-        return self.arrived
-
+from streams import CommStream, Way, wait
 
 # ---------------------------------------------------------------------------- who attends to whom
 

@@ -49,17 +49,18 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import costs
 import planner
 import train
 from attention import Attention, pick_kernel
-from checkpoint import export_config
-from hardware import Machine, Profile, profile_text
-from memplan import StepMemory, write_plan
-from model import MODELS, Block, LLaMA, ModelConfig, param_count, whole_layer
-from offload import GIB, host_budget
+from hardware import profile_text
+from hf import export_config
+from measure import Machine
+from memplan import write_plan
+from model import MODELS, Block, LLaMA, param_count, whole_layer
 from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
                    start_ranks, use_more_queues)
+from replay import StepMemory
+from streams import GIB, host_budget
 from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
@@ -843,18 +844,13 @@ def measure(bench: Bench, args: argparse.Namespace) -> None:
         os._exit(130)
 
 
-def layer_seconds(profile: Profile, model: ModelConfig, dtype: torch.dtype, tokens: int) -> float:
-    """Return what costs.py counts for a layer, forward and backward."""
-    layer = costs.layer_seconds(costs.Estimator(profile), costs.Plan(model, dtype, 1, 1, tokens))
-    return layer.forward + layer.backward
-
 
 def write_profile(bench: Bench) -> None:
     """Measure what this machine does, and write it for planner.py. A collective."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
     kernel = pick_kernel("auto", bench.device, bench.dtype)
     profile = Machine(bench.device, bench.dtype, kernel, per_node).profile(
-        bench.file.stem, layer_seconds, bench.about)
+        bench.file.stem, bench.about)
     on_rank_0(bench.file.write_text, profile_text(profile))
     print0(f"wrote {bench.file}")
 

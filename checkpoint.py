@@ -1,4 +1,4 @@
-"""What is on disk? Checkpoints that resume under any factors, and Hugging Face's files.
+"""What is on disk? Checkpoints that resume under any factors.
 
     OUT/step-00000100/               a step's states
         rank-00000-0.safetensors     what a rank saves: of every tensor a part, flat; a file has as
@@ -14,21 +14,18 @@ reads of all files what overlaps with its own parts:
     saved, os = 2       |------- rank 0 -------|------- rank 1 -------|
     loaded, os = 3      |---- 0 -----|------ 1 ------|------ 2 -------|
 
-Of a matrix that columns of ranks share (parallel.py's tensor modes) the flat tensor is what one of
+Of a matrix that columns of ranks share (tensor.py's modes) the flat tensor is what one of
 them has, and a part says which rows and columns of the whole that is (its cut). Who has the same
 cut reads as above; who has another one puts the whole matrix together first, one at a time.
 
 A checkpoint is written under another name, synced, and renamed, so whoever is killed, a folder of
 that name is whole; the newest is the highest step. A resume reads each file once to compare its
 checksum, on the rank of the same number, whose own parts then lie in memory. Nothing that is read
-can run code. Hugging Face's files are read and written one tensor at a time; ours are fused: qkv
-holds q, k and v, gate_up two matrices.
+can run code.
 
     find_checkpoint(...) -> Checkpoint     load_checkpoint(states, found)     Saver(...).begin(meta)
-    hf_config(folder) -> ModelConfig, ...  hf_open(folder, config) -> read    export(...)
 
-Left out: checkpoints in several places; Hugging Face's files of other architectures (_FAMILIES), in
-pickles, or for transformers 4, which would read an export without its rotary base and scaling.
+Left out: checkpoints in several places. Hugging Face's folders are hf.py's.
 """
 import ast
 import contextlib
@@ -36,12 +33,10 @@ import fcntl
 import json
 import math
 import os
-import re
 import shutil
 import threading
 import time
 import zlib
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -50,13 +45,13 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from data import regular
-from model import ROPE_KEYS, ROPE_OPTIONS, Cut, LLaMA, ModelConfig
-from offload import GIB, buffer_bytes, carve, pin_host_buffers
+from model import ModelConfig
+from ops import Cut
 from ranks import ConfigError, check_same, of_all_ranks, on_all_ranks, on_rank_0, print0
 from shard import StatePart, States
+from streams import GIB, buffer_bytes, carve, pin_host_buffers
 
 # ---------------------------------------------------------------------------- a checkpoint's files
 
@@ -431,220 +426,3 @@ def check_shared(out: Path) -> None:
     check_same({f"the lock of --out {out}, which must be on storage that all nodes share,": seen})
 
 
-# ---------------------------------------------------------------------------- Hugging Face files
-#
-# Exactly or not at all: what is imported has the logits that transformers computes, as has what is
-# exported, or a ValueError names the key, the tensor or the file that stands in the way.
-
-_HF = {  # our weight: theirs, whose rows follow one another in it
-    "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
-    "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
-    "qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "qkv_bias": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
-    "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj",
-}
-_HF_KEYS = {  # our field: its key in config.json
-    "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size",
-    "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings", "head_dim": "head_dim",
-}
-_FAMILIES = {  # of transformers: our fields that it implies; from scratch, the first that fits
-    "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}, "llama": {}, "mistral": {},
-}
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False,  # all that is built
-          "quantization_config": None, "is_heterogeneous": False}
-_BESIDE = (r"tokenizer.*|(special_tokens_map|added_tokens|vocab|tekken|generation_config)\.json"
-           r"|merges\.txt|chat_template.*|(LICENSE|NOTICE|USE_POLICY).*")  # goes along
-
-
-def hf_config(folder: str) -> tuple[ModelConfig, dict]:
-    """Return the model of a folder's config.json, and all that this says, as transformers completes
-    it. Raises ValueError for what is not built."""
-    from transformers import AutoConfig
-
-    path = Path(folder) / "config.json"
-    if not path.exists():
-        raise ValueError(f"--init hf:{folder}: there is no {path}; `hf download NAME --local-dir "
-                         "DIR` makes a folder for --init hf:DIR")
-    try:
-        config = AutoConfig.from_pretrained(regular(path).parent, local_files_only=True,
-                                            trust_remote_code=False)
-        source = json.loads(config.to_json_string())
-        return hf_model_of(source), source
-    except Exception as e:  # its errors have no class of their own
-        raise ValueError(f"{path} cannot be read or is not built: {e}") from e
-
-
-def hf_model_of(source: dict) -> ModelConfig:
-    """Return the model of what an import's config.json said. Raises ValueError."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.for_model(**source)
-    if config.model_type not in _FAMILIES:
-        raise ValueError(f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is "
-                         "built")
-    for key, only in _FIXED.items():
-        if getattr(config, key, only) != only:
-            raise ValueError(f"{key} is {getattr(config, key)!r}; only {only!r} is built")
-    rope = {key: value for key, value in config.rope_parameters.items()
-            if value is not None and key not in ("type", "finetuned")}  # no frequency reads these
-    theta = rope.pop("rope_theta")
-    kind = rope["rope_type"]
-    if unknown := rope.keys() - {"rope_type", *ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS}:
-        raise ValueError(f"rope_parameters of type {kind!r} with {sorted(unknown)} are not built")
-    reach = config.max_position_embeddings
-    if kind == "yarn":  # whether or not the file says it
-        reach = round(rope["original_max_position_embeddings"] * rope["factor"])
-    keys = {"head_dim": config.hidden_size // config.num_attention_heads} | config.to_dict()
-    return ModelConfig(
-        **{ours: keys[key] for ours, key in _HF_KEYS.items()},
-        **_FAMILIES[config.model_type], max_positions=reach, rope_theta=theta,
-        rope_scaling={} if kind == "default" else rope)
-
-
-def hf_window(source: dict) -> int:
-    """Return how many tokens a token attends to, itself among them, in layers with a sliding window
-    of an import; 0: no layer has one. source: of hf_config, or {}."""
-    slides = (source.get("model_type") == "mistral"
-              or "sliding_attention" in source.get("layer_types", []))
-    return slides and source["sliding_window"] or 0
-
-
-def hf_parts(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
-    """Return {our weight: {their weight: its shape}}. Raises ValueError if _HF lacks one."""
-    with torch.device("meta"):
-        shapes = LLaMA(cfg).shapes
-    parts = {}
-    kv = cfg.kv_heads * cfg.head_dim
-    for name, (rows, *cols) in shapes.items():
-        *layer, leaf, _ = name.split(".")
-        if leaf not in _HF:
-            raise ValueError(f"{name}: Hugging Face's files have no {leaf!r}, only "
-                             f"{', '.join(_HF)} (checkpoint._HF)")
-        prefix = f"model.layers.{layer[1]}." if layer else ""
-        suffix = "bias" if leaf == "qkv_bias" else "weight"
-        theirs = _HF[leaf].split()
-        counts = len(theirs) * [rows // len(theirs)]
-        if len(theirs) == 3:
-            counts = [rows - 2 * kv, kv, kv]
-        parts[name] = {f"{prefix}{part}.{suffix}": (count, *cols)
-                       for part, count in zip(theirs, counts)}
-    return parts
-
-
-def hf_open(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
-    """Check all files, names, dtypes and shapes against cfg; return name -> tensor, read when it is
-    called.
-
-    So no more than one tensor is in memory at a time. Raises ValueError naming what is missing,
-    truncated, misshapen or left over; a read raises it for what is not finite.
-    """
-    stored = {}  # their name: the tensor, read when it is taken
-    # where model.safetensors lies beside model-00001-of-... it is what counts, as in transformers
-    for path in sorted(Path(folder).glob("model*.safetensors")):
-        try:
-            file = safe_open(regular(path), "pt")
-        except (OSError, SafetensorError) as e:
-            raise ValueError(f"{path}: weights missing or truncated: {e}") from e
-        stored |= {part: file.get_slice(part) for part in file.keys()
-                   if not part.endswith("rotary_emb.inv_freq")}
-    parts = hf_parts(cfg)
-    if cfg.tied and "lm_head.weight" not in stored:  # one that is there is the head
-        parts["head.weight"] = parts["embed.weight"]
-    wanted = {part for each in parts.values() for part in each.items()}
-    found = {(part, tuple(tensor.get_shape())) for part, tensor in stored.items()}
-    if wrong := sorted(wanted ^ found):
-        raise ValueError(
-            f"{folder}: {len(wrong)} tensors are in config.json's model alone, or in the weights "
-            f"alone (model*.safetensors): {wrong[:4]}. Pickles are never read, since they may run "
-            "code; convert them: python -c \"from transformers import AutoModelForCausalLM as M; "
-            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\"")
-
-    def read(name):
-        tensors = [stored[part][:] for part in parts[name]]
-        if not all(tensor.is_floating_point() and is_finite(tensor) for tensor in tensors):
-            raise ValueError(f"{folder}: {[*parts[name]]} has values that are not finite, or no "
-                             "floating point")
-        return torch.cat(tensors)
-
-    return read
-
-
-def hf_model(folder: str) -> LLaMA:
-    """Return the model of a Hugging Face folder on the CPU, in float32. Raises ValueError."""
-    cfg, _ = hf_config(folder)
-    read = hf_open(folder, cfg)
-    model = LLaMA(cfg)
-    model.load_state_dict({name: read(name) for name in model.state_dict()})
-    return model
-
-
-def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
-    """Return the transformers config of an export: of its import's family, else of the first that
-    computes cfg. source: of hf_config, or {}; what changes no logits goes along. Raises ValueError
-    if cfg cannot be read from it again, or a weight has no name there: an export would drop a
-    field in silence, or end at its end."""
-    from transformers import AutoConfig
-
-    hf_parts(cfg)  # raises if a weight has no name there
-    settings = source | {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()} | {
-        "max_position_embeddings": cfg.max_positions, "dtype": dtype,
-        "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling}
-    settings.pop("auto_map", None)  # other code
-    for kind in [source["model_type"]] if source else _FAMILIES:
-        settings["model_type"] = kind
-        settings["architectures"] = [f"{kind.capitalize()}ForCausalLM"]
-        read = asdict(hf_model_of(settings))
-        lost = [f"{name}={value!r}" for name, value in asdict(cfg).items() if read[name] != value]
-        if not lost:
-            return AutoConfig.for_model(**settings)
-    raise ValueError(f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what reads "
-                     "it would compute another model")
-
-
-def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-           source: dict, beside: list[Path], group: dist.ProcessGroup | None = None) -> None:
-    """Write config.json and safetensors, file by file, all of them or none, and print the family.
-
-    read(name) -> the whole tensor, on all ranks together; group: as in Saver. An imported tied head
-    that still equals the embedding is tied again. source: of hf_config of the import, or {}.
-    beside: folders whose tokenizer and license go along. Raises ConfigError. A collective.
-    """
-    partial = folder / "partial"  # its files move up when all are there
-    tied = cfg.tied and torch.equal(read("embed.weight"), read("head.weight"))
-    config = export_config(replace(cfg, tied=tied), source, dtype)
-
-    def finish():
-        index = json.dumps({"metadata": {}, "weight_map": places})
-        (partial / "model.safetensors.index.json").write_text(index)
-        config.save_pretrained(partial)
-        for other in beside:
-            if not other.is_dir():
-                print(f"{other} is not there any more: its tokenizer and license are not exported")
-            for file in other.glob("*"):
-                if re.fullmatch(_BESIDE, file.name) and file.is_file():
-                    shutil.copy(file, partial)
-        for file in partial.iterdir():
-            file.rename(folder / file.name)
-        partial.rmdir()
-        print(f"exported {folder}: {config.model_type}")
-
-    on_rank_0(shutil.rmtree, partial, True, group=group)
-    parts = hf_parts(cfg)
-    if tied:
-        del parts["head.weight"]
-    files = pack({name: dtype.itemsize * sum(map(math.prod, each.values()))
-                  for name, each in parts.items()})
-    places = {}  # their name: file
-    for i, names in enumerate(files, 1):
-        file = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        tensors = {}
-        for name in names:
-            whole = read(name)
-            if dist.get_rank() == 0:
-                pieces = whole.to("cpu", dtype).split([rows for rows, *_ in parts[name].values()])
-                tensors |= zip(parts[name], pieces)
-        on_rank_0(write_tensors, tensors, partial / file, {"format": "pt"}, group=group)
-        places |= dict.fromkeys(tensors, file)
-    on_rank_0(finish, group=group)

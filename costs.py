@@ -43,10 +43,12 @@ import numpy as np
 import torch
 
 import model as llama
-from hardware import Profile, interpolate, interpolate_twice, update_bytes
-from model import LOSS_ELEMENTS, ModelConfig, accumulation_dtype, flops_per_token
+from hardware import Profile, interpolate, interpolate_twice
+from model import ModelConfig, flops_per_token
 from offload import ActivationPlan, block_saves, matrices_of
-from shard import OPTIMIZERS, STREAMS, VISIT_BUFFERS, VISIT_ELEMENTS, Factors
+from ops import LOSS_ELEMENTS, accumulation_dtype
+from optim import ADAMW, OPTIMIZERS, VISIT_BUFFERS, VISIT_ELEMENTS
+from shard import STREAMS, Factors
 
 # ---------------------------------------------------------------------------- plans
 
@@ -70,7 +72,7 @@ class Plan:
     factors: Factors = Factors()
     os_layout: str = "intra"
     os_place: str = "gpu"  # or host: where optimizer states lie
-    optimizer: str = "adamw"  # of matrices: a row of shard.OPTIMIZERS
+    optimizer: str = "adamw"  # of matrices: a row of optim.OPTIMIZERS
     overlap: tuple[str, ...] = STREAMS
     activations: ActivationPlan | None = None  # of layers in chunks
     memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by what they are for
@@ -131,8 +133,8 @@ class Plan:
 
     @property
     def moment_bytes(self) -> int:
-        """Return the bytes of a parameter's optimizer states."""
-        return len(OPTIMIZERS[self.optimizer].states) * self.accum_bytes
+        """Return the bytes of optimizer states per parameter."""
+        return OPTIMIZERS[self.optimizer].bytes_per_parameter(accumulation_dtype(self.dtype))
 
     @property
     def part_layers(self) -> int:
@@ -623,6 +625,12 @@ def unit_seconds(est, plan, matrices):
         found[STREAMS.index(stream)] += last * seconds
         found[4] += (stream == "grad_scatter") * earlier * seconds
     return found
+
+
+def update_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes per parameter that AdamW reads and writes: it reads a gradient, the master
+    weight and two moments, and writes a weight, the master weight and two moments."""
+    return 2 * (dtype.itemsize + ADAMW.bytes_per_parameter(accumulation_dtype(dtype)))
 
 
 def visit_seconds(est: Estimator, plan: Plan) -> float:

@@ -47,27 +47,20 @@ query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved
 """
 import contextlib
 import functools
-import mmap
-import os
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 import model as llama
-from attention import Attention, CommStream, wait
-from model import (LLaMA, Matrix, ModelConfig, ThereAndBack, accumulation_dtype,
-                   deferred_weight_grads, recomputation)
+from attention import Attention
+from model import LLaMA, ModelConfig
+from ops import (Matrix, Rope, ThereAndBack, _ChunkInputs, accumulation_dtype,
+                 deferred_weight_grads, final_matrix, recomputation, run_apart)
+from streams import CommStream, aligned, buffer_bytes, carve, pin_host_buffers, wait
 
-GIB = 2**30
-HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # of this machine
-HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
 
 # ---------------------------------------------------------------------------- the plan
 
@@ -129,44 +122,6 @@ class ActivationPlan:
 # ---------------------------------------------------------------------------- what a block saves
 
 
-class _ChunkInputs(Function):
-    """The inputs of a chunk's graph, apart from the graph that made them. Their gradients go to the
-    list `grads`. root: any tensor that requires gradients, so that the graph is made."""
-
-    @staticmethod
-    def forward(ctx, root, grads, *inputs):
-        ctx.grads = grads
-        return tuple(x.detach() for x in inputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        ctx.grads.extend(grads)  # zeros for an input that the block does not use
-        return None, None, *(None for _ in grads)
-
-
-def run_apart(root: Tensor, fn: Callable, *inputs: Tensor) -> tuple[Callable, list[Tensor]]:
-    """Return the backward of one chunk's pass through block.pre or block.post (or of a
-    micro-batch's through a part of the model: parallel.py), and its outputs fn(*inputs), detached.
-
-    backward(output_grads) -> the gradients of the inputs; those of weights go where their events
-    say. It holds the pass's graph, and with it what autograd saves: an input too, where an operator
-    saves it and SavedLayer.saving does not place it elsewhere. The graph is no part of the one that
-    made its inputs."""
-    grads = []
-    with torch.enable_grad():
-        outputs = fn(*_ChunkInputs.apply(root, grads, *inputs))
-    if isinstance(outputs, Tensor):
-        outputs = (outputs,)
-    edges = [torch.autograd.graph.get_gradient_edge(y) for y in outputs]
-
-    def backward(output_grads):
-        torch.autograd.backward(edges, output_grads)
-        return grads
-
-    return backward, [y.detach() for y in outputs]
-
-
 def memory_of(t: Tensor) -> int:
     """Return what two tensors have in common if they lie in the same memory."""
     return t.untyped_storage()._cdata
@@ -176,7 +131,7 @@ class SavedLayer:
     """What a layer's backward finds: tensors, which may leave for the host and come back, and the
     graphs of saved chunks, which find their tensors here."""
 
-    def __init__(self, block: llama.Block, rope: llama.Rope, x: Tensor,
+    def __init__(self, block: llama.Block, rope: Rope, x: Tensor,
                  num_saved: int = 0):
         self.block = block
         self.rope = rope
@@ -274,91 +229,13 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
             except RuntimeError as e:
                 raise ValueError(f"a layer runs without data, so that its shapes are known: {e}; "
                                  "experts take all tokens, masked") from e
-            final = llama.final_matrix(y)
+            final = final_matrix(y)
             _, _, *post = saved.tensors.values()
     names = {module: name for name, module in block.named_modules()}
     held = [name for module in block.modules()
             for name, value in (vars(module) | vars(type(module))).items()
             if isinstance(value, Tensor)]
     return pre, post, names.get(final, ""), held
-
-
-# ---------------------------------------------------------------------------- host memory
-
-
-def host_budget(ranks: int, asked: int | None) -> float:
-    """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
-    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
-    Raises ValueError if control groups allow less."""
-    limits = [HOST_BYTES]
-    path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
-    group = Path("/sys/fs/cgroup" + path)
-    for folder in (group, *group.parents):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            limits.append(int((folder / "memory.max").read_text()))
-    allowed = min(limits)
-    if (asked or 0) > allowed:
-        raise ValueError(
-            f"--host-memory {asked / GIB:.0f}G: this machine, or its control group, "
-            f"allows {allowed / GIB:.0f}G, and other things need some of it"
-        )
-    return (allowed * 7 // 8 if asked is None else asked) / ranks
-
-
-def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
-    """Return host buffers of so many bytes, of zeros, page-locked if `pin`. Raises MemoryError.
-
-    Page faults are what takes the time: huge pages have fewer, and threads, as many as cores, touch
-    buffers in parallel. (PyTorch's own pinned allocator would round up to a power of two.) A copy
-    must not cross two registrations, so a buffer has one of its own.
-    """
-    if not pin:
-        return [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-    cudart = torch.cuda.cudart()
-    device = torch.cuda.current_device()
-
-    def lock(size: int) -> Tensor:
-        torch.cuda.set_device(device)  # of this thread
-        mapped = max(1, size)  # a rank may save nothing
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, mapped, flags=private)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)  # before a page is touched
-        view = memoryview(memory)
-        buffer = torch.frombuffer(view, dtype=torch.uint8)
-        buffer[:: mmap.PAGESIZE] = 0  # what is mapped is 0
-        address = buffer.data_ptr()
-        error = int(cudart.cudaHostRegister(address, mapped, 0))
-        if error:
-            raise MemoryError(f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
-                              f"memory failed: CUDA error {error}; lower --host-memory")
-        # the call keeps the mapping until it is unregistered
-        gone = weakref.finalize(view, lambda _: cudart.cudaHostUnregister(address), memory)
-        gone.atexit = False
-        return buffer[:size]
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(lock, sizes))
-
-
-def aligned(size: int) -> int:
-    return -(-size // HOST_ALIGN_BYTES) * HOST_ALIGN_BYTES
-
-
-def buffer_bytes(tensors: dict[object, Tensor]) -> int:
-    """Return the bytes of a buffer that has room for such tensors."""
-    return sum(aligned(t.nbytes) for t in tensors.values())
-
-
-def carve(memory: Tensor, tensors: dict[object, Tensor]) -> dict[object, Tensor]:
-    """Return room for such tensors, one after the other in a buffer of bytes."""
-    places = {}
-    start = 0
-    for name, t in tensors.items():
-        place = memory[start : start + t.nbytes]
-        places[name] = place.view(t.dtype).view(t.shape)
-        start += aligned(t.nbytes)
-    return places
 
 
 # ---------------------------------------------------------------------------- the layers
@@ -370,7 +247,7 @@ class MicroBatch:
     """One micro-batch's way through the layers, forward and back. Several may be in flight, if
     ChunkedLayers has host buffers for so many."""
 
-    rope: llama.Rope  # cos, sin (N, D/2)
+    rope: Rope  # cos, sin (N, D/2)
     attention: Attention
     needs_backward: bool
     host_buffers: list[Tensor] = field(default_factory=list)  # by layer that swaps
@@ -462,7 +339,7 @@ class ChunkedLayers:
             sizes += [t.nbytes for t in pre + post]
         return sum(map(aligned, sizes))
 
-    def start(self, model: LLaMA, rope: llama.Rope,
+    def start(self, model: LLaMA, rope: Rope,
               attention: Attention) -> Callable[[int, Tensor], Tensor]:
         """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer(i, x), layer
         i of the model: x (B, T, C) -> y (B, T, C). Raises RuntimeError if all host buffers belong

@@ -63,9 +63,11 @@ from costs import (
 )
 from hardware import Profile, load_profile, profile_files, scaled
 from model import MODELS, ModelConfig, divisors, param_count
-from offload import GIB, ActivationPlan
-from parallel import no_order
-from shard import OPTIMIZERS, STREAMS, Factors, illegal, legal_factors, parse_strategy
+from offload import ActivationPlan
+from optim import OPTIMIZERS
+from pipeline import no_order
+from shard import STREAMS, Factors, illegal, legal_factors, parse_strategy
+from streams import GIB
 
 # ---------------------------------------------------------------------------- flags
 

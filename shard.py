@@ -73,22 +73,22 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, astuple, dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attention import CommStream, wait
-from model import Cut, Matrix, accumulation_dtype, compiled, divisors
-from offload import pin_host_buffers
+from model import divisors
+from ops import Cut, Matrix, accumulation_dtype
+from optim import (ADAMW, Optimizer, Update, adamw, allocate_states, global_norm, make_scalars,
+                   set_scalars)
 from ranks import (ConfigError, Groups, all_gather, error_of_any, on_all_ranks,
                    reduce_scatter)
+from streams import Buffer, CommStream, wait
 
 SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
-VISIT_ELEMENTS = 2**25  # most of a matrix that is updated at once, if states lie on the host ...
-VISIT_BUFFERS = 3  # ... in so many buffers
 STREAMS = ("param_gather", "grad_scatter", "grad_reduce", "param_broadcast", "host_update")
 
 # ---------------------------------------------------------------------------- factors
@@ -163,65 +163,7 @@ def check_factors(f: Factors, ranks: int) -> None:
                          f"--os {near.os}")
 
 
-# ---------------------------------------------------------------------------- optimizers
-
-BETAS = (0.9, 0.95)  # of AdamW's moments
-EPS = 1e-8
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """A function and the names of its states: all that an optimizer is.
-
-    update(weight, grad, states, scalars, decay) writes weight and states in place. weight: of the
-    compute dtype, grad: of that or wider, both (size,), a part of a matrix; with `whole`, all of
-    it, (rows, cols). states: a list of tensors of their shape, in accum_dtype, as named; the first
-    is "master", the weight itself, the others start at 0. scalars (5,), on the device, so that
-    nothing waits for the host: the learning rate, the factor on the gradient (clipping), 1 -
-    beta1^t, 1 - beta2^t, and 1 if the gradients are finite, else 0: then update changes nothing:
-    with torch.where, as in adamw below, since what is not finite times 0 is not 0. Another one is a
-    row of OPTIMIZERS, and a flag (README): states, checkpoints and counted bytes follow
-    (hardware.update_bytes counts AdamW's). It updates every Matrix: embedding, head, and q|k|v and
-    gate|up as they are fused. One that is `whole` runs with --os-layout inter --p 1 --tp 1.
-    """
-
-    update: Callable
-    states: tuple[str, ...]
-    whole: bool = False  # it needs whole matrices: layout inter, p = 1 and tp = 1
-
-
-@functools.partial(compiled, dynamic=None)  # matrices of many sizes
-def adamw(weight: Tensor, grad: Tensor, states: list[Tensor], scalars: Tensor,
-          decay: float) -> None:
-    """Update flat tensors by AdamW, 14 bytes read and 14 written a bf16 parameter (`Optimizer`)."""
-    master, m, v = states
-    beta1, beta2 = BETAS
-    lr, clip, correction1, correction2, finite = scalars.unbind()
-    grad = grad.to(master.dtype) * clip
-    m_new = m + (1 - beta1) * (grad - m)
-    v_new = v + (1 - beta2) * (grad * grad - v)
-    step = lr / correction1 * m_new / ((v_new / correction2).sqrt() + EPS)
-    master_new = master * (1 - lr * decay) - step
-    for state, new in zip(states, (master_new, m_new, v_new)):
-        state.copy_(torch.where(finite > 0, new, state))
-    weight.copy_(master)
-
-
-ADAMW = Optimizer(adamw, ("master", "exp_avg", "exp_avg_sq"))
-OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan; vectors have AdamW
-
 # ---------------------------------------------------------------------------- what a rank holds
-
-
-@dataclass
-class Buffer:
-    """A fixed place for a whole weight, for one micro-batch's whole gradient, or for states that
-    visit. A gradient or state that is put there waits for its event; a weight, for compute."""
-
-    data: Tensor  # (S,)
-    holder: object = None  # the ShardedParam whose newest weight it holds, or will at `event`
-    # of param_gather: the weight is here; of grad_scatter: the gradient was read, the place is free
-    event: object = None
 
 
 @dataclass(eq=False)
@@ -243,7 +185,8 @@ class ShardedParam:
     owned_grad: Tensor  # the same part of the gradient
     replicas: dist.ProcessGroup | None  # over whom the gradient is summed last; None: nobody
     num_chunks: int  # contributions to its gradient in one backward pass
-    states: tuple[Tensor, ...] = ()  # as large as owned_param each, on the GPU or the host
+    # by name, each as large as owned_param, on the GPU or the host
+    states: dict[str, Tensor] = field(default_factory=dict)
     chunks_done: int = 0  # contributions of this pass
     # event of param_broadcast, or of host_update: new parameters are in param_shard
     broadcast_done: object = None
@@ -305,54 +248,6 @@ def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return part
 
 
-# ---------------------------------------------------------------------------- states on the host
-
-
-@dataclass(eq=False)
-class HostStates:
-    """Optimizer states in page-locked memory of the host. They visit the GPU part by part, in three
-    buffers that take turns: while one is filled and one goes back, one waits for its update, whose
-    kernel has to find room between those of the next forward.
-
-        stream_in      part 0 -> A   part 1 -> B   part 2 -> C     part 3 -> A
-        host_update                 |0|           |1|             |2|
-        stream_out                      A -> part 0   B -> part 1     C -> part 2
-
-    The first buffers are filled under the backward: what they hold does not depend on it.
-    """
-
-    elements: int  # of a matrix, most that visit at once
-    buffers: Iterator[Buffer]  # (states, elements) each, without end
-    stream_in: CommStream
-    stream_out: CommStream
-
-    def begin(self) -> None:
-        """Begin an update: what is read must be what the last one has written."""
-        with self.stream_in.beside_compute():
-            wait(self.stream_out.last_event())  # hidden by a whole step
-
-    def visits(self, *tensors: Tensor):
-        """Yield parts of a matrix's weight, gradient and states, flat tensors of one size; the
-        states on the GPU, whose new values go back when the caller asks for the next."""
-        for weight, grad, *there in zip(*(x.split(self.elements) for x in tensors)):
-            buffer = next(self.buffers)
-            here = [row[: len(weight)] for row in buffer.data]
-            with self.stream_in.beside_compute():
-                wait(buffer.event)  # what was in it is on the host; hidden by the visits between
-                torch._foreach_copy_(here, there, non_blocking=True)
-            wait(self.stream_in.last_event())  # hidden by the forward that host_update runs under
-            yield weight, grad, *here
-            with self.stream_out.after_compute():  # hidden by the next part's way in
-                torch._foreach_copy_(there, here, non_blocking=True)
-                self.stream_out.used(*here)
-            buffer.event = self.stream_out.last_event()
-
-    def settle(self) -> None:
-        """Let the host wait until its memory holds what the last update has written."""
-        if event := self.stream_out.last_event():
-            event.synchronize()
-
-
 # ---------------------------------------------------------------------------- states
 
 
@@ -391,10 +286,10 @@ class States:
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
         self.shapes = model.shapes
-        self.updates = torch.zeros((), dtype=torch.int64, device=self.device)
-        self.scalars = torch.ones(5, dtype=self.accum_dtype, device=self.device)  # of Optimizer
+        self.scalars = make_scalars(self.device, self.accum_dtype)
         # what a checkpoint holds of this rank, by f"{state}.{parameter name}"
-        self.parts = {"updates": StatePart(self.updates.view(1), 0, (), dist.get_rank() == 0)}
+        updates = self.scalars.step.view(1)
+        self.parts = {"updates": StatePart(updates, 0, (), dist.get_rank() == 0)}
         self.counted_grads: list[Tensor] = []  # of the norm: each element on one rank of all
         self.make_groups()
         self.make_params(model)
@@ -494,28 +389,17 @@ class States:
             self.replicas_of_parts if module.part else self.replicas_of_wholes, num_chunks)
 
     def make_states(self, place: str) -> None:
-        """Give each matrix its states, zeros in accum_dtype. Of replicas one saves them and counts
-        in the norm, matrix by matrix another."""
-        names = self.optimizer.states
+        """Give each matrix its states, zeros. One of the ranks that hold the same states saves them
+        and counts their gradients in the norm: another rank for each matrix."""
         params = self.sharded_params.values()
         sizes = [len(param.owned_param) for param in params]
-        self.host_states = None
-        if place == "host":
-            nbytes = [len(names) * size * self.accum_dtype.itemsize for size in sizes]
-            on_gpu = self.device.type == "cuda"
-            pinned = on_all_ranks(pin_host_buffers, nbytes, on_gpu)
-            memory = [place.view(self.accum_dtype).chunk(len(names)) for place in pinned]
-            elements = max(sizes) if self.optimizer.whole else min(max(sizes), VISIT_ELEMENTS)
-            buffers = [Buffer(self.zeros((len(names), elements), self.accum_dtype))
-                       for _ in range(VISIT_BUFFERS)]
-            self.host_states = HostStates(elements, itertools.cycle(buffers),
-                                          CommStream(self.device), CommStream(self.device))
-        else:  # apart: of parts of one tensor a compiled update does not know that they are aligned
-            memory = [[self.zeros(size, self.accum_dtype) for _ in names] for size in sizes]
+        states, self.host_states = allocate_states(
+            self.optimizer, sizes, self.accum_dtype, self.device, place)
         groups = self.groups
         replica = groups.rank // self.factors.os
         replicas = groups.ranks // self.factors.os
-        for i, (param, param.states) in enumerate(zip(params, memory)):
+        for i, param in enumerate(params):
+            param.states = states[i]
             length = min(len(param.owned_param), param.count - param.start)
             if length <= 0:
                 continue  # padding alone, or in layout inter another rank's
@@ -523,7 +407,7 @@ class States:
             saves = i % replicas == replica and (groups.column == 0 or cut is not None)
             if saves:
                 self.counted_grads.append(param.owned_grad)
-            for state, values in zip(names, param.states):
+            for state, values in param.states.items():
                 self.parts[f"{state}.{param.name}"] = StatePart(
                     values[:length], param.start, self.shapes[param.name], saves, cut)
 
@@ -533,16 +417,18 @@ class States:
         add zeros to those of other stages."""
         names = [name for name, shape in self.shapes.items() if len(shape) == 1]
         sizes = [math.prod(self.shapes[name]) for name in names]
-        flats = [self.zeros(sum(sizes), self.accum_dtype) for _ in ("grad", *ADAMW.states)]
-        self.vector_grad, *self.vector_states = flats
+        self.vector_grad = self.zeros(sum(sizes), self.accum_dtype)
+        self.vector_states = {
+            state.name: self.zeros(sum(sizes), self.accum_dtype) for state in ADAMW.states}
         saves = dist.get_rank() == 0
         self.counted_grads.append(self.vector_grad if saves else self.vector_grad[:0])
         modules = dict(model.named_modules())
+        flats = self.vector_grad, *self.vector_states.values()
         for name, grad, *states in zip(names, *(flat.split(sizes) for flat in flats)):
             if module := modules.get(name.removesuffix(".weight")):
                 module.weight = nn.Parameter(states[0])
                 module.weight.grad = grad
-            for state, values in zip(ADAMW.states, states):
+            for state, values in zip(self.vector_states, states):
                 self.parts[f"{state}.{name}"] = StatePart(values, 0, self.shapes[name], saves)
 
     # -- parameters: gathered ahead of their use
@@ -789,17 +675,12 @@ class States:
         not, nothing was changed.
         """
         # weights may change: in unshard, compute has waited for all gathers and broadcasts of them
-        norm = self.grad_norm()
-        finite = (norm + loss).isfinite()
-        self.updates += finite
-        t = self.updates.to(norm.dtype).clamp(min=1)
-        factor = ((clip or math.inf) / (norm + 1e-6)).clamp(max=1)
-        self.scalars.copy_(torch.stack([
-            torch.ones_like(norm) * lr, factor, 1 - BETAS[0] ** t, 1 - BETAS[1] ** t,
-            finite.to(norm.dtype)]))
+        norm = global_norm(self.counted_grads, self.accum_dtype)
+        finite = set_scalars(self.scalars, lr, clip, norm, loss)
         # small weights by AdamW without decay, on every rank alike: they are their own masters
         unused = torch.empty_like(self.vector_grad)
-        adamw(unused, self.vector_grad, self.vector_states, self.scalars, 0.0)
+        adamw(Update("vectors", 0, unused, self.vector_grad, self.vector_states, decay=0.0,
+                     **self.scalars._asdict()))
         beside = contextlib.nullcontext()
         if self.host_states:
             self.host_states.begin()
@@ -812,22 +693,20 @@ class States:
                 self.broadcast_params(unit)
         return norm, finite
 
-    def grad_norm(self) -> Tensor:
-        """Return the global norm of the step's gradient, in accum_dtype. A collective."""
-        norms = torch._foreach_norm(self.counted_grads, dtype=self.accum_dtype)
-        squares = torch.stack(norms).square().sum()
-        dist.all_reduce(squares)
-        return squares.sqrt()
-
     def update_param(self, param: ShardedParam) -> None:
         """Update what this rank owns of a matrix: where its states lie, or as they visit."""
-        tensors = param.owned_param, param.owned_grad, *param.states
-        visits = self.host_states.visits(*tensors) if self.host_states else [tensors]
-        for tensors in visits:
+        visits = [(slice(None), param.states)]
+        if self.host_states:
+            visits = self.host_states.visits(param.states)
+        for part, states in visits:
+            weight, grad = param.owned_param[part], param.owned_grad[part]
             if self.optimizer.whole:  # (S,) -> (rows, cols)
-                tensors = [param.as_matrix(flat) for flat in tensors]
-            weight, grad, *states = tensors
-            self.optimizer.update(weight, grad, states, self.scalars, self.decay)
+                weight, grad = param.as_matrix(weight), param.as_matrix(grad)
+                states = {name: param.as_matrix(state) for name, state in states.items()}
+            first = param.start + (part.start or 0)
+            self.optimizer.update(Update(
+                param.name, first, weight, grad, states, decay=self.decay,
+                **self.scalars._asdict()))
 
     def broadcast_params(self, unit: Unit) -> None:
         """Launch the travel of a unit's new parameters to the subgroup: in layout inter from their
@@ -882,7 +761,7 @@ class States:
         """Set the weights to their masters, after a checkpoint was read into state_parts()."""
         for unit in self.units:
             for param in unit.params:
-                param.owned_param.copy_(param.states[0])
+                param.owned_param.copy_(param.states["master"])
             self.broadcast_params(unit)
 
     def full(self, name: str) -> Tensor:
@@ -902,4 +781,5 @@ class States:
         params = self.sharded_params.values()
         return {"parameters": sum(param.param_shard.nbytes for param in params),
                 "gradients": sum(param.grad_shard.nbytes for param in params),
-                "optimizer": sum(state.nbytes for param in params for state in param.states)}
+                "optimizer": sum(
+                    state.nbytes for param in params for state in param.states.values())}

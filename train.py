@@ -45,22 +45,26 @@ from torch import Tensor
 import checkpoint
 import costs
 import hardware
-import parallel
+import hf
 import planner
-from attention import (KERNELS, Attention, CommStream, Documents, Exchange, Ring, make_exchange,
-                       pick_kernel, sequence_positions)
+from attention import (KERNELS, Attention, Documents, Exchange, Ring, make_exchange, pick_kernel,
+                       sequence_positions)
 from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
-from memplan import StepMemory, mark
-from model import (IGNORE, MODELS, ROPE_KEYS, LLaMA, ModelConfig, accumulation_dtype,
-                   flops_per_token, initial_weight, param_count, rope_kind, whole_layers)
-from offload import GIB, ChunkedLayers, host_budget
-from parallel import Pipeline
+from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, param_count,
+                   rope_kind, whole_layers)
+from offload import ChunkedLayers
+from ops import IGNORE, accumulation_dtype
+from optim import OPTIMIZERS
+from pipeline import Pipeline, in_flight, keep_stage, pipeline_order
 from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
                      make_parser)
 from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
                    on_all_ranks, on_rank_0, patient_group, print0, start_ranks,
                    use_more_queues)
-from shard import OPTIMIZERS, States
+from replay import StepMemory, mark
+from shard import States
+from streams import GIB, CommStream, host_budget
+from tensor import Columns, split_columns
 
 EVAL_SEQUENCES = 64  # most of a validation
 MAX_SKIPS = 5  # non-finite steps in a row that end the run
@@ -219,32 +223,6 @@ def choose_device(cfg, local_rank):
     return device
 
 
-def with_rope(text, model):
-    """Return the model with a --rope-scaling, and the positions that it reaches. Raises
-    ValueError."""
-    if not text:
-        return model
-    found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
-    if not found:
-        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
-                         "theta:BASE, from 1")
-    kind, factor = found[1], float(found[2])
-    if kind == "theta":
-        return replace(model, rope_theta=factor)
-    old = model.rope_scaling
-    has = rope_kind(old)
-    if old and has != kind:
-        raise ValueError(f"--rope-scaling {text}: its rotary embedding has {has} scaling already; "
-                         f"extend it with {has}:FACTOR")
-    fresh = {"factor": 1.0, "original_max_position_embeddings": model.max_positions,
-             "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
-    scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in ROPE_KEYS[kind]})
-    scaling["factor"] *= factor
-    scaling.pop("attention_factor", None)  # a fixed one was the old factor's
-    return replace(model, rope_scaling=scaling,
-                   max_positions=round(model.max_positions * factor))
-
-
 def choose_model(cfg: Config, device: torch.device,
                  resumed: checkpoint.Checkpoint | None) -> tuple:
     """Return the flags with the model's name (auto: an import's), --seq and --lr; the model;
@@ -254,21 +232,21 @@ def choose_model(cfg: Config, device: torch.device,
     name, read = cfg.model, None
     source = resumed.meta["source"] if resumed else {}
     if cfg.import_folder and not resumed:
-        imported, source = checkpoint.hf_config(cfg.import_folder)
+        imported, source = hf.read_config(cfg.import_folder)
         if name != "auto":
             raise ValueError(f"--model {name}: with --init hf:DIR the model is DIR's; drop it")
-        read = checkpoint.hf_open(cfg.import_folder, imported)
+        read = hf.open_weights(cfg.import_folder, imported)
     elif name == "auto" and not source:
         name = "tiny" if device.type == "cpu" else "7b"
-    model = checkpoint.hf_model_of(source) if name == "auto" else MODELS[name]
+    model = hf.model_of(source) if name == "auto" else MODELS[name]
     usual = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
     cfg = replace(cfg, model=name, seq=cfg.seq or (256 if name == "tiny" else 4096),
                   lr=usual.get(name, 3e-4) if cfg.lr is None else cfg.lr)
-    window = checkpoint.hf_window(source)
+    window = hf.sliding_window(source)
     if 0 < window < cfg.seq:
         raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
                          f"{window} tokens, which are not built; at most --seq {window}")
-    model = with_rope(cfg.rope_scaling, model)
+    model = hf.with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
         changes = "rope_theta" if kind == "theta" else "rope_scaling"
@@ -331,7 +309,7 @@ def check_folders(cfg, model, source):
                 f"--export {cfg.export}: the folder is not empty, or --out; name another")
         if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
             raise ValueError(f"--export: nobody else computes --attention {cfg.attention}")
-        checkpoint.export_config(model, source, torch.float32)
+        hf.export_config(model, source, torch.float32)
 
 
 def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
@@ -421,12 +399,12 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
     on_all_ranks(getattr, model, "shapes")  # kept from now, when the model is whole
-    on_all_ranks(parallel.split_columns, model, parallel.Columns(plan.tp_mode, groups))
-    parts = parallel.keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
-    order = parallel.pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
+    on_all_ranks(split_columns, model, Columns(plan.tp_mode, groups))
+    parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
+    order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = on_all_ranks(lambda: [  # of each part of the model on this stage
         ChunkedLayers(model, (plan.micro_batch, plan.seq // plan.sp), kept.of_part(len(part)),
-                      plan.chunk, run.device, plan.dtype, parallel.in_flight(order, v), part).start
+                      plan.chunk, run.device, plan.dtype, in_flight(order, v), part).start
         if kept else whole_layers
         for v, part in enumerate(parts)])
     model.layer_runner = runners[0]  # of one stage, the only one
@@ -474,7 +452,7 @@ def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float,
                            then the same in reverse; a layer's Matrix raises unshard, then add_grad
                              beside it: param_gather, grad_scatter, prefetch, all-to-alls
                              in the last micro-batch: grad_reduce
-                           a stage of a pipeline alternates, in parallel.pipeline_order
+                           a stage of a pipeline alternates, in pipeline.pipeline_order
         finish_gradients   vectors' gradients; compute waits for grad_scatter and grad_reduce
         update             global norm, clipping, the optimizer on what this rank owns, unit by unit
                              beside it, and under the next forward: param_broadcast; all of it,
@@ -609,7 +587,7 @@ def export(run, states, group):
     cfg = run.cfg
     # what made the data goes before
     beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-    checkpoint.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
+    hf.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
                       run.record["source"], beside, group)
 
 

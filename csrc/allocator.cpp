@@ -1,4 +1,4 @@
-// memplan.py's allocator. It delegates to PyTorch's own, and, in a step, records its requests or
+// replay.py's allocator. It delegates to PyTorch's own, and, in a step, records its requests or
 // serves them from an arena at planned offsets. A request goes to PyTorch if it is not the next one
 // of the plan, nor one near it that follows the same requests, or if its addresses are in use: a
 // wrong plan costs memory, never a number.

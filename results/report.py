@@ -30,8 +30,9 @@ from bench import as_text
 from costs import Plan, predict
 from hardware import known_profile
 from model import MODELS
-from offload import GIB, ActivationPlan
+from offload import ActivationPlan
 from shard import STREAMS, Factors
+from streams import GIB
 
 # ---------------------------------------------------------------------------- tables
 

@@ -21,8 +21,8 @@ sys.path.insert(0, str(HERE.parent))
 import planner
 from hardware import load_profile
 from model import MODELS, ModelConfig
-from offload import GIB
 from planner import GPU_SHARE, Constraints, Hardware, Plan
+from streams import GIB
 
 # ---------------------------------------------------------------------------- what was published
 
