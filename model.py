@@ -338,6 +338,7 @@ def rope_kind(scaling: dict) -> str:
     return scaling.get("rope_type", scaling.get("type", "default"))
 
 
+# fmt: off
 MODELS = {  #                   V       C     L   H   K   F
     "tiny": ModelConfig(256, 192, 4, 6, 6, 512, 32, max_positions=1024),
     "160m": ModelConfig(32000, 768, 12, 12, 12, 3072, 64),
@@ -348,6 +349,7 @@ MODELS = {  #                   V       C     L   H   K   F
     "65b": ModelConfig(32000, 8192, 80, 64, 64, 22016),
     "llama3-8b": ModelConfig(128256, 4096, 32, 32, 8, 14336, rope_theta=5e5, max_positions=8192),
 }
+# fmt: on
 
 
 def param_count(cfg: ModelConfig) -> int:

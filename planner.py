@@ -173,6 +173,7 @@ Count = int | None  # None: auto
 class Constraints:
     """What a command fixes; None, or auto, is open. A program's flags are these and its own."""
 
+    # fmt: off
     seq: int = flag(4096, "tokens a sequence", 1, 2**40)
     batch: Count = flag(
         None, "sequences a step over all ranks; auto: 512K tokens (4K for tiny), or one for each "
@@ -234,6 +235,7 @@ class Constraints:
         "or the machine allows, less an eighth", 0, 2**60)
     gpu_memory: Count = flag(
         None, "bytes of a GPU that may be used (as 80G); auto: all", 2**20, 2**60)
+    # fmt: on
     optimizer: str = "adamw"
     default_tokens: int = 0  # of a step, that are usual; rounded up to a sequence a rank
     most_sequences: Count = None  # that the data has
@@ -980,6 +982,7 @@ def describe(c, hardware, found, plans):
 class Question(Constraints):
     """What the program is asked."""
 
+    # fmt: off
     model: str = flag("7b", ", ".join(MODELS), among=MODELS, group="the question")
     cluster: str = flag(
         "h200x8", f"profile of the machine: {', '.join(profile_files())}, a GPU (A100, H100, ...), "
@@ -991,6 +994,7 @@ class Question(Constraints):
     leaf: str = flag(
         "", "nodes under a leaf switch, or a file with a node's and its leaf's name a line: print "
         "the best order of nodes")
+    # fmt: on
     default_tokens: int = 2**19
 
     def hardware(self):

@@ -108,6 +108,7 @@ def parse_strategy(text: str, ranks: int) -> Factors:
     names."""
     name, _, number = text.partition(":")
     k = int(number) if number.isdigit() else 0
+    # fmt: off
     rows = {  #         p      g      os
         "ddp": Factors(1, 1, 1),
         "zero1": Factors(1, 1, ranks),
@@ -116,6 +117,7 @@ def parse_strategy(text: str, ranks: int) -> Factors:
         "mics:K": Factors(k, k, k),
         "zero1.5:K": Factors(1, 1, k),
     }
+    # fmt: on
     found = rows.get(f"{name}:K" if k else name)
     if not found:
         raise ValueError(f"--strategy {text}: one of {', '.join(rows)}")

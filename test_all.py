@@ -2715,8 +2715,8 @@ def test_hf_train_and_export(tmp_path, capsys):
     index = "model.safetensors.index.json"
     assert files == {*beside, "config.json", "model-00001-of-00001.safetensors", index}
     assert not theirs.config.tie_word_embeddings  # two matrices, trained apart
-    for name, tensor in states[0].items():
-        assert torch.equal(tensor, states[1][name]), name
+    for name, weight in states[0].items():
+        assert torch.equal(weight, states[1][name]), name
 
 
 @slow
@@ -3128,8 +3128,8 @@ def test_one_run_under_four_plans(tmp_path):
             wanted, wanted_weights = found, weights
         for a, b in zip(found, wanted[i and i + 1 :], strict=True):
             assert a == approx(b, rel=1e-11), more
-        for name, tensor in wanted_weights.items():
-            assert relative(weights[name], tensor) < 1e-11, (more, name)
+        for name, weight in wanted_weights.items():
+            assert relative(weights[name], weight) < 1e-11, (more, name)
 
 
 @functools.cache

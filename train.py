@@ -77,6 +77,7 @@ class Config(Constraints):
     """Every flag: these, and what they leave to the planner. None is `auto`, and stays so but for
     what defines a run: model, seq, batch, lr, document_token."""
 
+    # fmt: off
     model: str = flag(
         "auto", "auto: tiny on a CPU, 7b on GPUs, of --init its own", among=("auto", *MODELS),
         group="what is trained, on what, how long")
@@ -128,6 +129,7 @@ class Config(Constraints):
     export: str = flag(
         "", "folder for a Hugging Face checkpoint of the last weights in --dtype, of the "
         "architecture that was imported (else Llama), with its tokenizer and license")
+    # fmt: on
 
     def __post_init__(self):
         """Raise ValueError for flags out of their range, or that contradict each other."""
