@@ -251,7 +251,11 @@ class Kernel:
 
 KERNELS = {  # best first: "auto" takes the first usable one
     "fa4": Kernel(
-        _fa4_forward, _fa4_backward, (9, 10), "flash_attn.cute.interface", "flash-attn-4[cu13]",
+        _fa4_forward,
+        _fa4_backward,
+        (9, 10),
+        "flash_attn.cute.interface",
+        "flash-attn-4[cu13]",
         plain=True,
     ),
     # for each document a graph for its length is built, and none for one of a single token
@@ -311,8 +315,7 @@ def head_group_counts(heads: int, kv_heads: int, elements: int) -> list[int]:
     return [
         n
         for n in divisors(heads)
-        if (kv_heads % n == 0 or n % kv_heads == 0)
-        and elements // n <= MAX_ELEMENTS
+        if (kv_heads % n == 0 or n % kv_heads == 0) and elements // n <= MAX_ELEMENTS
     ]
 
 
@@ -535,8 +538,7 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
 
 @compiled
 def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
-    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row.
-    """
+    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row."""
     both = torch.logaddexp(lse, lse_more)
     share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
     o.copy_(o + share * (more - o))

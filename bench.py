@@ -23,6 +23,7 @@ Left out: whether results are right, which test_all.py shows, on GPUs too.
 
 Legend: M micro-batches, B sequences of one, T tokens of a sequence, T/sp on a rank.
 """
+
 import argparse
 import functools
 import gc
@@ -57,8 +58,17 @@ from hf import export_config
 from measure import Machine
 from memplan import write_plan
 from model import MODELS, Block, LLaMA, param_count, whole_layer
-from ranks import (ConfigError, Groups, heartbeat, of_all_ranks, on_all_ranks, on_rank_0, print0,
-                   start_ranks, use_more_queues)
+from ranks import (
+    ConfigError,
+    Groups,
+    heartbeat,
+    of_all_ranks,
+    on_all_ranks,
+    on_rank_0,
+    print0,
+    start_ranks,
+    use_more_queues,
+)
 from replay import StepMemory
 from streams import GIB, host_budget
 from train import Config, Run, device_name
@@ -92,8 +102,9 @@ class Bench:
     def add(self, row: dict) -> None:
         """Print a row, and write all so far: a table that is cut short leaves them."""
         self.rows.append(row)
-        on_rank_0(self.file.write_text,
-                  json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n")
+        on_rank_0(
+            self.file.write_text, json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n"
+        )
         titles, ((name, *texts),) = as_text([row])
         cells = (f"{title} {text}" for title, text in zip(titles[1:], texts))
         print0(f"{name}: {', '.join(cells)}")
@@ -124,9 +135,13 @@ def filled(bench: Bench, flags: str) -> str:
     ranks = bench.world
     seq = 4096 if bench.gpu else 256
     return flags.format(
-        ranks=ranks, half=max(1, ranks // 2), seq=seq,
+        ranks=ranks,
+        half=max(1, ranks // 2),
+        seq=seq,
         nodes=max(2, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
-        seqs=range(0, 2**12 * ranks * seq, ranks * seq), batch=range(0, 16 * ranks, ranks))
+        seqs=range(0, 2**12 * ranks * seq, ranks * seq),
+        batch=range(0, 16 * ranks, ranks),
+    )
 
 
 def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
@@ -151,7 +166,8 @@ def random_batch(run: Run) -> train.Batch:
     data."""
     random = np.random.default_rng(run.coordinates[1])
     return train.load_batch(
-        run, 0, lambda i: random.integers(run.plan.model.vocab, size=run.plan.seq + 1))
+        run, 0, lambda i: random.integers(run.plan.model.vocab, size=run.plan.seq + 1)
+    )
 
 
 def make_step(run: Run) -> Step:
@@ -175,8 +191,9 @@ class TorchStates:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95),
-                                           weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
 
     def begin_step(self) -> None:
         pass
@@ -220,8 +237,13 @@ def transformers_step(run: Run, what: list[str]) -> Step:
 
     def loss_of(tokens, labels, scale, *_):
         with torch.autocast(run.device.type, torch.bfloat16, not half):
-            return call(tokens, labels=labels, shift_labels=labels, use_cache=False,
-                        num_items_in_batch=1 / scale).loss
+            return call(
+                tokens,
+                labels=labels,
+                shift_labels=labels,
+                use_cache=False,
+                num_items_in_batch=1 / scale,
+            ).loss
 
     # around the backward, too: recomputation chooses its kernel again
     in_order = sdpa_kernel(CUDNN_FIRST, set_priority=True)
@@ -240,15 +262,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 attention.register_autograd(
     lambda ctx, do, _: tuple(ours.backward(lambda: (do, []), *ctx.saved_tensors)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
+)
 
 KEEP_ATTENTION = functools.partial(
-    create_selective_checkpoint_contexts, [torch.ops.bench.attention.default])
+    create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
+)
 PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every so many layers
     "none": ({}, 0),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
     "selective": ({"context_fn": KEEP_ATTENTION}, 1),
-    "full": ({}, 1)}
+    "full": ({}, 1),
+}
 
 
 class Fsdp2States(TorchStates):
@@ -258,14 +283,19 @@ class Fsdp2States(TorchStates):
     def __init__(self, model: LLaMA, run: Run, on_host: bool):
         """ZeRO-3 if p > 1; else whole parameters and gradients stay (ZeRO-2). on_host: shards of
         all states are there, and updated there."""
-        from torch.distributed.fsdp import (CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy,
-                                            fully_shard)
+        from torch.distributed.fsdp import (
+            CPUOffloadPolicy,
+            MixedPrecisionPolicy,
+            OffloadPolicy,
+            fully_shard,
+        )
 
         plan, f = run.plan, run.plan.factors
         mesh = fsdp2_mesh(run.device.type, plan.ranks // f.os, f.os)
         self.reshard = f.p > 1
-        wire = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
-                                    cast_forward_inputs=False)
+        wire = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
+        )
         place = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
         shard = functools.partial(fully_shard, mesh=mesh, mp_policy=wire, offload_policy=place)
         for block in model.blocks:
@@ -296,7 +326,8 @@ class Fsdp2States(TorchStates):
 @functools.cache
 def fsdp2_mesh(device_type: str, replicas: int, shards: int):
     mesh = dist.init_device_mesh(
-        device_type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+        device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")
+    )
     return mesh if replicas > 1 else mesh["shard"]
 
 
@@ -322,8 +353,7 @@ def fsdp2_step(run: Run, what: list[str]) -> Step:
         def run_layer(i, x):
             if every == 0 or i % every:
                 return model.blocks[i](x, rope, op)
-            return checkpoint(
-                model.blocks[i], x, rope, op, use_reentrant=False, **checkpoint_flags)
+            return checkpoint(model.blocks[i], x, rope, op, use_reentrant=False, **checkpoint_flags)
 
         return run_layer
 
@@ -391,11 +421,15 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
     parts = -(-plan.tokens // 2**14)
     tokens = plan.tokens // parts
-    *layer, head = ((random(tokens, cols), random(tokens, rows), random(rows, cols))
-                    for rows, cols in (*plan.matrices, plan.end))
+    *layer, head = (
+        (random(tokens, cols), random(tokens, rows), random(rows, cols))
+        for rows, cols in (*plan.matrices, plan.end)
+    )
     heads, kv_heads = (max(1, n // plan.sp) for n in (cfg.heads, cfg.kv_heads))
-    q, k, v, do = (random(plan.micro_batch, plan.seq, n, cfg.head_dim)
-                   for n in (heads, kv_heads, kv_heads, heads))
+    q, k, v, do = (
+        random(plan.micro_batch, plan.seq, n, cfg.head_dim)
+        for n in (heads, kv_heads, kv_heads, heads)
+    )
     op = Attention(run.kernel)
 
     def products(*operands):
@@ -421,7 +455,8 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
     shapes = plan.matrices, plan.end, plan.micro_batch, plan.seq, plan.sp, plan.column.heads
     if shapes not in bench.kernels:
         bench.kernels[shapes] = [
-            max(of_all_ranks(device_seconds(bench, work))) for work in kernels_alone(run)]
+            max(of_all_ranks(device_seconds(bench, work))) for work in kernels_alone(run)
+        ]
     layer, head = bench.kernels[shapes]
     return plan.micro_batches * (plan.model.layers * layer + head) / plan.pp
 
@@ -441,8 +476,13 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable) -> None:
     """Build a step of these flags, time it, and add its row; out of memory on any rank is a row,
     too. look(bench, step): what else is to be seen of it. A collective."""
     cfg = config(flags)
-    row = {"system": label, "flags": flags, "model": cfg.model, "seq": cfg.seq,
-           "gpus": bench.world * bench.gpu}
+    row = {
+        "system": label,
+        "flags": flags,
+        "model": cfg.model,
+        "seq": cfg.seq,
+        "gpus": bench.world * bench.gpu,
+    }
     seconds = math.inf
     step = None
     try:
@@ -475,8 +515,10 @@ def attempt(bench: Bench, label: str, flags: str, look: Callable) -> None:
         row |= {"step_s": seconds, "bound_ratio": kernels / seconds}
     row["oom"] = math.isinf(seconds)
     if bench.gpu:
-        row |= {"gpu_gib": max(of_all_ranks(train.gpu_peak_gib())),
-                "reserved_gib": torch.cuda.max_memory_reserved() / GIB}
+        row |= {
+            "gpu_gib": max(of_all_ranks(train.gpu_peak_gib())),
+            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        }
     bench.add(row)
     if step and step.memory:
         step.memory.give_back()
@@ -489,14 +531,24 @@ def chosen(run: Run) -> dict:
     """Return what a row says of a plan."""
     plan = run.plan
     kept = plan.activations
-    names = ("sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
-             "os_place recompute head_groups").split()
-    return asdict(plan.factors) | {name: getattr(plan, name) for name in names} | {
-        "kernel": run.kernel, "predicted": plan.seconds,
-        "predicted_s": plan.step_s, "predicted_gib": plan.gpu_bytes / GIB,
-        "activations": kept and asdict(kept), "alpha": kept and kept.alpha,
-        "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
-        "host_gib": plan.per_node / GIB * plan.host_bytes or None}
+    names = (
+        "sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
+        "os_place recompute head_groups"
+    ).split()
+    return (
+        asdict(plan.factors)
+        | {name: getattr(plan, name) for name in names}
+        | {
+            "kernel": run.kernel,
+            "predicted": plan.seconds,
+            "predicted_s": plan.step_s,
+            "predicted_gib": plan.gpu_bytes / GIB,
+            "activations": kept and asdict(kept),
+            "alpha": kept and kept.alpha,
+            "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
+            "host_gib": plan.per_node / GIB * plan.host_bytes or None,
+        }
+    )
 
 
 # ---------------------------------------------------------------------------- tables
@@ -550,8 +602,10 @@ def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
     """Return the planner's best plans, as their commands have them."""
     runs = plan_runs(bench, config(filled(bench, flags)))
     first = "--tp 1 --pp 1 "  # a command leaves out what is a default
-    return {f"plan {i}": first + planner.command(run.plan, run.cfg).partition("train.py ")[2]
-            for i, run in enumerate(runs, 1)}
+    return {
+        f"plan {i}": first + planner.command(run.plan, run.cfg).partition("train.py ")[2]
+        for i, run in enumerate(runs, 1)
+    }
 
 
 def covered_ms(spans: list[tuple[float, float]]) -> float:
@@ -595,11 +649,20 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     asked = counts["hits"] + counts["unmatched"] + counts["occupied"]
     if bench.rank == 0:
         name = f"memplan-{step.run.plan.seq // 1024}k-{bench.world}x.csv"
-        write_plan(str(bench.file.with_name(name)), range(len(memory.buffers)), memory.buffers,
-                   plan.offsets)
-    return {"requests": len(memory.buffers), "planned_peak_gib": plan.peak / GIB,
-            "lower_bound_gib": plan.lower_bound / GIB, "solve_s": plan.seconds,
-            "method": plan.method, "hit_requests": counts["hits"] / asked}
+        write_plan(
+            str(bench.file.with_name(name)),
+            range(len(memory.buffers)),
+            memory.buffers,
+            plan.offsets,
+        )
+    return {
+        "requests": len(memory.buffers),
+        "planned_peak_gib": plan.peak / GIB,
+        "lower_bound_gib": plan.lower_bound / GIB,
+        "solve_s": plan.seconds,
+        "method": plan.method,
+        "hit_requests": counts["hits"] / asked,
+    }
 
 
 WHOLE = "--sp 1 --micro-batch 1 --recompute none"  # layers, each sequence on a rank
@@ -607,89 +670,148 @@ SEQUENCES = ("--seq {seqs[2]}", "--seq {seqs[4]}", "--seq {seqs[8]}", "--seq {se
 TABLES = {
     "step": Table(step_rows, takes="quick"),
     "long": Table(
-        {"ours": "",
-         "ours planned memory": "--memplan on",
-         "ours full recompute": "--recompute full",
-         "ours full swap": "--alpha 1 --resident-layers 2",
-         "fsdp2 none": "--sp {ranks} --strategy zero3",
-         "fsdp2 half-selective": "--sp {ranks} --strategy zero3",
-         "fsdp2 selective": "--sp {ranks} --strategy zero3",
-         "fsdp2 selective host": "--sp {ranks} --strategy zero3",
-         "fsdp2 full": "--sp {ranks} --strategy zero3",
-         "transformers fp32": "",
-         "transformers bf16": "",
-         "transformers fp32 liger": "",
-         "transformers bf16 full": "",
-         "transformers bf16 liger": "",
-         "transformers bf16 liger full": ""},
-        "--batch 1", SEQUENCES, "rows model seq batch"),
+        {
+            "ours": "",
+            "ours planned memory": "--memplan on",
+            "ours full recompute": "--recompute full",
+            "ours full swap": "--alpha 1 --resident-layers 2",
+            "fsdp2 none": "--sp {ranks} --strategy zero3",
+            "fsdp2 half-selective": "--sp {ranks} --strategy zero3",
+            "fsdp2 selective": "--sp {ranks} --strategy zero3",
+            "fsdp2 selective host": "--sp {ranks} --strategy zero3",
+            "fsdp2 full": "--sp {ranks} --strategy zero3",
+            "transformers fp32": "",
+            "transformers bf16": "",
+            "transformers fp32 liger": "",
+            "transformers bf16 full": "",
+            "transformers bf16 liger": "",
+            "transformers bf16 liger full": "",
+        },
+        "--batch 1",
+        SEQUENCES,
+        "rows model seq batch",
+    ),
     "shard": Table(
-        {"ours os": "--strategy zero1",
-         "ours os inter": "--strategy zero1 --os-layout inter",
-         "ours g and os": "--strategy zero2",
-         "ours p and g by halves": "--p {half} --g {half} --os {ranks}",
-         "ours all": "--strategy zero3",
-         "ours in halves": "--p {half} --g {half} --os {half}",
-         "ours as planned": "--micro-batch auto --sp auto --recompute auto",
-         "fsdp2 none ZeRO-3": "--strategy zero3",
-         "fsdp2 none ZeRO-2": "--strategy zero2",
-         "fsdp2 none HSDP and reshard": "--p {half} --g {half} --os {half}",
-         "fsdp2 none HSDP": "--p 1 --g {half} --os {half}"},
-        f"{WHOLE} --seq {{seq}}", ("--batch {batch[1]}", "--batch {batch[8]}"),
-        "rows model nodes", ranks=2),
-    "overlap": Table(  # AMSP, table V
-        {"all overlaps": "",
-         "without param_broadcast": "--overlap param_gather,grad_scatter,grad_reduce",
-         "and without grad_reduce": "--overlap param_gather,grad_scatter",
-         "none": "--overlap none"},
+        {
+            "ours os": "--strategy zero1",
+            "ours os inter": "--strategy zero1 --os-layout inter",
+            "ours g and os": "--strategy zero2",
+            "ours p and g by halves": "--p {half} --g {half} --os {ranks}",
+            "ours all": "--strategy zero3",
+            "ours in halves": "--p {half} --g {half} --os {half}",
+            "ours as planned": "--micro-batch auto --sp auto --recompute auto",
+            "fsdp2 none ZeRO-3": "--strategy zero3",
+            "fsdp2 none ZeRO-2": "--strategy zero2",
+            "fsdp2 none HSDP and reshard": "--p {half} --g {half} --os {half}",
+            "fsdp2 none HSDP": "--p 1 --g {half} --os {half}",
+        },
         f"{WHOLE} --seq {{seq}}",
-        ("--strategy zero1 --batch {batch[1]}", "--strategy zero1 --batch {batch[2]}",
-         "--strategy zero1 --batch {batch[4]}", "--strategy zero1 --batch {batch[8]}",
-         "--strategy zero3 --batch {batch[1]}", "--strategy zero3 --batch {batch[2]}",
-         "--strategy zero3 --batch {batch[4]}", "--strategy zero3 --batch {batch[8]}"),
-        "rows model", ranks=2),
+        ("--batch {batch[1]}", "--batch {batch[8]}"),
+        "rows model nodes",
+        ranks=2,
+    ),
+    "overlap": Table(  # AMSP, table V
+        {
+            "all overlaps": "",
+            "without param_broadcast": "--overlap param_gather,grad_scatter,grad_reduce",
+            "and without grad_reduce": "--overlap param_gather,grad_scatter",
+            "none": "--overlap none",
+        },
+        f"{WHOLE} --seq {{seq}}",
+        (
+            "--strategy zero1 --batch {batch[1]}",
+            "--strategy zero1 --batch {batch[2]}",
+            "--strategy zero1 --batch {batch[4]}",
+            "--strategy zero1 --batch {batch[8]}",
+            "--strategy zero3 --batch {batch[1]}",
+            "--strategy zero3 --batch {batch[2]}",
+            "--strategy zero3 --batch {batch[4]}",
+            "--strategy zero3 --batch {batch[8]}",
+        ),
+        "rows model",
+        ranks=2,
+    ),
     "ring": Table(
         {"by heads": "--ring 1", "by context": "--ring {nodes}"},
-        "--sp {ranks} --batch 1", SEQUENCES[1:], "rows model seq nodes", ranks=2),
+        "--sp {ranks} --batch 1",
+        SEQUENCES[1:],
+        "rows model seq nodes",
+        ranks=2,
+    ),
     "parallel": Table(
-        {"data": "",
-         "mtp": "--tp 2 --tp-mode mtp",
-         "msp": "--tp 2 --tp-mode msp",
-         "fsp": "--tp 2 --tp-mode fsp",
-         "pipeline": "--pp 2",
-         "interleaved": "--pp 2 --pp-chunks 2"},
-        f"{WHOLE} --seq {{seq}} --batch {{batch[8]}}", takes="rows model seq", ranks=2),
+        {
+            "data": "",
+            "mtp": "--tp 2 --tp-mode mtp",
+            "msp": "--tp 2 --tp-mode msp",
+            "fsp": "--tp 2 --tp-mode fsp",
+            "pipeline": "--pp 2",
+            "interleaved": "--pp 2 --pp-chunks 2",
+        },
+        f"{WHOLE} --seq {{seq}} --batch {{batch[8]}}",
+        takes="rows model seq",
+        ranks=2,
+    ),
     "memplan": Table(
         {"caching allocator": "", "expandable segments": "", "planned": "--memplan on"},
-        "--sp {ranks} --batch 1", SEQUENCES[1:], "rows model seq", planned_memory),
+        "--sp {ranks} --batch 1",
+        SEQUENCES[1:],
+        "rows model seq",
+        planned_memory,
+    ),
     "plans": Table(plan_rows, "", SEQUENCES[:1], "model seq batch tp pp", ranks=2),
     "trace": Table(
-        {"ours os": "--strategy zero1",
-         "ours g and os": "--strategy zero2",
-         "ours all": "--strategy zero3"},
-        f"{WHOLE} --seq {{seq}} --batch {{batch[1]}}", ("",), "rows model", profiled, 2),
+        {
+            "ours os": "--strategy zero1",
+            "ours g and os": "--strategy zero2",
+            "ours all": "--strategy zero3",
+        },
+        f"{WHOLE} --seq {{seq}} --batch {{batch[1]}}",
+        ("",),
+        "rows model",
+        profiled,
+        2,
+    ),
     "offload": Table(
-        {"as planned": "",
-         "states on the GPU": "--os-place gpu",
-         "states on the host": "--os-place host",
-         "states on the host in the open":
-             "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast"},
-        "--batch 1", SEQUENCES, "rows model seq batch")}
+        {
+            "as planned": "",
+            "states on the GPU": "--os-place gpu",
+            "states on the host": "--os-place host",
+            "states on the host in the open": "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast",
+        },
+        "--batch 1",
+        SEQUENCES,
+        "rows model seq batch",
+    ),
+}
 
 
 # ---------------------------------------------------------------------------- print and write
 
 COLUMNS = {  # title -> a row's cell
-    "system": "{system}", "plan": "{plan}", "model": "{model}", "tokens": "{seq:,}",
-    "GPUs": "{gpus}", "M": "{micro_batches}", "step s": "{took}",
-    "predicted s": "{predicted_s:.4g}", "TGS": "{tgs:,.0f}", "MFU causal": "{mfu_causal:.1%}",
-    "MFU full": "{mfu_full:.1%}", "bound": "{bound_mfu:.1%}",
-    "of bound": "{bound_ratio:.1%}", "GPU GiB": "{gpu_gib:.1f}",
-    "host GiB": "{host_gib:.1f}", "communication ms": "{communication_ms:.1f}",
-    "of it exposed": "{exposed_ms:.1f}", "requests": "{requests:,}",
-    "reserved GiB": "{reserved_gib:.2f}", "planned GiB": "{planned_peak_gib:.2f}",
-    "lower bound": "{lower_bound_gib:.2f}", "solved in s": "{solve_s:.2f}",
-    "hits": "{hit_requests:.2%}"}
+    "system": "{system}",
+    "plan": "{plan}",
+    "model": "{model}",
+    "tokens": "{seq:,}",
+    "GPUs": "{gpus}",
+    "M": "{micro_batches}",
+    "step s": "{took}",
+    "predicted s": "{predicted_s:.4g}",
+    "TGS": "{tgs:,.0f}",
+    "MFU causal": "{mfu_causal:.1%}",
+    "MFU full": "{mfu_full:.1%}",
+    "bound": "{bound_mfu:.1%}",
+    "of bound": "{bound_ratio:.1%}",
+    "GPU GiB": "{gpu_gib:.1f}",
+    "host GiB": "{host_gib:.1f}",
+    "communication ms": "{communication_ms:.1f}",
+    "of it exposed": "{exposed_ms:.1f}",
+    "requests": "{requests:,}",
+    "reserved GiB": "{reserved_gib:.2f}",
+    "planned GiB": "{planned_peak_gib:.2f}",
+    "lower bound": "{lower_bound_gib:.2f}",
+    "solved in s": "{solve_s:.2f}",
+    "hits": "{hit_requests:.2%}",
+}
 
 
 def plan_text(row: dict) -> str:
@@ -697,8 +819,9 @@ def plan_text(row: dict) -> str:
     if not row.get("sp") or row["system"].startswith(("fsdp2", "transformers")):
         return "-"
     text = f"{row['p']},{row['g']},{row['os']}"
-    text += "".join(f" {name}={row[name]}" for name in ("sp", "ring", "tp", "pp")
-                    if row.get(name, 1) > 1)
+    text += "".join(
+        f" {name}={row[name]}" for name in ("sp", "ring", "tp", "pp") if row.get(name, 1) > 1
+    )
     if kept := row.get("activations"):
         text += f" k={kept['resident']} alpha={row['alpha']:.2f} chunk={row['chunk']}"
         if twice := kept["layers_recomputing_attention"]:
@@ -732,18 +855,26 @@ def as_text(rows: list[dict]) -> tuple[tuple, list[tuple]]:
 
 
 def versions() -> dict:
-    wanted = ("torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers "
-              "liger-kernel").split()
+    wanted = (
+        "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel"
+    ).split()
     return {"python": platform.python_version()} | {
-        package.name: package.version for package in metadata.distributions()
-        if package.name in wanted}
+        package.name: package.version
+        for package in metadata.distributions()
+        if package.name in wanted
+    }
 
 
 def commit() -> str:
     """Return the commit that is measured, + if files differ from it. BENCH_COMMIT names it where
     the files were copied without their history."""
-    git = subprocess.run("git describe --always --exclude '*' --dirty=+", shell=True, cwd=HERE,
-                         capture_output=True, text=True)
+    git = subprocess.run(
+        "git describe --always --exclude '*' --dirty=+",
+        shell=True,
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+    )
     return os.environ.get("BENCH_COMMIT") or git.stdout.strip() or "unknown"
 
 
@@ -753,34 +884,49 @@ OURS = {
     "quick": "with a small model, in a minute",
     "rows": "labels of the rows that are wanted, as 'ours,fsdp2 full'",
     "seq": "tokens of the sequences, as 64K,128K",
-    "nodes": "split a node's ranks into so many nodes, which reach each other by sockets alone"}
+    "nodes": "split a node's ranks into so many nodes, which reach each other by sockets alone",
+}
 THEIRS = {  # train.py's, of all rows
     "model": "7b, tiny on a CPU, or this one",
     "batch": "sequences a step",
     "tp": "auto: plans of several columns, too",
     "pp": "auto: plans of several stages, too",
     "host_memory": "bytes of a node that it may swap to, as 160G (pinning them takes time)",
-    "gpu_memory": "bytes of a GPU that it may use, as 80G, to imitate another"}
+    "gpu_memory": "bytes of a GPU that it may use, as 80G, to imitate another",
+}
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.split("\n")[0], allow_abbrev=False,
-        epilog="Sizes may end in K, M or G, which are binary: 64K is 65536.")
+        description=__doc__.split("\n")[0],
+        allow_abbrev=False,
+        epilog="Sizes may end in K, M or G, which are binary: 64K is 65536.",
+    )
     one = parser.add_mutually_exclusive_group()
     one.add_argument("table", nargs="?", default="step", choices=TABLES, help="default: step")
-    one.add_argument("--profile", type=str.lower, metavar="NAME",
-                     help="measure the rates that planner.py predicts by, on all ranks, in two "
-                     "minutes, and write profiles/NAME.json in --out; no table")
-    parser.add_argument("--out", metavar="DIR", help="folder of the results files; default: results"
-                        " on GPUs, out/results on a CPU, whose figures README does not show")
+    one.add_argument(
+        "--profile",
+        type=str.lower,
+        metavar="NAME",
+        help="measure the rates that planner.py predicts by, on all ranks, in two "
+        "minutes, and write profiles/NAME.json in --out; no table",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help="folder of the results files; default: results"
+        " on GPUs, out/results on a CPU, whose figures README does not show",
+    )
     for name, text in (OURS | THEIRS).items():
         of = [table for table in TABLES if name in TABLES[table].takes.split()] or ["all"]
         kind = {"action": "store_true"} if name == "quick" else {}
         parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(of)})", **kind)
     args = parser.parse_args()
-    args.given = {name: f"{planner.flag_name(name)} {quote(str(value))}".removesuffix(" True")
-                  for name, value in vars(args).items() if value and name in OURS | THEIRS}
+    args.given = {
+        name: f"{planner.flag_name(name)} {quote(str(value))}".removesuffix(" True")
+        for name, value in vars(args).items()
+        if value and name in OURS | THEIRS
+    }
     args.flags = " ".join(text for name, text in args.given.items() if name in THEIRS)
     try:
         check(args)
@@ -797,13 +943,17 @@ def check(args: argparse.Namespace) -> None:
     takes = f"{table.takes} host_memory gpu_memory".split()
     for flag in args.given:
         if args.profile or flag not in takes:
-            raise ValueError(f"{planner.flag_name(flag)}: table {name} takes "
-                             f"{', '.join(map(planner.flag_name, takes))}; --profile none")
+            raise ValueError(
+                f"{planner.flag_name(flag)}: table {name} takes "
+                f"{', '.join(map(planner.flag_name, takes))}; --profile none"
+            )
     if name == "trace" and not torch.cuda.is_available():
         raise ValueError("table trace measures GPUs, and there are none here")
     if world < table.ranks:
-        raise ValueError(f"table {name} needs {table.ranks} ranks or more: torchrun "
-                         f"--nproc_per_node {table.ranks} bench.py {name}")
+        raise ValueError(
+            f"table {name} needs {table.ranks} ranks or more: torchrun "
+            f"--nproc_per_node {table.ranks} bench.py {name}"
+        )
     for label in listed(args.rows):
         if label not in table.rows:
             raise ValueError(f"--rows {label}: of {', '.join(table.rows)}")
@@ -844,13 +994,13 @@ def measure(bench: Bench, args: argparse.Namespace) -> None:
         os._exit(130)
 
 
-
 def write_profile(bench: Bench) -> None:
     """Measure what this machine does, and write it for planner.py. A collective."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
     kernel = pick_kernel("auto", bench.device, bench.dtype)
     profile = Machine(bench.device, bench.dtype, kernel, per_node).profile(
-        bench.file.stem, bench.about)
+        bench.file.stem, bench.about
+    )
     on_rank_0(bench.file.write_text, profile_text(profile))
     print0(f"wrote {bench.file}")
 
@@ -889,9 +1039,19 @@ def main() -> None:
         command = f"--profile {args.profile}"
         file = out / f"profiles/{args.profile}.json"
     on_rank_0(train.try_folder, str(file.parent))  # before it measures
-    bench = Bench(device, rank, world, args.quick, file, {
-        "hardware": hardware, "versions": versions(), "commit": commit(),
-        "command": f"{launcher} bench.py {command}"})
+    bench = Bench(
+        device,
+        rank,
+        world,
+        args.quick,
+        file,
+        {
+            "hardware": hardware,
+            "versions": versions(),
+            "commit": commit(),
+            "command": f"{launcher} bench.py {command}",
+        },
+    )
     if args.profile:
         write_profile(bench)
     else:

@@ -27,6 +27,7 @@ can run code.
 
 Left out: checkpoints in several places. Hugging Face's folders are hf.py's.
 """
+
 import ast
 import contextlib
 import fcntl
@@ -151,8 +152,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             if (found := (folder / name).stat().st_size) != size:
                 raise ValueError(f"{name} has {found} bytes, not {size}")
     except (OSError, ValueError) as e:
-        raise ValueError(f"--resume: {folder} is not a whole checkpoint: {e}; others, if there are "
-                         "any, are beside it") from e
+        raise ValueError(
+            f"--resume: {folder} is not a whole checkpoint: {e}; others, if there are "
+            "any, are beside it"
+        ) from e
     return Checkpoint(folder, meta)
 
 
@@ -162,11 +165,16 @@ def check_files(saved):
 
     def check(name):
         if checksum(saved.folder / name) != saved.meta["files"][name]:
-            raise ValueError(f"--resume: {saved.folder / name} is not what was written: its "
-                             "checksum differs; others, if there are any, are beside it")
+            raise ValueError(
+                f"--resume: {saved.folder / name} is not what was written: its "
+                "checksum differs; others, if there are any, are beside it"
+            )
 
-    own = [name for name in saved.meta["files"]
-           if int(name[5:10]) % dist.get_world_size() == dist.get_rank()]
+    own = [
+        name
+        for name in saved.meta["files"]
+        if int(name[5:10]) % dist.get_world_size() == dist.get_rank()
+    ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(check, own))
 
@@ -186,8 +194,10 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
         part = parts[name]
         cuts = stored.get((name, part.shape))
         if not cuts:
-            raise ValueError(f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
-                             "of another model or optimizer")
+            raise ValueError(
+                f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
+                "of another model or optimizer"
+            )
 
         def fill(values, cut, first):  # with elements from `first` on of the flat tensor of a cut
             left = len(values)
@@ -214,8 +224,10 @@ def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
                     box.put(values.view(box.shape), whole)
                 part.values.copy_(part.within((part.cut or everything).of(whole)))
         if not is_finite(part.values):
-            raise ValueError(f"--resume: {saved.folder}: {name} has values that are not finite; "
-                             "others, if there are any, are beside it")
+            raise ValueError(
+                f"--resume: {saved.folder}: {name} has values that are not finite; "
+                "others, if there are any, are beside it"
+            )
 
     one_at_a_time = threading.Lock()
     with ThreadPoolExecutor() as pool:
@@ -260,14 +272,18 @@ class Saver:
         self.job = None  # of the thread: the files of this rank
         self.thread = ThreadPoolExecutor(1)
         if self.room is not None:
-            tensors = {name: part.values for name, part in self.states.state_parts().items()
-                       if part.saves}
+            tensors = {
+                name: part.values for name, part in self.states.state_parts().items() if part.saves
+            }
             size = buffer_bytes(tensors)
             if size > self.room:
-                raise MemoryError(f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
-                                  f"a rank, {self.room / GIB:.2f} are left; --no-save-async")
+                raise MemoryError(
+                    f"--save-async: copies take {size / GIB:.2f} GiB of host memory "
+                    f"a rank, {self.room / GIB:.2f} are left; --no-save-async"
+                )
             self.copies = carve(
-                *pin_host_buffers([size], self.states.device.type == "cuda"), tensors)
+                *pin_host_buffers([size], self.states.device.type == "cuda"), tensors
+            )
 
     @property
     def writing(self) -> bool:
@@ -281,8 +297,10 @@ class Saver:
         self.folder = self.out / f"step-{meta['step']:08d}.tmp"
         parts = self.states.state_parts()
         if self.room is not None:  # page-locked: at the speed of the link, or of memory
-            parts = {name: replace(parts[name], values=copy.copy_(parts[name].values))
-                     for name, copy in self.copies.items()}
+            parts = {
+                name: replace(parts[name], values=copy.copy_(parts[name].values))
+                for name, copy in self.copies.items()
+            }
         self.job = self.thread.submit(write_states, self.folder, parts)
         if self.room is None:
             self.finish()
@@ -349,11 +367,16 @@ def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]
     those that change no weight."""
     ours = asdict(model)
     theirs = saved.meta["model"]
-    wrong = [f"{name} {theirs.get(name)} (here {ours.get(name)})" for name in ours | theirs
-             if name not in may_differ and ours.get(name) != theirs.get(name)]
+    wrong = [
+        f"{name} {theirs.get(name)} (here {ours.get(name)})"
+        for name in ours | theirs
+        if name not in may_differ and ours.get(name) != theirs.get(name)
+    ]
     if wrong:
-        raise ValueError(f"--resume: {saved.folder} is of another model: {', '.join(wrong)}; a "
-                         "resume takes the checkpoint's, without --model, --init, --rope-scaling")
+        raise ValueError(
+            f"--resume: {saved.folder} is of another model: {', '.join(wrong)}; a "
+            "resume takes the checkpoint's, without --model, --init, --rope-scaling"
+        )
 
 
 def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
@@ -407,13 +430,17 @@ def locked(out: Path):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise ValueError(f"--out {out}: another run writes there ({file.read().strip()}); name "
-                             "another --out") from None
+            raise ValueError(
+                f"--out {out}: another run writes there ({file.read().strip()}); name another --out"
+            ) from None
         except OSError as e:
             print(f"--out {out}: not guarded against a second run: {e}")
         file.truncate(0)
-        print(f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}", file=file,
-              flush=True)
+        print(
+            f"host {os.uname().nodename}, process {os.getpid()}, since {time.ctime()}",
+            file=file,
+            flush=True,
+        )
         os.fsync(file.fileno())  # other nodes read it
         yield
 
@@ -424,5 +451,3 @@ def check_shared(out: Path) -> None:
     lock = out / "lock"
     seen = lock.read_text().strip() if lock.exists() else "another"
     check_same({f"the lock of --out {out}, which must be on storage that all nodes share,": seen})
-
-

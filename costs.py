@@ -179,9 +179,7 @@ class Plan:
     def mesh(self, ranks, inner=1):
         """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours of these."""
         node = self.in_node
-        return (
-            min(ranks, node) // min(inner, node),
-            -(-ranks // node) // -(-inner // node))
+        return (min(ranks, node) // min(inner, node), -(-ranks // node) // -(-inner // node))
 
     @property
     def dp(self) -> int:
@@ -247,13 +245,13 @@ class Plan:
     def step_s(self) -> float:
         return float(sum(self.seconds.values()))  # numpy's are among them
 
-    def rates(self, seconds: float, peak: float | None,
-              seen: float | None = None) -> dict:
+    def rates(self, seconds: float, peak: float | None, seen: float | None = None) -> dict:
         """Return what a step that takes so many seconds does: tokens a GPU and second (TGS), and
         MFU, None of a GPU whose FLOP/s are not known. seen: flops_per_token's."""
         tgs = self.batch * self.seq / seconds / self.ranks
-        causal, full = (peak and flops * tgs / peak
-                        for flops in flops_per_token(self.model, self.seq, seen))
+        causal, full = (
+            peak and flops * tgs / peak for flops in flops_per_token(self.model, self.seq, seen)
+        )
         return {"tgs": tgs, "mfu_causal": causal, "mfu_full": full}
 
     @property
@@ -459,8 +457,7 @@ class Estimator:
         """Return seconds of products of (tokens, cols) and a matrix (rows, cols)."""
         flops, width = 2 * tokens * rows * cols, math.sqrt(rows * cols)
         return sum(
-            flops / interpolate_twice(self.profile.products[kind], tokens, width)
-            for kind in kinds
+            flops / interpolate_twice(self.profile.products[kind], tokens, width) for kind in kinds
         )
 
     def moved(self, plan, columns):
@@ -529,9 +526,7 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     # columns exchange in the open; in forward as part of post, where chunks' products are joined
     size = plan.tokens * cfg.dim * plan.dtype.itemsize
     ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
-    exchanged = [
-        2 * est.collective(op, size, (plan.tp, 1))
-        for op in ops]
+    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]
     columns = sum(exchanged)
     columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
     # norms are of own tokens
@@ -581,9 +576,7 @@ def attention_seconds(est, plan, backward):
     if plan.head_ranks * groups > 1:  # copies to and from the order of heads
         kernel += est.moved(plan, 2 * (there + back))
     exchange = sum(
-        est.collective(
-            "all_to_all", plan.tokens * columns * e / groups, plan.mesh(plan.head_ranks)
-        )
+        est.collective("all_to_all", plan.tokens * columns * e / groups, plan.mesh(plan.head_ranks))
         for columns in (there, back)
     )
     parts = plan.ring * plan.tokens * kv * e / plan.kv_groups
@@ -619,9 +612,7 @@ def unit_seconds(est, plan, matrices):
     found = np.zeros(5)
     for stream, op, ranks, inner, earlier, last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
-        seconds = sum(
-            est.collective(op, size * math.prod(matrix), mesh)
-            for matrix in matrices)
+        seconds = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
         found[STREAMS.index(stream)] += last * seconds
         found[4] += (stream == "grad_scatter") * earlier * seconds
     return found
@@ -646,10 +637,7 @@ def not_hidden(est, plan, compute, traffic, final=math.inf):
     overlap runs in the open, by its stream. final: of backward, LayerSeconds.final of all layers.
     There a whole layer gathers a matrix ahead, behind the gradients of the layer before: these and
     half of the weights hide under the last matrix alone."""
-    across = {
-        stream
-        for stream, _, ranks, *_ in plan.collectives
-        if ranks > plan.in_node}
+    across = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
     wires = [0.0, 0.0]
     for name, seconds in traffic.items():
         if name in plan.overlap:
@@ -662,9 +650,7 @@ def not_hidden(est, plan, compute, traffic, final=math.inf):
     if weights and plan.recompute == "none":
         behind = final + weights / 2 * slow_other / slow_compute
         hides["param_gather" in across] = min(compute, behind)
-    inside, between = (
-        beside(hide, wire, slow)
-        for hide, wire in zip(hides, wires))
+    inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
     late, slowed = max(inside, between, key=sum)
     yield "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes"), late
     yield "slowed by communication", slowed
@@ -696,11 +682,13 @@ def traffic_seconds(est, plan, forward, backward, final):
         (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, final),
     ]
     visits = layers * count * visit_seconds(est, plan)
-    total = Counter({
-        "gradient sums": count * sums + casts,
-        "optimizer": update,
-        "host_update": max(0.0, visits - forward * ("host_update" in plan.overlap)),
-    })
+    total = Counter(
+        {
+            "gradient sums": count * sums + casts,
+            "optimizer": update,
+            "host_update": max(0.0, visits - forward * ("host_update" in plan.overlap)),
+        }
+    )
     for times, *rest in passes:
         for name, seconds in not_hidden(est, plan, *rest):
             total[name] += times * seconds
@@ -726,8 +714,9 @@ def own_seconds(est, plan):
 # ---------------------------------------------------------------------------- seconds of a step
 
 
-def lost_seconds(plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float,
-                 busy: float) -> tuple[float, float]:
+def lost_seconds(
+    plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
+) -> tuple[float, float]:
     """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
     of its forward in which compute waits for copies. busy: of a layer's forward, in which others
     copy."""

@@ -18,6 +18,7 @@ Left out: mixtures of corpora, packing that cuts no document, shuffling within a
 
 Legend: T tokens of a sequence, i a sample since step 0.
 """
+
 import bisect
 import functools
 import itertools
@@ -59,8 +60,9 @@ class Corpus:
             with open(file, "rb") as handle:  # an unreadable one fails before any work
                 count, rest = divmod(handle.seek(0, os.SEEK_END), dtype.itemsize)
             if rest:
-                raise ValueError(f"--data: {file} is not a whole number of {dtype.itemsize}-byte "
-                                 "tokens")
+                raise ValueError(
+                    f"--data: {file} is not a whole number of {dtype.itemsize}-byte tokens"
+                )
             self.bounds.append(self.bounds[-1] + count)
 
     def __len__(self) -> int:
@@ -74,11 +76,14 @@ class Corpus:
             begin, end = self.bounds[i : i + 2]
             count = min(stop, end) - start
             # read, not mapped: what is mapped and then cut ends the process
-            tokens = np.fromfile(self.files[i], self.dtype, count,
-                                 offset=(start - begin) * self.dtype.itemsize)
+            tokens = np.fromfile(
+                self.files[i], self.dtype, count, offset=(start - begin) * self.dtype.itemsize
+            )
             if len(tokens) < count:
-                raise OSError(f"--data: {self.files[i]} has become shorter than the {end - begin} "
-                              "tokens that it had")
+                raise OSError(
+                    f"--data: {self.files[i]} has become shorter than the {end - begin} "
+                    "tokens that it had"
+                )
             parts.append(tokens)
             start += count
             i += 1
@@ -95,8 +100,11 @@ def find_files(data: str) -> tuple[list[Path], list[Path]]:
         found = [*root.glob("*.py")]
         for package in sys.stdlib_module_names:  # not what is installed beside them
             found += (root / package).rglob("*.py")
-    files = sorted(f for f in found  # but hidden ones
-                   if f.is_file() and not re.search(r"(^|/)\.[^/]", str(f.relative_to(root))))
+    files = sorted(
+        f
+        for f in found  # but hidden ones
+        if f.is_file() and not re.search(r"(^|/)\.[^/]", str(f.relative_to(root)))
+    )
     if not (data and files):
         raise ValueError(f"--data {data}: no such file or folder, or no files in it")
     binary = [f for f in files if f.suffix == ".bin"]
@@ -110,9 +118,11 @@ def open_corpus(data: str) -> tuple[Corpus, Corpus | None]:
     train, val = find_files(data)
     formats = {id_format(file) for file in train + val}
     if len(formats) > 1:
-        raise ValueError(f"--data {data}: its .bin files hold ids of {formats} (type, ignored id): "
-                         "let FILE.bin.json beside each say the same")
-    format, = formats
+        raise ValueError(
+            f"--data {data}: its .bin files hold ids of {formats} (type, ignored id): "
+            "let FILE.bin.json beside each say the same"
+        )
+    (format,) = formats
     return Corpus(train, *format), Corpus(val, *format) if val else None
 
 
@@ -128,8 +138,10 @@ def id_format(file: Path) -> tuple[np.dtype, int]:
     except FileNotFoundError:
         return np.dtype("<u2"), -1
     except Exception as e:  # whatever it says instead
-        raise ValueError(f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "ignore": '
-                         f"ID}}: {type(e).__name__}: {e}") from e
+        raise ValueError(
+            f'--data: {sidecar} is not of the form {{"token_bytes": 2 or 4, "ignore": '
+            f"ID}}: {type(e).__name__}: {e}"
+        ) from e
 
 
 @functools.lru_cache(1)
@@ -165,9 +177,11 @@ def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequ
     longest = min(len(corpus), len(val)) - 1 if val is not None else (len(corpus) - 1) // 2
     if seq > longest:
         beside = "" if val is None else f", its val.bin {len(val)}"
-        raise ValueError(f"--seq {seq}: the data has {len(corpus)} tokens{beside}, too few for "
-                         f"training and validation; the longest that fits is --seq "
-                         f"{max(0, longest)}")
+        raise ValueError(
+            f"--seq {seq}: the data has {len(corpus)} tokens{beside}, too few for "
+            f"training and validation; the longest that fits is --seq "
+            f"{max(0, longest)}"
+        )
     count = (len(corpus) - 1) // seq
     if val is not None:
         held_out = Sequences(val, 0, (len(val) - 1) // seq, seq, seed)
@@ -190,7 +204,8 @@ def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> No
                 raise ValueError(
                     f"--data: token {start + largest} is {tokens[largest]}, the model's vocabulary "
                     f"ends at {vocab - 1}; take another model or tokenizer, or another token_bytes "
-                    "in FILE.bin.json")
+                    "in FILE.bin.json"
+                )
 
 
 def fingerprint(corpora: list[Corpus]) -> dict[str, int]:
@@ -223,8 +238,10 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
         name = json.loads((Path(folder) / "tokenizer_config.json").read_text())["eos_token"]
         end = tokenizer.get_vocab()[name["content"] if isinstance(name, dict) else name]
     except Exception as e:  # the library raises nothing narrower
-        raise ValueError(f"--tokenizer {folder}: no tokenizer.json that can be read, with the "
-                         f"eos_token of tokenizer_config.json: {type(e).__name__}: {e}") from e
+        raise ValueError(
+            f"--tokenizer {folder}: no tokenizer.json that can be read, with the "
+            f"eos_token of tokenizer_config.json: {type(e).__name__}: {e}"
+        ) from e
     tokenizer.no_truncation()  # which some files ask for
     tokenizer.no_padding()
     stats = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
@@ -260,6 +277,8 @@ def read_segments(files: list[Path]) -> Iterator[str]:
                 while segment := text.read(SEGMENT_CHARS):
                     yield segment + text.readline(SEGMENT_CHARS)
         except UnicodeDecodeError as e:
-            raise ValueError(f"--data: {file} is not UTF-8 text: {e}; without --tokenizer any file "
-                             "is read as bytes") from None
+            raise ValueError(
+                f"--data: {file} is not UTF-8 text: {e}; without --tokenizer any file "
+                "is read as bytes"
+            ) from None
         yield ""

@@ -15,6 +15,7 @@ Left out: congestion by others, temperatures, GPUs of one machine that differ.
 
 Legend: mesh (GPUs in a node, nodes) of a group of ranks, "8x4" in a file.
 """
+
 import json
 import math
 import re
@@ -80,9 +81,9 @@ def interpolate_twice(points: Points, tokens: float, width: float) -> float:
     tokens, then along width."""
     along = [
         [w, interpolate([[at, rate] for at, other, rate in points if other == w], tokens)]
-        for w in sorted({w for _, w, _ in points})]
+        for w in sorted({w for _, w, _ in points})
+    ]
     return interpolate(along, width)
-
 
 
 def times(rates, factor):
@@ -94,16 +95,25 @@ def times(rates, factor):
     return rates * factor
 
 
-def scaled(profile: Profile, name: str,
-           flops: float = 1.0, memory: float = 1.0,
-           network: float = 1.0, host: float = 1.0,
-           **changes) -> Profile:
+def scaled(
+    profile: Profile,
+    name: str,
+    flops: float = 1.0,
+    memory: float = 1.0,
+    network: float = 1.0,
+    host: float = 1.0,
+    **changes,
+) -> Profile:
     """Return a profile whose rates are so many times those of another one."""
     factors = {
-        "products": flops, "attention": flops,
-        "memory": memory, "optimizer": memory,
+        "products": flops,
+        "attention": flops,
+        "memory": memory,
+        "optimizer": memory,
         "collectives": network,
-        "to_host": host, "visits": host}
+        "to_host": host,
+        "visits": host,
+    }
     rates = {key: times(getattr(profile, key), factor) for key, factor in factors.items()}
     return replace(profile, name=name, **rates, **changes)
 
@@ -162,7 +172,8 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
             f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
             f"{e.args[-1]}; or one of {', '.join(profile_files())}; or a GPU by its name, "
             f"{', '.join(SHEETS).replace('.*', ' ')}: another one as the nearest of these, with "
-            "--gpu-memory") from e
+            "--gpu-memory"
+        ) from e
     return with_node(profile, per_node) if per_node else profile
 
 
@@ -177,8 +188,9 @@ def check_profile(profile: Profile) -> None:
     for op in COLLECTIVES:
         tables += [(f"{op} {mesh}", 2, points) for mesh, points in profile.collectives[op].items()]
     for name, size, points in tables:
-        positive = {tuple(type(x) in (int, float) and 0 < x < math.inf for x in point)
-                    for point in points}
+        positive = {
+            tuple(type(x) in (int, float) and 0 < x < math.inf for x in point) for point in points
+        }
         if positive != {size * (True,)}:
             raise ValueError(f"{name} {points}: {size} positive numbers a point")
         if points != sorted(points):
@@ -190,12 +202,11 @@ def known_profile(device_name: str, per_node: int) -> Profile:
     smallest node of so many, else of the largest node; without any, an H200's by data sheets."""
     kind = find_sheet(device_name) or device_name
     own = [
-        p for p in map(load_profile, profile_files())
-        if (find_sheet(p.device) or p.device) == kind]
+        p for p in map(load_profile, profile_files()) if (find_sheet(p.device) or p.device) == kind
+    ]
     if not own:
         return by_data_sheet(device_name, per_node)
-    nearest = min(
-        own, key=lambda p: (p.per_node < per_node, abs(p.per_node - per_node)))
+    nearest = min(own, key=lambda p: (p.per_node < per_node, abs(p.per_node - per_node)))
     return with_node(nearest, per_node)
 
 
@@ -208,11 +219,14 @@ def by_data_sheet(device_name, per_node):
     new = new or old
     *ratios, _ = np.divide(new, old).tolist()
     return scaled(
-        base, f"{device_name} {how}", *ratios,
+        base,
+        f"{device_name} {how}",
+        *ratios,
         device=device_name,
         peak_flops=peak_flops(device_name),
         gpu_bytes=new[-1] * 2**30,
-        sources={"all": f"{base.name}'s, by the ratios of the data sheets"})
+        sources={"all": f"{base.name}'s, by the ratios of the data sheets"},
+    )
 
 
 def with_node(profile, per_node):
@@ -229,6 +243,5 @@ def with_node(profile, per_node):
     return replace(
         profile,
         **{name: getattr(shared, name) for name in names},
-        sources=profile.sources | dict.fromkeys(names, shared.sources["all"]) | {"all": what})
-
-
+        sources=profile.sources | dict.fromkeys(names, shared.sources["all"]) | {"all": what},
+    )

@@ -32,29 +32,50 @@ from data import regular
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
 from ranks import on_rank_0
 
-
 # ---------------------------------------------------------------------------- names and keys
 
 _HF = {  # our weight: theirs, whose rows follow one another in it
-    "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
-    "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "norm1": "input_layernorm",
+    "norm2": "post_attention_layernorm",
     "qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
     "qkv_bias": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
-    "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm", "out": "self_attn.o_proj",
-    "gate_up": "mlp.gate_proj mlp.up_proj", "down": "mlp.down_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "out": "self_attn.o_proj",
+    "gate_up": "mlp.gate_proj mlp.up_proj",
+    "down": "mlp.down_proj",
 }
 _HF_KEYS = {  # our field: its key in config.json
-    "vocab": "vocab_size", "dim": "hidden_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "ffn": "intermediate_size",
-    "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings", "head_dim": "head_dim",
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "head_dim": "head_dim",
 }
 _FAMILIES = {  # of transformers: our fields that it implies; from scratch, the first that fits
-    "qwen2": {"qkv_bias": True}, "qwen3": {"qk_norm": True}, "llama": {}, "mistral": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "llama": {},
+    "mistral": {},
 }
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False,  # all that is built
-          "quantization_config": None, "is_heterogeneous": False}
-_BESIDE = (r"tokenizer.*|(special_tokens_map|added_tokens|vocab|tekken|generation_config)\.json"
-           r"|merges\.txt|chat_template.*|(LICENSE|NOTICE|USE_POLICY).*")  # goes along
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,  # all that is built
+    "quantization_config": None,
+    "is_heterogeneous": False,
+}
+_BESIDE = (
+    r"tokenizer.*|(special_tokens_map|added_tokens|vocab|tekken|generation_config)\.json"
+    r"|merges\.txt|chat_template.*|(LICENSE|NOTICE|USE_POLICY).*"
+)  # goes along
 
 # ---------------------------------------------------------------------------- in
 
@@ -66,11 +87,14 @@ def read_config(folder: str) -> tuple[ModelConfig, dict]:
 
     path = Path(folder) / "config.json"
     if not path.exists():
-        raise ValueError(f"--init hf:{folder}: there is no {path}; `hf download NAME --local-dir "
-                         "DIR` makes a folder for --init hf:DIR")
+        raise ValueError(
+            f"--init hf:{folder}: there is no {path}; `hf download NAME --local-dir "
+            "DIR` makes a folder for --init hf:DIR"
+        )
     try:
-        config = AutoConfig.from_pretrained(regular(path).parent, local_files_only=True,
-                                            trust_remote_code=False)
+        config = AutoConfig.from_pretrained(
+            regular(path).parent, local_files_only=True, trust_remote_code=False
+        )
         source = json.loads(config.to_json_string())
         return model_of(source), source
     except Exception as e:  # its errors have no class of their own
@@ -83,13 +107,17 @@ def model_of(source: dict) -> ModelConfig:
 
     config = AutoConfig.for_model(**source)
     if config.model_type not in _FAMILIES:
-        raise ValueError(f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is "
-                         "built")
+        raise ValueError(
+            f"model_type is {config.model_type!r}; one of {', '.join(_FAMILIES)} is built"
+        )
     for key, only in _FIXED.items():
         if getattr(config, key, only) != only:
             raise ValueError(f"{key} is {getattr(config, key)!r}; only {only!r} is built")
-    rope = {key: value for key, value in config.rope_parameters.items()
-            if value is not None and key not in ("type", "finetuned")}  # no frequency reads these
+    rope = {
+        key: value
+        for key, value in config.rope_parameters.items()
+        if value is not None and key not in ("type", "finetuned")
+    }  # no frequency reads these
     theta = rope.pop("rope_theta")
     kind = rope["rope_type"]
     if unknown := rope.keys() - {"rope_type", *ROPE_KEYS.get(kind, ()), *ROPE_OPTIONS}:
@@ -100,15 +128,19 @@ def model_of(source: dict) -> ModelConfig:
     keys = {"head_dim": config.hidden_size // config.num_attention_heads} | config.to_dict()
     return ModelConfig(
         **{ours: keys[key] for ours, key in _HF_KEYS.items()},
-        **_FAMILIES[config.model_type], max_positions=reach, rope_theta=theta,
-        rope_scaling={} if kind == "default" else rope)
+        **_FAMILIES[config.model_type],
+        max_positions=reach,
+        rope_theta=theta,
+        rope_scaling={} if kind == "default" else rope,
+    )
 
 
 def sliding_window(source: dict) -> int:
     """Return how many tokens a token attends to, itself among them, in layers with a sliding window
     of an import; 0: no layer has one. source: of read_config, or {}."""
-    slides = (source.get("model_type") == "mistral"
-              or "sliding_attention" in source.get("layer_types", []))
+    slides = source.get("model_type") == "mistral" or "sliding_attention" in source.get(
+        "layer_types", []
+    )
     return slides and source["sliding_window"] or 0
 
 
@@ -121,16 +153,18 @@ def parts_of(cfg: ModelConfig) -> dict[str, dict[str, tuple]]:
     for name, (rows, *cols) in shapes.items():
         *layer, leaf, _ = name.split(".")
         if leaf not in _HF:
-            raise ValueError(f"{name}: Hugging Face's files have no {leaf!r}, only "
-                             f"{', '.join(_HF)} (hf._HF)")
+            raise ValueError(
+                f"{name}: Hugging Face's files have no {leaf!r}, only {', '.join(_HF)} (hf._HF)"
+            )
         prefix = f"model.layers.{layer[1]}." if layer else ""
         suffix = "bias" if leaf == "qkv_bias" else "weight"
         theirs = _HF[leaf].split()
         counts = len(theirs) * [rows // len(theirs)]
         if len(theirs) == 3:
             counts = [rows - 2 * kv, kv, kv]
-        parts[name] = {f"{prefix}{part}.{suffix}": (count, *cols)
-                       for part, count in zip(theirs, counts)}
+        parts[name] = {
+            f"{prefix}{part}.{suffix}": (count, *cols) for part, count in zip(theirs, counts)
+        }
     return parts
 
 
@@ -148,8 +182,11 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
             file = safe_open(regular(path), "pt")
         except (OSError, SafetensorError) as e:
             raise ValueError(f"{path}: weights missing or truncated: {e}") from e
-        stored |= {part: file.get_slice(part) for part in file.keys()
-                   if not part.endswith("rotary_emb.inv_freq")}
+        stored |= {
+            part: file.get_slice(part)
+            for part in file.keys()
+            if not part.endswith("rotary_emb.inv_freq")
+        }
     parts = parts_of(cfg)
     if cfg.tied and "lm_head.weight" not in stored:  # one that is there is the head
         parts["head.weight"] = parts["embed.weight"]
@@ -159,14 +196,16 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
         raise ValueError(
             f"{folder}: {len(wrong)} tensors are in config.json's model alone, or in the weights "
             f"alone (model*.safetensors): {wrong[:4]}. Pickles are never read, since they may run "
-            "code; convert them: python -c \"from transformers import AutoModelForCausalLM as M; "
-            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\"")
+            'code; convert them: python -c "from transformers import AutoModelForCausalLM as M; '
+            f"M.from_pretrained('{folder}', dtype='auto').save_pretrained('{folder}')\""
+        )
 
     def read(name):
         tensors = [stored[part][:] for part in parts[name]]
         if not all(tensor.is_floating_point() and is_finite(tensor) for tensor in tensors):
-            raise ValueError(f"{folder}: {[*parts[name]]} has values that are not finite, or no "
-                             "floating point")
+            raise ValueError(
+                f"{folder}: {[*parts[name]]} has values that are not finite, or no floating point"
+            )
         return torch.cat(tensors)
 
     return read
@@ -188,23 +227,30 @@ def with_rope(text, model):
         return model
     found = re.fullmatch(rf"(theta|{'|'.join(ROPE_KEYS)}):([1-9]\d*(\.\d*)?)", text)
     if not found:
-        raise ValueError(f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
-                         "theta:BASE, from 1")
+        raise ValueError(
+            f"--rope-scaling {text}: linear:FACTOR, llama3:FACTOR, yarn:FACTOR or "
+            "theta:BASE, from 1"
+        )
     kind, factor = found[1], float(found[2])
     if kind == "theta":
         return replace(model, rope_theta=factor)
     old = model.rope_scaling
     has = rope_kind(old)
     if old and has != kind:
-        raise ValueError(f"--rope-scaling {text}: its rotary embedding has {has} scaling already; "
-                         f"extend it with {has}:FACTOR")
-    fresh = {"factor": 1.0, "original_max_position_embeddings": model.max_positions,
-             "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # Llama 3.1's
+        raise ValueError(
+            f"--rope-scaling {text}: its rotary embedding has {has} scaling already; "
+            f"extend it with {has}:FACTOR"
+        )
+    fresh = {
+        "factor": 1.0,
+        "original_max_position_embeddings": model.max_positions,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }  # Llama 3.1's
     scaling = {"rope_type": kind} | (old or {key: fresh[key] for key in ROPE_KEYS[kind]})
     scaling["factor"] *= factor
     scaling.pop("attention_factor", None)  # a fixed one was the old factor's
-    return replace(model, rope_scaling=scaling,
-                   max_positions=round(model.max_positions * factor))
+    return replace(model, rope_scaling=scaling, max_positions=round(model.max_positions * factor))
 
 
 # ---------------------------------------------------------------------------- out
@@ -218,9 +264,15 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     from transformers import AutoConfig
 
     parts_of(cfg)  # raises if a weight has no name there
-    settings = source | {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()} | {
-        "max_position_embeddings": cfg.max_positions, "dtype": dtype,
-        "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling}
+    settings = (
+        source
+        | {key: getattr(cfg, ours) for ours, key in _HF_KEYS.items()}
+        | {
+            "max_position_embeddings": cfg.max_positions,
+            "dtype": dtype,
+            "rope_parameters": {"rope_theta": cfg.rope_theta} | cfg.rope_scaling,
+        }
+    )
     settings.pop("auto_map", None)  # other code
     for kind in [source["model_type"]] if source else _FAMILIES:
         settings["model_type"] = kind
@@ -229,12 +281,21 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
         lost = [f"{name}={value!r}" for name, value in asdict(cfg).items() if read[name] != value]
         if not lost:
             return AutoConfig.for_model(**settings)
-    raise ValueError(f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what reads "
-                     "it would compute another model")
+    raise ValueError(
+        f"--export: {kind}'s config.json has no key for {', '.join(lost)}; what reads "
+        "it would compute another model"
+    )
 
 
-def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype: torch.dtype,
-           source: dict, beside: list[Path], group: dist.ProcessGroup | None = None) -> None:
+def export(
+    folder: Path,
+    cfg: ModelConfig,
+    read: Callable[[str], Tensor],
+    dtype: torch.dtype,
+    source: dict,
+    beside: list[Path],
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Write config.json and safetensors, file by file, all of them or none, and print the family.
 
     read(name) -> the whole tensor, on all ranks together; group: as in Saver. An imported tied head
@@ -264,8 +325,9 @@ def export(folder: Path, cfg: ModelConfig, read: Callable[[str], Tensor], dtype:
     parts = parts_of(cfg)
     if tied:
         del parts["head.weight"]
-    files = pack({name: dtype.itemsize * sum(map(math.prod, each.values()))
-                  for name, each in parts.items()})
+    files = pack(
+        {name: dtype.itemsize * sum(map(math.prod, each.values())) for name, each in parts.items()}
+    )
     places = {}  # their name: file
     for i, names in enumerate(files, 1):
         file = f"model-{i:05d}-of-{len(files):05d}.safetensors"

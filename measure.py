@@ -72,7 +72,11 @@ class Machine:
             properties = torch.cuda.get_device_properties(self.device)
             device_name, gpu_bytes = properties.name, properties.total_memory
         profile = Profile(
-            name, device_name, self.per_node, gpu_bytes, HOST_BYTES,
+            name,
+            device_name,
+            self.per_node,
+            gpu_bytes,
+            HOST_BYTES,
             peak_flops(device_name),
             self.product_rates(),
             self.attention_rates(),
@@ -84,7 +88,8 @@ class Machine:
             self.collective_rates(),
             self.overlap_factors(),
             {"all": "measured"},
-            about)
+            about,
+        )
         return replace(profile, memory=self.memory_rate(profile))
 
     def time(self, fn):
@@ -115,7 +120,8 @@ class Machine:
                     lambda: x @ w.t(),
                     lambda: x @ w,
                     lambda: weight_grad_into(x, x, dw, 0),
-                    lambda: weight_grad_into(x, x, total, 1))
+                    lambda: weight_grad_into(x, x, total, 1),
+                )
                 for kind, fn in zip(PRODUCTS, work):
                     found[kind].append([tokens, width, 2 * tokens * width**2 / self.time(fn)])
         return found
@@ -173,7 +179,8 @@ class Machine:
         held = states.bytes()
         moved = {
             "gpu": held["parameters"] / self.dtype.itemsize * costs.update_bytes(self.dtype),
-            "host": held["optimizer"]}
+            "host": held["optimizer"],
+        }
         return moved[place] / self.time(lambda: states.update(0.0, 0.0))
 
     def copy_rate(self):
@@ -236,7 +243,8 @@ class Machine:
             lambda: reduce_scatter(part, whole, group=group),
             lambda: dist.all_reduce(whole, group=group),
             lambda: dist.broadcast(whole, group=group, group_src=0),
-            lambda: exchange.all_to_all([parts], [received]))
+            lambda: exchange.all_to_all([parts], [received]),
+        )
         return dict(zip(COLLECTIVES, work))
 
     def overlap_factors(self):
@@ -256,7 +264,9 @@ class Machine:
         return {
             "collectives": self.slow_downs(layers, gather_and_scatter),
             "all_to_all": self.slow_downs(
-                lambda: self.attention.forward(q, q, q), run["all_to_all"])}
+                lambda: self.attention.forward(q, q, q), run["all_to_all"]
+            ),
+        }
 
     def slow_downs(self, *work):
         """Return the factors on the seconds of computation, and of communication on a stream of its
@@ -279,4 +289,5 @@ class Machine:
         torch.cuda.synchronize()
         return [
             max(1.0, *of_all_ranks(begin.elapsed_time(end) / 1e3 / (16 * count * seconds)))
-            for begin, end, count, seconds in zip(events[:2], events[2:], calls, alone)]
+            for begin, end, count, seconds in zip(events[:2], events[2:], calls, alone)
+        ]

@@ -31,6 +31,7 @@ time limit, what is left lies above all else.
 Legend: n buffers; rows: an n x 3 array of start, end, size; section: a span of time in which the
 same buffers are alive, and no more could be; peak: M; deadline: of time.monotonic().
 """
+
 import argparse
 import csv
 import itertools
@@ -76,8 +77,10 @@ class Plan:
         if self.optimal:
             proof = "proved optimal"
         other = f" ({self.beside.method}: {self.beside.peak:,})" if self.beside else ""
-        return (f"{len(self.offsets)} buffers, peak {self.peak:,}, lower bound "
-                f"{self.lower_bound:,}, {proof}, {self.method}{other}, {self.seconds:.2f} s")
+        return (
+            f"{len(self.offsets)} buffers, peak {self.peak:,}, lower bound "
+            f"{self.lower_bound:,}, {proof}, {self.method}{other}, {self.seconds:.2f} s"
+        )
 
 
 peak_of = operator.attrgetter("peak")
@@ -90,8 +93,9 @@ def as_rows(buffers: Iterable[Buffer]) -> np.ndarray:
     rows = np.array(numbers, np.int64).reshape(-1, 3)
     start, end, size = rows.T
     for i in np.flatnonzero((start >= end) | (size <= 0)):
-        raise ValueError(f"a buffer is alive from start to before end, and of a size above 0; not "
-                         f"{buffers[i]}")
+        raise ValueError(
+            f"a buffer is alive from start to before end, and of a size above 0; not {buffers[i]}"
+        )
     total = size.sum(dtype=float)
     if total >= 2**60:
         raise ValueError(f"the sizes add up to {total:.3g}, at most 2^60")
@@ -117,8 +121,10 @@ def check(buffers: Iterable[Buffer], offsets: Iterable[int], peak: int) -> None:
         below = low[others] < high[i]
         above = low[i] < high[others]
         for other in by_birth[others][below & above]:
-            raise ValueError(f"buffers {number} and {other} are alive together and overlap: "
-                             f"{buffers[number]} at {low[i]}, {buffers[other]} at {offsets[other]}")
+            raise ValueError(
+                f"buffers {number} and {other} are alive together and overlap: "
+                f"{buffers[number]} at {low[i]}, {buffers[other]} at {offsets[other]}"
+            )
 
 
 def in_sections(rows):
@@ -254,7 +260,8 @@ def solve_program(rows, peak, deadline):
         integrality=column > n,  # z is binary
         bounds=Bounds(0, np.where(column > n, 1, big)),
         constraints=LinearConstraint(matrix, least, most),
-        options={"time_limit": 0.9 * seconds, "mip_rel_gap": 0.0})
+        options={"time_limit": 0.9 * seconds, "mip_rel_gap": 0.0},
+    )
     order = np.arange(n)
     if found.x is not None:  # the order alone: rounding in x cannot make two buffers overlap
         order = np.argsort(found.x[:n], kind="stable")
@@ -273,8 +280,9 @@ def solve_apart(*program):
         file = Path(folder, "level.pickle")
         file.write_bytes(pickle.dumps(program))
         try:
-            subprocess.run([sys.executable, __file__, file], check=True,
-                           timeout=deadline - time.monotonic())
+            subprocess.run(
+                [sys.executable, __file__, file], check=True, timeout=deadline - time.monotonic()
+            )
         except subprocess.SubprocessError:
             return np.arange(len(rows)), 0
         return pickle.loads(file.read_bytes())
@@ -372,8 +380,10 @@ def read_trace(path: str) -> tuple[list[str], list[Buffer]]:
     with open(path, newline="", encoding="utf-8-sig") as f:  # -sig: Excel's mark at the beginning
         rows = csv.DictReader(f)
         if missing := set(COLUMNS).difference(rows.fieldnames or ()):
-            raise ValueError(f"{path}, line 1: no {', '.join(sorted(missing))} among the columns "
-                             f"{rows.fieldnames}")
+            raise ValueError(
+                f"{path}, line 1: no {', '.join(sorted(missing))} among the columns "
+                f"{rows.fieldnames}"
+            )
         for row in rows:
             try:
                 numbers = [int(row[column]) for column in COLUMNS[1:]]

@@ -100,7 +100,6 @@ from ops import (
     rms_norm,
 )
 
-
 # ---------------------------------------------------------------------------- sizes
 
 
@@ -127,11 +126,15 @@ class ModelConfig:
         divide heads, the CPU's attention reads the next token's heads."""
         if self.heads % self.kv_heads:
             nearest = min(divisors(self.heads), key=lambda n: abs(n - self.kv_heads))
-            raise ValueError(f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} "
-                             f"heads; nearest: {nearest}")
+            raise ValueError(
+                f"kv_heads is {self.kv_heads}, which does not divide the {self.heads} "
+                f"heads; nearest: {nearest}"
+            )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
-                             f"even; nearest: {self.head_dim + 1}")
+            raise ValueError(
+                f"head_dim is {self.head_dim}: rotary embedding turns pairs, so it is "
+                f"even; nearest: {self.head_dim + 1}"
+            )
         kind = rope_kind(self.rope_scaling)
         if kind not in ("default", *ROPE_KEYS):
             raise ValueError(f"rope scaling {kind!r} is unknown: {', '.join(ROPE_KEYS)} or none")
@@ -175,7 +178,8 @@ class Block(nn.Module):
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=2 * (cfg.ffn,))
         self.down = Matrix(cfg.dim, cfg.ffn, cut="columns")
         self.norm = Before(  # of x and the norm's weight
-            lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward)
+            lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward
+        )
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -248,16 +252,25 @@ class LLaMA(nn.Module):
         for path, module in self.named_modules():
             for name, _ in module.named_parameters(path, recurse=False):
                 if name not in shapes:
-                    raise ValueError(f"{name} is another module's weight: use one Vector module in "
-                                     "both places, or two matrices")
+                    raise ValueError(
+                        f"{name} is another module's weight: use one Vector module in "
+                        "both places, or two matrices"
+                    )
         return shapes
 
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
             p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, scale: Tensor | None = None,
-                positions: Tensor | None = None, documents=None, each: bool = False) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        scale: Tensor | None = None,
+        positions: Tensor | None = None,
+        documents=None,
+        each: bool = False,
+    ) -> Tensor:
         """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
         each: of each token its loss (B, T) instead, 0 where it does not count, and without
         gradients.
@@ -272,16 +285,18 @@ class LLaMA(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.run_layers(range(len(self.blocks)), self.layer_runner, self.embedded(tokens),
-                            positions, documents)
+        x = self.run_layers(
+            range(len(self.blocks)), self.layer_runner, self.embedded(tokens), positions, documents
+        )
         return self.result(x, labels, scale, each)
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return what the first layer takes, (B, T, C)."""
         return _Embedding.apply(self.embed.weight, tokens, self.embed)
 
-    def run_layers(self, layers: Iterable[int], start: Callable, x: Tensor, positions: Tensor,
-                   documents=None) -> Tensor:
+    def run_layers(
+        self, layers: Iterable[int], start: Callable, x: Tensor, positions: Tensor, documents=None
+    ) -> Tensor:
         """Return the last layer's result, of x (B, T, C) before the first. start: a
         layer_runner."""
         rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
@@ -302,8 +317,13 @@ class LLaMA(nn.Module):
             valid = (labels != IGNORE).sum().clamp(min=1)
             scale = 1 / valid.to(accumulation_dtype(x.dtype))
         loss, losses = _HeadLoss.apply(
-            x.flatten(0, 1), self.head.weight, labels.flatten(), scale, self.head,
-            torch.is_grad_enabled())
+            x.flatten(0, 1),
+            self.head.weight,
+            labels.flatten(),
+            scale,
+            self.head,
+            torch.is_grad_enabled(),
+        )
         return losses.view_as(labels) if each else loss
 
     def forward_backward(self, micro_batches: Iterable[tuple]) -> Tensor:
@@ -326,8 +346,7 @@ def divisors(count: int) -> list[int]:
 
 ROPE_KEYS = {  # kind of rotary scaling: what its frequencies depend on, in Hugging Face's words
     "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor",
-               "high_freq_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
 ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor")  # of yarn; they have defaults
@@ -361,8 +380,10 @@ def param_count(cfg: ModelConfig) -> int:
 def _param_count(cfg: ModelConfig, block):
     with torch.device("meta"):
         model = LLaMA(replace(cfg, layers=1))
-    return sum(p.numel() * (cfg.layers if name.startswith("blocks.") else 1)
-               for name, p in model.named_parameters())
+    return sum(
+        p.numel() * (cfg.layers if name.startswith("blocks.") else 1)
+        for name, p in model.named_parameters()
+    )
 
 
 def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:

@@ -45,6 +45,7 @@ Legend: B sequences, T tokens of one on a rank, N = B*T, n layers (in a shape: t
 resident layers, m layers a group (`stride`), g a group of layers, c chunks of a layer, C width, H
 query heads, K key/value heads, D head width; i a layer, j a chunk of it, *saved*: kept or swapped.
 """
+
 import contextlib
 import functools
 import weakref
@@ -57,10 +58,18 @@ from torch import Tensor
 import model as llama
 from attention import Attention
 from model import LLaMA, ModelConfig
-from ops import (Matrix, Rope, ThereAndBack, _ChunkInputs, accumulation_dtype,
-                 deferred_weight_grads, final_matrix, recomputation, run_apart)
+from ops import (
+    Matrix,
+    Rope,
+    ThereAndBack,
+    _ChunkInputs,
+    accumulation_dtype,
+    deferred_weight_grads,
+    final_matrix,
+    recomputation,
+    run_apart,
+)
 from streams import CommStream, aligned, buffer_bytes, carve, pin_host_buffers, wait
-
 
 # ---------------------------------------------------------------------------- the plan
 
@@ -101,17 +110,17 @@ class ActivationPlan:
         leaving = max(0, layers - self.resident) // self.stride * self.stride
         swapped_chunks = self.swapped_chunks * leaving // max(1, self.swapped_layers)
         return replace(
-            self,
-            layers=layers,
-            resident=layers - leaving,
-            swapped_chunks=swapped_chunks)
+            self, layers=layers, resident=layers - leaving, swapped_chunks=swapped_chunks
+        )
 
     def describe(self) -> str:
         chunks = self.chunks * max(1, self.resident)
         share = self.kept_chunks / chunks
-        text = (f"{self.resident} of {self.layers} layers resident, {share:.0%} of their "
-                f"intermediates kept; alpha {self.alpha:.3f} of the other layers; {self.chunks} "
-                "chunks a layer")
+        text = (
+            f"{self.resident} of {self.layers} layers resident, {share:.0%} of their "
+            f"intermediates kept; alpha {self.alpha:.3f} of the other layers; {self.chunks} "
+            "chunks a layer"
+        )
         if self.stride > 1:
             text += f"; one layer in {self.stride} keeps its input, the others' are made again"
         if self.layers_recomputing_attention:
@@ -131,8 +140,7 @@ class SavedLayer:
     """What a layer's backward finds: tensors, which may leave for the host and come back, and the
     graphs of saved chunks, which find their tensors here."""
 
-    def __init__(self, block: llama.Block, rope: Rope, x: Tensor,
-                 num_saved: int = 0):
+    def __init__(self, block: llama.Block, rope: Rope, x: Tensor, num_saved: int = 0):
         self.block = block
         self.rope = rope
         self.num_saved = num_saved  # chunks that are not recomputed, the first ones
@@ -143,9 +151,7 @@ class SavedLayer:
         self.offload_done = None  # event: they are there
         self.graphs: dict[tuple[str, int], Callable] = {}  # by half ("pre", "post") and chunk
         # memory that needs no place of its own
-        self.held_anyway = {
-            memory_of(t)
-            for t in (*rope, *block.parameters(), *block.buffers())}
+        self.held_anyway = {memory_of(t) for t in (*rope, *block.parameters(), *block.buffers())}
 
     @contextlib.contextmanager
     def saving(self):
@@ -186,8 +192,9 @@ class SavedLayer:
 Saves = tuple[list[Tensor], list[Tensor], str, list[str]]
 
 
-def block_saves(cfg: ModelConfig, tokens: int, dtype: torch.dtype,
-                block: llama.Block | None = None) -> Saves:
+def block_saves(
+    cfg: ModelConfig, tokens: int, dtype: torch.dtype, block: llama.Block | None = None
+) -> Saves:
     """Return what autograd saves of a chunk of so many tokens in block.pre and in block.post,
     beside x, o, q, k, v: on meta, found by running model.Block there, without memory and in no
     time. And which matrix's product ends block.post and is not needed to recompute it ("": none),
@@ -227,14 +234,19 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
             try:
                 y = block.post(*inputs)
             except RuntimeError as e:
-                raise ValueError(f"a layer runs without data, so that its shapes are known: {e}; "
-                                 "experts take all tokens, masked") from e
+                raise ValueError(
+                    f"a layer runs without data, so that its shapes are known: {e}; "
+                    "experts take all tokens, masked"
+                ) from e
             final = final_matrix(y)
             _, _, *post = saved.tensors.values()
     names = {module: name for name, module in block.named_modules()}
-    held = [name for module in block.modules()
-            for name, value in (vars(module) | vars(type(module))).items()
-            if isinstance(value, Tensor)]
+    held = [
+        name
+        for module in block.modules()
+        for name, value in (vars(module) | vars(type(module))).items()
+        if isinstance(value, Tensor)
+    ]
     return pre, post, names.get(final, ""), held
 
 
@@ -267,9 +279,17 @@ class ChunkedLayers:
     default. model.attention: an attention.Attention. Raises MemoryError if there is no host memory.
     """
 
-    def __init__(self, model: LLaMA, shape: tuple[int, int], plan: ActivationPlan,
-                 chunk_tokens: int, device: torch.device, dtype: torch.dtype, in_flight: int = 1,
-                 layers: range | None = None):
+    def __init__(
+        self,
+        model: LLaMA,
+        shape: tuple[int, int],
+        plan: ActivationPlan,
+        chunk_tokens: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        in_flight: int = 1,
+        layers: range | None = None,
+    ):
         layers = range(len(model.blocks)) if layers is None else layers
         self.first = layers.start
         self.blocks = model.blocks[layers.start : layers.stop]
@@ -281,7 +301,8 @@ class ChunkedLayers:
         self.chunk_tokens = chunk_tokens
         self.chunks = [
             slice(first, min(first + chunk_tokens, self.tokens))
-            for first in range(0, self.tokens, chunk_tokens)]
+            for first in range(0, self.tokens, chunk_tokens)
+        ]
         counts = len(self.chunks), len(self.blocks)
         assert counts == (plan.chunks, plan.layers), f"{counts} chunks and layers, planned {plan}"
         assert plan.resident >= min(2, plan.layers), "layer i is freed in layer i + 2's forward"
@@ -295,20 +316,22 @@ class ChunkedLayers:
         for block in self.blocks:
             *_, self.final_matrix[block], held = block_saves(self.cfg, 1, dtype, block)
             if held:
-                raise ValueError("layers in chunks run for some tokens at a time, and again: what "
-                                 f"a block holds for others ({', '.join(held)}) is lost; "
-                                 "--recompute none")
+                raise ValueError(
+                    "layers in chunks run for some tokens at a time, and again: what "
+                    f"a block holds for others ({', '.join(held)}) is lost; "
+                    "--recompute none"
+                )
         sizes = [self.host_bytes(i) for i in range(plan.swapped_layers)]
         pinned = iter(pin_host_buffers(in_flight * sizes, device.type == "cuda"))
         self.in_flight = in_flight
         self.free_buffers = [[next(pinned) for _ in sizes] for _ in range(in_flight)]
         by_group = [
-            sizes[first : first + plan.stride]
-            for first in range(0, len(sizes), plan.stride)]
+            sizes[first : first + plan.stride] for first in range(0, len(sizes), plan.stride)
+        ]
         largest = max(map(sum, by_group), default=0)
         rounding_buffers = [
-            torch.empty(largest, dtype=torch.uint8, device=device)
-            for _ in by_group[:2]]
+            torch.empty(largest, dtype=torch.uint8, device=device) for _ in by_group[:2]
+        ]
         self.groups = []  # each a list of (layer that swaps, its place in a rounding buffer)
         for g, of_group in enumerate(by_group):
             buffer = rounding_buffers[g % 2][: sum(of_group)]
@@ -339,24 +362,28 @@ class ChunkedLayers:
             sizes += [t.nbytes for t in pre + post]
         return sum(map(aligned, sizes))
 
-    def start(self, model: LLaMA, rope: Rope,
-              attention: Attention) -> Callable[[int, Tensor], Tensor]:
+    def start(
+        self, model: LLaMA, rope: Rope, attention: Attention
+    ) -> Callable[[int, Tensor], Tensor]:
         """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer(i, x), layer
         i of the model: x (B, T, C) -> y (B, T, C). Raises RuntimeError if all host buffers belong
         to passes that wait for their backward."""
         rope = tuple(
             angles.expand(self.batch_size, -1, -1).flatten(0, 1)  # (N, D/2)
-            for angles in rope)
+            for angles in rope
+        )
         micro_batch = MicroBatch(rope, attention, torch.is_grad_enabled())
         if micro_batch.needs_backward and self.groups:
             if not self.free_buffers:
                 raise RuntimeError(
                     f"{self.in_flight} forward passes wait for their backward, and there are host "
-                    f"buffers for in_flight={self.in_flight}: run a backward first")
+                    f"buffers for in_flight={self.in_flight}: run a backward first"
+                )
             micro_batch.host_buffers = self.free_buffers.pop()
             # once: when its backward has read them, or when it is gone without one
             micro_batch.give_back = weakref.finalize(
-                micro_batch, self.free_buffers.append, micro_batch.host_buffers)
+                micro_batch, self.free_buffers.append, micro_batch.host_buffers
+            )
 
         def run_layer(i: int, x: Tensor) -> Tensor:
             there = functools.partial(self.forward, micro_batch, i - self.first)
@@ -398,8 +425,10 @@ class ChunkedLayers:
         shape = x.shape
         if i % plan.stride and memory_of(x) != micro_batch.last:
             i += self.first
-            raise ValueError(f"layer {i} takes something else than what layer {i - 1} has made, "
-                             "which makes it again: let the block change it")
+            raise ValueError(
+                f"layer {i} takes something else than what layer {i - 1} has made, "
+                "which makes it again: let the block change it"
+            )
         x = self.join(x.detach())
         saved = SavedLayer(self.blocks[i], micro_batch.rope, x, num_saved)
         qkv = self.project(saved)
@@ -420,8 +449,7 @@ class ChunkedLayers:
         micro_batch.last = memory_of(y)
         return y.view(shape)
 
-    def run(self, saved: SavedLayer, half: str, j: int,
-            again: bool = False) -> Iterable[Tensor]:
+    def run(self, saved: SavedLayer, half: str, j: int, again: bool = False) -> Iterable[Tensor]:
         """Return what a half of a layer makes of chunk j: block.pre of x, or block.post of x and o.
         The graph of a saved chunk, and of one that runs `again` in backward, goes to
         saved.graphs."""
@@ -491,15 +519,17 @@ class ChunkedLayers:
         inputs = [*map(self.split, qkvo), saved.tensors["lse"]]
         in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
         grads = micro_batch.attention.backward(
-            lambda: self.backward_post(saved, self.join(dy), residual), *inputs, in_place)
+            lambda: self.backward_post(saved, self.join(dy), residual), *inputs, in_place
+        )
         del inputs, qkv, qkvo
         dqkv = [self.join(t) for t in grads]
         dx = self.backward_pre(saved, dqkv, residual)
         self.prefetch_stream.used(*saved.tensors.values())
         return dx.view(dy.shape)
 
-    def backward_post(self, saved: SavedLayer, dy: Tensor,
-                      residual: list[Tensor]) -> tuple[Tensor, list[Callable]]:
+    def backward_post(
+        self, saved: SavedLayer, dy: Tensor, residual: list[Tensor]
+    ) -> tuple[Tensor, list[Callable]]:
         """dy (1, N, C) -> do (B, T, H, D), and the last chunk's products for weights, which are
         left: they hide ways of attention's. Adds the chunks' gradients of x to residual."""
         do = None
@@ -514,8 +544,7 @@ class ChunkedLayers:
             del graph, dx, do_part  # before the next chunk's are made
         return self.split(do), left
 
-    def backward_pre(self, saved: SavedLayer, dqkv: list[Tensor],
-                     residual: list[Tensor]) -> Tensor:
+    def backward_pre(self, saved: SavedLayer, dqkv: list[Tensor], residual: list[Tensor]) -> Tensor:
         """Return dx (1, N, C): what comes by way of q, k, v (1, N, heads, D), and the residual
         path's, which is let go."""
         dx = torch.empty_like(saved.tensors["x"])
@@ -535,8 +564,10 @@ class ChunkedLayers:
         host_buffer = micro_batch.host_buffers[i]
         found = buffer_bytes(saved.tensors)
         if found != len(host_buffer):
-            raise ValueError(f"layer {i} saved {found:,} bytes, on meta tensors "
-                             f"{len(host_buffer):,}: shapes must not depend on data")
+            raise ValueError(
+                f"layer {i} saved {found:,} bytes, on meta tensors "
+                f"{len(host_buffer):,}: shapes must not depend on data"
+            )
         saved.on_host = carve(host_buffer, saved.tensors)
         # the host buffer is free: compute has waited for its last backward's prefetch_done (if that
         # backward was given up, a prefetch may still read here; nobody reads what it gets)

@@ -40,7 +40,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-
 IGNORE = -100  # a label that carries no loss
 
 # ---------------------------------------------------------------------------- token-wise kernels
@@ -54,6 +53,7 @@ def compiled(fn: Callable, dynamic: bool | None = False) -> Callable:
     for any shape from the second one on. `torch.compiler.set_stance("force_eager")` turns the
     compilation off. The compiler takes seconds to import, and a CPU does without.
     """
+
     @functools.cache
     def kernel():
         # kernels of one function: with or without gradients, whole or in chunks ...
@@ -291,9 +291,11 @@ class Matrix(nn.Module):
         self.cut = cut
         self.parts = parts or (rows,)
         if cut == "columns" and parts or sum(self.parts) != rows:
-            raise ValueError(f"Matrix({rows}, {cols}, {cut!r}, parts={parts}): parts are of rows, "
-                             'add up to them, and belong to cut="rows"; columns are cut in equal '
-                             "runs")
+            raise ValueError(
+                f"Matrix({rows}, {cols}, {cut!r}, parts={parts}): parts are of rows, "
+                'add up to them, and belong to cut="rows"; columns are cut in equal '
+                "runs"
+            )
         self.weight = nn.Parameter(torch.empty(rows, cols))
 
     def take(self, part: Cut) -> None:
@@ -385,8 +387,11 @@ def final_matrix(y: Tensor) -> nn.Module | None:
     if y.grad_fn.name() != "AddBackward0":
         return None
     (h, _), (product, _) = y.grad_fn.next_functions
-    if (not isinstance(product, _Project._backward_cls) or product.wants_more
-            or product in graph_of(h)):
+    if (
+        not isinstance(product, _Project._backward_cls)
+        or product.wants_more
+        or product in graph_of(h)
+    ):
         return None
     return product.matrix
 
@@ -536,8 +541,7 @@ class _Embedding(Function):
         vocab, _ = module.shape
 
         def compute(out, beta):
-            dw = torch.ops.aten.embedding_dense_backward(
-                dx, ctx.tokens, vocab, -1, False)  # (V, C)
+            dw = torch.ops.aten.embedding_dense_backward(dx, ctx.tokens, vocab, -1, False)  # (V, C)
             if out is None:
                 return dw
             return out.add_(dw) if beta else out.copy_(dw)

@@ -147,7 +147,17 @@ def adamw(u: Update) -> None:
     """Update flat tensors by AdamW. A bf16 parameter's update reads 14 bytes and writes 14."""
     master, m, v = (u.states[state.name] for state in ADAMW.states)
     fused_adamw(
-        u.weight, u.grad, master, m, v, u.lr, u.clip, u.correction1, u.correction2, u.finite, u.decay
+        u.weight,
+        u.grad,
+        master,
+        m,
+        v,
+        u.lr,
+        u.clip,
+        u.correction1,
+        u.correction2,
+        u.finite,
+        u.decay,
     )
 
 

@@ -54,7 +54,6 @@ from model import LLaMA
 from ops import accumulation_dtype, run_apart
 from ranks import ConfigError, Groups, error_of_any
 
-
 # ---------------------------------------------------------------------------- the order of passes
 
 
@@ -89,10 +88,7 @@ def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int) -> 
         for micro_batch in range(micro_batches)[first : first + stages]
     ]
     forward = [Pass(True, *turn) for turn in turns]
-    backward = [
-        Pass(False, micro_batch, chunks - 1 - chunk)
-        for micro_batch, chunk in turns
-    ]
+    backward = [Pass(False, micro_batch, chunks - 1 - chunk) for micro_batch, chunk in turns]
     # a micro-batch's backward begins when it is through the last part, on the last stage at once;
     # an earlier one runs a forward more for each stage behind it, two if several parts take turns
     behind = stages - 1 - stage
@@ -105,11 +101,7 @@ def pipeline_order(stage: int, stages: int, chunks: int, micro_batches: int) -> 
 def in_flight(order: list[Pass], chunk: int) -> int:
     """Return the most passes of a part that wait for their backward at a time."""
     return max(
-        itertools.accumulate(
-            1 if this.forward else -1
-            for this in order
-            if this.chunk == chunk
-        )
+        itertools.accumulate(1 if this.forward else -1 for this in order if this.chunk == chunk)
     )
 
 
@@ -122,7 +114,8 @@ def keep_stage(model: LLaMA, stage: int, stages: int, chunks: int) -> list[range
     layers, count = model.cfg.layers, stages * chunks
     parts = [
         range(part * layers // count, (part + 1) * layers // count)
-        for part in range(stage, count, stages)]
+        for part in range(stage, count, stages)
+    ]
     for i in set(range(layers)).difference(*parts):
         model.blocks[i] = nn.Module()  # elsewhere; those here keep their numbers and names
     if stage > 0:
@@ -283,8 +276,10 @@ class Pipeline:
             x = None if chunk == self.first else self.between_layers(micro_batch).zero_()
             graph, results = self.run_forward(chunk, x, micro_batch)
             if chunk != self.last and results[0].dtype != self.dtype:
-                error = (f"layers hand on {results[0].dtype}, and stages {self.dtype}: let the "
-                         "last layer of a part cast it")
+                error = (
+                    f"layers hand on {results[0].dtype}, and stages {self.dtype}: let the "
+                    "last layer of a part cast it"
+                )
             graph([None] if chunk == self.last else results)
         if self.root.is_cuda:  # its sums over replicas must not meet those of the first step
             torch.cuda.synchronize()

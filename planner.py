@@ -92,12 +92,13 @@ def in_size(value):
     return "auto" if value is None else f"{value}"
 
 
-def flag(default, text: str, low: float = 1, high: float = 2**20, among=(),
-         group: str = ""):
+def flag(default, text: str, low: float = 1, high: float = 2**20, among=(), group: str = ""):
     """Return a field that is a flag: a number between `low` and `high`, or a word of `among`.
     group: the title of those that begin with it in --help."""
-    return field(default=default, metadata={
-        "help": text, "range": (low, high), "among": among, "group": group})
+    return field(
+        default=default,
+        metadata={"help": text, "range": (low, high), "among": among, "group": group},
+    )
 
 
 def flags_of(program) -> dict[str, Field]:
@@ -127,10 +128,13 @@ def make_parser(program: type, description: str) -> argparse.ArgumentParser:
     """Return a parser of a dataclass's flags. What it parses has those alone that a command
     gives."""
     group = parser = argparse.ArgumentParser(
-        description=description, usage="%(prog)s [flags]", allow_abbrev=False,
+        description=description,
+        usage="%(prog)s [flags]",
+        allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         epilog="Sizes may end in K, M or G, which are binary: 4K is 4096. What is auto is chosen "
-        "by the program, and printed.")
+        "by the program, and printed.",
+    )
     for name, f in flags_of(program).items():
         if f.metadata["group"]:
             group = parser.add_argument_group(f.metadata["group"])
@@ -157,11 +161,16 @@ def check_values(program) -> None:
             raise ValueError(f"{flag_name(name)} {value}: one of {', '.join(among)}")
         if type(value) in (int, float) and not low <= value <= high:  # a NaN is not, either
             raise ValueError(f"{flag_name(name)} {value}: from {low} to {high}")
-    by_hand = [flag_name(name) for name in ("alpha", "resident_layers", "chunk")
-               if getattr(program, name) is not None]
+    by_hand = [
+        flag_name(name)
+        for name in ("alpha", "resident_layers", "chunk")
+        if getattr(program, name) is not None
+    ]
     if by_hand and program.recompute != "auto":
-        raise ValueError(f"{' '.join(by_hand)} and --recompute {program.recompute} say different "
-                         "things: drop one")
+        raise ValueError(
+            f"{' '.join(by_hand)} and --recompute {program.recompute} say different "
+            "things: drop one"
+        )
 
 
 OVERLAPS = (*STREAMS, "pipeline")
@@ -288,13 +297,16 @@ def ways_to_keep(n, resident, swaps):
     m, away, x = np.mgrid[1 : MOST_STRIDE + 1, : max(1, n - 1), : n + 1]
     saves = (m == 1) & (x <= away)
     asked = (
-        (away % m == 0) & (saves & (away > 0) | (not swaps))
-        & ((n - away == resident) | (not resident)))
+        (away % m == 0)
+        & (saves & (away > 0) | (not swaps))
+        & ((n - away == resident) | (not resident))
+    )
     return [each[asked] for each in (m, away, x, saves)]
 
 
-def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None,
-                     busy=0.0):
+def plan_activations(
+    n, layer, s, chunks, bandwidth, gpu, host, resident=None, alpha=None, busy=0.0
+):
     """Return the plan that loses the least time of those that swap as many chunks S as copies hide
     behind computation, and then keep as many chunks K as have room, and the seconds lost in forward
     and backward of a micro-batch through one part: of all k, m, X (whole groups of m layers leave)
@@ -321,7 +333,8 @@ def plan_activations(n, layer, s, chunks, bandwidth, gpu, host, resident=None, a
     # of a layer: in two buffers, and in forward on two of the k layers' room
     buffered = whole_chunks(np.minimum(2 * room, room + (k - 2) * sum(layer[:2])) / (4 * part))
     most = np.minimum(
-        whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks))
+        whole_chunks((host - copied) / part), saves * away * np.minimum(buffered, chunks)
+    )
     hidden = whole_chunks((bandwidth * away * max(0.0, s.forward - busy) - copied) / part)
     swapped = np.clip(hidden, 0, np.maximum(0, most))
     if alpha is not None:  # the nearest number of chunks, but some if that is asked for
@@ -359,10 +372,12 @@ def legal(c, names, every, why_not):
         every.sort(key=lambda values: math.dist(values, wish))
         said, *near = [
             " ".join(f"{flag_name(name)} {value}" for name, value in zip(names, values))
-            for values in (wish, *sorted(every[:4]))]
+            for values in (wish, *sorted(every[:4]))
+        ]
         raise ValueError(
             f"{said}: {why_not(*wish)}; legal here: "
-            f"{', '.join(near) or 'none by these flags alone'}")
+            f"{', '.join(near) or 'none by these flags alone'}"
+        )
     return found
 
 
@@ -371,9 +386,18 @@ def columns(c, plan):
     features."""
     model, per_node = plan.model, plan.per_node
     shared = math.gcd(per_node, model.heads, model.kv_heads, model.ffn)
-    return legal(c, ["tp"], zip(divisors(per_node)), lambda tp: shared % tp and (
-        f"it must divide {per_node} GPUs of a node, {model.heads} heads, {model.kv_heads} "
-        f"key/value heads, {model.ffn} features"))
+    return legal(
+        c,
+        ["tp"],
+        zip(divisors(per_node)),
+        lambda tp: (
+            shared % tp
+            and (
+                f"it must divide {per_node} GPUs of a node, {model.heads} heads, {model.kv_heads} "
+                f"key/value heads, {model.ffn} features"
+            )
+        ),
+    )
 
 
 def stages(c, plan):
@@ -448,8 +472,10 @@ def batches(c, plan):
             "tokens; --batch counts sequences"
         )
     if left:
-        raise ValueError(f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
-                         f"{max(1, min(round(batch / dp), most // dp)) * dp}")
+        raise ValueError(
+            f"--batch {batch}: not divisible by {dp} data-parallel ranks; nearest: "
+            f"{max(1, min(round(batch / dp), most // dp)) * dp}"
+        )
 
     def why_not(size):
         if each % size:
@@ -457,13 +483,14 @@ def batches(c, plan):
         turns = dp * size * plan.pp
         reason = no_order(plan.pp, plan.pp_chunks, each // size)
         return reason and (
-            f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: "
-            f"{-(-batch // turns) * turns}"
+            f"--pp-chunks {plan.pp_chunks}: {reason}; nearest --batch: {-(-batch // turns) * turns}"
         )
 
     sizes = [x["micro_batch"] for x in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
-    within = {max(1, bisect.bisect(sizes, tokens * plan.sp // c.seq))
-              for tokens in (0, 2**12, 2**13, 2**15)}
+    within = {
+        max(1, bisect.bisect(sizes, tokens * plan.sp // c.seq))
+        for tokens in (0, 2**12, 2**13, 2**15)
+    }
     return [{"batch": batch, "micro_batch": sizes[n - 1]} for n in within]
 
 
@@ -473,9 +500,18 @@ def head_groups(c, plan):
     column, ranks = plan.column, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
-    found = legal(c, ["head_groups"], zip(counts), lambda groups: groups not in counts and (
-        f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head of "
-        f"{plan.tokens} tokens may have too many elements: more --sp"))
+    found = legal(
+        c,
+        ["head_groups"],
+        zip(counts),
+        lambda groups: (
+            groups not in counts
+            and (
+                f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head of "
+                f"{plan.tokens} tokens may have too many elements: more --sp"
+            )
+        ),
+    )
     few, many = (4, 16) if ranks > 1 else (1, 8)
     for most in {few, many if plan.tokens > 2**16 else few}:
         yield max(found, key=lambda x: x["head_groups"] * (x["head_groups"] <= most))
@@ -489,7 +525,9 @@ def treatments(c, plan):
         raise ValueError(
             f"--resident-layers {c.resident_layers or 'auto'}: a stage runs {plan.part_layers} "
             f"layers; at most {plan.part_layers - swaps}"
-            + f" with --alpha {c.alpha}, and at least 2" * swaps)
+            + f" with --alpha {c.alpha}, and at least 2"
+            * swaps
+        )
     by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
@@ -549,8 +587,15 @@ def preference(plan):
     """Return what is least of the plan that is chosen from those that tie: with fewer columns,
     stages, ranks a sequence, micro-batches of 8K tokens (more take memory), states on the GPU,
     fewer shards, and chunks, or whole layers, which launch less."""
-    return (*kind(plan), plan.ring, abs(plan.tokens - 2**13), plan.os_place,
-            astuple(plan.factors), plan.chunks, plan.recompute == "auto")
+    return (
+        *kind(plan),
+        plan.ring,
+        abs(plan.tokens - 2**13),
+        plan.os_place,
+        astuple(plan.factors),
+        plan.chunks,
+        plan.recompute == "auto",
+    )
 
 
 def plan(constraints: Constraints, model: ModelConfig, hardware: Hardware) -> list[Plan]:
@@ -575,14 +620,16 @@ def search(c, model, hardware):
     found, too_large = [], []
 
     def by_bound(plans, with_states):  # by the seconds that they take at least
-        plans = [replace(plan, seconds=step_seconds(hardware.est, plan, with_states))
-                 for plan in plans]
+        plans = [
+            replace(plan, seconds=step_seconds(hardware.est, plan, with_states)) for plan in plans
+        ]
         return sorted(plans, key=token_s)
 
     def late(plan):
         return any(
             plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
-            for other in found)
+            for other in found
+        )
 
     for shape in by_bound(shapes(c, model, hardware), with_states=False):
         if late(shape):
@@ -599,14 +646,23 @@ def search(c, model, hardware):
             f"{hardware.gpu_budget / GIB:.1f} ({in_gib(plan)}), and "
             f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
             f"{hardware.host_budget / GIB:.1f}, with {in_words(plan)}, at least (asked for, "
-            f"which may need more: {given(vars(c)) or 'nothing'})")
+            f"which may need more: {given(vars(c)) or 'nothing'})"
+        )
     return sorted(found, key=token_s)
 
 
 def shapes(c, model, hardware):
     """Return plans with all that SHAPE may choose, states left open. Raises ValueError."""
-    start = Plan(model, DTYPES[c.dtype], hardware.ranks, hardware.per_node, c.seq,
-                 optimizer=c.optimizer, overlap=c.overlaps, tp_mode=c.tp_mode)
+    start = Plan(
+        model,
+        DTYPES[c.dtype],
+        hardware.ranks,
+        hardware.per_node,
+        c.seq,
+        optimizer=c.optimizer,
+        overlap=c.overlaps,
+        tp_mode=c.tp_mode,
+    )
     return choose(c, [start], *SHAPE)
 
 
@@ -632,7 +688,8 @@ def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
         return any(
             fit(c, plan, hardware).step_s < math.inf
             for shape in shapes(c, model, hardware)
-            for plan in choose(c, [shape], states)[-2:])
+            for plan in choose(c, [shape], states)[-2:]
+        )
     except ValueError:
         return False
 
@@ -656,8 +713,17 @@ def fit(c, plan, hardware):
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
         spare = hardware.host_budget - plan.host.get("optimizer", 0)
         kept, lost = plan_activations(
-            n, column_bytes(plan), layer_seconds(est, plan), plan.chunks, est.profile.to_host,
-            room / times, spare / times, c.resident_layers, c.alpha, visit_seconds(est, plan))
+            n,
+            column_bytes(plan),
+            layer_seconds(est, plan),
+            plan.chunks,
+            est.profile.to_host,
+            room / times,
+            spare / times,
+            c.resident_layers,
+            c.alpha,
+            visit_seconds(est, plan),
+        )
         plan = with_memory(replace(plan, activations=kept))
     fits = lost < math.inf and over(plan, hardware) <= 1 + 1e-9
     return replace(plan, seconds=step_seconds(est, plan) if fits else {"never": math.inf})
@@ -773,11 +839,15 @@ def parse_leaf(text, num_nodes):
             rows = [line.split() for line in lines if line.strip()]
         leaf_of = dict(rows)
     except (OSError, ValueError) as e:
-        raise ValueError(f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
-                         f"of a node's name and its leaf's a line: {e}") from e
+        raise ValueError(
+            f"--leaf {text}: neither a number of nodes a leaf, from 1 on, nor a file "
+            f"of a node's name and its leaf's a line: {e}"
+        ) from e
     if not len(rows) == len(leaf_of) == num_nodes:
-        raise ValueError(f"--leaf {text}: {len(rows)} lines of {len(leaf_of)} nodes, instead of "
-                         f"one for each of {num_nodes}")
+        raise ValueError(
+            f"--leaf {text}: {len(rows)} lines of {len(leaf_of)} nodes, instead of "
+            f"one for each of {num_nodes}"
+        )
     return leaf_of
 
 
@@ -787,15 +857,18 @@ def place(plan, leaf):
     if plan.tp * plan.pp > 1:
         raise ValueError(
             f"--leaf {leaf}: places nodes of --tp 1 --pp 1, and the best plan has "
-            f"--tp {plan.tp} --pp {plan.pp}")
+            f"--tp {plan.tp} --pp {plan.pp}"
+        )
     names, leaves = zip(*parse_leaf(leaf, plan.ranks // plan.per_node).items())
     order, before, after = place_nodes(leaves, make_rings(plan), plan.per_node)
     best = "the given one is as good"
     if after < before:
         best = ", ".join(names[node] for node in order)
-    return (f"order of nodes: {best}\n"
-            f"spine traffic {before / GIB:.2f} -> {after / GIB:.2f} GiB a step, "
-            f"{(before - after) / max(1.0, before):.0%} saved")
+    return (
+        f"order of nodes: {best}\n"
+        f"spine traffic {before / GIB:.2f} -> {after / GIB:.2f} GiB a step, "
+        f"{(before - after) / max(1.0, before):.0%} saved"
+    )
 
 
 # ---------------------------------------------------------------------------- what to say
@@ -855,21 +928,30 @@ def in_gib(plan):
 def figures(plan: Plan, hardware: Hardware) -> dict:
     """Return a plan as --json prints it: all fields of costs.Plan, and what follows from them."""
     rates = plan.rates(plan.step_s, hardware.profile.peak_flops)
-    return asdict(plan) | asdict(plan.factors) | rates | {
-        "dtype": f"{plan.dtype}",
-        "dp": plan.dp,
-        "step_s": plan.step_s,
-        "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
-        "gpu_gib": plan.gpu_bytes / GIB,
-        "host_gib": plan.host_bytes * plan.per_node / GIB,
-    }
+    return (
+        asdict(plan)
+        | asdict(plan.factors)
+        | rates
+        | {
+            "dtype": f"{plan.dtype}",
+            "dp": plan.dp,
+            "step_s": plan.step_s,
+            "tokens_a_day": 86400 * plan.ranks * rates["tgs"],
+            "gpu_gib": plan.gpu_bytes / GIB,
+            "host_gib": plan.host_bytes * plan.per_node / GIB,
+        }
+    )
 
 
 def command(plan: Plan, asked) -> str:
     """Return the command that runs a plan, on each node, with all else that was asked of a
     program, which names its model."""
-    values = vars(asked) | vars(plan) | asdict(plan.factors) | {
-        "overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
+    values = (
+        vars(asked)
+        | vars(plan)
+        | asdict(plan.factors)
+        | {"overlap": ",".join(plan.overlap) or "none", "strategy": "", "dtype": asked.dtype}
+    )
     if plan.recompute == "auto":
         values["recompute"] = asked.recompute
     if values["recompute"] != "auto":
@@ -877,8 +959,10 @@ def command(plan: Plan, asked) -> str:
     del values["seq"]  # which has another default in train.py
     nodes = plan.ranks // plan.per_node
     meet = " --rdzv-backend c10d --rdzv-id RUN --rdzv-endpoint FIRST_NODE:29400" * (nodes > 1)
-    return (f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{meet} train.py "
-            f"--model {asked.model} --seq {in_size(plan.seq)} {given(values)}")
+    return (
+        f"torchrun --nproc_per_node {plan.per_node} --nnodes {nodes}{meet} train.py "
+        f"--model {asked.model} --seq {in_size(plan.seq)} {given(values)}"
+    )
 
 
 def given(values):
@@ -886,7 +970,8 @@ def given(values):
     return " ".join(
         f"{flag_name(name)} {in_size(values[name])}"
         for name, f in flags_of(Constraints).items()
-        if values.get(name, f.default) != f.default)
+        if values.get(name, f.default) != f.default
+    )
 
 
 def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
@@ -902,18 +987,21 @@ def describe_plans(plans: list[Plan], hardware: Hardware) -> str:
             f"{plan.step_s:.4g} s a step, {found['tgs']:,.0f} tokens a second and device (TGS), "
             f"{mfu}{found['tokens_a_day']:,.0f} tokens a day, "
             f"{found['gpu_gib']:.1f} GiB a device, {found['host_gib']:.1f} GiB of a node's host: "
-            f"{in_words(plan, plans[0]) or 'as above'}")
+            f"{in_words(plan, plans[0]) or 'as above'}"
+        )
     seconds = [
         f"{name} {value:.3g}"
         for name, value in plans[0].seconds.items()
         if value > 5e-4 * plans[0].step_s
     ]
-    return "\n".join([
-        *lines,
-        f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
-        f"hides): {', '.join(seconds)}",
-        f"GiB of a device: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
-    ])
+    return "\n".join(
+        [
+            *lines,
+            f"seconds of a step by profile {hardware.profile.name} (of communication what nothing "
+            f"hides): {', '.join(seconds)}",
+            f"GiB of a device: {in_gib(plans[0])}; {plans[0].gpu_bytes / GIB:.2f} in all",
+        ]
+    )
 
 
 def reasons(found, best):
@@ -934,18 +1022,28 @@ def reasons(found, best):
 def binding(c, hardware, best):
     """Return what holds the best plan back: what would shorten its step most, if it were a thousand
     times as fast, or memory without end, and layers kept what then fits."""
-    rates = {"FLOP/s": "flops", "copies to the host": "host", "the network": "network",
-             "memory bandwidth": "memory"}
+    rates = {
+        "FLOP/s": "flops",
+        "copies to the host": "host",
+        "the network": "network",
+        "memory bandwidth": "memory",
+    }
     without = {
         name: {"profile": scaled(hardware.profile, "", **{rate: 1000.0})}
-        for name, rate in rates.items()}
+        for name, rate in rates.items()
+    }
     without["GPU memory"] = {"gpu_budget": 2.0**60}
     without["host memory"] = {"host_budget": 2.0**60}
-    gains = sorted((
-        (1 - fit(c, best, replace(hardware, **limits)).token_s / best.token_s, name)
-        for name, limits in without.items()), reverse=True)
+    gains = sorted(
+        (
+            (1 - fit(c, best, replace(hardware, **limits)).token_s / best.token_s, name)
+            for name, limits in without.items()
+        ),
+        reverse=True,
+    )
     return "how much shorter a step would be without a limit to: " + ", ".join(
-        f"{name} {gain:.1%}" for gain, name in gains if gain > TIE)
+        f"{name} {gain:.1%}" for gain, name in gains if gain > TIE
+    )
 
 
 def describe(c, hardware, found, plans):
@@ -958,8 +1056,7 @@ def describe(c, hardware, found, plans):
         f"{hardware.per_node} a node; {hardware.gpu_budget / GIB:.1f} GiB of a GPU, "
         f"{hardware.host_budget * hardware.per_node / GIB:.1f} GiB of a node's host memory to "
         "plan with",
-        f"profile {profile.name}: {profile.device}, "
-        f"{profile.sources.get('all', 'see its file')}",
+        f"profile {profile.name}: {profile.device}, {profile.sources.get('all', 'see its file')}",
         "",
         *reasons(found, best),
         "",
@@ -1003,8 +1100,10 @@ class Question(Constraints):
         ranks = self.ranks or per_node
         per_node = min(ranks, self.per_node or math.gcd(min(per_node, ranks), ranks))
         if ranks % per_node:
-            raise ValueError(f"--ranks {ranks}: not divisible by --per-node {per_node}; "
-                             f"legal here: {', '.join(map(str, divisors(ranks)))}")
+            raise ValueError(
+                f"--ranks {ranks}: not divisible by --per-node {per_node}; "
+                f"legal here: {', '.join(map(str, divisors(ranks)))}"
+            )
         profile = load_profile(self.cluster, per_node)
         gpu = GPU_SHARE * (self.gpu_memory or profile.gpu_bytes)
         host = profile.host_bytes * 7 // 8 if self.host_memory is None else self.host_memory
@@ -1025,11 +1124,12 @@ def changes_that_fit(asked, hardware):
         ("gpu_memory", gpu, range(gpu + GIB, 192 * GIB, GIB)),  # the largest GPU's
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
+
         def enough(value):
             more = replace(asked, **{name: value})
             return fits(more, MODELS[more.model], more.hardware())
 
-        for value in values[bisect.bisect_left(values, True, key=enough):][:1]:
+        for value in values[bisect.bisect_left(values, True, key=enough) :][:1]:
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
             found[text] = abs(math.log(value / max(1, now)))
     return sorted(found, key=found.get)
@@ -1051,14 +1151,17 @@ def main(argv: list[str] | None = None) -> int:
             text += "\n" + place(plans[0], asked.leaf)
     except TooLarge as e:
         plans = []
-        text = "\n  ".join([
-            f"nothing fits: {e}", "what would fit, the smallest change first:",
-            *changes_that_fit(asked, hardware)])
+        text = "\n  ".join(
+            [
+                f"nothing fits: {e}",
+                "what would fit, the smallest change first:",
+                *changes_that_fit(asked, hardware),
+            ]
+        )
     except ValueError as e:
         parser.error(str(e))
     if asked.json:
-        rows = [
-            figures(plan, hardware) | {"command": command(plan, asked)} for plan in plans]
+        rows = [figures(plan, hardware) | {"command": command(plan, asked)} for plan in plans]
         text = json.dumps({"plans": rows, "text": text})
     print(text)
     return int(not plans)

@@ -214,14 +214,19 @@ def heartbeat(rank: int, world: int, advice: str):
     own = f"rank {rank} on host {os.uname().nodename} (process {os.getpid()})"
     over = threading.Event()
     silent = f"for {SILENT_BEATS * BEAT_S:.0f} s"
-    no_store = (f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered "
-                f"{silent}: rank 0 or its node")
+    no_store = (
+        f"the store on rank 0's node, {os.environ['MASTER_ADDR']}, has not answered "
+        f"{silent}: rank 0 or its node"
+    )
 
     def end(cause):
         if over.is_set():
             return
-        print(f"rank {rank}: {cause} is dead or unreachable; this run ends. {advice}",
-              file=sys.stderr, flush=True)
+        print(
+            f"rank {rank}: {cause} is dead or unreachable; this run ends. {advice}",
+            file=sys.stderr,
+            flush=True,
+        )
         time.sleep(2 * BEAT_S)  # others find the same, in a store that may be here
         os._exit(1)
 

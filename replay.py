@@ -30,7 +30,6 @@ import torch
 from memplan import Buffer, Plan, check, solve
 from streams import CommStream, wait
 
-
 ALLOCATOR_ALIGN_BYTES = {"cpu": 64, "cuda": 512}  # where PyTorch's kernels want a tensor to start
 MIN_PLANNED_BYTES = {"cpu": 2**10, "cuda": 2**20}  # of a request; cuda: those of large blocks
 live_arena: dict[str, object] = {}  # of a kind of device: what its allocator points into

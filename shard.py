@@ -68,6 +68,7 @@ Left out: quantised communication, learning rates by parameter, matrices that ar
 Legend: R ranks, r one of them; p, g, os factors, f all of them; S elements of a matrix with
 padding; x a gradient on its way; m, v AdamW's moments, t its updates; i, n, k counts.
 """
+
 import contextlib
 import functools
 import itertools
@@ -82,10 +83,17 @@ from torch import Tensor, nn
 
 from model import divisors
 from ops import Cut, Matrix, accumulation_dtype
-from optim import (ADAMW, Optimizer, Update, adamw, allocate_states, global_norm, make_scalars,
-                   set_scalars)
-from ranks import (ConfigError, Groups, all_gather, error_of_any, on_all_ranks,
-                   reduce_scatter)
+from optim import (
+    ADAMW,
+    Optimizer,
+    Update,
+    adamw,
+    allocate_states,
+    global_norm,
+    make_scalars,
+    set_scalars,
+)
+from ranks import ConfigError, Groups, all_gather, error_of_any, on_all_ranks, reduce_scatter
 from streams import Buffer, CommStream, wait
 
 SHARD_ALIGN_ELEMENTS = 128  # every shard starts where the fastest kernels and copies want it
@@ -159,10 +167,12 @@ def check_factors(f: Factors, ranks: int) -> None:
     """Raise ValueError with the broken rule and the nearest legal factors, if f breaks one, as if
     one node had all ranks."""
     if rule := illegal(f, ranks, ranks):
-        near = min(legal_factors(ranks, ranks),
-                   key=lambda legal: math.dist(astuple(legal), astuple(f)))
-        raise ValueError(f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} "
-                         f"--os {near.os}")
+        near = min(
+            legal_factors(ranks, ranks), key=lambda legal: math.dist(astuple(legal), astuple(f))
+        )
+        raise ValueError(
+            f"p={f.p} g={f.g} os={f.os}: {rule}; nearest: --p {near.p} --g {near.g} --os {near.os}"
+        )
 
 
 # ---------------------------------------------------------------------------- what a rank holds
@@ -280,8 +290,10 @@ class States:
     def __post_init__(self, model: nn.Module, overlap: tuple[str, ...], place: str):
         f, tp = self.factors, self.groups.tp
         if self.optimizer.whole and (self.layout, f.p, tp) != ("inter", 1, 1):
-            raise ValueError(f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
-                             "matrices, which a rank owns with layout=inter p=1 tp=1")
+            raise ValueError(
+                f"layout={self.layout} p={f.p} tp={tp}: this optimizer needs whole "
+                "matrices, which a rank owns with layout=inter p=1 tp=1"
+            )
         check_factors(f, self.groups.ranks)
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         self.accum_dtype = accumulation_dtype(self.dtype)
@@ -300,9 +312,11 @@ class States:
         tensors = itertools.chain(model.named_parameters(), model.named_buffers())
         others = [name for name, tensor in tensors if tensor.is_meta]
         if others or frozen:
-            raise ValueError(f"{', '.join(others + frozen)}: what is sharded is the weight of a "
-                             "model.Matrix (large) or Vector (small) that trains, no nn.Linear's "
-                             "and no buffer")
+            raise ValueError(
+                f"{', '.join(others + frozen)}: what is sharded is the weight of a "
+                "model.Matrix (large) or Vector (small) that trains, no nn.Linear's "
+                "and no buffer"
+            )
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
         self.on_phase: Callable[[str], None] = lambda phase: None  # told when one is enqueued
@@ -327,15 +341,19 @@ class States:
         n = f.os if self.layout == "intra" else f.p
         self.replicas_of_parts = groups.get("grad_reduce", lambda r: r % n)
         self.replicas_of_wholes = groups.of_places(
-            "grad_reduce", lambda stage, r, column: (stage, r % n))
+            "grad_reduce", lambda stage, r, column: (stage, r % n)
+        )
 
     def make_params(self, model: nn.Module) -> None:
         """Shard all matrices: allocate what this rank holds, and make their weights views of it."""
-        matrices = {path: module for path, module in model.named_modules()
-                    if isinstance(module, Matrix)}
+        matrices = {
+            path: module for path, module in model.named_modules() if isinstance(module, Matrix)
+        }
         multiple = self.factors.os * SHARD_ALIGN_ELEMENTS
-        padded = {path: math.ceil(math.prod(module.shape) / multiple) * multiple
-                  for path, module in matrices.items()}
+        padded = {
+            path: math.ceil(math.prod(module.shape) / multiple) * multiple
+            for path, module in matrices.items()
+        }
         owners = {}  # in layout inter: greedy, largest first (AMSP, section IV)
         loads = [0] * (self.factors.os // self.factors.p)
         for path in sorted(padded, key=padded.get, reverse=True):
@@ -345,7 +363,8 @@ class States:
         self.sharded_params: dict[Matrix, ShardedParam] = {}
         # two for each matrix of a layer, by the layer's parity; embedding and head have one
         self.buffer = functools.cache(
-            lambda kind, parity, name, count, dtype: Buffer(self.zeros(count, dtype)))
+            lambda kind, parity, name, count, dtype: Buffer(self.zeros(count, dtype))
+        )
         for path, module in matrices.items():
             name = ".".join(path.split(".")[:2])  # "blocks.0.qkv": "blocks.0"
             unit = units.setdefault(name, Unit(name, len(units)))
@@ -362,8 +381,7 @@ class States:
     def zeros(self, shape, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def shard(self, path: str, module: Matrix, unit: Unit, padded: int,
-              owner: int) -> ShardedParam:
+    def shard(self, path: str, module: Matrix, unit: Unit, padded: int, owner: int) -> ShardedParam:
         """Allocate what this rank holds of a matrix of S = padded elements."""
         f = self.factors
         part = padded // f.p
@@ -385,10 +403,20 @@ class States:
             dtype = self.accum_dtype if num_chunks > 1 else self.dtype  # where chunks add up
             unsharded_grad = self.buffer("grad", *place, dtype)
         return ShardedParam(
-            f"{path}.weight", module, unit, owner, self.param_index * part + owned.start,
-            param_shard, unsharded_param, grad_shard, unsharded_grad,
-            owned_param, grad_shard[owned] if f.g == f.p else grad_shard,
-            self.replicas_of_parts if module.part else self.replicas_of_wholes, num_chunks)
+            f"{path}.weight",
+            module,
+            unit,
+            owner,
+            self.param_index * part + owned.start,
+            param_shard,
+            unsharded_param,
+            grad_shard,
+            unsharded_grad,
+            owned_param,
+            grad_shard[owned] if f.g == f.p else grad_shard,
+            self.replicas_of_parts if module.part else self.replicas_of_wholes,
+            num_chunks,
+        )
 
     def make_states(self, place: str) -> None:
         """Give each matrix its states, zeros. One of the ranks that hold the same states saves them
@@ -396,7 +424,8 @@ class States:
         params = self.sharded_params.values()
         sizes = [len(param.owned_param) for param in params]
         states, self.host_states = allocate_states(
-            self.optimizer, sizes, self.accum_dtype, self.device, place)
+            self.optimizer, sizes, self.accum_dtype, self.device, place
+        )
         groups = self.groups
         replica = groups.rank // self.factors.os
         replicas = groups.ranks // self.factors.os
@@ -411,7 +440,8 @@ class States:
                 self.counted_grads.append(param.owned_grad)
             for state, values in param.states.items():
                 self.parts[f"{state}.{param.name}"] = StatePart(
-                    values[:length], param.start, self.shapes[param.name], saves, cut)
+                    values[:length], param.start, self.shapes[param.name], saves, cut
+                )
 
     def make_vectors(self, model: nn.Module) -> None:
         """Make the small weights of the whole model parts of one vector on every rank, in
@@ -421,7 +451,8 @@ class States:
         sizes = [math.prod(self.shapes[name]) for name in names]
         self.vector_grad = self.zeros(sum(sizes), self.accum_dtype)
         self.vector_states = {
-            state.name: self.zeros(sum(sizes), self.accum_dtype) for state in ADAMW.states}
+            state.name: self.zeros(sum(sizes), self.accum_dtype) for state in ADAMW.states
+        }
         saves = dist.get_rank() == 0
         self.counted_grads.append(self.vector_grad if saves else self.vector_grad[:0])
         modules = dict(model.named_modules())
@@ -446,8 +477,10 @@ class States:
         if self.last_pass != (backward, unit):
             self.last_pass = backward, unit
             self.begin_pass(unit)
-            self.enter_phase(f"{'backward' if backward else 'forward'}, {unit.name}, "
-                             f"{unit.index + 1}/{len(self.units)}")
+            self.enter_phase(
+                f"{'backward' if backward else 'forward'}, {unit.name}, "
+                f"{unit.index + 1}/{len(self.units)}"
+            )
         if self.factors.p == 1:
             wait(param.broadcast_done)  # they are new; hidden by the update and layers before
             param.broadcast_done = None
@@ -458,8 +491,9 @@ class States:
         wait(param.unsharded_param.event)
         return module.weight
 
-    def gathers(self, param: ShardedParam,
-                backward: bool) -> tuple[list[ShardedParam], list[ShardedParam]]:
+    def gathers(
+        self, param: ShardedParam, backward: bool
+    ) -> tuple[list[ShardedParam], list[ShardedParam]]:
         """Return what to gather where `param` is used, if it was not gathered ahead, and what to
         gather ahead. All ranks gather in one order, also where one does not use a matrix."""
         unit = param.unit
@@ -551,8 +585,10 @@ class States:
             self.launch_param_gather(unit.params[::-1])
         for param in unit.params:
             if param.chunks_done < param.num_chunks:
-                self.misuse = self.misuse or (f"{param.name} was used {param.chunks_done} times in "
-                                              f"a pass, not {param.num_chunks}")
+                self.misuse = self.misuse or (
+                    f"{param.name} was used {param.chunks_done} times in "
+                    f"a pass, not {param.num_chunks}"
+                )
                 param.chunks_done = param.num_chunks
         self.scatter_unit(unit)
 
@@ -616,7 +652,8 @@ class States:
             # their grad_shards are complete; hidden by the backward of the layers that follow
             wait(self.streams["grad_scatter"].last_event())
             for _, params in itertools.groupby(
-                    unit.params, lambda param: param if casts else param.replicas):
+                unit.params, lambda param: param if casts else param.replicas
+            ):
                 self.sum_replicas(list(params))
 
     def sum_replicas(self, params: list[ShardedParam]) -> None:
@@ -668,8 +705,9 @@ class States:
 
     # -- the update
 
-    def update(self, lr: float | Tensor, clip: float,
-               loss: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
+    def update(
+        self, lr: float | Tensor, clip: float, loss: Tensor | float = 0.0
+    ) -> tuple[Tensor, Tensor]:
         """Update all weights with the gradient's global norm clipped to `clip` (0: off), and launch
         the new parameters' travel. A tensor lr, on the device, is heard by a CUDA graph, too.
 
@@ -681,8 +719,17 @@ class States:
         finite = set_scalars(self.scalars, lr, clip, norm, loss)
         # small weights by AdamW without decay, on every rank alike: they are their own masters
         unused = torch.empty_like(self.vector_grad)
-        adamw(Update("vectors", 0, unused, self.vector_grad, self.vector_states, decay=0.0,
-                     **self.scalars._asdict()))
+        adamw(
+            Update(
+                "vectors",
+                0,
+                unused,
+                self.vector_grad,
+                self.vector_states,
+                decay=0.0,
+                **self.scalars._asdict(),
+            )
+        )
         beside = contextlib.nullcontext()
         if self.host_states:
             self.host_states.begin()
@@ -706,9 +753,17 @@ class States:
                 weight, grad = param.as_matrix(weight), param.as_matrix(grad)
                 states = {name: param.as_matrix(state) for name, state in states.items()}
             first = param.start + (part.start or 0)
-            self.optimizer.update(Update(
-                param.name, first, weight, grad, states, decay=self.decay,
-                **self.scalars._asdict()))
+            self.optimizer.update(
+                Update(
+                    param.name,
+                    first,
+                    weight,
+                    grad,
+                    states,
+                    decay=self.decay,
+                    **self.scalars._asdict(),
+                )
+            )
 
     def broadcast_params(self, unit: Unit) -> None:
         """Launch the travel of a unit's new parameters to the subgroup: in layout inter from their
@@ -748,6 +803,7 @@ class States:
     def load(self, weight: Callable[[str], Tensor]) -> None:
         """Set all parameters: weight(name) returns a whole one, of any dtype and device, and each
         rank takes what it owns. Raises ConfigError on all ranks. A collective of all ranks."""
+
         def load_masters() -> None:
             parts = self.state_parts()
             for name in self.shapes:
@@ -781,7 +837,8 @@ class States:
     def bytes(self) -> dict[str, int]:
         """Return the bytes that this rank really holds of each kind, the vectors apart."""
         params = self.sharded_params.values()
-        return {"parameters": sum(param.param_shard.nbytes for param in params),
-                "gradients": sum(param.grad_shard.nbytes for param in params),
-                "optimizer": sum(
-                    state.nbytes for param in params for state in param.states.values())}
+        return {
+            "parameters": sum(param.param_shard.nbytes for param in params),
+            "gradients": sum(param.grad_shard.nbytes for param in params),
+            "optimizer": sum(state.nbytes for param in params for state in param.states.values()),
+        }

@@ -30,7 +30,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-
 # ---------------------------------------------------------------------------- streams
 
 
@@ -150,8 +149,10 @@ def pin_host_buffers(sizes: list[int], pin: bool) -> list[Tensor]:
         address = buffer.data_ptr()
         error = int(cudart.cudaHostRegister(address, mapped, 0))
         if error:
-            raise MemoryError(f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
-                              f"memory failed: CUDA error {error}; lower --host-memory")
+            raise MemoryError(
+                f"pinning {size / GIB:.2f} of {sum(sizes) / GIB:.2f} GiB of host "
+                f"memory failed: CUDA error {error}; lower --host-memory"
+            )
         # the call keeps the mapping until it is unregistered
         gone = weakref.finalize(view, lambda _: cudart.cudaHostUnregister(address), memory)
         gone.atexit = False

@@ -96,6 +96,7 @@ class Columns:
 
     def gather_behind(self, before: Before) -> Before:
         """Return it for a column's own tokens, x (B, t, C): a is of all, (B, T/sp, C)."""
+
         def gathered(a, *others):
             return self.gather(a), *others
 
@@ -121,8 +122,7 @@ def part_of(matrix: Matrix, c: int, tp: int) -> Cut:
             raise ValueError(f"--tp {tp}: does not divide {size} of a matrix {rows} x {cols}")
     firsts = itertools.accumulate(sizes, initial=0)
     runs = tuple(
-        (first + c * size // tp, first + (c + 1) * size // tp)
-        for first, size in zip(firsts, sizes)
+        (first + c * size // tp, first + (c + 1) * size // tp) for first, size in zip(firsts, sizes)
     )
     if matrix.cut == "columns":
         return Cut(matrix.shape, ((0, rows),), *runs)

@@ -216,7 +216,8 @@ def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subproc
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, **usual, **env},
-        cwd=HERE)
+        cwd=HERE,
+    )
 
 
 def start(target: Callable, ranks: int, file: Path, *args, method="forkserver") -> list:
@@ -300,16 +301,20 @@ def seeded(*args) -> m.LLaMA:
 # ---------------------------------------------------------------------------- the model
 
 
-@parametrize("cfg, count", [
-    (m.MODELS["7b"], 6_738_415_616),
-    (m.MODELS["13b"], 13_015_864_320),
-    (m.MODELS["30b"], 32_528_943_616),
-    (m.MODELS["65b"], 65_285_660_672),
-    (m.MODELS["llama3-8b"], 8_030_261_248),
-    # Mistral-Nemo, Qwen2.5-7B, Qwen3-8B
-    (m.ModelConfig(131072, 5120, 40, 32, 8, 14336), 12_247_782_400),
-    (m.ModelConfig(152064, 3584, 28, 28, 4, 18944, qkv_bias=True), 7_615_616_512),
-    (m.ModelConfig(151936, 4096, 36, 32, 8, 12288, qk_norm=True), 8_190_735_360)])
+@parametrize(
+    "cfg, count",
+    [
+        (m.MODELS["7b"], 6_738_415_616),
+        (m.MODELS["13b"], 13_015_864_320),
+        (m.MODELS["30b"], 32_528_943_616),
+        (m.MODELS["65b"], 65_285_660_672),
+        (m.MODELS["llama3-8b"], 8_030_261_248),
+        # Mistral-Nemo, Qwen2.5-7B, Qwen3-8B
+        (m.ModelConfig(131072, 5120, 40, 32, 8, 14336), 12_247_782_400),
+        (m.ModelConfig(152064, 3584, 28, 28, 4, 18944, qkv_bias=True), 7_615_616_512),
+        (m.ModelConfig(151936, 4096, 36, 32, 8, 12288, qk_norm=True), 8_190_735_360),
+    ],
+)
 def test_counts(cfg, count):
     assert m.param_count(cfg) == count
     with torch.device("meta"):
@@ -332,9 +337,13 @@ def test_counts_of_peak():
         assert hardware.peak_flops(f"NVIDIA {name}") == tflops * 1e12
 
 
-@parametrize("sizes, message", [
-    (dict(head_dim=7), "head_dim is 7.*nearest: 8"),
-    (dict(rope_scaling={"type": "dynamic"}), "rope scaling 'dynamic' is unknown: linear")])
+@parametrize(
+    "sizes, message",
+    [
+        (dict(head_dim=7), "head_dim is 7.*nearest: 8"),
+        (dict(rope_scaling={"type": "dynamic"}), "rope scaling 'dynamic' is unknown: linear"),
+    ],
+)
 def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
     with raises(ValueError, match=message):
         replace(SMALL, **sizes)
@@ -411,7 +420,8 @@ def test_rope_at_a_million_positions(kind):
         "factor": 8.0,
         "original_max_position_embeddings": 4096,
         "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0}
+        "high_freq_factor": 4.0,
+    }
     cfg = replace(m.MODELS["7b"], rope_scaling={} if kind == "default" else scaling)
     positions = torch.tensor([0, 1, 2**19 + 1, 2**20 - 1])
     angles = positions.numpy()[:, None] * published_frequencies(kind)
@@ -437,9 +447,7 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 
     monkeypatch.setattr(attention, "MAX_ELEMENTS", limit)
     kernel = attention.KERNELS["cpu"]
-    kernel = replace(
-        kernel, forward=counted(kernel.forward), backward=counted(kernel.backward)
-    )
+    kernel = replace(kernel, forward=counted(kernel.forward), backward=counted(kernel.backward))
     q, do = torch.randn(2, 2, queries, 6, 16).double()
     k, v = torch.randn(2, 2, keys, kv_heads, 16).double()
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -564,7 +572,8 @@ def plan_of(case: dict) -> costs.Plan:
         tp=is_.tp,
         tp_mode=is_.mode,
         pp=is_.pp,
-        pp_chunks=is_.parts)
+        pp_chunks=is_.parts,
+    )
 
 
 def make_run(case: dict, groups: dict, stream: type) -> tuple:
@@ -578,7 +587,8 @@ def make_run(case: dict, groups: dict, stream: type) -> tuple:
         plan = replace(plan, per_node=1)
     cfg = train.Config(
         document_token=END if case["docs"] else -1,
-        overlap="none" if case["open"] else train.Config.overlap)
+        overlap="none" if case["open"] else train.Config.overlap,
+    )
     run = train.Run(
         cfg,
         rank,
@@ -630,7 +640,8 @@ def activations_of(keep: str, layers: int, chunks: int) -> offload.ActivationPla
         round(kept * resident * chunks),
         round(swapped * (layers - resident) * chunks),
         min(dropped, layers),
-        stride)
+        stride,
+    )
 
 
 class Spoiled(streams.CommStream):
@@ -642,8 +653,10 @@ class Spoiled(streams.CommStream):
     def used(self, *buffers):
         for x in buffers:
             nan = torch.full_like(
-                x, torch.nan if x.is_floating_point() else 77,
-                device=self.stream.device if self.stream else None)
+                x,
+                torch.nan if x.is_floating_point() else 77,
+                device=self.stream.device if self.stream else None,
+            )
             x.copy_(nan, non_blocking=True)
 
     @contextlib.contextmanager
@@ -808,8 +821,10 @@ def answer(
         [p for p in plain.parameters() if (p.dim() > 1) == big] for big in (False, True)
     )
     adamw = torch.optim.AdamW(
-        [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}], betas=(0.9, 0.95),
-        weight_decay=0.1)
+        [{"params": vectors, "weight_decay": 0.0}, {"params": matrices}],
+        betas=(0.9, 0.95),
+        weight_decay=0.1,
+    )
     states = {p: (p.data, torch.zeros_like(p)) for p in matrices if optimizer == "muon"}
     found = []
     for step, inside in enumerate(documents):
@@ -826,8 +841,7 @@ def answer(
         scalars.lr.fill_(learning_rate(step))
         for p, (master, momentum) in states.items():
             named = {"master": master, "momentum": momentum}
-            optim.muon(optim.Update(
-                "", 0, p.data, p.grad, named, decay=0.1, **scalars._asdict()))
+            optim.muon(optim.Update("", 0, p.data, p.grad, named, decay=0.1, **scalars._asdict()))
             p.grad = None  # AdamW leaves it
         for group in adamw.param_groups:
             group["lr"] = learning_rate(step)
@@ -1006,7 +1020,8 @@ def refusal(case: dict) -> str | None:
         **dataclasses.asdict(plan.factors),
         dtype=is_.dtype,
         document_token=END if is_.docs else -1,
-        attention=is_.kernel)
+        attention=is_.kernel,
+    )
     try:
         planner.shapes(constraints, plan.model, planner.Hardware(is_.ranks, is_.ranks, None))
     except ValueError as e:
@@ -1050,7 +1065,8 @@ def mechanisms(case: dict) -> set[str]:
         f"block {is_.block}": is_.block != "plain",
         f"kv {is_.model}": is_.model in ("mha", "mqa"),
         "bf16": is_.dtype == "bf16",
-        "whole matrices": is_.optimizer == "muon"}
+        "whole matrices": is_.optimizer == "muon",
+    }
     return {name for name, there in found.items() if there}
 
 
@@ -1077,7 +1093,8 @@ NEVER_MEET = {  # two mechanisms, by how they begin -> a case that has both, and
     ("p>1", "whole matrices"): ("2 layout=inter p=2 g=2 os=2 optimizer=muon", "--p 1"),
     ("tp", "whole matrices"): (
         "2 layout=inter tp=2 optimizer=muon",
-        "--optimizer muon needs .*inter --p 1 --tp 1; legal here: none by these flags alone"),
+        "--optimizer muon needs .*inter --p 1 --tp 1; legal here: none by these flags alone",
+    ),
 }
 REFUSED = [row for row in NEVER_MEET.values() if row] + [
     ("1 groups=3", "--head-groups 3: a rank has 8 query heads at a time, and 4 of keys"),
@@ -1111,7 +1128,9 @@ def random_cases(ranks: int, count: int) -> list[dict]:
     return list(itertools.islice(filter(fits, drawn), count))
 
 
-ALONE = [make_case(line) for line in """
+ALONE = [
+    make_case(line)
+    for line in """
 1                                                     # each mechanism alone, or almost
 1 micro=4 block=norms
 1 docs=1 keep=mixed block=fork
@@ -1148,8 +1167,11 @@ ALONE = [make_case(line) for line in """
 2 pp=2 micro=4 keep=swapped model=deep                # several in flight, each with host buffers
 2 tp=2 mode=mtp keep=swapped docs=1
 2 tp=2 mode=mtp keep=mixed block=norms micro=2
-""".strip().splitlines()]
-PICKED = [make_case(line) for line in """
+""".strip().splitlines()
+]
+PICKED = [
+    make_case(line)
+    for line in """
 2 pp=2 parts=2 micro=4 keep=mixed model=deep          # a stage's parts have other layers to swap
 4 os=4 layout=inter optimizer=muon place=host
 4 pp=4 parts=2 micro=4 model=deep                     # more parts than layers divide into
@@ -1174,8 +1196,11 @@ PICKED = [make_case(line) for line in """
 4 p=4 g=4 os=4 keep=again
 8 sp=8 ring=4 p=2 g=8 os=8
 8 sp=8 model=mha g=4 os=4
-""".strip().splitlines()]
-COVER = [make_case(line) for line in """
+""".strip().splitlines()
+]
+COVER = [
+    make_case(line)
+    for line in """
 1 model=mqa docs=1 layout=inter keep=swapped
 1 model=mha groups=2 layout=inter place=host open=1 keep=swapped
 1 model=mqa block=norms docs=1 layout=inter keep=neither optimizer=muon
@@ -1228,10 +1253,13 @@ COVER = [make_case(line) for line in """
 8 model=mha block=norms sp=4 ring=4 groups=4 tp=2 mode=fsp p=2 g=4 os=4 layout=inter open=1
 8 block=norms sp=4 ring=4 groups=2 tp=2 mode=mtp layout=inter keep=x
 8 block=fork sp=4 ring=4 tp=2 layout=inter open=1
-""".strip().splitlines()]
+""".strip().splitlines()
+]
 CASES = ALONE + PICKED + COVER
 
-RESUMES = [make_case(line) for line in """
+RESUMES = [
+    make_case(line)
+    for line in """
 1 keep=kept
 2 p=2 g=2 os=2 open=1
 2 os=2 layout=inter groups=2 keep=mixed
@@ -1257,14 +1285,18 @@ RESUMES = [make_case(line) for line in """
 8 p=2 g=2 os=8 sp=8 ring=2
 8 pp=2 tp=2 os=2 micro=2
 1 micro=2
-""".strip().splitlines()]
-WHOLE_RESUMES = [make_case(line) for line in """
+""".strip().splitlines()
+]
+WHOLE_RESUMES = [
+    make_case(line)
+    for line in """
 1 layout=inter micro=2
 2 layout=inter g=2 os=2 place=host
 4 layout=inter os=4 keep=mixed
 2 layout=inter pp=2
 1 layout=inter keep=swapped
-""".strip().splitlines()]
+""".strip().splitlines()
+]
 
 
 @parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
@@ -1484,45 +1516,51 @@ LONG = "--batch 8 --seq 64K --p 8 --g 8 --os 8 --recompute none --os-place gpu -
 NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none --overlap none"
 
 
-@parametrize("machine, flags, want", [
-    ({}, f"{SHARDS} 114G", "p=1 g=1 os=1"),
-    ({}, f"{SHARDS} 74G", "p=1 g=1 os=2"),
-    ({}, f"{SHARDS} 54G", "p=1 g=1 os=4"),
-    ({}, f"{SHARDS} 43G", "p=1 g=1 os=8"),
-    ({}, f"{SHARDS} 32G", "p=1 g=8 os=8 os_layout=intra"),
-    ({}, f"{SHARDS} 24G", "p=2 g=8 os=8"),
-    ({}, f"{LONG} 230G", "sp=1"),
-    ({}, f"{LONG} 135G", "sp=2 ring=1 dp=4"),
-    ({}, f"{LONG} 84G", "sp=4 ring=1 micro_batch=1"),
-    ({}, f"{LONG} 51G", "sp=8 ring=1"),
-    # 8 key/value heads: more ranks share a sequence around a ring
-    (
-        {},
-        "--model llama3-8b --ranks 16 --seq 512K --p 16 --recompute none --os-place gpu "
-        "--head-groups 1 --gpu-memory 146G",
-        "sp=16 ring=2 recompute=none",
-    ),
-    ({"inside": 1e11, "across": 1e10}, NODES, "p=1 g=1 os=8 os_layout=intra"),
-    ({"inside": 1e11, "across": 1e11}, NODES, "p=1 g=1 os=1"),
-    # 4P on the GPU, 12P on the host
-    ({}, "--ranks 1 --per-node 1 --seq 4K --gpu-memory 45G", "os_place=host p=1"),
-    # up to 8K tokens run together
-    ({}, "--seq 2K --batch 128 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
-    (  # and 32K where the host launches a layer more slowly than a GPU computes 8K
-        {"launch": {"forward": 1.0, "backward": 1.0}},
-        "--seq 2K --batch 128 --p 1 --os 1 --recompute none",
-        "sp=1 micro_batch=16 dp=8",
-    ),
-    # the nearest number of chunks over all layers, also where all tokens could run at once
-    (
-        {}, "--ranks 1 --per-node 1 --seq 16K --chunk 2K --alpha 0.127 --resident-layers 2",
-        "chunk=2048 resident=2 swapped_chunks=30"),
-    (
-        {},
-        "--p 2 --g 4 --os 4 --os-layout inter --sp 2 --ring 2 --batch 16 --micro-batch 4 "
-        "--seq 8K --head-groups 2 --os-place gpu --recompute full",
-        "p=2 g=4 os=4 os_layout=inter sp=2 ring=2 micro_batch=4 head_groups=2 recompute=auto",
-    )])
+@parametrize(
+    "machine, flags, want",
+    [
+        ({}, f"{SHARDS} 114G", "p=1 g=1 os=1"),
+        ({}, f"{SHARDS} 74G", "p=1 g=1 os=2"),
+        ({}, f"{SHARDS} 54G", "p=1 g=1 os=4"),
+        ({}, f"{SHARDS} 43G", "p=1 g=1 os=8"),
+        ({}, f"{SHARDS} 32G", "p=1 g=8 os=8 os_layout=intra"),
+        ({}, f"{SHARDS} 24G", "p=2 g=8 os=8"),
+        ({}, f"{LONG} 230G", "sp=1"),
+        ({}, f"{LONG} 135G", "sp=2 ring=1 dp=4"),
+        ({}, f"{LONG} 84G", "sp=4 ring=1 micro_batch=1"),
+        ({}, f"{LONG} 51G", "sp=8 ring=1"),
+        # 8 key/value heads: more ranks share a sequence around a ring
+        (
+            {},
+            "--model llama3-8b --ranks 16 --seq 512K --p 16 --recompute none --os-place gpu "
+            "--head-groups 1 --gpu-memory 146G",
+            "sp=16 ring=2 recompute=none",
+        ),
+        ({"inside": 1e11, "across": 1e10}, NODES, "p=1 g=1 os=8 os_layout=intra"),
+        ({"inside": 1e11, "across": 1e11}, NODES, "p=1 g=1 os=1"),
+        # 4P on the GPU, 12P on the host
+        ({}, "--ranks 1 --per-node 1 --seq 4K --gpu-memory 45G", "os_place=host p=1"),
+        # up to 8K tokens run together
+        ({}, "--seq 2K --batch 128 --p 1 --os 1 --recompute none", "sp=1 micro_batch=4 dp=8"),
+        (  # and 32K where the host launches a layer more slowly than a GPU computes 8K
+            {"launch": {"forward": 1.0, "backward": 1.0}},
+            "--seq 2K --batch 128 --p 1 --os 1 --recompute none",
+            "sp=1 micro_batch=16 dp=8",
+        ),
+        # the nearest number of chunks over all layers, also where all tokens could run at once
+        (
+            {},
+            "--ranks 1 --per-node 1 --seq 16K --chunk 2K --alpha 0.127 --resident-layers 2",
+            "chunk=2048 resident=2 swapped_chunks=30",
+        ),
+        (
+            {},
+            "--p 2 --g 4 --os 4 --os-layout inter --sp 2 --ring 2 --batch 16 --micro-batch 4 "
+            "--seq 8K --head-groups 2 --os-place gpu --recompute full",
+            "p=2 g=4 os=4 os_layout=inter sp=2 ring=2 micro_batch=4 head_groups=2 recompute=auto",
+        ),
+    ],
+)
 def test_planner_chooses_what_is_counted_by_hand(machine, flags, want, tmp_path):
     """Where all tie in time, the fewest ranks a sequence, then shards, that memory allows."""
     file = tmp_path / "round.json"
@@ -1597,7 +1635,8 @@ def test_papers_choices():
         sp=1,
         os_place="gpu",
         os_layout="inter",
-        recompute="none")
+        recompute="none",
+    )
     theirs = {"p": 1, "g": 1, "os": 8}
     for ranks in (1024, 64):
         best = fastest(ranks, profile, 75, **flags)
@@ -1795,7 +1834,8 @@ def test_misused_matrices_end_a_step():
         f"{never} 1": 24,
         f"{never} 3": 4,
         "embed.weight was used more than once a pass": 14,
-        "blocks.4.expert.weight was used beside model.project": 14}
+        "blocks.4.expert.weight was used beside model.project": 14,
+    }
     assert text.count(" (on ranks [1])") == 14
 
 
@@ -1882,11 +1922,14 @@ def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
             n_local_stages=chunks,
             microbatches_per_round=stages,
             pp_group_size=stages,
-            _n_microbatches=micro_batches)
+            _n_microbatches=micro_batches,
+        )
         found = [
             (
-                one.computation_type == schedules.FORWARD, one.microbatch_index,
-                one.stage_index // stages)
+                one.computation_type == schedules.FORWARD,
+                one.microbatch_index,
+                one.stage_index // stages,
+            )
             for one in theirs._calculate_single_rank_operations(stage)
             if one
         ]
@@ -2022,7 +2065,8 @@ def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
                 plan,
                 SEQ - 10 if chunks > 1 else 2 * SEQ,
                 torch.device("cpu"),
-                torch.float64)
+                torch.float64,
+            )
         model(*example(seq=SEQ, vocab=67)).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -2083,9 +2127,7 @@ HOLES = [
 LARGE = [b._replace(size=b.size * 10**9 + i) for i, b in enumerate(HOLES)]
 
 
-@parametrize(
-    "buffers", [HOLES, LARGE, *(random_buffers(3 + n % 5, n) for n in range(12))]
-)
+@parametrize("buffers", [HOLES, LARGE, *(random_buffers(3 + n % 5, n) for n in range(12))])
 def test_memory_plans_are_the_best(buffers):
     """Of first fits in all orders: that of a best plan's addresses is among them. And proved so, to
     what floating point tells apart: no bound is above the best."""
@@ -2138,9 +2180,13 @@ PASSES = [
 LONG_PASS = [memplan.Buffer(0, 2, 10, "a"), memplan.Buffer(1, 4, 2, "a"), memplan.Buffer(2, 6, 10)]
 
 
-@parametrize("buffers, peak, method, other", [
-    ([*PASSES, memplan.Buffer(0, 90, 17)], 144 + 17, "two levels", "first fit"),
-    (LONG_PASS, 12, "first fit", "two levels")])
+@parametrize(
+    "buffers, peak, method, other",
+    [
+        ([*PASSES, memplan.Buffer(0, 90, 17)], 144 + 17, "two levels", "first fit"),
+        (LONG_PASS, 12, "first fit", "two levels"),
+    ],
+)
 def test_memory_plan_of_two_levels(buffers, peak, method, other):
     """Nine equal passes, each at its best, and a buffer that outlives them: Memo's two levels, and
     where a first fit of all is lower."""
@@ -2193,7 +2239,8 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
         tokens,
         tokens,
         plan.micro_batches * [torch.arange(plan.seq // plan.sp)],
-        torch.ones((), dtype=states.accum_dtype))
+        torch.ones((), dtype=states.accum_dtype),
+    )
     return model, states, lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
 
 
@@ -2282,7 +2329,8 @@ def swapping_plan(model, ranks, seq, factors, kept, **choices) -> costs.Plan:
         recompute="auto" if kept else "none",
         factors=shard.Factors(*factors),
         activations=offload.ActivationPlan(*kept) if kept else None,
-        **choices)
+        **choices,
+    )
 
 
 def peak_alive(buffers):
@@ -2290,25 +2338,29 @@ def peak_alive(buffers):
 
 
 @slow
-@parametrize("name, ranks, seq, factors, kept, choices", [
-    ("7b", 4, 2**19, (1, 1, 4), (4, 8, 2, 10), {"head_groups": 4}),
-    ("7b", 4, 2**17, (2, 4, 4), (4, 2, 4, 8), {}),
-    ("7b", 1, 2**17, (1, 1, 1), (4, 8, 2, 10), {"head_groups": 8}),
-    (
-        "7b",
-        8,
-        2**19,
-        (8, 8, 8),
-        (4, 4, 2, 0, 0, 3, 2),
-        {"head_groups": 4},  # x and o are dropped
-    ),
-    ("llama3-8b", 8, 2**16, (1, 1, 8), (4, 1, 2, 2), {"batch": 2}),
-    ("7b", 4, 2**18, (1, 1, 4), (4, 4, 2, 5), {"ring": 4}),
-    ("7b", 4, 2**17, (1, 1, 1), (4, 8, 2, 10), {"sp": 1, "tp": 4, "tp_mode": "mtp"}),
-    *(
-        ("7b", 4, 2**15, (1, 1, 1), (), {"sp": 1, "tp": 4, "tp_mode": mode})
-        for mode in ("msp", "fsp")
-    )])
+@parametrize(
+    "name, ranks, seq, factors, kept, choices",
+    [
+        ("7b", 4, 2**19, (1, 1, 4), (4, 8, 2, 10), {"head_groups": 4}),
+        ("7b", 4, 2**17, (2, 4, 4), (4, 2, 4, 8), {}),
+        ("7b", 1, 2**17, (1, 1, 1), (4, 8, 2, 10), {"head_groups": 8}),
+        (
+            "7b",
+            8,
+            2**19,
+            (8, 8, 8),
+            (4, 4, 2, 0, 0, 3, 2),
+            {"head_groups": 4},  # x and o are dropped
+        ),
+        ("llama3-8b", 8, 2**16, (1, 1, 8), (4, 1, 2, 2), {"batch": 2}),
+        ("7b", 4, 2**18, (1, 1, 4), (4, 4, 2, 5), {"ring": 4}),
+        ("7b", 4, 2**17, (1, 1, 1), (4, 8, 2, 10), {"sp": 1, "tp": 4, "tp_mode": "mtp"}),
+        *(
+            ("7b", 4, 2**15, (1, 1, 1), (), {"sp": 1, "tp": 4, "tp_mode": mode})
+            for mode in ("msp", "fsp")
+        ),
+    ],
+)
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, choices):
     """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured
     122.2 GiB where 122.1 were simulated, of 32 layers in the first case)."""
@@ -2371,6 +2423,7 @@ def test_gradients_of_chunks_are_rounded_once(group):
 def test_memory_replay_is_bit_equal():
     """Steps on planned addresses beside a twin's: one of another length harms nothing, and a step
     that has changed is recorded again."""
+
     def make_step():
         model = seeded(SMALL)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -2398,9 +2451,7 @@ def test_memory_replay_is_bit_equal():
     assert memory.give_back()
 
 
-@parametrize(
-    "first, second", [([9000], [8000]), ([9000], [2000, 3000]), ([2000, 3000], [9000])]
-)
+@parametrize("first, second", [([9000], [8000]), ([9000], [2000, 3000]), ([2000, 3000], [9000])])
 def test_memory_replay_refuses_what_is_taken(first, second):
     """Tensors that were never alive together get one place; then they are, and keep what they
     hold."""
@@ -2441,11 +2492,15 @@ def test_memplan_program(tmp_path, capsys):
     assert memplan.main([str(plan)]) == 0 and "3 buffers, peak 20, " in capsys.readouterr().out
 
 
-@parametrize("text, message", [
-    ("", "line 1: no id, lower, size, upper among"),
-    ("id,lower,size\n", "line 1: no upper among"),
-    ("id,lower,upper,size\na,0,1,2\nb,0,x,2\n", "line 3: invalid literal for int.*x"),
-    ("id,lower,upper,size\na,4,4,2\n", "line 2: a buffer is alive")])
+@parametrize(
+    "text, message",
+    [
+        ("", "line 1: no id, lower, size, upper among"),
+        ("id,lower,size\n", "line 1: no upper among"),
+        ("id,lower,upper,size\na,0,1,2\nb,0,x,2\n", "line 3: invalid literal for int.*x"),
+        ("id,lower,upper,size\na,4,4,2\n", "line 2: a buffer is alive"),
+    ],
+)
 def test_memplan_names_the_line(text, message, tmp_path, capsys):
     trace = tmp_path / "t.csv"
     trace.write_text(text)
@@ -2460,7 +2515,8 @@ LLAMA3 = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16}
+    "original_max_position_embeddings": 16,
+}
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "finetuned": True}
 PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 tokens
     "Llama 2": ("llama", {}),
@@ -2471,13 +2527,15 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
             "rope_theta": 5e5,
             "head_dim": 16,
             "rope_scaling": LLAMA3 | {"factor": 32.0},
-            "tie_word_embeddings": True},
+            "tie_word_embeddings": True,
+        },
     ),
     "Vicuna v1.5 16K": ("llama", {"rope_scaling": {"factor": 4.0, "type": "linear"}}),
     "Yarn-Llama-2": ("llama", {"rope_scaling": YARN}),
     "Mistral-Nemo": (
         "mistral",
-        {"num_key_value_heads": 2, "rope_theta": 1e6, "head_dim": 24, "sliding_window": None}),
+        {"num_key_value_heads": 2, "rope_theta": 1e6, "head_dim": 24, "sliding_window": None},
+    ),
     "Qwen2.5, small": (
         "qwen2",
         {
@@ -2487,7 +2545,8 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
             "rms_norm_eps": 1e-6,
             "sliding_window": 32,
             "use_sliding_window": False,
-            "max_window_layers": 1},
+            "max_window_layers": 1,
+        },
     ),
     "Qwen3": (
         "qwen3",
@@ -2498,7 +2557,8 @@ PUBLISHED = {  # what config.json of each says, at a small size: trained at 64 t
             "attention_bias": False,
             "use_sliding_window": False,
             "sliding_window": None,
-            "tie_word_embeddings": True},
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
@@ -2516,7 +2576,8 @@ def hf_model(folder, kind="llama", shard="60KB", **kw):
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=256,
-        rms_norm_eps=1e-5)
+        rms_norm_eps=1e-5,
+    )
     config = AutoConfig.for_model(kind, **copy.deepcopy(size | kw))  # it adds to rope_scaling
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
@@ -2568,7 +2629,8 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
         "rope_scaling": None,
         "dtype": ...,
         "torch_dtype": "bfloat16",
-        "auto_map": {"AutoModel": "x.Y"}} | keys
+        "auto_map": {"AutoModel": "x.Y"},
+    } | keys
     hf_edit(tmp_path / "in", **older)
     model = hf.load_model(tmp_path / "in")
     back = hf_back(model, tmp_path / "out", hf.read_config(tmp_path / "in")[1])
@@ -2589,16 +2651,21 @@ def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
     assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
 
 
-@parametrize("kind, keys, window", [
-    ("mistral", {}, 40),
-    ("qwen2", {"use_sliding_window": False}, 0),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 40),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, 0),
-    ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, 40),
-    (
-        "qwen3",
-        {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True},
-        40)])
+@parametrize(
+    "kind, keys, window",
+    [
+        ("mistral", {}, 40),
+        ("qwen2", {"use_sliding_window": False}, 0),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 40),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, 0),
+        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, 40),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True},
+            40,
+        ),
+    ],
+)
 def test_hf_windows(kind, keys, window, tmp_path, group):
     """A window counts from where transformers' logits are others: where the sequence is longer, in
     whichever layer. It goes along on export."""
@@ -2614,13 +2681,17 @@ def test_hf_windows(kind, keys, window, tmp_path, group):
         assert exported.get(key) == source.get(key), key
 
 
-@parametrize("changes, kind, message", [
-    ({}, "llama", ""),
-    ({"qkv_bias": True}, "qwen2", ""),
-    ({"qk_norm": True}, "qwen3", ""),
-    ({"qkv_bias": True, "qk_norm": True}, "", "no key for q.*=True"),
-    ({"qk_norm": True}, "mistral", "mistral's config.json has no key for qk_norm"),
-    ({"dim": 50}, "", "hidden size .50. is not a multiple of .* heads .6.")])
+@parametrize(
+    "changes, kind, message",
+    [
+        ({}, "llama", ""),
+        ({"qkv_bias": True}, "qwen2", ""),
+        ({"qk_norm": True}, "qwen3", ""),
+        ({"qkv_bias": True, "qk_norm": True}, "", "no key for q.*=True"),
+        ({"qk_norm": True}, "mistral", "mistral's config.json has no key for qk_norm"),
+        ({"dim": 50}, "", "hidden size .50. is not a multiple of .* heads .6."),
+    ],
+)
 def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
     """Of a model from scratch, or refuses what transformers would compute in another way."""
     model = m.LLaMA(replace(SMALL, vocab=300, **changes))
@@ -2635,17 +2706,23 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
         assert hf_error(model, back.float(), 40) < 2e-6
 
 
-@parametrize("key, value, message", [
-    ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is built"),
-    ("attention_bias", True, "attention_bias is True; only False is built"),
-    ("partial_rotary_factor", 0.5, "'default' with .'partial_rotary_factor'. are not built"),
-    ("hidden_size", "64", "'hidden_size' expected int, got str"),
-    ("num_key_value_heads", 3, "kv_heads is 3, which does not divide the 4 heads; nearest: 2"),
-    ("rope_parameters", [1], "'rope_parameters' with value .1."),
-    ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "'dynamic' with .'factor'"),
-    (
-        "rope_parameters", {"rope_type": "yarn", "factor": 2.0, "truncate": False},
-        "'yarn' with .'truncate'. are not built")])
+@parametrize(
+    "key, value, message",
+    [
+        ("hidden_act", "gelu", "hidden_act is 'gelu'; only 'silu' is built"),
+        ("attention_bias", True, "attention_bias is True; only False is built"),
+        ("partial_rotary_factor", 0.5, "'default' with .'partial_rotary_factor'. are not built"),
+        ("hidden_size", "64", "'hidden_size' expected int, got str"),
+        ("num_key_value_heads", 3, "kv_heads is 3, which does not divide the 4 heads; nearest: 2"),
+        ("rope_parameters", [1], "'rope_parameters' with value .1."),
+        ("rope_parameters", {"rope_type": "dynamic", "factor": 2.0}, "'dynamic' with .'factor'"),
+        (
+            "rope_parameters",
+            {"rope_type": "yarn", "factor": 2.0, "truncate": False},
+            "'yarn' with .'truncate'. are not built",
+        ),
+    ],
+)
 def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
     hf_model(tmp_path)
     hf_edit(tmp_path, **{key: value})
@@ -2666,25 +2743,33 @@ def test_hf_tied_head_that_is_stored_too(other, tmp_path):
     assert torch.equal(ours.head.weight, head) and hf_error(ours, hf_load(tmp_path), 40) < 2e-6
 
 
-@parametrize("name, flag, scaling, positions", [
-    (
-        "Llama 2",
-        "yarn:4",
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-        256),
-    ("Llama 3.2", "llama3:2", LLAMA3 | {"factor": 64.0}, 128),
-    (
-        "Yarn-Llama-2",
-        "yarn:2.5",
-        {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 16},
-        160),
-    ("Vicuna v1.5 16K", "linear:2", {"rope_type": "linear", "factor": 8.0}, 128)])
+@parametrize(
+    "name, flag, scaling, positions",
+    [
+        (
+            "Llama 2",
+            "yarn:4",
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            256,
+        ),
+        ("Llama 3.2", "llama3:2", LLAMA3 | {"factor": 64.0}, 128),
+        (
+            "Yarn-Llama-2",
+            "yarn:2.5",
+            {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 16},
+            160,
+        ),
+        ("Vicuna v1.5 16K", "linear:2", {"rope_type": "linear", "factor": 8.0}, 128),
+    ],
+)
 def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positions, tmp_path):
     """Through the command, and into an export: a factor is multiplied by the import's."""
     kind, keys = PUBLISHED[name]
     hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
-    main(f"--init hf:{tmp_path}/in --rope-scaling {flag} --steps 0 --out {tmp_path}/o "
-         f"--export {tmp_path}/out")
+    main(
+        f"--init hf:{tmp_path}/in --rope-scaling {flag} --steps 0 --out {tmp_path}/o "
+        f"--export {tmp_path}/out"
+    )
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     del written["rope_parameters"]["rope_theta"]
     assert written["rope_parameters"] == scaling
@@ -2701,7 +2786,8 @@ def test_hf_train_and_export(tmp_path, capsys):
         "chat_template.jinja",
         "LICENSE",
         "USE_POLICY.md",
-        "generation_config.json"}
+        "generation_config.json",
+    }
     for name in beside | {"my_token", "pytorch_model.bin"}:
         (tmp_path / "in" / name).write_text("{}")
     states = []
@@ -2771,19 +2857,23 @@ def test_data_windows_cover_everything_once(tmp_path):
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
-@parametrize("width, most, said, of_val, vocab, message", [
-    (2, 65_536, "", "", 65_536, ""),
-    (2, 300, '{"token_bytes": 2, "ignore": 5}', "", 70_000, ""),
-    (4, 70_000, '{"token_bytes": 4, "vocab": 70000}', '{"token_bytes": 4}', 70_000, ""),
-    (2, 50_257, '{"token_bytes": 4}', "", 128_256, "ends at 128255.*another token_bytes"),
-    (4, 65_000, "", "", 60_000, "ends at 59999.*another token_bytes"),
-    (4, 128_256, '{"token_bytes": 4}', "", 32_000, "token .* ends at 31999; .*another model"),
-    (2, 300, '{"vocab": 5}', "", 300, "train.bin.json is not of the form"),
-    (2, 300, '{"token_bytes": 3}', "", 300, "train.bin.json is not of the form"),
-    (2, 300, '{"token_bytes": 2, "ignore": "x"}', "", 300, "train.bin.json is not of the form"),
-    (2, 300, '{"token_bytes"', "", 300, "train.bin.json is not of the form"),
-    (2, 300, '{"token_bytes": 2}', '{"token_bytes": 4}', 300, "hold .*uint32.*the same"),
-    (2, 300, '{"token_bytes": 2, "ignore": 5}', '{"token_bytes": 2}', 300, "hold .*5.*same")])
+@parametrize(
+    "width, most, said, of_val, vocab, message",
+    [
+        (2, 65_536, "", "", 65_536, ""),
+        (2, 300, '{"token_bytes": 2, "ignore": 5}', "", 70_000, ""),
+        (4, 70_000, '{"token_bytes": 4, "vocab": 70000}', '{"token_bytes": 4}', 70_000, ""),
+        (2, 50_257, '{"token_bytes": 4}', "", 128_256, "ends at 128255.*another token_bytes"),
+        (4, 65_000, "", "", 60_000, "ends at 59999.*another token_bytes"),
+        (4, 128_256, '{"token_bytes": 4}', "", 32_000, "token .* ends at 31999; .*another model"),
+        (2, 300, '{"vocab": 5}', "", 300, "train.bin.json is not of the form"),
+        (2, 300, '{"token_bytes": 3}', "", 300, "train.bin.json is not of the form"),
+        (2, 300, '{"token_bytes": 2, "ignore": "x"}', "", 300, "train.bin.json is not of the form"),
+        (2, 300, '{"token_bytes"', "", 300, "train.bin.json is not of the form"),
+        (2, 300, '{"token_bytes": 2}', '{"token_bytes": 4}', 300, "hold .*uint32.*the same"),
+        (2, 300, '{"token_bytes": 2, "ignore": 5}', '{"token_bytes": 2}', 300, "hold .*5.*same"),
+    ],
+)
 def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
     """Ids of two or four bytes, as nanoGPT writes them. FILE.bin.json says which; without a word,
     they have two."""
@@ -2817,7 +2907,8 @@ def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
             vocab_size=vocab,
             initial_alphabet=alphabet,
             special_tokens=["<end>"],
-            show_progress=False),
+            show_progress=False,
+        ),
     )
     tokenizer.enable_truncation(8)  # some files have it: it must not cut a text
     folder.mkdir()
@@ -3103,22 +3194,27 @@ def test_one_run_under_four_plans(tmp_path):
         (0, "", "documents end with token 10"),
         (2, swapping, "k=2 alpha=0.50"),
         (
-            4, re.sub(r"\d\S*", "auto", swapping) + " --tp 2 --pp 2 --os-place host --save-async",
-            "pp 2x"),
+            4,
+            re.sub(r"\d\S*", "auto", swapping) + " --tp 2 --pp 2 --os-place host --save-async",
+            "pp 2x",
+        ),
         (0, "--tp 1 --pp 1 --recompute full --os-place auto --no-save-async", "twice in 4"),
     ]
     for i, (ranks, more, says) in enumerate(plans):
         exported = tmp_path / f"hf{i}"
         flags += f"--resume {tmp_path}/o{i - 1}/step-0000000{i + 1} " if i else ""
         assert says in run(
-            f"{flags} {more} --out {tmp_path}/o{i} --export {exported}", ranks,
-            "checkpoint.FILE_BYTES = 900_000")
+            f"{flags} {more} --out {tmp_path}/o{i} --export {exported}",
+            ranks,
+            "checkpoint.FILE_BYTES = 900_000",
+        )
         found = [
             [
                 r["loss"],
                 r["grad_norm"],
                 r.get("val_loss", 0),
-                *np.ravel(r.get("val_loss_by_position", 0))]
+                *np.ravel(r.get("val_loss_by_position", 0)),
+            ]
             for r in log(tmp_path / f"o{i}")
         ]
         weights = {}
@@ -3202,7 +3298,7 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
     meta = folder / "meta.json"
     whole = meta.read_text()
     places = random.Random(0).sample(range(len(whole)), 40)
-    flipped = [f"{whole[:i]}{chr(ord(whole[i]) ^ 1)}{whole[i + 1:]}" for i in places]
+    flipped = [f"{whole[:i]}{chr(ord(whole[i]) ^ 1)}{whole[i + 1 :]}" for i in places]
     for text in ("[" * 100_000, "", "\xff", "3", *(whole[:i] for i in places), *flipped):
         meta.write_text(text, encoding="latin-1")
         with raises(ValueError, match=f"--resume: {folder} is not a whole checkpoint"):
@@ -3239,7 +3335,8 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
     for sentence in (
         "changed: steps 2 -> 3, the data {'files': 1, ",
         f", threads 7 -> {torch.get_num_threads()}\n",
-        "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'"):
+        "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'",
+    ):
         assert sentence in text
     assert log(out)[:2] == rows and len(log(out)) == 3
 
@@ -3281,6 +3378,7 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
 def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
     """Copies are taken at once, though they are written when the next step is done, also of states
     that lie on the host."""
+
     def late():
         deadline = time.time() + 20
         while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
@@ -3438,9 +3536,7 @@ if 'LOST' in os.environ:
         folder = tmp_path / name
         folder.mkdir()
         flags = f"--save-every 2 --resume auto --out {tmp_path}/out"
-        return launch(
-            flags, folder, torchrun, code, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env
-        )
+        return launch(flags, folder, torchrun, code, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **env)
 
     first = node("first")  # holds the rendezvous
     deadline = time.time() + 60
@@ -3456,11 +3552,16 @@ if 'LOST' in os.environ:
 
 
 @slow
-@parametrize("victim, says", [
-    (
-        1,
-        "rank 1 on host {host} .process {pid}. gave no sign for 2 s: it is dead or unreachable"),
-    (0, "the store on rank 0's node, 127.0.0.1, has not answered for 2 s")])
+@parametrize(
+    "victim, says",
+    [
+        (
+            1,
+            "rank 1 on host {host} .process {pid}. gave no sign for 2 s: it is dead or unreachable",
+        ),
+        (0, "the store on rank 0's node, 127.0.0.1, has not answered for 2 s"),
+    ],
+)
 def test_failed_rank_is_named(victim, says, tmp_path):
     """The other one, in a collective that hangs as its sockets stay open, ends and says why."""
     code = f"""
@@ -3534,7 +3635,8 @@ REFUSED = [
     ("train.py --chunk 8 --alpha 1 --host-memory 0", "rank of 0.0.*asked for.* --alpha 1"),
     (
         "train.py --os-place host --host-memory 1M",
-        "0.0 GiB of host memory a rank of 0.0, with .*os on the host"),
+        "0.0 GiB of host memory a rank of 0.0, with .*os on the host",
+    ),
     ("train.py --p 2", "--p 2 --g 1 --os 1: 2 shards do not fit 1 ranks.*legal here: --p 1"),
     ("train.py --tp 2", "--tp 2: it must divide 1 GPUs of a node, .* here: --tp 1$"),
     # ---- data
@@ -3549,16 +3651,19 @@ REFUSED = [
     ("mkdir empty && train.py --tokenizer empty", "empty: no tokenizer.json"),
     (
         "printf 'of twenty letters...' > a.txt && train.py --data a.txt",
-        "--seq 32.*20 tokens.*--seq 9"),
+        "--seq 32.*20 tokens.*--seq 9",
+    ),
     (
         "printf x > a.txt && train.py --data a.txt",
-        "--seq 32: the data has 1 tokens, too few for training and validation; .* --seq 0$"),
+        "--seq 32: the data has 1 tokens, too few for training and validation; .* --seq 0$",
+    ),
     ("printf x > locked.txt && train.py --data locked.txt", "Permission denied.*locked.txt"),
     ("head -c 2001 /dev/zero > a.bin && train.py --data a.bin", "a.bin is not a whole number of 2"),
     ("train.py --data big.bin", "token 3 is 999.*255"),
     (
         """echo '{"token_bytes": 4}' > big.bin.json && train.py --data big.bin""",
-        f"token 1 is {999 << 16}, .*another token_bytes in FILE.bin.json"),
+        f"token 1 is {999 << 16}, .*another token_bytes in FILE.bin.json",
+    ),
     ("mkfifo big.bin.json && train.py --data big.bin", "big.bin.json is not of the form"),
     ("mkfifo tokenizer.json && train.py --tokenizer .", "tokenizer.json is no regular file"),
     # ---- folders that are written
@@ -3568,24 +3673,29 @@ REFUSED = [
     ("train.py --attention alibi --export hf2", "nobody else computes --attention alibi"),
     (
         "rm o/log.jsonl && mkfifo o/log.jsonl && train.py --resume --out o --steps 2",
-        "log.jsonl is no regular file"),
+        "log.jsonl is no regular file",
+    ),
     # ---- Hugging Face models
     ("truncate -s -100 hf/model-00002* && train.py --init hf:hf", "missing or truncated"),
     ("rm hf/model-00002* && train.py --init hf:hf", "3 tensors are in config.json's model alone"),
     ("rm hf/config.json && train.py --init hf:hf", "there is no hf/config.json; `hf download"),
     (
         "rm hf/model* && touch hf/pytorch_model.bin && train.py --init hf:hf",
-        r"tensors are in.*Pickles are never read.*from_pretrained\('hf', .*save_pretrained.'hf'"),
+        r"tensors are in.*Pickles are never read.*from_pretrained\('hf', .*save_pretrained.'hf'",
+    ),
     ("ln -sf /dev/zero hf/config.json && train.py --init hf:hf", "config.json is no regular file"),
     (
         "f=$(ls hf/model-00001*) && rm $f && mkfifo $f && train.py --init hf:hf",
-        "model-00001.*is (no regular file|not of the form)"),
+        "model-00001.*is (no regular file|not of the form)",
+    ),
     (
         """sed -i 's/_size": 96/_size": 97/' hf/config.json && train.py --init hf:hf""",
-        r"12 tensors are in config.json's model alone.*gate_proj.weight', \(96, 64.*\(97, 64"),
+        r"12 tensors are in config.json's model alone.*gate_proj.weight', \(96, 64.*\(97, 64",
+    ),
     (
         """sed -i 's/"llama"/"gpt2"/' hf/config.json && train.py --init hf:hf""",
-        "model_type is 'gpt2'; one of qwen2, qwen3, llama, mistral is built"),
+        "model_type is 'gpt2'; one of qwen2, qwen3, llama, mistral is built",
+    ),
     (
         """sed -i '1s/{/{"quantization_config": {"quant_method": "gptq"},/' hf/config.json"""
         " && train.py --init hf:hf",
@@ -3608,18 +3718,21 @@ REFUSED = [
     ),
     (
         """sed -i 's/"F32"/"I32"/' hf/model-00002* && train.py --init hf:hf""",
-        "q_proj.*weight'. has values that are not finite, or no floating point"),
+        "q_proj.*weight'. has values that are not finite, or no floating point",
+    ),
     # ---- checkpoints
     ("train.py --resume", "there is no checkpoint in new"),
     ("train.py --resume none", "none is not a whole checkpoint: .*No such file"),
     ("train.py --resume big.bin", "not a whole checkpoint"),
     (
         "rm o/step*/meta.json && mkfifo o/step-00000001/meta.json && train.py --resume --out o",
-        "there is no checkpoint in o"),
+        "there is no checkpoint in o",
+    ),
     ("rm o/step*/rank* && train.py --resume o/step-00000001", "whole checkpoint: .*No such file.*"),
     (
         "truncate -s -1 o/step*/rank*-0* && train.py --resume o/step-00000001",
-        r"rank-00000-0.safetensors has \d+ bytes, not \d+; others"),
+        r"rank-00000-0.safetensors has \d+ bytes, not \d+; others",
+    ),
     (
         """sed -i 's/"step": 1/"step": 3/' o/step*/meta.json"""
         " && train.py --resume o/step-00000001",
@@ -3816,7 +3929,8 @@ def gpu_cases(ranks: int) -> list[dict]:
     lines = [
         f"model=wide block=norms micro=2 keep=mixed g={ranks} os={ranks}",
         f"model=wide block=norms sp={ranks} p={ranks} g={ranks} os={ranks}",
-        f"model=wide block=norms sp={ranks} ring={ranks} keep=swapped os={ranks}"]
+        f"model=wide block=norms sp={ranks} ring={ranks} keep=swapped os={ranks}",
+    ]
     wide = [
         case for case in (make_case(f"{ranks} dtype=bf16 {line}") for line in lines) if fits(case)
     ]
@@ -3882,36 +3996,43 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
 
 
 @needs_gpu
-@parametrize("ranks, shown, hidden, lines", [
-    (
-        1,
-        8,
-        {
-            "optim.HostStates.begin waits",
-            "shard.States.reduce_unit begins",
-            "shard.States.reduce_unit waits",
-            "shard.States.finish_gradients waits"},
-        ["place=host micro=2", "place=host keep=swapped", "keep=neither micro=2"],
-    ),
-    (
-        2,
-        13,
-        {
-            "optim.HostStates.begin waits",
-            "pipeline.Link.finish waits",
-            "attention.Ring.__init__ waits",
-            "offload.ChunkedLayers.enter_group waits",
-            "shard.States.reduce_unit waits"},
-        [
-            "p=2 g=2 os=2 keep=swapped",
-            "p=2 g=2 os=2 place=host",
-            "sp=2 groups=2 os=2 keep=mixed",
-            "sp=2 ring=2 g=2 os=2",
-            "tp=2 mode=msp",
-            "tp=2 mode=mtp",
-            "g=2 os=2 layout=inter place=host",
-            "pp=2 micro=4"],
-    )])
+@parametrize(
+    "ranks, shown, hidden, lines",
+    [
+        (
+            1,
+            8,
+            {
+                "optim.HostStates.begin waits",
+                "shard.States.reduce_unit begins",
+                "shard.States.reduce_unit waits",
+                "shard.States.finish_gradients waits",
+            },
+            ["place=host micro=2", "place=host keep=swapped", "keep=neither micro=2"],
+        ),
+        (
+            2,
+            13,
+            {
+                "optim.HostStates.begin waits",
+                "pipeline.Link.finish waits",
+                "attention.Ring.__init__ waits",
+                "offload.ChunkedLayers.enter_group waits",
+                "shard.States.reduce_unit waits",
+            },
+            [
+                "p=2 g=2 os=2 keep=swapped",
+                "p=2 g=2 os=2 place=host",
+                "sp=2 groups=2 os=2 keep=mixed",
+                "sp=2 ring=2 g=2 os=2",
+                "tp=2 mode=msp",
+                "tp=2 mode=mtp",
+                "g=2 os=2 layout=inter place=host",
+                "pp=2 micro=4",
+            ],
+        ),
+    ],
+)
 def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
     """Each line that waits, but those that a whole step hides, or under which nothing is under way
     (on one rank; as a ring begins), those of messages, which NCCL's works may hold, and what one
@@ -3944,10 +4065,14 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
     assert memory.give_back()
 
 
-@parametrize("device, keep, least", [
-    ("cpu", "mixed", 100),
-    pytest.param("cuda", "mixed", 100, marks=needs_gpu),
-    pytest.param("cuda", "all", 20, marks=needs_gpu)])
+@parametrize(
+    "device, keep, least",
+    [
+        ("cpu", "mixed", 100),
+        pytest.param("cuda", "mixed", 100, marks=needs_gpu),
+        pytest.param("cuda", "all", 20, marks=needs_gpu),
+    ],
+)
 def test_planned_steps_are_bit_equal(device, keep, least):
     """Training at planned addresses, in chunks that swap; whole layers as a CUDA graph."""
     on_ranks(1, check_planned_steps, device, keep, least, gpus=int(device == "cuda"))
@@ -3992,9 +4117,7 @@ def test_gpu_documents(kernel):
     torch.manual_seed(0)
     inputs = [torch.randn(2, 6000, heads, 128, device=device).bfloat16() for heads in (8, 2, 2, 8)]
     bounds = (0, 1, 2, 130, 131, 5000, 6000, 6064, 6065, 6600, 11999, 12000)
-    documents = attention.Documents(
-        bounds, torch.tensor(bounds, dtype=torch.int32, device=device)
-    )
+    documents = attention.Documents(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
 
     def passes(kernel: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
         *inputs, do = inputs
@@ -4022,18 +4145,22 @@ def test_profiles_between_points_and_at_their_ends():
     assert hardware.interpolate_twice(grid, 1, 99) == 3
 
 
-@parametrize("edit, message", [
-    ('"memory": 0.0', "memory .*0.0.*positive numbers"),
-    ('"to_host": NaN', "to_host .*nan.*positive"),
-    ('"per_node": "fast"', "per_node .*fast.*positive"),
-    ('"launch": {"forward": 1, "backward": -1}', "launch backward .*-1.*positive"),
-    ('"launch": {"forward": 1}', "is no profile.*backward"),
-    ('"names": 1', "is no profile.*names"),
-    ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
-    ('"attention": {"forward": [[8, 1], [4, 1]], "backward": []}', "8, 1.*ascending"),
-    ('"attention": {"forward": [[4, 1]]}', "backward"),
-    ('"collectives": {"all_gather": {"2x1": [[1, 1]]}}', "reduce_scatter"),
-    ("}", "is no profile")])
+@parametrize(
+    "edit, message",
+    [
+        ('"memory": 0.0', "memory .*0.0.*positive numbers"),
+        ('"to_host": NaN', "to_host .*nan.*positive"),
+        ('"per_node": "fast"', "per_node .*fast.*positive"),
+        ('"launch": {"forward": 1, "backward": -1}', "launch backward .*-1.*positive"),
+        ('"launch": {"forward": 1}', "is no profile.*backward"),
+        ('"names": 1', "is no profile.*names"),
+        ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
+        ('"attention": {"forward": [[8, 1], [4, 1]], "backward": []}', "8, 1.*ascending"),
+        ('"attention": {"forward": [[4, 1]]}', "backward"),
+        ('"collectives": {"all_gather": {"2x1": [[1, 1]]}}', "reduce_scatter"),
+        ("}", "is no profile"),
+    ],
+)
 def test_profiles_that_are_none(edit, message, tmp_path):
     """A file's last key counts."""
     file = tmp_path / "mine.json"
@@ -4144,8 +4271,10 @@ def test_step_seconds_are_counted_by_hand():
     rows = [  # a machine, choices, seconds more
         # all runs again but the last product, in chunks; sums of gradients take as long
         (
-            {}, {"recompute": "auto", "activations": offload.ActivationPlan(4, 1, 4, 0, 0, 4)},
-            layers * (forward - 2 * n * c * f) / 1e14),
+            {},
+            {"recompute": "auto", "activations": offload.ActivationPlan(4, 1, 4, 0, 0, 4)},
+            layers * (forward - 2 * n * c * f) / 1e14,
+        ),
         ({"optimizer": 1e9}, {}, 28 * params / 1e9),
         ({"visits": 1e9}, {"os_place": "host", **alone}, 12 * params / 1e9),
         ({"launch": launch}, {}, layers * (1 + 2 - layer)),
@@ -4161,7 +4290,8 @@ def test_step_seconds_are_counted_by_hand():
 
 @parametrize(
     "factors, layout",
-    [((1, 1, 1), "intra"), ((8, 8, 8), "intra"), ((1, 8, 8), "inter"), ((2, 2, 8), "inter")])
+    [((1, 1, 1), "intra"), ((8, 8, 8), "intra"), ((1, 8, 8), "inter"), ((2, 2, 8), "inter")],
+)
 @parametrize("micro_batches", [1, 3])
 def test_communication_is_hidden_but_not_free(factors, layout, micro_batches):
     """A step lies between its longest part and the sum of both."""
@@ -4179,7 +4309,8 @@ KINDS = {
     "param_gather": "gathers",
     "param_broadcast": "new parameters",
     "grad_scatter": "gradients",
-    "grad_reduce": "gradients"}
+    "grad_reduce": "gradients",
+}
 
 
 class Collectives(TorchDispatchMode):
@@ -4212,15 +4343,19 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@parametrize("factors, layout, several, recompute", [
-    ((1, 1, 1), "intra", 1, "none"),
-    ((1, 1, 8), "inter", 3, "none"),
-    ((1, 4, 4), "inter", 3, "auto"),
-    ((2, 4, 4), "intra", 3, "none"),
-    ((2, 2, 4), "inter", 1, "auto"),
-    ((4, 8, 8), "inter", 2, "none"),
-    ((4, 4, 8), "intra", 3, "auto"),
-    ((8, 8, 8), "intra", 1, "none")])
+@parametrize(
+    "factors, layout, several, recompute",
+    [
+        ((1, 1, 1), "intra", 1, "none"),
+        ((1, 1, 8), "inter", 3, "none"),
+        ((1, 4, 4), "inter", 3, "auto"),
+        ((2, 4, 4), "intra", 3, "none"),
+        ((2, 2, 4), "inter", 1, "auto"),
+        ((4, 8, 8), "inter", 2, "none"),
+        ((4, 4, 8), "intra", 3, "auto"),
+        ((8, 8, 8), "intra", 1, "none"),
+    ],
+)
 def test_predictions_and_rings_are_what_shard_launches(factors, layout, several, recompute):
     """The bytes of collectives of rank 0 of 8, of which none runs: where each takes as many seconds
     and nothing is hidden, and as planner.py sends them around rings; of attention, where two groups
@@ -4241,7 +4376,8 @@ def test_predictions_and_rings_are_what_shard_launches(factors, layout, several,
         activations=offload.ActivationPlan(5, 1, 5) if recompute == "auto" else None,
         chunk=32,
         factors=f,
-        os_layout=layout)
+        os_layout=layout,
+    )
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     *_, step = built(planned_run(plan))
     with Collectives(f.p) as launched:
@@ -4295,9 +4431,7 @@ def seconds_of_passes(stages: int, parts: int, micro_batches: int, message: floa
     return max(free)
 
 
-@parametrize(
-    "pp, v, several", [(2, 1, 2), (4, 1, 4), (4, 2, 8), (4, 4, 12), (8, 1, 160)]
-)
+@parametrize("pp, v, several", [(2, 1, 2), (4, 1, 4), (4, 2, 8), (4, 4, 12), (8, 1, 160)])
 def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
     """Of equal passes idle / total = (P - 1) / (V M + P - 1), in the order that stages run them;
     messages add to it."""
@@ -4331,20 +4465,16 @@ def test_bytes_of_stages_are_those_in_flight(v, most):
 
 @parametrize(
     "mode, gathers, scatters, reductions, kept",
-    [("mtp", 0, 0, 4, 1), ("msp", 4, 4, 0, 1), ("fsp", 6, 4, 0, 0.25)])
+    [("mtp", 0, 0, 4, 1), ("msp", 4, 4, 0, 1), ("fsp", 6, 4, 0, 0.25)],
+)
 def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept):
     """Seconds of a layer's collectives of (N, C), where each operation has another bandwidth; and
     bytes: h and x of all tokens or of a column's."""
     rates = {op: 1e12 + 1e11 * i for i, op in enumerate(hardware.COLLECTIVES)}
     tables = {op: {"4x1": [[1.0, rate]]} for op, rate in rates.items()}
     plan = costs.Plan(
-        replace(m.MODELS["7b"], layers=4),
-        torch.bfloat16,
-        4,
-        4,
-        2**13,
-        tp=4,
-        tp_mode=mode)
+        replace(m.MODELS["7b"], layers=4), torch.bfloat16, 4, 4, 2**13, tp=4, tp_mode=mode
+    )
     found = costs.predict(plan, round_machine(collectives=tables))
     n, c, f, heads = 2**13, 4096, 11008, 32
     x = 2 * n * c
@@ -4358,7 +4488,8 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
     of_norms = 2 * 4 * n  # 1 / rms
     assert found.memory["activations"] == approx(4 * (2 * x * kept + of_columns + of_norms))
     assert found.memory["parameters"] == approx(
-        2 * (2 * 32000 * c + (4 * c * c + 3 * c * f)), rel=1e-3  # a quarter of 4 layers
+        2 * (2 * 32000 * c + (4 * c * c + 3 * c * f)),
+        rel=1e-3,  # a quarter of 4 layers
     )
 
 
@@ -4380,7 +4511,8 @@ def test_no_choice_by_hand_is_better(network, seq, gib):
         (1, 2, 4),
         ("none", "full", "auto"),
         ("intra", "inter"),
-        ("gpu", "host")):
+        ("gpu", "host"),
+    ):
         with contextlib.suppress(ValueError):  # illegal together, or too large
             found.append(
                 fastest(
@@ -4389,7 +4521,8 @@ def test_no_choice_by_hand_is_better(network, seq, gib):
                     sp=sp,
                     recompute=how,
                     os_layout=layout,
-                    os_place=place).token_s
+                    os_place=place,
+                ).token_s
             )
     assert len(found) > 99 and min(found) / 1.002 <= best <= 1.002 * min(found)
 
@@ -4419,6 +4552,7 @@ def test_planner_is_fast():
 
 
 # -- the program
+
 
 def test_planner_prints_plans():
     flags = (
@@ -4473,64 +4607,80 @@ def test_planner_places_rings(tmp_path):
     assert before - 2 * after == approx(gib, abs=0.02)  # of states, half crosses as before
 
 
-@parametrize("flags, message", [
-    ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
-    ("--ranks 6 --per-node 4", "--ranks 6: not divisible by --per-node 4; .*: 1, 2, 3, 6$"),
-    (
-        "--ranks 8 --sp 8 --ring 3",
-        "--sp 8 --ring 3: .* 16 key/value heads.*--sp 8 --ring 2, --sp 8 --ring 4"),
-    (
-        "--ranks 8 --model llama3-8b --sp 8 --ring 1 --head-groups 3",
-        "4 query heads .*, and 1 of .* --head-groups 1, --head-groups 2, --head-groups 4$"),
-    (
-        "--ranks 16 --per-node 16 --model llama3-8b --sp 16 --ring 1",
-        "--ring 1: .* 8 key/value heads.*--sp 16 --ring 2"),
-    ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .*--seq 40 is cut .*--sp 8 --ring 4"),
-    (
-        "--ranks 8 --ring 2 --document-token 0",
-        "--ring 2: attention inside documents .*: --ring 1"),
-    ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 ranks, .* --sp 2 --ring 1"),
-    ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
-    ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
-    ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 ranks, 4 a node, .*--pp 3 --pp-chunks 1"),
-    (
-        "--ranks 8 --pp 8 --pp-chunks 4",
-        "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 2"),
-    (
-        "--ranks 8 --pp 4 --pp-chunks 2 --sp 1 --batch 6",
-        "--pp-chunks 2: 3 micro-batches are no multiple of 4 stages.* --batch: 8"),
-    ("--ranks 4 --tp 4 --seq 18", "--seq 18 be a multiple of sp x tp = 1 x 4"),
-    ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
-    ("--ranks 8 --pp 8 --resident-layers 4", "--resident-layers 4: a stage runs 3 layers"),
-    ("--ranks 8 --pp 2 --batch 4 --resident-layers 32", "32: a stage .* 12 layers; at most 12"),
-    ("--ranks 2 --sp 1 --batch 5", "--batch 5: not divisible by 2 data-.*; nearest: 4"),
-    ("--top 0", "--top 0: from 1"),
-    ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
-    ("--seq x", "a whole number"),
-    ("--no-such-flag", "unrecognized arguments")])
+@parametrize(
+    "flags, message",
+    [
+        ("--cluster h300", "--cluster h300: .*one of .*h200x2"),
+        ("--ranks 6 --per-node 4", "--ranks 6: not divisible by --per-node 4; .*: 1, 2, 3, 6$"),
+        (
+            "--ranks 8 --sp 8 --ring 3",
+            "--sp 8 --ring 3: .* 16 key/value heads.*--sp 8 --ring 2, --sp 8 --ring 4",
+        ),
+        (
+            "--ranks 8 --model llama3-8b --sp 8 --ring 1 --head-groups 3",
+            "4 query heads .*, and 1 of .* --head-groups 1, --head-groups 2, --head-groups 4$",
+        ),
+        (
+            "--ranks 16 --per-node 16 --model llama3-8b --sp 16 --ring 1",
+            "--ring 1: .* 8 key/value heads.*--sp 16 --ring 2",
+        ),
+        ("--ranks 8 --sp 8 --ring 8 --seq 40", "--ring 8: .*--seq 40 is cut .*--sp 8 --ring 4"),
+        (
+            "--ranks 8 --ring 2 --document-token 0",
+            "--ring 2: attention inside documents .*: --ring 1",
+        ),
+        ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 ranks, .* --sp 2 --ring 1"),
+        ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
+        ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
+        ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 ranks, 4 a node, .*--pp 3 --pp-chunks 1"),
+        (
+            "--ranks 8 --pp 8 --pp-chunks 4",
+            "--pp-chunks 4: 8 stages x 4 parts .* 24 layers, .*--pp 8 --pp-chunks 2",
+        ),
+        (
+            "--ranks 8 --pp 4 --pp-chunks 2 --sp 1 --batch 6",
+            "--pp-chunks 2: 3 micro-batches are no multiple of 4 stages.* --batch: 8",
+        ),
+        ("--ranks 4 --tp 4 --seq 18", "--seq 18 be a multiple of sp x tp = 1 x 4"),
+        ("--ranks 4 --tp 4 --alpha 0.5", "--tp-mode msp: .*run whole, without --chunk, --alpha"),
+        ("--ranks 8 --pp 8 --resident-layers 4", "--resident-layers 4: a stage runs 3 layers"),
+        ("--ranks 8 --pp 2 --batch 4 --resident-layers 32", "32: a stage .* 12 layers; at most 12"),
+        ("--ranks 2 --sp 1 --batch 5", "--batch 5: not divisible by 2 data-.*; nearest: 4"),
+        ("--top 0", "--top 0: from 1"),
+        ("--ranks 8 --leaf 0", "--leaf 0: neither a number"),
+        ("--seq x", "a whole number"),
+        ("--no-such-flag", "unrecognized arguments"),
+    ],
+)
 def test_planner_refuses(flags, message, capsys):
     with raises(SystemExit) as e:
         planner.main(["--model", "1b", *flags.split()])
     assert e.value.code == 2 and re.search(message, capsys.readouterr().err)
 
 
-@parametrize("flags, reason", [
-    (
-        "--model 7b --ranks 8 --batch 1 --seq 4M --cluster h200x8 --sp 8 --ring 1 --p 8 "
-        "--chunk 16K --os-place gpu --host-memory 8G",
-        "a step needs [0-9.]+ GiB a GPU of 132.8 .*activations 60.* host .* of 1.0",
-    ),
-    (
-        "--model 13b --ranks 2 --seq 4K --batch 2 --cluster h200x2 --host-memory 8G "
-        "--gpu-memory 60G",
-        "a step needs .* GiB a GPU of 57.0 .*p,g,os 2,2,2",
-    ),
-    (
-        "--model 65b --ranks 8 --batch 8 --seq 8K --cluster H100 --os-place host --sp 1",
-        "a step needs .*, and 91.2 GiB of host memory a rank of 61.2.*os on the host"),
-    (
-        "--model 7b --ranks 8 --batch 1 --seq 2M --alpha 1 --resident-layers 8",
-        "a step needs .*, and 498.0 GiB of host memory .*k=8 alpha=1.00")])
+@parametrize(
+    "flags, reason",
+    [
+        (
+            "--model 7b --ranks 8 --batch 1 --seq 4M --cluster h200x8 --sp 8 --ring 1 --p 8 "
+            "--chunk 16K --os-place gpu --host-memory 8G",
+            "a step needs [0-9.]+ GiB a GPU of 132.8 .*activations 60.* host .* of 1.0",
+        ),
+        (
+            "--model 13b --ranks 2 --seq 4K --batch 2 --cluster h200x2 --host-memory 8G "
+            "--gpu-memory 60G",
+            "a step needs .* GiB a GPU of 57.0 .*p,g,os 2,2,2",
+        ),
+        (
+            "--model 65b --ranks 8 --batch 8 --seq 8K --cluster H100 --os-place host --sp 1",
+            "a step needs .*, and 91.2 GiB of host memory a rank of 61.2.*os on the host",
+        ),
+        (
+            "--model 7b --ranks 8 --batch 1 --seq 2M --alpha 1 --resident-layers 8",
+            "a step needs .*, and 498.0 GiB of host memory .*k=8 alpha=1.00",
+        ),
+    ],
+)
 def test_planner_says_what_would_fit(flags, reason):
     """Nothing fits, for one reason, and each change that is named really does."""
     text = ask(flags, 1)
@@ -4567,19 +4717,24 @@ def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[plann
         sp=sp,
         batch=ranks // sp * several,
         factors=f,
-        os_layout=layout)
+        os_layout=layout,
+    )
     return list(planner.make_rings(plan))
 
 
-@parametrize("leaves, per_node", [
-    ("abab", 2),
-    ("abcab", 2),
-    ("aabbba", 4),
-    ("abcabc", 2),
-    ("aabbbab", 2),
-    ("abcabca", 2),
-    ("aabbccd", 2),
-    ("abababab", 2)])
+@parametrize(
+    "leaves, per_node",
+    [
+        ("abab", 2),
+        ("abcab", 2),
+        ("aabbba", 4),
+        ("abcabc", 2),
+        ("aabbbab", 2),
+        ("abcabca", 2),
+        ("aabbccd", 2),
+        ("abababab", 2),
+    ],
+)
 def test_placement_is_the_best(leaves, per_node):
     """No other order sends fewer bytes across the spine, which are counted rank by rank; also where
     sp or the ring of a comb do not fit nodes. Nothing moves for nothing."""
@@ -4731,7 +4886,8 @@ def test_readme_numbers_are_measured():
             r["gpus"],
             f"{r['mfu_causal']:.1%}",
             f"{r['bound_ratio']:.1%}",
-            f"{r['gpu_gib']:.1f}")
+            f"{r['gpu_gib']:.1f}",
+        )
         for r in rows
         if r.get("bound_ratio") and r["gpu_gib"]
     }
@@ -4806,7 +4962,8 @@ def test_readme_walk(tmp_path):
         cwd=tmp_path,
         text=True,
         capture_output=True,
-        env={**os.environ, "PATH": path})
+        env={**os.environ, "PATH": path},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     positions, difference = re.findall(r"(\d+) positions, logits differ by (\S+)", done.stdout)[0]
     assert positions == "1024" and float(difference) < 1e-5

@@ -18,6 +18,7 @@ continues from OUT's newest step with `--resume` as if nothing had happened.
 Legend: pp * dp * sp * tp ranks, R = dp * sp of them of one stage and column; M micro-batches a step
 and rank, B sequences a micro-batch, T tokens a sequence, T/sp on a rank.
 """
+
 import contextlib
 import gc
 import itertools
@@ -47,20 +48,55 @@ import costs
 import hardware
 import hf
 import planner
-from attention import (KERNELS, Attention, Documents, Exchange, Ring, make_exchange, pick_kernel,
-                       sequence_positions)
+from attention import (
+    KERNELS,
+    Attention,
+    Documents,
+    Exchange,
+    Ring,
+    make_exchange,
+    pick_kernel,
+    sequence_positions,
+)
 from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
-from model import (MODELS, LLaMA, ModelConfig, flops_per_token, initial_weight, param_count,
-                   rope_kind, whole_layers)
+from model import (
+    MODELS,
+    LLaMA,
+    ModelConfig,
+    flops_per_token,
+    initial_weight,
+    param_count,
+    rope_kind,
+    whole_layers,
+)
 from offload import ChunkedLayers
 from ops import IGNORE, accumulation_dtype
 from optim import OPTIMIZERS
 from pipeline import Pipeline, in_flight, keep_stage, pipeline_order
-from planner import (DTYPES, Constraints, Hardware, check_values, flag, flag_name, flags_of,
-                     make_parser)
-from ranks import (ConfigError, Groups, check_same, error_of_any, heartbeat, of_all_ranks,
-                   on_all_ranks, on_rank_0, patient_group, print0, start_ranks,
-                   use_more_queues)
+from planner import (
+    DTYPES,
+    Constraints,
+    Hardware,
+    check_values,
+    flag,
+    flag_name,
+    flags_of,
+    make_parser,
+)
+from ranks import (
+    ConfigError,
+    Groups,
+    check_same,
+    error_of_any,
+    heartbeat,
+    of_all_ranks,
+    on_all_ranks,
+    on_rank_0,
+    patient_group,
+    print0,
+    start_ranks,
+    use_more_queues,
+)
 from replay import StepMemory, mark
 from shard import States
 from streams import GIB, CommStream, host_budget
@@ -215,8 +251,10 @@ def choose_device(cfg, local_rank):
     if cfg.device == "cpu" or (cfg.device == "auto" and not gpus):
         return torch.device("cpu")
     if local_rank >= gpus:
-        raise ValueError(f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
-                         f"number {local_rank}; --device cpu, or at most {gpus} processes a node")
+        raise ValueError(
+            f"--device {cfg.device}: this node has {gpus} GPUs, and this process is "
+            f"number {local_rank}; --device cpu, or at most {gpus} processes a node"
+        )
     if cfg.pp != 1:
         use_more_queues()
     device = torch.device("cuda", local_rank)
@@ -225,8 +263,7 @@ def choose_device(cfg, local_rank):
     return device
 
 
-def choose_model(cfg: Config, device: torch.device,
-                 resumed: checkpoint.Checkpoint | None) -> tuple:
+def choose_model(cfg: Config, device: torch.device, resumed: checkpoint.Checkpoint | None) -> tuple:
     """Return the flags with the model's name (auto: an import's), --seq and --lr; the model;
     config.json of an import, {} of others; and what reads its weights, name -> tensor, if it is
     new. Raises ValueError, also if the checkpoint to resume is of another model: only a
@@ -242,12 +279,18 @@ def choose_model(cfg: Config, device: torch.device,
         name = "tiny" if device.type == "cpu" else "7b"
     model = hf.model_of(source) if name == "auto" else MODELS[name]
     usual = {"tiny": 3e-3, "160m": 6e-4, "auto": 2e-5}
-    cfg = replace(cfg, model=name, seq=cfg.seq or (256 if name == "tiny" else 4096),
-                  lr=usual.get(name, 3e-4) if cfg.lr is None else cfg.lr)
+    cfg = replace(
+        cfg,
+        model=name,
+        seq=cfg.seq or (256 if name == "tiny" else 4096),
+        lr=usual.get(name, 3e-4) if cfg.lr is None else cfg.lr,
+    )
     window = hf.sliding_window(source)
     if 0 < window < cfg.seq:
-        raise ValueError(f"--seq {cfg.seq}: the weights were trained with sliding windows of "
-                         f"{window} tokens, which are not built; at most --seq {window}")
+        raise ValueError(
+            f"--seq {cfg.seq}: the weights were trained with sliding windows of "
+            f"{window} tokens, which are not built; at most --seq {window}"
+        )
     model = hf.with_rope(cfg.rope_scaling, model)
     kind, _, _ = cfg.rope_scaling.partition(":")
     if resumed:
@@ -270,17 +313,22 @@ def open_data(cfg, model):
     path, end = cfg.data, -1
     if cfg.tokenizer:
         # a first rank that dies closes its connections, which ends the others
-        path, end = on_rank_0(tokenise, cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens",
-                              group=patient_group())
+        path, end = on_rank_0(
+            tokenise, cfg.data, cfg.tokenizer, Path(cfg.out) / "tokens", group=patient_group()
+        )
     if cfg.document_token is None:
         cfg = replace(cfg, document_token=end)
 
     if cfg.document_token >= model.vocab:
-        raise ConfigError(f"--document-token {cfg.document_token}: the model's vocabulary ends at "
-                          f"{model.vocab - 1}")
+        raise ConfigError(
+            f"--document-token {cfg.document_token}: the model's vocabulary ends at "
+            f"{model.vocab - 1}"
+        )
     if cfg.document_token >= 0 and cfg.memplan == "on":
-        raise ConfigError("--memplan on: requests differ with each batch's documents: --memplan "
-                          "off, or --document-token -1")
+        raise ConfigError(
+            "--memplan on: requests differ with each batch's documents: --memplan "
+            "off, or --document-token -1"
+        )
 
     def read():
         corpora = open_corpus(path)
@@ -308,14 +356,16 @@ def check_folders(cfg, model, source):
         try_folder(cfg.export)
         if {*os.listdir(cfg.export)} - {"partial"} or os.path.samefile(cfg.export, cfg.out):
             raise ValueError(
-                f"--export {cfg.export}: the folder is not empty, or --out; name another")
+                f"--export {cfg.export}: the folder is not empty, or --out; name another"
+            )
         if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
             raise ValueError(f"--export: nobody else computes --attention {cfg.attention}")
         hf.export_config(model, source, torch.float32)
 
 
-def choose_plans(cfg: Config, model: ModelConfig, device: torch.device,
-                 gpu: float | None = None) -> tuple[list[costs.Plan], Hardware]:
+def choose_plans(
+    cfg: Config, model: ModelConfig, device: torch.device, gpu: float | None = None
+) -> tuple[list[costs.Plan], Hardware]:
     """Return the best plans for what flags leave open but dtype, by predicted time, and what they
     are for: the ranks, the profile of their devices, and the memory that the smallest of them has.
     gpu: bytes of a GPU to plan with, if not its own. Raises ConfigError. A collective of all ranks:
@@ -348,28 +398,44 @@ def cap_gpu(run: Run) -> None:
 def introduce(run, plans):
     """Print the flags that are not as usual, the model, the data, and what was chosen."""
     cfg, model = run.cfg, run.plan.model
-    print0("config:", *(f"{name}={getattr(cfg, name)}" for name, f in flags_of(cfg).items()
-                        if getattr(cfg, name) != f.default))
+    print0(
+        "config:",
+        *(
+            f"{name}={getattr(cfg, name)}"
+            for name, f in flags_of(cfg).items()
+            if getattr(cfg, name) != f.default
+        ),
+    )
     causal, full = flops_per_token(model, cfg.seq)
-    print0(f"model: {param_count(model):,} parameters, {causal:.3g} FLOPs a token causal, "
-           f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
-           f"{run.kernel}")
+    print0(
+        f"model: {param_count(model):,} parameters, {causal:.3g} FLOPs a token causal, "
+        f"{full:.3g} full, at {cfg.seq:,} tokens; on {device_name(run.device)}, attention by "
+        f"{run.kernel}"
+    )
     if cfg.seq > model.max_positions:
-        print0(f"--seq {cfg.seq:,} is past the {model.max_positions:,} tokens that the rotary "
-               "embedding reaches; a larger factor of --rope-scaling extends it")
+        print0(
+            f"--seq {cfg.seq:,} is past the {model.max_positions:,} tokens that the rotary "
+            "embedding reaches; a larger factor of --rope-scaling extends it"
+        )
     if model.tied:
-        print0("the head of the import is its embedding: here they are trained as two matrices, "
-               "and exported as two unless they are still equal")
-    print0(f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
-           f"{run.val.count:,} validation sequences"
-           f"{f'; documents end with token {cfg.document_token}' * (cfg.document_token >= 0)}")
+        print0(
+            "the head of the import is its embedding: here they are trained as two matrices, "
+            "and exported as two unless they are still equal"
+        )
+    print0(
+        f"data {cfg.data}: {len(run.train.corpus):,} tokens, {run.train.count:,} training and "
+        f"{run.val.count:,} validation sequences"
+        f"{f'; documents end with token {cfg.document_token}' * (cfg.document_token >= 0)}"
+    )
     describe(run, plans[1:] if cfg.dry_run else plans[1:2])
 
 
 def describe(run: Run, others: Sequence[costs.Plan] = ()) -> None:
     """Print what was chosen; what a GPU is predicted to do, also by other plans."""
-    print0(f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches x "
-           "sequences of one)")
+    print0(
+        f"plan: {planner.in_words(run.plan)} (batch: data-parallel ranks x micro-batches x "
+        "sequences of one)"
+    )
     if run.device.type == "cuda" or run.cfg.dry_run:
         print0(planner.describe_plans([run.plan, *others], run.hardware))
 
@@ -380,10 +446,16 @@ def describe(run: Run, others: Sequence[costs.Plan] = ()) -> None:
 def make_attention(run: Run, groups: Groups) -> Attention:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     plan = run.plan
-    exchange = make_exchange(groups, plan.head_ranks, CommStream(run.device),
-                             plan.per_node // plan.tp)
-    return Attention(run.kernel, plan.head_groups, exchange,
-                     Ring(groups, plan.sp, plan.ring, CommStream(run.device)), groups.column)
+    exchange = make_exchange(
+        groups, plan.head_ranks, CommStream(run.device), plan.per_node // plan.tp
+    )
+    return Attention(
+        run.kernel,
+        plan.head_groups,
+        exchange,
+        Ring(groups, plan.sp, plan.ring, CommStream(run.device)),
+        groups.column,
+    )
 
 
 def works_alone(run: Run) -> bool:
@@ -404,22 +476,46 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     on_all_ranks(split_columns, model, Columns(plan.tp_mode, groups))
     parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
-    runners = on_all_ranks(lambda: [  # of each part of the model on this stage
-        ChunkedLayers(model, (plan.micro_batch, plan.seq // plan.sp), kept.of_part(len(part)),
-                      plan.chunk, run.device, plan.dtype, in_flight(order, v), part).start
-        if kept else whole_layers
-        for v, part in enumerate(parts)])
+    runners = on_all_ranks(
+        lambda: [  # of each part of the model on this stage
+            ChunkedLayers(
+                model,
+                (plan.micro_batch, plan.seq // plan.sp),
+                kept.of_part(len(part)),
+                plan.chunk,
+                run.device,
+                plan.dtype,
+                in_flight(order, v),
+                part,
+            ).start
+            if kept
+            else whole_layers
+            for v, part in enumerate(parts)
+        ]
+    )
     model.layer_runner = runners[0]  # of one stage, the only one
     # alone, nothing travels, and a graph's capture may not wait for other streams
     overlaps = () if works_alone(run) else run.cfg.overlaps
     states = States(
-        model, run.device, plan.dtype, plan.micro_batches, plan.factors, plan.os_layout, groups,
-        overlap=overlaps, gather_layers=kept is not None, num_chunks=plan.chunks,
-        decay=run.cfg.weight_decay, place=plan.os_place, optimizer=OPTIMIZERS[plan.optimizer])
+        model,
+        run.device,
+        plan.dtype,
+        plan.micro_batches,
+        plan.factors,
+        plan.os_layout,
+        groups,
+        overlap=overlaps,
+        gather_layers=kept is not None,
+        num_chunks=plan.chunks,
+        decay=run.cfg.weight_decay,
+        place=plan.os_place,
+        optimizer=OPTIMIZERS[plan.optimizer],
+    )
     states.on_phase = mark  # a layer's pass, for plans of two levels
     if plan.pp > 1:
-        model = Pipeline(model, parts, runners, groups, order, run.device, plan.dtype,
-                         "pipeline" in overlaps)
+        model = Pipeline(
+            model, parts, runners, groups, order, run.device, plan.dtype, "pipeline" in overlaps
+        )
     return model, states
 
 
@@ -437,12 +533,18 @@ class Batch:
 
     def micro_batches(self) -> Iterable[tuple]:
         """Return tokens, labels, scale, positions and documents of each, as a model takes them."""
-        return zip(self.tokens, self.labels, itertools.repeat(self.scale),
-                   itertools.cycle(self.positions), itertools.cycle(self.documents))
+        return zip(
+            self.tokens,
+            self.labels,
+            itertools.repeat(self.scale),
+            itertools.cycle(self.positions),
+            itertools.cycle(self.documents),
+        )
 
 
-def run_step(model: LLaMA | Pipeline, states: States, batch: Batch, lr: float,
-             clip: float) -> tuple[Tensor, Tensor, Tensor]:
+def run_step(
+    model: LLaMA | Pipeline, states: States, batch: Batch, lr: float, clip: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run forward, backward and update: the only step there is. Returns the loss, the
     gradient's norm, and whether they are finite, on the device. In order, with what runs
     beside it:
@@ -484,8 +586,14 @@ def run_planned(memory, model, states, batch, lr, clip):
         return run_step(model, states, Batch(*tensors), lr, clip)
 
     plans = memory.plans
-    result = memory.run(step, torch.full_like(batch.scale, lr), batch.tokens, batch.labels,
-                        batch.positions, batch.scale)
+    result = memory.run(
+        step,
+        torch.full_like(batch.scale, lr),
+        batch.tokens,
+        batch.labels,
+        batch.positions,
+        batch.scale,
+    )
     if memory.plans > plans:
         print0(f"memory plan of a step: {memory.plan}", memory.as_graph * "; then a CUDA graph")
     return result
@@ -544,8 +652,9 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(plan.dtype))
     both = torch.stack([tokens.clip(0), labels]).view(2, -1, plan.micro_batch, len(own))
-    return Batch(*to_device(both, run), to_device(positions, run), scale, documents, sums[1],
-                 unread)
+    return Batch(
+        *to_device(both, run), to_device(positions, run), scale, documents, sums[1], unread
+    )
 
 
 @torch.no_grad()
@@ -561,10 +670,11 @@ def evaluate(run, model):
     total = torch.zeros(plan.seq.bit_length() + 1, 2, dtype=torch.float64, device=run.device)
     for first in range(0, count, at_once):
         batch = load_batch(
-            run, first, lambda i: run.val.window(i) if i < count else IGNORE, at_once)
+            run, first, lambda i: run.val.window(i) if i < count else IGNORE, at_once
+        )
         if error := error_of_any(batch.unread):
             raise ConfigError(error)
-        (tokens, labels, _, *where), = batch.micro_batches()
+        ((tokens, labels, _, *where),) = batch.micro_batches()
         losses = model(tokens, labels, None, *where, each=True)
         both = torch.stack([losses, labels != IGNORE], -1).double()  # (B, n, 2)
         positions = own_tokens(run, where[0]).expand_as(labels)
@@ -572,16 +682,25 @@ def evaluate(run, model):
         total.index_add_(0, bits.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)
     loss, valid = total.sum(0).tolist()
-    return {"val_loss": loss / valid if valid else None, "val_loss_by_position": [
-        [2**bits // 2, loss / valid] for bits, (loss, valid) in enumerate(total.tolist()) if valid]}
+    return {
+        "val_loss": loss / valid if valid else None,
+        "val_loss_by_position": [
+            [2**bits // 2, loss / valid]
+            for bits, (loss, valid) in enumerate(total.tolist())
+            if valid
+        ],
+    }
 
 
 # ---------------------------------------------------------------------------- weights, checkpoints
 
 
 def load_random_weights(run: Run, states: States) -> None:
-    states.load(lambda name: initial_weight(run.plan.model, name, states.shapes[name],
-                                            run.cfg.seed, run.device))
+    states.load(
+        lambda name: initial_weight(
+            run.plan.model, name, states.shapes[name], run.cfg.seed, run.device
+        )
+    )
 
 
 def export(run, states, group):
@@ -589,8 +708,15 @@ def export(run, states, group):
     cfg = run.cfg
     # what made the data goes before
     beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
-    hf.export(Path(cfg.export), run.plan.model, states.full, run.plan.dtype,
-                      run.record["source"], beside, group)
+    hf.export(
+        Path(cfg.export),
+        run.plan.model,
+        states.full,
+        run.plan.dtype,
+        run.record["source"],
+        beside,
+        group,
+    )
 
 
 # ---------------------------------------------------------------------------- the loop
@@ -651,21 +777,25 @@ def gpu_peak_gib() -> float:
 
 
 FACTS = (  # of a finished step, of all ranks, as log.jsonl names them
-    "loss", "grad_norm",
+    "loss",
+    "grad_norm",
     "finite",  # 0 or 1
     "keys_seen",  # flops_per_token's
     "signal",  # that a rank has got, else 0
     "writing",  # whether a rank still writes a checkpoint
     "unread",  # whether a rank could not read the next batch
-    "gpu_gib", "host_gib")  # of the rank that has most
+    "gpu_gib",
+    "host_gib",
+)  # of the rank that has most
 
 
 def agree(device, results, signals, writing, unread):
     """Return FACTS by name: the host's only wait for the device in a step, in one copy. results:
     the first four; of the others the largest of all ranks counts. A collective of all ranks."""
     host_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    most = torch.tensor([max(signals, default=0), writing, bool(unread), gpu_peak_gib(), host_gib],
-                        device=device)
+    most = torch.tensor(
+        [max(signals, default=0), writing, bool(unread), gpu_peak_gib(), host_gib], device=device
+    )
     dist.all_reduce(most, dist.ReduceOp.MAX)
     return dict(zip(FACTS, torch.hstack([*results, most]).tolist()))
 
@@ -683,15 +813,17 @@ def log_step(run, log, row, unsaved):
         row["gpu_gib"] and f"GPU {row['gpu_gib']:.1f} GiB",
         f"{seconds:.2f} s left {timedelta(seconds=round(seconds * (steps - step)))}",
         not row["finite"] and "SKIPPED: not finite",
-        unsaved and f"({unsaved})")
+        unsaved and f"({unsaved})",
+    )
 
 
 def log_row(log, row, *parts):
     """Print a line of parts and of an evaluation, if the row has one, and write the row."""
     if "val_loss" in row:
         loss = row["val_loss"]
-        parts += ("val_loss none (all labels are ignored)" if loss is None
-                  else f"val_loss {loss:.4f}"),
+        parts += (
+            ("val_loss none (all labels are ignored)" if loss is None else f"val_loss {loss:.4f}"),
+        )
     print0(*filter(None, parts))
     # null for numbers that are not finite, which JSON has not
     line = re.sub("NaN|-?Infinity", "null", json.dumps(row))
@@ -729,8 +861,10 @@ def draw_losses(log):
         right.plot(*np.transpose(row["val_loss_by_position"]), ".-", label=f"step {row['step']}")
         right.legend()
     right.set(
-        xlabel="first position of the bin in its document", ylabel="validation loss, nats a token",
-        xscale="symlog")
+        xlabel="first position of the bin in its document",
+        ylabel="validation loss, nats a token",
+        xscale="symlog",
+    )
     fig.savefig(log.with_name("loss.png"), dpi=120)
 
 
@@ -813,8 +947,13 @@ def settle(given, local_rank):
     of all ranks."""
     # ---- flags
     cfg = on_all_ranks(lambda: Config(**given))
-    check_same({flag_name(name): value for name, value in asdict(cfg).items()
-                if name not in ("host_memory", "gpu_memory")})  # of these the smallest counts
+    check_same(
+        {
+            flag_name(name): value
+            for name, value in asdict(cfg).items()
+            if name not in ("host_memory", "gpu_memory")
+        }
+    )  # of these the smallest counts
     # rank 0's choice: for a minute, another node may see a shared folder as it was
     resumed = on_rank_0(checkpoint.find_checkpoint, Path(cfg.out), cfg.resume)
     if resumed:
@@ -836,17 +975,28 @@ def settle(given, local_rank):
     cfg, training, val, data = open_data(cfg, model)
 
     # ---- plan
-    kernel = on_all_ranks(pick_kernel, cfg.attention, device, DTYPES[dtype],
-                          cfg.document_token >= 0)
-    check_same({"the data": data, "the model": model, "--attention": kernel,
-                "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE")})
+    kernel = on_all_ranks(
+        pick_kernel, cfg.attention, device, DTYPES[dtype], cfg.document_token >= 0
+    )
+    check_same(
+        {
+            "the data": data,
+            "the model": model,
+            "--attention": kernel,
+            "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE"),
+        }
+    )
     plans, there = choose_plans(
-        replace(cfg, dtype=dtype, most_sequences=training.count), model, device)
+        replace(cfg, dtype=dtype, most_sequences=training.count), model, device
+    )
     plan = plans[0]
     cfg = replace(cfg, batch=plan.batch)
     # what losses depend on: flags, the data, and the threads, which sums on a CPU follow
-    config = asdict(cfg) | {"the data": data, "threads": torch.get_num_threads(),
-                            "decay_steps": cfg.steps}
+    config = asdict(cfg) | {
+        "the data": data,
+        "threads": torch.get_num_threads(),
+        "decay_steps": cfg.steps,
+    }
     start = samples = 0
     if resumed:
         start = resumed.meta["step"]
@@ -854,8 +1004,22 @@ def settle(given, local_rank):
     if start:
         config["decay_steps"] = old["decay_steps"]
     record = {"config": config, "model": asdict(model), "source": source}
-    run = Run(cfg, dist.get_rank(), device, kernel, plan, there, training, val,
-              training.corpus.ignored_id, start, samples, record, resumed, read)
+    run = Run(
+        cfg,
+        dist.get_rank(),
+        device,
+        kernel,
+        plan,
+        there,
+        training,
+        val,
+        training.corpus.ignored_id,
+        start,
+        samples,
+        record,
+        resumed,
+        read,
+    )
     introduce(run, plans)
     return run
 
@@ -874,11 +1038,15 @@ def prepare(run):
     if resumed:
         checkpoint.load_checkpoint(states, resumed)
         then = resumed.meta["config"]
-        changed = [f"{name} {then.get(name)} -> {now}"
-                   for name, now in run.record["config"].items()
-                   if name not in OF_A_COMMAND and then.get(name) != now]
-        print0(f"resumed {resumed.folder} at step {run.start}; changed:",
-               ", ".join(changed) or "nothing")
+        changed = [
+            f"{name} {then.get(name)} -> {now}"
+            for name, now in run.record["config"].items()
+            if name not in OF_A_COMMAND and then.get(name) != now
+        ]
+        print0(
+            f"resumed {resumed.folder} at step {run.start}; changed:",
+            ", ".join(changed) or "nothing",
+        )
     elif run.read:
         states.load(run.read)  # one tensor at a time
     else:
@@ -920,7 +1088,9 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:
-        sys.exit(f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what "
-                 "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
-                 "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
-                 "continue with --resume.")
+        sys.exit(
+            f"train.py: out of GPU memory: {e}\nThe line 'GiB of a device' above says what "
+            "was planned. Shorten --seq, lower --micro-batch, --chunk, --alpha or "
+            "--resident-layers, or use more GPUs or a larger --sp. What was saved is whole: "
+            "continue with --resume."
+        )

@@ -6,6 +6,7 @@
 
 `python results/report.py` calls these; the same files give the same pictures, to the byte.
 """
+
 import gzip
 import json
 from pathlib import Path
@@ -18,14 +19,17 @@ from matplotlib.patches import Patch
 
 BLUE, ORANGE, GREEN = "#3b6ea8", "#d9822b", "#4f9a62"
 RED, GREY, BLACK = "#b5485d", "#8a8f98", "#222222"
-plt.rcParams.update({
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "figure.dpi": 200})
+plt.rcParams.update(
+    {
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.titlesize": 10,
+        "axes.titlelocation": "left",
+        "legend.frameon": False,
+        "figure.dpi": 200,
+    }
+)
 
 
 def save(fig, path: Path) -> None:
@@ -51,17 +55,20 @@ def draw_mfu(path: Path, ours: dict[int, dict], peers: dict[int, dict]) -> None:
             ax.text(x, mfu - 1, text, ha="center", va="top", color="white")
     ax.set_xticks(range(len(ours)), [f"{seq // 1024}K" for seq in ours])
     ax.set(ylim=(0, 70), xlabel="tokens of the sequence", ylabel="causal MFU, %")
-    ax.set_title("LLaMA-7B, one sequence over 4 H200s of 141 GB, bf16; in the bars: MFU, and GiB "
-                 "of a GPU's memory", pad=26)
+    ax.set_title(
+        "LLaMA-7B, one sequence over 4 H200s of 141 GB, bf16; in the bars: MFU, and GiB "
+        "of a GPU's memory",
+        pad=26,
+    )
     labels = {row["system"] for row in peers.values()}
     ax.legend(
         [plt.Line2D([], [], color=BLACK), Patch(color=BLUE), Patch(color=ORANGE)],
-        ["kernels alone (bound)", "this project",
-         f"{'; '.join(sorted(labels))} recomputation"],
+        ["kernels alone (bound)", "this project", f"{'; '.join(sorted(labels))} recomputation"],
         loc="lower left",
         bbox_to_anchor=(-0.01, 1),
         ncol=3,
-        borderaxespad=0.2)
+        borderaxespad=0.2,
+    )
     fig.tight_layout()
     save(fig, path)
 
@@ -70,7 +77,8 @@ ELSEWHERE = "network or kernel not measured"
 MARKERS = {
     "seen before": ("o", BLUE, ""),
     "held out": ("D", ORANGE, " (chosen before measuring)"),
-    ELSEWHERE: ("s", GREY, "")}
+    ELSEWHERE: ("s", GREY, ""),
+}
 
 
 def draw_predictions(path: Path, rows: list[dict]) -> None:
@@ -89,7 +97,8 @@ def draw_predictions(path: Path, rows: list[dict]) -> None:
                 marker,
                 color=color,
                 markersize=4,
-                label=kind + how)
+                label=kind + how,
+            )
         ax.axhspan(-5, 5, color="0.92", zorder=0, label="within 5%")
         ax.axhline(0, color=GREY, linewidth=1, zorder=0)
         ax.set(ylim=(-16, 10), xscale=scale, xlabel=f"measured {title}", title=title)
@@ -105,11 +114,9 @@ KINDS = (
     ("nvjet", "matrix product", BLUE),
     ("AllGather", "all-gather of weights", GREEN),
     ("ReduceScatter", "reduce-scatter of gradients", ORANGE),
-    ("", "norm, rotary, SwiGLU, copies", GREY))
-STREAMS = (
-    ("ReduceScatter", "grad_scatter"),
-    ("AllGather", "param_gather"),
-    ("flash", "compute"))
+    ("", "norm, rotary, SwiGLU, copies", GREY),
+)
+STREAMS = (("ReduceScatter", "grad_scatter"), ("AllGather", "param_gather"), ("flash", "compute"))
 
 
 def read_trace(path: Path) -> list[tuple[str, str, float, float]]:
@@ -129,7 +136,8 @@ def read_trace(path: Path) -> list[tuple[str, str, float, float]]:
         (stream, e["name"], e["ts"] / 1e3, e["dur"] / 1e3)
         for _, stream in STREAMS
         for e in events
-        if names.get(e["tid"]) == stream]
+        if names.get(e["tid"]) == stream
+    ]
 
 
 def draw_timeline(path: Path, trace: Path, title: str) -> None:
@@ -154,7 +162,8 @@ def draw_timeline(path: Path, trace: Path, title: str) -> None:
                 left=start - left,
                 color=color,
                 edgecolor="white",
-                linewidth=0.25)
+                linewidth=0.25,
+            )
         ax.set(xlim=(0, right - left), xlabel="ms", title=name)
         ax.tick_params(axis="y", length=0)
     fig.suptitle(title, x=0.01, ha="left", fontsize=10)
@@ -164,6 +173,7 @@ def draw_timeline(path: Path, trace: Path, title: str) -> None:
         loc="upper center",
         bbox_to_anchor=(0.5, 0.955),
         ncol=5,
-        columnspacing=1.2)
+        columnspacing=1.2,
+    )
     fig.tight_layout(rect=(0, 0, 1, 0.93))
     save(fig, path)

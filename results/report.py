@@ -11,6 +11,7 @@ Everything follows from the files, so that it cannot drift.
 
 Left out: measuring, which is bench.py's; layer.png and shards.png, which show ideas.
 """
+
 import argparse
 import json
 import re
@@ -22,10 +23,10 @@ from textwrap import fill
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+import pictures
 import torch
 
 import memplan
-import pictures
 from bench import as_text
 from costs import Plan, predict
 from hardware import known_profile
@@ -51,7 +52,8 @@ INTRO = (
     " that measured it (+: other changes were not committed yet): later ones may name things"
     " differently. Attention is FlashAttention-4's, or"
     " cuDNN's, as the line of a file says. Not measured: bench.py's table parallel (tensor modes"
-    " and pipelines beside data parallelism).\n")
+    " and pipelines beside data parallelism).\n"
+)
 TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how to read it
     "step": "What `python bench.py` finds on a machine: steps of the largest model that fits. (When"
     " these were measured, it had rows of a matrix product and of attention as a share of the data"
@@ -94,7 +96,8 @@ TABLES = {  # of bench.py -> commands that measured it -> what it shows, and how
     " the lower bound; *hits* is the share of requests that met the plan. 7b/4 is four layers with"
     " everything else held. The requests and their addresses are in memplan-*.csv; below, those of"
     " 64K tokens, a rectangle a buffer, the lighter the larger: forward fills memory, and backward"
-    " empties it. ![planned addresses over time](memplan.png)"}
+    " empties it. ![planned addresses over time](memplan.png)",
+}
 MOVED = {"place": "offload", "nodes": "shard"}  # former tables, whose rows are another's now
 CHECKS = (
     "\n"
@@ -117,7 +120,8 @@ CHECKS = (
     " worth, over 300 steps of train.py on bytes of Python's standard library. Embeddings 1 and"
     " matrices 1/sqrt(columns), as they are now, reach 1.67 with 160m and 1.64 with 1b in"
     " validation, 0.02 everywhere 1.83 and 1.80; a warm-up of a quarter of the steps brings 1b to"
-    " 1.39.\n")
+    " 1.39.\n"
+)
 
 
 def read(name: str) -> dict:
@@ -133,12 +137,19 @@ def markdown(rows: list[dict[str, str]], left: int = 2) -> str:
 
 def as_cells(rows: list[dict]) -> list[dict[str, str]]:
     """Return the rows' cells by their titles; what files say differently is said in one way."""
-    titles, lines = as_text([
-        row | {"host_gib": row.get("host_gib") or None,
-               "micro_batches": row.get("micro_batches", 1)}
-        for row in rows])
-    return [dict(zip(titles, line)) | {"file": row.get("file", "")}
-            for row, line in zip(rows, lines)]
+    titles, lines = as_text(
+        [
+            row
+            | {
+                "host_gib": row.get("host_gib") or None,
+                "micro_batches": row.get("micro_batches", 1),
+            }
+            for row in rows
+        ]
+    )
+    return [
+        dict(zip(titles, line)) | {"file": row.get("file", "")} for row, line in zip(rows, lines)
+    ]
 
 
 def section(name: str) -> str:
@@ -151,66 +162,69 @@ def section(name: str) -> str:
         table = re.search(r"(?<=bench\.py )[\w-]+|$", file["command"])[0]
         if MOVED.get(table, table) == name:
             # bounds that were rows of their own are a column
-            rows += [row | {"file": path.stem} for row in file["rows"]
-                     if row["system"] not in ("kernels alone", "bound")
-                     and (name != "overlap" or row["micro_batches"] == 1)]
+            rows += [
+                row | {"file": path.stem}
+                for row in file["rows"]
+                if row["system"] not in ("kernels alone", "bound")
+                and (name != "overlap" or row["micro_batches"] == 1)
+            ]
             kernel = "FlashAttention-4" if "flash-attn-4" in file["versions"] else "cuDNN"
-            sources.append(f"* [{path.stem}]({path.name}): {file['hardware']}, {kernel}, measured "
-                           f"by `{file['command']}` as of commit {file['commit']}\n")
+            sources.append(
+                f"* [{path.stem}]({path.name}): {file['hardware']}, {kernel}, measured "
+                f"by `{file['command']}` as of commit {file['commit']}\n"
+            )
     rows.sort(key=lambda r: (r["model"], r.get("gpus", 0), r["seq"]))  # else as measured
     return text + markdown(as_cells(rows)) + "\n" + "".join(sources)
 
 
 SCALE = {  # key of scale.json -> how to read it
-    "choices":
-        "**The papers' choices** of p,g,os, costed here beside the best under the same"
-        " restrictions: for AMSP 4M tokens a step, one sequence of 4,096 tokens a micro-batch, data"
-        " parallelism alone, layers whole (30B: full recomputation), optimizer states *inter*, all"
-        " overlaps; for InternEvo 256K tokens, 16 sequences a step, and its os read as a factor"
-        " beyond p. All of the papers' choices fit. That of 7B is the best, or ties with it, and"
-        " that of 30B ties at 64 GPUs. The others are near. *13B*: p = 1 fits here, since a layer"
-        " keeps 22.8 bytes a token and unit of width; with the 34 that InternEvo counts, it would"
-        " need 9 GiB more and not fit. *30B* at 1024 GPUs: by the profile, weights that are"
-        " gathered over 8 nodes hide under computation. Its rates are those of the wires and NCCL's"
-        " latencies; the paper's ZeRO-3 falls to 4% of MFU (below), so its gathers across nodes"
-        " were much slower than that. *InternEvo*: fewer ranks a sequence have room for all that"
-        " layers keep, again with 22.8 bytes instead of 34; and layers that swap fit 8 ranks of one"
-        " node, whose all-to-alls cross no NIC.",
-    "table_5":
-        "**AMSP's table V**: TGS of its choices on 64 GPUs, by overlap and micro-batches (M),"
-        " predicted / published, and the seconds that a further micro-batch takes. Nothing is"
-        " fitted to it. Micro-batches are predicted too fast: 245 TFLOP/s of all products is an"
-        " assumption, and element-wise kernels count as fused. Of 7B at M = 1 the paper's MFU and"
-        " TGS disagree by 9%.",
-    "figures":
-        "**AMSP's figures 11 and 12**: MFU in % (Megatron's FLOPs with attention in full, of 312"
-        " TFLOP/s) on 8 to 1024 GPUs, predicted / **published**; 4M tokens a step, micro-batches of"
-        " one sequence. param_broadcast does not overlap, nor do reduce-scatters of ZeRO-3 and"
-        " MiCS, as the paper says of DeepSpeed. *ours* is the planner's first choice, and AMSP's is"
-        " published beside it. These are all the numbers in the paper's text. Levels are predicted"
-        " too high: by what computation is too fast (above); of ours on 1024 GPUs by other factors"
-        " than AMSP's, too; of MiCS by more. *ZeRO-3 on 1024 GPUs is predicted at nine times what"
-        " was published (37 against 4 %)*: a step of theirs took 15 s for 7B, 17 us for each hop of"
-        " a ring of 1024, for which NCCL's own model, by which the profile is made, has 0.5 to 4;"
-        " what made it so slow is not in the paper. With MiCS's factors AMSP's engine reaches 39,"
-        " 47 and 37%, DeepSpeed's 35, 33 and 29%: a part is the engine, and no bandwidth. So read a"
-        " row's course, not its level, and no prediction of a gather across all nodes.",
-    "memo":
-        "**Memo's table 3 and figure 12(b)**: causal MFU of 7B, predicted / published, on the same"
-        " profile (Memo's InfiniBand is twice as fast), with LLaMA's gated feed-forward instead of"
-        " GPT's. The level at 1M is no prediction: attention rates above 32K tokens were assumed"
-        " such that their mean is what the paper's 1M tokens imply. The course is one. Where layers"
-        " keep all without swapping, Memo recomputed all but attention (alpha = 0). 8M tokens on"
-        " 64 GPUs fit by heads alone, over four nodes; Memo ran them with context parallelism.",
+    "choices": "**The papers' choices** of p,g,os, costed here beside the best under the same"
+    " restrictions: for AMSP 4M tokens a step, one sequence of 4,096 tokens a micro-batch, data"
+    " parallelism alone, layers whole (30B: full recomputation), optimizer states *inter*, all"
+    " overlaps; for InternEvo 256K tokens, 16 sequences a step, and its os read as a factor"
+    " beyond p. All of the papers' choices fit. That of 7B is the best, or ties with it, and"
+    " that of 30B ties at 64 GPUs. The others are near. *13B*: p = 1 fits here, since a layer"
+    " keeps 22.8 bytes a token and unit of width; with the 34 that InternEvo counts, it would"
+    " need 9 GiB more and not fit. *30B* at 1024 GPUs: by the profile, weights that are"
+    " gathered over 8 nodes hide under computation. Its rates are those of the wires and NCCL's"
+    " latencies; the paper's ZeRO-3 falls to 4% of MFU (below), so its gathers across nodes"
+    " were much slower than that. *InternEvo*: fewer ranks a sequence have room for all that"
+    " layers keep, again with 22.8 bytes instead of 34; and layers that swap fit 8 ranks of one"
+    " node, whose all-to-alls cross no NIC.",
+    "table_5": "**AMSP's table V**: TGS of its choices on 64 GPUs, by overlap and micro-batches (M),"
+    " predicted / published, and the seconds that a further micro-batch takes. Nothing is"
+    " fitted to it. Micro-batches are predicted too fast: 245 TFLOP/s of all products is an"
+    " assumption, and element-wise kernels count as fused. Of 7B at M = 1 the paper's MFU and"
+    " TGS disagree by 9%.",
+    "figures": "**AMSP's figures 11 and 12**: MFU in % (Megatron's FLOPs with attention in full, of 312"
+    " TFLOP/s) on 8 to 1024 GPUs, predicted / **published**; 4M tokens a step, micro-batches of"
+    " one sequence. param_broadcast does not overlap, nor do reduce-scatters of ZeRO-3 and"
+    " MiCS, as the paper says of DeepSpeed. *ours* is the planner's first choice, and AMSP's is"
+    " published beside it. These are all the numbers in the paper's text. Levels are predicted"
+    " too high: by what computation is too fast (above); of ours on 1024 GPUs by other factors"
+    " than AMSP's, too; of MiCS by more. *ZeRO-3 on 1024 GPUs is predicted at nine times what"
+    " was published (37 against 4 %)*: a step of theirs took 15 s for 7B, 17 us for each hop of"
+    " a ring of 1024, for which NCCL's own model, by which the profile is made, has 0.5 to 4;"
+    " what made it so slow is not in the paper. With MiCS's factors AMSP's engine reaches 39,"
+    " 47 and 37%, DeepSpeed's 35, 33 and 29%: a part is the engine, and no bandwidth. So read a"
+    " row's course, not its level, and no prediction of a gather across all nodes.",
+    "memo": "**Memo's table 3 and figure 12(b)**: causal MFU of 7B, predicted / published, on the same"
+    " profile (Memo's InfiniBand is twice as fast), with LLaMA's gated feed-forward instead of"
+    " GPT's. The level at 1M is no prediction: attention rates above 32K tokens were assumed"
+    " such that their mean is what the paper's 1M tokens imply. The course is one. Where layers"
+    " keep all without swapping, Memo recomputed all but attention (alpha = 0). 8M tokens on"
+    " 64 GPUs fit by heads alone, over four nodes; Memo ran them with context parallelism.",
 }
 
 
 def results_readme() -> str:
     scale = read("scale")
     text = INTRO + "".join(map(section, TABLES)) + CHECKS + predictions()
-    text += ("\n## Scale, by prediction\nNothing here was run: `python results/scale.py` asks the"
-             " planner what others have measured on up to 1024 A800s (profiles/a800.json, whose"
-             " numbers have their sources beside them).\n")
+    text += (
+        "\n## Scale, by prediction\nNothing here was run: `python results/scale.py` asks the"
+        " planner what others have measured on up to 1024 A800s (profiles/a800.json, whose"
+        " numbers have their sources beside them).\n"
+    )
     return text + "".join(f"\n{says}\n\n{markdown(scale[name])}" for name, says in SCALE.items())
 
 
@@ -230,7 +244,8 @@ PREDICTIONS = (
     " 3.3 % too large, and now no row is 1 %.) The planner's own pick is"
     " *as planned*, or where nothing open was set by hand. Questions K are of the tables offload,"
     " long, plans and ring. What was *seen before* the model of seconds was done, or ran where"
-    " the network or the kernel was not measured, is in the picture alone.\n\n")
+    " the network or the kernel was not measured, is in the picture alone.\n\n"
+)
 ERRORS = (
     " *Network or kernel not measured*: there, long steps are predicted too fast."
     " Two H100s are predicted by profile h100x1 and, by data sheets, h200x2's network; two H200s"
@@ -243,22 +258,36 @@ ERRORS = (
     " step takes what the host of the day takes: 0.69 to 0.87 s on four of them. So h100x1 was"
     " measured on the host of that row, right"
     " before it; on a faster one K's 1b of 4K tokens takes 0.105 s, not the 0.123 predicted."
-    " ![errors of predictions](predict.png)\n\n")
+    " ![errors of predictions](predict.png)\n\n"
+)
 
 
 def plan_of(r: dict) -> Plan:
     """Return the plan that a row has run."""
-    names = ("seq", "sp", "ring", "batch", "micro_batch", "head_groups", "chunk", "os_layout",
-             "os_place")  # older rows lack some: as Plan has them
+    names = (
+        "seq",
+        "sp",
+        "ring",
+        "batch",
+        "micro_batch",
+        "head_groups",
+        "chunk",
+        "os_layout",
+        "os_place",
+    )  # older rows lack some: as Plan has them
     model = MODELS[r["model"]]
     nodes = int(re.search(r"(?<=nodes=)\d|$", r["system"])[0] or 1)
     plan = Plan(
-        model, torch.bfloat16, r["gpus"], r["gpus"] // nodes,
+        model,
+        torch.bfloat16,
+        r["gpus"],
+        r["gpus"] // nodes,
         overlap=tuple(x for x in STREAMS if x != "host_update" or "open" not in r["system"]),
         recompute="none" if r["recompute"] == "none" else "auto",
         factors=Factors(r["p"], r["g"], r["os"]),
         activations=r["activations"] and ActivationPlan(**r["activations"]),
-        **{name: r[name] for name in names if name in r})
+        **{name: r[name] for name in names if name in r},
+    )
     if r["recompute"] == "full":  # layers that keep their input alone, whole or in chunks
         n = model.layers
         all_again = ActivationPlan(n, plan.chunks, n, layers_recomputing_attention=n)
@@ -279,13 +308,25 @@ def predicted_rows() -> list[dict]:
             plan = plan_of(r)
             profile = known_profile(found["hardware"], plan.per_node)
             kind = "held out" if r.get("held_out") else "seen before"
-            if (plan.ranks > plan.per_node or plan.ranks > 1 and "collectives" in profile.sources
-                    or r.get("kernel") == "cudnn" and plan.seq > 2**15):
+            if (
+                plan.ranks > plan.per_node
+                or plan.ranks > 1
+                and "collectives" in profile.sources
+                or r.get("kernel") == "cudnn"
+                and plan.seq > 2**15
+            ):
                 kind = pictures.ELSEWHERE
             plan = predict(plan, profile)
-            rows.append({
-                "question": f"K, {r['model']} {r['seq'] // 1024}K", **r, "gpu": gpu, "kind": kind,
-                "now_s": plan.step_s, "now_gib": plan.gpu_bytes / GIB})
+            rows.append(
+                {
+                    "question": f"K, {r['model']} {r['seq'] // 1024}K",
+                    **r,
+                    "gpu": gpu,
+                    "kind": kind,
+                    "now_s": plan.step_s,
+                    "now_gib": plan.gpu_bytes / GIB,
+                }
+            )
     return sorted(rows, key=lambda r: (r["question"], r["gpu"], r["gpus"], r["step_s"]))
 
 
@@ -294,23 +335,31 @@ def predictions() -> str:
     said = []
     for kind in pictures.MARKERS:
         errors = sorted(abs(r["now_s"] / r["step_s"] - 1) for r in rows if r["kind"] == kind)
-        said.append(f"{kind}: {errors[len(errors) // 2]:.1%} in the median, {errors[-1]:.1%} at "
-                    f"worst of {len(errors)}")
+        said.append(
+            f"{kind}: {errors[len(errors) // 2]:.1%} in the median, {errors[-1]:.1%} at "
+            f"worst of {len(errors)}"
+        )
     text = f"{PREDICTIONS}Errors of the step time, {'; '.join(said)}.{ERRORS}"
-    return text + markdown([
-        {"question": r["question"],
-         "set by hand": r["system"],
-         "model": r["model"],
-         "tokens": f"{r['seq']:,}",
-         "GPUs": f"{r['gpus']} {r['gpu']}",
-         "kind": r["kind"],
-         "measured s": f"{r['step_s']:.4g}",
-         "predicted s": f"{r['now_s']:.4g}",
-         "error": f"{r['now_s'] / r['step_s'] - 1:+.1%}",
-         "measured GiB": f"{r['gpu_gib']:.2f}",
-         "predicted GiB": f"{r['now_gib']:.2f}",
-         "of GiB": f"{r['now_gib'] / r['gpu_gib'] - 1:+.1%}"}
-        for r in rows if r["kind"] == "held out"])
+    return text + markdown(
+        [
+            {
+                "question": r["question"],
+                "set by hand": r["system"],
+                "model": r["model"],
+                "tokens": f"{r['seq']:,}",
+                "GPUs": f"{r['gpus']} {r['gpu']}",
+                "kind": r["kind"],
+                "measured s": f"{r['step_s']:.4g}",
+                "predicted s": f"{r['now_s']:.4g}",
+                "error": f"{r['now_s'] / r['step_s'] - 1:+.1%}",
+                "measured GiB": f"{r['gpu_gib']:.2f}",
+                "predicted GiB": f"{r['now_gib']:.2f}",
+                "of GiB": f"{r['now_gib'] / r['gpu_gib'] - 1:+.1%}",
+            }
+            for r in rows
+            if r["kind"] == "held out"
+        ]
+    )
 
 
 # ---------------------------------------------------------------------------- README.md's numbers
@@ -321,7 +370,8 @@ SHOWN = (  # file, system, tokens
     ("long-32k-64k-128k-4xh200", "ours", 2**15),
     ("long-400k-h200", "ours", 400 * 2**10),
     ("shard-4xh200", "ours 1,4,4 intra M=1", 2**12),
-    ("shard-4xh200", "fsdp2 ZeRO-2-like M=1", 2**12))
+    ("shard-4xh200", "fsdp2 ZeRO-2-like M=1", 2**12),
+)
 
 
 def long_rows(system: str) -> dict[int, dict]:
@@ -343,13 +393,19 @@ def claim() -> str:
     seq, best = max(ours.items())
     ratios = [row["step_s"] / ours[s]["step_s"] for s, row in peers.items()]
     shortest, longest = (f"{f(peers) // 1024}K" for f in (min, max))
-    return fill(
-        f"4 H200s train LLaMA-7B on {seq // 1024}K-token sequences at "
-        f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its attention "
-        f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
-        f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model and kernel "
-        f"under FSDP2 with Ulysses that recomputes every layer. "
-        f"{peer_times()}", 100, break_on_hyphens=False) + "\n"
+    return (
+        fill(
+            f"4 H200s train LLaMA-7B on {seq // 1024}K-token sequences at "
+            f"**{best['mfu_causal']:.1%} causal MFU**, {best['bound_ratio']:.0%} of what its attention "
+            f"and matrix kernels reach alone. At {shortest} to {longest} tokens that is "
+            f"**{min(ratios):.2f} to {max(ratios):.2f} times as fast** as the same model and kernel "
+            f"under FSDP2 with Ulysses that recomputes every layer. "
+            f"{peer_times()}",
+            100,
+            break_on_hyphens=False,
+        )
+        + "\n"
+    )
 
 
 def peer_times() -> str:
@@ -359,8 +415,9 @@ def peer_times() -> str:
     for path in HERE.glob("long-rows-*.json"):  # each measures lengths of its own
         file = read(path.stem)
         gpu = re.search("H[12]00", file["hardware"])[0]
-        rows += [row | {"gpu": gpu} for row in file["rows"]
-                 if row.get("step_s") and row["batch"] == 1]
+        rows += [
+            row | {"gpu": gpu} for row in file["rows"] if row.get("step_s") and row["batch"] == 1
+        ]
     rows.sort(key=lambda r: (r["gpus"], r["gpu"], r["seq"], r["step_s"]))
     fastest = {}  # by place, peer and tokens
     for r in rows:
@@ -378,12 +435,16 @@ def peer_times() -> str:
             for seq, (seconds, setting) in by_length.items():
                 our_seconds, our_setting = ours[seq]
                 said = setting + ["ours:", *our_setting] * bool(our_setting)
-                ratios.append(f"{seq // 1024}K **{seconds / our_seconds:.2f}**"
-                              + f" ({' '.join(said)})" * bool(said))
+                ratios.append(
+                    f"{seq // 1024}K **{seconds / our_seconds:.2f}**"
+                    + f" ({' '.join(said)})" * bool(said)
+                )
             by_peer.append(f"{peer} {', '.join(ratios)}")
         texts.append(f"{where}: {'; '.join(by_peer)}")
-    return ("Step time of the fastest [peer](results/README.md#long) tried, over ours: "
-            f"{'; '.join(texts)}.")
+    return (
+        "Step time of the fastest [peer](results/README.md#long) tried, over ours: "
+        f"{'; '.join(texts)}."
+    )
 
 
 def shown_rows() -> str:
@@ -391,49 +452,63 @@ def shown_rows() -> str:
     for name, system, seq in SHOWN:
         found = [x for x in read(name)["rows"] if (x["system"], x["seq"]) == (system, seq)]
         (cells,) = as_cells(found)
-        rows.append({"system": f"{cells['system']} {cells.get('plan', '')}".strip(),
-                     "tokens": f"{seq // 1024}K"}
-                    | {title: cells[title] for title in
-                       ("GPUs", "MFU causal", "of bound", "GPU GiB")})
+        rows.append(
+            {
+                "system": f"{cells['system']} {cells.get('plan', '')}".strip(),
+                "tokens": f"{seq // 1024}K",
+            }
+            | {title: cells[title] for title in ("GPUs", "MFU causal", "of bound", "GPU GiB")}
+        )
     return markdown(rows)
 
 
 BLOCKS = {
     "claim": claim,
     "table": shown_rows,
-    "fits": lambda: markdown(read("scale")["fits"], left=1)}
+    "fits": lambda: markdown(read("scale")["fits"], left=1),
+}
 
 
 def readme(text: str) -> str:
     """Return README.md with its blocks as the files have them."""
     for name, write in BLOCKS.items():
         start = text.index(mark := f"<!-- {name} -->\n") + len(mark)
-        text = text[:start] + write() + text[text.index("<!-- end -->", start):]
+        text = text[:start] + write() + text[text.index("<!-- end -->", start) :]
     return text
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--check", action="store_true",
-                        help="write nothing; exit 1 if a text is not what the files say")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit 1 if a text is not what the files say",
+    )
     check = parser.parse_args().check
     page = HERE.parent / "README.md"
     texts = {HERE / "README.md": results_readme(), page: readme(page.read_text())}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text() != text]
     if check:
-        print("\n".join(f"{path} is not what results/ says: python results/report.py"
-                        for path in stale) or "as the files say")
+        print(
+            "\n".join(
+                f"{path} is not what results/ says: python results/report.py" for path in stale
+            )
+            or "as the files say"
+        )
         return int(bool(stale))
     for path, text in texts.items():
         path.write_text(text)
     pictures.draw_mfu(HERE / "mfu.png", long_rows("ours"), long_rows("fsdp2"))
     pictures.draw_predictions(HERE / "predict.png", predicted_rows())
     pictures.draw_timeline(
-        HERE / "timeline.png", HERE / "trace.json.gz",
-        "LLaMA-7B, 4K tokens, p = g = os = 4 on 4 H200s: one of them")
+        HERE / "timeline.png",
+        HERE / "trace.json.gz",
+        "LLaMA-7B, 4K tokens, p = g = os = 4 on 4 H200s: one of them",
+    )
     _, buffers = memplan.read_trace(str(HERE / "memplan-64k-2x.csv"))
     memplan.draw(
-        str(HERE / "memplan.png"), buffers, memplan.solve(buffers), "7B, 64K tokens, 2 H200s: ")
+        str(HERE / "memplan.png"), buffers, memplan.solve(buffers), "7B, 64K tokens, 2 H200s: "
+    )
     return 0
 
 

@@ -10,6 +10,7 @@ number is chosen so that a paper's result comes out.
 Left out: DeepSpeed's and Megatron's own costs. A named strategy is its factors in this project's
 schedule, without the overlaps that AMSP (section VI-C) says it lacks.
 """
+
 import bisect
 import json
 import sys
@@ -29,36 +30,60 @@ from streams import GIB
 PAPER_MODELS = {  # AMSP's 30B is InternEvo's: 60 x 6144, which its MFU and TGS imply together
     "7b": MODELS["7b"],
     "13b": MODELS["13b"],
-    "30b": ModelConfig(32000, 6144, 60, 48, 48, 16384)}
+    "30b": ModelConfig(32000, 6144, 60, 48, 48, 16384),
+}
 RECOMPUTE = {"7b": "none", "13b": "none", "30b": "full"}  # AMSP, section VI
 CHOICES = {  # table IV
     "7b": {"p": 1, "g": 1, "os": 8},
     "13b": {"p": 4, "g": 4, "os": 8},
-    "30b": {"p": 8, "g": 8, "os": 32}}
+    "30b": {"p": 8, "g": 8, "os": 32},
+}
 OVERLAPS = {  # AMSP, table V
     "all overlaps": "param_gather,grad_scatter,grad_reduce,param_broadcast",
     "without broadcast": "param_gather,grad_scatter,grad_reduce",
     "and without all-reduce": "param_gather,grad_scatter",
-    "none": "none"}
+    "none": "none",
+}
 TABLE_5 = {  # TGS on 64 GPUs with 1, 2, 4, 8 micro-batches, in the order of OVERLAPS
     "7b": "3525 4119 4416 4503  3346 3991 4329 4438  2812 3609 4070 4286  2812 3609 4070 4286",
     "13b": "1918 2082 2183 2230  1895 1920 2160 2184  1630 1782 2033 2126  1527 1552 1608 1666",
-    "30b": "825 856 872 880  759 814 847 859  651 740 814 842  557 654 678 719"}
+    "30b": "825 856 872 880  759 814 847 859  651 740 814 842  557 654 678 719",
+}
 SYSTEMS = {  # of figures 11 and 12: strategy, overlaps (of DeepSpeed's: section VI-C)
     "ours": ("", OVERLAPS["without broadcast"]),
     "ZeRO-1": ("zero1", OVERLAPS["without broadcast"]),
     "ZeRO-3": ("zero3", "param_gather,grad_reduce"),
-    "MiCS": ("mics:8", "param_gather,grad_reduce")}
+    "MiCS": ("mics:8", "param_gather,grad_reduce"),
+}
 FIGURE_11 = {  # MFU in %; at 1024 GPUs section VI-B, at 8 "63 to 64", at 32 "around 40"
-    "7b ours 8": 63.5, "7b ZeRO-1 8": 63.5,
-    "7b ours 1024": 51, "7b ZeRO-1 1024": 36, "7b MiCS 1024": 35, "7b ZeRO-3 1024": 4,
-    "13b ours 1024": 52, "13b MiCS 1024": 33,
-    "30b ours 32": 40, "30b MiCS 32": 40, "30b ZeRO-3 32": 40,
-    "30b ours 1024": 42, "30b MiCS 1024": 29}
+    "7b ours 8": 63.5,
+    "7b ZeRO-1 8": 63.5,
+    "7b ours 1024": 51,
+    "7b ZeRO-1 1024": 36,
+    "7b MiCS 1024": 35,
+    "7b ZeRO-3 1024": 4,
+    "13b ours 1024": 52,
+    "13b MiCS 1024": 33,
+    "30b ours 32": 40,
+    "30b MiCS 32": 40,
+    "30b ZeRO-3 32": 40,
+    "30b ours 1024": 42,
+    "30b MiCS 1024": 29,
+}
 MEMO = {  # causal MFU of 7B in % by GPUs, thousand tokens: table 3; figure 12(b) says "over 50 %"
-    "8 64": "52.3", "8 128": "51.0", "8 256": "53.6", "8 384": "53.0", "8 512": "51.8",
-    "8 640": "52.6", "8 768": "51.9", "8 896": "52.7", "8 1024": "52.3",
-    "16 2048": "over 50", "32 4096": "over 50", "64 8192": "over 50"}
+    "8 64": "52.3",
+    "8 128": "51.0",
+    "8 256": "53.6",
+    "8 384": "53.0",
+    "8 512": "51.8",
+    "8 640": "52.6",
+    "8 768": "51.9",
+    "8 896": "52.7",
+    "8 1024": "52.3",
+    "16 2048": "over 50",
+    "32 4096": "over 50",
+    "64 8192": "over 50",
+}
 
 # ---------------------------------------------------------------------------- predictions
 
@@ -66,8 +91,13 @@ MEMO = {  # causal MFU of 7B in % by GPUs, thousand tokens: table 3; figure 12(b
 def a800s(gpus: int) -> Hardware:
     """Return that many A800s, 80 GB each, and their hosts, to plan with as planner.py does."""
     profile = load_profile("a800")
-    return Hardware(gpus, profile.per_node, profile, GPU_SHARE * min(profile.gpu_bytes, 80e9),
-                    profile.host_bytes * 7 / 8 / profile.per_node)
+    return Hardware(
+        gpus,
+        profile.per_node,
+        profile,
+        GPU_SHARE * min(profile.gpu_bytes, 80e9),
+        profile.host_bytes * 7 / 8 / profile.per_node,
+    )
 
 
 def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
@@ -79,8 +109,14 @@ def best_plan(model: ModelConfig, gpus: int, **flags) -> Plan | None:
 
 
 def amsp_flags(name: str, sequences: int) -> dict:
-    return {"seq": 4096, "batch": sequences, "micro_batch": 1, "sp": 1, "os_place": "gpu",
-            "recompute": RECOMPUTE[name]}
+    return {
+        "seq": 4096,
+        "batch": sequences,
+        "micro_batch": 1,
+        "sp": 1,
+        "os_place": "gpu",
+        "recompute": RECOMPUTE[name],
+    }
 
 
 def choices() -> list[dict]:
@@ -88,25 +124,28 @@ def choices() -> list[dict]:
     asked = []
     for gpus in (1024, 64):
         for name, choice in CHOICES.items():
-            asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, amsp_flags(name, 1024),
-                          choice))
+            asked.append((f"AMSP {name}", PAPER_MODELS[name], gpus, amsp_flags(name, 1024), choice))
     flags = {"seq": 2**18, "batch": 16, "os_place": "gpu"}
     theirs = {"p": 4, "g": 4, "os": 8, "sp": 32, "ring": 1, "recompute": "none"}
     for text, recompute in (("layers whole", "none"), ("layers may swap", "auto")):
-        asked.append((f"InternEvo 7b, {text}", MODELS["7b"], 128,
-                      flags | {"recompute": recompute}, theirs))
+        asked.append(
+            (f"InternEvo 7b, {text}", MODELS["7b"], 128, flags | {"recompute": recompute}, theirs)
+        )
     rows = []
     for text, model, gpus, flags, choice in asked:
-        paper, best = (best_plan(model, gpus, os_layout="inter", **flags | more)
-                       for more in (choice, {}))
+        paper, best = (
+            best_plan(model, gpus, os_layout="inter", **flags | more) for more in (choice, {})
+        )
         row = {"setting": text, "GPUs": f"{gpus}"}
         for whose, plan in (("the paper's", paper), ("the model's best", best)):
             words = planner.choices(plan)
             keeps, *_ = words["layers keep"].split(",")
-            row |= {f"{whose} p,g,os": words["p,g,os"].split()[0],
-                    f"sp, layers of {whose}": f"{words['sp']}, {keeps}",
-                    f"seconds of {whose}": f"{plan.step_s:.4g}",
-                    f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}"}
+            row |= {
+                f"{whose} p,g,os": words["p,g,os"].split()[0],
+                f"sp, layers of {whose}": f"{words['sp']}, {keeps}",
+                f"seconds of {whose}": f"{plan.step_s:.4g}",
+                f"GiB of {whose}": f"{plan.gpu_bytes / GIB:.1f}",
+            }
         rows.append(row | {"the paper's takes": f"{paper.step_s / best.step_s - 1:+.1%}"})
     return rows
 
@@ -121,12 +160,19 @@ def table_5() -> list[dict]:
             row = {"model": name, "overlaps": overlaps}
             pairs = []
             for micro_batches in (1, 2, 4, 8):
-                plan = best_plan(PAPER_MODELS[name], 64, overlap=flag, os_layout="inter",
-                                 **choice, **amsp_flags(name, 64 * micro_batches))
+                plan = best_plan(
+                    PAPER_MODELS[name],
+                    64,
+                    overlap=flag,
+                    os_layout="inter",
+                    **choice,
+                    **amsp_flags(name, 64 * micro_batches),
+                )
                 pairs.append((1 / plan.token_s, next(published)))
                 row[f"M = {micro_batches}"] = " / ".join(f"{each:,.0f}" for each in pairs[-1])
             row["micro-batch s"] = " / ".join(
-                f"{4096 * (8 / last - 1 / first) / 7:.2f}" for first, *_, last in zip(*pairs))
+                f"{4096 * (8 / last - 1 / first) / 7:.2f}" for first, *_, last in zip(*pairs)
+            )
             rows.append(row)
     return rows
 
@@ -144,8 +190,9 @@ def figures() -> list[dict]:
             if (name, system) == ("30b", "MiCS"):
                 strategy = "mics:16"  # table IV
             for gpus in (8, 16, 32, 64, 128, 256, 512, 1024):
-                plan = best_plan(model, gpus, strategy=strategy, overlap=overlap,
-                                 **amsp_flags(name, 1024))
+                plan = best_plan(
+                    model, gpus, strategy=strategy, overlap=overlap, **amsp_flags(name, 1024)
+                )
                 mfu = f"{100 * flops / plan.token_s / 312e12:.1f}" if plan else "does not fit"
                 published = FIGURE_11.get(f"{name} {system} {gpus}")
                 row[f"{gpus}"] = mfu + (f" / **{published}**" if published else "")
@@ -162,11 +209,16 @@ def memo() -> list[dict]:
         plan = best_plan(MODELS["7b"], gpus, seq=kilo * 1024, os_place="gpu")
         words = planner.choices(plan)
         found = planner.figures(plan, a800s(gpus))
-        rows.append({"GPUs": f"{gpus}", "tokens": f"{kilo:,}K",
-                     "sp": f"{words['sp']}, rings of {words['ring']}",
-                     "layers keep": words["layers keep"],
-                     "host GiB a node": f"{found['host_gib']:.0f}",
-                     "causal MFU": f"{100 * found['mfu_causal']:.1f} / **{published}**"})
+        rows.append(
+            {
+                "GPUs": f"{gpus}",
+                "tokens": f"{kilo:,}K",
+                "sp": f"{words['sp']}, rings of {words['ring']}",
+                "layers keep": words["layers keep"],
+                "host GiB a node": f"{found['host_gib']:.0f}",
+                "causal MFU": f"{100 * found['mfu_causal']:.1f} / **{published}**",
+            }
+        )
     return rows
 
 
@@ -193,11 +245,13 @@ def fits() -> list[dict]:
     for ranks, host in HOST.items():
         row = {"GPUs": f"{ranks}, {host} GiB of the host"}
         for memory, gib in MEMORY.items():
-            here = Hardware(ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB,
-                            host * GIB / ranks)
+            here = Hardware(
+                ranks, ranks, load_profile("h200x8"), GPU_SHARE * gib * GIB, host * GIB / ranks
+            )
             found = {name: longest(MODELS[name], here) for name in ("1b", "7b", "llama3-8b")}
-            row[memory] = ", ".join(
-                f"{name} {seq // 1024:,}K" for name, seq in found.items() if seq) or "-"
+            row[memory] = (
+                ", ".join(f"{name} {seq // 1024:,}K" for name, seq in found.items() if seq) or "-"
+            )
         rows.append(row)
     return rows
 
