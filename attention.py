@@ -683,6 +683,66 @@ class Ring:
         return [dq.to(q.dtype), dk, dv]
 
 
+@torch.compiler.set_stance("force_eager")  # small shapes are not worth a compilation
+def check_ring(
+    name: str, heads: int, kv_heads: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise ValueError if a kernel may not run on a ring: if the causal square and the rectangles
+    that a ring of two makes of a small sequence, merged, are not attention over the whole sequence,
+    forward and backward.
+
+    A kernel that looks at heads or at positions fails here, and so does a backward that recomputes
+    its own o and log-sum-exp: on a ring these are of the keys of all ranks. heads, kv_heads: of a
+    rank; two at most are tried."""
+    kernel = KERNELS[name]
+    shared = heads > kv_heads
+    n, n_kv = (2, 1) if shared else (min(2, heads), min(2, heads))
+    part = 64  # tokens; a ring of two cuts a sequence into four parts
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, do = (
+        torch.randn(1, 4 * part, count, head_dim, generator=rng).to(device, dtype)
+        for count in (n, n_kv, n_kv, n)
+    )
+    causal, every = Mask(heads=range(n)), EVERYTHING
+    o, lse = kernel.forward(q, k, v, causal)
+    want = [o, *kernel.backward(do, q, k, v, o, lse, causal)]
+    found = [torch.zeros_like(t, dtype=accumulation_dtype(dtype)) for t in (q, q, k, v)]
+    for ring_rank in (0, 1):
+        own = sequence_positions(4 * part, 2, 2, ring_rank).to(device)
+        other = sequence_positions(4 * part, 2, 2, 1 - ring_rank).to(device)
+        # as Ring.kv_blocks has them: which of its queries attend to which of the other's keys
+        queries, keys = (own, other[:part]) if ring_rank else (own[part:], other)
+        here = slice(None) if ring_rank else slice(part, None)
+        o, lse = kernel.forward(q[:, own], k[:, own], v[:, own], causal)
+        o = o.to(accumulation_dtype(dtype))
+        more = kernel.forward(q[:, queries], k[:, keys], v[:, keys], every)
+        merge_into(o[:, here], lse[:, :, here], *more)
+        o = o.to(dtype)
+        found[0][:, own] = o.to(found[0].dtype)
+        square = kernel.backward(do[:, own], q[:, own], k[:, own], v[:, own], o, lse, causal)
+        rectangle = kernel.backward(
+            do[:, queries],
+            q[:, queries],
+            k[:, keys],
+            v[:, keys],
+            o[:, here].contiguous(),
+            lse[:, :, here].contiguous(),
+            every,
+        )
+        for total, grad, at in zip(found[1:], square, (own, own, own)):
+            total[:, at] += grad
+        for total, grad, at in zip(found[1:], rectangle, (queries, keys, keys)):
+            total[:, at] += grad
+    for what, ring, whole in zip(("o", "dq", "dk", "dv"), found, want):
+        error = ((ring - whole).norm() / whole.norm()).item()
+        if not error < (1e-4 if dtype.itemsize > 2 else 3e-2):
+            raise ValueError(
+                f"--attention {name} on a ring: {what} differs by {error:.2g} of its size from "
+                "attention over the whole sequence. Its backward must use the o and log-sum-exp "
+                "that it is given, and its scores may depend on q and k only; --ring 1"
+            )
+
+
 # ---------------------------------------------------------------------------- all of it
 
 

@@ -61,6 +61,7 @@ from model import MODELS, Block, LLaMA, param_count, whole_layer
 from ranks import (
     ConfigError,
     Groups,
+    UnexpectedError,
     heartbeat,
     of_all_ranks,
     on_all_ranks,
@@ -1063,7 +1064,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ConfigError as e:
+    except (ConfigError, UnexpectedError) as e:
         if dist.get_rank() == 0:
             print(f"bench.py: error: {e}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(2 if isinstance(e, ConfigError) else 1)

@@ -28,26 +28,29 @@ can run code.
 Left out: checkpoints in several places. Hugging Face's folders are hf.py's.
 """
 
-import ast
 import contextlib
 import fcntl
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
-from data import regular
+from data import open_to_append, regular, replace_file
 from model import ModelConfig
 from ops import Cut
 from ranks import ConfigError, check_same, of_all_ranks, on_all_ranks, on_rank_0, print0
@@ -115,7 +118,7 @@ def write_states(folder: Path, parts: dict[str, StatePart]) -> dict[str, list[in
             for name in names:
                 part = parts[name]
                 tensors[name] = part.values.cpu()
-                places[name] = repr((part.start, part.shape, part.cut and astuple(part.cut)))
+                places[name] = place_text(part)
             write_tensors(tensors, path, places)
             sums[path] = pool.submit(checksum, path)
     for path in sums:
@@ -131,6 +134,13 @@ def write_meta(folder: Path, meta: dict) -> None:
     sync(path)
 
 
+# ---------------------------------------------------------------------------- reading
+#
+# A checkpoint may come from anybody. Nothing of it is believed before it is checked: the checksum of
+# meta.json, the type and the range of each number, the names, kinds and sizes of the files, and that
+# the parts of each state cover each of its elements exactly once.
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose files are all there, and its meta.json."""
@@ -140,26 +150,158 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint of a folder. Raises ValueError if meta.json is not what was written, or
-    a file is missing or cut short."""
+    """Return the checkpoint of a folder. Raises ValueError if anything in it is not what was
+    written; the checksums of large files are compared by check_files."""
     try:
         text = regular(folder / "meta.json").read_text()
         body, _, crc32 = text.rpartition(',\n "crc32": ')
         if crc32 != f"{zlib.crc32(body.encode())}\n}}\n":
             raise ValueError("meta.json is not what was written: its checksum differs")
         meta = json.loads(body + "}")
+        check_meta(meta)
+        saved = Checkpoint(folder, meta)
         for name, (size, _) in meta["files"].items():
+            if (folder / name).is_symlink() or not (folder / name).is_file():
+                raise ValueError(f"{name} is no regular file")
             if (found := (folder / name).stat().st_size) != size:
                 raise ValueError(f"{name} has {found} bytes, not {size}")
-    except (OSError, ValueError) as e:
+        open_parts(saved)
+    except Exception as e:  # whatever such files may hold
         raise ValueError(
-            f"--resume: {folder} is not a whole checkpoint: {e}; others, if there are "
+            f"--resume: {folder} is not a whole checkpoint: {e or repr(e)}; others, if there are "
             "any, are beside it"
         ) from e
-    return Checkpoint(folder, meta)
+    return saved
 
 
-def check_files(saved):
+def check_meta(meta: dict) -> None:
+    """Raise ValueError unless what a resumed run computes with are numbers in their range, and file
+    names are those that write_states gives."""
+
+    def check_number(numbers: dict, name: str, low: int) -> None:
+        value = numbers[name]
+        if type(value) is not int or not low <= value < 2**63:
+            raise ValueError(f"{name} in meta.json is {value!r}, not a whole number from {low} on")
+
+    for name in ("config", "model", "source", "files"):
+        if type(meta[name]) is not dict:
+            raise ValueError(f"{name} in meta.json is {meta[name]!r}")
+    for name in ("step", "samples"):
+        check_number(meta, name, 0)
+    for name, low in (("seq", 1), ("batch", 1), ("decay_steps", 0)):
+        check_number(meta["config"], name, low)
+    check_number(meta["model"], "max_positions", 1)
+    if not meta["files"]:
+        raise ValueError("meta.json names no files")
+    for name, (size, crc32) in meta["files"].items():
+        if not re.fullmatch(r"rank-\d{5}-\d+\.safetensors", name):
+            raise ValueError(f"meta.json names a file {name!r}, which is no checkpoint's")
+        check_number({"the size of a file": size}, "the size of a file", 0)
+        check_number({"a file's crc32": crc32}, "a file's crc32", 0)
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """Elements [start, start + count) of a flat tensor, in a file."""
+
+    start: int
+    count: int
+    elements: object  # a slice of safetensors: what is indexed is read
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """All parts of a state, by the cut of the whole tensor that they are parts of; None: all."""
+
+    shape: tuple[int, ...]
+    parts: dict[Cut | None, list[SavedPart]]
+
+
+def open_parts(saved: Checkpoint) -> dict[str, SavedState]:
+    """Return what a checkpoint's files hold, by the names of states; nothing but their headers is
+    read. Raises ValueError unless the parts of each state cover each element exactly once."""
+    states = {}
+    for file in saved.meta["files"]:
+        handle = safe_open(saved.folder / file, "pt")
+        places = handle.metadata() or {}
+        if places.keys() != set(handle.keys()):
+            raise ValueError(f"{file} does not say where its tensors belong")
+        for name, text in places.items():
+            start, shape, cut = read_place(text)
+            elements = handle.get_slice(name)
+            (count,) = elements.get_shape()
+            state = states.setdefault(name, SavedState(shape, {}))
+            if state.shape != shape:
+                raise ValueError(f"{name} has two shapes, {state.shape} and {shape}")
+            state.parts.setdefault(cut, []).append(SavedPart(start, count, elements))
+    for name, state in states.items():
+        check_cover(name, state)
+    return states
+
+
+def place_text(part: StatePart) -> str:
+    """Return where a part belongs, as text for its file."""
+    cut = part.cut and {"rows": part.cut.rows, "cols": part.cut.cols}
+    return json.dumps({"start": part.start, "shape": part.shape, "cut": cut})
+
+
+def read_place(text: str) -> tuple[int, tuple[int, ...], Cut | None]:
+    """Return start, shape and cut of place_text. Raises ValueError if they are no such numbers."""
+    place = json.loads(text)
+    shape = tuple(place["shape"])
+    numbers = [place["start"], *shape]
+    cut = None
+    if place["cut"] is not None:
+        rows = tuple((first, end) for first, end in place["cut"]["rows"])
+        first_col, end_col = place["cut"]["cols"]
+        cut = Cut(shape, rows, (first_col, end_col))
+        bounds = [bound for run in rows for bound in run]
+        numbers += [*bounds, first_col, end_col]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"{text} is no place of a tensor")
+    if cut and not (
+        len(shape) == 2
+        and bounds == sorted(bounds)
+        and bounds[-1] <= shape[0]
+        and first_col < end_col <= shape[1]
+    ):
+        raise ValueError(f"{text} is no cut of a matrix")
+    return place["start"], shape, cut
+
+
+def check_cover(name: str, state: SavedState) -> None:
+    """Raise ValueError unless a state's cuts cover the whole tensor, and their parts each cut,
+    element by element exactly once."""
+    size = math.prod(state.shape)
+    cuts = [cut for cut in state.parts if cut is not None]
+    areas = [math.prod(cut.shape) for cut in cuts]
+    if cuts:
+        overlap = any(overlaps(one, two) for one, two in itertools.combinations(cuts, 2))
+        if len(cuts) < len(state.parts) or overlap or sum(areas) != size:
+            raise ValueError(f"the parts of {name} that ranks share do not make the whole")
+    for cut, parts in state.parts.items():
+        end = 0
+        for part in sorted(parts, key=lambda part: part.start):
+            if part.start != end:
+                what = "are missing" if part.start > end else "are there twice"
+                first, last = sorted((part.start, end))
+                raise ValueError(f"elements {first} to {last} of {name} {what}")
+            end = part.start + part.count
+        whole = math.prod(cut.shape) if cut else size
+        if end != whole:
+            raise ValueError(f"{name} ends at element {end}, not {whole}")
+
+
+def overlaps(one: Cut, two: Cut) -> bool:
+    """Return whether two cuts of a matrix have an element in common."""
+
+    def meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+        return max(a[0], b[0]) < min(a[1], b[1])
+
+    return meet(one.cols, two.cols) and any(meet(a, b) for a in one.rows for b in two.rows)
+
+
+def check_files(saved: Checkpoint) -> None:
     """Read the files that the rank of this number saved, or of such a number modulo ranks. Raises
     OSError, or ValueError if they are not what was written."""
 
@@ -182,56 +324,60 @@ def check_files(saved):
 def read_states(saved: Checkpoint, parts: dict[str, StatePart]) -> None:
     """Set parts of tensors from a checkpoint, of which no more is read than they need. Raises
     ValueError, also for what is not finite, or OSError."""
-    stored = {}  # name, shape: cut: first element, and elements that are read as they are taken
-    for file in saved.meta["files"]:
-        handle = safe_open(saved.folder / file, "pt")
-        for name, place in handle.metadata().items():
-            start, shape, cut = ast.literal_eval(place)
-            cuts = stored.setdefault((name, shape), {})
-            cuts.setdefault(cut and Cut(*cut), []).append((start, handle.get_slice(name)))
+    states = open_parts(saved)
+    one_at_a_time = threading.Lock()
 
     def read(name):
         part = parts[name]
-        cuts = stored.get((name, part.shape))
-        if not cuts:
+        state = states.get(name)
+        if state is None or state.shape != part.shape:
             raise ValueError(
                 f"--resume: {saved.folder} does not hold {name} {part.shape}: it is "
                 "of another model or optimizer"
             )
-
-        def fill(values, cut, first):  # with elements from `first` on of the flat tensor of a cut
-            left = len(values)
-            for start, elements in cuts[cut]:
-                ahead = first - start
-                found = elements[max(0, ahead) : max(0, ahead + len(values))]
-                values[max(0, -ahead) :][: len(found)].copy_(found)
-                left -= len(found)
-            if left:
-                raise ValueError(f"--resume: {saved.folder} lacks {left} elements of {name}")
-
-        if part.cut in cuts:
-            fill(part.values, part.cut, part.start)
+        if part.cut in state.parts:
+            fill(part.values, state.parts[part.cut], part.start)
         else:
             with one_at_a_time:  # a whole matrix takes memory
-                rows, cols = part.shape
-                everything = Cut(part.shape, ((0, rows),), (0, cols))
-                # not finite where a cut is not there
-                whole = torch.full(part.shape, math.nan, dtype=part.values.dtype)
-                for cut in cuts:
-                    box = cut or everything
-                    values = whole.new_empty(math.prod(box.shape))
-                    fill(values, cut, 0)
-                    box.put(values.view(box.shape), whole)
-                part.values.copy_(part.within((part.cut or everything).of(whole)))
+                whole = read_whole(state, part.values.dtype)
+                here = part.cut.of(whole) if part.cut else whole
+                part.values.copy_(part.within(here))
         if not is_finite(part.values):
             raise ValueError(
                 f"--resume: {saved.folder}: {name} has values that are not finite; "
                 "others, if there are any, are beside it"
             )
 
-    one_at_a_time = threading.Lock()
     with ThreadPoolExecutor() as pool:
         list(pool.map(read, parts))
+
+
+def fill(values: Tensor, parts: list[SavedPart], first: int) -> None:
+    """Set values (n,) to elements [first, first + n) of a flat tensor that lies in parts:
+
+    a part      start |---------------| start + count
+    values                  first |--------------------| first + n
+    copied                        |---| of the part, to the first places of values
+    """
+    for part in parts:
+        begin = max(first, part.start)
+        end = min(first + len(values), part.start + part.count)
+        if begin < end:
+            found = part.elements[begin - part.start : end - part.start]
+            values[begin - first : end - first].copy_(found)
+
+
+def read_whole(state: SavedState, dtype: torch.dtype) -> Tensor:
+    """Return a state's whole tensor, put together from all of its cuts."""
+    whole = torch.empty(state.shape, dtype=dtype)
+    rows, cols = state.shape
+    everything = Cut(state.shape, ((0, rows),), (0, cols))
+    for cut, parts in state.parts.items():
+        box = cut or everything
+        values = whole.new_empty(math.prod(box.shape))
+        fill(values, parts, 0)
+        box.put(values.view(box.shape), whole)
+    return whole
 
 
 def is_finite(values):
@@ -239,9 +385,9 @@ def is_finite(values):
 
 
 def load_checkpoint(states: States, saved: Checkpoint) -> None:
-    """Read states from a checkpoint of any factors and ranks. Raises ConfigError on all ranks if
-    one of them does not get what was written. A collective of all ranks."""
-    on_all_ranks(check_files, saved)
+    """Read states from a checkpoint of any factors and ranks, whose files choose_checkpoint has
+    checked. Raises ConfigError on all ranks if one of them does not get what was written. A
+    collective of all ranks."""
     on_all_ranks(read_states, saved, states.state_parts())
     states.loaded()
 
@@ -345,21 +491,43 @@ def steps_of(out: Path) -> list[Path]:
     return sorted(out.glob("step-" + 8 * "[0-9]"))
 
 
-def find_checkpoint(out: Path, resume: str) -> Checkpoint | None:
-    """Return the whole checkpoint to continue from, or None. resume: never, latest, auto (latest,
-    if there is one) or a folder. Raises ValueError."""
+def find_checkpoint(out: Path, resume: str, passed_over: Sequence[Path] = ()) -> Checkpoint | None:
+    """Return the checkpoint to continue from, or None. resume: never, latest, auto (latest, if
+    there is one) or a folder. passed_over: folders that are known not to be whole. Raises
+    ValueError."""
     if resume == "never":
         return None
     if resume not in ("auto", "latest"):
         return open_checkpoint(Path(resume))
     for folder in reversed(steps_of(out)):
-        try:
-            return open_checkpoint(folder)
-        except ValueError as e:
-            print(f"passed over: {e}")
+        if folder not in passed_over:
+            try:
+                return open_checkpoint(folder)
+            except ValueError as e:
+                print(f"passed over: {e}")
     if resume == "latest":
         raise ValueError(f"--resume {resume}: there is no checkpoint in {out}")
     return None
+
+
+def choose_checkpoint(out: Path, resume: str) -> Checkpoint | None:
+    """Return what find_checkpoint finds on rank 0, with every file read and its checksum compared:
+    each rank reads those of the rank of its number, whose parts it then needs. `auto` and `latest`
+    pass over what is not whole. Raises ConfigError on all ranks. A collective of all ranks."""
+    passed_over = []
+    while True:
+        # rank 0's choice: for a minute, another node may see a shared folder as it was
+        saved = on_rank_0(find_checkpoint, out, resume, passed_over)
+        if saved is None:
+            return None
+        try:
+            on_all_ranks(check_files, saved)
+            return saved
+        except ConfigError as e:
+            if resume not in ("auto", "latest"):
+                raise
+            print0(f"passed over: {e}")
+            passed_over.append(saved.folder)
 
 
 def check_same_model(saved: Checkpoint, model: ModelConfig, may_differ: set[str]) -> None:
@@ -384,7 +552,10 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     checkpoint that it resumes: later ones are put aside, and the log ends at its step. Of any other
     run all is put aside. Raises OSError."""
     for torn in out.glob("step-*.tmp"):
-        shutil.rmtree(torn)
+        if torn.is_symlink():
+            torn.unlink()  # and not what it leads to
+        else:
+            shutil.rmtree(torn)
     last = -1
     if resumed and resumed.folder.resolve().parent.samefile(out):
         last = resumed.meta["step"] if trains else math.inf
@@ -403,8 +574,7 @@ def prepare_out(out: Path, resumed: Checkpoint | None, trains: bool) -> None:
     log = out / "log.jsonl"
     if log.exists():
         kept = [json.dumps(row) + "\n" for row in read_log(log) if row["step"] <= last]
-        (out / "log.tmp").write_text("".join(kept))
-        os.replace(out / "log.tmp", log)
+        replace_file(log, lambda new: new.write_text("".join(kept)))
 
 
 def read_log(log: Path) -> list[dict]:
@@ -425,7 +595,7 @@ def locked(out: Path):
     """Hold OUT for one run. Raises ValueError, with who has it, if another run does. The lock is
     the system's: it goes with the process, however that ends, so none is ever stale. Storage that
     has no locks (some shared file systems) is said, and not guarded."""
-    with open(out / "lock", "a+") as file:
+    with open_to_append(out / "lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -449,5 +619,9 @@ def check_shared(out: Path) -> None:
     """Raise ConfigError if a rank does not see the folder that rank 0 has locked. A collective of
     all ranks."""
     lock = out / "lock"
-    seen = lock.read_text().strip() if lock.exists() else "another"
-    check_same({f"the lock of --out {out}, which must be on storage that all nodes share,": seen})
+
+    def read() -> str:
+        return regular(lock).read_text().strip() if lock.exists() else "another"
+
+    what = f"the lock of --out {out}, which must be on storage that all nodes share,"
+    check_same({what: on_all_ranks(read)})

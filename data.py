@@ -25,10 +25,12 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import sysconfig
+import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,12 +40,73 @@ SCAN_TOKENS = 2**24  # that a rank checks at a time
 SEGMENT_CHARS = 2**17  # of text that is tokenised at once
 
 
+# ---------------------------------------------------------------------------- opening files safely
+#
+# A folder that somebody else prepared may hold anything. A FIFO blocks whoever opens it, a device
+# never ends, and a link may lead to a file that is nobody's business. These functions are used
+# wherever the project opens a file of such a folder, or writes into one.
+
+
 def regular(path: Path) -> Path:
-    """Return the path of a file that is to be opened. Raises OSError if it is there, but no regular
-    file: a FIFO is waited for without end, and a device is read without end."""
+    """Return the path of a file to read. Raises OSError if something is there that is no regular
+    file: a FIFO would block, and a device would be read without end."""
     if path.exists() and not path.is_file():
         raise OSError(f"{path} is no regular file")
     return path
+
+
+def own_file(path: Path, folder: Path) -> Path:
+    """Return the path of a regular file to read that belongs to a folder. Raises OSError if it is a
+    link that leads out of the folder: an export copies such files, and would publish what the link
+    leads to. Links into `blobs` of a Hugging Face cache, where `folder` is a snapshot, are followed:
+
+        models--org--name/snapshots/REVISION/config.json -> ../../blobs/HASH
+    """
+    root = folder.resolve()
+    target = regular(path).resolve()
+    in_cache = root.parent.name == "snapshots" and target.is_relative_to(root.parents[1] / "blobs")
+    if not (target.is_relative_to(root) or in_cache):
+        raise OSError(f"{path} is a link out of its folder, to {target}: copy the file instead")
+    return path
+
+
+def own_or_absent(path: Path) -> Path:
+    """Return the path of a file of our own folder that is to be written. Raises OSError if it is a
+    link, which might lead out of the folder, or no regular file."""
+    if path.is_symlink():
+        raise OSError(f"{path} is a link, through which nothing is written; remove it")
+    return regular(path)
+
+
+def open_to_append(path: Path):
+    """Open a file of our own folder to read and to append to; it is made if it is not there. Raises
+    OSError as own_or_absent does."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    return open(os.open(own_or_absent(path), flags, 0o666), "a+")
+
+
+def replace_file(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a file of our own folder by write(path of a new file), which then takes the place of
+    `path`: readers see the old file or the new one, and no link is written through."""
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=".new-"))
+    try:
+        new = folder / path.name
+        write(new)
+        os.replace(new, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fresh_folder(path: Path) -> None:
+    """Make an empty folder. What was there goes; of a link only the link goes. Raises OSError."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+    path.mkdir()
+
+
+# ---------------------------------------------------------------------------- tokens on disk
 
 
 class Corpus:
@@ -234,8 +297,10 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
     if any(file.suffix == ".bin" for file in files + val):
         return data, -1
     try:
-        tokenizer = Tokenizer.from_file(str(regular(Path(folder) / "tokenizer.json")))
-        name = json.loads((Path(folder) / "tokenizer_config.json").read_text())["eos_token"]
+        root = Path(folder)
+        tokenizer = Tokenizer.from_file(str(own_file(root / "tokenizer.json", root)))
+        config = json.loads(own_file(root / "tokenizer_config.json", root).read_text())
+        name = config["eos_token"]
         end = tokenizer.get_vocab()[name["content"] if isinstance(name, dict) else name]
     except Exception as e:  # the library raises nothing narrower
         raise ValueError(
@@ -249,19 +314,23 @@ def tokenise(data: str, folder: str, cache: Path) -> tuple[str, int]:
     path = cache / f"{zlib.crc32(key.encode()):08x}.bin"
     if path.exists():
         return str(path), end
+    if cache.is_symlink():
+        raise OSError(f"{cache} is a link, through which nothing is written; remove it")
     cache.mkdir(parents=True, exist_ok=True)
     writing = cache / f"{path.name}.{os.getpid()}.tmp"
+    writing.unlink(missing_ok=True)  # of a process of the same number, that was killed
     segments = read_segments(files)
     size = sum(size for _, size, _ in stats)
     progress = tqdm(total=size, unit="B", unit_scale=True, mininterval=2)
     try:
-        with progress, open(writing, "wb") as out:
+        with progress, open(writing, "xb") as out:
             while batch := list(itertools.islice(segments, 64)):  # for threads to share
                 encoded = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
                 rows = [e.ids if text else [end] for text, e in zip(batch, encoded)]
                 np.concatenate(rows).astype("<u4").tofile(out)
                 progress.update(sum(len(text.encode()) for text in batch))
-        Path(f"{path}.json").write_text('{"token_bytes": 4}\n')
+        sidecar = Path(f"{path}.json")
+        replace_file(sidecar, lambda new: new.write_text('{"token_bytes": 4}\n'))
         os.replace(writing, path)  # whoever finds it finds all of it
     finally:
         writing.unlink(missing_ok=True)

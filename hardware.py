@@ -165,9 +165,11 @@ def load_profile(name: str, per_node: int | None = None) -> Profile:
     if path.suffix != ".json" and find_sheet(name):
         return known_profile(name, per_node or 8)
     try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
         profile = Profile(**json.loads(path.read_text()))
         check_profile(profile)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:
+    except Exception as e:  # whatever such a file may hold
         raise ValueError(
             f"--cluster {name}: {path} is no profile as bench.py --profile writes it: "
             f"{e.args[-1]}; or one of {', '.join(profile_files())}; or a GPU by its name, "

@@ -18,17 +18,18 @@ import json
 import math
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from checkpoint import is_finite, pack, write_tensors
-from data import regular
+from data import fresh_folder, own_file
 from model import ROPE_KEYS, ROPE_OPTIONS, LLaMA, ModelConfig, rope_kind
 from ranks import on_rank_0
 
@@ -93,7 +94,7 @@ def read_config(folder: str) -> tuple[ModelConfig, dict]:
         )
     try:
         config = AutoConfig.from_pretrained(
-            regular(path).parent, local_files_only=True, trust_remote_code=False
+            own_file(path, path.parent).parent, local_files_only=True, trust_remote_code=False
         )
         source = json.loads(config.to_json_string())
         return model_of(source), source
@@ -103,6 +104,15 @@ def read_config(folder: str) -> tuple[ModelConfig, dict]:
 
 def model_of(source: dict) -> ModelConfig:
     """Return the model of what an import's config.json said. Raises ValueError."""
+    try:
+        return _model_of(source)
+    except ValueError:
+        raise
+    except Exception as e:  # transformers' errors have no class of their own
+        raise ValueError(f"transformers refuses its config.json: {e}") from e
+
+
+def _model_of(source: dict) -> ModelConfig:
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(**source)
@@ -179,14 +189,14 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
     # where model.safetensors lies beside model-00001-of-... it is what counts, as in transformers
     for path in sorted(Path(folder).glob("model*.safetensors")):
         try:
-            file = safe_open(regular(path), "pt")
-        except (OSError, SafetensorError) as e:
+            file = safe_open(own_file(path, path.parent), "pt")
+            stored |= {
+                part: file.get_slice(part)
+                for part in file.keys()
+                if not part.endswith("rotary_emb.inv_freq")
+            }
+        except Exception as e:  # whatever such a file may hold
             raise ValueError(f"{path}: weights missing or truncated: {e}") from e
-        stored |= {
-            part: file.get_slice(part)
-            for part in file.keys()
-            if not part.endswith("rotary_emb.inv_freq")
-        }
     parts = parts_of(cfg)
     if cfg.tied and "lm_head.weight" not in stored:  # one that is there is the head
         parts["head.weight"] = parts["embed.weight"]
@@ -201,7 +211,10 @@ def open_weights(folder: str, cfg: ModelConfig) -> Callable[[str], Tensor]:
         )
 
     def read(name):
-        tensors = [stored[part][:] for part in parts[name]]
+        try:
+            tensors = [stored[part][:] for part in parts[name]]
+        except Exception as e:  # the file has changed since it was opened
+            raise ValueError(f"{folder}: {[*parts[name]]} cannot be read: {e}") from e
         if not all(tensor.is_floating_point() and is_finite(tensor) for tensor in tensors):
             raise ValueError(
                 f"{folder}: {[*parts[name]]} has values that are not finite, or no floating point"
@@ -287,6 +300,84 @@ def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     )
 
 
+def check_export(cfg: ModelConfig, source: dict) -> None:
+    """Raise ValueError unless transformers computes what this model computes.
+
+    A small model of the same Block is exported to a temporary folder and loaded by transformers,
+    and the logits are compared. It keeps the number of layers, all flags of the configuration, and
+    positions on both sides of each length that its rotary scaling distinguishes; only widths and
+    the vocabulary shrink. All weights are random, norms and biases too: first weights would hide a
+    norm that is lost. Not a collective; it takes some seconds, most of them to import transformers.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    kv_heads = 4 if cfg.kv_heads == cfg.heads else 2
+    small = replace(cfg, vocab=48, dim=32, heads=4, kv_heads=kv_heads, head_dim=16, ffn=40)
+    shrunk = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if source:
+        source = source | shrunk
+    try:
+        model = LLaMA(small).double()
+    except Exception as e:  # whatever a fork's layer may need
+        raise ValueError(
+            f"--export: a small model, which proves that transformers computes the same, cannot be "
+            f"made: {e!r}"
+        ) from e
+    rng = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.data.normal_(0, 1 / math.sqrt(p.shape[-1]), generator=rng)
+        p.data += float(p.dim() == 1)  # norms near 1, and biases that are large enough to be missed
+    if small.tied:
+        model.head.weight.data.copy_(model.embed.weight.data)
+    trained = cfg.rope_scaling.get("original_max_position_embeddings", cfg.max_positions)
+    reach = cfg.max_positions
+    positions = sorted({0, 1, 2, 7, 50, trained // 2, trained - 1, trained, trained + 1, reach - 1})
+    positions = torch.tensor([p for p in positions if 0 <= p < max(reach, trained + 2)])
+    tokens = torch.randint(small.vocab, (1, len(positions)), generator=rng)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        write_small(folder, model, export_config(small, source, torch.float64))
+        theirs = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
+    with torch.no_grad():
+        ours = model(tokens, positions=positions)
+        theirs = theirs(tokens, position_ids=positions[None]).logits
+    error = ((ours - theirs).norm() / theirs.norm()).item()
+    if not error < 1e-4:  # transformers computes angles in float32
+        raise ValueError(
+            f"--export: transformers computes other logits than this model: they differ by "
+            f"{error:.2g} of their size. What has changed here, config.json has no key for. Give "
+            "ModelConfig a field for it, whose default is what Llama does"
+        )
+
+
+def write_small(folder: Path, model: LLaMA, config) -> None:
+    """Write a whole model that lies on the CPU, as `export` writes one that ranks share."""
+    tensors = {}
+    weights = model.state_dict()
+    for name, parts in parts_of(model.cfg).items():
+        if not (name == "head.weight" and model.cfg.tied):
+            pieces = weights[name].split([rows for rows, *_ in parts.values()])
+            tensors |= {part: piece.contiguous() for part, piece in zip(parts, pieces)}
+    write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(folder)
+
+
+def files_beside(folders: list[Path]) -> list[Path]:
+    """Return the tokenizer and license files of folders, which an export copies: of one name the
+    last folder's. Raises OSError for a link that leads out of its folder, since an export would
+    publish the file that it leads to."""
+    found = {}
+    for folder in folders:
+        for file in sorted(folder.glob("*")):
+            if re.fullmatch(_BESIDE, file.name) and not file.is_dir():
+                found[file.name] = own_file(file, folder)
+    return [*found.values()]
+
+
 def export(
     folder: Path,
     cfg: ModelConfig,
@@ -313,15 +404,14 @@ def export(
         for other in beside:
             if not other.is_dir():
                 print(f"{other} is not there any more: its tokenizer and license are not exported")
-            for file in other.glob("*"):
-                if re.fullmatch(_BESIDE, file.name) and file.is_file():
-                    shutil.copy(file, partial)
+        for file in files_beside(beside):
+            shutil.copy(file, partial)
         for file in partial.iterdir():
             file.rename(folder / file.name)
         partial.rmdir()
         print(f"exported {folder}: {config.model_type}")
 
-    on_rank_0(shutil.rmtree, partial, True, group=group)
+    on_rank_0(fresh_folder, partial, group=group)
     parts = parts_of(cfg)
     if tied:
         del parts["head.weight"]

@@ -37,7 +37,6 @@ import csv
 import itertools
 import math
 import operator
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -272,20 +271,31 @@ def solve_program(rows, peak, deadline):
     return order, bound
 
 
-def solve_apart(*program):
-    """Return what solve_program does, by this file in a process that is ended at the deadline:
-    HiGHS overruns its own."""
-    rows, _, deadline = program
+def solve_apart(rows, peak, deadline):
+    """Return what solve_program returns, computed by this file in a process of its own, which is
+    ended at the deadline: HiGHS overruns its own time limit. The problem and its solution travel as
+    plain arrays, so that nothing that is read can run code."""
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "level.pickle")
-        file.write_bytes(pickle.dumps(program))
+        problem = Path(folder, "problem.npz")
+        np.savez(problem, rows=rows, peak=peak, deadline=deadline)
         try:
             subprocess.run(
-                [sys.executable, __file__, file], check=True, timeout=deadline - time.monotonic()
+                [sys.executable, __file__, problem],
+                check=True,
+                timeout=deadline - time.monotonic(),
             )
         except subprocess.SubprocessError:
             return np.arange(len(rows)), 0
-        return pickle.loads(file.read_bytes())
+        with np.load(problem.with_name("solution.npz"), allow_pickle=False) as solution:
+            return solution["order"], int(solution["bound"])
+
+
+def solve_file(problem: Path) -> None:
+    """Solve the problem of solve_apart, and write solution.npz beside it."""
+    with np.load(problem, allow_pickle=False) as file:
+        rows, peak, deadline = file["rows"], int(file["peak"]), float(file["deadline"])
+    order, bound = solve_program(rows, peak, deadline)
+    np.savez(problem.with_name("solution.npz"), order=order, bound=bound)
 
 
 def one_level(rows, deadline):
@@ -441,13 +451,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.time_limit > 0:
         parser.error(f"--time-limit {args.time_limit}: above 0")
-    file = Path(args.trace)
-    if file.suffix == ".pickle":  # solve_apart's
-        program = pickle.loads(file.read_bytes())
-        found = solve_program(*program)
-        file.write_bytes(pickle.dumps(found))
-        return 0
     try:
+        if args.trace.endswith(".npz"):  # from solve_apart
+            try:
+                solve_file(Path(args.trace))
+            except Exception as e:  # whatever such a file may hold
+                raise ValueError(f"{args.trace} is no problem of solve_apart: {e!r}") from e
+            return 0
         ids, buffers = read_trace(args.trace)
         plan = solve(buffers, args.time_limit)
         check(buffers, plan.offsets, plan.peak)

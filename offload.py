@@ -136,6 +136,19 @@ def memory_of(t: Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def check_unchanged(half: str, tensors: Iterable[tuple[Tensor, int]]) -> None:
+    """Raise ValueError if a tensor's version is not the one beside it: something has written to it.
+
+    PyTorch compares versions where autograd itself keeps a tensor. Chunks keep tensors elsewhere
+    (SavedLayer.saving), and other chunks and other passes read them again, so a change in place
+    would give a wrong gradient without a word."""
+    if any(t._version != version for t, version in tensors):
+        raise ValueError(
+            f"block.{half} changes in place what it was given, or what backward needs (as `x += y` "
+            "does): layers in chunks would compute wrong gradients; write `x = x + y`"
+        )
+
+
 class SavedLayer:
     """What a layer's backward finds: tensors, which may leave for the host and come back, and the
     graphs of saved chunks, which find their tensors here."""
@@ -154,9 +167,11 @@ class SavedLayer:
         self.held_anyway = {memory_of(t) for t in (*rope, *block.parameters(), *block.buffers())}
 
     @contextlib.contextmanager
-    def saving(self):
-        """Make the graph of a saved chunk inside: what autograd saves is a view of self.tensors."""
+    def saving(self, half: str):
+        """Make the graph of a saved chunk inside: what autograd saves is a view of self.tensors.
+        Raises ValueError if `half` of the block, "pre" or "post", changes what is saved."""
         layer = weakref.proxy(self)  # which holds the graph: a cycle through C++ is never collected
+        versions = []  # of what is saved, as it was then
 
         def pack(t: Tensor):
             memory = memory_of(t)
@@ -165,6 +180,7 @@ class SavedLayer:
             for name in ("x", "o"):
                 whole = layer.tensors.get(name)
                 if whole is not None and memory_of(whole) == memory and whole.dtype == t.dtype:
+                    versions.append((t.detach(), t._version))
                     break
             else:
                 name = len(layer.tensors)
@@ -172,6 +188,7 @@ class SavedLayer:
                 # a part must not hold the whole's memory; what comes back is contiguous
                 if t.nbytes < t.untyped_storage().nbytes() or not t.is_contiguous():
                     t = t.clone(memory_format=torch.contiguous_format)
+                versions.append((t, t._version))
                 whole = layer.tensors[name] = t
             offset = t.storage_offset() - whole.storage_offset()
             return name, t.shape, t.stride(), offset
@@ -186,6 +203,7 @@ class SavedLayer:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
+        check_unchanged(half, versions)
 
 
 # of block.pre, of block.post, a matrix's name, names of attributes
@@ -224,12 +242,16 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
         saved = SavedLayer(block, rope, x)
         root = torch.zeros((), requires_grad=True)
-        with saved.saving(), torch.enable_grad():
+        with saved.saving("pre"), torch.enable_grad():
+            version = x._version
             inputs = _ChunkInputs.apply(root, [], x)
             q, _, _ = block.pre(*inputs, rope)
+            check_unchanged("pre", [(x, version)])
             _, *pre = saved.tensors.values()
-            o = torch.empty_like(q)
-            saved.tensors = {"x": x, "o": o}
+        o = torch.empty_like(q)
+        saved.tensors = {"x": x, "o": o}
+        with saved.saving("post"), torch.enable_grad():
+            versions = [(t, t._version) for t in (x, o)]
             inputs = _ChunkInputs.apply(root, [], x, o)
             try:
                 y = block.post(*inputs)
@@ -238,6 +260,7 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
                     f"a layer runs without data, so that its shapes are known: {e}; "
                     "experts take all tokens, masked"
                 ) from e
+            check_unchanged("post", versions)
             final = final_matrix(y)
             _, _, *post = saved.tensors.values()
     names = {module: name for name, module in block.named_modules()}
@@ -465,15 +488,19 @@ class ChunkedLayers:
 
         fn, names = {"pre": (pre, "x"), "post": (post, "xo")}[half]
         inputs = [saved.tensors[name][:, chunk] for name in names]
+        versions = [(t, t._version) for t in inputs]
         if again:
             unneeded = block.get_submodule(self.final_matrix[block])
             context = recomputation(unneeded)
         elif j < saved.num_saved:
-            context = saved.saving()
+            context = saved.saving(half)
         else:
-            return fn(*inputs)
+            outputs = fn(*inputs)
+            check_unchanged(half, versions)
+            return outputs
         with context:
             graph, outputs = run_apart(self.root, fn, *inputs)
+        check_unchanged(half, versions)
         saved.graphs[half, j] = graph
         return outputs
 

@@ -177,6 +177,60 @@ def fused_adamw(weight, grad, master, m, v, lr, clip, correction1, correction2, 
 ADAMW = Optimizer(adamw, (State("master"), State("exp_avg"), State("exp_avg_sq")))
 OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan
 
+
+def check_optimizer(name: str, optimizer: Optimizer) -> None:
+    """Raise ValueError if an optimizer would train wrong without a word: if the update of a matrix
+    in two halves is not the update of the whole (a rank updates only the part that it owns), if a
+    step that is not finite changes something, or if no state is the master weight.
+
+    It is tried on 256 numbers in float64 on the CPU; weight, gradient and states are random."""
+    dtypes = optimizer.dtypes(torch.float64)
+    if "master" not in dtypes or len(dtypes) < len(optimizer.states):
+        raise ValueError(
+            f"--optimizer {name}: its states are {', '.join(s.name for s in optimizer.states)}; they "
+            'have names of their own, and one is "master", the weight itself'
+        )
+    shape = (16, 16) if optimizer.whole else (256,)
+    rng = torch.Generator().manual_seed(0)
+    random = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
+    before = {"weight": random(), **{state: random().to(dtype) for state, dtype in dtypes.items()}}
+    grad = random() - 0.5
+
+    def updated(parts: list[slice], finite: bool) -> dict[str, Tensor]:
+        after = {key: value.clone() for key, value in before.items()}
+        scalars = make_scalars(torch.device("cpu"), torch.float64)
+        norm = torch.tensor(2.0 if finite else math.inf, dtype=torch.float64)
+        for _ in range(2):  # the second update: of the first, m and v say the same
+            set_scalars(scalars, 0.01, 1.0, norm, 0.0)
+        for part in parts:
+            states = {state: after[state][part] for state in dtypes}
+            weight, first = after["weight"][part], part.start or 0
+            optimizer.update(
+                Update(name, first, weight, grad[part], states, decay=0.1, **scalars._asdict())
+            )
+        return after
+
+    everything = slice(None)
+    skipped = updated([everything], finite=False)
+    for state in dtypes:
+        if not torch.equal(skipped[state], before[state]):
+            raise ValueError(
+                f"--optimizer {name}: a step that is not finite changes {state!r}: write it by "
+                "torch.where(u.finite, new, old)"
+            )
+    if not optimizer.whole:
+        whole = updated([everything], finite=True)
+        halves = updated([slice(0, 128), slice(128, 256)], finite=True)
+        for key in whole:
+            difference = (whole[key].double() - halves[key].double()).abs().max().item()
+            if difference > 1e-9:
+                raise ValueError(
+                    f"--optimizer {name}: the update of a matrix in two halves differs from the "
+                    f"update of the whole by {difference:.2g} in {key!r}, and ranks update parts: "
+                    "say Optimizer(..., whole=True)"
+                )
+
+
 # ---------------------------------------------------------------------------- where states lie
 
 VISIT_ELEMENTS = 2**25  # the most of a matrix that is updated at once if states lie on the host ...

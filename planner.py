@@ -61,6 +61,7 @@ from costs import (
     visit_seconds,
     with_memory,
 )
+from data import regular
 from hardware import Profile, load_profile, profile_files, scaled
 from model import MODELS, ModelConfig, divisors, param_count
 from offload import ActivationPlan
@@ -157,6 +158,9 @@ def check_values(program) -> None:
     for name, f in flags_of(program).items():
         value = getattr(program, name)
         among, (low, high) = f.metadata["among"], f.metadata["range"]
+        kinds = typing.get_args(f.type) or (f.type,)
+        if type(value) not in kinds and not (type(value) is int and float in kinds):
+            raise ValueError(f"{flag_name(name)} {value!r}: not of type {f.type}")
         if among and value not in among:
             raise ValueError(f"{flag_name(name)} {value}: one of {', '.join(among)}")
         if type(value) in (int, float) and not low <= value <= high:  # a NaN is not, either
@@ -835,7 +839,7 @@ def parse_leaf(text, num_nodes):
         if text.isdecimal() and int(text):
             rows = [(f"{node}", f"{node // int(text)}") for node in range(num_nodes)]
         else:
-            lines = re.sub("#.*", "", Path(text).read_text()).splitlines()
+            lines = re.sub("#.*", "", regular(Path(text)).read_text()).splitlines()
             rows = [line.split() for line in lines if line.strip()]
         leaf_of = dict(rows)
     except (OSError, ValueError) as e:

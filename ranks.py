@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -146,23 +147,50 @@ def of_all_ranks(value, group: Group = None) -> list:
 def error_of_any(error: str, group: Group = None) -> str:
     """Return the first error of any rank, with the ranks that have one; "" if none has. A
     collective of all ranks."""
-    errors = of_all_ranks(error, group)
+    return first_of(of_all_ranks(error, group))
+
+
+def first_of(errors: list[str]) -> str:
+    """Return the first error of a list by rank, with the ranks that have one if not all do; "" if
+    none has."""
     failed = [rank for rank, text in enumerate(errors) if text]
     if not failed or all(errors):
         return errors[0]
     return f"{errors[failed[0]]} (on ranks {failed})"
 
 
+class UnexpectedError(RuntimeError):
+    """An exception that no check foresees, most likely a bug: the traceback of the first rank that
+    raised it, raised on all ranks alike."""
+
+
 def on_all_ranks(check, *args, group: Group = None):
-    """Return check(*args) of every rank; if one fails, the same ConfigError on all: none hangs.
-    They wait for each other as long as the group does. A collective; check holds none."""
-    result = error = ""
+    """Return what check(*args) returns on this rank, if it fails on no rank. Otherwise all ranks
+    raise the same error, so that none waits for another:
+
+        ValueError, OSError, MemoryError    ConfigError: what a user can mend
+        torch.OutOfMemoryError              the same, of a GPU
+        anything else                       UnexpectedError, with the traceback
+
+    Ranks wait for each other as long as the group does. A collective, and check holds none."""
+    result = kind = text = ""
     try:
         result = check(*args)
     except (ValueError, OSError, MemoryError) as e:
-        error = str(e) or "out of memory"  # which may have no text
-    if error := error_of_any(error, group):
-        raise ConfigError(error)
+        kind, text = "config", str(e) or "out of memory"  # which may have no text
+    except torch.OutOfMemoryError as e:
+        kind, text = "memory", str(e)
+    except Exception:
+        kind, text = "bug", f"rank {dist.get_rank()}: {traceback.format_exc()}"
+    found = of_all_ranks((kind, text), group)
+    for kind, error in (
+        ("bug", UnexpectedError),
+        ("memory", torch.OutOfMemoryError),
+        ("config", ConfigError),
+    ):
+        texts = [text if of_rank == kind else "" for of_rank, text in found]
+        if any(texts):
+            raise error(first_of(texts))
     return result
 
 
@@ -254,8 +282,8 @@ def heartbeat(rank: int, world: int, advice: str):
     refused = None
     try:
         yield
-    except ConfigError as error:
-        refused = error  # by all ranks
+    except (ConfigError, UnexpectedError) as error:
+        refused = error  # raised by all ranks
     except BaseException:
         signal.alarm(10)  # an exit waits for communicators, and they may wait for a rank
         raise

@@ -9,7 +9,8 @@ the meta device, before shard.py allocates anything:
                out (C, H heads)      rank 0: columns of its heads                  rank 1: likewise
 
 A matrix says how it may be cut (ops.Matrix: "rows", "columns" or "whole"). The functions that
-exchange tokens are the matrix's enter, join and around.
+exchange tokens are the matrix's enter, join and around. Before a run, `check_columns` cuts a small
+layer in two, and compares it with the whole one: a layer that says something wrong is refused.
 
 Left out: embedding and head cut along the vocabulary; hiding the exchanges.
 
@@ -18,14 +19,17 @@ sequences, T tokens per sequence, sp ranks that share it, C width.
 """
 
 import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model import LLaMA
+import model as llama
+from model import LLaMA, ModelConfig, plain_attention, rope_tables, whole_layer
 from ops import Before, Cut, Matrix, ThereAndBack, same
 from ranks import Groups, all_gather, reduce_scatter
 
@@ -59,11 +63,14 @@ class Columns:
     """
 
     def __init__(self, mode: str, groups: Groups):
-        """Also enter, join and around of a Matrix, as the table has them. A collective of all
-        ranks."""
+        """A collective of all ranks."""
         self.ranks = groups.tp
         self.index = groups.column
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
+        self.set_mode(mode)
+
+    def set_mode(self, mode: str) -> None:
+        """Set enter, join and around of a Matrix, as the table has them."""
         join = there_and_back(self.scatter, self.gather)  # where tokens are split
         self.enter, self.join, self.around = {
             "mtp": (same, there_and_back(self.sum, self.sum), same),
@@ -142,8 +149,148 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
                 f"--tp {columns.ranks}: the matrix {name} does not say how it is cut:"
                 ' Matrix(rows, cols, cut="rows"), "columns" or "whole"; or --tp 1'
             )
-        matrix.take(part_of(matrix, columns.index, columns.ranks))
-        if matrix.cut == "rows":
-            matrix.enter, matrix.around = columns.enter, columns.around
-        else:
-            matrix.join = columns.join
+        split_matrix(matrix, columns)
+
+
+def split_matrix(matrix: Matrix, columns: Columns) -> None:
+    """Leave of a matrix what this rank's column has, and let it exchange tokens."""
+    if matrix.cut == "whole":
+        return
+    matrix.take(part_of(matrix, columns.index, columns.ranks))
+    if matrix.cut == "rows":
+        matrix.enter, matrix.around = columns.enter, columns.around
+    else:
+        matrix.join = columns.join
+
+
+# ---------------------------------------------------------------------------- a layer proves itself
+
+
+class ColumnThreads(Columns):
+    """Two columns that are threads of one process, for check_columns."""
+
+    def __init__(self, mode: str, index: int, slots: list, barrier: threading.Barrier):
+        self.ranks = 2
+        self.index = index
+        self.slots = slots  # what each column sends
+        self.barrier = barrier
+        self.set_mode(mode)
+
+    def both(self, x: Tensor) -> list[Tensor]:
+        """Return what both columns send."""
+        self.slots[self.index] = x
+        self.barrier.wait()
+        sent = list(self.slots)
+        self.barrier.wait()  # both have read, and may send again
+        return sent
+
+    def gather(self, x: Tensor) -> Tensor:
+        return torch.cat(self.both(x), -2)
+
+    def sum(self, x: Tensor) -> Tensor:
+        return torch.stack(self.both(x)).sum(0)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        return self.sum(x).chunk(2, -2)[self.index]
+
+
+def check_columns(cfg: ModelConfig, mode: str) -> None:
+    """Raise ValueError if a layer that is cut in two columns computes something else than the whole
+    layer: its output, the gradient of its input, or the gradient of a weight.
+
+    It finds what Matrix's arguments leave to the author of a layer: a matrix of rows that feeds
+    heads and does not say its `parts`, a matrix of columns whose input is a concatenation, and sums
+    over heads or features that are no products. A small layer of each kind that the model has runs
+    in float64 on the CPU, with random weights."""
+    kv_heads = 4 if cfg.kv_heads == cfg.heads else 2
+    small = replace(cfg, vocab=8, dim=32, heads=4, kv_heads=kv_heads, ffn=24, head_dim=8)
+    try:
+        models = [llama.LLaMA(small).double() for _ in range(3)]
+    except Exception as e:  # whatever a fork's layer may need
+        raise ValueError(
+            f"--tp: a small layer, which proves that it may be cut, cannot be made: {e!r}; --tp 1"
+        ) from e
+    rng = torch.Generator().manual_seed(0)
+    seen = set()
+    for i, whole in enumerate(models[0].blocks):
+        kind = type(whole), str([(name, p.shape) for name, p in whole.named_parameters()])
+        constants = [(k, v) for k, v in vars(whole).items() if isinstance(v, (int, float, str))]
+        if (kind := (*kind, str(constants))) in seen:
+            continue
+        seen.add(kind)
+        for p in whole.parameters():
+            p.data.normal_(0, 0.5, generator=rng)
+        compare_columns(whole, [model.blocks[i] for model in models[1:]], small, mode, rng)
+
+
+def compare_columns(
+    whole: "llama.Block",
+    columns: list["llama.Block"],
+    cfg: ModelConfig,
+    mode: str,
+    rng: torch.Generator,
+) -> None:
+    """Raise ValueError if two columns of a layer differ from the whole layer. columns: two layers of
+    the same kind, whose weights are set here."""
+    tokens = 6
+    x, dy = torch.randn(2, 1, tokens, cfg.dim, dtype=torch.float64, generator=rng)
+    rope = rope_tables(cfg, torch.arange(tokens), torch.float64)
+    splits_tokens = mode != "mtp"
+    slots, barrier = [None, None], threading.Barrier(2, timeout=60)
+
+    def run(block, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        y = whole_layer(block, x, rope, plain_attention)
+        y.backward(dy)
+        return y.detach(), x.grad
+
+    def run_column(c: int) -> tuple[Tensor, Tensor]:
+        block = columns[c]
+        exchange = ColumnThreads(mode, c, slots, barrier)
+        try:
+            for matrix in block.modules():
+                if isinstance(matrix, Matrix):
+                    split_matrix(matrix, exchange)
+            weights = dict(whole.named_parameters())
+            for name, p in block.named_parameters():
+                part = block.get_submodule(name.rpartition(".")[0])
+                cut = getattr(part, "part", None)
+                p.data.copy_(cut.of(weights[name].data) if cut else weights[name].data)
+            if splits_tokens:
+                return run(block, x.chunk(2, 1)[c], dy.chunk(2, 1)[c])
+            return run(block, x, dy / 2)  # a column's gradient is a summand
+        except BaseException:
+            barrier.abort()  # the other column would wait
+            raise
+
+    want_y, want_dx = run(whole, x, dy)
+    with ThreadPoolExecutor(2) as pool:
+        (y0, dx0), (y1, dx1) = pool.map(run_column, range(2))
+    if splits_tokens:
+        compared = {"the output": (torch.cat((y0, y1), 1), want_y)}
+        compared["the gradient of the input"] = torch.cat((dx0, dx1), 1), want_dx
+    else:
+        compared = {"the output": (torch.stack((y0, y1)), torch.stack((want_y, want_y)))}
+        compared["the gradient of the input"] = dx0 + dx1, want_dx
+    of_columns = [dict(block.named_parameters()) for block in columns]
+    for name, p in whole.named_parameters():
+        found = torch.zeros_like(p)
+        for block, of_column in zip(columns, of_columns):
+            module = block.get_submodule(name.rpartition(".")[0])
+            grad = of_column[name].grad
+            if grad is not None and (cut := getattr(module, "part", None)):
+                grad, part = torch.zeros_like(p), grad
+                cut.put(part, grad)
+            found += 0 if grad is None else grad
+        compared[f"the gradient of {name}"] = found, p.grad
+    for what, (found, want) in compared.items():
+        want = torch.zeros_like(found) if want is None else want
+        error = ((found - want).norm() / want.norm().clamp(min=1e-30)).item()
+        if not error < 1e-9:
+            raise ValueError(
+                f"--tp with --tp-mode {mode}: a layer that is cut in two columns computes something "
+                f"else than the whole layer: {what} differs by {error:.2g} of its size. A matrix "
+                "whose rows feed heads says so, cut='rows', parts=(q, k, v); the input of a matrix "
+                "of columns is one run of features, no concatenation; nothing but a product sums "
+                "over heads or features; or --tp 1"
+            )

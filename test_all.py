@@ -936,7 +936,10 @@ def near(found: torch.Tensor, wanted: float, noise: float, what: str) -> list[st
 
 def save(states: shard.States, folder: Path, step: int) -> None:
     saver = checkpoint.Saver(folder, 2, states)
-    saver.begin({"step": step})
+    about = {"seq": 1, "batch": 1, "decay_steps": 0}
+    saver.begin(
+        {"step": step, "samples": 0, "config": about, "model": {"max_positions": 1}, "source": {}}
+    )
     saver.finish()
 
 

@@ -54,11 +54,22 @@ from attention import (
     Documents,
     Exchange,
     Ring,
+    check_ring,
     make_exchange,
     pick_kernel,
     sequence_positions,
 )
-from data import Sequences, check_tokens, fingerprint, open_corpus, split, tokenise
+from data import (
+    Sequences,
+    check_tokens,
+    fingerprint,
+    open_corpus,
+    open_to_append,
+    own_or_absent,
+    replace_file,
+    split,
+    tokenise,
+)
 from model import (
     MODELS,
     LLaMA,
@@ -71,7 +82,7 @@ from model import (
 )
 from offload import ChunkedLayers
 from ops import IGNORE, accumulation_dtype
-from optim import OPTIMIZERS
+from optim import OPTIMIZERS, check_optimizer
 from pipeline import Pipeline, in_flight, keep_stage, pipeline_order
 from planner import (
     DTYPES,
@@ -86,6 +97,7 @@ from planner import (
 from ranks import (
     ConfigError,
     Groups,
+    UnexpectedError,
     check_same,
     error_of_any,
     heartbeat,
@@ -100,7 +112,7 @@ from ranks import (
 from replay import StepMemory, mark
 from shard import States
 from streams import GIB, CommStream, host_budget
-from tensor import Columns, split_columns
+from tensor import Columns, check_columns, split_columns
 
 EVAL_SEQUENCES = 64  # most of a validation
 MAX_SKIPS = 5  # non-finite steps in a row that end the run
@@ -191,10 +203,14 @@ def resumed_flags(given, old):
     """Return the flags of the run to resume, updated by those that are given: the same tokens a
     step, if --seq is given and --batch is not. Raises ValueError, also for weights from another
     folder than that of the run, however it is spelt."""
+    known = flags_of(Config).keys() & old.keys() - OF_A_COMMAND
+    try:
+        Config(**{name: old[name] for name in known})
+    except Exception as e:  # whatever a file may say
+        raise ValueError(f"--resume: meta.json does not hold the flags of a run: {e}") from e
     init = given.get("init", old["init"])
     if len({Path(text.removeprefix("hf:")).resolve() for text in (init, old["init"])}) > 1:
         raise ValueError(f"--init {init}: the run to resume began with {old['init']}; drop it")
-    known = flags_of(Config).keys() & old.keys() - OF_A_COMMAND
     flags = {name: old[name] for name in known} | given
     flags["seq"] = flags["seq"] or old["seq"]
     if "batch" not in given:
@@ -352,6 +368,8 @@ def check_folders(cfg, model, source):
     """Raise ValueError unless --out and --export can be written, and an export overwrites and
     drops nothing."""
     try_folder(cfg.out)
+    for name in ("lock", "log.jsonl"):
+        own_or_absent(Path(cfg.out, name))
     if cfg.export:
         try_folder(cfg.export)
         if {*os.listdir(cfg.export)} - {"partial"} or os.path.samefile(cfg.export, cfg.out):
@@ -361,6 +379,7 @@ def check_folders(cfg, model, source):
         if cfg.attention in KERNELS and not KERNELS[cfg.attention].plain:
             raise ValueError(f"--export: nobody else computes --attention {cfg.attention}")
         hf.export_config(model, source, torch.float32)
+        hf.files_beside(folders_beside(cfg))
 
 
 def choose_plans(
@@ -446,6 +465,10 @@ def describe(run: Run, others: Sequence[costs.Plan] = ()) -> None:
 def make_attention(run: Run, groups: Groups) -> Attention:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     plan = run.plan
+    if plan.ring > 1:
+        cfg = plan.column
+        heads, kv_heads = cfg.heads // plan.head_ranks, cfg.kv_heads // plan.head_ranks
+        on_all_ranks(check_ring, run.kernel, heads, kv_heads, cfg.head_dim, run.device, plan.dtype)
     exchange = make_exchange(
         groups, plan.head_ranks, CommStream(run.device), plan.per_node // plan.tp
     )
@@ -473,7 +496,10 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
     on_all_ranks(getattr, model, "shapes")  # kept from now, when the model is whole
+    on_all_ranks(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
     on_all_ranks(split_columns, model, Columns(plan.tp_mode, groups))
+    if plan.tp > 1:
+        on_all_ranks(check_columns, plan.model, plan.tp_mode)
     parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = on_all_ranks(
@@ -703,18 +729,22 @@ def load_random_weights(run: Run, states: States) -> None:
     )
 
 
+def folders_beside(cfg: Config) -> list[Path]:
+    """Return the folders whose tokenizer and license an export copies. The tokenizer that made the
+    data takes precedence over the import's, so it is the last."""
+    return [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
+
+
 def export(run, states, group):
     """Write the weights to --export, with what the import had beside them. A collective."""
     cfg = run.cfg
-    # what made the data goes before
-    beside = [Path(folder) for folder in (cfg.import_folder, cfg.tokenizer) if folder]
     hf.export(
         Path(cfg.export),
         run.plan.model,
         states.full,
         run.plan.dtype,
         run.record["source"],
-        beside,
+        folders_beside(cfg),
         group,
     )
 
@@ -865,7 +895,7 @@ def draw_losses(log):
         ylabel="validation loss, nats a token",
         xscale="symlog",
     )
-    fig.savefig(log.with_name("loss.png"), dpi=120)
+    replace_file(log.with_name("loss.png"), lambda new: fig.savefig(new, dpi=120))
 
 
 def spare_collections(run, step):
@@ -880,7 +910,7 @@ def train(run, model, states, memory, saver):
     """Run the steps that are left. Returns what went wrong, or "". A collective of all ranks."""
     cfg, step, samples = run.cfg, run.start, run.samples
     saved = step if run.resumed or cfg.steps == 0 < cfg.eval_every else -1  # by a checkpoint
-    log = open(os.devnull if run.rank else f"{cfg.out}/log.jsonl", "a")
+    log = open_to_append(Path(cfg.out, "log.jsonl")) if run.rank == 0 else open(os.devnull, "a")
     trouble = ends = ""
     if step < cfg.steps:
         batch = load_batch(run, samples)
@@ -954,8 +984,7 @@ def settle(given, local_rank):
             if name not in ("host_memory", "gpu_memory")
         }
     )  # of these the smallest counts
-    # rank 0's choice: for a minute, another node may see a shared folder as it was
-    resumed = on_rank_0(checkpoint.find_checkpoint, Path(cfg.out), cfg.resume)
+    resumed = checkpoint.choose_checkpoint(Path(cfg.out), cfg.resume)
     if resumed:
         old = resumed.meta["config"]
         cfg = on_all_ranks(resumed_flags, given, old)
@@ -972,6 +1001,8 @@ def settle(given, local_rank):
     # ---- data
     if not cfg.dry_run:
         on_all_ranks(check_folders, cfg, model, source)
+        if cfg.export:
+            on_rank_0(hf.check_export, model, source)
     cfg, training, val, data = open_data(cfg, model)
 
     # ---- plan
@@ -1080,11 +1111,11 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ConfigError as e:
+    except (ConfigError, UnexpectedError) as e:
         if dist.get_rank() == 0:
             print(f"train.py: error: {e}", file=sys.stderr)
         dist.destroy_process_group()
-        sys.exit(2)
+        sys.exit(2 if isinstance(e, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit("train.py: interrupted; what was saved is whole: continue with --resume")
     except torch.OutOfMemoryError as e:

@@ -1,0 +1,461 @@
+"""Files that somebody else prepared: nothing runs code, blocks, leads out of a folder, or is
+believed when it is not what was written."""
+
+import ast
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pytest import raises
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+import checkpoint
+import data
+import hf
+import memplan
+from ops import Cut
+from ranks import ConfigError
+from shard import StatePart
+from test_all import HERE, clean_up, hf_model, main, make_tokenizer  # noqa: F401
+
+parametrize = pytest.mark.parametrize
+PROGRAM = [*HERE.glob("*.py"), *HERE.glob("results/*.py"), *HERE.glob("examples/*.py")]
+
+
+# ---------------------------------------------------------------------------- code
+
+
+@parametrize("file", [f for f in PROGRAM if f.name != "test_all.py"], ids=lambda f: f.name)
+def test_no_file_of_the_project_runs_what_it_reads(file):
+    """Catches pickle, marshal, eval and their kind, through which a prepared file runs its code."""
+    runs_code = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            assert not runs_code & {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            assert node.module.split(".")[0] not in runs_code
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            keywords = {keyword.arg for keyword in node.keywords}
+            assert called not in ("eval", "exec", "compile", "ast.literal_eval", "__import__")
+            assert called != "torch.load" or "weights_only" in keywords
+            assert called != "np.load" or "allow_pickle" in keywords
+
+
+class Trap:
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@parametrize("name", ["trace.pickle", "trace.npz"])
+def test_memplan_runs_no_code_of_its_argument(name, tmp_path, capsys):
+    """Catches a trace that is unpickled: whoever sends one would run code."""
+    file, trap = tmp_path / name, tmp_path / "trap"
+    rows = np.array([Trap(trap)], dtype=object)
+    np.savez(file.open("wb"), rows=rows, peak=1, deadline=1.0)
+    assert memplan.main([str(file)]) == 2
+    assert not trap.exists() and "memplan.py: error: " in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------- FIFOs and links
+
+
+def fifo(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+def link_to(target: Path):
+    def make(path: Path) -> None:
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+
+    return make
+
+
+@pytest.fixture
+def no_hang():
+    """End a test that blocks on a file, instead of waiting for the whole run's limit."""
+    import signal
+
+    def too_long(*_):
+        raise TimeoutError("blocked on a file")
+
+    old = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, old)
+
+
+@parametrize("make", [fifo, link_to(Path("/dev/zero"))], ids=["fifo", "device"])
+@parametrize(
+    "name, says",
+    [
+        ("text/tokenizer.json", "no tokenizer.json that can be read"),
+        ("text/tokenizer_config.json", "no tokenizer.json that can be read"),
+        ("o/lock", "o/lock is (no regular file|a link)"),
+        ("o/log.jsonl", "o/log.jsonl is (no regular file|a link)"),
+        ("o/step-00000001/meta.json", "meta.json is no regular file"),
+        ("o/step-00000001/rank-00000-0.safetensors", "rank-00000-0.safetensors is no regular"),
+        ("in/config.json", "config.json is no regular file"),
+        ("in/model.safetensors", "is no regular file"),
+        ("ids.bin.json", "ids.bin.json is no regular file"),
+    ],
+)
+def test_special_files_block_no_start(make, name, says, tmp_path, no_hang):
+    """Catches a FIFO or a device that a start waits for, or reads, without end."""
+    make_tokenizer(tmp_path / "text", "one two three\n" * 99)
+    hf_model(tmp_path / "in")
+    np.arange(4000, dtype="<u2").tofile(tmp_path / "ids.bin")
+    (tmp_path / "ids.bin.json").write_text('{"token_bytes": 2}')
+    out = f"--out {tmp_path}/o"
+    main(f"{out} --steps 1")
+    make(tmp_path / name)
+    flags = {
+        "text": f"--tokenizer {tmp_path}/text --out {tmp_path}/new",
+        "o": f"{out} --resume {tmp_path}/o/step-00000001 --steps 2",
+        "in": f"--init hf:{tmp_path}/in --out {tmp_path}/new",
+        "ids.bin.json": f"--data {tmp_path}/ids.bin --out {tmp_path}/new",
+    }
+    with raises(ConfigError, match=says):
+        main(flags[name.split("/")[0]])
+
+
+@parametrize("name", ["lock", "log.jsonl", "loss.png", "tokens", "step-00000001.tmp", "log.tmp"])
+def test_nothing_is_written_through_a_link(name, tmp_path, no_hang):
+    """Catches a link in OUT through which a file of somebody else is overwritten or removed."""
+    outside = tmp_path / "outside"
+    if name in ("tokens", "step-00000001.tmp"):
+        outside.mkdir()
+    else:
+        outside.write_text("precious")
+    text = tmp_path / "text"
+    make_tokenizer(text, "one two three\n" * 99, 257)
+    (tmp_path / "words.txt").write_text("one two three\n" * 999)
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / name).symlink_to(outside)
+    flags = f"--out {tmp_path}/o --steps 1 --tokenizer {text} --data {tmp_path}/words.txt"
+    if name in ("lock", "log.jsonl", "tokens"):
+        with raises(ConfigError, match=f"{name} is a link, through which nothing is written"):
+            main(flags)
+    else:
+        main(flags)
+        assert name == "log.tmp" or not (tmp_path / "o" / name).is_symlink()
+    assert not any(outside.iterdir()) if outside.is_dir() else outside.read_text() == "precious"
+
+
+@parametrize("name", ["config.json", "model-00001*", "tokenizer_private"])
+def test_links_of_an_import_stay_in_its_folder(name, tmp_path):
+    """Catches a link in a downloaded folder that leads to a private file, which an export would
+    copy and somebody would publish."""
+    folder = tmp_path / "in"
+    hf_model(folder)
+    private = tmp_path / "private"
+    (folder / "tokenizer_private").write_text("secret")
+    name = next(folder.glob(name)).name
+    shutil.move(folder / name, private)
+    (folder / name).symlink_to(private)
+    flags = f"--steps 1 --init hf:{folder} --out {tmp_path}/o --export {tmp_path}/e"
+    with raises(ConfigError, match=f"{name} is a link out of its folder, to .*private: copy"):
+        main(flags)
+    dist.destroy_process_group()
+    assert not list((tmp_path / "e").glob("*private*"))
+    (folder / name).unlink()
+    shutil.move(private, folder / "inside")
+    (folder / name).symlink_to("inside")  # a link within the folder is followed
+    main(flags)
+    assert (tmp_path / "e" / "tokenizer_private").read_text() == "secret"
+
+
+def test_links_into_the_blobs_of_a_cache_are_followed(tmp_path):
+    """Catches a refusal of what `hf download` makes without --local-dir: links into its blobs."""
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    hf_model(snapshot)
+    blobs.mkdir()
+    for i, file in enumerate(sorted(snapshot.iterdir())):
+        shutil.move(file, blobs / f"{i}")
+        file.symlink_to(f"../../blobs/{i}")
+    assert hf.load_model(snapshot)
+    main(f"--steps 0 --init hf:{snapshot} --out {tmp_path}/o --export {tmp_path}/e")
+    # a folder that is only called blobs is none of a cache
+    with raises(OSError, match="is a link out of its folder"):
+        data.own_file(snapshot / "config.json", tmp_path / "models--a--b" / "snapshots")
+
+
+# ---------------------------------------------------------------------------- meta.json
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run's folder with checkpoints of steps 1 and 2."""
+    out = tmp_path_factory.mktemp("trained")
+    main(f"--out {out} --steps 2 --save-every 1")
+    return out
+
+
+def rewrite_meta(folder: Path, change) -> None:
+    """Change meta.json, and give it the right checksum."""
+    body, _, _ = (folder / "meta.json").read_text().rpartition(',\n "crc32": ')
+    meta = json.loads(body + "}")
+    change(meta)
+    checkpoint.write_meta(folder, meta)
+
+
+def rename_file(name: str):
+    def change(meta):
+        (old,) = meta["files"]
+        meta["files"] = {name: meta["files"][old]}
+
+    return change
+
+
+def set_value(*path, value):
+    def change(meta):
+        *parents, last = path
+        for key in parents:
+            meta = meta[key]
+        meta[last] = value
+
+    return change
+
+
+META = {
+    "absolute name": (rename_file("/etc/00000-passwd"), "names a file '/etc/00000-passwd'"),
+    "name outside": (rename_file("rank-00000/../../x.safetensors"), "which is no checkpoint's"),
+    "name with a line": (rename_file("rank-00000-0.safetensors\n"), "which is no checkpoint's"),
+    "no files": (set_value("files", value={}), "names no files"),
+    "files is a list": (set_value("files", value=[]), "files in meta.json is \\[\\]"),
+    "step is a text": (set_value("step", value="1"), "step in meta.json is '1'"),
+    "step is true": (set_value("step", value=True), "step in meta.json is True"),
+    "step is negative": (set_value("step", value=-1), "step in meta.json is -1"),
+    "samples is a fraction": (set_value("samples", value=6.5), "samples in meta.json is 6.5"),
+    "samples is huge": (set_value("samples", value=2**63), "samples in meta.json is"),
+    "seq is 0": (set_value("config", "seq", value=0), "seq in meta.json is 0"),
+    "batch is none": (set_value("config", "batch", value=None), "batch in meta.json is None"),
+    "schedule": (set_value("config", "decay_steps", value=1e9), "decay_steps in meta.json is"),
+    "positions": (set_value("model", "max_positions", value="9"), "max_positions in meta.json"),
+    "model is a text": (set_value("model", value="tiny"), "model in meta.json is 'tiny'"),
+    "source is none": (set_value("source", value=None), "source in meta.json is None"),
+}
+
+
+@parametrize("kind", META)
+def test_meta_json_is_not_believed(kind, trained, tmp_path, capsys):
+    """Catches a meta.json, checksum right, that names files elsewhere or numbers that are none."""
+    change, says = META[kind]
+    out = shutil.copytree(trained, tmp_path / "o")
+    rewrite_meta(out / "step-00000002", change)
+    with raises(ValueError, match=f"is not a whole checkpoint: .*{says}"):
+        checkpoint.open_checkpoint(out / "step-00000002")
+    main(f"--out {out} --steps 3 --resume auto")  # passes over it
+    said = capsys.readouterr().out
+    assert "passed over: " in said and f"resumed {out}/step-00000001" in said
+
+
+@parametrize(
+    "field, value, says",
+    [
+        ("lr", "fast", "--lr 'fast': not of type"),
+        ("seed", 1.5, "--seed 1.5: not of type"),
+        ("save_async", 1, "--save-async 1: not of type"),
+        ("strategy", ["zero3"], "--strategy \\['zero3'\\]: not of type"),
+        ("init", 7, "--init 7: not of type"),
+    ],
+)
+def test_flags_of_a_checkpoint_have_their_types(field, value, says, trained, tmp_path):
+    """Catches a recorded flag of another type, which a run would compute with."""
+    out = shutil.copytree(trained, tmp_path / "o")
+    rewrite_meta(out / "step-00000002", set_value("config", field, value=value))
+    with raises(ConfigError, match=says):
+        main(f"--out {out} --steps 3 --resume")
+
+
+# ---------------------------------------------------------------------------- states
+
+
+def write(folder: Path, parts: list[dict]) -> checkpoint.Checkpoint:
+    """Write one file per part, as ranks would: name -> (values, start, shape, cut)."""
+    folder.mkdir(exist_ok=True)
+    files = {}
+    for rank, of_rank in enumerate(parts):
+        path = folder / f"rank-{rank:05d}-0.safetensors"
+        places = {
+            name: checkpoint.place_text(StatePart(values, start, shape, True, cut))
+            for name, (values, start, shape, cut) in of_rank.items()
+        }
+        tensors = {name: values for name, (values, *_) in of_rank.items()}
+        checkpoint.write_tensors(tensors, path, places)
+        files[path.name] = checkpoint.checksum(path)
+    return checkpoint.Checkpoint(folder, {"files": files})
+
+
+FLAT = torch.arange(24.0)
+UPPER, LOWER = Cut((6, 4), ((0, 3),), (0, 4)), Cut((6, 4), ((3, 6),), (0, 4))
+LEFT, MIDDLE = Cut((6, 4), ((0, 6),), (0, 2)), Cut((6, 4), ((0, 6),), (1, 3))
+
+
+@parametrize(
+    "parts, says",
+    [
+        ([(FLAT[:10], 0, None)], "x ends at element 10, not 24"),
+        ([(FLAT[:10], 0, None), (FLAT[12:], 12, None)], "elements 10 to 12 of x are missing"),
+        # as many elements as the matrix has: half of them twice, half of them never
+        ([(FLAT[:12], 0, None), (FLAT[:12], 0, None)], "elements 0 to 12 of x are there twice"),
+        ([(FLAT[:12], 0, None), (FLAT[11:23], 11, None)], "elements 11 to 12 of x are there twice"),
+        ([(FLAT, 1, None)], "elements 0 to 1 of x are missing"),
+        ([(FLAT[:12], 0, UPPER)], "the parts of x that ranks share do not make the whole"),
+        ([(FLAT[:12], 0, UPPER), (FLAT[:12], 0, UPPER)], "do not make the whole"),
+        ([(FLAT[:12], 0, LEFT), (FLAT[:12], 0, MIDDLE)], "do not make the whole"),
+        ([(FLAT[:12], 0, LEFT), (FLAT[:12], 0, UPPER)], "do not make the whole"),
+        ([(FLAT, 0, None), (FLAT[:12], 0, UPPER)], "do not make the whole"),
+        ([(FLAT[:6], 0, UPPER), (FLAT[:12], 0, LOWER)], "x ends at element 6, not 12"),
+    ],
+)
+def test_parts_cover_every_element_once(parts, says, tmp_path):
+    """Catches a state of which a part is missing while another is there twice: training would go on
+    from zeros, or from what memory held."""
+    saved = write(tmp_path / "o", [{"x": (v, start, (6, 4), cut)} for v, start, cut in parts])
+    with raises(ValueError, match=says):
+        checkpoint.open_parts(saved)
+
+
+def test_parts_of_any_cut_are_read_by_any_other(tmp_path):
+    """Catches an element that is read from the wrong place: whole, cut by rows, cut by columns."""
+    matrix = FLAT.view(6, 4)
+    right = Cut((6, 4), ((0, 6),), (2, 4))
+    for cuts in ([None], [UPPER, LOWER], [LEFT, right]):
+        parts = []
+        for cut in cuts:
+            flat = (cut.of(matrix) if cut else matrix).flatten()
+            parts += [
+                {"x": (flat[first:end].clone(), first, (6, 4), cut)}
+                for first, end in ((0, 5), (5, len(flat)))
+            ]
+        saved = write(tmp_path / "o", parts)
+        for cut in (None, UPPER, LOWER, LEFT, right):
+            want = (cut.of(matrix) if cut else matrix).flatten()[3:11]
+            found = StatePart(torch.zeros(8), 3, (6, 4), True, cut)
+            checkpoint.read_states(saved, {"x": found})
+            assert found.values.equal(want), (cuts, cut)
+
+
+PLACES = {
+    "no JSON": "(0, (6, 4), None)",
+    "deep": 100_000 * "[",
+    "start is a text": '{"start": "0", "shape": [24], "cut": null}',
+    "start is huge": '{"start": 1e40, "shape": [24], "cut": null}',
+    "negative": '{"start": -1, "shape": [24], "cut": null}',
+    "no shape": '{"start": 0, "cut": null}',
+    "shape is true": '{"start": 0, "shape": [true], "cut": null}',
+    "cut of a vector": '{"start": 0, "shape": [24], "cut": {"rows": [[0, 3]], "cols": [0, 4]}}',
+    "rows backwards": '{"start": 0, "shape": [6, 4], "cut": {"rows": [[3, 0]], "cols": [0, 4]}}',
+    "rows outside": '{"start": 0, "shape": [6, 4], "cut": {"rows": [[0, 9]], "cols": [0, 4]}}',
+    "no rows": '{"start": 0, "shape": [6, 4], "cut": {"rows": [], "cols": [0, 4]}}',
+    "code": '__import__("os").mkdir("trap")',
+}
+
+
+@parametrize("kind", PLACES)
+def test_places_that_do_not_parse_are_refused(kind, trained, tmp_path, capsys):
+    """Catches a file, all checksums right, whose words about its tensors end in a traceback."""
+    out = shutil.copytree(trained, tmp_path / "o")
+    folder = out / "step-00000002"
+    path = folder / "rank-00000-0.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        places = file.metadata()
+    places["master.norm.weight"] = PLACES[kind]
+    save_file(tensors, path, places)
+    rewrite_meta(folder, lambda meta: meta["files"].update({path.name: checkpoint.checksum(path)}))
+    with raises(ValueError, match="is not a whole checkpoint: "):
+        checkpoint.open_checkpoint(folder)
+    main(f"--out {out} --steps 3 --resume auto")
+    assert f"resumed {out}/step-00000001" in capsys.readouterr().out
+
+
+@parametrize("kind", ["no metadata", "bad header", "long header", "flipped bit"])
+def test_damaged_files_are_passed_over(kind, trained, tmp_path, capsys):
+    """Catches a damaged file that ends a run although the checkpoint before it is whole."""
+    out = shutil.copytree(trained, tmp_path / "o")
+    folder = out / "step-00000002"
+    path = folder / "rank-00000-0.safetensors"
+    content = bytearray(path.read_bytes())
+    if kind == "no metadata":
+        with safe_open(path, "pt") as file:
+            save_file({name: file.get_tensor(name) for name in file.keys()}, path)
+    elif kind == "bad header":
+        content[8] ^= 255
+        path.write_bytes(content)
+    elif kind == "long header":
+        content[0:8] = (2**62).to_bytes(8, "little")
+        path.write_bytes(content)
+    else:
+        content[-3] ^= 1
+        path.write_bytes(content)
+    if kind != "flipped bit":  # somebody computed the checksums anew
+        sums = {path.name: checkpoint.checksum(path)}
+        rewrite_meta(folder, lambda meta: meta["files"].update(sums))
+    main(f"--out {out} --steps 3 --resume auto")
+    said = capsys.readouterr().out
+    assert "passed over: " in said and f"resumed {out}/step-00000001" in said
+    with raises(ConfigError, match="is not (a whole checkpoint|what was written)"):
+        main(f"--out {tmp_path}/p --steps 3 --resume {out}/earlier-1/step-00000002")
+
+
+# ---------------------------------------------------------------------------- unexpected exceptions
+
+
+def test_an_unexpected_exception_ends_all_ranks_together(tmp_path):
+    """Catches a bug that is reported as bad input, or leaves the other ranks waiting."""
+    code = """
+import os
+import attention
+def pick_kernel(*args):
+    if os.environ["RANK"] == "1":
+        return {}["what nobody foresaw"]
+    return "cpu"
+attention.pick_kernel = pick_kernel
+"""
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        f"{code}import runpy\nrunpy.run_path('{HERE}/train.py', run_name='__main__')\n"
+    )
+    flags = f"--device cpu --model tiny --seq 32 --batch 2 --steps 1 --out {tmp_path}/o".split()
+    shared = {"PYTHONPATH": str(HERE), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, driver, *flags],
+            env=os.environ | shared | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = "".join(rank.communicate(timeout=120)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert said.count("Traceback") == 1 and "KeyError: 'what nobody foresaw'" in said
+    assert "train.py: error: rank 1: " in said and "dead or unreachable" not in said
+
+
+def test_sums_of_meta_json_are_of_its_text(tmp_path):
+    """Catches a checksum that another writer of the same JSON would not reproduce."""
+    checkpoint.write_meta(tmp_path, {"step": 1})
+    body, _, crc32 = (tmp_path / "meta.json").read_text().rpartition(',\n "crc32": ')
+    assert int(crc32.split()[0]) == zlib.crc32(body.encode())
