@@ -1056,7 +1056,9 @@ CASES = ALONE + PICKED + COVER
 
 @parametrize("size, block", [("gqa", "plain"), ("mqa", "norms"), ("mha", "fork")])
 def test_model_equals_plain_pytorch(size, block, monkeypatch):
-    """By itself, under PyTorch's autograd: logits, loss in parts, gradients."""
+    """The model by itself, under PyTorch's autograd, has Plain's logits, its loss although that is
+    computed in parts, and its gradients. Catches a wrong gradient in a hand-written backward, and a
+    label that is lost."""
     norms = block == "norms"
     monkeypatch.setattr(m, "Block", ForkBlock if block == "fork" else Block)
     monkeypatch.setattr(ops, "LOSS_ELEMENTS", 67 * 7)
@@ -1079,8 +1081,9 @@ def test_model_equals_plain_pytorch(size, block, monkeypatch):
 @parametrize("kv_heads", [6, 2, 1])
 @parametrize("limit", [2**31 - 1, 5000])  # three heads of two times 50 tokens
 def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeypatch):
-    """Forward and backward, whole and in parts of heads, of which none has more elements than a
-    kernel counts; a ring's rectangles have no mask."""
+    """Attention's forward and backward equal the definition, whole and in groups of heads, none of
+    which has more elements than a kernel counts; the rectangles of a ring have no mask. Catches
+    heads that are mixed up, and an index past 2^31."""
 
     def counted(function):
         def run(*args):
@@ -1112,6 +1115,9 @@ def test_attention_equals_its_definition(limit, kv_heads, queries, keys, monkeyp
 @slow
 @parametrize("ranks", [1, 2, 4, 8])
 def test_equals_one_process(ranks, tmp_path):
+    """All cases of a number of ranks equal Plain. Catches a buffer that is stale or swapped for
+    another, a sum over the wrong ranks, a gradient that is counted twice or halved, and a norm that
+    lacks a rank's share."""
     cases = [case for case in CASES if case["ranks"] == ranks]
     if ALL_COMBINATIONS:
         cases += random_cases(ranks, 300)
@@ -1120,13 +1126,15 @@ def test_equals_one_process(ranks, tmp_path):
 
 @pytest.mark.skipif("CHECK" not in os.environ, reason="test_equals_one_process has them")
 def test_some_equal_one_process(tmp_path):
-    """Those of two ranks in which one thing is other than in plain training."""
+    """The cases of two ranks that differ from plain training in one thing equal Plain, for `make
+    check`. Catches a position or a label of another rank, in less time than all cases take."""
     compare(2, [case for case in ALONE if case["ranks"] == 2], tmp_path)
 
 
 def test_cases_are_all_that_may_be():
-    """Each case is legal, each value of each key occurs, each two mechanisms meet or are refused,
-    and a run with any of them is saved, and goes on from any other."""
+    """Each case is legal, each value of each key occurs, each two mechanisms meet in a case or are
+    refused together, and a run with any of them is saved and goes on from any other. Catches two
+    mechanisms that no case has together."""
     assert all(map(fits, CASES + RESUMES + WHOLE_RESUMES))
     assert len(CASES + RESUMES + WHOLE_RESUMES) <= 150
     for key, values in VALUES.items():
@@ -1141,6 +1149,8 @@ def test_cases_are_all_that_may_be():
 
 @parametrize("line, why", REFUSED)
 def test_refused_cases(line, why):
+    """Mechanisms that never meet are refused together, with a reason. Catches a pair that is
+    refused unsaid, or is no longer refused and has no case."""
     assert re.search(why, refusal(make_case(line)))
 
 
@@ -1198,7 +1208,10 @@ def misuse_matrices(lines: list[str]) -> None:
 
 
 def test_misused_matrices_end_a_step():
-    """By name, on all ranks alike, also of one that has not launched what the others wait for."""
+    """A matrix that is used twice, never, or outside `project` ends the step on all ranks alike, by
+    its name, also on a rank that has not launched what the other ranks wait for. Catches gradients
+    that are lost: of a matrix that is used twice, or of an expert that has no tokens on some
+    rank."""
     lines = ["2", "2 g=2 os=2 micro=2", "2 g=2 os=2 layout=inter micro=2", "2 os=2 micro=4"]
     lines += ["2 p=2 g=2 os=2 keep=mixed", "2 p=2 g=2 os=2 open=1", "2 sp=2 os=2 place=host"]
     text = on_ranks(2, misuse_matrices, lines)
@@ -1221,6 +1234,8 @@ class SparseBlock(Block):
 
 
 def test_shapes_that_depend_on_data_are_refused():
+    """A layer whose shapes depend on data is refused by a sentence of this project. Catches experts
+    that take only their own tokens, which PyTorch would refuse in words of its own."""
     with raises(ValueError, match="so that its shapes are known.* all tokens, masked"):
         offload.block_saves(SMALL, 16, torch.float32, SparseBlock(SMALL))
 
@@ -1234,6 +1249,8 @@ class DependsOnData(m.Block):
 
 
 def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
+    """A layer that saves more with data than on meta tensors is refused, with its number and the
+    bytes. Catches a memory plan that counts too little."""
     monkeypatch.setattr(m, "Block", DependsOnData)
     model = m.LLaMA(SIZES["gqa"], attention.Attention("cpu"))
     plan = activations_of("swapped", 5, 3)
@@ -1249,9 +1266,11 @@ class Holds(m.Block):
 
 
 def test_forks_that_would_train_wrong_are_refused(group):
-    """Weights that do not train, or are tied; a layer that takes more than the one before it has
-    made, which makes it again, or holds what another one's chunks made; a product that is left out,
-    and read."""
+    """Refused are weights that do not train, are tied or are buffers; a layer that takes something
+    else than what the layer before it has made, because recomputation makes that again; and a layer
+    that holds for other layers what one chunk has made. A product that recomputation leaves out is
+    NaN for whoever reads it. Catches weights, layers and products that a fork uses in a way that
+    would train wrong."""
     cpu = torch.device("cpu")
     model = m.LLaMA(SMALL)
     model.embed.weight.requires_grad_(False)
@@ -1281,7 +1300,8 @@ def test_forks_that_would_train_wrong_are_refused(group):
 
 
 def test_refused_weights_that_are_not_sharded(group):
-    """By name: of PyTorch's modules."""
+    """Weights of PyTorch's own modules are refused by their names. Catches a parameter that no rank
+    shards and no optimizer updates."""
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
         model.blocks[0].gate = torch.nn.Linear(8, 8)
@@ -1293,6 +1313,8 @@ def test_refused_weights_that_are_not_sharded(group):
 
 
 def test_refused_columns_of_a_matrix_that_does_not_say_how():
+    """Under tensor parallelism a matrix has to say how it is cut. Catches a fork's matrix of which
+    each rank would hold all, or the wrong part."""
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
     columns = SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None)
@@ -1306,6 +1328,8 @@ def test_refused_columns_of_a_matrix_that_does_not_say_how():
 
 
 def test_pipeline_that_hands_on_another_dtype_is_refused(tmp_path):
+    """Layers that hand on another dtype than the pipeline's messages have are refused. Catches
+    activations that the next stage would read as other numbers."""
     code = (
         "layers = m.LLaMA.run_layers; dtypes = torch.float32, torch.bfloat16\n"
         "m.LLaMA.run_layers = lambda *a: layers(*a).to(dtypes[dist.get_rank()])\n"
@@ -1316,7 +1340,8 @@ def test_pipeline_that_hands_on_another_dtype_is_refused(tmp_path):
 
 
 def test_refused_optimizer(group):
-    """Before any memory is taken: a rank would update a part of a matrix."""
+    """An optimizer of whole matrices is refused where matrices are split, before any memory is
+    taken. Catches a rank that updates a part of a matrix as if it were all of it."""
     with raises(ValueError, match="layout=intra p=1 tp=1: .* with layout=inter p=1 tp=1"):
         muon = optim.OPTIMIZERS["muon"]
         shard.States(m.LLaMA(SMALL), torch.device("cpu"), torch.float32, optimizer=muon)
@@ -1328,7 +1353,8 @@ class ForkedConfig(m.ModelConfig):
 
 
 def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
-    """A model that a fork has given another field: neither an export nor a resume forgets it."""
+    """A fork has given the model another field: an export and a resume refuse to forget it. Catches
+    a fork's field that is dropped without a word."""
     tiny = {f.name: getattr(m.MODELS["tiny"], f.name) for f in dataclasses.fields(m.ModelConfig)}
     for module in (hf, train):
         monkeypatch.setattr(module, "ModelConfig", ForkedConfig)
@@ -1350,7 +1376,9 @@ def test_fields_that_would_be_dropped_are_refused(tmp_path, monkeypatch):
 
 @slow
 def test_fork_optimizer(tmp_path):
-    """README's example, on 2 ranks that share a matrix's optimizer; its flag in train.py."""
+    """examples/muon.py trains on two ranks that share the matrices, with its flag in train.py.
+    Catches an example whose lines do not run, and a plan that splits matrices that it wants
+    whole."""
     place = "    steps: int = flag("
     source = (ROOT / "train.py").read_text().replace(place, f"    {FLAG}\n{place}")
     (tmp_path / "fork.py").write_text(source)
@@ -1439,7 +1467,9 @@ class EndsInNorm(m.Block):
 
 @parametrize("block", [Gates, Complex, Transposed, PassesOn, Forgets, Squashes, Nested, EndsInNorm])
 def test_blocks_that_save_what_nobody_guessed(block, monkeypatch, group):
-    """In chunks, or in one, and by groups of heads as under plain autograd."""
+    """Layers that save views, other dtypes, transposed or no tensors have the gradients of plain
+    autograd, in chunks, in one chunk, and by groups of heads. Catches a fork's layer whose saved
+    tensors are put in the wrong place."""
     monkeypatch.setattr(m, "Block", block)
     let_streams_be(Spoiled)
 
@@ -1514,7 +1544,9 @@ WHOLE_RESUMES = [
 @slow
 @parametrize("block, optimizer", [("norms", "adamw"), ("fork", "muon")])
 def test_resumed_under_others(block, optimizer, tmp_path):
-    """One run, each of whose steps goes on from the checkpoint of another case."""
+    """One run, each of whose steps goes on from the checkpoint of another case, equals Plain.
+    Catches a state that is read from or written into the wrong place, of rows, of columns or of
+    another rank."""
     lines = RESUMES if optimizer == "adamw" else WHOLE_RESUMES
     answers = answer("gqa", block, optimizer, tuple(case["docs"] for case in lines))
     first = 0

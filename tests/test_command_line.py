@@ -194,6 +194,9 @@ REFUSED = [
 
 @parametrize("command, sentence", REFUSED)
 def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
+    """Each command of REFUSED ends with its sentence before any work. Catches bad input that is
+    found late, or without the numbers that would help."""
+
     def deny():
         raise PermissionError(13, "Permission denied", "locked.txt")  # root may read everything
 
@@ -242,8 +245,8 @@ def refused_on_two(folder: str, ports: list[int]) -> None:
 
 @slow
 def test_refused_on_all_ranks(tmp_path):
-    """What ranks have differently, or one alone finds: all end with the same sentence, and none
-    waits for the others."""
+    """What ranks have differently, or only one of them finds, ends all with the same sentence, and
+    none waits for the others. Catches bad input that is found on one rank only."""
     for rank in "01":
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "both.txt").write_text((1000 + int(rank)) * "x")
@@ -257,14 +260,17 @@ def test_refused_on_all_ranks(tmp_path):
 
 
 def test_versions_that_are_too_old_are_refused(monkeypatch):
+    """A torch that is too old is refused, with the version that is needed. Catches a run that ends
+    in a missing function."""
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1"))
     with raises(ValueError, match="torch 2.9.1: at least 2.11"):
         main("")
 
 
 def test_dry_run(tmp_path, capsys):
-    """12.55 GiB are two bytes for each of 6,738,415,616 parameters, 75.30 are twelve for each in a
-    matrix."""
+    """A dry run prints the plan and touches nothing. 12.55 GiB are two bytes for each of
+    6,738,415,616 parameters, 75.30 are twelve for each in a matrix. Catches a dry run that plans
+    otherwise than planner.py."""
     main(f"--dry-run --dtype bf16 --model 7b --seq 16K --batch 1 --out {tmp_path}/a")
     text = capsys.readouterr().out
     assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text

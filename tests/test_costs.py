@@ -23,7 +23,9 @@ from test_all import ROOT, parametrize
 
 
 def test_factors():
-    """Shards fill a node before they cross it; p divides os, and g is one of both (AMSP)."""
+    """Shards fill a node before they cross it; p divides os, and g is one of both (AMSP); and bytes
+    of states follow from the factors. Catches an illegal factor that is accepted, and bytes of
+    states without a term."""
     assert shard.legal_sizes(36, 12) == [1, 2, 3, 4, 6, 12, 36]
     assert shard.legal_sizes(12, 8) == shard.legal_sizes(4, 8) == [1, 2, 4]  # equal groups of all
     legal = shard.legal_factors(8, 8)
@@ -50,7 +52,8 @@ def seconds(profile: hardware.Profile, **choices) -> float:
 
 
 def test_step_seconds_are_counted_by_hand():
-    """FLOPs, and what each slow part of a machine adds where nothing is hidden."""
+    """A step takes the seconds of its FLOPs, and each slow part of a machine adds its own where
+    nothing is hidden. Catches FLOPs, updates, copies or launches that are forgotten or doubled."""
     n, c, f, v, layers = 2**15, 4096, 11008, 32000, 4
     matrices = 4 * c * c + 3 * f * c
     params = layers * matrices + 2 * v * c
@@ -86,7 +89,8 @@ def test_step_seconds_are_counted_by_hand():
 )
 @parametrize("micro_batches", [1, 3])
 def test_communication_is_hidden_but_not_free(factors, layout, micro_batches):
-    """A step lies between its longest part and the sum of both."""
+    """A step lies between its longest part and the sum of both. Catches communication that is free,
+    or never hidden."""
     plan = {"factors": shard.Factors(*factors), "os_layout": layout, "batch": 8 * micro_batches}
     slow_network = round_machine(inside=3e9)
     computed = seconds(round_machine(), **plan)
@@ -149,9 +153,10 @@ class Collectives(TorchDispatchMode):
     ],
 )
 def test_predictions_and_rings_are_what_shard_launches(factors, layout, several, recompute):
-    """The bytes of collectives of rank 0 of 8, of which none runs: where each takes as many seconds
-    and nothing is hidden, and as planner.py sends them around rings; of attention, where two groups
-    of heads share a key/value head."""
+    """The bytes of collectives of rank 0 of 8, of which none runs, are what costs.py predicts,
+    where each takes as many seconds as bytes and nothing is hidden, and what planner.py sends
+    around rings; also of attention, where two groups of heads share a key/value head. Catches bytes
+    that are predicted or placed and that shard.py does not send."""
     cfg = m.ModelConfig(128, 64, 5, 4, 2, 128, 16)  # matrices are multiples of 8 * 128 elements
     f = shard.Factors(*factors)
     plan = costs.Plan(
@@ -226,7 +231,7 @@ def seconds_of_passes(stages: int, parts: int, micro_batches: int, message: floa
 @parametrize("pp, v, several", [(2, 1, 2), (4, 1, 4), (4, 2, 8), (4, 4, 12), (8, 1, 160)])
 def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
     """Of equal passes idle / total = (P - 1) / (V M + P - 1), in the order that stages run them;
-    messages add to it."""
+    messages add to it. Catches idle time that is miscounted."""
     alone = seconds_of_passes(pp, v, several, 0)
     assert alone == 3 * (v * several + pp - 1)
     cfg = replace(m.MODELS["7b"], layers=16, vocab=16)
@@ -244,7 +249,8 @@ def test_pipelines_are_idle_as_long_as_their_passes(pp, v, several):
 @parametrize("v, most", [(1, 4 * 4), (2, 11 * 2)])
 def test_bytes_of_stages_are_those_in_flight(v, most):
     """The first of P stages keeps P micro-batches at most, of its 16 / P layers; with V parts each,
-    P (V - 1) + 2 (P - 1) + 1 passes of 16 / (P V) layers (Megatron's order)."""
+    P (V - 1) + 2 (P - 1) + 1 passes of 16 / (P V) layers (Megatron's order). Catches bytes of a
+    layer, or micro-batches in flight, that are not counted."""
     model = replace(m.MODELS["7b"], layers=16)
     plan = replace(STEP, model=model, ranks=32, seq=2**13, pp=4, pp_chunks=v)
     kept = [
@@ -260,8 +266,9 @@ def test_bytes_of_stages_are_those_in_flight(v, most):
     [("mtp", 0, 0, 4, 1), ("msp", 4, 4, 0, 1), ("fsp", 6, 4, 0, 0.25)],
 )
 def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept):
-    """Seconds of a layer's collectives of (N, C), where each operation has another bandwidth; and
-    bytes: h and x of all tokens or of a column's."""
+    """The seconds of a layer's collectives of (N, C), where each operation has another bandwidth,
+    and bytes: h and x of all tokens or of a column's. Catches a collective or a kept tensor of a
+    tensor mode that is forgotten."""
     rates = {op: 1e12 + 1e11 * i for i, op in enumerate(hardware.COLLECTIVES)}
     tables = {op: {"4x1": [[1.0, rate]]} for op, rate in rates.items()}
     plan = costs.Plan(
@@ -286,8 +293,9 @@ def test_columns_exchange_in_the_open(mode, gathers, scatters, reductions, kept)
 
 
 def test_predictions_are_what_was_measured():
-    """Of all settings that were measured: seconds, and which setting of a question is the fastest,
-    where network and kernel were measured; and bytes."""
+    """Predictions of all settings that were measured, in seconds and in bytes; and, where network
+    and kernel were measured, which setting of a question is the fastest. Catches seconds or bytes
+    far from what GPUs took."""
     sys.path.insert(0, str(ROOT / "results"))
     import report
 

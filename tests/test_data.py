@@ -18,6 +18,8 @@ from test_all import log, main, parametrize, run, seeded, slow
 
 
 def test_data_default_is_large_sorted_text():
+    """Without `--data` the standard library's sources are enough for a sequence of a million
+    tokens, in a fixed order. Catches data that are too small for a long sequence."""
     corpus, val = data.open_corpus("stdlib")
     assert val is None and corpus.files == sorted(corpus.files)
     sequences, val = data.split(corpus, None, 2**20, 0)
@@ -25,8 +27,9 @@ def test_data_default_is_large_sorted_text():
 
 
 def test_data_windows_cover_everything_once(tmp_path):
-    """Over the borders of files, of which one is empty; each epoch in another order, which needs no
-    history."""
+    """Samples cover all data once an epoch, over the borders of files, one of which is empty, and
+    in another order each epoch, which needs no history. Catches a sample that is drawn twice, and a
+    token that is lost at a file's end."""
     text = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8)
     (tmp_path / "sub").mkdir()
     for name, part in zip(("0", "1", "2", "sub/3"), np.split(text, [10, 10, 503])):
@@ -60,8 +63,8 @@ def test_data_windows_cover_everything_once(tmp_path):
     ],
 )
 def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
-    """Ids of two or four bytes, as nanoGPT writes them. FILE.bin.json says which; without a word,
-    they have two."""
+    """Ids have two or four bytes, as nanoGPT writes them: FILE.bin.json says which, and without it
+    they have two. Catches ids that are read at another width or place."""
     ids = np.random.default_rng(0).integers(0, most, 20_000)
     for name, sidecar in (("train", said), ("val", of_val or said)):
         ids.astype(f"<u{width}").tofile(tmp_path / f"{name}.bin")
@@ -102,8 +105,9 @@ def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
 
 
 def test_data_tokenised_text(tmp_path, capsys):
-    """The ids are those of transformers' own class, and an end after each text: of files that are
-    read in parts, empty ones, and many; a line that is cut loses nothing."""
+    """Ids are those of transformers' own class, with an end after each text, of files that are read
+    in parts, of empty ones and of many; a line that is cut loses nothing. Catches text that is lost
+    or cut, and the ids of another tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     lines = [
@@ -136,8 +140,8 @@ def test_data_tokenised_text(tmp_path, capsys):
 
 
 def test_data_tokenised_to_four_bytes(tmp_path):
-    """Ids past 2^16, and no file of text that is none, of ids past the model's, or without an end
-    of a text; nothing half is left."""
+    """Ids past 2^16 have four bytes. Refused are a file that is no text, ids past the model's, and
+    texts without an end, and no half a file is left. Catches ids that are cut to two bytes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{i}": i for i in range(70_000)}
@@ -167,7 +171,8 @@ def test_data_tokenised_to_four_bytes(tmp_path):
 
 @slow
 def test_data_tokenised_by_the_first_of_two_ranks(tmp_path):
-    """The second waits longer than --timeout, and ends with the sentence that the first finds."""
+    """The second rank waits for the first one's tokenizer longer than --timeout, and ends with the
+    sentence that the first finds. Catches a wait that is too short."""
     text = tmp_path / "a.txt"
     text.write_text("the grass is green " * 999)
     make_tokenizer(tmp_path / "hf", text.read_text(), 257)  # of which the last never occurs
@@ -199,9 +204,10 @@ def bare_loss(windows: list[np.ndarray], end: int) -> float:
 
 
 def test_data_goes_on_where_it_was_left(tmp_path):
-    """At a rate of zero a step's loss is that of the first weights on its documents alone: the next
-    ones of the order, by the checkpoint's batch and another. What a resumed run keeps need not be
-    said again."""
+    """At a rate of zero a step's loss is that of the first weights on its documents: the next ones
+    of the order, by the checkpoint's batch and by another. What a resumed run keeps need not be
+    said again. Catches samples that are drawn twice or skipped on resume, and a label that counts
+    over a document's border."""
     flags = f"--out {tmp_path} --steps"
     main(f"{flags} 2 --dtype fp64 --lr 0 --document-token 10 --batch 4")
     for more in ("3", "4 --batch 2"):

@@ -33,6 +33,8 @@ from test_all import Spoiled, log, losses, main, make_case, make_run, parametriz
     ],
 )
 def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
+    """A run that is killed in or between saves goes on from the newest whole checkpoint, bit for
+    bit. Catches a torn checkpoint that is believed, and a resume that is not bit for bit."""
     flags += f" --out {tmp_path} --save-every"
     run(
         f"{flags} 2",
@@ -46,8 +48,9 @@ def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
 
 
 def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
-    """Torn folders beside whole ones; a file that is cut short, or of another checkpoint; a copy.
-    A run that goes on before them puts them aside."""
+    """Torn folders beside whole ones, a file that is cut short or belongs to another checkpoint,
+    and a copy are passed over; a run that goes on before them puts them aside. Catches a torn or an
+    older checkpoint that is taken."""
     (tmp_path / "step-3-backup").mkdir()
     flags = f"--out {tmp_path} --keep 3 --save-every 1"
     main(f"{flags} --steps 3")
@@ -68,7 +71,8 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
 
 def test_going_back_is_one_with_the_log(tmp_path):
     """A run goes back to an earlier step and ends before it saves: the next one goes on from there,
-    as the log does. An evaluation or an export of an earlier step takes nothing back."""
+    as the log does. An evaluation or an export of an earlier step takes nothing back. Catches a
+    checkpoint that the log does not reach."""
     flags = f"--out {tmp_path} --keep 9 --save-every 2"
     main(flags)
     want = losses(tmp_path)
@@ -83,6 +87,8 @@ def test_going_back_is_one_with_the_log(tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
+    """A checkpoint whose weights are not finite is refused by name. Catches a run that goes on from
+    weights that are no numbers."""
     run, _, states = make_run(make_case("1"), {}, Spoiled)
     train.load_random_weights(run, states)
     states.state_parts()["master.embed.weight"].values.fill_(math.nan)
@@ -92,7 +98,8 @@ def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
 
 
 def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
-    """Whatever has become of it."""
+    """Whatever has become of a meta.json, it is refused. Catches a torn meta.json that is
+    believed."""
     folder = shutil.copytree(sandbox / "o" / "step-00000001", tmp_path / "o")
     meta = folder / "meta.json"
     whole = meta.read_text()
@@ -105,7 +112,8 @@ def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
 
 
 def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
-    """What lacks is a part of what is saved of a matrix, or all that one column had of it."""
+    """A checkpoint that lacks a part of a matrix, or all that one column had of it, is refused.
+    Catches states that are trained from whatever memory held."""
     flat = torch.arange(24.0)
     upper = ops.Cut((6, 4), ((0, 3),), (0, 4))
     for cut, message in ((None, "lacks 14 elements of x"), (upper, "x has values that are not")):
@@ -117,7 +125,8 @@ def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
 
 
 def test_resume_says_what_has_changed(tmp_path, capsys):
-    """Data of another size, threads, on which sums depend, and lines of the log that are none."""
+    """A resume names data of another size, another number of threads, on which sums depend, and
+    lines of the log that are no step's. Catches a change that is passed over in silence."""
     words, out = tmp_path / "a.txt", tmp_path / "o"
     words.write_bytes(bytes(range(256)) * 20)
     flags = f"--data {words} --out {out} --steps"
@@ -142,7 +151,8 @@ def test_resume_says_what_has_changed(tmp_path, capsys):
 
 @parametrize("flags", ["", "--save-async"])
 def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
-    """It is said at each step until a save works; if the last one fails, so does the command."""
+    """A save that fails is named at each step until a save works; if the last one fails, so does
+    the command. Catches a full disk that ends a run."""
     out = tmp_path / "o"
     flags += " --save-every 2 --out"
     at_file(f"{out}/step-0000000[47].tmp/rank", full_disk)
@@ -161,8 +171,9 @@ def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
 
 
 def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
-    """The system's own limit on a file's size stands for it: neither log nor states can be
-    written."""
+    """The system's own limit on a file's size stands for a full disk: neither the log nor states
+    can be written, and the run still takes all its steps. Catches a run that a full disk ends in
+    the middle."""
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
     try:
@@ -175,8 +186,8 @@ def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
 
 
 def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
-    """Copies are taken at once, though they are written when the next step is done, also of states
-    that lie on the host."""
+    """With `--save-async` copies are taken at once, although they are written when the next step is
+    done, also of states that lie on the host. Catches a late copy, of later states."""
 
     def late():
         deadline = time.time() + 20
@@ -198,6 +209,8 @@ def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
 
 
 def test_saving_that_cannot_begin_moves_nothing(tmp_path):
+    """A run whose copies for `--save-async` do not fit the host is refused and touches no earlier
+    file. Catches a run that puts an earlier one aside and then cannot begin."""
     main(f"--steps 1 --out {tmp_path}")
     before = {*tmp_path.iterdir()}
     with raises(ValueError, match="--save-async: copies take 0.02 GiB .*; --no-save-async"):
@@ -207,8 +220,9 @@ def test_saving_that_cannot_begin_moves_nothing(tmp_path):
 
 
 def test_one_run_writes_to_a_folder(tmp_path, monkeypatch, capsys):
-    """A second one is refused with the first one's process; one that is over holds nothing; storage
-    without locks is said."""
+    """A second run in a folder is refused with the first one's process; a run that is over holds
+    nothing, and storage without locks is named. Catches two runs in one folder, and a stale
+    lock."""
     flags = f"--steps 1 --out {tmp_path}"
     with checkpoint.locked(tmp_path):
         with raises(ValueError, match=f"another run writes there .*process {os.getpid()}"):

@@ -34,7 +34,8 @@ def launch(flags: str, folder: Path, torchrun: str, code: str, **env) -> subproc
 
 @slow
 def test_restart(tmp_path):
-    """One of two ranks dies in a save; torchrun starts both again, and they go on from the last."""
+    """One of two ranks dies in a save; torchrun starts both again, and they go on from the last
+    checkpoint, bit for bit. Catches a restart that begins anew or from a torn checkpoint."""
     code = f"""
 flag = Path(r'{tmp_path}/died')
 def once():
@@ -55,7 +56,8 @@ at_file('step-00000004.tmp/rank-00001', once)
 @slow
 @parametrize("ranks, number", [(0, signal.SIGINT), (2, signal.SIGTERM)])
 def test_signals(ranks, number, tmp_path):
-    """Also one that a single rank gets: all finish the step, save, and end with 0."""
+    """After a signal, also one that only one rank gets, all finish the step, save, and end with 0.
+    Catches a stop without a checkpoint, and a rank that waits for ever."""
     out, said = tmp_path / "o", tmp_path / "said"
     processes = start_train(f"--steps 1000000 --out {out}", ranks, said)
     deadline = time.time() + 120
@@ -69,7 +71,8 @@ def test_signals(ranks, number, tmp_path):
 
 
 def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
-    """Nor if it has ended the reader of what is printed, too."""
+    """A signal in the last step leaves out neither the checkpoint nor the export, even if it has
+    ended the reader of what is printed, too. Catches an export that is left out."""
     reader, writer = os.pipe()
     os.close(reader)
     monkeypatch.setattr(sys, "stdout", open(writer, "w"))
@@ -80,7 +83,8 @@ def test_signal_in_the_last_step_leaves_nothing_out(tmp_path, monkeypatch):
 
 
 def test_data_that_goes_away(tmp_path):
-    """What was trained is saved, one sentence names the file, and with the file back it goes on."""
+    """When the data go away, what was trained is saved and one sentence names the file; with the
+    file back the run goes on. Catches training that is lost with the data."""
     words, out = tmp_path / "words.txt", tmp_path / "o"
     text = bytes(range(97, 122)) * 1600
     words.write_bytes(text)
@@ -97,8 +101,9 @@ def test_data_that_goes_away(tmp_path):
 
 @slow
 def test_faults_of_one_rank(tmp_path):
-    """Of two in a folder each: one whose disk is full; one that writes for longer than others may
-    wait in a collective, or may give no sign; data that goes away."""
+    """Of two ranks in a folder each, one has a full disk, one writes for longer than the other may
+    wait in a collective or give no sign, and then data go away. Catches a fault of one rank that
+    ends or hangs the other, or that takes what was trained with it."""
     for rank in "01":
         (tmp_path / rank).mkdir()
         (tmp_path / rank / "words.txt").write_bytes(bytes(range(97, 122)) * 1600)
@@ -121,8 +126,8 @@ at_file('step-00000004.tmp/rank-00001', lambda: Path('words.txt').unlink(missing
 
 @slow
 def test_lost_node_comes_back(tmp_path):
-    """Two torchruns, a rank each; one is killed with its rank. Both go on when it is there again,
-    though counts of restarts differ."""
+    """Of two torchruns with a rank each, one is killed with its rank: both go on when it is there
+    again, though their counts of restarts differ. Catches a node that cannot come back."""
     port = get_free_port()
     torchrun = (
         f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id x "
@@ -168,7 +173,8 @@ if 'LOST' in os.environ:
     ],
 )
 def test_failed_rank_is_named(victim, says, tmp_path):
-    """The other one, in a collective that hangs as its sockets stay open, ends and says why."""
+    """A rank stops in a collective while its sockets stay open: the other one ends and says which
+    rank it was. Catches a dead rank that nobody names."""
     code = f"""
 import ranks
 from helpers import *

@@ -60,6 +60,8 @@ def gpu_cases(ranks: int) -> list[dict]:
 @needs_gpu
 @parametrize("ranks", [1, 2, 4, 8])
 def test_gpu_equals_one_process(ranks, tmp_path):
+    """The cases of test_all.py in float64, and some of real kernels in bf16, equal Plain on GPUs
+    with late streams. Catches what a CPU hides: streams that run beside each other."""
     if ranks > max(2, GPUS):
         pytest.skip(f"{GPUS} GPUs")
     compare(ranks, gpu_cases(ranks), tmp_path, gpus=min(ranks, GPUS))
@@ -154,9 +156,11 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
     ],
 )
 def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
-    """Each line that waits, but those that a whole step hides, or under which nothing is under way
-    (on one rank; as a ring begins), those of messages, which NCCL's works may hold, and what one
-    rank shows. Two ranks need two GPUs: gloo's collectives let the host wait."""
+    """Each line that waits is left out by itself, and then a case must fail; but not those that a
+    whole step hides, or under which nothing is under way (on one rank; as a ring begins), those of
+    messages, which NCCL's works may hold, and what one rank shows. Two ranks need two GPUs, because
+    gloo's collectives let the host wait. Catches a wait that is missing, or one that no case
+    proves."""
     if ranks > GPUS:
         pytest.skip(f"{GPUS} GPUs")
     cases = [make_case(f"{ranks} {line} device=cuda kernel=naive") for line in lines]
@@ -167,8 +171,8 @@ def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
 
 @needs_gpu
 def test_gpu_attention_past_two_to_the_31():
-    """A million tokens of 17 heads: the last head as alone, and its rows past the middle as the
-    definition in float64 has them."""
+    """At a million tokens of 17 heads the last head is as alone, and its rows past the middle are
+    as the definition in float64 has them. Catches an index past 2^31."""
     device, seq, heads = torch.device("cuda"), 2**20, 17
     op = attention.Attention(attention.pick_kernel("auto", device, torch.bfloat16))
     torch.manual_seed(0)
@@ -196,8 +200,8 @@ def test_gpu_attention_past_two_to_the_31():
 @needs_gpu
 @parametrize("kernel", attention.KERNELS)
 def test_gpu_documents(kernel):
-    """Of two sequences, with documents of one token and of thousands, against the definition in
-    float64, document by document."""
+    """Two sequences, with documents of one token and of thousands, equal the definition in float64,
+    document by document. Catches attention across a document's border."""
     device = torch.device("cuda")
     if why := attention.why_not(kernel, device, torch.bfloat16, documents=True):
         pytest.skip(why)

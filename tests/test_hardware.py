@@ -14,6 +14,8 @@ from test_all import on_ranks, parametrize, slow
 
 
 def test_profiles_between_points_and_at_their_ends():
+    """Rates between measured points are linear in the logarithm, and beyond them stay at the last.
+    Catches a rate that no machine has."""
     points = [[1e6, 10.0], [1e8, 30.0]]
     rates = [hardware.interpolate(points, at) for at in (1, 1e7, 1e8, 1e12)]
     assert rates == approx([10, 20, 30, 30])  # linear in the logarithm
@@ -39,7 +41,8 @@ def test_profiles_between_points_and_at_their_ends():
     ],
 )
 def test_profiles_that_are_none(edit, message, tmp_path):
-    """A file's last key counts."""
+    """A profile with a broken value is refused by its key; a file's last key counts. Catches a
+    broken file that is taken."""
     file = tmp_path / "mine.json"
     whole = (hardware.PROFILES / "h200x2.json").read_text()
     file.write_text(whole.rstrip().removesuffix("}") + f", {edit}}}")
@@ -48,7 +51,8 @@ def test_profiles_that_are_none(edit, message, tmp_path):
 
 
 def test_profiles_are_files(tmp_path, monkeypatch):
-    """By name or by path, whatever GPU that is called after."""
+    """A profile is found by name or by path, whatever GPU that is called after. Catches a file that
+    is taken for another one."""
     folder = shutil.copytree(hardware.PROFILES, tmp_path / "H100")
     monkeypatch.setattr(hardware, "PROFILES", folder)
     for name in hardware.profile_files():
@@ -62,9 +66,9 @@ def test_profiles_are_files(tmp_path, monkeypatch):
 
 
 def test_known_profiles_are_those_of_the_node():
-    """The smallest node that has so many GPUs, else the largest, by a name in any case. Without
-    its own, a GPU has an H200's by the ratio of data sheets; with neither, an H200's, and the name
-    says so."""
+    """A GPU has the profile of the smallest node that has so many GPUs, else the largest, by a name
+    in any case. Without one of its own, it has an H200's by the ratio of data sheets; with neither,
+    an H200's, and the name says so. Catches the rates of another machine."""
     for per_node, name in ((1, "h200x2"), (2, "h200x2"), (3, "h200x8"), (16, "h200x8")):
         assert hardware.known_profile("NVIDIA H200", per_node).name == name
     base, large, unknown = (
@@ -104,4 +108,7 @@ def measured_profile_worker():
 
 @slow
 def test_profiles_are_measured_by_all_ranks():
+    """Two ranks measure a profile of this machine, and its memory rate is the one from which
+    costs.py counts the measured seconds of a layer. Catches a measured rate that is of no
+    machine."""
     on_ranks(2, measured_profile_worker)

@@ -97,8 +97,9 @@ def hf_back(model, folder: Path, source: dict, dtype=torch.float32):
 
 @parametrize("name", PUBLISHED)
 def test_hf_published(name, tmp_path, monkeypatch, group):
-    """As each is published: logits within and beyond the trained length, and back as the same
-    architecture in several files."""
+    """Models as they are published have transformers' logits within and beyond the trained length,
+    and go back as the same architecture in several files. Catches rows of a fused matrix in the
+    wrong order, and a key that is not heard."""
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 60_000)
     kind, keys = PUBLISHED[name]
     theirs = hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
@@ -126,6 +127,8 @@ def test_hf_published(name, tmp_path, monkeypatch, group):
 
 @parametrize("keys", [{"rope_theta": 7e5}, {"rope_scaling": LLAMA3}])
 def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
+    """Where an older key of config.json disagrees with rope_parameters, the logits are those of
+    transformers. Catches the key that is believed although transformers does not."""
     hf_model(tmp_path)
     hf_edit(tmp_path, **keys)  # beside rope_parameters
     assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
@@ -147,8 +150,9 @@ def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
     ],
 )
 def test_hf_windows(kind, keys, window, tmp_path, group):
-    """A window counts from where transformers' logits are others: where the sequence is longer, in
-    whichever layer. It goes along on export."""
+    """A sliding window counts from where transformers' logits differ: where the sequence is longer,
+    in whichever layer. It goes along on export. Catches a window that is not seen, or is lost on
+    export."""
     theirs = hf_model(tmp_path / "in", kind, sliding_window=40, **keys)
     model = hf.load_model(tmp_path / "in")
     _, source = hf.read_config(tmp_path / "in")
@@ -173,7 +177,8 @@ def test_hf_windows(kind, keys, window, tmp_path, group):
     ],
 )
 def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
-    """Of a model from scratch, or refuses what transformers would compute in another way."""
+    """A model from scratch is exported as an architecture that computes the same, or is refused.
+    Catches an export that transformers would compute in another way."""
     model = m.LLaMA(replace(SMALL, vocab=300, **changes))
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape).bfloat16() / 8)
@@ -204,6 +209,8 @@ def test_hf_exports_what_computes_it(changes, kind, message, tmp_path, group):
     ],
 )
 def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
+    """A key of config.json that asks for what is not built is refused with its value. Catches a key
+    that is passed over, and a model that computes something else."""
     hf_model(tmp_path)
     hf_edit(tmp_path, **{key: value})
     with raises(ValueError, match=message):
@@ -212,8 +219,8 @@ def test_hf_keys_that_are_not_built_are_refused(key, value, message, tmp_path):
 
 @parametrize("other", [0, 1])
 def test_hf_tied_head_that_is_stored_too(other, tmp_path):
-    """Some checkpoints hold it, and it is the embedding; one that is another is the head, as
-    transformers 5 has it."""
+    """Some checkpoints of a tied model store the head, too. It is the embedding, or, if it differs,
+    it is the head, as transformers 5 has it. Catches a head that is lost."""
     hf_model(tmp_path, tie_word_embeddings=True, shard="1GB")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -243,7 +250,8 @@ def test_hf_tied_head_that_is_stored_too(other, tmp_path):
     ],
 )
 def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positions, tmp_path):
-    """Through the command, and into an export: a factor is multiplied by the import's."""
+    """`--rope-scaling` multiplies the import's own factor, through the command and into an export.
+    Catches a factor that forgets the one that the model was trained with."""
     kind, keys = PUBLISHED[name]
     hf_model(tmp_path / "in", kind, **{"max_position_embeddings": 64} | keys)
     main(
@@ -257,7 +265,8 @@ def test_rope_scaling_counts_from_the_trained_length(name, flag, scaling, positi
 
 
 def test_hf_train_and_export(tmp_path, capsys):
-    """Import a tied head, train, export with what lay beside it, and import the export."""
+    """A tied model is imported, trained, exported with the files that lay beside it, and imported
+    again. Catches a head that is tied again, and a tokenizer or licence that does not go along."""
     hf_model(tmp_path / "in", tie_word_embeddings=True, shard="1GB")
     beside = {
         "tokenizer.json",
@@ -287,8 +296,9 @@ def test_hf_train_and_export(tmp_path, capsys):
 
 @slow
 def test_hf_resumes_without_its_folder(tmp_path, capsys):
-    """The model comes from the checkpoint, whether or not flags name it again; a factor counts from
-    the import; an export does without a tokenizer."""
+    """The model comes from the checkpoint, whether or not flags name the import again; a factor
+    counts from the import, and an export does without a tokenizer. Catches a resume that needs the
+    folder that the run began with."""
     theirs = hf_model(tmp_path / "in", "qwen3", max_position_embeddings=64, eos_token_id=[7, 8])
     init = f"--init hf:{tmp_path}/in --rope-scaling yarn:2"
     flags = "--seq 160 --batch 2 --steps 2 --save-every 1"

@@ -80,8 +80,9 @@ LARGE = [b._replace(size=b.size * 10**9 + i) for i, b in enumerate(HOLES)]
 
 @parametrize("buffers", [HOLES, LARGE, *(random_buffers(3 + n % 5, n) for n in range(12))])
 def test_memory_plans_are_the_best(buffers):
-    """Of first fits in all orders: that of a best plan's addresses is among them. And proved so, to
-    what floating point tells apart: no bound is above the best."""
+    """The peak is that of the best of first fits in all orders, among which is the best plan, and
+    it is proved to what floating point tells apart. Catches buffers that overlap, a peak above the
+    best, and a lower bound above the best."""
     plan = memplan.solve(buffers, time_limit=20)
     rows = memplan.as_rows(buffers)
     orders = itertools.permutations(range(len(buffers)))
@@ -91,6 +92,8 @@ def test_memory_plans_are_the_best(buffers):
 
 
 def test_memory_plan_checker_is_the_definition():
+    """The checker accepts exactly those plans in which no two buffers overlap and none leaves the
+    arena. Catches a checker that lets a wrong plan pass."""
     rng, seen = random.Random(0), set()
     for seed in range(2000):
         buffers = random_buffers(rng.randint(1, 6), seed)
@@ -103,7 +106,8 @@ def test_memory_plan_checker_is_the_definition():
 
 
 def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
-    """The integer program, in a process of its own that is ended."""
+    """The integer program runs in a process of its own, which is ended when its time is over.
+    Catches a program that does not end."""
     monkeypatch.setattr(memplan, "FEW_PAIRS", 0)
     assert memplan.solve(HOLES).optimal
     slow = tmp_path / "slow.py"
@@ -115,7 +119,8 @@ def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
 
 @parametrize("name", ["16k", "64k", "256k"])
 def test_memory_plans_of_recorded_steps(name):
-    """By bench.py, on GPUs: no byte more than is alive at once."""
+    """Plans of steps that bench.py recorded on GPUs take no byte more than is alive at once.
+    Catches a peak above the best on steps of real size."""
     _, buffers = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
     plan = memplan.solve(buffers)
     memplan.check(buffers, plan.offsets, plan.peak)
@@ -139,15 +144,17 @@ LONG_PASS = [memplan.Buffer(0, 2, 10, "a"), memplan.Buffer(1, 4, 2, "a"), mempla
     ],
 )
 def test_memory_plan_of_two_levels(buffers, peak, method, other):
-    """Nine equal passes, each at its best, and a buffer that outlives them: Memo's two levels, and
-    where a first fit of all is lower."""
+    """Nine equal passes, each at its best, and a buffer that outlives them: Memo's two levels are
+    taken, or a first fit of all where that is lower, and both are named. Catches a level that is
+    placed worse than without it."""
     plan = memplan.solve(buffers, time_limit=20)
     assert is_plan(buffers, plan.offsets, peak)
     assert plan.method.startswith(method) and f"({other}" in str(plan)  # both are said
 
 
 def test_memplan_program(tmp_path, capsys):
-    """From one file to the other, with passes and whatever order of columns; a plan is a trace."""
+    """memplan.py reads a trace with passes and its columns in any order, and the plan that it
+    writes is a trace again. Catches a trace that is read wrongly, also one that Excel wrote."""
     trace, plan, plot = tmp_path / "t.csv", tmp_path / "p.csv", tmp_path / "p.png"
     trace.write_text(
         'pass,id,upper,lower,size\r\n"forward, layer 1",a,3,0,8\r\n,b,9,0,4\r\n'
@@ -174,6 +181,8 @@ def test_memplan_program(tmp_path, capsys):
     ],
 )
 def test_memplan_names_the_line(text, message, tmp_path, capsys):
+    """A trace that is no trace is refused with the line. Catches a bad row that is skipped or ends
+    in a traceback."""
     trace = tmp_path / "t.csv"
     trace.write_text(text)
     assert memplan.main([str(trace)]) == 2
@@ -184,8 +193,9 @@ def test_memplan_names_the_line(text, message, tmp_path, capsys):
 
 
 def test_memory_replay_is_bit_equal():
-    """Steps on planned addresses beside a twin's: one of another length harms nothing, and a step
-    that has changed is recorded again."""
+    """Steps on planned addresses equal those of a twin without; a step of another length harms
+    nothing, and a step that has changed is recorded again. Catches a changed step that runs on an
+    old plan."""
 
     def make_step():
         model = seeded(SMALL)
@@ -216,8 +226,8 @@ def test_memory_replay_is_bit_equal():
 
 @parametrize("first, second", [([9000], [8000]), ([9000], [2000, 3000]), ([2000, 3000], [9000])])
 def test_memory_replay_refuses_what_is_taken(first, second):
-    """Tensors that were never alive together get one place; then they are, and keep what they
-    hold."""
+    """Tensors that were never alive together share an address; when they are, both keep what they
+    hold. Catches a tensor that is placed over a live one."""
     kept = []
 
     def step(held):
@@ -266,14 +276,16 @@ def check_planned_steps(device: str, keep: str, least: int) -> None:
     ],
 )
 def test_planned_steps_are_bit_equal(device, keep, least):
-    """Training at planned addresses, in chunks that swap; whole layers as a CUDA graph."""
+    """Training at planned addresses equals training without, in chunks that swap, and with whole
+    layers as a CUDA graph. Catches an address of a tensor that is still needed, and an input that
+    is frozen in the graph."""
     on_ranks(1, check_planned_steps, device, keep, least, gpus=int(device == "cuda"))
 
 
 @slow
 def test_planned_run_is_bit_equal(tmp_path):
-    """train.py --memplan on: with sequences over ranks, chunks, evaluation and a checkpoint in
-    between, the losses are those without it."""
+    """train.py with `--memplan on` has the losses that it has without, with sequences over ranks,
+    chunks, an evaluation and a checkpoint in between. Catches a plan that changes a loss."""
     flags = "--sp 2 --chunk 16 --alpha 0.5 --eval-every 5 --save-every 4"
     run(f"{flags} --out {tmp_path}/off", 2)
     text = run(f"{flags} --out {tmp_path}/on --memplan on", 2)
@@ -389,8 +401,9 @@ def peak_alive(buffers):
     ],
 )
 def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, choices):
-    """The formula by which planner.py plans, against simulated steps of some layers (GPUs measured
-    122.2 GiB where 122.1 were simulated, of 32 layers in the first case)."""
+    """The bytes that planner.py counts equal those of simulated steps of some layers (GPUs measured
+    122.2 GiB where 122.1 were simulated, of 32 layers in the first case). Catches a peak that the
+    formula lacks."""
     model = replace(m.MODELS[name], layers=4)
     plan = swapping_plan(model, ranks, seq, factors, kept, **{"chunk": 2**14, **choices})
     requests, lasting, counted = simulate_step(plan)
@@ -407,8 +420,8 @@ def test_counted_memory_is_what_a_step_needs(name, ranks, seq, factors, kept, ch
     ][: 1 + ALL_COMBINATIONS],
 )
 def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk):
-    """Fake tensors against what bench.py recorded of PyTorch's allocator on GPUs, of the plans in
-    memplan-16k-64k-2xh200.json."""
+    """A step on fake tensors requests what bench.py recorded of PyTorch's allocator on GPUs, for
+    the plans in memplan-16k-64k-2xh200.json. Catches a simulation that requests what no GPU did."""
     _, real = memplan.read_trace(ROOT / "results" / f"memplan-{name}-2x.csv")
     plan = swapping_plan(m.MODELS["7b"], 2, seq, factors, kept, chunk=chunk, head_groups=4)
     requests, _, _ = simulate_step(plan)
@@ -420,8 +433,9 @@ def test_simulated_step_requests_what_a_gpu_did(name, seq, factors, kept, chunk)
 
 
 def test_gradients_of_chunks_are_rounded_once(group):
-    """Gradients of bf16 matrices in four chunks, kept in bf16, are half a bit of those in float32,
-    of two micro-batches whose second has no labels: as Adam's first moment sees them."""
+    """Gradients of bf16 matrices in four chunks, kept in bf16, are within half a bit of those in
+    float32 of two micro-batches, whose second has no labels: as Adam's first moment sees them.
+    Catches gradients of chunks or of micro-batches that add up in bf16."""
     found = []
     tokens = torch.arange(64).remainder(SMALL.vocab)
     for several in (1, 2):
@@ -449,7 +463,7 @@ def test_gradients_of_chunks_are_rounded_once(group):
 
 def test_forgotten_activations_are_freed(group):
     """A forward without a backward (out of memory, say) and one with it leave nothing behind: what
-    autograd saves does not hold what holds its graph."""
+    autograd saves does not hold what holds its graph. Catches memory that is never freed."""
     model = seeded(SMALL, attention.Attention("cpu"))
     plan = offload.ActivationPlan(SMALL.layers, 4, SMALL.layers, 5)
     layers = offload.ChunkedLayers(model, (2, 20), plan, 10, torch.device("cpu"), torch.float64)

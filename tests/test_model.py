@@ -30,6 +30,8 @@ from test_all import SMALL, example, needs_gpu, parametrize, relative, seeded
     ],
 )
 def test_counts(cfg, count):
+    """Parameters are as many as published, and FLOPs a token follow from them. Catches a size or a
+    FLOP formula that differs from the published one."""
     assert m.param_count(cfg) == count
     with torch.device("meta"):
         few = replace(cfg, layers=2)
@@ -40,6 +42,8 @@ def test_counts(cfg, count):
 
 
 def test_counts_of_peak():
+    """The peak rates of GPUs are those of their data sheets, by the names that drivers report.
+    Catches an MFU that is computed with another GPU's rate."""
     for name, tflops in (
         ("A800-SXM4-80GB", 312),
         ("A100-SXM4-40GB", 312),
@@ -59,12 +63,15 @@ def test_counts_of_peak():
     ],
 )
 def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
+    """Sizes that no kernel computes are refused, with the nearest legal one. Catches heads of an
+    odd size, which a kernel would read from the next token."""
     with raises(ValueError, match=message):
         replace(SMALL, **sizes)
 
 
 def test_first_weights():
-    """A product is as large as its input; what writes into the residual stream adds up to it."""
+    """A product is as large as its input, and what writes into the residual stream adds up to its
+    size. Catches a first product or a residual sum of the wrong size."""
     cfg = m.MODELS["1b"]
     for name, cols, std in (
         ("embed", 2048, 1),
@@ -78,7 +85,8 @@ def test_first_weights():
 
 
 def test_seeds_make_other_weights():
-    """Also those that differ above the 32 bits that a CPU's generator takes, and only by a bit."""
+    """Seeds that differ by a bit, or above the 32 bits that a CPU's generator takes, draw other
+    weights. Catches two seeds or two matrices that get the same weights."""
 
     def weight(seed, name="embed.weight"):
         return m.initial_weight(SMALL, name, (8, 8), seed, "cpu")
@@ -91,7 +99,8 @@ def test_seeds_make_other_weights():
 
 
 def test_logits_follow_from_earlier_tokens_and_distances():
-    """Later tokens change none, nor does a shift of all positions."""
+    """Later tokens change no logit, nor does a shift of all positions. Catches a token that sees
+    later ones, and a position that is not relative."""
     model = seeded(SMALL)
     tokens, _ = example()
     later = torch.arange(40) >= 30
@@ -103,6 +112,8 @@ def test_logits_follow_from_earlier_tokens_and_distances():
 
 
 def test_all_labels_ignored():
+    """Where all labels are ignored, the loss and the gradients are zero. Catches a mean over no
+    labels, which would be NaN."""
     model = seeded(SMALL)
     tokens, labels = example()
     loss = model(tokens, torch.full_like(labels, m.IGNORE))
@@ -111,6 +122,8 @@ def test_all_labels_ignored():
 
 
 def test_losses_of_tokens_have_no_gradients():
+    """The loss of each token averages to the loss and has no gradients. Catches a validation that
+    holds the graphs of all layers."""
     model = seeded(SMALL)
     tokens, labels = example()
     losses = model(tokens, labels, each=True)
@@ -135,7 +148,9 @@ def published_frequencies(kind: str) -> np.ndarray:
 
 @parametrize("kind", ["default", *m.ROPE_KEYS])
 def test_rope_at_a_million_positions(kind):
-    """In float64: in float32 angles would be wrong by 1/32, and with a ramp in it by 1/10."""
+    """Rotary angles are the published ones up to a million positions, in float64. Catches float32
+    angles, which would be wrong by 1/32, and with a ramp by 1/10; a ramp that is off by one; and a
+    factor that forgets another one."""
     scaling = {
         "rope_type": kind,
         "factor": 8.0,
@@ -154,6 +169,8 @@ def test_rope_at_a_million_positions(kind):
 
 @parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
 def test_products_for_weights_add_up_in_float32(device):
+    """Products of bf16 tensors add up in float32. Catches gradients that are rounded before they
+    are summed."""
     torch.manual_seed(0)
     dy, x, before = torch.randn(3, 64, 64, device=device).bfloat16()
     out = ops.weight_grad_into(dy, x, before.float(), 1)
@@ -161,6 +178,8 @@ def test_products_for_weights_add_up_in_float32(device):
 
 
 def test_attention_choice():
+    """`--attention` chooses a kernel that runs here, or says why the asked one does not. Catches a
+    kernel that is chosen where it cannot run."""
     cpu = torch.device("cpu")
     assert attention.pick_kernel("auto", cpu, torch.float32, documents=True) == "cpu"
     no_gpu = dict.fromkeys(("fa4", "cudnn", "flash"), "needs a GPU, this is cpu")

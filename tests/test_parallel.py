@@ -14,7 +14,8 @@ from test_all import END, SEQ, Spoiled, make_case, make_run, parametrize
 
 @parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
 def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
-    """Each token once; and of the causal triangle each ring rank as much as any other."""
+    """The ranks of a sequence have each token once, and each rank of a ring has as much of the
+    causal triangle as any other. Catches a token that no rank has, or that two have."""
     of_rank = [attention.sequence_positions(seq, sp, ring, r).tolist() for r in range(sp)]
     assert sorted(i for tokens in of_rank for i in tokens) == list(range(seq))
     assert all(tokens == sorted(tokens) and len(tokens) == seq // sp for tokens in of_rank)
@@ -24,7 +25,8 @@ def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
 
 
 def test_positions_restart_with_documents(group):
-    """By which losses are counted, and the tokens that each one attends to."""
+    """Positions begin again with each document, and so does the count of the keys that a token
+    sees. Catches positions, or keys, that go on over a document's border."""
     run, _, _ = make_run(make_case("1 docs=1"), {}, Spoiled)
     batch = train.load_batch(run, 0)
     tokens, positions = batch.tokens.flatten(0, 1), batch.positions.flatten(0, 1)
@@ -36,7 +38,8 @@ def test_positions_restart_with_documents(group):
 
 
 def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
-    """Of (tokens, C), as of (B, tokens, C), tokens travel, not features."""
+    """Tensor-parallel ranks exchange tokens and not features, of tensors (tokens, C) as of (B,
+    tokens, C). Catches a gather along the wrong dimension."""
     columns = SimpleNamespace(ranks=2, group=None)
     x = torch.arange(24.0).view(2, 4, 3)  # of column 0; column 1 has another
     monkeypatch.setattr(
@@ -53,6 +56,8 @@ def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
 
 @parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
 def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
+    """Stages run their passes in the order of torch's interleaved 1F1B schedule. Catches stages
+    that wait for each other for ever."""
     from torch.distributed.pipelining import schedules
 
     for stage in range(stages):

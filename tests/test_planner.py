@@ -93,7 +93,9 @@ NODES = "--ranks 16 --batch 16 --seq 4K --micro-batch 1 --sp 1 --recompute none 
     ],
 )
 def test_planner_chooses_what_is_counted_by_hand(machine, flags, want, tmp_path):
-    """Where all tie in time, the fewest ranks a sequence, then shards, that memory allows."""
+    """Where all choices tie in time, the planner takes the fewest ranks a sequence, then the fewest
+    shards, that memory allows. Catches a choice that bytes or seconds counted by hand
+    contradict."""
     file = tmp_path / "round.json"
     file.write_text(hardware.profile_text(round_machine(**machine)))
     asked = f"--model 7b --ranks 8 --per-node 8 --cluster {file} --host-memory 999G --json --top 1"
@@ -109,7 +111,9 @@ def test_planner_chooses_what_is_counted_by_hand(machine, flags, want, tmp_path)
 
 
 def test_planner_runs_layers_whole_where_chunks_keep_all():
-    """They take the same seconds by prediction, whichever is found first."""
+    """Layers that run whole and chunks that keep everything take the same seconds by prediction:
+    whole layers are chosen, whichever is found first. Catches a choice that depends on the order of
+    the search."""
     there = planner.Hardware(1, 1, hardware.load_profile("h100x1"))
     found = planner.search(planner.Constraints(seq=4096, batch=4), m.MODELS["1b"], there)[:2]
     assert {plan.recompute for plan in found} == {"none", "auto"}
@@ -118,7 +122,8 @@ def test_planner_runs_layers_whole_where_chunks_keep_all():
 
 
 def test_papers_choices():
-    """AMSP's choice for 7B (table IV) is the best on 1024 GPUs, and ties with it on 64."""
+    """AMSP's choice for 7B (table IV) is the best on 1024 GPUs, and ties with the best on 64.
+    Catches a prediction for which it no longer is."""
     profile = hardware.load_profile("a800")
     flags = dict(
         seq=4096,
@@ -143,8 +148,8 @@ def test_papers_choices():
 @slow
 @parametrize("network, seq, gib", [(1.0, 2**12, 9), (0.02, 2**14, 14)])
 def test_no_choice_by_hand_is_better(network, seq, gib):
-    """What flags leave open costs nothing: the best of all of them, asked one by one, is the first
-    choice without them."""
+    """What flags leave open costs nothing: the best of all choices, asked one by one, is the first
+    choice without them. Catches a search that misses the best."""
     model = replace(m.MODELS["1b"], layers=4)
     profile = hardware.scaled(H200, "here", network=network)
     given = dict(ranks=4, profile=profile, gib=gib, model=model, seq=seq, batch=8, micro_batch=1)
@@ -174,7 +179,8 @@ def test_no_choice_by_hand_is_better(network, seq, gib):
 @slow
 @parametrize("name, seq, gib", [("1b", 2**15, 5), ("7b", 2**14, 40)])
 def test_more_of_a_machine_never_takes_longer(name, seq, gib):
-    """Each may tie, and none costs: memory, rates, and GPUs, for a step of the same tokens."""
+    """More memory, higher rates and more GPUs may tie and never cost, for a step of the same
+    tokens. Catches a search that shuns a better machine."""
     given = dict(model=replace(m.MODELS[name], layers=8), seq=seq, batch=32)
     before = fastest(4, H200, gib, host=2**33, **given).step_s
     more = [(4, H200, 1.5 * gib, 2**33), (4, H200, gib, 2**34), (8, H200, gib, 2**33)]
@@ -189,7 +195,8 @@ def test_more_of_a_machine_never_takes_longer(name, seq, gib):
 
 
 def test_planner_is_fast():
-    """About half a second for a node; of a processor's seconds, whatever else is running."""
+    """A plan for a node takes about half a second, in seconds of a processor, whatever else is
+    running. Catches a slow search."""
     start = time.process_time()
     fastest(8, H200, 132, seq=2**18, batch=2)
     assert time.process_time() - start < 3
@@ -250,7 +257,9 @@ def brute_force_activations(n, layer, s, c, bandwidth, gpu, host) -> float:
 
 @parametrize("n, large, solves, drops", [(5, 1, 100, 0), (8, 12, 100, 40)])
 def test_activation_plans_are_the_best(n, large, solves, drops):
-    """Also where intermediates are so large that layers drop inputs and outputs: the fewest."""
+    """No other treatment of layers loses less time, also where skeletal activations are so large
+    that layers drop inputs and outputs. Catches memory that is promised twice, and time or inputs
+    that are lost for nothing."""
     rng = np.random.default_rng(0)
     solved = dropping = 0
     for _ in range(200):
@@ -275,6 +284,8 @@ def test_activation_plans_are_the_best(n, large, solves, drops):
 @parametrize("host", [1e10, 1e11, 4e11, 1e13])
 @parametrize("layer_s", [0.2, 0.5, 2.0])
 def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
+    """With two resident layers the plan is Memo's alpha, where Memo has one. Catches a plan that
+    departs from the rule of which it is the general case."""
     s = SimpleNamespace(forward=layer_s, recompute=0.1, attention=0.1, post=0.1)
     layer, n, bandwidth = (2e9, 1e9, 28e9), 32, 16e9
     alpha = min(1, (bandwidth * layer_s - 3e9) / 28e9, (host / (n - 2) - 3e9) / 28e9)
@@ -289,6 +300,9 @@ def test_activation_plans_with_memos_restrictions_are_memos_rule(host, layer_s):
 
 
 def test_planner_prints_plans():
+    """The output has a reason for each choice, what binds, other plans, and a command that gives
+    the same plan and that train.py takes. Catches a choice without a reason, and a command that
+    does not say all that was asked."""
     flags = (
         "--model 1b --ranks 4 --per-node 2 --seq 8K --batch 16 --cluster h200x2 --gpu-memory 30G "
         "--top 3"
@@ -325,9 +339,9 @@ def test_planner_prints_plans():
 
 
 def test_planner_places_rings(tmp_path):
-    """Every second node under one leaf: the two nodes of a ring come together, and what goes
+    """Every second node is under one leaf: the two nodes of a ring come together, and what goes
     around it is counted: k, v forward and backward, and their sums, in bf16, each for two groups of
-    heads."""
+    heads. Catches a placement that does not know what rings send."""
     leaves = tmp_path / "leaves"
     leaves.write_text("".join(f"node{i} {i % 2}\n" for i in range(4)))
     text = ask(
@@ -387,6 +401,8 @@ def test_planner_places_rings(tmp_path):
     ],
 )
 def test_planner_refuses(flags, message, capsys):
+    """Flags that cannot be are refused with the nearest that can. Catches a flag that is not heard,
+    and advice that is no legal value."""
     with raises(SystemExit) as e:
         planner.main(["--model", "1b", *flags.split()])
     assert e.value.code == 2 and re.search(message, capsys.readouterr().err)
@@ -416,7 +432,8 @@ def test_planner_refuses(flags, message, capsys):
     ],
 )
 def test_planner_says_what_would_fit(flags, reason):
-    """Nothing fits, for one reason, and each change that is named really does."""
+    """Nothing fits, for one reason, and each change that is named really does. Catches advice that
+    does not help."""
     text = ask(flags, 1)
     assert re.match(f"nothing fits: .*{reason}", text)
     assert json.loads(ask(f"{flags} --json", 1))["plans"] == []
@@ -470,8 +487,9 @@ def rings_of(cfg, ranks, per_node, f, layout, several, sp, tokens) -> list[plann
     ],
 )
 def test_placement_is_the_best(leaves, per_node):
-    """No other order sends fewer bytes across the spine, which are counted rank by rank; also where
-    sp or the ring of a comb do not fit nodes. Nothing moves for nothing."""
+    """No other order sends fewer bytes across the spine, which are counted rank by rank, also where
+    sp or the ring of a comb do not fit nodes; and nothing moves for nothing. Catches an order that
+    crosses the spine without need."""
     some = random.Random(0)
     num_nodes = len(leaves)
     ranks = num_nodes * per_node
@@ -491,7 +509,8 @@ def test_placement_is_the_best(leaves, per_node):
 
 
 def test_placement_of_many_nodes():
-    """Blocks that leaves can hold do not straddle them, whatever the order of 128 nodes."""
+    """Blocks that leaves can hold do not straddle them, whatever the order of 128 nodes. Catches a
+    search that gets lost among many nodes."""
     some = random.Random(0)
     leaves = [
         f"leaf{i}"
@@ -508,6 +527,8 @@ def test_placement_of_many_nodes():
 
 
 def test_leaf_flag(tmp_path):
+    """`--leaf` takes a number of nodes or a file with a leaf for each node, and names the line that
+    is wrong. Catches a node that is lost."""
     assert planner.parse_leaf("2", 5) == dict(zip("01234", "00112"))
     file = tmp_path / "nodes.txt"
     file.write_text("# the third row\nn2 left  # new\n\nn1\tright\n")

@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_readme_numbers_are_measured():
-    """Each row of its table is one of results/, at the figures that were measured."""
+    """Each row of README's table is one of results/. Catches a number that nobody measured."""
     rows = []
     for file in (ROOT / "results").glob("*-*.json"):
         rows += json.loads(file.read_text())["rows"]
@@ -45,6 +45,8 @@ def test_readme_numbers_are_measured():
 
 
 def test_readme_names_every_file():
+    """README names every file, and its links lead somewhere. Catches a file that no reader finds,
+    and a link to nothing."""
     for file in (*ROOT.glob("*.py"), *ROOT.glob("csrc/*.cpp")):
         assert f"`{file.relative_to(ROOT)}`" in README, file.name
     for page in (ROOT / "README.md", ROOT / "results" / "README.md"):
@@ -53,7 +55,9 @@ def test_readme_names_every_file():
 
 
 def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
-    """By the --help of each program, in which each of train.py's flags says its default."""
+    """README's flags are in the --help of the programs, in which each of train.py's flags says its
+    default; its commands parse, and its functions exist. Catches a flag, a command or a function
+    that is none."""
     real = set(torch.distributed.run.get_args_parser()._option_string_actions)
     real |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # Slurm's
     for program in (train, bench, memplan, planner):
@@ -75,7 +79,8 @@ def test_readme_names_flags_and_functions_that_exist(monkeypatch, capsys):
 
 @slow
 def test_readme_walk(tmp_path):
-    """The walk of README runs as it stands, in a folder that looks like this one."""
+    """README's walk with a Hugging Face checkpoint runs as it stands, in a folder that looks like
+    this one. Catches commands that a reader would copy in vain."""
     for file in ROOT.iterdir():
         if file.suffix in (".py", ".cpp") or file.name == "csrc":
             (tmp_path / file.name).symlink_to(file)
