@@ -9,7 +9,7 @@ train: .venv/ready
 	.venv/bin/python train.py --device cpu --model tiny --out out/tiny
 
 check: .venv/ready
-	CHECK=1 .venv/bin/python -m pytest -q test_all.py
+	CHECK=1 .venv/bin/python -m pytest -q test_all.py tests
 
 # the cases of many ranks and simulated steps beside all else, for which they make way
 CASES = equals_one_process or resumed_under or counted_memory
@@ -17,16 +17,16 @@ test: .venv/ready
 	@$(MAKE) --no-print-directory --output-sync -j2 test-cases test-others
 
 test-cases:
-	nice .venv/bin/python -m pytest -q test_all.py -k "$(CASES)"
+	nice .venv/bin/python -m pytest -q test_all.py tests -k "$(CASES)"
 
 test-others:
-	.venv/bin/python -m pytest -q test_all.py -k "not ($(CASES))"
+	.venv/bin/python -m pytest -q test_all.py tests -k "not ($(CASES))"
 
 test-all: .venv/ready
-	ALL_COMBINATIONS=1 .venv/bin/python -m pytest -q test_all.py
+	ALL_COMBINATIONS=1 .venv/bin/python -m pytest -q test_all.py tests
 
 test-gpu: .venv/ready
-	.venv/bin/python -m pytest -q test_all.py -k "test_gpu or cuda"
+	.venv/bin/python -m pytest -q test_all.py tests -k "test_gpu or cuda"
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv

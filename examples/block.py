@@ -1,0 +1,30 @@
+"""Change what a layer computes: a subclass of model.Block.
+
+ForkBlock adds four things to a layer: a bias of the query, key and value projection, norms of
+queries and keys, a norm of the layer's output, and a gate that a matrix computes from the layer's
+input. A parameter of a layer is a Matrix or a Vector, never a module of torch.nn, because shard.py
+shards only these.
+
+To switch it on, copy the class into model.py below Block, and write `Block = ForkBlock` under it.
+Nothing else changes: sharding, swapping, sequence, tensor and pipeline parallelism find the new
+parameters by themselves. To prove that a layer of your own is right, write it a second time in
+test_all.PlainLayer with modules of torch.nn, and run `pytest test_all.py`.
+"""
+
+import torch
+
+from model import Block, Matrix, Vector
+from ops import rms_norm
+
+
+class ForkBlock(Block):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.qkv_bias = Vector(self.qkv.shape[0], like=self.qkv)
+        self.q_norm, self.k_norm = Vector(cfg.head_dim), Vector(cfg.head_dim)
+        self.last_norm = Vector(cfg.dim)
+        self.gate = Matrix(3, cfg.dim, cut="whole")  # under --tp: on every column
+
+    def post(self, x, o):
+        y = torch.tanh(rms_norm(super().post(x, o), self.last_norm.weight, self.cfg.norm_eps))
+        return y * torch.sigmoid(self.gate(x)).sum(-1, keepdim=True) + x

@@ -1,0 +1,23 @@
+"""Fixtures of all tests in this folder."""
+
+import pytest
+
+from test_all import clean_up, group, run  # noqa: F401  (first, for it sets how many threads compute)
+
+pytest.register_assert_rewrite("helpers")
+
+import numpy as np
+
+from helpers import hf_model
+
+
+@pytest.fixture(scope="session")
+def sandbox(tmp_path_factory):
+    """A folder with a Hugging Face model hf, a run of it in o, and files of ids."""
+    folder = tmp_path_factory.mktemp("sandbox")
+    hf_model(folder / "hf")
+    run(f"--steps 1 --init hf:{folder}/hf --out {folder}/o")
+    ids = np.zeros(500, "<u2")
+    ids[3] = 999
+    ids.tofile(folder / "big.bin")
+    return folder

@@ -1,0 +1,279 @@
+"""Commands that are refused, with the sentence that each one says, and dry runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from pytest import raises
+from torch.distributed.elastic.utils.distributed import get_free_port
+
+import train
+from helpers import at_file, changed_meta
+from test_all import QUICK, main, parametrize, run, slow
+
+# Edits of a copy of the sandbox (in sh, or of a meta.json with a checksum that is right), the
+# command that is refused then, and what it says. train.py has a short run's flags, and --out new.
+REFUSED = [
+    # ---- flags
+    ("train.py --batch-size 5", "unrecognized.*--batch-size 5"),
+    ("train.py --timeout -1", "--timeout -1.0: from 1"),
+    (f"train.py --seq {'4' * 400}", "argument --seq: 4{400}: a whole number, as 4096"),
+    ("train.py --seq 5T", "5T: a whole number, as 4096"),
+    ("train.py --seq 0.3K", "0.3K: a whole number"),
+    ("train.py --model llama-8b", "llama-8b: one of .*65b.*llama3-8b"),
+    ("train.py --attention fa4", "fa4.*needs a GPU.*usable: cpu"),
+    ("train.py --dtype int8", "int8.*bf16, fp32"),
+    ("train.py --steps -3", "--steps -3: from 0"),
+    ("train.py --alpha 2", "--alpha 2.0: from 0 to 1"),
+    ("train.py --resident-layers 1", "--resident-layers 1: from 2"),
+    ("train.py --lr nan", "--lr nan: from 0"),
+    ("train.py --seed -1", "--seed -1: from 0"),
+    ("train.py --sp 0", "--sp 0: from 1"),
+    ("train.py --batch 0", "--batch 0: from 1"),
+    ("train.py --rope-scaling theta:0.5", "theta:0.5: .*theta:BASE, from 1"),
+    ("train.py --rope-scaling ntk:2", "ntk:2.*llama3:FACTOR, yarn:FACTOR or theta:BASE"),
+    ("train.py --init gpt2", "gpt2: random or hf:DIR"),
+    ("train.py --init hf:", "hf:: random or hf:DIR"),
+    ("train.py --strategy zero4", "zero4: one of ddp, zero1.*mics:K"),
+    ("train.py --os-layout whole", "whole: one of auto, intra, inter"),
+    ("train.py --os-place disk", "--os-place disk: one of auto, gpu, host"),
+    ("train.py --tp-mode isp", "--tp-mode isp: one of mtp, msp, fsp"),
+    ("train.py --overlap grad_reduce,all", "all: a list of param_gather"),
+    ("train.py --alpha 0.5 --recompute none", "say different things"),
+    ("train.py --document-token 10 --memplan on", "--memplan on: requests differ with"),
+    # ---- flags that this model, these ranks or this memory cannot have
+    ("train.py --document-token 256", "--document-token 256: .*vocabulary ends at 255"),
+    ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
+    ("train.py --head-groups 4", "a rank has 6 query heads at .*; legal .* 3, --head-groups 6$"),
+    ("train.py --resident-layers 5", "--resident-layers 5: a stage runs 4 layers; at most 4"),
+    ("train.py --resident-layers 4 --alpha 0.5", "4: a stage .*; at most 3 with --alpha 0.5"),
+    ("train.py --chunk 8 --alpha 1 --host-memory 0", "rank of 0.0.*asked for.* --alpha 1"),
+    (
+        "train.py --os-place host --host-memory 1M",
+        "0.0 GiB of host memory a rank of 0.0, with .*os on the host",
+    ),
+    ("train.py --p 2", "--p 2 --g 1 --os 1: 2 shards do not fit 1 ranks.*legal here: --p 1"),
+    ("train.py --tp 2", "--tp 2: it must divide 1 GPUs of a node, .* here: --tp 1$"),
+    # ---- data
+    ("train.py --seq 64M", r"67108864.*longest that fits is --seq \d{7}"),
+    (
+        "train.py --batch 1M",
+        "--batch 1048576: the data has [0-9]+ training sequences of "
+        "32 tokens.*--batch counts sequences",
+    ),
+    ("train.py --data none", "no such file or folder"),
+    ("mkdir empty && train.py --data empty", "no files in it"),
+    ("mkdir empty && train.py --tokenizer empty", "empty: no tokenizer.json"),
+    (
+        "printf 'of twenty letters...' > a.txt && train.py --data a.txt",
+        "--seq 32.*20 tokens.*--seq 9",
+    ),
+    (
+        "printf x > a.txt && train.py --data a.txt",
+        "--seq 32: the data has 1 tokens, too few for training and validation; .* --seq 0$",
+    ),
+    ("printf x > locked.txt && train.py --data locked.txt", "Permission denied.*locked.txt"),
+    ("head -c 2001 /dev/zero > a.bin && train.py --data a.bin", "a.bin is not a whole number of 2"),
+    ("train.py --data big.bin", "token 3 is 999.*255"),
+    (
+        """echo '{"token_bytes": 4}' > big.bin.json && train.py --data big.bin""",
+        f"token 1 is {999 << 16}, .*another token_bytes in FILE.bin.json",
+    ),
+    ("mkfifo big.bin.json && train.py --data big.bin", "big.bin.json is not of the form"),
+    ("mkfifo tokenizer.json && train.py --tokenizer .", "tokenizer.json is no regular file"),
+    # ---- folders that are written
+    ("train.py --out big.bin/x", "big.bin/x cannot be written"),
+    ("train.py --export hf", "not empty"),
+    ("train.py --export new", "or --out"),
+    ("train.py --attention alibi --export hf2", "nobody else computes --attention alibi"),
+    (
+        "rm o/log.jsonl && mkfifo o/log.jsonl && train.py --resume --out o --steps 2",
+        "log.jsonl is no regular file",
+    ),
+    # ---- Hugging Face models
+    ("truncate -s -100 hf/model-00002* && train.py --init hf:hf", "missing or truncated"),
+    ("rm hf/model-00002* && train.py --init hf:hf", "3 tensors are in config.json's model alone"),
+    ("rm hf/config.json && train.py --init hf:hf", "there is no hf/config.json; `hf download"),
+    (
+        "rm hf/model* && touch hf/pytorch_model.bin && train.py --init hf:hf",
+        r"tensors are in.*Pickles are never read.*from_pretrained\('hf', .*save_pretrained.'hf'",
+    ),
+    ("ln -sf /dev/zero hf/config.json && train.py --init hf:hf", "config.json is no regular file"),
+    (
+        "f=$(ls hf/model-00001*) && rm $f && mkfifo $f && train.py --init hf:hf",
+        "model-00001.*is (no regular file|not of the form)",
+    ),
+    (
+        """sed -i 's/_size": 96/_size": 97/' hf/config.json && train.py --init hf:hf""",
+        r"12 tensors are in config.json's model alone.*gate_proj.weight', \(96, 64.*\(97, 64",
+    ),
+    (
+        """sed -i 's/"llama"/"gpt2"/' hf/config.json && train.py --init hf:hf""",
+        "model_type is 'gpt2'; one of qwen2, qwen3, llama, mistral is built",
+    ),
+    (
+        """sed -i '1s/{/{"quantization_config": {"quant_method": "gptq"},/' hf/config.json"""
+        " && train.py --init hf:hf",
+        "quantization_config is .*gptq.*; only None is built",
+    ),
+    (
+        """sed -i '1s/{/{"sliding_window": 16,/; s/"llama"/"mistral"/' hf/config.json"""
+        " && train.py --init hf:hf",
+        "--seq 32: .*sliding windows of 16 tokens.*; at most --seq 16",
+    ),
+    (
+        """sed -i 's/"default"/"linear", "factor": 2.0/' hf/config.json"""
+        " && train.py --init hf:hf --rope-scaling yarn:2",
+        "yarn:2: its rotary.* linear scaling already; extend it with linear:F",
+    ),
+    (
+        r"f=$(ls hf/model-00002*) && printf '\377\377\377\377' | dd of=$f bs=1 conv=notrunc"
+        " seek=$(($(stat -c %s $f) - 4)) && train.py --init hf:hf",
+        "model.*weight'. has values that are not finite",
+    ),
+    (
+        """sed -i 's/"F32"/"I32"/' hf/model-00002* && train.py --init hf:hf""",
+        "q_proj.*weight'. has values that are not finite, or no floating point",
+    ),
+    # ---- checkpoints
+    ("train.py --resume", "there is no checkpoint in new"),
+    ("train.py --resume none", "none is not a whole checkpoint: .*No such file"),
+    ("train.py --resume big.bin", "not a whole checkpoint"),
+    (
+        "rm o/step*/meta.json && mkfifo o/step-00000001/meta.json && train.py --resume --out o",
+        "there is no checkpoint in o",
+    ),
+    ("rm o/step*/rank* && train.py --resume o/step-00000001", "whole checkpoint: .*No such file.*"),
+    (
+        "truncate -s -1 o/step*/rank*-0* && train.py --resume o/step-00000001",
+        r"rank-00000-0.safetensors has \d+ bytes, not \d+; others",
+    ),
+    (
+        """sed -i 's/"step": 1/"step": 3/' o/step*/meta.json"""
+        " && train.py --resume o/step-00000001",
+        "meta.json is not what was written: its checksum differs",
+    ),
+    (
+        "printf X | dd of=o/step-00000001/rank-00000-0.safetensors bs=1 conv=notrunc seek=500000"
+        " && train.py --resume auto --out o",
+        "rank-00000-0.safetensors is not what was written: its checksum differs",
+    ),
+    (
+        r"""printf "cos\nsystem\n(S'touch ran'\ntR." | dd conv=notrunc """
+        "of=o/step-00000001/rank-00000-0.safetensors && train.py --resume --out o",
+        "is not what was written",
+    ),  # a pickle
+    ("meta c['model']['experts'] = 8 && train.py --resume --out o", "of another model.*experts"),
+    (
+        "meta c['source'] |= dict(model_type='mistral', sliding_window=16) && train.py --resume"
+        " --out o",
+        "--seq 32: .*windows of 16 tokens.*at most --seq 16",
+    ),
+    ("train.py --resume --out o --model 160m", r"another model.* dim 64 \(here 768\)"),
+    ("train.py --resume --out o --init hf:hf", "--init hf:hf: the run to resume began with hf:/.*"),
+    # ---- bench.py
+    ("bench.py trace", "table trace measures GPUs, and there are none here"),
+    ("bench.py ring", "table ring needs 2 ranks or more: torchrun --nproc_per_node 2 bench.py"),
+    ("bench.py steps", "invalid choice: 'steps' .*choose from '?step'?, '?long"),
+    ("bench.py step --nodes 0", "--nodes: table step takes --quick, --host-memory"),
+    ("bench.py step --seq 64K", "--seq: table step takes"),
+    ("bench.py step --profile new", "--profile: not allowed with argument table"),
+    ("bench.py --profile new --quick", "--quick: table step takes .*; --profile none"),
+    ("bench.py long --seq 0", "--seq 0: from 1 to"),
+    ("bench.py long --rows foo", "--rows foo: of ours, ours planned memory, ours full"),
+    ("bench.py step --skip foo", "unrecognized arguments: --skip foo"),
+    ("bench.py step --gpu-memory -1", "--gpu-memory -1: from 1"),
+    ("bench.py --gpu-memory 1M --out new", "no model fits"),
+    ("bench.py --out big.bin/x", "big.bin/x cannot be written.*name another"),
+]
+
+
+@parametrize("command, sentence", REFUSED)
+def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
+    """Each command of REFUSED ends with its sentence before any work. Catches bad input that is
+    found late, or without the numbers that would help."""
+
+    def deny():
+        raise PermissionError(13, "Permission denied", "locked.txt")  # root may read everything
+
+    monkeypatch.chdir(tmp_path)
+    *edits, command = command.split(" && ")
+    edits = [f"cp -r {sandbox}/. .", *edits]
+    shell = " && ".join(edit for edit in edits if not edit.startswith("meta "))
+    subprocess.run(shell, shell=True, check=True, stderr=subprocess.DEVNULL)
+    for edit in edits:
+        if edit.startswith("meta "):
+            changed_meta(Path("o/step-00000001/meta.json"), edit.removeprefix("meta "))
+    program, *flags = command.split()
+    if program == "train.py":
+        flags = [*QUICK.split(), "--out", "new", *flags]
+    if "locked" in command:
+        at_file(r"locked\.txt", deny)
+    monkeypatch.setattr(sys, "argv", [program, *flags])
+    with raises((ValueError, SystemExit)) as refused:
+        sys.modules[program.removesuffix(".py")].main()
+    said = f"{capsys.readouterr().err.strip()}\n{refused.value}"
+    assert re.search(sentence, said, re.MULTILINE), said
+    assert not Path("new/log.jsonl").exists() and not Path("ran").exists()
+
+
+DIFFERENT = [  # flags of a rank that is started in a folder of its own, and what both say
+    ("--lr 0.{rank}1", r"ranks were started differently: --lr is 0\.01 on rank 0, 0\.11 on rank 1"),
+    ("--data only-0.txt", r".*no such file or folder.* \(on ranks \[1\]\)"),
+    ("--data both.txt", ".*?the data is .*? on rank 0, .*? on rank 1"),
+    ("--out out", ".*?lock of --out out, .*?storage that all nodes share, .*?another on rank 1"),
+]
+
+
+def refused_on_two(folder: str, ports: list[int]) -> None:
+    """Runs on two ranks: print why each row of DIFFERENT is refused."""
+    rank = os.environ["RANK"]
+    os.chdir(Path(folder) / rank)
+    for port, (flags, _) in zip(ports, DIFFERENT):
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            main(f"--timeout 30 --out {folder}/out {flags.format(rank=rank)}")
+        except train.ConfigError as e:
+            print(f"{flags} on {rank}: {e}", flush=True)
+        dist.destroy_process_group()
+    os._exit(0)
+
+
+@slow
+def test_refused_on_all_ranks(tmp_path):
+    """What ranks have differently, or only one of them finds, ends all with the same sentence, and
+    none waits for the others. Catches bad input that is found on one rank only."""
+    for rank in "01":
+        (tmp_path / rank).mkdir()
+        (tmp_path / rank / "both.txt").write_text((1000 + int(rank)) * "x")
+    (tmp_path / "0" / "only-0.txt").write_text(1000 * "x")
+    ports = [get_free_port() for _ in DIFFERENT]
+    text = run(
+        "", 2, f"from test_command_line import *\nrefused_on_two({str(tmp_path)!r}, {ports})"
+    )
+    for flags, sentence in DIFFERENT:
+        assert len(re.findall(f"{flags} on [01]: {sentence}", text)) == 2, (flags, text)
+
+
+def test_versions_that_are_too_old_are_refused(monkeypatch):
+    """A torch that is too old is refused, with the version that is needed. Catches a run that ends
+    in a missing function."""
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.9.1"))
+    with raises(ValueError, match="torch 2.9.1: at least 2.11"):
+        main("")
+
+
+def test_dry_run(tmp_path, capsys):
+    """A dry run prints the plan and touches nothing. 12.55 GiB are two bytes for each of
+    6,738,415,616 parameters, 75.30 are twelve for each in a matrix. Catches a dry run that plans
+    otherwise than planner.py."""
+    main(f"--dry-run --dtype bf16 --model 7b --seq 16K --batch 1 --out {tmp_path}/a")
+    text = capsys.readouterr().out
+    assert "6,738,415,616 parameters" in text and "parameters 12.55, gradients 12.55" in text
+    assert "optimizer 75.30" in text and "a second and device (TGS), " in text
+    assert "MFU" not in text and "nan" not in text  # of a CPU
+    assert not (tmp_path / "a").exists()

@@ -1,0 +1,238 @@
+"""Checkpoints: what is saved is whole, what is torn is passed over, and a resume is bit for bit."""
+
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from pytest import raises
+from safetensors.torch import load_file
+
+import checkpoint
+import ops
+import shard
+import train
+from helpers import at_file, changed_meta, full_disk, saved, straight
+from test_all import Spoiled, log, losses, main, make_case, make_run, parametrize, run, save, slow
+
+
+@slow
+@parametrize(
+    "event, path, flags, step",
+    [
+        ("open", "step-00000006.tmp/rank", "", 4),  # two steps after a save
+        ("open", "step-00000004.tmp/meta", "--save-async", 2),  # in a save beside steps
+        ("os.rename", "step-00000004.tmp", "", 2),  # before a checkpoint has its name
+        ("shutil.rmtree", "step-00000002", "--keep 1", 4),  # while it deletes an older one
+    ],
+)
+def test_killed_and_resumed_bitwise(event, path, flags, step, tmp_path):
+    """A run that is killed in or between saves goes on from the newest whole checkpoint, bit for
+    bit. Catches a torn checkpoint that is believed, and a resume that is not bit for bit."""
+    flags += f" --out {tmp_path} --save-every"
+    run(
+        f"{flags} 2",
+        code=f"from helpers import *\nat_file({path!r}, die, {event!r})",
+        expect=-signal.SIGKILL,
+    )
+    assert len(losses(tmp_path)) >= 4 and saved(tmp_path)
+    text = run(f"{flags} 3 --resume auto")
+    assert f"resumed {tmp_path}/step-0000000{step} at step {step}" in text
+    assert losses(tmp_path) == straight(0) and not list(tmp_path.glob("*.tmp"))
+
+
+def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
+    """Torn folders beside whole ones, a file that is cut short or belongs to another checkpoint,
+    and a copy are passed over; a run that goes on before them puts them aside. Catches a torn or an
+    older checkpoint that is taken."""
+    (tmp_path / "step-3-backup").mkdir()
+    flags = f"--out {tmp_path} --keep 3 --save-every 1"
+    main(f"{flags} --steps 3")
+    second, third, torn = (tmp_path / f"step-0000000{step}" for step in (2, 3, 9))
+    torn.mkdir()
+    assert checkpoint.find_checkpoint(tmp_path, "auto").folder == third
+    assert f"passed over: --resume: {torn} is not a whole checkpoint" in capsys.readouterr().out
+    os.truncate(third / "rank-00000-0.safetensors", 999)
+    assert checkpoint.find_checkpoint(tmp_path, "auto").folder == second
+    assert checkpoint.find_checkpoint(tmp_path / "empty", "auto") is None
+    main(f"{flags} --steps 4 --resume")
+    assert saved(tmp_path) == [2, 3, 4] and saved(tmp_path / "earlier-1") == [3, 9]
+    assert len(losses(tmp_path)) == 4
+    shutil.copy(second / "rank-00000-0.safetensors", tmp_path / "step-00000004")
+    with raises(ValueError, match="step-00000004/rank.* is not what was written"):
+        main(f"{flags} --resume")
+
+
+def test_going_back_is_one_with_the_log(tmp_path):
+    """A run goes back to an earlier step and ends before it saves: the next one goes on from there,
+    as the log does. An evaluation or an export of an earlier step takes nothing back. Catches a
+    checkpoint that the log does not reach."""
+    flags = f"--out {tmp_path} --keep 9 --save-every 2"
+    main(flags)
+    want = losses(tmp_path)
+    back = f"{flags} --resume {tmp_path}/step-00000002 --steps"
+    main(f"{back} 0 --eval-every 1 --export {tmp_path}/hf")
+    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
+    main(f"{back} 3 --save-every -1")
+    assert saved(tmp_path) == [2] and saved(tmp_path / "earlier-1") == [4, 6]
+    assert losses(tmp_path) == want[:3]
+    main(f"{flags} --resume")
+    assert saved(tmp_path) == [2, 4, 6] and losses(tmp_path) == want
+
+
+def test_weights_that_are_not_finite_are_not_resumed(tmp_path, group):
+    """A checkpoint whose weights are not finite is refused by name. Catches a run that goes on from
+    weights that are no numbers."""
+    run, _, states = make_run(make_case("1"), {}, Spoiled)
+    train.load_random_weights(run, states)
+    states.state_parts()["master.embed.weight"].values.fill_(math.nan)
+    save(states, tmp_path, 1)
+    with raises(ValueError, match="step-00000001: .*embed.weight has values that are not"):
+        checkpoint.load_checkpoint(states, checkpoint.find_checkpoint(tmp_path, "latest"))
+
+
+def test_meta_of_another_kind_is_no_checkpoint(sandbox, tmp_path):
+    """Whatever has become of a meta.json, it is refused. Catches a torn meta.json that is
+    believed."""
+    folder = shutil.copytree(sandbox / "o" / "step-00000001", tmp_path / "o")
+    meta = folder / "meta.json"
+    whole = meta.read_text()
+    places = random.Random(0).sample(range(len(whole)), 40)
+    flipped = [f"{whole[:i]}{chr(ord(whole[i]) ^ 1)}{whole[i + 1 :]}" for i in places]
+    for text in ("[" * 100_000, "", "\xff", "3", *(whole[:i] for i in places), *flipped):
+        meta.write_text(text, encoding="latin-1")
+        with raises(ValueError, match=f"--resume: {folder} is not a whole checkpoint"):
+            checkpoint.open_checkpoint(folder)
+
+
+def test_checkpoint_with_a_hole_is_refused(tmp_path, group):
+    """A checkpoint that lacks a part of a matrix, or all that one column had of it, is refused.
+    Catches states that are trained from whatever memory held."""
+    flat = torch.arange(24.0)
+    upper = ops.Cut((6, 4), ((0, 3),), (0, 4))
+    for cut, message in ((None, "lacks 14 elements of x"), (upper, "x has values that are not")):
+        saved = shard.StatePart(flat[: 12 if cut else 10], 0, (6, 4), True, cut)
+        files = checkpoint.write_states(tmp_path, {"x": saved})
+        whole = shard.StatePart(torch.zeros(24), 0, (6, 4), True)
+        with raises(ValueError, match=message):
+            checkpoint.read_states(checkpoint.Checkpoint(tmp_path, {"files": files}), {"x": whole})
+
+
+def test_resume_says_what_has_changed(tmp_path, capsys):
+    """A resume names data of another size, another number of threads, on which sums depend, and
+    lines of the log that are no step's. Catches a change that is passed over in silence."""
+    words, out = tmp_path / "a.txt", tmp_path / "o"
+    words.write_bytes(bytes(range(256)) * 20)
+    flags = f"--data {words} --out {out} --steps"
+    main(f"{flags} 1")
+    main(f"{flags} 2 --resume")
+    rows, text = log(out), capsys.readouterr().out
+    assert "at step 1; changed: steps 1 -> 2\n" in text
+    words.write_bytes(bytes(range(256)) * 19)
+    changed_meta(out / "step-00000002" / "meta.json", "c['config']['threads'] = 7")
+    with open(out / "log.jsonl", "ab") as file:
+        file.write(b'3\n{"step": null}\n{"no": 1}\n\xff\n{"step": 3, "lo')
+    main(f"{flags} 3 --resume")
+    text = capsys.readouterr().out
+    for sentence in (
+        "changed: steps 2 -> 3, the data {'files': 1, ",
+        f", threads 7 -> {torch.get_num_threads()}\n",
+        "log.jsonl: dropped what is no step's: b'{\"step\": 3, \"lo'",
+    ):
+        assert sentence in text
+    assert log(out)[:2] == rows and len(log(out)) == 3
+
+
+@parametrize("flags", ["", "--save-async"])
+def test_saving_that_fails_ends_no_run(flags, tmp_path, capsys):
+    """A save that fails is named at each step until a save works; if the last one fails, so does
+    the command. Catches a full disk that ends a run."""
+    out = tmp_path / "o"
+    flags += " --save-every 2 --out"
+    at_file(f"{out}/step-0000000[47].tmp/rank", full_disk)
+    main(f"{flags} {out}")
+    text = capsys.readouterr().out
+    assert f"step 4 was not saved: {out}/step-00000004.tmp: [Errno 28] No space left" in text
+    assert re.search(r"step 6/6 .*\(step 4 was not saved", text)
+    assert saved(out) == [2, 6]
+    with raises(SystemExit, match="step 7 was not saved: .* No space left"):
+        main(f"{flags} {out} --steps 7 --resume")
+    assert saved(out) == [2, 6] and not [*out.glob("*.tmp")]
+    at_file(f"{tmp_path}/gone/step-00000002.tmp/rank", lambda: shutil.rmtree(tmp_path / "gone"))
+    with raises(SystemExit, match="step 6 was not saved: .*No such file or directory"):
+        main(f"{flags} {tmp_path}/gone")
+    assert "step 6/6" in capsys.readouterr().out
+
+
+def test_disk_that_is_full_ends_no_run(tmp_path, capsys):
+    """The system's own limit on a file's size stands for a full disk: neither the log nor states
+    can be written, and the run still takes all its steps. Catches a run that a full disk ends in
+    the middle."""
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
+    try:
+        with raises(SystemExit, match="step 6 was not saved: .*: File too large"):
+            main(f"--out {tmp_path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    printed = capsys.readouterr().out
+    assert re.search("step 6/6 .*\nlog.jsonl cannot be written: File too l", printed)
+
+
+def test_saving_beside_steps_saves_the_same(tmp_path, capsys):
+    """With `--save-async` copies are taken at once, although they are written when the next step is
+    done, also of states that lie on the host. Catches a late copy, of later states."""
+
+    def late():
+        deadline = time.time() + 20
+        while len(losses(tmp_path / "b")) < 3 and time.time() < deadline:
+            time.sleep(0.1)
+
+    at_file(f"{tmp_path}/b/step-00000002.tmp", late, "os.mkdir")  # before a tensor is written
+    flags = f"--save-every 2 --keep 9 --out {tmp_path}"
+    main(f"{flags}/a")
+    capsys.readouterr()
+    main(f"{flags}/b --save-async --os-place host")
+    for step in (2, 4, 6):
+        file = f"step-0000000{step}/rank-00000-0.safetensors"
+        assert len({path.stat().st_mode for path in (tmp_path / "a" / file).parent.iterdir()}) == 1
+        a, b = load_file(tmp_path / "a" / file), load_file(tmp_path / "b" / file)
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    text = capsys.readouterr().out
+    assert text.index("step 3/6") < text.index(f"saved {tmp_path}")
+
+
+def test_saving_that_cannot_begin_moves_nothing(tmp_path):
+    """A run whose copies for `--save-async` do not fit the host is refused and touches no earlier
+    file. Catches a run that puts an earlier one aside and then cannot begin."""
+    main(f"--steps 1 --out {tmp_path}")
+    before = {*tmp_path.iterdir()}
+    with raises(ValueError, match="--save-async: copies take 0.02 GiB .*; --no-save-async"):
+        main(f"--steps 1 --save-async --host-memory 1K --out {tmp_path}")
+    dist.destroy_process_group()
+    assert {*tmp_path.iterdir()} == before
+
+
+def test_one_run_writes_to_a_folder(tmp_path, monkeypatch, capsys):
+    """A second run in a folder is refused with the first one's process; a run that is over holds
+    nothing, and storage without locks is named. Catches two runs in one folder, and a stale
+    lock."""
+    flags = f"--steps 1 --out {tmp_path}"
+    with checkpoint.locked(tmp_path):
+        with raises(ValueError, match=f"another run writes there .*process {os.getpid()}"):
+            main(flags)
+    dist.destroy_process_group()
+    main(flags)
+
+    def no_locks(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    main(f"{flags} --resume")
+    assert "not guarded against a second run" in capsys.readouterr().out

@@ -1,0 +1,224 @@
+"""What only GPUs show: late streams, waits that are missing, kernels, indices past 2^31.
+
+A CPU has no streams that run beside each other, no copy engines, no memory that the allocator gives
+again, and no kernels that index with 32 bits. `make test-gpu` runs the cases of test_all.py with
+streams that are late. If there is only one GPU, two ranks share it over gloo, without pipelines and
+without all-to-alls by copies between GPUs.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import attention
+from test_all import (
+    CASES,
+    GPUS,
+    Message,
+    answer_of,
+    compare,
+    equal,
+    fits,
+    make_case,
+    make_small,
+    needs_gpu,
+    on_ranks,
+    parametrize,
+    relative,
+)
+
+
+def gpu_cases(ranks: int) -> list[dict]:
+    """Return the cases of so many ranks that these GPUs can run, and some of real kernels."""
+    cases = [
+        case | {"device": "cuda", "kernel": "naive"}
+        for case in CASES
+        if case["ranks"] == ranks and case["dtype"] == "fp64"
+    ]
+    device = torch.device("cuda")
+    kernels = [
+        name
+        for name in attention.KERNELS
+        if name not in ("naive", "cpu") and attention.why_not(name, device, torch.bfloat16) is None
+    ]
+    lines = [
+        f"model=wide block=norms micro=2 keep=mixed g={ranks} os={ranks}",
+        f"model=wide block=norms sp={ranks} p={ranks} g={ranks} os={ranks}",
+        f"model=wide block=norms sp={ranks} ring={ranks} keep=swapped os={ranks}",
+    ]
+    wide = [
+        case for case in (make_case(f"{ranks} dtype=bf16 {line}") for line in lines) if fits(case)
+    ]
+    return cases + [case | {"device": "cuda", "kernel": name} for case in wide for name in kernels]
+
+
+@needs_gpu
+@parametrize("ranks", [1, 2, 4, 8])
+def test_gpu_equals_one_process(ranks, tmp_path):
+    """The cases of test_all.py in float64, and some of real kernels in bf16, equal Plain on GPUs
+    with late streams. Catches what a CPU hides: streams that run beside each other."""
+    if ranks > max(2, GPUS):
+        pytest.skip(f"{GPUS} GPUs")
+    compare(ranks, gpu_cases(ranks), tmp_path, gpus=min(ranks, GPUS))
+
+
+def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
+    """Runs on each rank: each line that lets a stream wait, of those that these cases reach and
+    nothing hides, is left out by itself, and then one of them must fail. Prints what becomes."""
+    make_small()
+    torch.compiler.set_stance("force_eager")
+    left_out, reached, groups = None, [], {}
+    passed_on = {"wait", "wait_stream", "after_compute", "__enter__"}
+
+    def may_be_left_out(wait: Callable) -> Callable:
+        def wait_unless_left_out(*args):
+            frame, through = sys._getframe(1), set()
+            while frame.f_code.co_name in passed_on:
+                through.add(frame.f_code.co_name)
+                frame = frame.f_back
+            begins = "after_compute" in through
+            site = f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"
+            site += f":{frame.f_lineno}:{'begins' if begins else 'waits'}"
+            reached[-1].add(site)
+            if site != left_out:
+                wait(*args)
+                if begins and left_out and left_out.endswith("waits"):
+                    with torch.cuda.stream(args[0]):  # what is waited for is late
+                        torch.cuda._sleep(10**6)
+
+        return wait_unless_left_out
+
+    torch.cuda.Stream.wait_event = may_be_left_out(torch.cuda.Stream.wait_event)
+    Message.wait = may_be_left_out(Message.wait)
+    asked = list(zip(cases, torch.load(folder / "answers")))
+    for case, answers_of in asked:
+        reached.append(set())
+        equal(case, groups, answers_of)
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, reached)
+    reached_by = [set().union(*ranks) for ranks in zip(*every)]  # each case, on any rank
+    for left_out in sorted(set().union(*reached_by)):
+        name, _, what = left_out.split(":")
+        if f"{name} {what}" in hidden:
+            continue
+        missed = False
+        reaching = [pair for pair, sites in zip(asked, reached_by) if left_out in sites]
+        for case, answers_of in 8 * reaching:  # streams are late now and then
+            try:
+                equal(case, groups, answers_of)
+            except AssertionError:  # on all ranks alike
+                missed = True
+                break
+        print(f"without {left_out}: {'wrong' if missed else 'RIGHT'}", flush=True)
+
+
+@needs_gpu
+@parametrize(
+    "ranks, shown, hidden, lines",
+    [
+        (
+            1,
+            8,
+            {
+                "optim.HostStates.begin waits",
+                "shard.States.reduce_unit begins",
+                "shard.States.reduce_unit waits",
+                "shard.States.finish_gradients waits",
+            },
+            ["place=host micro=2", "place=host keep=swapped", "keep=neither micro=2"],
+        ),
+        (
+            2,
+            13,
+            {
+                "optim.HostStates.begin waits",
+                "pipeline.Link.finish waits",
+                "attention.Ring.__init__ waits",
+                "offload.ChunkedLayers.enter_group waits",
+                "shard.States.reduce_unit waits",
+            },
+            [
+                "p=2 g=2 os=2 keep=swapped",
+                "p=2 g=2 os=2 place=host",
+                "sp=2 groups=2 os=2 keep=mixed",
+                "sp=2 ring=2 g=2 os=2",
+                "tp=2 mode=msp",
+                "tp=2 mode=mtp",
+                "g=2 os=2 layout=inter place=host",
+                "pp=2 micro=4",
+            ],
+        ),
+    ],
+)
+def test_gpu_waits(ranks, shown, hidden, lines, tmp_path):
+    """Each line that waits is left out by itself, and then a case must fail; but not those that a
+    whole step hides, or under which nothing is under way (on one rank; as a ring begins), those of
+    messages, which NCCL's works may hold, and what one rank shows. Two ranks need two GPUs, because
+    gloo's collectives let the host wait. Catches a wait that is missing, or one that no case
+    proves."""
+    if ranks > GPUS:
+        pytest.skip(f"{GPUS} GPUs")
+    cases = [make_case(f"{ranks} {line} device=cuda kernel=naive") for line in lines]
+    torch.save([answer_of(case) for case in cases], tmp_path / "answers")
+    text = on_ranks(ranks, check_waits, cases, hidden, tmp_path, gpus=ranks)
+    assert "RIGHT" not in text and len(set(re.findall("without .*: wrong", text))) >= shown, text
+
+
+@needs_gpu
+def test_gpu_attention_past_two_to_the_31():
+    """At a million tokens of 17 heads the last head is as alone, and its rows past the middle are
+    as the definition in float64 has them. Catches an index past 2^31."""
+    device, seq, heads = torch.device("cuda"), 2**20, 17
+    op = attention.Attention(attention.pick_kernel("auto", device, torch.bfloat16))
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, seq, heads, 128, device=device).bfloat16() for _ in range(4)]
+
+    def passes(q, k, v, do) -> list[torch.Tensor]:
+        o, lse = op.forward(q, k, v)
+        return [o, *op.backward(lambda: (do, []), q, k, v, o, lse)]
+
+    whole = passes(*inputs)
+    last = [x[:, :, -1:].contiguous() for x in inputs]
+    for ours, alone in zip(whole, passes(*last)):
+        assert relative(ours[:, :, -1:], alone) < 1e-3
+    at = torch.arange(seq // 2 + 1, seq, seq // 9, device=device)
+    q, k, v, do = (x[0, :, 0].double() for x in last)  # (T, D)
+    scores = q[at] @ k.t() / 128**0.5
+    scores.masked_fill_(torch.arange(seq, device=device) > at[:, None], -torch.inf)
+    p = scores.softmax(-1)
+    o = p @ v
+    ds = p * (do[at] @ v.t() - (do[at] * o).sum(-1, keepdim=True))
+    assert relative(whole[0][0, at, -1], o) < 0.02
+    assert relative(whole[1][0, at, -1], ds @ k / 128**0.5) < 0.02
+
+
+@needs_gpu
+@parametrize("kernel", attention.KERNELS)
+def test_gpu_documents(kernel):
+    """Two sequences, with documents of one token and of thousands, equal the definition in float64,
+    document by document. Catches attention across a document's border."""
+    device = torch.device("cuda")
+    if why := attention.why_not(kernel, device, torch.bfloat16, documents=True):
+        pytest.skip(why)
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 6000, heads, 128, device=device).bfloat16() for heads in (8, 2, 2, 8)]
+    bounds = (0, 1, 2, 130, 131, 5000, 6000, 6064, 6065, 6600, 11999, 12000)
+    documents = attention.Documents(bounds, torch.tensor(bounds, dtype=torch.int32, device=device))
+
+    def passes(kernel: str, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        *inputs, do = inputs
+        op = attention.Attention(kernel).within(documents)
+        o, lse = op.forward(*inputs)
+        return [o, *op.backward(lambda: (do, []), *inputs, o, lse)]
+
+    exact = passes("naive", *(t.double() for t in inputs))
+    for name, ours, want in zip("o dq dk dv".split(), passes(kernel, *inputs), exact):
+        for cut in documents.cuts():
+            x, y = (t.flatten(0, 1)[cut] for t in (ours, want))
+            size = y.norm() + 1e-3 * y.numel() ** 0.5  # a lone token's dq, dk are 0
+            assert (x - y).norm() < 0.01 * size, (cut, name)

@@ -1,0 +1,114 @@
+"""Hardware profiles: files, rates between measured points, and measuring a machine."""
+
+import math
+import shutil
+from dataclasses import replace
+
+import torch
+from pytest import approx, raises
+
+import bench
+import hardware
+import measure
+from test_all import on_ranks, parametrize, slow
+
+
+def test_profiles_between_points_and_at_their_ends():
+    """Rates between measured points are linear in the logarithm, and beyond them stay at the last.
+    Catches a rate that no machine has."""
+    points = [[1e6, 10.0], [1e8, 30.0]]
+    rates = [hardware.interpolate(points, at) for at in (1, 1e7, 1e8, 1e12)]
+    assert rates == approx([10, 20, 30, 30])  # linear in the logarithm
+    grid = [[16, 1, 1.0], [16, 4, 3.0], [64, 1, 5.0], [64, 4, 7.0]]
+    assert hardware.interpolate_twice(grid, 32, 2) == approx(4)
+    assert hardware.interpolate_twice(grid, 1, 99) == 3
+
+
+@parametrize(
+    "edit, message",
+    [
+        ('"memory": 0.0', "memory .*0.0.*positive numbers"),
+        ('"to_host": NaN', "to_host .*nan.*positive"),
+        ('"per_node": "fast"', "per_node .*fast.*positive"),
+        ('"launch": {"forward": 1, "backward": -1}', "launch backward .*-1.*positive"),
+        ('"launch": {"forward": 1}', "is no profile.*backward"),
+        ('"names": 1', "is no profile.*names"),
+        ('"products": {"forward": [[1, 1, 1]]}', "input_grad"),
+        ('"attention": {"forward": [[8, 1], [4, 1]], "backward": []}', "8, 1.*ascending"),
+        ('"attention": {"forward": [[4, 1]]}', "backward"),
+        ('"collectives": {"all_gather": {"2x1": [[1, 1]]}}', "reduce_scatter"),
+        ("}", "is no profile"),
+    ],
+)
+def test_profiles_that_are_none(edit, message, tmp_path):
+    """A profile with a broken value is refused by its key; a file's last key counts. Catches a
+    broken file that is taken."""
+    file = tmp_path / "mine.json"
+    whole = (hardware.PROFILES / "h200x2.json").read_text()
+    file.write_text(whole.rstrip().removesuffix("}") + f", {edit}}}")
+    with raises(ValueError, match=f"--cluster .*mine.json.*{message}"):
+        hardware.load_profile(str(file))
+
+
+def test_profiles_are_files(tmp_path, monkeypatch):
+    """A profile is found by name or by path, whatever GPU that is called after. Catches a file that
+    is taken for another one."""
+    folder = shutil.copytree(hardware.PROFILES, tmp_path / "H100")
+    monkeypatch.setattr(hardware, "PROFILES", folder)
+    for name in hardware.profile_files():
+        profile = hardware.load_profile(name)
+        assert profile.name == name and profile.sources and profile.per_node
+        (folder / "H100-mine.json").write_text(hardware.profile_text(profile))
+        assert hardware.load_profile(str(folder / "H100-mine.json")) == profile
+        assert hardware.load_profile("h100-mine") == profile
+    with raises(ValueError, match="or one of .*h200x2.*; or a GPU .*H100 PCIe"):
+        hardware.load_profile("h300")
+
+
+def test_known_profiles_are_those_of_the_node():
+    """A GPU has the profile of the smallest node that has so many GPUs, else the largest, by a name
+    in any case. Without one of its own, it has an H200's by the ratio of data sheets; with neither,
+    an H200's, and the name says so. Catches the rates of another machine."""
+    for per_node, name in ((1, "h200x2"), (2, "h200x2"), (3, "h200x8"), (16, "h200x8")):
+        assert hardware.known_profile("NVIDIA H200", per_node).name == name
+    base, large, unknown = (
+        hardware.known_profile(f"NVIDIA {name}", 8) for name in ("H200", "A100-SXM4-80GB", "H20")
+    )
+    assert unknown.products == base.products and unknown.peak_flops is None
+    assert unknown.name == "NVIDIA H20 as an H200, since it has no data sheet here"
+    assert hardware.known_profile("CPU", 8) == hardware.load_profile("cpu")
+    assert large.gpu_bytes < 0.6 * base.gpu_bytes and large.to_host == base.to_host / 2
+    assert large.peak_flops == 312e12 and "data sheets" in large.sources["all"]
+    rates = [x.products["forward"][-1][-1] for x in (large, base)]
+    assert rates[0] == approx(312 / 989.4 * rates[1])
+    rates = [x.collectives["all_gather"]["8x1"][-1][-1] for x in (large, base)]
+    assert rates[0] == approx(300 / 450 * rates[1])
+    # one GPU was measured; what GPUs of a node share is an H200's
+    one, eight = (hardware.load_profile("h100", n) for n in (1, 8))
+    assert eight.products == one.products and one.per_node == 1 and eight.per_node == 8
+    assert eight.host_bytes > one.host_bytes and eight.collectives["all_gather"]
+    assert hardware.load_profile("H100", 8) == eight
+
+
+def measured_profile_worker():
+    """memory is what makes costs.py count the measured seconds of a layer."""
+    machine = measure.Machine(torch.device("cpu"), torch.float32, "cpu", 2)
+    measured = machine.profile("here", bench.layer_seconds, {})
+    hardware.check_profile(measured)
+    assert measured.sources == {"all": "measured"} and measured.peak_flops is None
+    assert 1e6 < min(measured.memory, measured.optimizer, measured.visits) < 1e15
+    cfg, _ = machine.make_layers()
+    known = replace(measured, memory=1e6)
+    counted = bench.layer_seconds(known, cfg, machine.dtype, machine.middle)
+    machine.time = lambda fn: cfg.layers * counted
+    fast = replace(measured, memory=math.inf)
+    assert machine.memory_rate(fast, bench.layer_seconds) == approx(1e6)
+    assert [*measured.collectives["all_gather"]] == ["2x1"]
+
+
+@slow
+def test_profiles_are_measured_by_all_ranks():
+    """Two ranks measure a profile of this machine, and its memory rate is the one from which
+    costs.py counts the measured seconds of a layer. Catches a measured rate that is of no
+    machine."""
+    on_ranks(2, measured_profile_worker)

@@ -1,0 +1,81 @@
+"""How sequences, matrices and the depth are split: each part computes what it should, once."""
+
+from types import SimpleNamespace
+
+import torch
+from pytest import approx
+
+import attention
+import pipeline
+import tensor
+import train
+from test_all import END, SEQ, Spoiled, make_case, make_run, parametrize
+
+
+@parametrize("seq, sp, ring", [(45, 3, 1), (24, 6, 2), (48, 8, 8), (72, 12, 4)])
+def test_parts_of_a_sequence_are_all_of_it(seq, sp, ring):
+    """The ranks of a sequence have each token once, and each rank of a ring has as much of the
+    causal triangle as any other. Catches a token that no rank has, or that two have."""
+    of_rank = [attention.sequence_positions(seq, sp, ring, r).tolist() for r in range(sp)]
+    assert sorted(i for tokens in of_rank for i in tokens) == list(range(seq))
+    assert all(tokens == sorted(tokens) and len(tokens) == seq // sp for tokens in of_rank)
+    if ring > 1:
+        by_ring = [of_rank[i : i + sp // ring] for i in range(0, sp, sp // ring)]
+        assert len({sum(i for tokens in ranks for i in tokens) for ranks in by_ring}) == 1
+
+
+def test_positions_restart_with_documents(group):
+    """Positions begin again with each document, and so does the count of the keys that a token
+    sees. Catches positions, or keys, that go on over a document's border."""
+    run, _, _ = make_run(make_case("1 docs=1"), {}, Spoiled)
+    batch = train.load_batch(run, 0)
+    tokens, positions = batch.tokens.flatten(0, 1), batch.positions.flatten(0, 1)
+    wanted = torch.zeros_like(positions)
+    for i in range(1, SEQ):
+        wanted[:, i] = torch.where(tokens[:, i - 1] == END, 0, wanted[:, i - 1] + 1)
+    assert torch.equal(positions, wanted)
+    assert batch.seen.item() == approx((2 * wanted + 1).double().mean().item())
+
+
+def test_columns_exchange_tokens_with_or_without_sequences(monkeypatch):
+    """Tensor-parallel ranks exchange tokens and not features, of tensors (tokens, C) as of (B,
+    tokens, C). Catches a gather along the wrong dimension."""
+    columns = SimpleNamespace(ranks=2, group=None)
+    x = torch.arange(24.0).view(2, 4, 3)  # of column 0; column 1 has another
+    monkeypatch.setattr(
+        tensor, "all_gather", lambda out, x, group: out.copy_(torch.cat([x, x + 100]))
+    )
+    monkeypatch.setattr(
+        tensor, "reduce_scatter", lambda out, x, group: out.copy_(2 * x[: len(out)])
+    )
+    for tokens in (x, x[0]):
+        want = torch.cat([tokens, tokens + 100], -2)
+        assert tensor.Columns.gather(columns, tokens).equal(want)
+        assert tensor.Columns.scatter(columns, tokens).equal(2 * tokens.chunk(2, -2)[0])
+
+
+@parametrize("stages, micro_batches, chunks", [(2, 4, 2), (4, 8, 2), (4, 8, 4)])
+def test_pipeline_order_is_torchs(stages, micro_batches, chunks):
+    """Stages run their passes in the order of torch's interleaved 1F1B schedule. Catches stages
+    that wait for each other for ever."""
+    from torch.distributed.pipelining import schedules
+
+    for stage in range(stages):
+        theirs = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
+        vars(theirs).update(
+            n_local_stages=chunks,
+            microbatches_per_round=stages,
+            pp_group_size=stages,
+            _n_microbatches=micro_batches,
+        )
+        found = [
+            (
+                one.computation_type == schedules.FORWARD,
+                one.microbatch_index,
+                one.stage_index // stages,
+            )
+            for one in theirs._calculate_single_rank_operations(stage)
+            if one
+        ]
+        ours = pipeline.pipeline_order(stage, stages, chunks, micro_batches)
+        assert [(one.forward, one.micro_batch, one.chunk) for one in ours] == found

@@ -1,0 +1,217 @@
+"""The training loop: its log, evaluation, learning rates, and one run under several plans."""
+
+import math
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pytest import approx, raises
+from safetensors.torch import load_file
+
+import data
+import model as m
+import train
+from helpers import saved
+from test_all import (
+    Spoiled,
+    log,
+    losses,
+    main,
+    make_case,
+    make_run,
+    relative,
+    run,
+    saved_by,
+    seeded,
+    slow,
+)
+
+
+def test_log_checkpoint_and_evaluation(tmp_path, capsys):
+    """A run writes its log, checkpoints, evaluations, picture and export, also one that began with
+    --steps 0; files are read here by the safetensors library. Catches a log, a file or a picture
+    that lacks something."""
+    out = tmp_path / "o"
+    flags = f"--out {out} --save-every 2 --steps 7"
+    main(f"{flags} --steps 0")
+    main(f"{flags} --eval-every 3 --resume --export {tmp_path}/hf")
+    text, rows = capsys.readouterr().out, log(out)
+    keys = "step loss grad_norm lr tgs mfu_causal mfu_full gpu_gib host_gib seconds".split()
+    assert [r["step"] for r in rows] == list(range(1, 8)) and all(set(keys) <= set(r) for r in rows)
+    assert [r["step"] for r in rows if "val_loss" in r] == [3, 6, 7]
+    assert rows[-1]["loss"] < rows[0]["loss"] and rows[0]["mfu_causal"] is None
+    assert "1,869,504 parameters" in text and "left 0:00:0" in text
+    assert saved(out) == [6, 7]
+    assert (out / "loss.png").read_bytes()[1:4] == b"PNG"
+    states = load_file(out / "step-00000007" / "rank-00000-0.safetensors")
+    theirs = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    qkv = [theirs[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
+    assert torch.equal(states["master.blocks.1.qkv.weight"], torch.cat(qkv).flatten())
+    assert states["updates"] == 7 and states["exp_avg.embed.weight"].any()
+    main(flags)  # anew: the old run is kept
+    assert losses(out) == losses(out / "earlier-1")
+    assert (out / "earlier-1" / "step-00000007" / "meta.json").exists()
+
+
+def test_progress_inside_a_step(monkeypatch, capsys):
+    """A long step says where it is, again and again, until it is over. Catches a step of minutes
+    that says nothing."""
+    said = []
+    states = SimpleNamespace(progress=lambda: said.pop() if said else "")
+    monkeypatch.setattr(train, "PROGRESS_SECONDS", 0.01)
+    now = train.watch(SimpleNamespace(rank=0), states)
+    now[:] = 7, time.perf_counter()
+    said.append("backward layer 3/4")  # once, and it goes on
+    time.sleep(0.2)
+    now[:] = 8, time.perf_counter()
+    time.sleep(0.2)
+    now[0] = 0
+    text = capsys.readouterr().out
+    assert text.count("step 7: backward layer 3/4, 0 s\n") > 1 and "step 8" not in text
+
+
+def test_loss_that_is_not_finite_changes_nothing(group):
+    """A loss that is not finite changes no weight, although its gradients are finite. Catches an
+    update by a loss that is no number."""
+    run, model, states = make_run(make_case("1"), {}, Spoiled)
+    train.load_random_weights(run, states)
+    for i, loss in enumerate((torch.ones(()), torch.tensor(math.inf), torch.tensor(math.nan))):
+        train.run_step(model, states, train.load_batch(run, 0), 0.0, 0.0)
+        before = saved_by(states)
+        _, finite = states.update(1e-2, 0.5, loss)
+        assert bool(finite) == (not torch.equal(before, saved_by(states))) == (i == 0)
+
+
+def test_diverging_run_skips_stops_and_saves(tmp_path):
+    """A run that diverges stops and saves, and a number that is not finite is null in its log.
+    Catches a run that goes on as NaN, and a log that is no JSON."""
+    with raises(SystemExit, match="not finite"):
+        main(f"--steps 20 --lr 1e30 --warmup 0 --clip 0 --out {tmp_path}")
+    rows = log(tmp_path)
+    assert [r["finite"] for r in rows[-5:]] == [0] * 5 and len(rows) < 20
+    assert rows[-1]["grad_norm"] is None and saved(tmp_path)
+
+
+def test_schedule_equals_torchs_and_stays_where_it_ended(tmp_path, capsys):
+    """Learning rates are torch.optim's from the end of the warm-up to the end of the decay; an
+    extended run stays at its last rate, also one that is extended again. Catches a rate unlike
+    torch's, or one that rises where a run is extended."""
+    flags = f"--out {tmp_path} --steps"
+    main(f"{flags} 25 --warmup 5 --lr 0.01 --min-lr 0.2")
+    main(f"{flags} 27 --resume")
+    assert "at step 25; changed: steps 25 -> 27\n" in capsys.readouterr().out
+    main(f"{flags} 28 --resume")
+    rates = [r["lr"] for r in log(tmp_path)]
+    opt = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 20, 0.002)
+    want = [0.002, 0.004, 0.006, 0.008, 0.01]
+    for _ in range(20):
+        want += schedule.get_last_lr()
+        opt.step()
+        schedule.step()
+    assert rates == approx(want + 3 * schedule.get_last_lr(), rel=1e-12)
+
+
+def ids_without_spaces(path: Path) -> Path:
+    """Write the standard library's bytes as ids of which spaces (32) are never labels."""
+    corpus, _ = data.open_corpus("stdlib")
+    corpus.read(0, 10**6).astype("<u2").tofile(path)
+    Path(f"{path}.json").write_text('{"token_bytes": 2, "ignore": 32}')
+    return path
+
+
+@slow
+def test_eval_of_ranks_equals_one_model(tmp_path):
+    """Quarters 0, 3 and 1, 2 of each sequence lie on two pairs of ranks, one of which has no
+    sequence at last: the loss, and that of every position, are those of the bare model. Catches a
+    loss at another position or of another rank."""
+    run(
+        "--seq 96 --micro-batch 5 --batch 10 --dtype fp64 --steps 0 --eval-every 1 --sp 2 --ring 2 "
+        f"--p 2 --g 2 --os 2 --data {ids_without_spaces(tmp_path / 'ids.bin')} --out {tmp_path}",
+        4,
+        "ops.LOSS_ELEMENTS = 2**14",  # losses in chunks of tokens
+    )
+    (row,) = log(tmp_path)
+    assert not list(tmp_path.glob("step-*")) and (tmp_path / "loss.png").exists()
+    model = seeded(m.MODELS["tiny"])
+    _, val = data.split(data.open_corpus(str(tmp_path / "ids.bin"))[0], None, 96, 0)
+    windows = torch.from_numpy(np.stack([val.window(i) for i in range(64)]))
+    labels = windows[:, 1:]
+    want = F.cross_entropy(model(windows[:, :-1]).transpose(1, 2), labels, reduction="none")
+    want = want.detach().masked_fill(labels == 32, torch.nan)
+    assert row["val_loss"] == approx(want.nanmean().item(), rel=1e-12)
+    ends = [0, 1, 2, 4, 8, 16, 32, 64, 96]
+    assert row["val_loss_by_position"] == [
+        [a, approx(want[:, a:b].nanmean().item(), rel=1e-12)] for a, b in zip(ends, ends[1:])
+    ]
+
+
+def test_eval_alone(tmp_path, capsys):
+    """An evaluation of a finished run gives the same numbers once more and no checkpoint; where all
+    labels are ignored it gives none. Catches an evaluation that changes what it evaluates."""
+    flags = f"--out {tmp_path}/a --steps 4 --eval-every 2"
+    main(flags)
+    last = log(tmp_path / "a")[-1]
+    saved = sorted(tmp_path.glob("a/step-*/*"))
+    main(f"{flags} --steps 0 --eval-every 1 --resume")
+    again = log(tmp_path / "a")[-1]
+    assert f"step 4 val_loss {last['val_loss']:.4f}\n" in capsys.readouterr().out
+    assert set(again) == {"step", "val_loss", "val_loss_by_position"} and again["step"] == 4
+    assert again["val_loss"] == approx(last["val_loss"], rel=1e-9)
+    assert len(log(tmp_path / "a")) == 5 and sorted(tmp_path.glob("a/step-*/*")) == saved
+    np.full(999, 7, "<u2").tofile(tmp_path / "same.bin")
+    (tmp_path / "same.bin.json").write_text('{"token_bytes": 2, "ignore": 7}')
+    main(f"--steps 0 --eval-every 1 --out {tmp_path}/b --data {tmp_path}/same.bin")
+    assert "step 0 val_loss none (all labels are ignored)\n" in capsys.readouterr().out
+    assert log(tmp_path / "b") == [{"step": 0, "val_loss": None, "val_loss_by_position": []}]
+
+
+@slow
+def test_one_run_under_four_plans(tmp_path):
+    """train.py from its flags: on one process; sequences over two ranks, swapping; columns and
+    stages over four; and one process that runs layers again. Each goes on from the one before, in
+    documents, with ignored labels, and with several files a rank. Catches a flag of train.py that
+    is not heard, and flags that change a loss."""
+    flags = "--dtype fp64 --micro-batch 1 --eval-every 6 --save-every 1 --keep 9 "
+    flags += f"--document-token 10 --data {ids_without_spaces(tmp_path / 'ids.bin')} "
+    swapping = "--sp 2 --chunk 10 --alpha 0.5 --resident-layers 2 --head-groups 3 --g 2 --os 2"
+    plans = [
+        (0, "", "documents end with token 10"),
+        (2, swapping, "k=2 alpha=0.50"),
+        (
+            4,
+            re.sub(r"\d\S*", "auto", swapping) + " --tp 2 --pp 2 --os-place host --save-async",
+            "pp 2x",
+        ),
+        (0, "--tp 1 --pp 1 --recompute full --os-place auto --no-save-async", "twice in 4"),
+    ]
+    for i, (ranks, more, says) in enumerate(plans):
+        exported = tmp_path / f"hf{i}"
+        flags += f"--resume {tmp_path}/o{i - 1}/step-0000000{i + 1} " if i else ""
+        assert says in run(
+            f"{flags} {more} --out {tmp_path}/o{i} --export {exported}",
+            ranks,
+            "checkpoint.FILE_BYTES = 900_000",
+        )
+        found = [
+            [
+                r["loss"],
+                r["grad_norm"],
+                r.get("val_loss", 0),
+                *np.ravel(r.get("val_loss_by_position", 0)),
+            ]
+            for r in log(tmp_path / f"o{i}")
+        ]
+        weights = {}
+        for file in exported.glob("*.safetensors"):
+            weights |= load_file(file)
+        if not i:
+            wanted, wanted_weights = found, weights
+        for a, b in zip(found, wanted[i and i + 1 :], strict=True):
+            assert a == approx(b, rel=1e-11), more
+        for name, weight in wanted_weights.items():
+            assert relative(weights[name], weight) < 1e-11, (more, name)
