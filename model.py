@@ -77,7 +77,7 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -146,12 +146,12 @@ class ModelConfig:
 class Block(nn.Module):
     """One layer. Whoever changes it changes it here alone: chunks, swapping, recomputation and
     sharding follow, since they act on what autograd saves and on the events of a Matrix. Matrices
-    are defined in the order of their use, by which they are gathered. A weight's name says what it
-    begins as (initial_weight: norms, out, down) and where it is in files (checkpoint._HF).
+    are defined in the order of their use, by which they are gathered. A Matrix or a Vector says what
+    its weight begins as; hf._HF says what the weight is called in Hugging Face's files.
 
     A norm behind the layer (a sandwich), say, is a vector in __init__, and a line in post:
 
-        self.last_norm = Vector(cfg.dim)        # files: checkpoint._HF
+        self.last_norm = Vector(cfg.dim, "norm")        # in files: hf._HF
         ...
         y = h + project(self.down, SWIGLU, gate_up)
         return x + rms_norm(y, self.last_norm.weight, self.cfg.norm_eps)
@@ -168,15 +168,15 @@ class Block(nn.Module):
         q = cfg.heads * cfg.head_dim
         kv = cfg.kv_heads * cfg.head_dim
         qkv = q + 2 * kv
-        self.norm1 = Vector(cfg.dim)
+        self.norm1 = Vector(cfg.dim, "norm")
         self.qkv = Matrix(qkv, cfg.dim, cut="rows", parts=(q, kv, kv))
-        self.qkv_bias = Vector(qkv, like=self.qkv) if cfg.qkv_bias else None
-        self.q_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
-        self.k_norm = Vector(cfg.head_dim) if cfg.qk_norm else None
-        self.out = Matrix(cfg.dim, q, cut="columns")
-        self.norm2 = Vector(cfg.dim)
+        self.qkv_bias = Vector(qkv, "bias", like=self.qkv) if cfg.qkv_bias else None
+        self.q_norm = Vector(cfg.head_dim, "norm") if cfg.qk_norm else None
+        self.k_norm = Vector(cfg.head_dim, "norm") if cfg.qk_norm else None
+        self.out = Matrix(cfg.dim, q, cut="columns", residual=True)
+        self.norm2 = Vector(cfg.dim, "norm")
         self.gate_up = Matrix(2 * cfg.ffn, cfg.dim, cut="rows", parts=2 * (cfg.ffn,))
-        self.down = Matrix(cfg.dim, cfg.ffn, cut="columns")
+        self.down = Matrix(cfg.dim, cfg.ffn, cut="columns", residual=True)
         self.norm = Before(  # of x and the norm's weight
             lambda x, weight: norm_forward(x, weight, cfg.norm_eps), norm_backward
         )
@@ -239,9 +239,9 @@ class LLaMA(nn.Module):
         self.cfg = cfg
         self.attention = attention
         self.layer_runner = whole_layers
-        self.embed = Matrix(cfg.vocab, cfg.dim)
+        self.embed = Matrix(cfg.vocab, cfg.dim, std=1.0)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
-        self.norm = Vector(cfg.dim)
+        self.norm = Vector(cfg.dim, "norm")
         self.head = Matrix(cfg.vocab, cfg.dim)
 
     @functools.cached_property
@@ -258,9 +258,22 @@ class LLaMA(nn.Module):
                     )
         return shapes
 
+    @functools.cached_property
+    def starts(self) -> dict[str, tuple[float, float]]:
+        """Of the whole model's weights, by name: the mean and the standard deviation of a fresh
+        one, as its module says (Matrix, Vector). Asked for before the model is cut."""
+        starts = {}
+        for path, module in self.named_modules():
+            if isinstance(module, Vector):
+                starts[f"{path}.weight"] = module.start, 0.0
+            if isinstance(module, Matrix):
+                shrink = math.sqrt(2 * self.cfg.layers) if module.residual else 1.0
+                starts[f"{path}.weight"] = 0.0, module.std / shrink
+        return starts
+
     def init_weights(self, seed: int) -> None:
         for name, p in self.named_parameters():
-            p.data.copy_(initial_weight(self.cfg, name, p.shape, seed, p.device))
+            p.data.copy_(initial_weight(name, p.shape, self.starts[name], seed, p.device))
 
     def forward(
         self,
@@ -372,18 +385,15 @@ MODELS = {  #                   V       C     L   H   K   F
 
 
 def param_count(cfg: ModelConfig) -> int:
-    """Return the number of parameters, as a model on meta has them."""
-    return _param_count(cfg, Block)
+    """Return the number of parameters, counted layer by layer as a model on meta has them."""
+    return _param_count(cfg, LLaMA, Block)
 
 
 @functools.cache
-def _param_count(cfg: ModelConfig, block):
+def _param_count(cfg: ModelConfig, model_class: type, block_class: type) -> int:
+    # block_class is part of the key only: a fork's Block has parameters of its own
     with torch.device("meta"):
-        model = LLaMA(replace(cfg, layers=1))
-    return sum(
-        p.numel() * (cfg.layers if name.startswith("blocks.") else 1)
-        for name, p in model.named_parameters()
-    )
+        return sum(p.numel() for p in model_class(cfg).parameters())
 
 
 def flops_per_token(cfg: ModelConfig, seq: int, seen: float | None = None) -> tuple[float, float]:
@@ -460,17 +470,16 @@ def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rope
 # ---------------------------------------------------------------------------- first weights
 
 
-def initial_weight(cfg: ModelConfig, name: str, shape: tuple, seed: int, device) -> Tensor:
-    """Return one tensor of a fresh model, float32: embeddings normal(0, 1), matrices
-    normal(0, 1/sqrt(columns)), so that each product is as large as its input, the two that write
-    into the residual stream smaller by sqrt(2L), norms 1, biases 0. It depends on (seed, name)
-    alone, so that ranks may make their parts in any order."""
-    if len(shape) == 1:
-        return torch.full(shape, float("norm" in name), device=device)
+def initial_weight(
+    name: str, shape: tuple[int, ...], start: tuple[float, float], seed: int, device
+) -> Tensor:
+    """Return one tensor of a fresh model, float32: normal(mean, std), or constant if std is 0.
+    start: mean and std, of LLaMA.starts. It depends on nothing but (seed, name, shape, start), so
+    ranks may make their parts in any order."""
+    mean, std = start
+    if std == 0:
+        return torch.full(shape, mean, device=device)
     # a CPU's generator takes 32 bits; of one name, crc32 gives every start value another result
     seed_of_name = zlib.crc32(name.encode(), seed)
     rng = torch.Generator(device).manual_seed(seed_of_name)
-    std = 1.0 if name == "embed.weight" else 1 / math.sqrt(shape[1])
-    if name.endswith(("out.weight", "down.weight")):
-        std /= math.sqrt(2 * cfg.layers)
-    return torch.empty(shape, device=device).normal_(0, std, generator=rng)
+    return torch.empty(shape, device=device).normal_(mean, std, generator=rng)

@@ -279,15 +279,29 @@ class Matrix(nn.Module):
     cut, and each column applies all of it to its own tokens. "": nobody has said; --tp refuses it.
     A matrix of columns is cut in equal runs: its input is no concatenation of `parts`. A weight is
     project's to use: the gradient of another use of it ends the run.
+
+    A fresh weight is normal(0, std). std: 1/sqrt(columns) by default, so that each product is as
+    large as its input. residual: the product is added to the residual stream, so std is smaller by
+    sqrt(2L), for L layers that add two products each.
     """
 
     events = PlainEvents()
     enter = join = around = staticmethod(same)
     part: Cut | None = None  # what of the whole matrix is here; None: all
 
-    def __init__(self, rows: int, cols: int, cut: str = "", parts: tuple[int, ...] = ()):
+    def __init__(
+        self,
+        rows: int,
+        cols: int,
+        cut: str = "",
+        parts: tuple[int, ...] = (),
+        std: float | None = None,
+        residual: bool = False,
+    ):
         super().__init__()
         self.shape = (rows, cols)
+        self.std = std or 1 / math.sqrt(cols)
+        self.residual = residual
         self.cut = cut
         self.parts = parts or (rows,)
         if cut == "columns" and parts or sum(self.parts) != rows:
@@ -309,12 +323,19 @@ class Matrix(nn.Module):
 
 
 class Vector(nn.Module):
-    """A weight that is too small to shard, of a norm or a bias: float32 or wider, whole on every
-    rank. like: the matrix whose rows it goes along with."""
+    """A weight that is too small to shard: float32 or wider, whole on every rank.
 
-    def __init__(self, dim: int, like: Matrix | None = None):
+    kind: "norm", which begins as 1, or "bias", which begins as 0. like: the matrix to whose rows
+    its elements belong, so that tensor parallelism takes the same ones."""
+
+    STARTS = {"norm": 1.0, "bias": 0.0}
+
+    def __init__(self, dim: int, kind: str, like: Matrix | None = None):
         super().__init__()
-        self.like = (like,)  # no module of this one
+        if kind not in self.STARTS:
+            raise ValueError(f"Vector({dim}, {kind!r}): of kind {' or '.join(self.STARTS)}")
+        self.start = self.STARTS[kind]
+        self.like = (like,)  # in a tuple, so that nn.Module does not register it as a child
         self.weight = nn.Parameter(torch.empty(dim))
 
     def here(self) -> Tensor:

@@ -250,7 +250,9 @@ def naive_backward(do, q, k, v, o, lse, mask):
     return [grad.contiguous() for grad in grads]
 
 
-attention.KERNELS["naive"] = attention.Kernel(naive_forward, naive_backward, (), plain=True)
+attention.KERNELS["naive"] = attention.Kernel(
+    naive_forward, naive_backward, (), documents=True, plain=True
+)
 
 
 def learning_rate(step: int) -> float:
@@ -1461,7 +1463,7 @@ class EndsInNorm(m.Block):
     def __init__(self, cfg):
         super().__init__(cfg)
         self.last = m.Matrix(cfg.dim, cfg.dim)
-        self.last_norm = m.Vector(cfg.dim)
+        self.last_norm = m.Vector(cfg.dim, "norm")
 
     def post(self, x, o):
         y = super().post(x, o)

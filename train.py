@@ -495,7 +495,8 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
-    on_all_ranks(getattr, model, "shapes")  # kept from now, when the model is whole
+    for kept in ("shapes", "starts"):  # from now, when the model is whole
+        on_all_ranks(getattr, model, kept)
     on_all_ranks(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
     on_all_ranks(split_columns, model, Columns(plan.tp_mode, groups))
     if plan.tp > 1:
@@ -724,7 +725,7 @@ def evaluate(run, model):
 def load_random_weights(run: Run, states: States) -> None:
     states.load(
         lambda name: initial_weight(
-            run.plan.model, name, states.shapes[name], run.cfg.seed, run.device
+            name, states.shapes[name], states.starts[name], run.cfg.seed, run.device
         )
     )
 

@@ -30,4 +30,4 @@ def alibi_backward(do, q, k, v, o, lse, mask):
         return torch.autograd.grad(alibi_forward(*inputs, mask)[0], inputs, do)
 
 
-KERNELS["alibi"] = Kernel(alibi_forward, alibi_backward, (), documents=False)
+KERNELS["alibi"] = Kernel(alibi_forward, alibi_backward, ())

@@ -20,9 +20,10 @@ from ops import rms_norm
 class ForkBlock(Block):
     def __init__(self, cfg):
         super().__init__(cfg)
-        self.qkv_bias = Vector(self.qkv.shape[0], like=self.qkv)
-        self.q_norm, self.k_norm = Vector(cfg.head_dim), Vector(cfg.head_dim)
-        self.last_norm = Vector(cfg.dim)
+        self.qkv_bias = Vector(self.qkv.shape[0], "bias", like=self.qkv)
+        self.q_norm = Vector(cfg.head_dim, "norm")
+        self.k_norm = Vector(cfg.head_dim, "norm")
+        self.last_norm = Vector(cfg.dim, "norm")
         self.gate = Matrix(3, cfg.dim, cut="whole")  # under --tp: on every column
 
     def post(self, x, o):

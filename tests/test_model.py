@@ -72,16 +72,20 @@ def test_model_sizes_that_no_kernel_computes_are_refused(sizes, message):
 def test_first_weights():
     """A product is as large as its input, and what writes into the residual stream adds up to its
     size. Catches a first product or a residual sum of the wrong size."""
-    cfg = m.MODELS["1b"]
+    with torch.device("meta"):
+        starts = m.LLaMA(m.MODELS["1b"]).starts
     for name, cols, std in (
         ("embed", 2048, 1),
         ("head", 2048, 2048**-0.5),
         ("blocks.0.qkv", 2048, 2048**-0.5),
         ("blocks.0.down", 5504, (5504 * 48) ** -0.5),
     ):
-        drawn = m.initial_weight(cfg, f"{name}.weight", (500, cols), 0, "cpu")
+        name = f"{name}.weight"
+        drawn = m.initial_weight(name, (500, cols), starts[name], 0, "cpu")
         assert drawn.std().item() == approx(std, rel=0.01)
-    assert m.initial_weight(cfg, "norm.weight", (9,), 0, "cpu").equal(torch.ones(9))
+    assert m.initial_weight("norm.weight", (9,), starts["norm.weight"], 0, "cpu").equal(
+        torch.ones(9)
+    )
 
 
 def test_seeds_make_other_weights():
@@ -89,7 +93,7 @@ def test_seeds_make_other_weights():
     weights. Catches two seeds or two matrices that get the same weights."""
 
     def weight(seed, name="embed.weight"):
-        return m.initial_weight(SMALL, name, (8, 8), seed, "cpu")
+        return m.initial_weight(name, (8, 8), (0.0, 1.0), seed, "cpu")
 
     seeds = [0, 1, 2, 2**16, 2**30, 2**31 - 1]
     drawn = [weight(s) for s in seeds] + [weight(0, "head.weight")]
