@@ -243,7 +243,7 @@ class Kernel:
     capability: tuple[int, ...]  # CUDA major versions that it runs on; empty: the CPU alone
     module: str = ""  # what must be importable
     package: str = ""  # and where it comes from
-    documents: bool = True  # it takes them; else it would leave them out
+    documents: bool = False  # it takes them (Mask.documents); a kernel must say so
     # scores are those of q and k alone, whatever the head and wherever keys stand: only then may it
     # have parts of a sequence, on rings, and an export computes the same
     plain: bool = False
@@ -256,12 +256,15 @@ KERNELS = {  # best first: "auto" takes the first usable one
         (9, 10),
         "flash_attn.cute.interface",
         "flash-attn-4[cu13]",
+        documents=True,
         plain=True,
     ),
     # for each document a graph for its length is built, and none for one of a single token
-    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), documents=False, plain=True),
-    "flash": Kernel(_flash_forward, _flash_backward, (8, 9, 10, 11, 12), plain=True),
-    "cpu": Kernel(_cpu_forward, _cpu_backward, (), plain=True),
+    "cudnn": Kernel(_cudnn_forward, _cudnn_backward, (9, 10), plain=True),
+    "flash": Kernel(
+        _flash_forward, _flash_backward, (8, 9, 10, 11, 12), documents=True, plain=True
+    ),
+    "cpu": Kernel(_cpu_forward, _cpu_backward, (), documents=True, plain=True),
 }
 
 

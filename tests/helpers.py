@@ -186,3 +186,26 @@ def built(run: train.Run, as_on_gpus=False) -> tuple:
         torch.ones((), dtype=states.accum_dtype),
     )
     return model, states, lambda: train.run_step(model, states, batch, 1e-4, run.cfg.clip)
+
+
+def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
+    """Write a byte-level tokenizer that is trained on a text, as a Hugging Face folder has it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=vocab,
+            initial_alphabet=alphabet,
+            special_tokens=["<end>"],
+            show_progress=False,
+        ),
+    )
+    tokenizer.enable_truncation(8)  # some files have it: it must not cut a text
+    folder.mkdir()
+    tokenizer.save(f"{folder}/tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')

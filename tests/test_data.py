@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import re
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from pytest import approx, raises
 import data
 import model as m
 import train
+from helpers import make_tokenizer
 from test_all import log, main, parametrize, run, seeded, slow
 
 
@@ -79,29 +79,6 @@ def test_data_token_files(width, most, said, of_val, vocab, message, tmp_path):
         os.truncate(tmp_path / "val.bin", 0)
         with raises(ValueError, match="20000 tokens, its val.bin 0, too few"):
             data.split(*data.open_corpus(str(tmp_path)), 8, 0)
-
-
-def make_tokenizer(folder: Path, text: str, vocab: int = 300) -> None:
-    """Write a byte-level tokenizer that is trained on a text, as a Hugging Face folder has it."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer.train_from_iterator(
-        [text],
-        trainers.BpeTrainer(
-            vocab_size=vocab,
-            initial_alphabet=alphabet,
-            special_tokens=["<end>"],
-            show_progress=False,
-        ),
-    )
-    tokenizer.enable_truncation(8)  # some files have it: it must not cut a text
-    folder.mkdir()
-    tokenizer.save(f"{folder}/tokenizer.json")
-    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
 
 
 def test_data_tokenised_text(tmp_path, capsys):

@@ -23,13 +23,13 @@ import checkpoint
 import data
 import hf
 import memplan
+from helpers import hf_model, make_tokenizer
 from ops import Cut
 from ranks import ConfigError
 from shard import StatePart
-from test_all import HERE, clean_up, hf_model, main, make_tokenizer  # noqa: F401
+from test_all import ROOT, main, parametrize
 
-parametrize = pytest.mark.parametrize
-PROGRAM = [*HERE.glob("*.py"), *HERE.glob("results/*.py"), *HERE.glob("examples/*.py")]
+PROGRAM = [*ROOT.glob("*.py"), *ROOT.glob("results/*.py"), *ROOT.glob("examples/*.py")]
 
 
 # ---------------------------------------------------------------------------- code
@@ -433,10 +433,10 @@ attention.pick_kernel = pick_kernel
 """
     driver = tmp_path / "driver.py"
     driver.write_text(
-        f"{code}import runpy\nrunpy.run_path('{HERE}/train.py', run_name='__main__')\n"
+        f"{code}import runpy\nrunpy.run_path('{ROOT}/train.py', run_name='__main__')\n"
     )
     flags = f"--device cpu --model tiny --seq 32 --batch 2 --steps 1 --out {tmp_path}/o".split()
-    shared = {"PYTHONPATH": str(HERE), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared = {"PYTHONPATH": str(ROOT), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
     ranks = [
         subprocess.Popen(

@@ -1,18 +1,21 @@
 """Forks that would train wrong without a word: each is refused by name."""
 
 import functools
+from dataclasses import replace
 
-import pytest
 import torch
 from pytest import raises
 
 import attention
+import hf
 import model
 import offload
 import ops
-from test_all import SEQ, SIZES, activations_of, clean_up, example, group, seeded  # noqa: F401
+import optim
+import tensor
+from examples.block import ForkBlock
+from test_all import SEQ, SIZES, activations_of, example, parametrize, seeded
 
-parametrize = pytest.mark.parametrize
 CPU = torch.device("cpu")
 
 
@@ -74,3 +77,301 @@ def unchecked(block_saves, *args):
         return block_saves(*args)
     finally:
         model.Block = blocks
+
+
+# ---------------------------------------------------------------------------- kernels
+
+
+def softcap_scores(q, k, mask):
+    """Scores (B, heads, queries, keys) that tanh keeps below 5, as Gemma 2 does."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = 5 * torch.tanh(torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5 / 5)
+    if mask.causal:
+        later = torch.ones(q.shape[1], k.shape[1]).triu(1).bool()
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
+
+
+def softcap_forward(q, k, v, mask):
+    scores = softcap_scores(q, k, mask)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def backward_by_autograd(do, q, k, v, o, lse, mask):
+    """The gradient of softcap_forward, as if the keys here were all that there are."""
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        return torch.autograd.grad(softcap_forward(*inputs, mask)[0], inputs, do)
+
+
+def backward_from_o(do, q, k, v, o, lse, mask):
+    """The gradient of softcap_forward, where o and lse are of the keys of all ranks."""
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        shares = (softcap_scores(*inputs[:2], mask) - lse[..., None]).exp()
+        v = inputs[2].repeat_interleave(q.shape[2] // v.shape[2], 2)
+        o_here = torch.einsum("bhqk,bkhd->bqhd", shares, v)
+        lost = (do * o).sum(-1).transpose(1, 2)  # of the softmax's denominator
+        loss = (o_here * do).sum() - (shares.sum(-1) * lost).sum()
+        return torch.autograd.grad(loss, inputs)
+
+
+def forward_by_position(q, k, v, mask):
+    """Later keys count more: right where all keys are there, wrong on a ring."""
+    return softcap_forward(q, k * torch.arange(1, k.shape[1] + 1)[:, None, None], v, mask)
+
+
+@parametrize("heads, kv_heads", [(4, 4), (4, 2), (1, 1)])
+def test_a_kernel_proves_that_it_may_run_on_a_ring(heads, kv_heads, monkeypatch):
+    """Catches a kernel that is right on whole sequences only: on a ring the loss was equal, and the
+    gradient 15 % off."""
+
+    def check(forward, backward):
+        kernel = attention.Kernel(forward, backward, (), plain=True)
+        monkeypatch.setitem(attention.KERNELS, "softcap", kernel)
+        attention.check_ring("softcap", heads, kv_heads, 16, CPU, torch.float64)
+
+    for dtype in (torch.float32, torch.float64):
+        attention.check_ring("cpu", heads, kv_heads, 16, CPU, dtype)
+    check(softcap_forward, backward_from_o)
+    with raises(ValueError, match="--attention softcap on a ring: dq differs by 0.* --ring 1"):
+        check(softcap_forward, backward_by_autograd)
+    with raises(ValueError, match="--attention softcap on a ring: o differs by"):
+        check(forward_by_position, backward_from_o)
+
+
+def test_a_kernel_says_that_it_takes_documents(monkeypatch):
+    """Catches a kernel whose author has not thought of documents: it attended across them."""
+    kernel = attention.Kernel(softcap_forward, backward_from_o, ())
+    monkeypatch.setitem(attention.KERNELS, "softcap", kernel)
+    assert attention.pick_kernel("softcap", CPU, torch.float32) == "softcap"
+    with raises(ValueError, match="softcap takes no documents"):
+        attention.pick_kernel("softcap", CPU, torch.float32, documents=True)
+
+
+# ---------------------------------------------------------------------------- matrices in columns
+
+
+class WithoutParts(model.Block):
+    """q, k and v in one matrix of rows that does not say where each of them ends."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.qkv = model.Matrix(*self.qkv.shape, cut="rows")
+
+
+class JoinedOutput(model.Block):
+    """One matrix of columns for attention's output and the MLP's, one behind the other."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.joined = model.Matrix(
+            cfg.dim, cfg.heads * cfg.head_dim + 2 * cfg.ffn, cut="columns", residual=True
+        )
+
+    def post(self, x, o):
+        return super().post(x, o) + self.joined(torch.cat((o.flatten(2), self.gate_up(x)), -1))
+
+
+class NormOverHeads(model.Block):
+    """A norm over all heads of a token, of which a column has some."""
+
+    def post(self, x, o):
+        size = o.square().mean((2, 3), keepdim=True).sqrt()
+        return super().post(x, o / size)
+
+
+class NormOfWeight(model.Block):
+    """A weight that is divided by its own size, of which a column has a part."""
+
+    def post(self, x, o):
+        return super().post(x, o / self.out.weight.detach().norm())
+
+
+@parametrize("mode", ["mtp", "msp", "fsp"])
+def test_a_layer_proves_that_it_may_be_cut_in_columns(mode, monkeypatch):
+    """Catches a layer that trains wrong under --tp without a word: matrices that say something
+    wrong about their rows or columns, and sums over heads that are no products."""
+    for name in ("7b", "llama3-8b"):
+        for flags in ({}, {"qkv_bias": True, "qk_norm": True}):
+            tensor.check_columns(replace(model.MODELS[name], **flags), mode)
+    monkeypatch.setattr(model, "Block", ForkBlock)
+    tensor.check_columns(model.MODELS["7b"], mode)
+    for block in (WithoutParts, JoinedOutput, NormOverHeads, NormOfWeight):
+        monkeypatch.setattr(model, "Block", block)
+        with raises(ValueError, match=f"--tp-mode {mode}: a layer that is cut in two columns"):
+            tensor.check_columns(model.MODELS["7b"], mode)
+
+
+# ---------------------------------------------------------------------------- optimizers
+
+
+def lars(u):
+    """Scales each update by the size of the weight that it sees, which may be a part."""
+    master = u.states["master"]
+    new = master - u.lr * u.grad * master.norm() / u.grad.norm()
+    master.copy_(torch.where(u.finite, new, master))
+    u.weight.copy_(master)
+
+
+def cautious(u):
+    """Leaves out where momentum and gradient disagree, and counts these in what it sees."""
+    master, momentum = u.states["master"], u.states["momentum"]
+    agree = (momentum * u.grad > 0.1).to(master.dtype)
+    new = master - u.lr * momentum * agree / agree.mean()
+    master.copy_(torch.where(u.finite, new, master))
+    u.weight.copy_(master)
+
+
+def by_index(u):
+    """Treats elements by their number in the part, not in the matrix."""
+    master = u.states["master"]
+    new = master - u.lr * u.grad * torch.arange(len(master))
+    master.copy_(torch.where(u.finite, new, master))
+    u.weight.copy_(master)
+
+
+def by_first(u):
+    """Treats elements by their number in the matrix."""
+    master = u.states["master"]
+    new = master - u.lr * u.grad * (u.first + torch.arange(len(master)))
+    master.copy_(torch.where(u.finite, new, master))
+    u.weight.copy_(master)
+
+
+def forgets_skips(u):
+    master = u.states["master"]
+    master.sub_(u.lr * u.grad)
+    u.weight.copy_(master)
+
+
+@parametrize(
+    "update, states, says",
+    [
+        (lars, "master", "the update of a matrix in two halves differs .* 'weight'.* whole=True"),
+        (cautious, "master momentum", "the update of a matrix in two halves"),
+        (by_index, "master", "the update of a matrix in two halves"),
+        (by_first, "master", None),
+        (forgets_skips, "master", "a step that is not finite changes 'master'"),
+        (lars, "weight", 'its states are weight; they have names .* one is "master"'),
+        (lars, "master master", "its states are master, master; they have names of their own"),
+    ],
+)
+def test_an_optimizer_proves_that_it_may_update_parts(update, states, says):
+    """Catches an update that takes its part for the whole matrix, or goes on after a step that is
+    not finite: with p > 1 the weights were off without a word."""
+    optim.check_optimizer("adamw", optim.ADAMW)
+    optim.check_optimizer("muon", optim.OPTIMIZERS["muon"])
+    optimizer = optim.Optimizer(update, tuple(map(optim.State, states.split())))
+    if says is None:
+        optim.check_optimizer("other", optimizer)
+    else:
+        with raises(ValueError, match=f"--optimizer other: {says}"):
+            optim.check_optimizer("other", optimizer)
+
+
+# ---------------------------------------------------------------------------- exports
+
+
+class ParallelMLP(model.Block):
+    """Attention and MLP side by side, from one norm: norm2 is never used."""
+
+    def post(self, x, o):
+        gate_up = ops.project(self.gate_up, self.norm, x, self.norm1.weight)
+        return x + self.out(o.flatten(2)) + ops.project(self.down, ops.SWIGLU, gate_up)
+
+
+class WithoutPositions(model.Block):
+    """No rotary embedding (NoPE), in every layer."""
+
+    def pre(self, x, rope):
+        cos, sin = rope[:2]
+        return super().pre(x, (torch.ones_like(cos), torch.zeros_like(sin), *rope[2:]))
+
+
+class AddsNorm(model.Block):
+    """A norm at the layer's end, for which Hugging Face's files have no name."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.last_norm = model.Vector(cfg.dim, "norm")
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@parametrize(
+    "flags",
+    [
+        {},
+        {"qkv_bias": True},
+        {"qk_norm": True},
+        {"tied": True},
+        {"rope_scaling": YARN, "max_positions": 2048},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_an_export_proves_itself(flags, monkeypatch):
+    """Catches an export that transformers computes in another way: it says llama of what is none."""
+    cfg = replace(model.MODELS["tiny"], **flags)
+    hf.check_export(cfg, {})
+    for block in (ParallelMLP, WithoutPositions):
+        monkeypatch.setattr(model, "Block", block)
+        with raises(ValueError, match="--export: transformers computes other logits .* by 0|1"):
+            hf.check_export(cfg, {})
+    monkeypatch.setattr(model, "Block", AddsNorm)
+    with raises(ValueError, match="Hugging Face's files have no 'last_norm'"):
+        hf.check_export(cfg, {})
+    monkeypatch.undo()
+    embedded = model.LLaMA.embedded
+    monkeypatch.setattr(model.LLaMA, "embedded", lambda *args: 8 * embedded(*args))
+    with raises(ValueError, match="--export: transformers computes other logits"):
+        hf.check_export(cfg, {})
+
+
+def test_an_export_that_transformers_refuses_is_a_sentence():
+    """Catches a traceback of transformers' own where its configuration refuses a fork's model: a
+    width that is no multiple of the heads."""
+    with raises(ValueError, match="transformers refuses its config.json"):
+        hf.export_config(model.ModelConfig(131, 7, 2, 4, 4, 4, 2), {}, torch.float32)
+
+
+# ---------------------------------------------------------------------------- sizes, first weights
+
+
+class WideEveryThird(model.LLaMA):
+    """Every third layer has a second MLP."""
+
+    def __init__(self, cfg, *args):
+        super().__init__(cfg, *args)
+        for block in self.blocks[::3]:
+            block.wide = model.Matrix(4 * cfg.ffn, cfg.dim)
+
+
+def test_parameters_are_counted_layer_by_layer(monkeypatch):
+    """Catches a count that takes every layer for the first one."""
+    cfg = replace(model.MODELS["tiny"], layers=5)
+    plain = model.param_count(cfg)
+    monkeypatch.setattr(model, "LLaMA", WideEveryThird)
+    assert model.param_count(cfg) == plain + 2 * 4 * cfg.ffn * cfg.dim
+
+
+def test_first_weights_follow_from_what_a_weight_is():
+    """Catches first weights that follow from the ending of a name: kv_down began 2.8 times too
+    small, and a bias named norm1_bias at 1."""
+    cfg = replace(model.MODELS["tiny"], layers=2)
+    llama = model.LLaMA(cfg)
+    block = llama.blocks[0]
+    block.kv_down = model.Matrix(64, 100)
+    block.fanout = model.Matrix(64, 100, residual=True)
+    block.norm1_bias = model.Vector(64, "bias")
+    block.scale = model.Vector(64, "norm")
+    starts = llama.starts
+    assert starts["blocks.0.kv_down.weight"] == (0.0, 0.1)
+    assert starts["blocks.0.fanout.weight"] == (0.0, 0.05)
+    assert starts["blocks.0.norm1_bias.weight"] == (0.0, 0.0)
+    assert starts["blocks.0.scale.weight"] == (1.0, 0.0)
+    assert starts["embed.weight"] == (0.0, 1.0)
+    with raises(ValueError, match="Vector\\(64, 'gain'\\): of kind norm or bias"):
+        model.Vector(64, "gain")
