@@ -344,6 +344,9 @@ def plan_activations(
     if alpha is not None:  # the nearest number of chunks, but some if that is asked for
         swapped = np.maximum(alpha > 0, np.rint(alpha * chunks * away))
     feasible = (room >= 0) & (swapped <= most)
+    if alpha is not None and feasible.any():  # of these, the ones that come near what is asked
+        missed = np.abs(swapped / (chunks * np.maximum(1, away)) - alpha)
+        feasible &= missed <= max(0.02, missed[feasible].min())
     kept = whole_chunks(room / part) - 2 * np.ceil(swapped / np.maximum(1, away))
     kept = np.clip(kept, 0, feasible * saves * chunks * k)
     plans = ActivationPlan(n, chunks, k, kept, swapped, x, m)

@@ -46,7 +46,8 @@ def use_more_queues() -> None:
 
 def start_ranks(timeout: float) -> tuple[int, int, int]:
     """Join torchrun's group, or make a group of one (timeout in seconds). Several ranks compute
-    with one thread each, one rank with all cores. Returns rank, R and the local rank."""
+    with one thread each; one rank with OMP_NUM_THREADS, or all cores. Returns rank, R and the local
+    rank."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=timeout)
     if "RANK" in os.environ:
@@ -57,7 +58,10 @@ def start_ranks(timeout: float) -> tuple[int, int, int]:
         store, rank, world = dist.HashStore(), 0, 1
     dist.init_process_group(backend, timeout=limit, store=store, rank=rank, world_size=world)
     # sums on a CPU depend on the threads that share them, and each launcher has a number of its own
-    torch.set_num_threads(1 if world > 1 else len(os.sched_getaffinity(0)))
+    if world > 1:
+        torch.set_num_threads(1)
+    elif "OMP_NUM_THREADS" not in os.environ:  # which PyTorch has read
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     return rank, world, dist.get_node_local_rank(0)
 
 

@@ -82,7 +82,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from model import divisors
-from ops import Cut, Matrix, accumulation_dtype
+from ops import Cut, Matrix, Vector, accumulation_dtype
 from optim import (
     ADAMW,
     Optimizer,
@@ -263,6 +263,39 @@ def sum_and_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 # ---------------------------------------------------------------------------- states
 
 
+def check_weights(model: nn.Module, stages: int = 1) -> None:
+    """Raise ValueError for a weight that would not train, or would train wrong: one that is no
+    Matrix's or Vector's, one that is frozen, a buffer on meta, or a module that two places share.
+    stages: of a pipeline, into which the model will be cut."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (Matrix, Vector)):
+            paths.setdefault(module, []).append(path)
+    for module, (path, *others) in paths.items():
+        if others and isinstance(module, Matrix):
+            raise ValueError(
+                f"{path} and {others[0]} are one Matrix: each use of a matrix in a pass needs a "
+                "matrix of its own"
+            )
+        if others and stages > 1:
+            raise ValueError(
+                f"--pp {stages}: {path} and {others[0]} are one Vector, and may lie on two stages: "
+                "make two, or --pp 1"
+            )
+    sharded = {id(module.weight) for module in paths}
+    wrong = [
+        name
+        for name, weight in model.named_parameters()
+        if id(weight) not in sharded or not weight.requires_grad
+    ]
+    wrong += [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)}: what is sharded is the weight of a model.Matrix (large) or Vector "
+            "(small) that trains, no nn.Linear's and no buffer"
+        )
+
+
 @dataclass(eq=False)
 class States:
     """A model's parameters, gradients and optimizer states on this rank, and their travels. Raises
@@ -295,7 +328,7 @@ class States:
                 "matrices, which a rank owns with layout=inter p=1 tp=1"
             )
         check_factors(f, self.groups.ranks)
-        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        check_weights(model)
         self.accum_dtype = accumulation_dtype(self.dtype)
         self.grad_dtype = self.accum_dtype if self.micro_batches > 1 else self.dtype
         self.streams = {name: CommStream(self.device, name in overlap) for name in STREAMS}
@@ -309,14 +342,6 @@ class States:
         self.make_params(model)
         self.make_states(place)
         self.make_vectors(model)
-        tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-        others = [name for name, tensor in tensors if tensor.is_meta]
-        if others or frozen:
-            raise ValueError(
-                f"{', '.join(others + frozen)}: what is sharded is the weight of a "
-                "model.Matrix (large) or Vector (small) that trains, no nn.Linear's "
-                "and no buffer"
-            )
         self.last_pass = None  # (backward, unit) whose matrix was used last
         self.open_unit: Unit | None = None  # whose backward pass has begun, and is not complete
         self.on_phase: Callable[[str], None] = lambda phase: None  # told when one is enqueued

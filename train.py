@@ -110,7 +110,7 @@ from ranks import (
     use_more_queues,
 )
 from replay import StepMemory, mark
-from shard import States
+from shard import States, check_weights
 from streams import GIB, CommStream, host_budget
 from tensor import Columns, check_columns, split_columns
 
@@ -495,8 +495,9 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     kept = plan.activations
     with torch.device("meta"):
         model = LLaMA(plan.model, op)
-    for kept in ("shapes", "starts"):  # from now, when the model is whole
-        on_all_ranks(getattr, model, kept)
+    for of_whole in ("shapes", "starts"):  # kept from now, when the model is whole
+        on_all_ranks(getattr, model, of_whole)
+    on_all_ranks(check_weights, model, plan.pp)
     on_all_ranks(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
     on_all_ranks(split_columns, model, Columns(plan.tp_mode, groups))
     if plan.tp > 1:
