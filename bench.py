@@ -74,6 +74,7 @@ from streams import GIB, host_budget
 from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
+SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
 
 # ---------------------------------------------------------------------------- steps of a Config
 
@@ -127,21 +128,6 @@ class Step:
 def config(flags: str) -> Config:
     """Return train.py's flags as it has them. Raises ValueError."""
     return Config(**train.parse(flags.split()))
-
-
-def filled(bench: Bench, flags: str) -> str:
-    """Return flags with numbers for {ranks}, {half} of them, {nodes}; {seq} tokens, a short
-    sequence; {seqs[n]} tokens, n of those on each rank; {batch[n]} sequences, n of each rank."""
-    ranks = bench.world
-    seq = 4096 if bench.gpu else 256
-    return flags.format(
-        ranks=ranks,
-        half=max(1, ranks // 2),
-        seq=seq,
-        nodes=max(2, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
-        seqs=range(0, 2**12 * ranks * seq, ranks * seq),
-        batch=range(0, 16 * ranks, ranks),
-    )
 
 
 def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
@@ -555,57 +541,72 @@ def chosen(run: Run) -> dict:
 
 
 @dataclass(frozen=True)
+class Row:
+    """One measurement: a label, and the flags of train.py that it adds to its table's."""
+
+    label: str  # "fsdp2 WHAT" and "transformers WHAT" are peers, every other label is ours
+    flags: str = ""
+
+
+@dataclass(frozen=True)
 class Table:
-    """Rows that are measured one after the other, in each of the variants."""
+    """Rows that are measured one after the other, once per variant."""
 
-    rows: dict[str, str] | Callable[[Bench, str], dict]  # label -> train.py's flags
-    flags: str = ""  # of all rows
-    variants: tuple[str, ...] = ("",)  # more flags of them
-    takes: str = ""  # flags of a command, beside those of memory
-    look: Callable = lambda *_: {}  # attempt's
-    ranks: int = 1  # that it needs
+    # or a function of (bench, the flags that the rows share) that returns them
+    rows: list[Row] | Callable[[Bench, str], list[Row]]
+    flags: str = ""  # shared by all rows
+    variants: tuple[str, ...] | list[str] = ("",)  # more shared flags; --seq replaces them
+    takes: str = ""  # the flags that bench.py accepts for this table, besides those of memory
+    look: Callable = lambda *_: {}  # look(bench, step) returns what else a row reports
+    min_ranks: int = 1
 
 
-def step_rows(bench: Bench, flags: str) -> dict[str, str]:
-    """Return rows of the largest model that fits, and of its longest sequence, a power of two, that
-    takes two minutes with its warm-up."""
+def step_rows(bench: Bench, flags: str) -> list[Row]:
+    """Return rows of the largest model that fits, and of the longest sequence that it can train on
+    in two minutes, warm-up included. That sequence is a power of two times a short one."""
     quick = bench.quick or not bench.gpu
-    most_params = (2e9 if bench.gpu else 1e7) if quick else math.inf
-    most_seconds = 4 if quick else 45
+    max_params = (2e9 if bench.gpu else 1e7) if quick else math.inf
+    max_seconds = 4 if quick else 45
 
-    def best_plan(row):
+    def best_plan(row_flags):
         try:
-            return plan_runs(bench, config(filled(bench, f"{flags} {row}")))[0].plan
+            return plan_runs(bench, config(f"{flags} {row_flags}"))[0].plan
         except ConfigError as e:
-            print0(f"{row}: {e}")
+            print0(f"{row_flags}: {e}")
             return None
 
+    short_seq = SHORT_SEQ[bench.device.type]
     for name, model in sorted(MODELS.items(), key=lambda item: -param_count(item[1])):
-        short = f"--model {name} --seq {{seq}} --batch {{ranks}} --os-place gpu"
-        if param_count(model) < most_params and best_plan(short):
+        short = f"--model {name} --seq {short_seq} --batch {bench.world} --os-place gpu"
+        if param_count(model) < max_params and best_plan(short):
             break
     else:
         raise ConfigError("no model fits")
-    rows = {"ours": short}
+
+    rows = [Row("ours", short)]
     if not quick:
-        rows |= {f"fsdp2 {kind}": f"{short} --strategy zero3" for kind in ("none", "full")}
+        rows.append(Row("fsdp2 none", f"{short} --strategy zero3"))
+        rows.append(Row("fsdp2 full", f"{short} --strategy zero3"))
+
+    longest = None
     for i in range(1, 12):
-        long = f"--model {name} --seq {{seqs[{2**i}]}} --batch 1 --os-place gpu"
-        plan = best_plan(long)
-        if plan is None or plan.step_s > most_seconds:
+        seq = 2**i * bench.world * short_seq
+        row_flags = f"--model {name} --seq {seq} --batch 1 --os-place gpu"
+        plan = best_plan(row_flags)
+        if plan is None or plan.step_s > max_seconds:
             break
-        rows["ours, longest in the time"] = long
+        longest = Row("ours, longest in the time", row_flags)
+    return rows + [longest] if longest else rows
+
+
+def plan_rows(bench: Bench, flags: str) -> list[Row]:
+    """Return the planner's best plans, each as the flags of the command that trains by it."""
+    defaults = "--tp 1 --pp 1 "  # planner.command leaves them out
+    rows = []
+    for i, run in enumerate(plan_runs(bench, config(flags)), 1):
+        own_flags = planner.command(run.plan, run.cfg).partition("train.py ")[2]
+        rows.append(Row(f"plan {i}", defaults + own_flags))
     return rows
-
-
-def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
-    """Return the planner's best plans, as their commands have them."""
-    runs = plan_runs(bench, config(filled(bench, flags)))
-    first = "--tp 1 --pp 1 "  # a command leaves out what is a default
-    return {
-        f"plan {i}": first + planner.command(run.plan, run.cfg).partition("train.py ")[2]
-        for i, run in enumerate(runs, 1)
-    }
 
 
 def covered_ms(spans: list[tuple[float, float]]) -> float:
@@ -665,124 +666,146 @@ def planned_memory(bench: Bench, step: Step) -> dict:
     }
 
 
-WHOLE = "--sp 1 --micro-batch 1 --recompute none"  # layers, each sequence on a rank
-SEQUENCES = ("--seq {seqs[2]}", "--seq {seqs[4]}", "--seq {seqs[8]}", "--seq {seqs[16]}")
-TABLES = {
-    "step": Table(step_rows, takes="quick"),
-    "long": Table(
-        {
-            "ours": "",
-            "ours planned memory": "--memplan on",
-            "ours full recompute": "--recompute full",
-            "ours full swap": "--alpha 1 --resident-layers 2",
-            "fsdp2 none": "--sp {ranks} --strategy zero3",
-            "fsdp2 half-selective": "--sp {ranks} --strategy zero3",
-            "fsdp2 selective": "--sp {ranks} --strategy zero3",
-            "fsdp2 selective host": "--sp {ranks} --strategy zero3",
-            "fsdp2 full": "--sp {ranks} --strategy zero3",
-            "transformers fp32": "",
-            "transformers bf16": "",
-            "transformers fp32 liger": "",
-            "transformers bf16 full": "",
-            "transformers bf16 liger": "",
-            "transformers bf16 liger full": "",
-        },
-        "--batch 1",
-        SEQUENCES,
-        "rows model seq batch",
-    ),
-    "shard": Table(
-        {
-            "ours os": "--strategy zero1",
-            "ours os inter": "--strategy zero1 --os-layout inter",
-            "ours g and os": "--strategy zero2",
-            "ours p and g by halves": "--p {half} --g {half} --os {ranks}",
-            "ours all": "--strategy zero3",
-            "ours in halves": "--p {half} --g {half} --os {half}",
-            "ours as planned": "--micro-batch auto --sp auto --recompute auto",
-            "fsdp2 none ZeRO-3": "--strategy zero3",
-            "fsdp2 none ZeRO-2": "--strategy zero2",
-            "fsdp2 none HSDP and reshard": "--p {half} --g {half} --os {half}",
-            "fsdp2 none HSDP": "--p 1 --g {half} --os {half}",
-        },
-        f"{WHOLE} --seq {{seq}}",
-        ("--batch {batch[1]}", "--batch {batch[8]}"),
-        "rows model nodes",
-        ranks=2,
-    ),
-    "overlap": Table(  # AMSP, table V
-        {
-            "all overlaps": "",
-            "without param_broadcast": "--overlap param_gather,grad_scatter,grad_reduce",
-            "and without grad_reduce": "--overlap param_gather,grad_scatter",
-            "none": "--overlap none",
-        },
-        f"{WHOLE} --seq {{seq}}",
-        (
-            "--strategy zero1 --batch {batch[1]}",
-            "--strategy zero1 --batch {batch[2]}",
-            "--strategy zero1 --batch {batch[4]}",
-            "--strategy zero1 --batch {batch[8]}",
-            "--strategy zero3 --batch {batch[1]}",
-            "--strategy zero3 --batch {batch[2]}",
-            "--strategy zero3 --batch {batch[4]}",
-            "--strategy zero3 --batch {batch[8]}",
+def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
+    """Return every table for this number of ranks and nodes, by its name. short_seq: the tokens of
+    a short sequence.
+
+    Example: on 4 ranks, the row "ours in halves" of table shard is --p 2 --g 2 --os 2, and the
+    table's second variant is --batch 32.
+    """
+    half = max(1, ranks // 2)
+    # lengths that need all ranks: 2, 4, 8 and 16 short sequences per rank
+    seqs = [f"--seq {n * ranks * short_seq}" for n in (2, 4, 8, 16)]
+    # every rank runs whole layers on whole short sequences of its own
+    data_parallel = f"--sp 1 --micro-batch 1 --recompute none --seq {short_seq}"
+    batches = [f"--batch {n * ranks}" for n in (1, 2, 4, 8)]  # 1, 2, 4, 8 micro-batches
+
+    # fmt: off
+    return {
+        "step": Table(step_rows, takes="quick"),
+        "long": Table(
+            [
+                Row("ours"),
+                Row("ours planned memory",          "--memplan on"),
+                Row("ours full recompute",          "--recompute full"),
+                Row("ours full swap",               "--alpha 1 --resident-layers 2"),
+                Row("fsdp2 none",                   f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 half-selective",         f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),
+                Row("transformers fp32"),
+                Row("transformers bf16"),
+                Row("transformers fp32 liger"),
+                Row("transformers bf16 full"),
+                Row("transformers bf16 liger"),
+                Row("transformers bf16 liger full"),
+            ],
+            flags="--batch 1",
+            variants=seqs,
+            takes="rows model seq batch",
         ),
-        "rows model",
-        ranks=2,
-    ),
-    "ring": Table(
-        {"by heads": "--ring 1", "by context": "--ring {nodes}"},
-        "--sp {ranks} --batch 1",
-        SEQUENCES[1:],
-        "rows model seq nodes",
-        ranks=2,
-    ),
-    "parallel": Table(
-        {
-            "data": "",
-            "mtp": "--tp 2 --tp-mode mtp",
-            "msp": "--tp 2 --tp-mode msp",
-            "fsp": "--tp 2 --tp-mode fsp",
-            "pipeline": "--pp 2",
-            "interleaved": "--pp 2 --pp-chunks 2",
-        },
-        f"{WHOLE} --seq {{seq}} --batch {{batch[8]}}",
-        takes="rows model seq",
-        ranks=2,
-    ),
-    "memplan": Table(
-        {"caching allocator": "", "expandable segments": "", "planned": "--memplan on"},
-        "--sp {ranks} --batch 1",
-        SEQUENCES[1:],
-        "rows model seq",
-        planned_memory,
-    ),
-    "plans": Table(plan_rows, "", SEQUENCES[:1], "model seq batch tp pp", ranks=2),
-    "trace": Table(
-        {
-            "ours os": "--strategy zero1",
-            "ours g and os": "--strategy zero2",
-            "ours all": "--strategy zero3",
-        },
-        f"{WHOLE} --seq {{seq}} --batch {{batch[1]}}",
-        ("",),
-        "rows model",
-        profiled,
-        2,
-    ),
-    "offload": Table(
-        {
-            "as planned": "",
-            "states on the GPU": "--os-place gpu",
-            "states on the host": "--os-place host",
-            "states on the host in the open": "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast",
-        },
-        "--batch 1",
-        SEQUENCES,
-        "rows model seq batch",
-    ),
-}
+        "shard": Table(
+            [
+                Row("ours os",                      "--strategy zero1"),
+                Row("ours os inter",                "--strategy zero1 --os-layout inter"),
+                Row("ours g and os",                "--strategy zero2"),
+                Row("ours p and g by halves",       f"--p {half} --g {half} --os {ranks}"),
+                Row("ours all",                     "--strategy zero3"),
+                Row("ours in halves",               f"--p {half} --g {half} --os {half}"),
+                Row("ours as planned",              "--micro-batch auto --sp auto --recompute auto"),
+                Row("fsdp2 none ZeRO-3",            "--strategy zero3"),
+                Row("fsdp2 none ZeRO-2",            "--strategy zero2"),
+                Row("fsdp2 none HSDP and reshard",  f"--p {half} --g {half} --os {half}"),
+                Row("fsdp2 none HSDP",              f"--p 1 --g {half} --os {half}"),
+            ],
+            flags=data_parallel,
+            variants=[batches[0], batches[3]],
+            takes="rows model nodes",
+            min_ranks=2,
+        ),
+        "overlap": Table(  # as in AMSP, table V
+            [
+                Row("all overlaps"),
+                Row("without param_broadcast",      "--overlap param_gather,grad_scatter,grad_reduce"),
+                Row("and without grad_reduce",      "--overlap param_gather,grad_scatter"),
+                Row("none",                         "--overlap none"),
+            ],
+            flags=data_parallel,
+            variants=[
+                f"--strategy {zero} {batch}" for zero in ("zero1", "zero3") for batch in batches
+            ],
+            takes="rows model",
+            min_ranks=2,
+        ),
+        "ring": Table(
+            [
+                Row("by heads",                     "--ring 1"),
+                Row("by context",                   f"--ring {max(2, nodes)}"),
+            ],
+            flags=f"--sp {ranks} --batch 1",
+            variants=seqs[1:],
+            takes="rows model seq nodes",
+            min_ranks=2,
+        ),
+        "parallel": Table(
+            [
+                Row("data"),
+                Row("mtp",                          "--tp 2 --tp-mode mtp"),
+                Row("msp",                          "--tp 2 --tp-mode msp"),
+                Row("fsp",                          "--tp 2 --tp-mode fsp"),
+                Row("pipeline",                     "--pp 2"),
+                Row("interleaved",                  "--pp 2 --pp-chunks 2"),
+            ],
+            flags=f"{data_parallel} {batches[3]}",
+            takes="rows model seq",
+            min_ranks=2,
+        ),
+        "memplan": Table(
+            [
+                Row("caching allocator"),
+                Row("expandable segments"),
+                Row("planned",                      "--memplan on"),
+            ],
+            flags=f"--sp {ranks} --batch 1",
+            variants=seqs[1:],
+            takes="rows model seq",
+            look=planned_memory,
+        ),
+        "plans": Table(plan_rows, variants=seqs[:1], takes="model seq batch tp pp", min_ranks=2),
+        "trace": Table(
+            [
+                Row("ours os",                      "--strategy zero1"),
+                Row("ours g and os",                "--strategy zero2"),
+                Row("ours all",                     "--strategy zero3"),
+            ],
+            flags=f"{data_parallel} {batches[0]}",
+            takes="rows model",
+            look=profiled,
+            min_ranks=2,
+        ),
+        "offload": Table(
+            [
+                Row("as planned"),
+                Row("states on the GPU",            "--os-place gpu"),
+                Row("states on the host",           "--os-place host"),
+                Row("states on the host in the open",
+                    "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast"),
+            ],
+            flags="--batch 1",
+            variants=seqs,
+            takes="rows model seq batch",
+        ),
+    }
+    # fmt: on
+
+
+def tables_here() -> dict[str, Table]:
+    """Return the tables for the ranks and nodes that torchrun (or --nodes) says there are."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return make_tables(ranks, ranks // ranks_per_node, SHORT_SEQ[device_type])
 
 
 # ---------------------------------------------------------------------------- print and write
@@ -897,13 +920,14 @@ THEIRS = {  # train.py's, of all rows
 
 
 def parse() -> argparse.Namespace:
+    tables = tables_here()
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
         allow_abbrev=False,
         epilog="Sizes may end in K, M or G, which are binary: 64K is 65536.",
     )
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("table", nargs="?", default="step", choices=TABLES, help="default: step")
+    one.add_argument("table", nargs="?", default="step", choices=tables, help="default: step")
     one.add_argument(
         "--profile",
         type=str.lower,
@@ -918,9 +942,9 @@ def parse() -> argparse.Namespace:
         " on GPUs, out/results on a CPU, whose figures README does not show",
     )
     for name, text in (OURS | THEIRS).items():
-        of = [table for table in TABLES if name in TABLES[table].takes.split()] or ["all"]
+        takers = [table for table in tables if name in tables[table].takes.split()] or ["all"]
         kind = {"action": "store_true"} if name == "quick" else {}
-        parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(of)})", **kind)
+        parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(takers)})", **kind)
     args = parser.parse_args()
     args.given = {
         name: f"{planner.flag_name(name)} {quote(str(value))}".removesuffix(" True")
@@ -929,17 +953,16 @@ def parse() -> argparse.Namespace:
     }
     args.flags = " ".join(text for name, text in args.given.items() if name in THEIRS)
     try:
-        check(args)
+        check(args, tables[args.table])
     except ValueError as e:  # known to each rank, so all of them say it
         parser.error(str(e))
     return args
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that is not heard, or asks for what is not there."""
+def check(args: argparse.Namespace, table: Table) -> None:
+    """Raise ValueError for a flag that the table does not take, or whose value cannot be used."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     name = args.table
-    table = TABLES[name]
     takes = f"{table.takes} host_memory gpu_memory".split()
     for flag in args.given:
         if args.profile or flag not in takes:
@@ -949,14 +972,15 @@ def check(args: argparse.Namespace) -> None:
             )
     if name == "trace" and not torch.cuda.is_available():
         raise ValueError("table trace measures GPUs, and there are none here")
-    if world < table.ranks:
+    if world < table.min_ranks:
         raise ValueError(
-            f"table {name} needs {table.ranks} ranks or more: torchrun "
-            f"--nproc_per_node {table.ranks} bench.py {name}"
+            f"table {name} needs {table.min_ranks} ranks or more: torchrun "
+            f"--nproc_per_node {table.min_ranks} bench.py {name}"
         )
     for label in listed(args.rows):
-        if label not in table.rows:
-            raise ValueError(f"--rows {label}: of {', '.join(table.rows)}")
+        labels = [row.label for row in table.rows]
+        if label not in labels:
+            raise ValueError(f"--rows {label}: of {', '.join(labels)}")
         if label.startswith("transformers") and world > 1:
             raise ValueError(f"--rows {label}: that model runs on one rank")
     if args.nodes and args.nodes not in map(str, planner.divisors(world)):
@@ -970,19 +994,21 @@ def listed(text: str | None) -> tuple[str, ...]:
 
 
 def measure(bench: Bench, args: argparse.Namespace) -> None:
-    """Measure a table's rows, those that are wanted, of the lengths that are asked for or its own.
-    Ctrl-C ends the process, and leaves the rows so far."""
-    table = TABLES[args.table]
+    """Measure a table: all of its rows or those of --rows, at its own lengths or those of --seq.
+    Ctrl-C ends the process; the rows that were measured until then are written."""
+    table = tables_here()[args.table]
     model = "7b" if bench.gpu else "tiny"
     what = "written"
     try:
         for variant in [f"--seq {seq}" for seq in listed(args.seq)] or table.variants:
             shared = f"--model {model} {table.flags} {variant} {args.flags}"
             rows = table.rows(bench, shared) if callable(table.rows) else table.rows
-            for label, own in rows.items():
-                alone = label.startswith("transformers") and bench.world > 1
-                if not alone and label in (listed(args.rows) or rows):
-                    attempt(bench, label, filled(bench, f"{shared} {own}"), table.look)
+            for row in rows:
+                if args.rows and row.label not in listed(args.rows):
+                    continue
+                if row.label.startswith("transformers") and bench.world > 1:
+                    continue  # that model runs on one rank
+                attempt(bench, row.label, f"{shared} {row.flags}", table.look)
     except KeyboardInterrupt:
         what = "stopped; the rows so far are"
     titles, lines = as_text(bench.rows)
