@@ -25,9 +25,10 @@ Legend: M micro-batches, B sequences of one, T tokens of a sequence, T/sp on a r
 """
 
 import argparse
+import contextlib
 import functools
 import gc
-import importlib
+import itertools
 import json
 import math
 import os
@@ -37,11 +38,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -57,7 +60,8 @@ from hardware import profile_text
 from hf import export_config
 from measure import Machine
 from memplan import write_plan
-from model import MODELS, Block, LLaMA, param_count, whole_layer
+from model import MODELS, Block, LLaMA, ModelConfig, param_count, whole_layer
+from ops import Rope
 from ranks import (
     ConfigError,
     Groups,
@@ -113,26 +117,34 @@ class Bench:
 
 @dataclass
 class Step:
-    """A step of train.py on random tokens: call it to run it once."""
+    """A training step on random tokens. Call it to run it once; leave its `with` to end it."""
 
     run: Run
     model: nn.Module
-    states: object  # States, or what has their methods
+    states: object  # States, or an object with the same methods
     batch: train.Batch
-    memory: StepMemory | None = None  # that plans it
+    memory: StepMemory | None = None  # plans the addresses of the step's tensors
+    # puts back what was changed outside the step to build it
+    cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __call__(self):
         return train.run_planned(self.memory, self.model, self.states, self.batch, 1e-4, 1.0)
 
+    def __enter__(self) -> "Step":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.cleanup.close()
+
 
 def config(flags: str) -> Config:
-    """Return train.py's flags as it has them. Raises ValueError."""
+    """Parse train.py's flags. Raises ValueError."""
     return Config(**train.parse(flags.split()))
 
 
 def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
-    """Return train.py's best plans for these flags on all ranks; gpu: bytes of a GPU to plan with,
-    if not its own. Raises ConfigError. A collective."""
+    """Return train.py's best plans for these flags on all ranks. gpu: the bytes of GPU memory to
+    plan for, by default those of this GPU. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, *_ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(pick_kernel, cfg.attention, bench.device, bench.dtype)
@@ -142,14 +154,14 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
 
 @functools.cache
 def groups_of(tp: int, pp: int) -> Groups:
-    """Return the groups of all plans whose model is cut alike: the memory of NCCL's communicators
-    does not come back. A collective."""
+    """Return the process groups for these degrees. All rows share them, because NCCL does not free
+    a communicator's memory. A collective."""
     return Groups(tp=tp, pp=pp)
 
 
 def random_batch(run: Run) -> train.Batch:
-    """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of
-    data."""
+    """Return uniform random tokens and their labels (M, B, T/sp). Data-parallel ranks get
+    different ones."""
     random = np.random.default_rng(run.coordinates[1])
     return train.load_batch(
         run, 0, lambda i: random.integers(run.plan.model.vocab, size=run.plan.seq + 1)
@@ -157,8 +169,7 @@ def random_batch(run: Run) -> train.Batch:
 
 
 def make_step(run: Run) -> Step:
-    """Build a step, as train.py does. A collective."""
-    train.cap_gpu(run)
+    """Build a step as train.py does. A collective."""
     groups = groups_of(run.plan.tp, run.plan.pp)
     train.describe(run)
     model, states = train.build(run, train.make_attention(run, groups), groups)
@@ -166,14 +177,18 @@ def make_step(run: Run) -> Step:
     batch = random_batch(run)
     if run.plan.pp > 1:
         model.warm_up(next(batch.micro_batches()))
-    return Step(run, model, states, batch, train.plan_memory(run))
+    step = Step(run, model, states, batch, train.plan_memory(run))
+    if step.memory:
+        step.cleanup.callback(step.memory.give_back)
+    return step
 
 
 # ---------------------------------------------------------------------------- peers
 
 
 class TorchStates:
-    """What train.run_step calls of States, by PyTorch's own: clipping and fused AdamW."""
+    """PyTorch's gradient clipping and fused AdamW, with the methods of States that train.run_step
+    calls."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -198,63 +213,116 @@ class TorchStates:
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def transformers_step(run: Run, what: list[str]) -> Step:
-    """Build a step of transformers' model on one rank, with the losses of ours; what: words of its
-    row."""
-    from transformers import AttentionMaskInterface, AutoModelForCausalLM
+@contextlib.contextmanager
+def without_mask() -> Iterator[None]:
+    """Let transformers call PyTorch's attention without a mask, so that it is causal by a flag.
+    Compiled with torch before 2.14, attention would otherwise read a mask from memory."""
+    from transformers import AttentionMaskInterface
+
+    make_mask = AttentionMaskInterface()["sdpa"]
+    AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register("sdpa", make_mask)
+
+
+@contextlib.contextmanager
+def liger_kernels(model: nn.Module) -> Iterator[None]:
+    """Run transformers' model with Liger's kernels. Liger replaces functions and classes in the
+    module modeling_llama, for every model in this process, so they are put back at the end."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
-    train.cap_gpu(run)
-    importlib.reload(modeling_llama)  # Liger changes it for all models that follow
-    # no mask: compiled with torch before 2.14, its attention would read one from memory
-    AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
-    half = "bf16" in what
-    config = export_config(run.plan.model, {}, torch.bfloat16 if half else torch.float32)
-    with run.device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    if "liger" in what:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
+    original = dict(vars(modeling_llama))
+    try:
         apply_liger_kernel_to_llama(model=model)
-    if "full" in what:
-        model.gradient_checkpointing_enable()
-    torch.compiler.reset()  # or this length would be its second, and be compiled for any
-    call = model if "liger" in what else torch.compile(model, dynamic=False)
-
-    def loss_of(tokens, labels, scale, *_):
-        with torch.autocast(run.device.type, torch.bfloat16, not half):
-            return call(
-                tokens,
-                labels=labels,
-                shift_labels=labels,
-                use_cache=False,
-                num_items_in_batch=1 / scale,
-            ).loss
-
-    # around the backward, too: recomputation chooses its kernel again
-    in_order = sdpa_kernel(CUDNN_FIRST, set_priority=True)
-    model.forward_backward = in_order(functools.partial(LLaMA.forward_backward, loss_of))
-    return Step(run, model, TorchStates(model), random_batch(run))
+        yield
+    finally:
+        vars(modeling_llama).update(original)
 
 
-ours: Attention | None = None  # of the step that is built last
+def transformers_step(run: Run, options: list[str]) -> Step:
+    """Build a step of transformers' model on one rank; its losses are those of our model. options:
+    the words of the row's label after "transformers"."""
+    from transformers import AutoModelForCausalLM
+
+    bf16_weights = "bf16" in options
+    weights_dtype = torch.bfloat16 if bf16_weights else torch.float32
+    hf_config = export_config(run.plan.model, {}, weights_dtype)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(without_mask())
+        with run.device:
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
+        if "liger" in options:
+            cleanup.enter_context(liger_kernels(model))
+        if "full" in options:
+            model.gradient_checkpointing_enable()
+        # drop what other rows have compiled: a second length would be compiled as dynamic
+        torch.compiler.reset()
+        call_model = model if "liger" in options else torch.compile(model, dynamic=False)
+
+        def loss_of(tokens, labels, scale, *_):
+            with torch.autocast(run.device.type, torch.bfloat16, enabled=not bf16_weights):
+                return call_model(
+                    tokens,
+                    labels=labels,
+                    shift_labels=labels,
+                    use_cache=False,
+                    num_items_in_batch=1 / scale,
+                ).loss
+
+        # around backward as well, because recomputation selects a kernel again
+        with_cudnn_first = sdpa_kernel(CUDNN_FIRST, set_priority=True)
+        model.forward_backward = with_cudnn_first(
+            functools.partial(LLaMA.forward_backward, loss_of)
+        )
+        # the model is built: from here on, the end of the step puts the changes back
+        return Step(run, model, TorchStates(model), random_batch(run), cleanup=cleanup.pop_all())
+
+
+class AttentionOperator:
+    """Our attention, called as an operator of PyTorch, so that selective checkpointing can name it.
+
+    An operator takes tensors and numbers but no object, so it finds its attention in `by_number`.
+    An entry lives as long as the model that holds this object.
+    """
+
+    by_number: ClassVar = weakref.WeakValueDictionary()  # number -> Attention
+    next_number: ClassVar = itertools.count()
+
+    def __init__(self, attention: Attention):
+        self.attention = attention
+        self.number = next(self.next_number)
+        self.by_number[self.number] = attention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention_operator(q, k, v, self.number)
 
 
 @torch.library.custom_op("bench::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Our attention as an operator of PyTorch's, which selective checkpointing can name."""
-    return ours.forward(q, k, v)
+def attention_operator(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) of the Attention that has this number."""
+    return AttentionOperator.by_number[number].forward(q, k, v)
 
 
-attention.register_autograd(
-    lambda ctx, do, _: tuple(ours.backward(lambda: (do, []), *ctx.saved_tensors)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
-)
+def save_attention(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *qkv, ctx.number = inputs
+    ctx.save_for_backward(*qkv, *output)
+
+
+def attention_backward(ctx, do: Tensor, _) -> tuple:
+    """Return the gradients of q, k and v, and None for the number."""
+    attention = AttentionOperator.by_number[ctx.number]
+    return *attention.backward(lambda: (do, []), *ctx.saved_tensors), None
+
+
+attention_operator.register_autograd(attention_backward, setup_context=save_attention)
 
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every so many layers
+RECOMPUTED = {  # by the first option of a row: flags of checkpoint(), and for every how many layers
     "none": ({}, 0),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
     "selective": ({"context_fn": KEEP_ATTENTION}, 1),
@@ -262,13 +330,43 @@ PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every 
 }
 
 
+class WholeBlock(Block):
+    """A Block whose call runs the whole layer: FSDP2 unshards and reshards parameters in hooks of a
+    module's call."""
+
+    forward = whole_layer
+
+
+class Fsdp2Model(LLaMA):
+    """Our model, with WholeBlocks that are recomputed in backward as a row of RECOMPUTED says."""
+
+    def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
+        self.checkpoint_flags, self.every = RECOMPUTED[recomputed]
+        super().__init__(cfg, AttentionOperator(attention) if self.checkpoint_flags else attention)
+        self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
+        self.layer_runner = Fsdp2Model.start_layers
+
+    def start_layers(self, rope: Rope, attention: Callable) -> Callable:
+        """Return run_layer(i, x), which calls layer i."""
+
+        def run_layer(i, x):
+            block = self.blocks[i]
+            if self.every == 0 or i % self.every:
+                return block(x, rope, attention)
+            return checkpoint(
+                block, x, rope, attention, use_reentrant=False, **self.checkpoint_flags
+            )
+
+        return run_layer
+
+
 class Fsdp2States(TorchStates):
-    """PyTorch's fully_shard with its best settings: bf16 on the wire, prefetching, gradients
-    synchronised in the last micro-batch alone if they stay whole."""
+    """The states of PyTorch's fully_shard at its best settings: bf16 communication, prefetching,
+    and, if gradients stay whole, one reduction per step, in the last micro-batch."""
 
     def __init__(self, model: LLaMA, run: Run, on_host: bool):
-        """ZeRO-3 if p > 1; else whole parameters and gradients stay (ZeRO-2). on_host: shards of
-        all states are there, and updated there."""
+        """Shard the model: as ZeRO-3 if p > 1, else parameters and gradients stay whole (ZeRO-2).
+        on_host: the shards of all states are kept and updated in host memory."""
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -279,38 +377,43 @@ class Fsdp2States(TorchStates):
         plan, f = run.plan, run.plan.factors
         mesh = fsdp2_mesh(run.device.type, plan.ranks // f.os, f.os)
         self.reshard = f.p > 1
-        wire = MixedPrecisionPolicy(
+        precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
         )
-        place = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
-        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=wire, offload_policy=place)
+        offload = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
+        shard = functools.partial(
+            fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload
+        )
         for block in model.blocks:
             shard(block, reshard_after_forward=self.reshard)
         shard(model, reshard_after_forward=False)
+
         model.to_empty(device="cpu" if on_host else run.device)
         for p in model.parameters():
             nn.init.normal_(p, float(p.dim() == 1), 0.02)
-        for here, after in zip(model.blocks, model.blocks[1:]):
-            here.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([here])
+        for block, next_block in zip(model.blocks, model.blocks[1:]):
+            block.set_modules_to_forward_prefetch([next_block])
+            next_block.set_modules_to_backward_prefetch([block])
+
         super().__init__(model)
-        self.micro_batches = plan.micro_batches
-        self.micro_batch = 0  # the last that began
+        self.num_micro_batches = plan.micro_batches
+        self.begun = 0  # micro-batches, of all steps
         model.register_forward_pre_hook(self.begin_micro_batch)
 
     def begin_micro_batch(self, *_) -> None:
-        """Say whether its backward is the step's last."""
-        self.micro_batch += 1
-        last = self.micro_batch % self.micro_batches == 0
+        """Tell FSDP2 whether this micro-batch is the last of its step."""
+        self.begun += 1
+        last = self.begun % self.num_micro_batches == 0
         self.model.set_is_last_backward(last)
         self.model.set_requires_all_reduce(last)
-        if not self.reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
+        if not self.reshard:  # ZeRO-2: gradients stay whole until the last micro-batch
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
 
 
 @functools.cache
-def fsdp2_mesh(device_type: str, replicas: int, shards: int):
+def fsdp2_mesh(device_type: str, replicas: int, shards: int) -> dist.DeviceMesh:
+    """Return the mesh of ranks: shards neighbours share the states. Made once, like groups_of."""
     mesh = dist.init_device_mesh(
         device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")
     )
@@ -318,43 +421,32 @@ def fsdp2_mesh(device_type: str, replicas: int, shards: int):
 
 
 def peer_run(bench: Bench, cfg: Config) -> Run:
-    """Return the run of a peer: whole layers, all-to-alls of one head group by NCCL. What fits is
-    its own to say."""
+    """Return the run of a peer: whole layers, and all-to-alls of one head group by NCCL. It is
+    planned for unlimited memory, because whether a peer fits is measured."""
     cfg = replace(cfg, head_groups=1, ring=1, recompute="none", os_place="gpu")
     run, *_ = plan_runs(bench, cfg, gpu=2.0**60)
     return replace(run, plan=replace(run.plan, per_node=0))
 
 
-def fsdp2_step(run: Run, what: list[str]) -> Step:
-    """Build a step of the same model and kernels under FSDP2: ZeRO-3 if p > 1, else like ZeRO-2,
-    over os of the ranks. what: words of its row, a row of PEERS first. A collective."""
-    global ours
-    train.cap_gpu(run)
-    ours = train.make_attention(run, groups_of(1, 1))
-    checkpoint_flags, every = PEERS[what[0]]
-
-    Block.forward = whole_layer  # FSDP2's hooks are those of a module's call
-
-    def layers(model, rope, op):
-        def run_layer(i, x):
-            if every == 0 or i % every:
-                return model.blocks[i](x, rope, op)
-            return checkpoint(model.blocks[i], x, rope, op, use_reentrant=False, **checkpoint_flags)
-
-        return run_layer
-
+def fsdp2_step(run: Run, options: list[str]) -> Step:
+    """Build a step of the same model and kernels under FSDP2, sharded over os ranks. options: the
+    words of the row's label after "fsdp2", the first of which is a row of RECOMPUTED.
+    A collective."""
+    attention = train.make_attention(run, groups_of(1, 1))
     with torch.device("meta"):
-        model = LLaMA(run.plan.model, attention if checkpoint_flags else ours)
-    model.layer_runner = layers
-    return Step(run, model, Fsdp2States(model, run, "host" in what), random_batch(run))
+        model = Fsdp2Model(run.plan.model, attention, recomputed=options[0])
+    return Step(run, model, Fsdp2States(model, run, "host" in options), random_batch(run))
+
+
+PEERS = {"fsdp2": fsdp2_step, "transformers": transformers_step}  # by a label's first word
 
 
 # ---------------------------------------------------------------------------- clocks
 
 
 def clock(bench: Bench, step: Callable, repeats: int) -> float:
-    """Return the median seconds of a step, as train.py's follow each other: from the end of one's
-    computation to that of the next's, under which its copies run on."""
+    """Return the median seconds between the ends of two steps' computation. As in train.py, a step
+    starts while the previous step's copies and broadcasts still run."""
     gc.collect()
     gc.freeze()  # as train.py does
     times = []
@@ -371,11 +463,11 @@ def clock(bench: Bench, step: Callable, repeats: int) -> float:
 
 
 def device_seconds(bench: Bench, work: Callable) -> float:
-    """Return the seconds of work() on the device, at the clock rate that a GPU holds under load:
-    the median of the later half of two seconds. Calls queue up behind a pause, so that no kernel
-    waits for the host."""
+    """Return the seconds of work() on the device, as the median of the later half of two seconds,
+    when a GPU's clock rate has fallen to what it holds under load. Calls queue up behind a pause,
+    so that no kernel waits for the host."""
 
-    def turn(calls):
+    def time_calls(calls):
         start = time.perf_counter()
         if bench.gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -389,19 +481,19 @@ def device_seconds(bench: Bench, work: Callable) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1000 / calls
 
-    turn(1)  # compiles
-    calls = max(1, min(16, int(0.04 / turn(1))))  # a queue has room for a thousand launches
+    time_calls(1)  # compiles
+    calls = max(1, min(16, int(0.04 / time_calls(1))))  # a queue has room for a thousand launches
     start = time.perf_counter()
     times = []
     while len(times) < 2 or time.perf_counter() - start < (2 if bench.gpu else 0.1):
-        times.append(turn(calls))
+        times.append(time_calls(calls))
     return statistics.median(times[len(times) // 2 :])
 
 
 def kernels_alone(run: Run) -> tuple[Callable, Callable]:
-    """Return functions that run the attention and matrix kernels of one layer, and of the head, for
-    a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once, and heads
-    that ranks share by context count as cut between them."""
+    """Return two functions that run the attention and matrix kernels of one layer, and of the head,
+    for a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once. On a
+    ring, the ranks' attention is counted as if they split its heads."""
     plan = run.plan
     cfg = plan.column
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
@@ -434,9 +526,9 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
 
 
 def kernel_seconds(bench: Bench, run: Run) -> float:
-    """Return the seconds of a rank's step that its attention and matrix kernels take alone: no
-    norms, no rotary, no loss but its products, no communication, nothing twice; of a pipeline the
-    mean of its stages. A collective."""
+    """Return the seconds that a step's attention and matrix kernels take on a rank when nothing else
+    runs. Norms, rotary embedding, softmax, communication and recomputation do not count. For a
+    pipeline this is the mean of its stages. A collective."""
     plan = run.plan
     shapes = plan.matrices, plan.end, plan.micro_batch, plan.seq, plan.sp, plan.column.heads
     if shapes not in bench.kernels:
@@ -450,102 +542,165 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
 # ---------------------------------------------------------------------------- rows
 
 
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a label, and the flags of train.py that it adds to its table's."""
+
+    label: str  # "fsdp2 ..." and "transformers ..." are peers, every other label is ours
+    flags: str = ""
+    # train.py's allocator settings: memory is mapped where a block needs it
+    expandable_segments: bool = True
+
+    @property
+    def peer(self) -> str | None:
+        """Return the name of the peer that the row runs, None if it runs our step."""
+        first_word = self.label.split()[0]
+        return first_word if first_word in PEERS else None
+
+
+def plan_row(bench: Bench, row: Row) -> Run:
+    """Return the run of a row. Raises ConfigError if it does not fit. A collective."""
+    cfg = config(row.flags)
+    return peer_run(bench, cfg) if row.peer else plan_runs(bench, cfg)[0]
+
+
+def build_step(row: Row, run: Run) -> Step:
+    """Build the step of a row, ours or a peer's. A collective."""
+    if row.peer is None:
+        return make_step(run)
+    options = row.label.split()[1:]
+    return PEERS[row.peer](run, options)
+
+
+def time_step(bench: Bench, step: Step) -> float:
+    """Warm a step up, and return its median seconds. A collective."""
+    repeats = max(1, min(10 if bench.gpu else 3, int(20 / step.run.plan.step_s)))
+    if step.memory:
+        warm_up = 4  # the third step is recorded, and the fourth may be captured as a CUDA graph
+    else:
+        warm_up = 3 if repeats > 5 else 1
+    for _ in range(warm_up):
+        step()
+    if repeats > 1:
+        release(bench)
+        step()
+    return clock(bench, step, repeats)
+
+
+def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
+    """Build a row's step, time it, and return what results/*.json says of it.
+
+    A row that does not fit, or runs out of memory on any rank, is a result too: it has "oom" and an
+    "error" instead of rates. look(bench, step) returns what else to report. A collective.
+    """
+    cfg = config(row.flags)
+    result = {
+        "system": row.label,
+        "flags": row.flags,
+        "model": cfg.model,
+        "seq": cfg.seq,
+        "gpus": bench.world * bench.gpu,
+    }
+    seconds = math.inf  # if the row fails
+    with contextlib.ExitStack() as cleanup:
+        try:
+            run = plan_row(bench, row)
+            result |= chosen(run)
+            if row.peer:  # the prediction is for our step
+                result |= {"predicted_s": None, "predicted_gib": None}
+            kernels = kernel_seconds(bench, run)
+            release(bench)
+            cleanup.enter_context(gpu_memory_limit(run))
+            step = cleanup.enter_context(build_step(row, run))
+            seconds = time_step(bench, step)
+            result |= look(bench, step)
+        except (torch.OutOfMemoryError, ConfigError, ImportError) as e:
+            result["error"] = str(e)[:600]
+            print0(f"{row.label}: {result['error']}")
+
+        seconds = max(of_all_ranks(seconds))  # infinite on all ranks if the row failed on one
+        if math.isfinite(seconds):
+            result |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
+            result |= {"step_s": seconds, "bound_ratio": kernels / seconds}
+        result["oom"] = math.isinf(seconds)
+        if bench.gpu:
+            result["gpu_gib"] = max(of_all_ranks(train.gpu_peak_gib()))
+            result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    return result
+
+
+def attempt(bench: Bench, row: Row, look: Callable) -> None:
+    """Measure a row and add its result, and leave the process as it was before. A collective."""
+    with allocator_settings(row):
+        try:
+            bench.add(measure_row(bench, row, look))
+        finally:
+            release(bench)
+
+
 def release(bench: Bench) -> None:
-    """Give back what is not held any more: modules and their states refer to each other."""
+    """Free the memory of a row that has ended. Modules and their states refer to each other, so
+    this takes the garbage collector."""
     gc.collect()
     if bench.gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def attempt(bench: Bench, label: str, flags: str, look: Callable) -> None:
-    """Build a step of these flags, time it, and add its row; out of memory on any rank is a row,
-    too. look(bench, step): what else is to be seen of it. A collective."""
-    cfg = config(flags)
-    row = {
-        "system": label,
-        "flags": flags,
-        "model": cfg.model,
-        "seq": cfg.seq,
-        "gpus": bench.world * bench.gpu,
-    }
-    seconds = math.inf
-    step = None
+@contextlib.contextmanager
+def allocator_settings(row: Row) -> Iterator[None]:
+    """Set PyTorch's allocator as a row wants it; at the end, as train.py or the environment sets
+    it."""
+    if row.expandable_segments:
+        yield
+        return
+    environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    set_allocator = torch._C._accelerator_setAllocatorSettings
+    set_allocator("expandable_segments:False")
     try:
-        peer, *what = label.split()
-        build = {"fsdp2": fsdp2_step, "transformers": transformers_step}.get(peer)
-        run = peer_run(bench, cfg) if build else plan_runs(bench, cfg)[0]
-        row |= chosen(run)
-        if build:  # what is predicted is our step
-            row |= {"predicted_s": None, "predicted_gib": None}
-        kernels = kernel_seconds(bench, run)
-        release(bench)
-        if label == "caching allocator":
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        step = build(run, what) if build else make_step(run)
-        repeats = max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
-        # with planned memory the third is recorded, the fourth may be captured
-        for _ in range(4 if step.memory else 3 if repeats > 5 else 1):
-            step()
-        if repeats > 1:
-            release(bench)
-            step()
-        seconds = clock(bench, step, repeats)
-        row |= look(bench, step)
-    except (torch.OutOfMemoryError, ConfigError, ImportError) as e:  # as it ran, or before
-        row["error"] = str(e)[:600]
-        print0(f"{label}: {row['error']}")
-    seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
-    if math.isfinite(seconds):
-        row |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
-        row |= {"step_s": seconds, "bound_ratio": kernels / seconds}
-    row["oom"] = math.isinf(seconds)
-    if bench.gpu:
-        row |= {
-            "gpu_gib": max(of_all_ranks(train.gpu_peak_gib())),
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        }
-    bench.add(row)
-    if step and step.memory:
-        step.memory.give_back()
-    del step
-    release(bench)
-    train.expandable_segments()
+        yield
+    finally:
+        set_allocator(environment or "expandable_segments:True")
+
+
+@contextlib.contextmanager
+def gpu_memory_limit(run: Run) -> Iterator[None]:
+    """Hold PyTorch's allocator to --gpu-memory, if it is given."""
+    if run.device.type == "cpu":
+        yield
+        return
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    train.cap_gpu(run)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(fraction)
 
 
 def chosen(run: Run) -> dict:
-    """Return what a row says of a plan."""
+    """Return what a result says of the plan that was chosen."""
     plan = run.plan
-    kept = plan.activations
+    activations = plan.activations
     names = (
         "sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
         "os_place recompute head_groups"
     ).split()
-    return (
-        asdict(plan.factors)
-        | {name: getattr(plan, name) for name in names}
-        | {
-            "kernel": run.kernel,
-            "predicted": plan.seconds,
-            "predicted_s": plan.step_s,
-            "predicted_gib": plan.gpu_bytes / GIB,
-            "activations": kept and asdict(kept),
-            "alpha": kept and kept.alpha,
-            "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
-            "host_gib": plan.per_node / GIB * plan.host_bytes or None,
-        }
-    )
+    return {
+        **asdict(plan.factors),
+        **{name: getattr(plan, name) for name in names},
+        "kernel": run.kernel,
+        "predicted": plan.seconds,
+        "predicted_s": plan.step_s,
+        "predicted_gib": plan.gpu_bytes / GIB,
+        "activations": activations and asdict(activations),
+        "alpha": activations and activations.alpha,
+        "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
+        # per machine; None rather than 0, so that no column is shown for it
+        "host_gib": plan.per_node / GIB * plan.host_bytes or None,
+    }
 
 
 # ---------------------------------------------------------------------------- tables
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measurement: a label, and the flags of train.py that it adds to its table's."""
-
-    label: str  # "fsdp2 WHAT" and "transformers WHAT" are peers, every other label is ours
-    flags: str = ""
 
 
 @dataclass(frozen=True)
@@ -763,7 +918,7 @@ def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
         ),
         "memplan": Table(
             [
-                Row("caching allocator"),
+                Row("caching allocator",            expandable_segments=False),
                 Row("expandable segments"),
                 Row("planned",                      "--memplan on"),
             ],
@@ -1006,9 +1161,9 @@ def measure(bench: Bench, args: argparse.Namespace) -> None:
             for row in rows:
                 if args.rows and row.label not in listed(args.rows):
                     continue
-                if row.label.startswith("transformers") and bench.world > 1:
+                if row.peer == "transformers" and bench.world > 1:
                     continue  # that model runs on one rank
-                attempt(bench, row.label, f"{shared} {row.flags}", table.look)
+                attempt(bench, replace(row, flags=f"{shared} {row.flags}"), table.look)
     except KeyboardInterrupt:
         what = "stopped; the rows so far are"
     titles, lines = as_text(bench.rows)
