@@ -110,9 +110,9 @@ class Bench:
         on_rank_0(
             self.file.write_text, json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n"
         )
-        titles, ((name, *texts),) = as_text([row])
-        cells = (f"{title} {text}" for title, text in zip(titles[1:], texts))
-        print0(f"{name}: {', '.join(cells)}")
+        titles, lines = as_text([row])
+        label, *cells = lines[0]
+        print0(f"{label}: {', '.join(map(' '.join, zip(titles[1:], cells)))}")
 
 
 @dataclass
@@ -965,71 +965,88 @@ def tables_here() -> dict[str, Table]:
 
 # ---------------------------------------------------------------------------- print and write
 
-COLUMNS = {  # title -> a row's cell
-    "system": "{system}",
-    "plan": "{plan}",
-    "model": "{model}",
-    "tokens": "{seq:,}",
-    "GPUs": "{gpus}",
-    "M": "{micro_batches}",
-    "step s": "{took}",
-    "predicted s": "{predicted_s:.4g}",
-    "TGS": "{tgs:,.0f}",
-    "MFU causal": "{mfu_causal:.1%}",
-    "MFU full": "{mfu_full:.1%}",
-    "bound": "{bound_mfu:.1%}",
-    "of bound": "{bound_ratio:.1%}",
-    "GPU GiB": "{gpu_gib:.1f}",
-    "host GiB": "{host_gib:.1f}",
-    "communication ms": "{communication_ms:.1f}",
-    "of it exposed": "{exposed_ms:.1f}",
-    "requests": "{requests:,}",
-    "reserved GiB": "{reserved_gib:.2f}",
-    "planned GiB": "{planned_peak_gib:.2f}",
-    "lower bound": "{lower_bound_gib:.2f}",
-    "solved in s": "{solve_s:.2f}",
-    "hits": "{hit_requests:.2%}",
+# fmt: off
+COLUMNS = {
+    # title              a value of shown_values    its format
+    "system":           ("system",                  ""),
+    "plan":             ("plan",                    ""),
+    "model":            ("model",                   ""),
+    "tokens":           ("seq",                     ","),
+    "GPUs":             ("gpus",                    ""),
+    "M":                ("micro_batches",           ""),
+    "step s":           ("took",                    ""),
+    "predicted s":      ("predicted_s",             ".4g"),
+    "TGS":              ("tgs",                     ",.0f"),
+    "MFU causal":       ("mfu_causal",              ".1%"),
+    "MFU full":         ("mfu_full",                ".1%"),
+    "bound":            ("bound_mfu",               ".1%"),
+    "of bound":         ("bound_ratio",             ".1%"),
+    "GPU GiB":          ("gpu_gib",                 ".1f"),
+    "host GiB":         ("host_gib",                ".1f"),
+    "communication ms": ("communication_ms",        ".1f"),
+    "of it exposed":    ("exposed_ms",              ".1f"),
+    "requests":         ("requests",                ","),
+    "reserved GiB":     ("reserved_gib",            ".2f"),
+    "planned GiB":      ("planned_peak_gib",        ".2f"),
+    "lower bound":      ("lower_bound_gib",         ".2f"),
+    "solved in s":      ("solve_s",                 ".2f"),
+    "hits":             ("hit_requests",            ".2%"),
 }
+# fmt: on
+UNKNOWN = "-"
 
 
 def plan_text(row: dict) -> str:
-    """Return what a row chose: p,g,os, other degrees, and what layers keep."""
-    if not row.get("sp") or row["system"].startswith(("fsdp2", "transformers")):
-        return "-"
+    """Return the plan of a row of ours: the sharding factors p,g,os, every other degree above 1, and
+    how activations are treated."""
+    if not row.get("sp") or row["system"].startswith(tuple(PEERS)):
+        return UNKNOWN
     text = f"{row['p']},{row['g']},{row['os']}"
-    text += "".join(
-        f" {name}={row[name]}" for name in ("sp", "ring", "tp", "pp") if row.get(name, 1) > 1
-    )
-    if kept := row.get("activations"):
-        text += f" k={kept['resident']} alpha={row['alpha']:.2f} chunk={row['chunk']}"
-        if twice := kept["layers_recomputing_attention"]:
+    for name in ("sp", "ring", "tp", "pp"):
+        if row.get(name, 1) > 1:
+            text += f" {name}={row[name]}"
+    if activations := row.get("activations"):
+        text += f" k={activations['resident']} alpha={row['alpha']:.2f} chunk={row['chunk']}"
+        if twice := activations["layers_recomputing_attention"]:
             text += f", attention twice in {twice}"
-    return text + ", os on the host" * (row.get("os_place") == "host")
+    if row.get("os_place") == "host":
+        text += ", os on the host"
+    return text
 
 
-def as_text(rows: list[dict]) -> tuple[tuple, list[tuple]]:
-    """Return the titles of the columns of which a row has something, and the rows' cells."""
+def took_text(row: dict) -> str:
+    """Return the seconds of a row's step, or the reason why it has none."""
+    if row.get("oom"):
+        error = row.get("error", "CUDA")
+        if "No module" in error:
+            return "not installed"
+        return "out of memory" if "CUDA" in error else "does not fit"
+    return f"{row['step_s']:.4g}" if row.get("step_s") else UNKNOWN
+
+
+def shown_values(row: dict) -> dict:
+    """Return the values of a row by the names that COLUMNS uses."""
+    values = row | {"plan": plan_text(row), "took": took_text(row)}
+    mfu, bound_ratio = row.get("mfu_causal"), row.get("bound_ratio")
+    if mfu is not None and bound_ratio is not None:
+        values["bound_mfu"] = mfu / bound_ratio
+    return values
+
+
+def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles of the columns in which any row has a value, and the cells of each row."""
     lines = []
     for row in rows:
-        took = f"{row['step_s']:.4g}" if row.get("step_s") else "-"
-        if row.get("oom"):  # while it ran, or it was refused before
-            error = row.get("error", "CUDA")
-            took = "out of memory" if "CUDA" in error else "does not fit"
-            took = "not installed" if "No module" in error else took
-        known = {name: value for name, value in row.items() if value is not None}
-        known |= {"plan": plan_text(row), "took": took}
-        if {"mfu_causal", "bound_ratio"} <= known.keys():
-            known["bound_mfu"] = known["mfu_causal"] / known["bound_ratio"]
+        values = shown_values(row)
         cells = []
-        for form in COLUMNS.values():
-            try:
-                cells.append(form.format_map(known))
-            except KeyError:
-                cells.append("-")
+        for name, form in COLUMNS.values():
+            value = values.get(name)
+            cells.append(UNKNOWN if value is None else format(value, form))
         lines.append(cells)
-    columns = zip(COLUMNS, *lines)
-    titles, *lines = zip(*(column for column in columns if set(column[1:]) != {"-"}))
-    return titles, lines
+
+    titles = list(COLUMNS)
+    shown = [i for i in range(len(titles)) if {cells[i] for cells in lines} != {UNKNOWN}]
+    return [titles[i] for i in shown], [[cells[i] for i in shown] for cells in lines]
 
 
 def versions() -> dict:
