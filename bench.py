@@ -1,27 +1,37 @@
-"""How fast? Train steps on random tokens, beside kernels alone and FSDP2; results/*.json.
+"""How fast is a training step, beside its kernels alone, FSDP2 and transformers?
 
-    python bench.py                              what this machine does with the largest model that
-                                                 it holds: table step, under ten minutes
+    python bench.py                              table step: the largest model that this machine
+                                                 holds, in less than ten minutes
     python bench.py --quick                      the same with a small model, in a minute
-    torchrun --nproc_per_node 8 bench.py long    another of TABLES, of all GPUs together
-    torchrun --nproc_per_node 8 bench.py --profile NAME    what planner.py wants to know of a
-                                                 machine, as profiles/NAME.json in --out
+    torchrun --nproc_per_node 8 bench.py long    another table, on all GPUs together
+    torchrun --nproc_per_node 8 bench.py --profile NAME
+                                                 measure the rates that planner.py predicts by, and
+                                                 write profiles/NAME.json in --out
 
-A row of a table is a label and train.py's flags. A row "fsdp2 WHAT" runs the same model and kernel
-under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS
-(host: all states are there); a row "transformers WHAT" runs transformers' model on one GPU: fp32
-weights under autocast, or bf16 weights and states; compiled, or with Liger's kernels instead
-(liger), since its loss does not compile; each layer recomputed (full).
-Times are medians after a warm-up. MFU counts model FLOPs (model.flops_per_token), recomputation
-never: "causal" counts half of the attention matrix, "full" all of it. "Bound" is the causal MFU of
-a step's attention and matrix kernels alone, at the row's shapes and by the device's clock; "of
-bound" is the step's share of it. A results file is named after its table, the flags that were
-given, and the hardware, so that the same command writes it anew, and no other does. The last line
-of output is one JSON object with the same rows; results/report.py writes tables and pictures.
+A table (make_tables) has rows, each a label and flags of train.py. The label says what runs:
 
-Left out: whether results are right, which test_all.py shows, on GPUs too.
+    fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. p, g and
+                             os say how it shards, WHAT says which layers are recomputed in backward
+                             (RECOMPUTED), and host keeps all states in host memory
+    transformers DTYPE       transformers' model on one GPU, compiled. fp32: float32 weights under
+      [liger] [full]         autocast; bf16: weights and optimizer states in bf16. liger: Liger's
+                             kernels, without compilation, because Liger's loss does not compile.
+                             full: every layer is recomputed
+    any other label          our step, as train.py runs it
 
-Legend: M micro-batches, B sequences of one, T tokens of a sequence, T/sp on a rank.
+Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
+(model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
+matrix, full MFU all of it. The bound is the causal MFU of the step's attention and matrix kernels
+when nothing else runs, and "of bound" is the step's causal MFU as a fraction of it.
+
+A results file is named after the table, the flags and the hardware, so the same command overwrites
+its own file and no other. The last line of output is the same JSON object. results/report.py turns
+these files into tables and pictures.
+
+Left out: whether the results are right, which the tests show, also on GPUs.
+
+Legend: M micro-batches, B sequences per micro-batch, T tokens per sequence, of which a rank holds
+T/sp.
 """
 
 import argparse
@@ -85,16 +95,16 @@ SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
 
 @dataclass
 class Bench:
-    """What all rows share."""
+    """The table that is measured: what its rows share, and their results so far."""
 
     device: torch.device
     rank: int
     world: int
     quick: bool
-    file: Path  # of results
-    about: dict  # what it says beside its rows
+    file: Path  # the results file
+    about: dict  # what the file says besides its rows
     rows: list[dict] = field(default_factory=list)
-    kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds alone
+    kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds: layer, head
 
     @property
     def gpu(self) -> bool:
@@ -105,7 +115,7 @@ class Bench:
         return torch.bfloat16 if self.gpu else torch.float32
 
     def add(self, row: dict) -> None:
-        """Print a row, and write all so far: a table that is cut short leaves them."""
+        """Print a row and write the file again, so that a table that is cut short has a file."""
         self.rows.append(row)
         on_rank_0(
             self.file.write_text, json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n"
@@ -338,11 +348,14 @@ class WholeBlock(Block):
 
 
 class Fsdp2Model(LLaMA):
-    """Our model, with WholeBlocks that are recomputed in backward as a row of RECOMPUTED says."""
+    """Our model, made of WholeBlocks. recomputed: the row of RECOMPUTED that says which of them are
+    recomputed in backward."""
 
     def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
-        self.checkpoint_flags, self.every = RECOMPUTED[recomputed]
-        super().__init__(cfg, AttentionOperator(attention) if self.checkpoint_flags else attention)
+        checkpoint_flags, every = RECOMPUTED[recomputed]
+        super().__init__(cfg, AttentionOperator(attention) if checkpoint_flags else attention)
+        self.checkpoint_flags = checkpoint_flags
+        self.every = every
         self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
         self.layer_runner = Fsdp2Model.start_layers
 
@@ -630,17 +643,15 @@ def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
 
 
 def attempt(bench: Bench, row: Row, look: Callable) -> None:
-    """Measure a row and add its result, and leave the process as it was before. A collective."""
+    """Measure a row, add its result, and leave the process as it was before. A collective."""
     with allocator_settings(row):
-        try:
-            bench.add(measure_row(bench, row, look))
-        finally:
-            release(bench)
+        bench.add(measure_row(bench, row, look))
+        release(bench)  # the row's step, to which nothing refers any more
 
 
 def release(bench: Bench) -> None:
-    """Free the memory of a row that has ended. Modules and their states refer to each other, so
-    this takes the garbage collector."""
+    """Free the memory that nothing uses any more, and measure its peak anew. Modules and their
+    states refer to each other, so this takes the garbage collector."""
     gc.collect()
     if bench.gpu:
         torch.cuda.empty_cache()
@@ -775,12 +786,12 @@ def covered_ms(spans: list[tuple[float, float]]) -> float:
 
 
 def profiled(bench: Bench, step: Step) -> dict:
-    """Return of one of two profiled steps the milliseconds in which communication ran, and ran
-    without any computation beside it; write trace.json.gz, for chrome://tracing, of the last row
-    that shards parameters."""
+    """Profile two steps, and return the milliseconds per step in which communication ran, and in
+    which it was exposed: no computation ran at the same time. A row that shards parameters also
+    writes its profile as trace.json.gz, for chrome://tracing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
-        step()  # parameters travel under the next forward
+        step()  # its forward hides the broadcast of the parameters that the first step updated
         torch.cuda.synchronize()
     communication = []
     computation = []
@@ -795,14 +806,14 @@ def profiled(bench: Bench, step: Step) -> dict:
 
 
 def planned_memory(bench: Bench, step: Step) -> dict:
-    """Return what a row says of a planned step, {} of others; write its buffers and their
-    addresses as a CSV file."""
+    """Return what a row reports of a step with planned memory, {} for any other step. Its buffers
+    and their addresses are written as a CSV file."""
     memory = step.memory
     counts = memory and memory.counts
     if not counts:
         return {}
     plan = memory.plan
-    asked = counts["hits"] + counts["unmatched"] + counts["occupied"]
+    requests = counts["hits"] + counts["unmatched"] + counts["occupied"]
     if bench.rank == 0:
         name = f"memplan-{step.run.plan.seq // 1024}k-{bench.world}x.csv"
         write_plan(
@@ -817,7 +828,7 @@ def planned_memory(bench: Bench, step: Step) -> dict:
         "lower_bound_gib": plan.lower_bound / GIB,
         "solve_s": plan.seconds,
         "method": plan.method,
-        "hit_requests": counts["hits"] / asked,
+        "hit_requests": counts["hits"] / requests,
     }
 
 
@@ -1049,20 +1060,21 @@ def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     return [titles[i] for i in shown], [[cells[i] for i in shown] for cells in lines]
 
 
-def versions() -> dict:
-    wanted = (
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that decide the speed."""
+    names = (
         "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel"
     ).split()
     return {"python": platform.python_version()} | {
         package.name: package.version
         for package in metadata.distributions()
-        if package.name in wanted
+        if package.name in names
     }
 
 
 def commit() -> str:
-    """Return the commit that is measured, + if files differ from it. BENCH_COMMIT names it where
-    the files were copied without their history."""
+    """Return the commit that is measured, with a + if files differ from it. BENCH_COMMIT names it
+    on a machine to which the files were copied without their history."""
     git = subprocess.run(
         "git describe --always --exclude '*' --dirty=+",
         shell=True,
@@ -1075,13 +1087,13 @@ def commit() -> str:
 
 # ---------------------------------------------------------------------------- the program
 
-OURS = {
+BENCH_FLAGS = {  # of bench.py -> what --help says
     "quick": "with a small model, in a minute",
     "rows": "labels of the rows that are wanted, as 'ours,fsdp2 full'",
     "seq": "tokens of the sequences, as 64K,128K",
     "nodes": "split a node's ranks into so many nodes, which reach each other by sockets alone",
 }
-THEIRS = {  # train.py's, of all rows
+TRAIN_FLAGS = {  # of train.py, added to the flags of every row
     "model": "7b, tiny on a CPU, or this one",
     "batch": "sequences a step",
     "tp": "auto: plans of several columns, too",
@@ -1092,6 +1104,8 @@ THEIRS = {  # train.py's, of all rows
 
 
 def parse() -> argparse.Namespace:
+    """Parse the command line. Adds `given`, the flags of the tables that were given, by name, and
+    `flags`, the text of those that are train.py's."""
     tables = tables_here()
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
@@ -1113,7 +1127,7 @@ def parse() -> argparse.Namespace:
         help="folder of the results files; default: results"
         " on GPUs, out/results on a CPU, whose figures README does not show",
     )
-    for name, text in (OURS | THEIRS).items():
+    for name, text in (BENCH_FLAGS | TRAIN_FLAGS).items():
         takers = [table for table in tables if name in tables[table].takes.split()] or ["all"]
         kind = {"action": "store_true"} if name == "quick" else {}
         parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(takers)})", **kind)
@@ -1121,12 +1135,12 @@ def parse() -> argparse.Namespace:
     args.given = {
         name: f"{planner.flag_name(name)} {quote(str(value))}".removesuffix(" True")
         for name, value in vars(args).items()
-        if value and name in OURS | THEIRS
+        if value and name in BENCH_FLAGS | TRAIN_FLAGS
     }
-    args.flags = " ".join(text for name, text in args.given.items() if name in THEIRS)
+    args.flags = " ".join(text for name, text in args.given.items() if name in TRAIN_FLAGS)
     try:
         check(args, tables[args.table])
-    except ValueError as e:  # known to each rank, so all of them say it
+    except ValueError as e:  # the same on every rank, and all of them end
         parser.error(str(e))
     return args
 
@@ -1162,15 +1176,16 @@ def check(args: argparse.Namespace, table: Table) -> None:
 
 
 def listed(text: str | None) -> tuple[str, ...]:
+    """Return the items of a list such as 'ours,fsdp2 full', none if the flag was not given."""
     return tuple(text.split(",")) if text else ()
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> None:
+def measure_table(bench: Bench, args: argparse.Namespace) -> None:
     """Measure a table: all of its rows or those of --rows, at its own lengths or those of --seq.
     Ctrl-C ends the process; the rows that were measured until then are written."""
     table = tables_here()[args.table]
     model = "7b" if bench.gpu else "tiny"
-    what = "written"
+    stopped = False
     try:
         for variant in [f"--seq {seq}" for seq in listed(args.seq)] or table.variants:
             shared = f"--model {model} {table.flags} {variant} {args.flags}"
@@ -1182,18 +1197,20 @@ def measure(bench: Bench, args: argparse.Namespace) -> None:
                     continue  # that model runs on one rank
                 attempt(bench, replace(row, flags=f"{shared} {row.flags}"), table.look)
     except KeyboardInterrupt:
-        what = "stopped; the rows so far are"
+        stopped = True
+
     titles, lines = as_text(bench.rows)
-    for first, *rest in (titles, *lines):
-        print0(f"{first:<34}" + "".join(f"{text:>16}" for text in rest))
-    print0(f"{what} in {bench.file}")
+    for label, *cells in (titles, *lines):
+        print0(f"{label:<34}" + "".join(f"{cell:>16}" for cell in cells))
+    print0(f"{'stopped; the rows so far are' if stopped else 'written'} in {bench.file}")
     print0(json.dumps(bench.about | {"rows": bench.rows}))
-    if what != "written":  # in the middle of something: other ranks may wait in it
+    if stopped:  # at once: in a collective, other ranks may wait for this one
         os._exit(130)
 
 
 def write_profile(bench: Bench) -> None:
-    """Measure what this machine does, and write it for planner.py. A collective."""
+    """Measure the rates of this machine, and write them as a profile for planner.py.
+    A collective."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
     kernel = pick_kernel("auto", bench.device, bench.dtype)
     profile = Machine(bench.device, bench.dtype, kernel, per_node).profile(
@@ -1204,57 +1221,63 @@ def write_profile(bench: Bench) -> None:
 
 
 def split_nodes(args: argparse.Namespace) -> None:
-    """Have NCCL and train.py believe that a node's ranks are on several."""
+    """Tell NCCL and train.py, by the environment, that this node's ranks are on several nodes."""
     nodes = int(args.nodes)
     ranks = int(os.environ["WORLD_SIZE"]) // nodes
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ["NCCL_HOSTID"] = f"node{int(os.environ['LOCAL_RANK']) // ranks}"
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # by which train.py plans
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # train.py plans for so many ranks per node
     if not args.host_memory:
         args.flags += f" --host-memory {int(host_budget(nodes, None))}"
+
+
+def results_file(args: argparse.Namespace, gpu: bool, command: str, hardware: str) -> Path:
+    """Return the file that a command writes on this hardware.
+
+    Example: results/long-seq-64k-4xh200.json for `bench.py long --seq 64K` on 4 H200s.
+    """
+    folder = Path(args.out or HERE / ("results" if gpu else "out/results"))
+    if args.profile:
+        return folder / f"profiles/{args.profile}.json"
+    short_hardware = re.sub("NVIDIA | [0-9]+GB.*| ", "", hardware)
+    words = re.findall(r"[a-z0-9.]+", f"{command} {short_hardware}".lower())
+    return folder / f"{'-'.join(words)}.json"
 
 
 def main() -> None:
     args = parse()
     if args.nodes:
         split_nodes(args)
-    if args.table == "parallel":  # whose rows are pipelines, too
+    if args.table == "parallel":  # some of its rows are pipelines
         use_more_queues()
     rank, world, local_rank = start_ranks(600)
     device = on_all_ranks(train.choose_device, config(args.flags), local_rank)
     gpu = device.type == "cuda"
-    out = Path(args.out or HERE / ("results" if gpu else "out/results"))
-    torch.compiler.set_stance("default" if gpu else "force_eager")
+
     hardware = device_name(device)
     launcher = "python"
     if world > 1:
         hardware = f"{world} x {hardware}"
         launcher = f"torchrun --nproc_per_node {world}"
-    command = " ".join([args.table, *args.given.values()])
-    words = f"{command} {re.sub('NVIDIA | [0-9]+GB.*| ', '', hardware)}"
-    file = out / f"{'-'.join(re.findall(r'[a-z0-9.]+', words.lower()))}.json"
-    if args.profile:
-        command = f"--profile {args.profile}"
-        file = out / f"profiles/{args.profile}.json"
-    on_rank_0(train.try_folder, str(file.parent))  # before it measures
-    bench = Bench(
-        device,
-        rank,
-        world,
-        args.quick,
-        file,
-        {
-            "hardware": hardware,
-            "versions": versions(),
-            "commit": commit(),
-            "command": f"{launcher} bench.py {command}",
-        },
-    )
-    if args.profile:
-        write_profile(bench)
-    else:
-        with heartbeat(rank, world, "Rows so far are written"):
-            measure(bench, args)
+    command = f"--profile {args.profile}"
+    if not args.profile:
+        command = " ".join([args.table, *args.given.values()])
+    file = results_file(args, gpu, command, hardware)
+    on_rank_0(train.try_folder, str(file.parent))  # fails now rather than after the first row
+
+    about = {
+        "hardware": hardware,
+        "versions": versions(),
+        "commit": commit(),
+        "command": f"{launcher} bench.py {command}",
+    }
+    bench = Bench(device, rank, world, args.quick, file, about)
+    with torch.compiler.set_stance("default" if gpu else "force_eager"):
+        if args.profile:
+            write_profile(bench)
+        else:
+            with heartbeat(rank, world, "Rows so far are written"):
+                measure_table(bench, args)
     dist.destroy_process_group()
 
 
