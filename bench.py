@@ -1,33 +1,44 @@
-"""How fast? Train steps on random tokens, beside kernels alone and FSDP2; results/*.json.
+"""How fast is a training step, beside its kernels alone, FSDP2 and transformers?
 
-    python bench.py                              what this machine does with the largest model that
-                                                 it holds: table step, under ten minutes
+    python bench.py                              table step: the largest model that this machine
+                                                 holds, in less than ten minutes
     python bench.py --quick                      the same with a small model, in a minute
-    torchrun --nproc_per_node 8 bench.py long    another of TABLES, of all GPUs together
-    torchrun --nproc_per_node 8 bench.py --profile NAME    what planner.py wants to know of a
-                                                 machine, as profiles/NAME.json in --out
+    torchrun --nproc_per_node 8 bench.py long    another table, on all GPUs together
+    torchrun --nproc_per_node 8 bench.py --profile NAME
+                                                 measure the rates that planner.py predicts by, and
+                                                 write profiles/NAME.json in --out
 
-A row of a table is a label and train.py's flags. A row "fsdp2 WHAT" runs the same model and kernel
-under PyTorch's FSDP2 with Ulysses, where p, g, os say how it shards, and WHAT is a row of PEERS
-(host: all states are there); a row "transformers WHAT" runs transformers' model on one GPU: fp32
-weights under autocast, or bf16 weights and states; compiled, or with Liger's kernels instead
-(liger), since its loss does not compile; each layer recomputed (full).
-Times are medians after a warm-up. MFU counts model FLOPs (model.flops_per_token), recomputation
-never: "causal" counts half of the attention matrix, "full" all of it. "Bound" is the causal MFU of
-a step's attention and matrix kernels alone, at the row's shapes and by the device's clock; "of
-bound" is the step's share of it. A results file is named after its table, the flags that were
-given, and the hardware, so that the same command writes it anew, and no other does. The last line
-of output is one JSON object with the same rows; results/report.py writes tables and pictures.
+A table (make_tables) has rows, each a label and flags of train.py. The label says what runs:
 
-Left out: whether results are right, which test_all.py shows, on GPUs too.
+    fsdp2 WHAT [host]        the same model and kernels under PyTorch's FSDP2 with Ulysses. p, g and
+                             os say how it shards, WHAT says which layers are recomputed in backward
+                             (RECOMPUTED), and host keeps all states in host memory
+    transformers DTYPE       transformers' model on one GPU, compiled. fp32: float32 weights under
+      [liger] [full]         autocast; bf16: weights and optimizer states in bf16. liger: Liger's
+                             kernels, without compilation, because Liger's loss does not compile.
+                             full: every layer is recomputed
+    any other label          our step, as train.py runs it
 
-Legend: M micro-batches, B sequences of one, T tokens of a sequence, T/sp on a rank.
+Steps run on random tokens, and a time is the median after a warm-up. MFU counts the model's FLOPs
+(model.flops_per_token), but not those of recomputation. Causal MFU counts half of the attention
+matrix, full MFU all of it. The bound is the causal MFU of the step's attention and matrix kernels
+when nothing else runs, and "of bound" is the step's causal MFU as a fraction of it.
+
+A results file is named after the table, the flags and the hardware, so the same command overwrites
+its own file and no other. The last line of output is the same JSON object. results/report.py turns
+these files into tables and pictures.
+
+Left out: whether the results are right, which the tests show, also on GPUs.
+
+Legend: M micro-batches, B sequences per micro-batch, T tokens per sequence, of which a rank holds
+T/sp.
 """
 
 import argparse
+import contextlib
 import functools
 import gc
-import importlib
+import itertools
 import json
 import math
 import os
@@ -37,11 +48,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -57,7 +70,8 @@ from hardware import profile_text
 from hf import export_config
 from measure import Machine
 from memplan import write_plan
-from model import MODELS, Block, LLaMA, param_count, whole_layer
+from model import MODELS, Block, LLaMA, ModelConfig, param_count, whole_layer
+from ops import Rope
 from ranks import (
     ConfigError,
     Groups,
@@ -75,22 +89,23 @@ from streams import GIB, host_budget
 from train import Config, Run, device_name
 
 HERE = Path(__file__).parent
+SHORT_SEQ = {"cuda": 4096, "cpu": 256}  # tokens of a short sequence, by device
 
 # ---------------------------------------------------------------------------- steps of a Config
 
 
 @dataclass
 class Bench:
-    """What all rows share."""
+    """The table that is measured: what its rows share, and their results so far."""
 
     device: torch.device
     rank: int
     world: int
     quick: bool
-    file: Path  # of results
-    about: dict  # what it says beside its rows
+    file: Path  # the results file
+    about: dict  # what the file says besides its rows
     rows: list[dict] = field(default_factory=list)
-    kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds alone
+    kernels: dict[tuple, tuple] = field(default_factory=dict)  # shapes -> seconds: layer, head
 
     @property
     def gpu(self) -> bool:
@@ -101,53 +116,46 @@ class Bench:
         return torch.bfloat16 if self.gpu else torch.float32
 
     def add(self, row: dict) -> None:
-        """Print a row, and write all so far: a table that is cut short leaves them."""
+        """Print a row and write the file again, so that a table that is cut short has a file."""
         self.rows.append(row)
         on_rank_0(
             self.file.write_text, json.dumps(self.about | {"rows": self.rows}, indent=1) + "\n"
         )
-        titles, ((name, *texts),) = as_text([row])
-        cells = (f"{title} {text}" for title, text in zip(titles[1:], texts))
-        print0(f"{name}: {', '.join(cells)}")
+        titles, lines = as_text([row])
+        label, *cells = lines[0]
+        print0(f"{label}: {', '.join(map(' '.join, zip(titles[1:], cells)))}")
 
 
 @dataclass
 class Step:
-    """A step of train.py on random tokens: call it to run it once."""
+    """A training step on random tokens. Call it to run it once; leave its `with` to end it."""
 
     run: Run
     model: nn.Module
-    states: object  # States, or what has their methods
+    states: object  # States, or an object with the same methods
     batch: train.Batch
-    memory: StepMemory | None = None  # that plans it
+    memory: StepMemory | None = None  # plans the addresses of the step's tensors
+    # puts back what was changed outside the step to build it
+    cleanup: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __call__(self):
         return train.run_planned(self.memory, self.model, self.states, self.batch, 1e-4, 1.0)
 
+    def __enter__(self) -> "Step":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.cleanup.close()
+
 
 def config(flags: str) -> Config:
-    """Return train.py's flags as it has them. Raises ValueError."""
+    """Parse train.py's flags. Raises ValueError."""
     return Config(**train.parse(flags.split()))
 
 
-def filled(bench: Bench, flags: str) -> str:
-    """Return flags with numbers for {ranks}, {half} of them, {nodes}; {seq} tokens, a short
-    sequence; {seqs[n]} tokens, n of those on each rank; {batch[n]} sequences, n of each rank."""
-    ranks = bench.world
-    seq = 4096 if bench.gpu else 256
-    return flags.format(
-        ranks=ranks,
-        half=max(1, ranks // 2),
-        seq=seq,
-        nodes=max(2, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))),
-        seqs=range(0, 2**12 * ranks * seq, ranks * seq),
-        batch=range(0, 16 * ranks, ranks),
-    )
-
-
 def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
-    """Return train.py's best plans for these flags on all ranks; gpu: bytes of a GPU to plan with,
-    if not its own. Raises ConfigError. A collective."""
+    """Return train.py's best plans for these flags on all ranks. gpu: the bytes of GPU memory to
+    plan for, by default those of this GPU. Raises ConfigError. A collective."""
     cfg = replace(cfg, document_token=-1, dtype="bf16" if bench.gpu else "fp32")
     cfg, model, *_ = train.choose_model(cfg, bench.device, None)
     kernel = on_all_ranks(pick_kernel, cfg.attention, bench.device, bench.dtype)
@@ -157,14 +165,14 @@ def plan_runs(bench: Bench, cfg: Config, gpu: float | None = None) -> list[Run]:
 
 @functools.cache
 def groups_of(tp: int, pp: int) -> Groups:
-    """Return the groups of all plans whose model is cut alike: the memory of NCCL's communicators
-    does not come back. A collective."""
+    """Return the process groups for these degrees. All rows share them, because NCCL does not free
+    a communicator's memory. A collective."""
     return Groups(tp=tp, pp=pp)
 
 
 def random_batch(run: Run) -> train.Batch:
-    """Return uniform random tokens and their labels (M, B, T/sp), others on other ranks of
-    data."""
+    """Return uniform random tokens and their labels (M, B, T/sp). Data-parallel ranks get
+    different ones."""
     random = np.random.default_rng(run.coordinates[1])
     return train.load_batch(
         run, 0, lambda i: random.integers(run.plan.model.vocab, size=run.plan.seq + 1)
@@ -172,8 +180,7 @@ def random_batch(run: Run) -> train.Batch:
 
 
 def make_step(run: Run) -> Step:
-    """Build a step, as train.py does. A collective."""
-    train.cap_gpu(run)
+    """Build a step as train.py does. A collective."""
     groups = groups_of(run.plan.tp, run.plan.pp)
     train.describe(run)
     model, states = train.build(run, train.make_attention(run, groups), groups)
@@ -181,14 +188,18 @@ def make_step(run: Run) -> Step:
     batch = random_batch(run)
     if run.plan.pp > 1:
         model.warm_up(next(batch.micro_batches()))
-    return Step(run, model, states, batch, train.plan_memory(run))
+    step = Step(run, model, states, batch, train.plan_memory(run))
+    if step.memory:
+        step.cleanup.callback(step.memory.give_back)
+    return step
 
 
 # ---------------------------------------------------------------------------- peers
 
 
 class TorchStates:
-    """What train.run_step calls of States, by PyTorch's own: clipping and fused AdamW."""
+    """PyTorch's gradient clipping and fused AdamW, with the methods of States that train.run_step
+    calls."""
 
     def __init__(self, model: nn.Module):
         self.model = model
@@ -213,63 +224,116 @@ class TorchStates:
 CUDNN_FIRST = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-def transformers_step(run: Run, what: list[str]) -> Step:
-    """Build a step of transformers' model on one rank, with the losses of ours; what: words of its
-    row."""
-    from transformers import AttentionMaskInterface, AutoModelForCausalLM
+@contextlib.contextmanager
+def without_mask() -> Iterator[None]:
+    """Let transformers call PyTorch's attention without a mask, so that it is causal by a flag.
+    Compiled with torch before 2.14, attention would otherwise read a mask from memory."""
+    from transformers import AttentionMaskInterface
+
+    make_mask = AttentionMaskInterface()["sdpa"]
+    AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        AttentionMaskInterface.register("sdpa", make_mask)
+
+
+@contextlib.contextmanager
+def liger_kernels(model: nn.Module) -> Iterator[None]:
+    """Run transformers' model with Liger's kernels. Liger replaces functions and classes in the
+    module modeling_llama, for every model in this process, so they are put back at the end."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
     from transformers.models.llama import modeling_llama
 
-    train.cap_gpu(run)
-    importlib.reload(modeling_llama)  # Liger changes it for all models that follow
-    # no mask: compiled with torch before 2.14, its attention would read one from memory
-    AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
-    half = "bf16" in what
-    config = export_config(run.plan.model, {}, torch.bfloat16 if half else torch.float32)
-    with run.device:
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    if "liger" in what:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
+    original = dict(vars(modeling_llama))
+    try:
         apply_liger_kernel_to_llama(model=model)
-    if "full" in what:
-        model.gradient_checkpointing_enable()
-    torch.compiler.reset()  # or this length would be its second, and be compiled for any
-    call = model if "liger" in what else torch.compile(model, dynamic=False)
-
-    def loss_of(tokens, labels, scale, *_):
-        with torch.autocast(run.device.type, torch.bfloat16, not half):
-            return call(
-                tokens,
-                labels=labels,
-                shift_labels=labels,
-                use_cache=False,
-                num_items_in_batch=1 / scale,
-            ).loss
-
-    # around the backward, too: recomputation chooses its kernel again
-    in_order = sdpa_kernel(CUDNN_FIRST, set_priority=True)
-    model.forward_backward = in_order(functools.partial(LLaMA.forward_backward, loss_of))
-    return Step(run, model, TorchStates(model), random_batch(run))
+        yield
+    finally:
+        vars(modeling_llama).update(original)
 
 
-ours: Attention | None = None  # of the step that is built last
+def transformers_step(run: Run, options: list[str]) -> Step:
+    """Build a step of transformers' model on one rank; its losses are those of our model. options:
+    the words of the row's label after "transformers"."""
+    from transformers import AutoModelForCausalLM
+
+    bf16_weights = "bf16" in options
+    weights_dtype = torch.bfloat16 if bf16_weights else torch.float32
+    hf_config = export_config(run.plan.model, {}, weights_dtype)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.enter_context(without_mask())
+        with run.device:
+            model = AutoModelForCausalLM.from_config(hf_config, attn_implementation="sdpa")
+        if "liger" in options:
+            cleanup.enter_context(liger_kernels(model))
+        if "full" in options:
+            model.gradient_checkpointing_enable()
+        # drop what other rows have compiled: a second length would be compiled as dynamic
+        torch.compiler.reset()
+        call_model = model if "liger" in options else torch.compile(model, dynamic=False)
+
+        def loss_of(tokens, labels, scale, *_):
+            with torch.autocast(run.device.type, torch.bfloat16, enabled=not bf16_weights):
+                return call_model(
+                    tokens,
+                    labels=labels,
+                    shift_labels=labels,
+                    use_cache=False,
+                    num_items_in_batch=1 / scale,
+                ).loss
+
+        # around backward as well, because recomputation selects a kernel again
+        with_cudnn_first = sdpa_kernel(CUDNN_FIRST, set_priority=True)
+        model.forward_backward = with_cudnn_first(
+            functools.partial(LLaMA.forward_backward, loss_of)
+        )
+        # the model is built: from here on, the end of the step puts the changes back
+        return Step(run, model, TorchStates(model), random_batch(run), cleanup=cleanup.pop_all())
+
+
+class AttentionOperator:
+    """Our attention, called as an operator of PyTorch, so that selective checkpointing can name it.
+
+    An operator takes tensors and numbers but no object, so it finds its attention in `by_number`.
+    An entry lives as long as the model that holds this object.
+    """
+
+    by_number: ClassVar = weakref.WeakValueDictionary()  # number -> Attention
+    next_number: ClassVar = itertools.count()
+
+    def __init__(self, attention: Attention):
+        self.attention = attention
+        self.number = next(self.next_number)
+        self.by_number[self.number] = attention
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return attention_operator(q, k, v, self.number)
 
 
 @torch.library.custom_op("bench::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Our attention as an operator of PyTorch's, which selective checkpointing can name."""
-    return ours.forward(q, k, v)
+def attention_operator(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """Return (o, lse) of the Attention that has this number."""
+    return AttentionOperator.by_number[number].forward(q, k, v)
 
 
-attention.register_autograd(
-    lambda ctx, do, _: tuple(ours.backward(lambda: (do, []), *ctx.saved_tensors)),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output),
-)
+def save_attention(ctx, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    *qkv, ctx.number = inputs
+    ctx.save_for_backward(*qkv, *output)
+
+
+def attention_backward(ctx, do: Tensor, _) -> tuple:
+    """Return the gradients of q, k and v, and None for the number."""
+    attention = AttentionOperator.by_number[ctx.number]
+    return *attention.backward(lambda: (do, []), *ctx.saved_tensors), None
+
+
+attention_operator.register_autograd(attention_backward, setup_context=save_attention)
 
 KEEP_ATTENTION = functools.partial(
     create_selective_checkpoint_contexts, [torch.ops.bench.attention.default]
 )
-PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every so many layers
+RECOMPUTED = {  # by the first option of a row: flags of checkpoint(), and for every how many layers
     "none": ({}, 0),
     "half-selective": ({"context_fn": KEEP_ATTENTION}, 2),
     "selective": ({"context_fn": KEEP_ATTENTION}, 1),
@@ -277,13 +341,46 @@ PEERS = {  # what a row of FSDP2 recomputes -> checkpoint's own flags, of every 
 }
 
 
+class WholeBlock(Block):
+    """A Block whose call runs the whole layer: FSDP2 unshards and reshards parameters in hooks of a
+    module's call."""
+
+    forward = whole_layer
+
+
+class Fsdp2Model(LLaMA):
+    """Our model, made of WholeBlocks. recomputed: the row of RECOMPUTED that says which of them are
+    recomputed in backward."""
+
+    def __init__(self, cfg: ModelConfig, attention: Attention, recomputed: str):
+        checkpoint_flags, every = RECOMPUTED[recomputed]
+        super().__init__(cfg, AttentionOperator(attention) if checkpoint_flags else attention)
+        self.checkpoint_flags = checkpoint_flags
+        self.every = every
+        self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
+        self.layer_runner = Fsdp2Model.start_layers
+
+    def start_layers(self, rope: Rope, attention: Callable) -> Callable:
+        """Return run_layer(i, x), which calls layer i."""
+
+        def run_layer(i, x):
+            block = self.blocks[i]
+            if self.every == 0 or i % self.every:
+                return block(x, rope, attention)
+            return checkpoint(
+                block, x, rope, attention, use_reentrant=False, **self.checkpoint_flags
+            )
+
+        return run_layer
+
+
 class Fsdp2States(TorchStates):
-    """PyTorch's fully_shard with its best settings: bf16 on the wire, prefetching, gradients
-    synchronised in the last micro-batch alone if they stay whole."""
+    """The states of PyTorch's fully_shard at its best settings: bf16 communication, prefetching,
+    and, if gradients stay whole, one reduction per step, in the last micro-batch."""
 
     def __init__(self, model: LLaMA, run: Run, on_host: bool):
-        """ZeRO-3 if p > 1; else whole parameters and gradients stay (ZeRO-2). on_host: shards of
-        all states are there, and updated there."""
+        """Shard the model: as ZeRO-3 if p > 1, else parameters and gradients stay whole (ZeRO-2).
+        on_host: the shards of all states are kept and updated in host memory."""
         from torch.distributed.fsdp import (
             CPUOffloadPolicy,
             MixedPrecisionPolicy,
@@ -294,38 +391,43 @@ class Fsdp2States(TorchStates):
         plan, f = run.plan, run.plan.factors
         mesh = fsdp2_mesh(run.device.type, plan.ranks // f.os, f.os)
         self.reshard = f.p > 1
-        wire = MixedPrecisionPolicy(
+        precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False
         )
-        place = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
-        shard = functools.partial(fully_shard, mesh=mesh, mp_policy=wire, offload_policy=place)
+        offload = CPUOffloadPolicy(run.device.type == "cuda") if on_host else OffloadPolicy()
+        shard = functools.partial(
+            fully_shard, mesh=mesh, mp_policy=precision, offload_policy=offload
+        )
         for block in model.blocks:
             shard(block, reshard_after_forward=self.reshard)
         shard(model, reshard_after_forward=False)
+
         model.to_empty(device="cpu" if on_host else run.device)
         for p in model.parameters():
             nn.init.normal_(p, float(p.dim() == 1), 0.02)
-        for here, after in zip(model.blocks, model.blocks[1:]):
-            here.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([here])
+        for block, next_block in zip(model.blocks, model.blocks[1:]):
+            block.set_modules_to_forward_prefetch([next_block])
+            next_block.set_modules_to_backward_prefetch([block])
+
         super().__init__(model)
-        self.micro_batches = plan.micro_batches
-        self.micro_batch = 0  # the last that began
+        self.num_micro_batches = plan.micro_batches
+        self.begun = 0  # micro-batches, of all steps
         model.register_forward_pre_hook(self.begin_micro_batch)
 
     def begin_micro_batch(self, *_) -> None:
-        """Say whether its backward is the step's last."""
-        self.micro_batch += 1
-        last = self.micro_batch % self.micro_batches == 0
+        """Tell FSDP2 whether this micro-batch is the last of its step."""
+        self.begun += 1
+        last = self.begun % self.num_micro_batches == 0
         self.model.set_is_last_backward(last)
         self.model.set_requires_all_reduce(last)
-        if not self.reshard:  # ZeRO-2 keeps whole gradients until the last micro-batch
+        if not self.reshard:  # ZeRO-2: gradients stay whole until the last micro-batch
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
 
 
 @functools.cache
-def fsdp2_mesh(device_type: str, replicas: int, shards: int):
+def fsdp2_mesh(device_type: str, replicas: int, shards: int) -> dist.DeviceMesh:
+    """Return the mesh of ranks: shards neighbours share the states. Made once, like groups_of."""
     mesh = dist.init_device_mesh(
         device_type, (replicas, shards), mesh_dim_names=("replicate", "shard")
     )
@@ -333,43 +435,32 @@ def fsdp2_mesh(device_type: str, replicas: int, shards: int):
 
 
 def peer_run(bench: Bench, cfg: Config) -> Run:
-    """Return the run of a peer: whole layers, all-to-alls of one head group by NCCL. What fits is
-    its own to say."""
+    """Return the run of a peer: whole layers, and all-to-alls of one head group by NCCL. It is
+    planned for unlimited memory, because whether a peer fits is measured."""
     cfg = replace(cfg, head_groups=1, ring=1, recompute="none", os_place="gpu")
     run, *_ = plan_runs(bench, cfg, gpu=2.0**60)
     return replace(run, plan=replace(run.plan, per_node=0))
 
 
-def fsdp2_step(run: Run, what: list[str]) -> Step:
-    """Build a step of the same model and kernels under FSDP2: ZeRO-3 if p > 1, else like ZeRO-2,
-    over os of the ranks. what: words of its row, a row of PEERS first. A collective."""
-    global ours
-    train.cap_gpu(run)
-    ours = train.make_attention(run, groups_of(1, 1))
-    checkpoint_flags, every = PEERS[what[0]]
-
-    Block.forward = whole_layer  # FSDP2's hooks are those of a module's call
-
-    def layers(model, rope, op):
-        def run_layer(i, x):
-            if every == 0 or i % every:
-                return model.blocks[i](x, rope, op)
-            return checkpoint(model.blocks[i], x, rope, op, use_reentrant=False, **checkpoint_flags)
-
-        return run_layer
-
+def fsdp2_step(run: Run, options: list[str]) -> Step:
+    """Build a step of the same model and kernels under FSDP2, sharded over os ranks. options: the
+    words of the row's label after "fsdp2", the first of which is a row of RECOMPUTED.
+    A collective."""
+    attention = train.make_attention(run, groups_of(1, 1))
     with torch.device("meta"):
-        model = LLaMA(run.plan.model, attention if checkpoint_flags else ours)
-    model.layer_runner = layers
-    return Step(run, model, Fsdp2States(model, run, "host" in what), random_batch(run))
+        model = Fsdp2Model(run.plan.model, attention, recomputed=options[0])
+    return Step(run, model, Fsdp2States(model, run, "host" in options), random_batch(run))
+
+
+PEERS = {"fsdp2": fsdp2_step, "transformers": transformers_step}  # by a label's first word
 
 
 # ---------------------------------------------------------------------------- clocks
 
 
 def clock(bench: Bench, step: Callable, repeats: int) -> float:
-    """Return the median seconds of a step, as train.py's follow each other: from the end of one's
-    computation to that of the next's, under which its copies run on."""
+    """Return the median seconds between the ends of two steps' computation. As in train.py, a step
+    starts while the previous step's copies and broadcasts still run."""
     gc.collect()
     gc.freeze()  # as train.py does
     times = []
@@ -386,11 +477,11 @@ def clock(bench: Bench, step: Callable, repeats: int) -> float:
 
 
 def device_seconds(bench: Bench, work: Callable) -> float:
-    """Return the seconds of work() on the device, at the clock rate that a GPU holds under load:
-    the median of the later half of two seconds. Calls queue up behind a pause, so that no kernel
-    waits for the host."""
+    """Return the seconds of work() on the device, as the median of the later half of two seconds,
+    when a GPU's clock rate has fallen to what it holds under load. Calls queue up behind a pause,
+    so that no kernel waits for the host."""
 
-    def turn(calls):
+    def time_calls(calls):
         start = time.perf_counter()
         if bench.gpu:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -404,19 +495,19 @@ def device_seconds(bench: Bench, work: Callable) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1000 / calls
 
-    turn(1)  # compiles
-    calls = max(1, min(16, int(0.04 / turn(1))))  # a queue has room for a thousand launches
+    time_calls(1)  # compiles
+    calls = max(1, min(16, int(0.04 / time_calls(1))))  # a queue has room for a thousand launches
     start = time.perf_counter()
     times = []
     while len(times) < 2 or time.perf_counter() - start < (2 if bench.gpu else 0.1):
-        times.append(turn(calls))
+        times.append(time_calls(calls))
     return statistics.median(times[len(times) // 2 :])
 
 
 def kernels_alone(run: Run) -> tuple[Callable, Callable]:
-    """Return functions that run the attention and matrix kernels of one layer, and of the head, for
-    a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once, and heads
-    that ranks share by context count as cut between them."""
+    """Return two functions that run the attention and matrix kernels of one layer, and of the head,
+    for a rank's micro-batch, forward and backward. At most 16K tokens are multiplied at once. On a
+    ring, the ranks' attention is counted as if they split its heads."""
     plan = run.plan
     cfg = plan.column
     random = functools.partial(torch.randn, device=run.device, dtype=plan.dtype)
@@ -449,9 +540,9 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
 
 
 def kernel_seconds(bench: Bench, run: Run) -> float:
-    """Return the seconds of a rank's step that its attention and matrix kernels take alone: no
-    norms, no rotary, no loss but its products, no communication, nothing twice; of a pipeline the
-    mean of its stages. A collective."""
+    """Return the seconds that a step's attention and matrix kernels take on a rank when nothing else
+    runs. Norms, rotary embedding, softmax, communication and recomputation do not count. For a
+    pipeline this is the mean of its stages. A collective."""
     plan = run.plan
     shapes = plan.matrices, plan.end, plan.micro_batch, plan.seq, plan.sp, plan.column.heads
     if shapes not in bench.kernels:
@@ -465,91 +556,160 @@ def kernel_seconds(bench: Bench, run: Run) -> float:
 # ---------------------------------------------------------------------------- rows
 
 
+@dataclass(frozen=True)
+class Row:
+    """One measurement: a label, and the flags of train.py that it adds to its table's."""
+
+    label: str  # "fsdp2 ..." and "transformers ..." are peers, every other label is ours
+    flags: str = ""
+    # train.py's allocator settings: memory is mapped where a block needs it
+    expandable_segments: bool = True
+
+    @property
+    def peer(self) -> str | None:
+        """Return the name of the peer that the row runs, None if it runs our step."""
+        first_word = self.label.split()[0]
+        return first_word if first_word in PEERS else None
+
+
+def plan_row(bench: Bench, row: Row) -> Run:
+    """Return the run of a row. Raises ConfigError if it does not fit. A collective."""
+    cfg = config(row.flags)
+    return peer_run(bench, cfg) if row.peer else plan_runs(bench, cfg)[0]
+
+
+def build_step(row: Row, run: Run) -> Step:
+    """Build the step of a row, ours or a peer's. A collective."""
+    if row.peer is None:
+        return make_step(run)
+    options = row.label.split()[1:]
+    return PEERS[row.peer](run, options)
+
+
+def time_step(bench: Bench, step: Step) -> float:
+    """Warm a step up, and return its median seconds. A collective."""
+    repeats = max(1, min(10 if bench.gpu else 3, int(20 / step.run.plan.step_s)))
+    if step.memory:
+        warm_up = 4  # the third step is recorded, and the fourth may be captured as a CUDA graph
+    else:
+        warm_up = 3 if repeats > 5 else 1
+    for _ in range(warm_up):
+        step()
+    if repeats > 1:
+        release(bench)
+        step()
+    return clock(bench, step, repeats)
+
+
+def measure_row(bench: Bench, row: Row, look: Callable) -> dict:
+    """Build a row's step, time it, and return what results/*.json says of it.
+
+    A row that does not fit, or runs out of memory on any rank, is a result too: it has "oom" and an
+    "error" instead of rates. look(bench, step) returns what else to report. A collective.
+    """
+    cfg = config(row.flags)
+    result = {
+        "system": row.label,
+        "flags": row.flags,
+        "model": cfg.model,
+        "seq": cfg.seq,
+        "gpus": bench.world * bench.gpu,
+    }
+    seconds = math.inf  # if the row fails
+    with contextlib.ExitStack() as cleanup:
+        try:
+            run = plan_row(bench, row)
+            result |= chosen(run)
+            if row.peer:  # the prediction is for our step
+                result |= {"predicted_s": None, "predicted_gib": None}
+            kernels = kernel_seconds(bench, run)
+            release(bench)
+            cleanup.enter_context(gpu_memory_limit(run))
+            step = cleanup.enter_context(build_step(row, run))
+            seconds = time_step(bench, step)
+            result |= look(bench, step)
+        except (torch.OutOfMemoryError, ConfigError, ImportError) as e:
+            result["error"] = str(e)[:600]
+            print0(f"{row.label}: {result['error']}")
+
+        seconds = max(of_all_ranks(seconds))  # infinite on all ranks if the row failed on one
+        if math.isfinite(seconds):
+            result |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
+            result |= {"step_s": seconds, "bound_ratio": kernels / seconds}
+        result["oom"] = math.isinf(seconds)
+        if bench.gpu:
+            result["gpu_gib"] = max(of_all_ranks(train.gpu_peak_gib()))
+            result["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    return result
+
+
+def attempt(bench: Bench, row: Row, look: Callable) -> None:
+    """Measure a row, add its result, and leave the process as it was before. A collective."""
+    with allocator_settings(row):
+        bench.add(measure_row(bench, row, look))
+        release(bench)  # the row's step, to which nothing refers any more
+
+
 def release(bench: Bench) -> None:
-    """Give back what is not held any more: modules and their states refer to each other."""
+    """Free the memory that nothing uses any more, and measure its peak anew. Modules and their
+    states refer to each other, so this takes the garbage collector."""
     gc.collect()
     if bench.gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
-def attempt(bench: Bench, label: str, flags: str, look: Callable) -> None:
-    """Build a step of these flags, time it, and add its row; out of memory on any rank is a row,
-    too. look(bench, step): what else is to be seen of it. A collective."""
-    cfg = config(flags)
-    row = {
-        "system": label,
-        "flags": flags,
-        "model": cfg.model,
-        "seq": cfg.seq,
-        "gpus": bench.world * bench.gpu,
-    }
-    seconds = math.inf
-    step = None
+@contextlib.contextmanager
+def allocator_settings(row: Row) -> Iterator[None]:
+    """Set PyTorch's allocator as a row wants it; at the end, as train.py or the environment sets
+    it."""
+    if row.expandable_segments:
+        yield
+        return
+    environment = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    set_allocator = torch._C._accelerator_setAllocatorSettings
+    set_allocator("expandable_segments:False")
     try:
-        peer, *what = label.split()
-        build = {"fsdp2": fsdp2_step, "transformers": transformers_step}.get(peer)
-        run = peer_run(bench, cfg) if build else plan_runs(bench, cfg)[0]
-        row |= chosen(run)
-        if build:  # what is predicted is our step
-            row |= {"predicted_s": None, "predicted_gib": None}
-        kernels = kernel_seconds(bench, run)
-        release(bench)
-        if label == "caching allocator":
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        step = build(run, what) if build else make_step(run)
-        repeats = max(1, min(10 if bench.gpu else 3, int(20 / run.plan.step_s)))
-        # with planned memory the third is recorded, the fourth may be captured
-        for _ in range(4 if step.memory else 3 if repeats > 5 else 1):
-            step()
-        if repeats > 1:
-            release(bench)
-            step()
-        seconds = clock(bench, step, repeats)
-        row |= look(bench, step)
-    except (torch.OutOfMemoryError, ConfigError, ImportError) as e:  # as it ran, or before
-        row["error"] = str(e)[:600]
-        print0(f"{label}: {row['error']}")
-    seconds = max(of_all_ranks(seconds))  # infinite on all ranks, if on one
-    if math.isfinite(seconds):
-        row |= run.plan.rates(seconds, run.hardware.profile.peak_flops)
-        row |= {"step_s": seconds, "bound_ratio": kernels / seconds}
-    row["oom"] = math.isinf(seconds)
-    if bench.gpu:
-        row |= {
-            "gpu_gib": max(of_all_ranks(train.gpu_peak_gib())),
-            "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        }
-    bench.add(row)
-    if step and step.memory:
-        step.memory.give_back()
-    del step
-    release(bench)
-    train.expandable_segments()
+        yield
+    finally:
+        set_allocator(environment or "expandable_segments:True")
+
+
+@contextlib.contextmanager
+def gpu_memory_limit(run: Run) -> Iterator[None]:
+    """Hold PyTorch's allocator to --gpu-memory, if it is given."""
+    if run.device.type == "cpu":
+        yield
+        return
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    train.cap_gpu(run)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(fraction)
 
 
 def chosen(run: Run) -> dict:
-    """Return what a row says of a plan."""
+    """Return what a result says of the plan that was chosen."""
     plan = run.plan
-    kept = plan.activations
+    activations = plan.activations
     names = (
         "sp ring chunk tp tp_mode pp pp_chunks batch micro_batch micro_batches os_layout "
         "os_place recompute head_groups"
     ).split()
-    return (
-        asdict(plan.factors)
-        | {name: getattr(plan, name) for name in names}
-        | {
-            "kernel": run.kernel,
-            "predicted": plan.seconds,
-            "predicted_s": plan.step_s,
-            "predicted_gib": plan.gpu_bytes / GIB,
-            "activations": kept and asdict(kept),
-            "alpha": kept and kept.alpha,
-            "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
-            "host_gib": plan.per_node / GIB * plan.host_bytes or None,
-        }
-    )
+    return {
+        **asdict(plan.factors),
+        **{name: getattr(plan, name) for name in names},
+        "kernel": run.kernel,
+        "predicted": plan.seconds,
+        "predicted_s": plan.step_s,
+        "predicted_gib": plan.gpu_bytes / GIB,
+        "activations": activations and asdict(activations),
+        "alpha": activations and activations.alpha,
+        "planned_gib": {name: value / GIB for name, value in plan.memory.items()},
+        # per machine; None rather than 0, so that no column is shown for it
+        "host_gib": plan.per_node / GIB * plan.host_bytes or None,
+    }
 
 
 # ---------------------------------------------------------------------------- tables
@@ -557,56 +717,63 @@ def chosen(run: Run) -> dict:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that are measured one after the other, in each of the variants."""
+    """Rows that are measured one after the other, once per variant."""
 
-    rows: dict[str, str] | Callable[[Bench, str], dict]  # label -> train.py's flags
-    flags: str = ""  # of all rows
-    variants: tuple[str, ...] = ("",)  # more flags of them
-    takes: str = ""  # flags of a command, beside those of memory
-    look: Callable = lambda *_: {}  # attempt's
-    ranks: int = 1  # that it needs
+    # or a function of (bench, the flags that the rows share) that returns them
+    rows: list[Row] | Callable[[Bench, str], list[Row]]
+    flags: str = ""  # shared by all rows
+    variants: tuple[str, ...] | list[str] = ("",)  # more shared flags; --seq replaces them
+    takes: str = ""  # the flags that bench.py accepts for this table, besides those of memory
+    look: Callable = lambda *_: {}  # look(bench, step) returns what else a row reports
+    min_ranks: int = 1
 
 
-def step_rows(bench: Bench, flags: str) -> dict[str, str]:
-    """Return rows of the largest model that fits, and of its longest sequence, a power of two, that
-    takes two minutes with its warm-up."""
+def step_rows(bench: Bench, flags: str) -> list[Row]:
+    """Return rows of the largest model that fits, and of the longest sequence that it can train on
+    in two minutes, warm-up included. That sequence is a power of two times a short one."""
     quick = bench.quick or not bench.gpu
-    most_params = (2e9 if bench.gpu else 1e7) if quick else math.inf
-    most_seconds = 4 if quick else 45
+    max_params = (2e9 if bench.gpu else 1e7) if quick else math.inf
+    max_seconds = 4 if quick else 45
 
-    def best_plan(row):
+    def best_plan(row_flags):
         try:
-            return plan_runs(bench, config(filled(bench, f"{flags} {row}")))[0].plan
+            return plan_runs(bench, config(f"{flags} {row_flags}"))[0].plan
         except ConfigError as e:
-            print0(f"{row}: {e}")
+            print0(f"{row_flags}: {e}")
             return None
 
+    short_seq = SHORT_SEQ[bench.device.type]
     for name, model in sorted(MODELS.items(), key=lambda item: -param_count(item[1])):
-        short = f"--model {name} --seq {{seq}} --batch {{ranks}} --os-place gpu"
-        if param_count(model) < most_params and best_plan(short):
+        short = f"--model {name} --seq {short_seq} --batch {bench.world} --os-place gpu"
+        if param_count(model) < max_params and best_plan(short):
             break
     else:
         raise ConfigError("no model fits")
-    rows = {"ours": short}
+
+    rows = [Row("ours", short)]
     if not quick:
-        rows |= {f"fsdp2 {kind}": f"{short} --strategy zero3" for kind in ("none", "full")}
+        rows.append(Row("fsdp2 none", f"{short} --strategy zero3"))
+        rows.append(Row("fsdp2 full", f"{short} --strategy zero3"))
+
+    longest = None
     for i in range(1, 12):
-        long = f"--model {name} --seq {{seqs[{2**i}]}} --batch 1 --os-place gpu"
-        plan = best_plan(long)
-        if plan is None or plan.step_s > most_seconds:
+        seq = 2**i * bench.world * short_seq
+        row_flags = f"--model {name} --seq {seq} --batch 1 --os-place gpu"
+        plan = best_plan(row_flags)
+        if plan is None or plan.step_s > max_seconds:
             break
-        rows["ours, longest in the time"] = long
+        longest = Row("ours, longest in the time", row_flags)
+    return rows + [longest] if longest else rows
+
+
+def plan_rows(bench: Bench, flags: str) -> list[Row]:
+    """Return the planner's best plans, each as the flags of the command that trains by it."""
+    defaults = "--tp 1 --pp 1 "  # planner.command leaves them out
+    rows = []
+    for i, run in enumerate(plan_runs(bench, config(flags)), 1):
+        own_flags = planner.command(run.plan, run.cfg).partition("train.py ")[2]
+        rows.append(Row(f"plan {i}", defaults + own_flags))
     return rows
-
-
-def plan_rows(bench: Bench, flags: str) -> dict[str, str]:
-    """Return the planner's best plans, as their commands have them."""
-    runs = plan_runs(bench, config(filled(bench, flags)))
-    first = "--tp 1 --pp 1 "  # a command leaves out what is a default
-    return {
-        f"plan {i}": first + planner.command(run.plan, run.cfg).partition("train.py ")[2]
-        for i, run in enumerate(runs, 1)
-    }
 
 
 def covered_ms(spans: list[tuple[float, float]]) -> float:
@@ -620,12 +787,12 @@ def covered_ms(spans: list[tuple[float, float]]) -> float:
 
 
 def profiled(bench: Bench, step: Step) -> dict:
-    """Return of one of two profiled steps the milliseconds in which communication ran, and ran
-    without any computation beside it; write trace.json.gz, for chrome://tracing, of the last row
-    that shards parameters."""
+    """Profile two steps, and return the milliseconds per step in which communication ran, and in
+    which it was exposed: no computation ran at the same time. A row that shards parameters also
+    writes its profile as trace.json.gz, for chrome://tracing."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
-        step()  # parameters travel under the next forward
+        step()  # its forward hides the broadcast of the parameters that the first step updated
         torch.cuda.synchronize()
     communication = []
     computation = []
@@ -640,14 +807,14 @@ def profiled(bench: Bench, step: Step) -> dict:
 
 
 def planned_memory(bench: Bench, step: Step) -> dict:
-    """Return what a row says of a planned step, {} of others; write its buffers and their
-    addresses as a CSV file."""
+    """Return what a row reports of a step with planned memory, {} for any other step. Its buffers
+    and their addresses are written as a CSV file."""
     memory = step.memory
     counts = memory and memory.counts
     if not counts:
         return {}
     plan = memory.plan
-    asked = counts["hits"] + counts["unmatched"] + counts["occupied"]
+    requests = counts["hits"] + counts["unmatched"] + counts["occupied"]
     if bench.rank == 0:
         name = f"memplan-{step.run.plan.seq // 1024}k-{bench.world}x.csv"
         write_plan(
@@ -662,213 +829,253 @@ def planned_memory(bench: Bench, step: Step) -> dict:
         "lower_bound_gib": plan.lower_bound / GIB,
         "solve_s": plan.seconds,
         "method": plan.method,
-        "hit_requests": counts["hits"] / asked,
+        "hit_requests": counts["hits"] / requests,
     }
 
 
-WHOLE = "--sp 1 --micro-batch 1 --recompute none"  # layers, each sequence on a rank
-SEQUENCES = ("--seq {seqs[2]}", "--seq {seqs[4]}", "--seq {seqs[8]}", "--seq {seqs[16]}")
-TABLES = {
-    "step": Table(step_rows, takes="quick"),
-    "long": Table(
-        {
-            "ours": "",
-            "ours planned memory": "--memplan on",
-            "ours full recompute": "--recompute full",
-            "ours full swap": "--alpha 1 --resident-layers 2",
-            "fsdp2 none": "--sp {ranks} --strategy zero3",
-            "fsdp2 half-selective": "--sp {ranks} --strategy zero3",
-            "fsdp2 selective": "--sp {ranks} --strategy zero3",
-            "fsdp2 selective host": "--sp {ranks} --strategy zero3",
-            "fsdp2 full": "--sp {ranks} --strategy zero3",
-            "transformers fp32": "",
-            "transformers bf16": "",
-            "transformers fp32 liger": "",
-            "transformers bf16 full": "",
-            "transformers bf16 liger": "",
-            "transformers bf16 liger full": "",
-        },
-        "--batch 1",
-        SEQUENCES,
-        "rows model seq batch",
-    ),
-    "shard": Table(
-        {
-            "ours os": "--strategy zero1",
-            "ours os inter": "--strategy zero1 --os-layout inter",
-            "ours g and os": "--strategy zero2",
-            "ours p and g by halves": "--p {half} --g {half} --os {ranks}",
-            "ours all": "--strategy zero3",
-            "ours in halves": "--p {half} --g {half} --os {half}",
-            "ours as planned": "--micro-batch auto --sp auto --recompute auto",
-            "fsdp2 none ZeRO-3": "--strategy zero3",
-            "fsdp2 none ZeRO-2": "--strategy zero2",
-            "fsdp2 none HSDP and reshard": "--p {half} --g {half} --os {half}",
-            "fsdp2 none HSDP": "--p 1 --g {half} --os {half}",
-        },
-        f"{WHOLE} --seq {{seq}}",
-        ("--batch {batch[1]}", "--batch {batch[8]}"),
-        "rows model nodes",
-        ranks=2,
-    ),
-    "overlap": Table(  # AMSP, table V
-        {
-            "all overlaps": "",
-            "without param_broadcast": "--overlap param_gather,grad_scatter,grad_reduce",
-            "and without grad_reduce": "--overlap param_gather,grad_scatter",
-            "none": "--overlap none",
-        },
-        f"{WHOLE} --seq {{seq}}",
-        (
-            "--strategy zero1 --batch {batch[1]}",
-            "--strategy zero1 --batch {batch[2]}",
-            "--strategy zero1 --batch {batch[4]}",
-            "--strategy zero1 --batch {batch[8]}",
-            "--strategy zero3 --batch {batch[1]}",
-            "--strategy zero3 --batch {batch[2]}",
-            "--strategy zero3 --batch {batch[4]}",
-            "--strategy zero3 --batch {batch[8]}",
+def make_tables(ranks: int, nodes: int, short_seq: int) -> dict[str, Table]:
+    """Return every table for this number of ranks and nodes, by its name. short_seq: the tokens of
+    a short sequence.
+
+    Example: on 4 ranks, the row "ours in halves" of table shard is --p 2 --g 2 --os 2, and the
+    table's second variant is --batch 32.
+    """
+    half = max(1, ranks // 2)
+    # lengths that need all ranks: 2, 4, 8 and 16 short sequences per rank
+    seqs = [f"--seq {n * ranks * short_seq}" for n in (2, 4, 8, 16)]
+    # every rank runs whole layers on whole short sequences of its own
+    data_parallel = f"--sp 1 --micro-batch 1 --recompute none --seq {short_seq}"
+    batches = [f"--batch {n * ranks}" for n in (1, 2, 4, 8)]  # 1, 2, 4, 8 micro-batches
+
+    # fmt: off
+    return {
+        "step": Table(step_rows, takes="quick"),
+        "long": Table(
+            [
+                Row("ours"),
+                Row("ours planned memory",          "--memplan on"),
+                Row("ours full recompute",          "--recompute full"),
+                Row("ours full swap",               "--alpha 1 --resident-layers 2"),
+                Row("fsdp2 none",                   f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 half-selective",         f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 selective",              f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 selective host",         f"--sp {ranks} --strategy zero3"),
+                Row("fsdp2 full",                   f"--sp {ranks} --strategy zero3"),
+                Row("transformers fp32"),
+                Row("transformers bf16"),
+                Row("transformers fp32 liger"),
+                Row("transformers bf16 full"),
+                Row("transformers bf16 liger"),
+                Row("transformers bf16 liger full"),
+            ],
+            flags="--batch 1",
+            variants=seqs,
+            takes="rows model seq batch",
         ),
-        "rows model",
-        ranks=2,
-    ),
-    "ring": Table(
-        {"by heads": "--ring 1", "by context": "--ring {nodes}"},
-        "--sp {ranks} --batch 1",
-        SEQUENCES[1:],
-        "rows model seq nodes",
-        ranks=2,
-    ),
-    "parallel": Table(
-        {
-            "data": "",
-            "mtp": "--tp 2 --tp-mode mtp",
-            "msp": "--tp 2 --tp-mode msp",
-            "fsp": "--tp 2 --tp-mode fsp",
-            "pipeline": "--pp 2",
-            "interleaved": "--pp 2 --pp-chunks 2",
-        },
-        f"{WHOLE} --seq {{seq}} --batch {{batch[8]}}",
-        takes="rows model seq",
-        ranks=2,
-    ),
-    "memplan": Table(
-        {"caching allocator": "", "expandable segments": "", "planned": "--memplan on"},
-        "--sp {ranks} --batch 1",
-        SEQUENCES[1:],
-        "rows model seq",
-        planned_memory,
-    ),
-    "plans": Table(plan_rows, "", SEQUENCES[:1], "model seq batch tp pp", ranks=2),
-    "trace": Table(
-        {
-            "ours os": "--strategy zero1",
-            "ours g and os": "--strategy zero2",
-            "ours all": "--strategy zero3",
-        },
-        f"{WHOLE} --seq {{seq}} --batch {{batch[1]}}",
-        ("",),
-        "rows model",
-        profiled,
-        2,
-    ),
-    "offload": Table(
-        {
-            "as planned": "",
-            "states on the GPU": "--os-place gpu",
-            "states on the host": "--os-place host",
-            "states on the host in the open": "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast",
-        },
-        "--batch 1",
-        SEQUENCES,
-        "rows model seq batch",
-    ),
-}
+        "shard": Table(
+            [
+                Row("ours os",                      "--strategy zero1"),
+                Row("ours os inter",                "--strategy zero1 --os-layout inter"),
+                Row("ours g and os",                "--strategy zero2"),
+                Row("ours p and g by halves",       f"--p {half} --g {half} --os {ranks}"),
+                Row("ours all",                     "--strategy zero3"),
+                Row("ours in halves",               f"--p {half} --g {half} --os {half}"),
+                Row("ours as planned",              "--micro-batch auto --sp auto --recompute auto"),
+                Row("fsdp2 none ZeRO-3",            "--strategy zero3"),
+                Row("fsdp2 none ZeRO-2",            "--strategy zero2"),
+                Row("fsdp2 none HSDP and reshard",  f"--p {half} --g {half} --os {half}"),
+                Row("fsdp2 none HSDP",              f"--p 1 --g {half} --os {half}"),
+            ],
+            flags=data_parallel,
+            variants=[batches[0], batches[3]],
+            takes="rows model nodes",
+            min_ranks=2,
+        ),
+        "overlap": Table(  # as in AMSP, table V
+            [
+                Row("all overlaps"),
+                Row("without param_broadcast",      "--overlap param_gather,grad_scatter,grad_reduce"),
+                Row("and without grad_reduce",      "--overlap param_gather,grad_scatter"),
+                Row("none",                         "--overlap none"),
+            ],
+            flags=data_parallel,
+            variants=[
+                f"--strategy {zero} {batch}" for zero in ("zero1", "zero3") for batch in batches
+            ],
+            takes="rows model",
+            min_ranks=2,
+        ),
+        "ring": Table(
+            [
+                Row("by heads",                     "--ring 1"),
+                Row("by context",                   f"--ring {max(2, nodes)}"),
+            ],
+            flags=f"--sp {ranks} --batch 1",
+            variants=seqs[1:],
+            takes="rows model seq nodes",
+            min_ranks=2,
+        ),
+        "parallel": Table(
+            [
+                Row("data"),
+                Row("mtp",                          "--tp 2 --tp-mode mtp"),
+                Row("msp",                          "--tp 2 --tp-mode msp"),
+                Row("fsp",                          "--tp 2 --tp-mode fsp"),
+                Row("pipeline",                     "--pp 2"),
+                Row("interleaved",                  "--pp 2 --pp-chunks 2"),
+            ],
+            flags=f"{data_parallel} {batches[3]}",
+            takes="rows model seq",
+            min_ranks=2,
+        ),
+        "memplan": Table(
+            [
+                Row("caching allocator",            expandable_segments=False),
+                Row("expandable segments"),
+                Row("planned",                      "--memplan on"),
+            ],
+            flags=f"--sp {ranks} --batch 1",
+            variants=seqs[1:],
+            takes="rows model seq",
+            look=planned_memory,
+        ),
+        "plans": Table(plan_rows, variants=seqs[:1], takes="model seq batch tp pp", min_ranks=2),
+        "trace": Table(
+            [
+                Row("ours os",                      "--strategy zero1"),
+                Row("ours g and os",                "--strategy zero2"),
+                Row("ours all",                     "--strategy zero3"),
+            ],
+            flags=f"{data_parallel} {batches[0]}",
+            takes="rows model",
+            look=profiled,
+            min_ranks=2,
+        ),
+        "offload": Table(
+            [
+                Row("as planned"),
+                Row("states on the GPU",            "--os-place gpu"),
+                Row("states on the host",           "--os-place host"),
+                Row("states on the host in the open",
+                    "--os-place host --overlap param_gather,grad_scatter,grad_reduce,param_broadcast"),
+            ],
+            flags="--batch 1",
+            variants=seqs,
+            takes="rows model seq batch",
+        ),
+    }
+    # fmt: on
+
+
+def tables_here() -> dict[str, Table]:
+    """Return the tables for the ranks and nodes that torchrun (or --nodes) says there are."""
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    return make_tables(ranks, ranks // ranks_per_node, SHORT_SEQ[device_type])
 
 
 # ---------------------------------------------------------------------------- print and write
 
-COLUMNS = {  # title -> a row's cell
-    "system": "{system}",
-    "plan": "{plan}",
-    "model": "{model}",
-    "tokens": "{seq:,}",
-    "GPUs": "{gpus}",
-    "M": "{micro_batches}",
-    "step s": "{took}",
-    "predicted s": "{predicted_s:.4g}",
-    "TGS": "{tgs:,.0f}",
-    "MFU causal": "{mfu_causal:.1%}",
-    "MFU full": "{mfu_full:.1%}",
-    "bound": "{bound_mfu:.1%}",
-    "of bound": "{bound_ratio:.1%}",
-    "GPU GiB": "{gpu_gib:.1f}",
-    "host GiB": "{host_gib:.1f}",
-    "communication ms": "{communication_ms:.1f}",
-    "of it exposed": "{exposed_ms:.1f}",
-    "requests": "{requests:,}",
-    "reserved GiB": "{reserved_gib:.2f}",
-    "planned GiB": "{planned_peak_gib:.2f}",
-    "lower bound": "{lower_bound_gib:.2f}",
-    "solved in s": "{solve_s:.2f}",
-    "hits": "{hit_requests:.2%}",
+# fmt: off
+COLUMNS = {
+    # title              a value of shown_values    its format
+    "system":           ("system",                  ""),
+    "plan":             ("plan",                    ""),
+    "model":            ("model",                   ""),
+    "tokens":           ("seq",                     ","),
+    "GPUs":             ("gpus",                    ""),
+    "M":                ("micro_batches",           ""),
+    "step s":           ("took",                    ""),
+    "predicted s":      ("predicted_s",             ".4g"),
+    "TGS":              ("tgs",                     ",.0f"),
+    "MFU causal":       ("mfu_causal",              ".1%"),
+    "MFU full":         ("mfu_full",                ".1%"),
+    "bound":            ("bound_mfu",               ".1%"),
+    "of bound":         ("bound_ratio",             ".1%"),
+    "GPU GiB":          ("gpu_gib",                 ".1f"),
+    "host GiB":         ("host_gib",                ".1f"),
+    "communication ms": ("communication_ms",        ".1f"),
+    "of it exposed":    ("exposed_ms",              ".1f"),
+    "requests":         ("requests",                ","),
+    "reserved GiB":     ("reserved_gib",            ".2f"),
+    "planned GiB":      ("planned_peak_gib",        ".2f"),
+    "lower bound":      ("lower_bound_gib",         ".2f"),
+    "solved in s":      ("solve_s",                 ".2f"),
+    "hits":             ("hit_requests",            ".2%"),
 }
+# fmt: on
+UNKNOWN = "-"
 
 
 def plan_text(row: dict) -> str:
-    """Return what a row chose: p,g,os, other degrees, and what layers keep."""
-    if not row.get("sp") or row["system"].startswith(("fsdp2", "transformers")):
-        return "-"
+    """Return the plan of a row of ours: the sharding factors p,g,os, every other degree above 1, and
+    how activations are treated."""
+    if not row.get("sp") or row["system"].startswith(tuple(PEERS)):
+        return UNKNOWN
     text = f"{row['p']},{row['g']},{row['os']}"
-    text += "".join(
-        f" {name}={row[name]}" for name in ("sp", "ring", "tp", "pp") if row.get(name, 1) > 1
-    )
-    if kept := row.get("activations"):
-        text += f" k={kept['resident']} alpha={row['alpha']:.2f} chunk={row['chunk']}"
-        if twice := kept["layers_recomputing_attention"]:
+    for name in ("sp", "ring", "tp", "pp"):
+        if row.get(name, 1) > 1:
+            text += f" {name}={row[name]}"
+    if activations := row.get("activations"):
+        text += f" k={activations['resident']} alpha={row['alpha']:.2f} chunk={row['chunk']}"
+        if twice := activations["layers_recomputing_attention"]:
             text += f", attention twice in {twice}"
-    return text + ", os on the host" * (row.get("os_place") == "host")
+    if row.get("os_place") == "host":
+        text += ", os on the host"
+    return text
 
 
-def as_text(rows: list[dict]) -> tuple[tuple, list[tuple]]:
-    """Return the titles of the columns of which a row has something, and the rows' cells."""
+def took_text(row: dict) -> str:
+    """Return the seconds of a row's step, or the reason why it has none."""
+    if row.get("oom"):
+        error = row.get("error", "CUDA")
+        if "No module" in error:
+            return "not installed"
+        return "out of memory" if "CUDA" in error else "does not fit"
+    return f"{row['step_s']:.4g}" if row.get("step_s") else UNKNOWN
+
+
+def shown_values(row: dict) -> dict:
+    """Return the values of a row by the names that COLUMNS uses."""
+    values = row | {"plan": plan_text(row), "took": took_text(row)}
+    mfu, bound_ratio = row.get("mfu_causal"), row.get("bound_ratio")
+    if mfu is not None and bound_ratio is not None:
+        values["bound_mfu"] = mfu / bound_ratio
+    return values
+
+
+def as_text(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles of the columns in which any row has a value, and the cells of each row."""
     lines = []
     for row in rows:
-        took = f"{row['step_s']:.4g}" if row.get("step_s") else "-"
-        if row.get("oom"):  # while it ran, or it was refused before
-            error = row.get("error", "CUDA")
-            took = "out of memory" if "CUDA" in error else "does not fit"
-            took = "not installed" if "No module" in error else took
-        known = {name: value for name, value in row.items() if value is not None}
-        known |= {"plan": plan_text(row), "took": took}
-        if {"mfu_causal", "bound_ratio"} <= known.keys():
-            known["bound_mfu"] = known["mfu_causal"] / known["bound_ratio"]
+        values = shown_values(row)
         cells = []
-        for form in COLUMNS.values():
-            try:
-                cells.append(form.format_map(known))
-            except KeyError:
-                cells.append("-")
+        for name, form in COLUMNS.values():
+            value = values.get(name)
+            cells.append(UNKNOWN if value is None else format(value, form))
         lines.append(cells)
-    columns = zip(COLUMNS, *lines)
-    titles, *lines = zip(*(column for column in columns if set(column[1:]) != {"-"}))
-    return titles, lines
+
+    titles = list(COLUMNS)
+    shown = [i for i in range(len(titles)) if {cells[i] for cells in lines} != {UNKNOWN}]
+    return [titles[i] for i in shown], [[cells[i] for i in shown] for cells in lines]
 
 
-def versions() -> dict:
-    wanted = (
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that decide the speed."""
+    names = (
         "torch flash-attn-4 triton nvidia-cudnn-cu13 nvidia-nccl-cu13 transformers liger-kernel"
     ).split()
     return {"python": platform.python_version()} | {
         package.name: package.version
         for package in metadata.distributions()
-        if package.name in wanted
+        if package.name in names
     }
 
 
 def commit() -> str:
-    """Return the commit that is measured, + if files differ from it. BENCH_COMMIT names it where
-    the files were copied without their history."""
+    """Return the commit that is measured, with a + if files differ from it. BENCH_COMMIT names it
+    on a machine to which the files were copied without their history."""
     git = subprocess.run(
         "git describe --always --exclude '*' --dirty=+",
         shell=True,
@@ -881,13 +1088,13 @@ def commit() -> str:
 
 # ---------------------------------------------------------------------------- the program
 
-OURS = {
+BENCH_FLAGS = {  # of bench.py -> what --help says
     "quick": "with a small model, in a minute",
     "rows": "labels of the rows that are wanted, as 'ours,fsdp2 full'",
     "seq": "tokens of the sequences, as 64K,128K",
     "nodes": "split a node's ranks into so many nodes, which reach each other by sockets alone",
 }
-THEIRS = {  # train.py's, of all rows
+TRAIN_FLAGS = {  # of train.py, added to the flags of every row
     "model": "7b, tiny on a CPU, or this one",
     "batch": "sequences a step",
     "tp": "auto: plans of several columns, too",
@@ -898,13 +1105,16 @@ THEIRS = {  # train.py's, of all rows
 
 
 def parse() -> argparse.Namespace:
+    """Parse the command line. Adds `given`, the flags of the tables that were given, by name, and
+    `flags`, the text of those that are train.py's."""
+    tables = tables_here()
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n")[0],
         allow_abbrev=False,
         epilog="Sizes may end in K, M or G, which are binary: 64K is 65536.",
     )
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("table", nargs="?", default="step", choices=TABLES, help="default: step")
+    one.add_argument("table", nargs="?", default="step", choices=tables, help="default: step")
     one.add_argument(
         "--profile",
         type=str.lower,
@@ -918,29 +1128,28 @@ def parse() -> argparse.Namespace:
         help="folder of the results files; default: results"
         " on GPUs, out/results on a CPU, whose figures README does not show",
     )
-    for name, text in (OURS | THEIRS).items():
-        of = [table for table in TABLES if name in TABLES[table].takes.split()] or ["all"]
+    for name, text in (BENCH_FLAGS | TRAIN_FLAGS).items():
+        takers = [table for table in tables if name in tables[table].takes.split()] or ["all"]
         kind = {"action": "store_true"} if name == "quick" else {}
-        parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(of)})", **kind)
+        parser.add_argument(planner.flag_name(name), help=f"{text} ({', '.join(takers)})", **kind)
     args = parser.parse_args()
     args.given = {
         name: f"{planner.flag_name(name)} {quote(str(value))}".removesuffix(" True")
         for name, value in vars(args).items()
-        if value and name in OURS | THEIRS
+        if value and name in BENCH_FLAGS | TRAIN_FLAGS
     }
-    args.flags = " ".join(text for name, text in args.given.items() if name in THEIRS)
+    args.flags = " ".join(text for name, text in args.given.items() if name in TRAIN_FLAGS)
     try:
-        check(args)
-    except ValueError as e:  # known to each rank, so all of them say it
+        check(args, tables[args.table])
+    except ValueError as e:  # the same on every rank, and all of them end
         parser.error(str(e))
     return args
 
 
-def check(args: argparse.Namespace) -> None:
-    """Raise ValueError for a flag that is not heard, or asks for what is not there."""
+def check(args: argparse.Namespace, table: Table) -> None:
+    """Raise ValueError for a flag that the table does not take, or whose value cannot be used."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     name = args.table
-    table = TABLES[name]
     takes = f"{table.takes} host_memory gpu_memory".split()
     for flag in args.given:
         if args.profile or flag not in takes:
@@ -950,14 +1159,15 @@ def check(args: argparse.Namespace) -> None:
             )
     if name == "trace" and not torch.cuda.is_available():
         raise ValueError("table trace measures GPUs, and there are none here")
-    if world < table.ranks:
+    if world < table.min_ranks:
         raise ValueError(
-            f"table {name} needs {table.ranks} ranks or more: torchrun "
-            f"--nproc_per_node {table.ranks} bench.py {name}"
+            f"table {name} needs {table.min_ranks} ranks or more: torchrun "
+            f"--nproc_per_node {table.min_ranks} bench.py {name}"
         )
     for label in listed(args.rows):
-        if label not in table.rows:
-            raise ValueError(f"--rows {label}: of {', '.join(table.rows)}")
+        labels = [row.label for row in table.rows]
+        if label not in labels:
+            raise ValueError(f"--rows {label}: of {', '.join(labels)}")
         if label.startswith("transformers") and world > 1:
             raise ValueError(f"--rows {label}: that model runs on one rank")
     if args.nodes and args.nodes not in map(str, planner.divisors(world)):
@@ -967,36 +1177,41 @@ def check(args: argparse.Namespace) -> None:
 
 
 def listed(text: str | None) -> tuple[str, ...]:
+    """Return the items of a list such as 'ours,fsdp2 full', none if the flag was not given."""
     return tuple(text.split(",")) if text else ()
 
 
-def measure(bench: Bench, args: argparse.Namespace) -> None:
-    """Measure a table's rows, those that are wanted, of the lengths that are asked for or its own.
-    Ctrl-C ends the process, and leaves the rows so far."""
-    table = TABLES[args.table]
+def measure_table(bench: Bench, args: argparse.Namespace) -> None:
+    """Measure a table: all of its rows or those of --rows, at its own lengths or those of --seq.
+    Ctrl-C ends the process; the rows that were measured until then are written."""
+    table = tables_here()[args.table]
     model = "7b" if bench.gpu else "tiny"
-    what = "written"
+    stopped = False
     try:
         for variant in [f"--seq {seq}" for seq in listed(args.seq)] or table.variants:
             shared = f"--model {model} {table.flags} {variant} {args.flags}"
             rows = table.rows(bench, shared) if callable(table.rows) else table.rows
-            for label, own in rows.items():
-                alone = label.startswith("transformers") and bench.world > 1
-                if not alone and label in (listed(args.rows) or rows):
-                    attempt(bench, label, filled(bench, f"{shared} {own}"), table.look)
+            for row in rows:
+                if args.rows and row.label not in listed(args.rows):
+                    continue
+                if row.peer == "transformers" and bench.world > 1:
+                    continue  # that model runs on one rank
+                attempt(bench, replace(row, flags=f"{shared} {row.flags}"), table.look)
     except KeyboardInterrupt:
-        what = "stopped; the rows so far are"
+        stopped = True
+
     titles, lines = as_text(bench.rows)
-    for first, *rest in (titles, *lines):
-        print0(f"{first:<34}" + "".join(f"{text:>16}" for text in rest))
-    print0(f"{what} in {bench.file}")
+    for label, *cells in (titles, *lines):
+        print0(f"{label:<34}" + "".join(f"{cell:>16}" for cell in cells))
+    print0(f"{'stopped; the rows so far are' if stopped else 'written'} in {bench.file}")
     print0(json.dumps(bench.about | {"rows": bench.rows}))
-    if what != "written":  # in the middle of something: other ranks may wait in it
+    if stopped:  # at once: in a collective, other ranks may wait for this one
         os._exit(130)
 
 
 def write_profile(bench: Bench) -> None:
-    """Measure what this machine does, and write it for planner.py. A collective."""
+    """Measure the rates of this machine, and write them as a profile for planner.py.
+    A collective."""
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", bench.world))
     kernel = pick_kernel("auto", bench.device, bench.dtype)
     profile = Machine(bench.device, bench.dtype, kernel, per_node).profile(
@@ -1007,57 +1222,63 @@ def write_profile(bench: Bench) -> None:
 
 
 def split_nodes(args: argparse.Namespace) -> None:
-    """Have NCCL and train.py believe that a node's ranks are on several."""
+    """Tell NCCL and train.py, by the environment, that this node's ranks are on several nodes."""
     nodes = int(args.nodes)
     ranks = int(os.environ["WORLD_SIZE"]) // nodes
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ["NCCL_HOSTID"] = f"node{int(os.environ['LOCAL_RANK']) // ranks}"
-    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # by which train.py plans
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks)  # train.py plans for so many ranks per node
     if not args.host_memory:
         args.flags += f" --host-memory {int(host_budget(nodes, None))}"
+
+
+def results_file(args: argparse.Namespace, gpu: bool, command: str, hardware: str) -> Path:
+    """Return the file that a command writes on this hardware.
+
+    Example: results/long-seq-64k-4xh200.json for `bench.py long --seq 64K` on 4 H200s.
+    """
+    folder = Path(args.out or HERE / ("results" if gpu else "out/results"))
+    if args.profile:
+        return folder / f"profiles/{args.profile}.json"
+    short_hardware = re.sub("NVIDIA | [0-9]+GB.*| ", "", hardware)
+    words = re.findall(r"[a-z0-9.]+", f"{command} {short_hardware}".lower())
+    return folder / f"{'-'.join(words)}.json"
 
 
 def main() -> None:
     args = parse()
     if args.nodes:
         split_nodes(args)
-    if args.table == "parallel":  # whose rows are pipelines, too
+    if args.table == "parallel":  # some of its rows are pipelines
         use_more_queues()
     rank, world, local_rank = start_ranks(600)
     device = on_all_ranks(train.choose_device, config(args.flags), local_rank)
     gpu = device.type == "cuda"
-    out = Path(args.out or HERE / ("results" if gpu else "out/results"))
-    torch.compiler.set_stance("default" if gpu else "force_eager")
+
     hardware = device_name(device)
     launcher = "python"
     if world > 1:
         hardware = f"{world} x {hardware}"
         launcher = f"torchrun --nproc_per_node {world}"
-    command = " ".join([args.table, *args.given.values()])
-    words = f"{command} {re.sub('NVIDIA | [0-9]+GB.*| ', '', hardware)}"
-    file = out / f"{'-'.join(re.findall(r'[a-z0-9.]+', words.lower()))}.json"
-    if args.profile:
-        command = f"--profile {args.profile}"
-        file = out / f"profiles/{args.profile}.json"
-    on_rank_0(train.try_folder, str(file.parent))  # before it measures
-    bench = Bench(
-        device,
-        rank,
-        world,
-        args.quick,
-        file,
-        {
-            "hardware": hardware,
-            "versions": versions(),
-            "commit": commit(),
-            "command": f"{launcher} bench.py {command}",
-        },
-    )
-    if args.profile:
-        write_profile(bench)
-    else:
-        with heartbeat(rank, world, "Rows so far are written"):
-            measure(bench, args)
+    command = f"--profile {args.profile}"
+    if not args.profile:
+        command = " ".join([args.table, *args.given.values()])
+    file = results_file(args, gpu, command, hardware)
+    on_rank_0(train.try_folder, str(file.parent))  # fails now rather than after the first row
+
+    about = {
+        "hardware": hardware,
+        "versions": versions(),
+        "commit": commit(),
+        "command": f"{launcher} bench.py {command}",
+    }
+    bench = Bench(device, rank, world, args.quick, file, about)
+    with torch.compiler.set_stance("default" if gpu else "force_eager"):
+        if args.profile:
+            write_profile(bench)
+        else:
+            with heartbeat(rank, world, "Rows so far are written"):
+                measure_table(bench, args)
     dist.destroy_process_group()
 
 
