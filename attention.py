@@ -104,6 +104,7 @@ class Mask:
     causal: bool = True  # those up to its own; else all, of which there may be more than queries
     documents: Documents | None = None  # those of its own document; all sequences are one row
     heads: range | None = None  # which query heads of the model are here; of a rectangle unknown
+    layer: int | None = None  # which layer of the model asks; of a rectangle unknown
 
 
 CAUSAL = Mask()
@@ -800,7 +801,14 @@ class Attention:
         """Return this op for a micro-batch whose tokens attend inside their documents alone."""
         assert self.ring.ranks == 1, "documents would cut rectangles"
         op = copy.copy(self)
-        op.mask = Mask(documents=documents)
+        op.mask = replace(self.mask, documents=documents)
+        return op
+
+    def of_layer(self, i: int) -> "Attention":
+        """Return this op for layer i, whose number kernels find in their mask: so attention that
+        differs by layer (local and global layers in turn) is one line of a kernel."""
+        op = copy.copy(self)
+        op.mask = replace(self.mask, layer=i)
         return op
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ from hf import export_config
 from measure import Machine
 from memplan import write_plan
 from model import MODELS, Block, LLaMA, ModelConfig, param_count, whole_layer
-from ops import Rope
+from ops import Positions
 from ranks import (
     ConfigError,
     Groups,
@@ -310,6 +310,9 @@ class AttentionOperator:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return attention_operator(q, k, v, self.number)
 
+    def of_layer(self, i: int) -> "AttentionOperator":
+        return self
+
 
 @torch.library.custom_op("bench::attention", mutates_args=())
 def attention_operator(q: Tensor, k: Tensor, v: Tensor, number: int) -> tuple[Tensor, Tensor]:
@@ -360,15 +363,15 @@ class Fsdp2Model(LLaMA):
         self.blocks = nn.ModuleList(WholeBlock(cfg) for _ in self.blocks)
         self.layer_runner = Fsdp2Model.start_layers
 
-    def start_layers(self, rope: Rope, attention: Callable) -> Callable:
+    def start_layers(self, positions: Positions, attention: Callable) -> Callable:
         """Return run_layer(i, x), which calls layer i."""
 
         def run_layer(i, x):
             block = self.blocks[i]
             if self.every == 0 or i % self.every:
-                return block(x, rope, attention)
+                return block(x, positions, attention)
             return checkpoint(
-                block, x, rope, attention, use_reentrant=False, **self.checkpoint_flags
+                block, x, positions, attention, use_reentrant=False, **self.checkpoint_flags
             )
 
         return run_layer

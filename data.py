@@ -215,26 +215,30 @@ def epoch_order(seed: int, epoch: int, count: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sequences:
-    """Windows of T + 1 tokens (the last is a label only) of a part of a corpus."""
+    """Windows of T + `ahead` tokens (those past T are labels only) of a part of a corpus; fewer at
+    its end."""
 
     corpus: Corpus
     first: int  # the token where the part begins
     count: int  # windows in it
     seq: int
     seed: int
+    ahead: int = 1  # labels of each token: the next token, or the n that follow it
 
     def window(self, i: int) -> np.ndarray:
-        """Return the i-th window (T + 1,) in the order of the corpus."""
+        """Return the i-th window (T + ahead,) in the order of the corpus."""
         start = self.first + i * self.seq
-        return self.corpus.read(start, start + self.seq + 1)
+        return self.corpus.read(start, min(start + self.seq + self.ahead, len(self.corpus)))
 
     def sample(self, i: int) -> np.ndarray:
-        """Return the i-th sample (T + 1,) since step 0: every epoch is a permutation."""
+        """Return the i-th sample (T + ahead,) since step 0: every epoch is a permutation."""
         epoch, position = divmod(i, self.count)
         return self.window(epoch_order(self.seed, epoch, self.count)[position])
 
 
-def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequences, Sequences]:
+def split(
+    corpus: Corpus, val: Corpus | None, seq: int, seed: int, ahead: int = 1
+) -> tuple[Sequences, Sequences]:
     """Return training and validation sequences; these are a twentieth from the end, at least one,
     where there is no val. Raises ValueError with the longest legal --seq."""
     longest = min(len(corpus), len(val)) - 1 if val is not None else (len(corpus) - 1) // 2
@@ -247,12 +251,12 @@ def split(corpus: Corpus, val: Corpus | None, seq: int, seed: int) -> tuple[Sequ
         )
     count = (len(corpus) - 1) // seq
     if val is not None:
-        held_out = Sequences(val, 0, (len(val) - 1) // seq, seq, seed)
+        held_out = Sequences(val, 0, (len(val) - 1) // seq, seq, seed, ahead)
     else:
         last = max(1, count // 20)
         count -= last
-        held_out = Sequences(corpus, count * seq, last, seq, seed)
-    return Sequences(corpus, 0, count, seq, seed), held_out
+        held_out = Sequences(corpus, count * seq, last, seq, seed, ahead)
+    return Sequences(corpus, 0, count, seq, seed, ahead), held_out
 
 
 def check_tokens(corpora: list[Corpus], vocab: int, rank: int, world: int) -> None:

@@ -2,9 +2,9 @@
 
 A layer works on each token separately, except for attention. The code is cut along that line:
 
-    q, k, v = block.pre(x, rope)        norm, qkv projection, rotary embedding       per token
-    o, lse  = attention(q, k, v)        the only operator that mixes tokens
-    y       = block.post(x, o)          output projection, norm, SwiGLU, residuals   per token
+    q, k, v = block.pre(x, positions)      norm, qkv projection, rotary embedding       per token
+    o, lse  = attention(q, k, v)           the only operator that mixes tokens
+    y       = block.post(x, o, positions)  output projection, norm, SwiGLU, residuals   per token
 
     model = LLaMA(MODELS["tiny"])
     model.init_weights(seed=0)
@@ -88,7 +88,7 @@ from ops import (
     SWIGLU,
     Before,
     Matrix,
-    Rope,
+    Positions,
     Vector,
     _Embedding,
     _HeadLoss,
@@ -98,6 +98,7 @@ from ops import (
     norm_forward,
     project,
     rms_norm,
+    same,
 )
 
 # ---------------------------------------------------------------------------- sizes
@@ -189,8 +190,9 @@ class Block(nn.Module):
         kv = (self.qkv.shape[0] // width - q) // 2
         return q, kv, kv
 
-    def pre(self, x: Tensor, rope: Rope):
-        """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D)."""
+    def pre(self, x: Tensor, positions: Positions):
+        """x (B, T, C) -> q (B, T, H, D), k, v (B, T, K, D). T tokens of a sequence, not all of
+        them: `positions` says which."""
         eps = self.cfg.norm_eps
         heads = self.heads
         qkv = project(self.qkv, self.norm, x, self.norm1.weight)
@@ -202,37 +204,53 @@ class Block(nn.Module):
             q = rms_norm(q.contiguous(), self.q_norm.weight, eps)
             k = rms_norm(k.contiguous(), self.k_norm.weight, eps)
             qkv = torch.cat((q, k, v), 2)
-        return _SplitRotate.apply(qkv, *rope, heads)
+        return _SplitRotate.apply(qkv, positions.cos, positions.sin, heads)
 
-    def post(self, x: Tensor, o: Tensor) -> Tensor:
-        """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C)."""
+    def post(self, x: Tensor, o: Tensor, positions: Positions) -> Tensor:
+        """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C). T tokens
+        of a sequence, not all of them: `positions` says which."""
         h = x + self.out(o.flatten(2))
         gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
         return h + project(self.down, SWIGLU, gate_up)
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor):
-    """Causal attention of (B, T, heads, D) tensors by PyTorch alone, without documents;
-    attention.py has kernels."""
-    inputs = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
-    o = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    return o.transpose(1, 2), None
+class PlainAttention:
+    """Causal attention of (B, T, heads, D) tensors by PyTorch's own function, without documents.
+    attention.Attention, which can be called in the same way, has kernels, documents and ranks."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, None]:
+        inputs = (x.transpose(1, 2) for x in (q, k, v))  # (B, heads, T, D)
+        o = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        return o.transpose(1, 2), None
+
+    def of_layer(self, i: int) -> "PlainAttention":
+        """Return the attention of layer i: here all are alike."""
+        return self
 
 
-def whole_layer(block: Block, x: Tensor, rope: Rope, attention: Callable) -> Tensor:
+plain_attention = PlainAttention()
+
+
+def whole_layer(block: Block, x: Tensor, positions: Positions, attention: Callable) -> Tensor:
     """x (B, T, C) -> y (B, T, C); autograd keeps what operators save."""
-    o, _ = attention(*block.pre(x, rope))
-    return block.post(x, o)
+    o, _ = attention(*block.pre(x, positions))
+    return block.post(x, o, positions)
 
 
-def whole_layers(model: "LLaMA", rope: Rope, attention: Callable) -> Callable:
+def whole_layers(model: "LLaMA", positions: Positions, attention: Callable) -> Callable:
     """Return the layer_runner's run_layer for whole layers."""
-    return lambda i, x: whole_layer(model.blocks[i], x, rope, attention)
+    return lambda i, x: whole_layer(model.blocks[i], x, positions, attention.of_layer(i))
 
 
 class LLaMA(nn.Module):
-    """attention: called with (q, k, v), returns (o, lse); its within(documents) is that of a
-    micro-batch in which tokens attend inside documents alone."""
+    """The model around its layers.
+
+    attention: called with (q, k, v), returns (o, lse). Its of_layer(i) is the attention of layer i,
+    and its within(documents) that of a micro-batch whose tokens attend inside documents only.
+    """
+
+    labels_ahead = 1  # labels of each token: the next token; n: the n tokens that follow it
+    own_tokens = staticmethod(same)  # of the positions of all tokens here, those of x's tokens
 
     def __init__(self, cfg: ModelConfig, attention: Callable = plain_attention):
         super().__init__()
@@ -298,13 +316,15 @@ class LLaMA(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.run_layers(
-            range(len(self.blocks)), self.layer_runner, self.embedded(tokens), positions, documents
-        )
-        return self.result(x, labels, scale, each)
+        own = self.own_tokens(positions)
+        x = self.embedded(tokens, own)
+        layers = range(len(self.blocks))
+        x = self.run_layers(layers, self.layer_runner, x, positions, documents)
+        return self.result(x, labels, scale, each, own)
 
-    def embedded(self, tokens: Tensor) -> Tensor:
-        """Return what the first layer takes, (B, T, C)."""
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return what the first layer takes, (B, T, C). T tokens of a sequence, not all of them:
+        positions (T,), or (B, T), says which."""
         return _Embedding.apply(self.embed.weight, tokens, self.embed)
 
     def run_layers(
@@ -312,17 +332,29 @@ class LLaMA(nn.Module):
     ) -> Tensor:
         """Return the last layer's result, of x (B, T, C) before the first. start: a
         layer_runner."""
-        rope = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
+        cos, sin = rope_tables(self.cfg, positions, accumulation_dtype(x.dtype))
+        places = Positions(cos, sin, positions, self.own_tokens(positions))
         attention = self.attention
         if documents is not None:  # attention.py's
             attention = attention.within(documents)
-        run_layer = start(self, rope, attention)
+        run_layer = start(self, places, attention)
         for i in layers:
             x = run_layer(i, x)
         return x
 
-    def result(self, x: Tensor, labels: Tensor | None, scale: Tensor | None, each: bool) -> Tensor:
-        """Return what `forward` does, of the last layer's result (B, T, C)."""
+    def result(
+        self,
+        x: Tensor,
+        labels: Tensor | None,
+        scale: Tensor | None,
+        each: bool,
+        positions: Tensor,
+    ) -> Tensor:
+        """Apply the final norm and the head to x (B, T, C); same return value as forward().
+
+        T tokens of a sequence, not all of them: positions (T,), or (B, T), says which, and the
+        label after a token's own may lie on another rank. A model that predicts more than the next
+        token sets `labels_ahead`, and gets labels (B, T, labels_ahead)."""
         x = rms_norm(x, self.norm.weight, self.cfg.norm_eps)
         if labels is None:
             return self.head(x)
@@ -455,7 +487,7 @@ def rope_frequencies(cfg: ModelConfig, device=None) -> tuple[Tensor, float]:
     return freq * (1 - ramp) + shrunk * ramp, opt.get("attention_factor") or usual
 
 
-def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> Rope:
+def rope_tables(cfg: ModelConfig, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return cos, sin (..., D/2) of integer positions, (T,) or (B, T).
 
     The angles are float64: near position 2^20 float32 numbers lie 1/16 apart.

@@ -60,7 +60,7 @@ from attention import Attention
 from model import LLaMA, ModelConfig
 from ops import (
     Matrix,
-    Rope,
+    Positions,
     ThereAndBack,
     _ChunkInputs,
     accumulation_dtype,
@@ -153,9 +153,10 @@ class SavedLayer:
     """What a layer's backward finds: tensors, which may leave for the host and come back, and the
     graphs of saved chunks, which find their tensors here."""
 
-    def __init__(self, block: llama.Block, rope: Rope, x: Tensor, num_saved: int = 0):
+    def __init__(self, block: llama.Block, positions: Positions, x: Tensor, num_saved: int = 0):
         self.block = block
-        self.rope = rope
+        self.positions = positions
+        self.attention: Attention | None = None  # of this layer, set by its forward
         self.num_saved = num_saved  # chunks that are not recomputed, the first ones
         # x (1, N, C), o (1, N, H, D) and lse, if they are not dropped; q, k, v (1, tokens of saved
         # chunks, heads, D); and by number what else saved chunks have
@@ -164,7 +165,9 @@ class SavedLayer:
         self.offload_done = None  # event: they are there
         self.graphs: dict[tuple[str, int], Callable] = {}  # by half ("pre", "post") and chunk
         # memory that needs no place of its own
-        self.held_anyway = {memory_of(t) for t in (*rope, *block.parameters(), *block.buffers())}
+        self.held_anyway = {
+            memory_of(t) for t in (*positions, *block.parameters(), *block.buffers())
+        }
 
     @contextlib.contextmanager
     def saving(self, half: str):
@@ -238,14 +241,16 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
                 matrix.take(part)
         for p in block.parameters():
             p.data = p.data.to(dtype if p.dim() > 1 else accum_dtype)
-        rope = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
+        angles = torch.empty(2, tokens, cfg.head_dim // 2, dtype=accum_dtype).unbind()
+        numbers = torch.empty(2, tokens, dtype=torch.int64).unbind()
+        positions = Positions(*angles, *numbers)
         x = torch.empty(1, tokens, cfg.dim, dtype=dtype)
-        saved = SavedLayer(block, rope, x)
+        saved = SavedLayer(block, positions, x)
         root = torch.zeros((), requires_grad=True)
         with saved.saving("pre"), torch.enable_grad():
             version = x._version
             inputs = _ChunkInputs.apply(root, [], x)
-            q, _, _ = block.pre(*inputs, rope)
+            q, _, _ = block.pre(*inputs, positions)
             check_unchanged("pre", [(x, version)])
             _, *pre = saved.tensors.values()
         o = torch.empty_like(q)
@@ -254,7 +259,7 @@ def _block_saves(block_class, cuts, cfg, tokens, dtype) -> Saves:
             versions = [(t, t._version) for t in (x, o)]
             inputs = _ChunkInputs.apply(root, [], x, o)
             try:
-                y = block.post(*inputs)
+                y = block.post(*inputs, positions)
             except RuntimeError as e:
                 raise ValueError(
                     f"a layer runs without data, so that its shapes are known: {e}; "
@@ -282,7 +287,7 @@ class MicroBatch:
     """One micro-batch's way through the layers, forward and back. Several may be in flight, if
     ChunkedLayers has host buffers for so many."""
 
-    rope: Rope  # cos, sin (N, D/2)
+    positions: Positions  # of N tokens
     attention: Attention
     needs_backward: bool
     host_buffers: list[Tensor] = field(default_factory=list)  # by layer that swaps
@@ -386,16 +391,19 @@ class ChunkedLayers:
         return sum(map(aligned, sizes))
 
     def start(
-        self, model: LLaMA, rope: Rope, attention: Attention
+        self, model: LLaMA, positions: Positions, attention: Attention
     ) -> Callable[[int, Tensor], Tensor]:
-        """Begin a forward pass: rope (T, D/2) each, or (B, T, D/2). Returns run_layer(i, x), layer
-        i of the model: x (B, T, C) -> y (B, T, C). Raises RuntimeError if all host buffers belong
-        to passes that wait for their backward."""
-        rope = tuple(
-            angles.expand(self.batch_size, -1, -1).flatten(0, 1)  # (N, D/2)
-            for angles in rope
-        )
-        micro_batch = MicroBatch(rope, attention, torch.is_grad_enabled())
+        """Begin a forward pass. Returns run_layer(i, x), layer i of the model: x (B, T, C) -> y (B,
+        T, C). Raises RuntimeError if all host buffers belong to passes that wait for their
+        backward."""
+
+        def of_all_tokens(t: Tensor, *width: int) -> Tensor:  # (T, ...), or (B, T, ...)
+            return t.expand(self.batch_size, self.tokens // self.batch_size, *width).flatten(0, 1)
+
+        cos, sin, *numbers = positions
+        angles = [of_all_tokens(t, t.shape[-1]) for t in (cos, sin)]
+        positions = Positions(*angles, *map(of_all_tokens, numbers))  # of N tokens
+        micro_batch = MicroBatch(positions, attention, torch.is_grad_enabled())
         if micro_batch.needs_backward and self.groups:
             if not self.free_buffers:
                 raise RuntimeError(
@@ -453,9 +461,10 @@ class ChunkedLayers:
                 "which makes it again: let the block change it"
             )
         x = self.join(x.detach())
-        saved = SavedLayer(self.blocks[i], micro_batch.rope, x, num_saved)
+        saved = SavedLayer(self.blocks[i], micro_batch.positions, x, num_saved)
+        saved.attention = micro_batch.attention.of_layer(self.first + i)
         qkv = self.project(saved)
-        self.attend(micro_batch, saved, qkv)
+        self.attend(saved, qkv)
         y = self.output(saved)
         if micro_batch.needs_backward:
             tokens = self.saved_tokens(i)
@@ -479,12 +488,13 @@ class ChunkedLayers:
         chunk = self.chunks[j]
         block = saved.block
 
+        positions = Positions(*(t[chunk] for t in saved.positions))
+
         def pre(x):
-            rope = [angles[chunk] for angles in saved.rope]
-            return block.pre(x, rope)
+            return block.pre(x, positions)
 
         def post(x, o):
-            return (block.post(x, o),)
+            return (block.post(x, o, positions),)
 
         fn, names = {"pre": (pre, "x"), "post": (post, "xo")}[half]
         inputs = [saved.tensors[name][:, chunk] for name in names]
@@ -520,9 +530,9 @@ class ChunkedLayers:
             del parts  # before the next chunk's are made
         return qkv
 
-    def attend(self, micro_batch: MicroBatch, saved: SavedLayer, qkv: list[Tensor]) -> None:
+    def attend(self, saved: SavedLayer, qkv: list[Tensor]) -> None:
         """Set o (1, N, H, D) and the log-sum-exp."""
-        o, lse = micro_batch.attention.forward(*map(self.split, qkv))
+        o, lse = saved.attention.forward(*map(self.split, qkv))
         saved.tensors |= {"o": self.join(o), "lse": lse}
 
     def output(self, saved: SavedLayer) -> Tensor:
@@ -540,12 +550,12 @@ class ChunkedLayers:
         saved = micro_batch.saved.pop(i)
         qkv = self.project(saved, again=True)
         if "o" not in saved.tensors:
-            self.attend(micro_batch, saved, qkv)
+            self.attend(saved, qkv)
         residual = []  # gradients of x that do not come by way of attention (1, n, C), by chunk
         qkvo = (*qkv, saved.tensors["o"])
         inputs = [*map(self.split, qkvo), saved.tensors["lse"]]
         in_place = len(self.chunks) > 1  # of one, block.pre's graph may hold q, k, v themselves
-        grads = micro_batch.attention.backward(
+        grads = saved.attention.backward(
             lambda: self.backward_post(saved, self.join(dy), residual), *inputs, in_place
         )
         del inputs, qkv, qkvo
@@ -645,5 +655,5 @@ class ChunkedLayers:
         for i in range(g * self.plan.stride, last):
             saved = micro_batch.saved[i]
             if "o" not in saved.tensors:
-                self.attend(micro_batch, saved, self.project(saved))
+                self.attend(saved, self.project(saved))
             micro_batch.saved[i + 1].tensors["x"] = self.output(saved)

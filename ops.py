@@ -33,6 +33,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -108,7 +109,18 @@ def norm_backward(dn, x, weight, scale):
     return n.to(x.dtype), dx.to(x.dtype), dweight
 
 
-Rope = tuple[Tensor, Tensor]  # cos and sin of positions, (T, D/2), or (B, T, D/2)
+class Positions(NamedTuple):
+    """Where the tokens of a call stand, each in its sequence or its document.
+
+    The tokens of a call are some of a sequence's: a chunk of it, or those of one of the ranks that
+    share it. Neighbours in a tensor need not be neighbours in the sequence, and the first token
+    need not be its first. So whoever needs a token's number takes it from here and counts nothing.
+    """
+
+    cos: Tensor  # of the rotary angles of q, k and v: (T, D/2), or (B, T, D/2)
+    sin: Tensor
+    of_qkv: Tensor  # integers of the tokens of q, k, v and o: (T,), or (B, T)
+    of_x: Tensor  # integers of the tokens of x: fewer, where --tp-mode msp or fsp splits them
 
 
 def turn(x, cos, sin):

@@ -215,11 +215,14 @@ class Pipeline:
     ) -> Tensor:
         """Return the result of a part's layers, (B, n, C), on x like it; None: on the embedding's
         of the tokens. Of the model's last part, its loss; each: of each token."""
-        tokens, labels, scale, *where = micro_batch
+        tokens, labels, scale, positions, *documents = micro_batch
+        own = self.model.own_tokens(positions)
         if x is None:
-            x = self.model.embedded(tokens)
-        y = self.model.run_layers(self.parts[chunk], self.layer_runners[chunk], x, *where)
-        return self.model.result(y, labels, scale, each) if chunk == self.last else y
+            x = self.model.embedded(tokens, own)
+        y = self.model.run_layers(
+            self.parts[chunk], self.layer_runners[chunk], x, positions, *documents
+        )
+        return self.model.result(y, labels, scale, each, own) if chunk == self.last else y
 
     # -- a step
 

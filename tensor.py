@@ -30,7 +30,7 @@ from torch import Tensor
 
 import model as llama
 from model import LLaMA, ModelConfig, plain_attention, rope_tables, whole_layer
-from ops import Before, Cut, Matrix, ThereAndBack, same
+from ops import Before, Cut, Matrix, Positions, ThereAndBack, same
 from ranks import Groups, all_gather, reduce_scatter
 
 
@@ -69,8 +69,13 @@ class Columns:
         self.group = groups.of_places("tensor", lambda stage, r, column: (stage, r))
         self.set_mode(mode)
 
+    def own_tokens(self, positions: Tensor) -> Tensor:
+        """Return what this column has of the positions (..., T/sp) between layers' products."""
+        return positions.chunk(self.ranks, -1)[self.index] if self.splits_tokens else positions
+
     def set_mode(self, mode: str) -> None:
         """Set enter, join and around of a Matrix, as the table has them."""
+        self.splits_tokens = mode != "mtp"
         join = there_and_back(self.scatter, self.gather)  # where tokens are split
         self.enter, self.join, self.around = {
             "mtp": (same, there_and_back(self.sum, self.sum), same),
@@ -141,6 +146,7 @@ def split_columns(model: LLaMA, columns: Columns) -> None:
     for a matrix that does not say how it is cut."""
     if columns.ranks == 1:
         return
+    model.own_tokens = columns.own_tokens
     for name, matrix in model.blocks.named_modules():
         if not isinstance(matrix, Matrix) or matrix.cut == "whole":
             continue
@@ -234,13 +240,14 @@ def compare_columns(
     the same kind, whose weights are set here."""
     tokens = 6
     x, dy = torch.randn(2, 1, tokens, cfg.dim, dtype=torch.float64, generator=rng)
-    rope = rope_tables(cfg, torch.arange(tokens), torch.float64)
+    numbers = torch.arange(tokens)
+    angles = rope_tables(cfg, numbers, torch.float64)
     splits_tokens = mode != "mtp"
     slots, barrier = [None, None], threading.Barrier(2, timeout=60)
 
-    def run(block, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def run(block, x: Tensor, dy: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         x = x.clone().requires_grad_()
-        y = whole_layer(block, x, rope, plain_attention)
+        y = whole_layer(block, x, Positions(*angles, numbers, own), plain_attention)
         y.backward(dy)
         return y.detach(), x.grad
 
@@ -257,13 +264,13 @@ def compare_columns(
                 cut = getattr(part, "part", None)
                 p.data.copy_(cut.of(weights[name].data) if cut else weights[name].data)
             if splits_tokens:
-                return run(block, x.chunk(2, 1)[c], dy.chunk(2, 1)[c])
-            return run(block, x, dy / 2)  # a column's gradient is a summand
+                return run(block, x.chunk(2, 1)[c], dy.chunk(2, 1)[c], numbers.chunk(2)[c])
+            return run(block, x, dy / 2, numbers)  # a column's gradient is a summand
         except BaseException:
             barrier.abort()  # the other column would wait
             raise
 
-    want_y, want_dx = run(whole, x, dy)
+    want_y, want_dx = run(whole, x, dy, numbers)
     with ThreadPoolExecutor(2) as pool:
         (y0, dx0), (y1, dx1) = pool.map(run_column, range(2))
     if splits_tokens:

@@ -443,8 +443,9 @@ class GatedBlock(Block):
         super().__init__(cfg)
         self.gate = m.Matrix(3, cfg.dim, cut="whole")
 
-    def post(self, x, o):
-        return super().post(x, o * torch.sigmoid(self.gate(x)).sum(-1)[..., None, None])
+    def post(self, x, o, positions):
+        gate = torch.sigmoid(self.gate(x)).sum(-1)[..., None, None]
+        return super().post(x, o * gate, positions)
 
 
 def make_run(case: dict, groups: dict, stream: type) -> tuple:
@@ -1174,19 +1175,19 @@ class ExpertBlock(Block):
         super().__init__(cfg)
         self.expert = expert
 
-    def post(self, x, o):
+    def post(self, x, o, positions):
         if dist.get_rank() < self.users:
             x = x + ops.project(self.expert, ops.NOTHING, x)
         if self.users > 2:
             x = x + 0 * self.expert.weight.sum()
-        return super().post(x, o)
+        return super().post(x, o, positions)
 
 
 class EmbedsTwice(m.LLaMA):
     """A model that uses its embedding twice."""
 
-    def embedded(self, tokens):
-        return super().embedded(tokens) + super().embedded(tokens)
+    def embedded(self, tokens, positions):
+        return super().embedded(tokens, positions) + super().embedded(tokens, positions)
 
 
 def misuse_matrices(lines: list[str]) -> None:
@@ -1234,8 +1235,8 @@ def test_misused_matrices_end_a_step():
 class SparseBlock(Block):
     """A layer whose shapes depend on data."""
 
-    def post(self, x, o):
-        return super().post(x, o) + x[x > 0].sum()
+    def post(self, x, o, positions):
+        return super().post(x, o, positions) + x[x > 0].sum()
 
 
 def test_shapes_that_depend_on_data_are_refused():
@@ -1248,8 +1249,8 @@ def test_shapes_that_depend_on_data_are_refused():
 class DependsOnData(m.Block):
     """Saves more of tensors that hold data."""
 
-    def post(self, x, o):
-        y = super().post(x, o)
+    def post(self, x, o, positions):
+        y = super().post(x, o, positions)
         return y if y.is_meta else torch.tanh(y)
 
 
@@ -1265,9 +1266,9 @@ def test_blocks_whose_shapes_depend_on_data_are_refused(monkeypatch, group):
 
 
 class Holds(m.Block):
-    def post(self, x, o):
+    def post(self, x, o, positions):
         self.penalty = x.square().mean()
-        return super().post(x, o)
+        return super().post(x, o, positions)
 
 
 def test_forks_that_would_train_wrong_are_refused(group):
@@ -1399,8 +1400,8 @@ def test_fork_optimizer(tmp_path):
 class Gates(m.Block):
     """Saves several views of one tensor."""
 
-    def post(self, x, o):
-        y = super().post(x, o)
+    def post(self, x, o, positions):
+        y = super().post(x, o, positions)
         gate = torch.sigmoid(y[..., :2])
         return y * gate[..., :1].expand_as(y) + x * gate[..., 1:].expand_as(x)
 
@@ -1408,16 +1409,16 @@ class Gates(m.Block):
 class Complex(m.Block):
     """Saves x as another dtype."""
 
-    def post(self, x, o):
+    def post(self, x, o, positions):
         z = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
-        return super().post(x, o) + torch.view_as_real(z * z).flatten(-2)
+        return super().post(x, o, positions) + torch.view_as_real(z * z).flatten(-2)
 
 
 class Transposed(m.Block):
     """Returns what is not contiguous, and saves a square and its transpose."""
 
-    def post(self, x, o):
-        y = super().post(x, o)
+    def post(self, x, o, positions):
+        y = super().post(x, o, positions)
         square = torch.tanh(y[..., :16]).unflatten(-1, (4, 4))
         y = y + (square @ square.transpose(-1, -2)).sum((-1, -2))[..., None]
         return y.transpose(-1, -2).contiguous().transpose(-1, -2)
@@ -1426,22 +1427,22 @@ class Transposed(m.Block):
 class PassesOn(m.Block):
     """Hands its gradient on as it is, and its output does not end in SwiGLU's product."""
 
-    def post(self, x, o):
+    def post(self, x, o, positions):
         return x + self.out(o.flatten(2))
 
 
 class Forgets(m.Block):
     """Does not use its input."""
 
-    def post(self, x, o):
+    def post(self, x, o, positions):
         return self.out(o.flatten(2))
 
 
 class Squashes(m.Block):
     """Saves the very q that attention gets."""
 
-    def pre(self, x, rope):
-        q, k, v = super().pre(x, rope)
+    def pre(self, x, positions):
+        q, k, v = super().pre(x, positions)
         return torch.tanh(q), k, v
 
 
@@ -1452,8 +1453,8 @@ class Nested(m.Block):
         super().__init__(cfg)
         self.a, self.b = (torch.nn.ModuleDict({"proj": m.Matrix(cfg.dim, cfg.dim)}) for _ in "ab")
 
-    def post(self, x, o):
-        y = super().post(x, o)
+    def post(self, x, o, positions):
+        y = super().post(x, o, positions)
         return y + self.b["proj"](torch.tanh(self.a["proj"](y)))
 
 
@@ -1465,8 +1466,8 @@ class EndsInNorm(m.Block):
         self.last = m.Matrix(cfg.dim, cfg.dim)
         self.last_norm = m.Vector(cfg.dim, "norm")
 
-    def post(self, x, o):
-        y = super().post(x, o)
+    def post(self, x, o, positions):
+        y = super().post(x, o, positions)
         return y + ops.project(self.last, self.norm, y, self.last_norm.weight)
 
 

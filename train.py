@@ -350,7 +350,7 @@ def open_data(cfg, model):
         corpora = open_corpus(path)
         there = [*filter(None, corpora)]
         check_tokens(there, model.vocab, dist.get_rank(), dist.get_world_size())
-        return *split(*corpora, cfg.seq, cfg.seed), fingerprint(there)
+        return *split(*corpora, cfg.seq, cfg.seed, LLaMA.labels_ahead), fingerprint(there)
 
     return cfg, *on_all_ranks(read)
 
@@ -552,7 +552,7 @@ class Batch:
     """A rank's share of a step, by micro-batches; positions and documents of one serve all."""
 
     tokens: Tensor  # (M, B, n): of T/sp what this rank's column has (own_tokens)
-    labels: Tensor  # likewise
+    labels: Tensor  # likewise; (M, B, n, labels_ahead), if there are several
     positions: Tensor  # (1, T/sp), or (M, B, T/sp) of documents
     scale: Tensor  # 1 / valid labels of all ranks
     documents: Sequence[Documents | None] = (None,)  # as positions
@@ -646,26 +646,30 @@ def to_device(tensor, run):
 def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 0) -> Batch:
     """Return this rank's share of `count` sequences (0: a step's) from number `first` on, which
     alone decides what they are: read(i) gives the tokens (T + 1,) of one, or IGNORE for none;
-    without it, of a training sample. Labels count on the last stage. A collective of all ranks."""
-    plan = run.plan
+    without it, of a training sample. Labels count on the last stage. A token has as many labels as
+    LLaMA.labels_ahead says, the tokens that follow it. A collective of all ranks."""
+    plan, ahead = run.plan, LLaMA.labels_ahead
     stage, data_rank, rank, _ = run.coordinates
     each = (count or plan.batch) // plan.dp
-    windows = torch.full((each, plan.seq + 1), IGNORE)  # where none is read
+    windows = torch.full((each, plan.seq + ahead), IGNORE)  # where none is read
     unread = ""
     try:
         for i, window in enumerate(windows, first + data_rank * each):
-            window[:] = torch.as_tensor((read or run.train.sample)(i))
+            found = torch.as_tensor((read or run.train.sample)(i))
+            window[: found.numel()] = found
     except OSError as e:  # a file has gone, or is shorter than it was: all ranks will know
         unread = str(e)
     here = sequence_positions(plan.seq, plan.sp, plan.ring, rank)
     own = own_tokens(run, here)
-    tokens, labels = windows[:, own], windows[:, own + 1]
+    tokens = windows[:, own]
+    labels = torch.stack([windows[:, own + 1 + i] for i in range(ahead)], -1)  # (B, n, ahead)
     end = run.cfg.document_token
-    no_label = (labels == run.ignored_id) | (tokens == end)
-    labels[no_label | (stage < plan.pp - 1)] = IGNORE
+    # behind a document's end no label counts
+    ended = torch.stack([windows[:, own + i] == end for i in range(ahead)], -1).cummax(-1).values
+    labels[(labels == run.ignored_id) | ended | (stage < plan.pp - 1)] = IGNORE
     positions, documents = here[None], [None]
     if end >= 0:
-        begins = (windows[:, :-1] == end).roll(1, 1)  # a document
+        begins = (windows[:, : plan.seq] == end).roll(1, 1)  # a document
         begins[:, 0] = True
         at = torch.arange(plan.seq)
         positions = at - (begins * at).cummax(1).values
@@ -676,13 +680,14 @@ def load_batch(run: Run, first: int, read: Callable | None = None, count: int = 
             offsets = torch.tensor(bounds, dtype=torch.int32)
             documents.append(Documents(bounds, to_device(offsets, run)))
     seen = (1 + 2 * positions.double().mean()) / plan.ranks
-    sums = to_device(torch.stack([(labels != IGNORE).sum(), seen]), run)
+    sums = to_device(torch.stack([(labels[..., 0] != IGNORE).sum(), seen]), run)
     dist.all_reduce(sums)
     scale = 1 / sums[0].clamp(min=1).to(accumulation_dtype(plan.dtype))
-    both = torch.stack([tokens.clip(0), labels]).view(2, -1, plan.micro_batch, len(own))
-    return Batch(
-        *to_device(both, run), to_device(positions, run), scale, documents, sums[1], unread
-    )
+    # (1 + ahead, M, B, n), in one copy
+    both = torch.stack([tokens.clip(0), *labels.unbind(-1)])
+    tokens, *labels = to_device(both.view(1 + ahead, -1, plan.micro_batch, len(own)), run)
+    labels = torch.stack(labels, -1) if ahead > 1 else labels[0]
+    return Batch(tokens, labels, to_device(positions, run), scale, documents, sums[1], unread)
 
 
 @torch.no_grad()
@@ -704,8 +709,9 @@ def evaluate(run, model):
             raise ConfigError(error)
         ((tokens, labels, _, *where),) = batch.micro_batches()
         losses = model(tokens, labels, None, *where, each=True)
-        both = torch.stack([losses, labels != IGNORE], -1).double()  # (B, n, 2)
-        positions = own_tokens(run, where[0]).expand_as(labels)
+        valid = (labels if LLaMA.labels_ahead == 1 else labels[..., 0]) != IGNORE  # (B, n)
+        both = torch.stack([losses, valid], -1).double()  # (B, n, 2)
+        positions = own_tokens(run, where[0]).expand_as(valid)
         bits = torch.frexp(positions.double()).exponent  # to write a position
         total.index_add_(0, bits.flatten(), both.flatten(0, 1))
     dist.all_reduce(total)

@@ -26,6 +26,8 @@ class ForkBlock(Block):
         self.last_norm = Vector(cfg.dim, "norm")
         self.gate = Matrix(3, cfg.dim, cut="whole")  # under --tp: on every column
 
-    def post(self, x, o):
-        y = torch.tanh(rms_norm(super().post(x, o), self.last_norm.weight, self.cfg.norm_eps))
+    def post(self, x, o, positions):
+        y = torch.tanh(
+            rms_norm(super().post(x, o, positions), self.last_norm.weight, self.cfg.norm_eps)
+        )
         return y * torch.sigmoid(self.gate(x)).sum(-1, keepdim=True) + x

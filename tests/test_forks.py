@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import numpy as np
 import torch
 from pytest import raises
 
@@ -14,7 +15,7 @@ import ops
 import optim
 import tensor
 from examples.block import ForkBlock
-from test_all import SEQ, SIZES, activations_of, example, parametrize, seeded
+from test_all import SEQ, SIZES, activations_of, example, log, losses, parametrize, run, seeded
 
 CPU = torch.device("cpu")
 
@@ -29,24 +30,24 @@ def chunked(kept: str):
 
 
 class AddsInPlace(model.Block):
-    def post(self, x, o):
+    def post(self, x, o, positions):
         x += self.out(o.flatten(2))
         return x + ops.project(self.down, ops.SWIGLU, self.gate_up(x))
 
 
 class GatesInPlace(model.Block):
-    def post(self, x, o):
+    def post(self, x, o, positions):
         o *= 2
-        return super().post(x, o)
+        return super().post(x, o, positions)
 
 
 class ScalesInputInPlace(model.Block):
-    def pre(self, x, rope):
-        return super().pre(x.mul_(2), rope)
+    def pre(self, x, positions):
+        return super().pre(x.mul_(2), positions)
 
 
 class ChangesWhatIsSaved(model.Block):
-    def post(self, x, o):
+    def post(self, x, o, positions):
         gate_up = self.gate_up(x + self.out(o.flatten(2)))
         y = ops.project(self.down, ops.SWIGLU, gate_up)
         gate_up.zero_()  # backward needs it
@@ -170,23 +171,25 @@ class JoinedOutput(model.Block):
             cfg.dim, cfg.heads * cfg.head_dim + 2 * cfg.ffn, cut="columns", residual=True
         )
 
-    def post(self, x, o):
-        return super().post(x, o) + self.joined(torch.cat((o.flatten(2), self.gate_up(x)), -1))
+    def post(self, x, o, positions):
+        return super().post(x, o, positions) + self.joined(
+            torch.cat((o.flatten(2), self.gate_up(x)), -1)
+        )
 
 
 class NormOverHeads(model.Block):
     """A norm over all heads of a token, of which a column has some."""
 
-    def post(self, x, o):
+    def post(self, x, o, positions):
         size = o.square().mean((2, 3), keepdim=True).sqrt()
-        return super().post(x, o / size)
+        return super().post(x, o / size, positions)
 
 
 class NormOfWeight(model.Block):
     """A weight that is divided by its own size, of which a column has a part."""
 
-    def post(self, x, o):
-        return super().post(x, o / self.out.weight.detach().norm())
+    def post(self, x, o, positions):
+        return super().post(x, o / self.out.weight.detach().norm(), positions)
 
 
 @parametrize("mode", ["mtp", "msp", "fsp"])
@@ -277,7 +280,7 @@ def test_an_optimizer_proves_that_it_may_update_parts(update, states, says):
 class ParallelMLP(model.Block):
     """Attention and MLP side by side, from one norm: norm2 is never used."""
 
-    def post(self, x, o):
+    def post(self, x, o, positions):
         gate_up = ops.project(self.gate_up, self.norm, x, self.norm1.weight)
         return x + self.out(o.flatten(2)) + ops.project(self.down, ops.SWIGLU, gate_up)
 
@@ -285,9 +288,9 @@ class ParallelMLP(model.Block):
 class WithoutPositions(model.Block):
     """No rotary embedding (NoPE), in every layer."""
 
-    def pre(self, x, rope):
-        cos, sin = rope[:2]
-        return super().pre(x, (torch.ones_like(cos), torch.zeros_like(sin), *rope[2:]))
+    def pre(self, x, positions):
+        cos, sin = torch.ones_like(positions.cos), torch.zeros_like(positions.sin)
+        return super().pre(x, positions._replace(cos=cos, sin=sin))
 
 
 class AddsNorm(model.Block):
@@ -375,3 +378,128 @@ def test_first_weights_follow_from_what_a_weight_is():
     assert starts["embed.weight"] == (0.0, 1.0)
     with raises(ValueError, match="Vector\\(64, 'gain'\\): of kind norm or bias"):
         model.Vector(64, "gain")
+
+
+# ---------------------------------------------------------------------------- the ends of the model
+
+
+FORKS = '''
+import math
+import attention, ops
+from ops import IGNORE
+
+class TwoAhead(m.LLaMA):
+    """Predicts the token after the next one, too, by a head of its own."""
+
+    labels_ahead = 2
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.head2 = m.Matrix(*self.head.shape)
+
+    def result(self, x, labels, scale, each, positions):
+        first = super().result(x, labels[..., 0], scale, each, positions)
+        if each:
+            return first
+        heads, self.head = self.head, self.head2
+        second = super().result(x, labels[..., 1], scale, each, positions)
+        self.head = heads
+        return first + 0.3 * second
+
+class Learned(m.LLaMA):
+    """Adds a wave of each token's position to its embedding."""
+
+    def embedded(self, tokens, positions):
+        x = super().embedded(tokens, positions)
+        return x + torch.sin(0.1 * positions)[..., None].to(x.dtype)
+
+class Weighted(m.LLaMA):
+    """Later tokens count more."""
+
+    def result(self, x, labels, scale, each, positions):
+        x = x * (1 + 0.01 * positions)[..., None].to(x.dtype)
+        return super().result(x, labels, scale, each, positions)
+
+class LogN(m.Block):
+    """Scales queries by the logarithm of their position, and o by that of the token's own."""
+
+    def pre(self, x, positions):
+        q, k, v = super().pre(x, positions)
+        return q * torch.log(2.0 + positions.of_qkv)[..., None, None].to(q.dtype), k, v
+
+    def post(self, x, o, positions):
+        return super().post(x * torch.log(2.0 + positions.of_x)[..., None].to(x.dtype), o, positions)
+'''
+
+
+@parametrize("fork", ["TwoAhead", "Learned", "Weighted", "LogN"])
+def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
+    """Catches a fork that counts the tokens of a call as if they were a whole sequence: shifted
+    labels, learned positions and log-n attention were off without a word where a sequence is
+    shared. Given their positions, and the label after the next, all are right."""
+    where = "m.Block" if fork == "LogN" else "train.LLaMA"
+    code = f"{FORKS}\n{where} = {fork}\n"
+    found = {}
+    for i, (ranks, flags) in enumerate(
+        (
+            (0, ""),
+            (0, "--recompute auto --chunk 12 --resident-layers 2 --alpha 0.5 --document-token 10"),
+            (0, "--document-token 10"),
+            (2, "--sp 2"),
+            (2, "--sp 2 --ring 2 --recompute auto --chunk 8"),
+            (2, "--tp 2 --tp-mode msp"),
+            (2, "--tp 2 --tp-mode fsp"),
+        )
+    ):
+        out = tmp_path / f"{i}"
+        run(f"--steps 2 --eval-every 1 --dtype fp64 --batch 2 {flags} --out {out}", ranks, code)
+        rows = [(row["loss"], row["grad_norm"], row["val_loss"]) for row in log(out)]
+        found.setdefault("--document-token" in flags, []).append(rows)
+    for of_kind in found.values():
+        for rows in of_kind[1:]:
+            assert np.allclose(rows, of_kind[0], rtol=1e-9), fork
+
+
+LOCAL = '''
+import attention
+
+def local_forward(q, k, v, mask):
+    """Every second layer attends to the last eight tokens only."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+    at = torch.arange(q.shape[1])
+    behind = at[:, None] - at
+    seen = (behind >= 0) & ((behind < 8) if mask.layer % 2 else True)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[3] ** 0.5
+    scores = scores.masked_fill(~seen, -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+def local_backward(do, q, k, v, o, lse, mask):
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        return torch.autograd.grad(local_forward(*inputs, mask)[0], inputs, do)
+
+attention.KERNELS["local"] = attention.Kernel(local_forward, local_backward, ())
+'''
+
+
+def test_attention_may_differ_by_layer(tmp_path):
+    """Catches a kernel that is not told its layer: layers in chunks took the attention of the first
+    one. Local and global layers in turn are one line of a kernel."""
+    cases = (
+        (0, ""),
+        (0, "--recompute full"),
+        (0, "--recompute auto --chunk 12 --resident-layers 2 --alpha 0.5"),
+        (2, "--sp 2 --head-groups 3"),
+        (2, "--tp 2"),
+        (2, "--pp 2 --micro-batch 1 --recompute auto --chunk 12 --resident-layers 2"),
+    )
+    found = []
+    for i, (ranks, flags) in enumerate(cases):
+        out = tmp_path / f"{i}"
+        flags += f" --attention local --steps 2 --dtype fp64 --batch 2 --out {out}"
+        run(flags, ranks, LOCAL)
+        found.append(losses(out))
+    run(f"--steps 2 --dtype fp64 --batch 2 --out {tmp_path}/global", 0)
+    for rows in found[1:]:
+        assert np.allclose(rows, found[0], rtol=1e-9)
+    assert not np.allclose(losses(tmp_path / "global"), found[0], rtol=1e-6)
