@@ -8,11 +8,13 @@ import torch
 from pytest import raises
 
 import attention
+import costs
 import hf
 import model
 import offload
 import ops
 import optim
+import shard
 import tensor
 from examples.block import ForkBlock
 from test_all import SEQ, SIZES, activations_of, example, log, losses, parametrize, run, seeded
@@ -503,3 +505,52 @@ def test_attention_may_differ_by_layer(tmp_path):
     for rows in found[1:]:
         assert np.allclose(rows, found[0], rtol=1e-9)
     assert not np.allclose(losses(tmp_path / "global"), found[0], rtol=1e-6)
+
+
+def momentum_in_bf16(u):
+    """SGD with a momentum in bf16, which notes which elements it updates."""
+    master, momentum = u.states["master"], u.states["momentum"]
+    assert (master.dtype, momentum.dtype) == (torch.float32, torch.bfloat16)
+    assert u.weight.shape == master.shape == momentum.shape == u.grad.shape
+    updated.append((u.name, u.first, u.first + len(u.weight)))
+    new = 0.9 * momentum.float() + u.clip * u.grad.float()
+    momentum.copy_(torch.where(u.finite, new, momentum.float()))
+    master.copy_(torch.where(u.finite, master - u.lr * new, master))
+    u.weight.copy_(master)
+
+
+updated = []
+
+
+@parametrize("place", ["gpu", "host"])
+@parametrize("layout", ["intra", "inter"])
+def test_states_have_the_dtypes_that_an_optimizer_declares(place, layout, group, monkeypatch):
+    """Catches a state that is allocated, counted, moved to the host or loaded in another dtype than
+    its optimizer declares, and an element whose index within the matrix is wrong."""
+    states = (optim.State("master"), optim.State("momentum", torch.bfloat16))
+    sgd = optim.Optimizer(momentum_in_bf16, states)
+    monkeypatch.setattr(optim, "VISIT_ELEMENTS", 1000)  # several visits of each matrix
+    monkeypatch.setitem(optim.OPTIMIZERS, "sgd", sgd)
+    updated.clear()
+    with torch.device("meta"):
+        llama = model.LLaMA(replace(model.MODELS["tiny"], layers=2))
+    held = shard.States(llama, CPU, torch.float32, layout=layout, place=place, optimizer=sgd)
+    held.load(lambda name: model.initial_weight(name, held.shapes[name], held.starts[name], 0, CPU))
+    for _ in range(2):
+        held.begin_step()
+        tokens = torch.arange(64)[None]
+        llama(tokens, tokens).backward()
+        held.finish_gradients()
+        held.update(0.1, 1.0)
+    for name, part in held.state_parts().items():
+        if name.startswith("momentum."):
+            assert part.values.dtype == torch.bfloat16 and part.values.any(), name
+    parameters = sum(param.count for param in held.sharded_params.values())
+    assert held.bytes()["optimizer"] == 6 * parameters
+    plan = costs.Plan(llama.cfg, torch.float32, 1, 1, 64, optimizer="sgd")
+    assert plan.moment_bytes == 6
+    for param in held.sharded_params.values():
+        seen = [(first, end) for name, first, end in updated if name == param.name]
+        firsts = list(range(0, param.count, param.count if place == "gpu" else 1000))
+        assert [first for first, _ in seen] == 2 * firsts
+        assert seen[-1][1] == len(param.owned_param)
