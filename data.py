@@ -81,8 +81,11 @@ def own_or_absent(path: Path) -> Path:
 def open_to_append(path: Path):
     """Open a file of our own folder to read and to append to; it is made if it is not there. Raises
     OSError as own_or_absent does."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    return open(os.open(own_or_absent(path), flags, 0o666), "a+")
+
+    def without_links(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW, 0o666)
+
+    return open(own_or_absent(path), "a+", opener=without_links)
 
 
 def replace_file(path: Path, write: Callable[[Path], None]) -> None:

@@ -207,6 +207,7 @@ class SavedLayer:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
         check_unchanged(half, versions)
+        versions.clear()  # the graph holds `pack`, and `pack` must not hold tensors that leave
 
 
 # of block.pre, of block.post, a matrix's name, names of attributes
