@@ -493,7 +493,7 @@ def layer_backward_tensors(plan) -> list[TensorSize]:
     if recomputes_chunks(plan):
         tensors.append(TensorSize("q, k and v, recomputed", n, q + kv, dtype))
         if cfg.qk_norm:  # their gradients need what the norms have read
-            tensors.append(TensorSize("q and k before their norms", n, q + kv, dtype))
+            tensors.append(TensorSize("q and k before their norms", n, q + kv / 2, dtype))
     return tensors
 
 
