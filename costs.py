@@ -774,7 +774,7 @@ BACKWARD = [
 BACKWARD_WHOLE = [kernel("norm again, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")]
 BACKWARD_CHUNKS = [
     kernel("copy a chunk's do to that of all tokens", "do", "do"),
-    kernel("norm again, its gradient, and the sum with dh", "dn1 x dh", "n1 dx"),
+    kernel("norm again, and its gradient", "dn1 x", "n1 dx"),
     kernel("sum with dh, into dx of all tokens", "dx dh", "dx"),
 ]
 
