@@ -988,7 +988,6 @@ LOSS = [
     kernel("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
 ]
 ENDS = [
-    kernel("the head's gradient, as products add to it", "", "dhead_wide"),
     kernel("the head's gradient, times that of the loss", "dhead_wide", "dhead"),
     kernel("the embedding's gradient = 0", "", "dembed"),
     kernel("the embedding's gradient, to its buffer", "dembed", "dembed"),
