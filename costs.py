@@ -1,37 +1,50 @@
-"""What does a plan cost? Bytes and seconds of a step on one rank, from the profile of a machine.
+"""Count what a plan costs: the bytes of a rank, and the seconds of a step, for a machine's profile.
 
-Bytes are named terms: states, their buffers and what layers keep, as shard.py and offload.py
-allocate them, and of what works beside them the largest of three upper terms (`working_bytes`).
-Seconds come in three stages,
+Bytes are named terms. Model states, their buffers, and what layers keep last from one moment to the
+next, and are counted as shard.py and offload.py allocate them. Beside them a step needs working
+memory: `working_moments` lists the tensors that are alive at three moments, of which the largest
+counts. For example, in the loss of 1b (V = 32000) with 4096 tokens in bf16:
+
+    logits and their gradient            2 x (4096, 32000) float32
+    gradient of the head                     (32000, 2048) float32
+    the last layer's output, its norm,       (4096, 3 x 2048) bf16
+    the norm's gradient
+
+Seconds come in three stages, and no number is fitted to whole steps:
 
     operations   FLOPs / rate(shape), bytes / bandwidth(operation, bytes, mesh): Estimator
-    layers       products, attention with its all-to-alls, element-wise parts: layer_seconds
-    step         each pass with the communication that runs beside it (`beside`): what is longer
-                 counts, and neither hides the other for free: step_seconds
+    layers       matrix products, attention with its all-to-alls, and element-wise kernels, each
+                 with the tensors that it reads and writes: layer_seconds
+    step         each pass with the communication that overlaps with it: the longer of the two
+                 counts, and each slows down the other: step_seconds
 
-and no number is fitted to whole steps: they follow from a Profile (hardware.py).
+In a pipeline the stages differ. We count the bytes of a stage that has the most of everything: as
+many micro-batches in flight as the first stage, layers and logits as the last. The seconds are those
+of the last stage, which has the most layers, and the time in which it is idle.
 
-For a pipeline we count the bytes of a stage that has the most of everything (micro-batches in
-flight as the first, layers and logits as the last), and the seconds of the last one, which has most
-layers, plus the time it idles. Of T columns of a layer (tensor modes) one has H/T, K/T heads and
-F/T: `Plan.column`, which is counted and timed as any other model; what the columns exchange is
-added. With e bytes an element and N tokens of all columns
+With tensor parallelism a rank has H/T query heads, K/T key/value heads and F/T features of each
+layer, a *column* of it. `Plan.column` is a model with these sizes, and is counted as any other; what
+the T ranks exchange is added. With N tokens of all columns:
 
-    mode   a layer's forward            its backward             x, h that are kept
-    mtp    2 all-reduces (N, C)         the same                 N tokens
-    msp    2 all-gathers of N, 2        the same                 N
-           reduce-scatters
-    fsp    as msp                       and 2 all-gathers more   N/T
+    mode   a layer's forward            its backward              x, h that are kept
+    mtp    2 all-reduces (N, C)         the same                  N tokens
+    msp    2 all-gathers and 2          the same                  N
+           reduce-scatters (N, C)
+    fsp    as msp                       the same, and 2           N/T
+                                        all-gathers more
 
 Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers (0.1
-% of the shortest steps), and gathers of weights that the host still updates. If you change
-model.Block, only its matrices are counted; its element-wise kernels are assumed to be ours. A
-pipeline's parts are timed as if a micro-batch ran through all of a stage's layers at once.
+% of the shortest steps), the embedding and the last norm, and gathers of weights that the host still
+updates. A pipeline is timed as if a micro-batch ran through all layers of a stage at once.
 
-Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width,
-H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
-mesh (GPUs in a node, nodes) of a group of ranks; of pipelines P stages, V parts of the model on
-one; of what layers keep n layers, k resident layers, m layers of which one keeps x, X without o.
+If you change model.Block, its matrices and what it saves are counted as they are. Its element-wise
+kernels are rows of the tables above `layer_tensors`: add yours there.
+
+Legend: N tokens that a rank has at once (of all columns), L layers, M micro-batches per step, C
+width, H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; e bytes
+per element; p, g, os sharding factors; a mesh is (GPUs in a node, nodes) of a group of ranks; P
+stages of a pipeline, V parts of the model on one stage (`pp_chunks`); n layers of which a rank keeps
+activations, k resident layers, m layers per group, of which one keeps x, X layers that drop o.
 """
 
 import functools
@@ -57,37 +70,37 @@ from shard import STREAMS, Factors
 
 @dataclass(frozen=True)
 class Plan:
-    """What is chosen, and what it costs."""
+    """The choices that make a plan, and what it costs."""
 
     model: ModelConfig
     dtype: torch.dtype
     ranks: int
-    per_node: int  # of them
+    per_node: int  # ranks of a node
     seq: int  # tokens of a sequence
-    sp: int = 1  # ranks that share one
-    ring: int = 1  # of them, by context: each has a part of the tokens; the others share heads
-    batch: int = 1  # sequences a step
+    sp: int = 1  # ranks that share a sequence
+    ring: int = 1  # ranks around which k and v travel; the other factor of sp shares heads
+    batch: int = 1  # sequences per step, of all ranks
     micro_batch: int = 1  # sequences that sp ranks run at once
     head_groups: int = 1
-    recompute: str = "none"  # auto: layers run in chunks; none: whole
-    chunk: int = 0  # tokens, the most that a layer runs at once
+    recompute: str = "none"  # auto: layers run in chunks of tokens; none: layers run whole
+    chunk: int = 0  # the most tokens that a layer runs at once
     factors: Factors = Factors()
     os_layout: str = "intra"
-    os_place: str = "gpu"  # or host: where optimizer states lie
-    optimizer: str = "adamw"  # of matrices: a row of optim.OPTIMIZERS
+    os_place: str = "gpu"  # where optimizer states lie: gpu, or host
+    optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
     overlap: tuple[str, ...] = STREAMS
-    activations: ActivationPlan | None = None  # of layers in chunks
-    memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by what they are for
-    host: dict[str, float] = field(default_factory=dict)  # bytes of a rank there, likewise
+    activations: ActivationPlan | None = None  # None: layers keep everything
+    memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by purpose
+    host: dict[str, float] = field(default_factory=dict)  # bytes of host memory per rank
     seconds: dict[str, float] | None = None  # of a step, by what takes them
     tp: int = 1  # ranks that share a layer's matrices
     tp_mode: str = "msp"
     pp: int = 1  # stages of a pipeline
-    pp_chunks: int = 1  # V: parts of the model on a stage
+    pp_chunks: int = 1  # V, parts of the model on a stage
 
     @functools.cached_property
     def column(self) -> ModelConfig:
-        """Return the model whose layers are one column of the model's."""
+        """Return a model whose layers have the sizes of one column."""
         cfg, tp = self.model, self.tp
         return replace(
             cfg,
@@ -98,28 +111,28 @@ class Plan:
 
     @property
     def matrices(self):
-        """Return (rows, cols) of a column's block, in the order of use."""
+        """Return (rows, cols) of each matrix of a column's layer, in the order of use."""
         return block_matrices(llama.Block, self.column)
 
     @property
     def widths(self):
-        """Return the columns of q or o, and of k and v together."""
+        """Return how many columns q has (o has as many), and how many k and v have together."""
         cfg = self.column
         return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
 
     @property
     def end(self):
-        """Return (rows, cols) of the embedding, and of the head."""
+        """Return (rows, cols) of the embedding; the head has the same."""
         return self.model.vocab, self.model.dim
 
     @property
     def ends(self) -> int:
-        """Return how many of them a stage has."""
+        """Return how many of embedding and head a stage has."""
         return 2 if self.pp == 1 else 1
 
     @functools.cached_property
     def params(self) -> int:
-        """Return the parameters of a rank before they are sharded, but for vectors."""
+        """Return how many parameters a rank has before they are sharded. Vectors do not count."""
         layers = self.stage_layers * sum(map(math.prod, self.matrices))
         return layers + self.ends * math.prod(self.end)
 
@@ -135,7 +148,7 @@ class Plan:
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes of a gradient's element where it is kept: sums of several are wide."""
+        """Return the bytes of an element of kept gradients. Sums of several micro-batches are wide."""
         return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
 
     @property
@@ -145,63 +158,66 @@ class Plan:
 
     @property
     def part_layers(self) -> int:
-        """Return the most layers of a part of the model."""
-        return -(-self.model.layers // (self.pp * self.pp_chunks))
+        """Return the layers of the largest part of the model."""
+        return ceil_div(self.model.layers, self.pp * self.pp_chunks)
 
     @property
     def stage_layers(self) -> int:
-        """Return the most layers of a stage."""
+        """Return the layers of the largest stage."""
         return self.pp_chunks * self.part_layers
 
     @property
     def tokens(self) -> int:
-        """Return N."""
+        """Return N, the tokens of a micro-batch on a rank."""
         return self.micro_batch * self.seq // self.sp
 
     @property
     def own_tokens(self) -> int:
-        """Return the tokens that a column has alone between products."""
+        """Return how many tokens a column has between products."""
         return self.tokens // (self.tp if self.splits_tokens else 1)
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether columns have parts of the tokens between products."""
+        """Whether each column has only a part of the tokens between products."""
         return self.tp > 1 and self.tp_mode != "mtp"
 
     @property
     def chunks(self) -> int:
-        """Return in how many parts of its tokens a layer runs."""
-        return -(-self.tokens // self.chunk) if self.recompute == "auto" else 1
+        """Return in how many chunks of tokens a layer runs."""
+        return ceil_div(self.tokens, self.chunk) if self.recompute == "auto" else 1
 
     @property
     def state_ranks(self) -> int:
-        """Return R, the ranks over which states of a stage and a column are sharded."""
+        """Return R, the ranks that have the same stage and column, and share their model states."""
         return self.ranks // (self.tp * self.pp)
 
     @property
     def in_node(self) -> int:
-        """Return how many of these a node has."""
+        """Return how many of the state_ranks are in one node."""
         return min(self.per_node, self.ranks // self.pp) // self.tp
 
     def mesh(self, ranks, inner=1):
-        """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours of these."""
+        """Return (GPUs in a node, nodes) of a group: every inner-th of `ranks` neighbours among the
+        state_ranks."""
         node = self.in_node
-        return (min(ranks, node) // min(inner, node), -(-ranks // node) // -(-inner // node))
+        gpus = min(ranks, node) // min(inner, node)
+        nodes = ceil_div(ranks, node) // ceil_div(inner, node)
+        return gpus, nodes
 
     @property
     def dp(self) -> int:
-        """Return how many sequences, or parts of so many, are under way on all ranks."""
+        """Return how many groups of sp ranks there are, each with its own sequences."""
         return self.state_ranks // self.sp
 
     @property
     def head_ranks(self) -> int:
-        """Return U, the ranks that share the heads of the same tokens."""
+        """Return U, the ranks that share the heads of a sequence by all-to-all."""
         return self.sp // self.ring
 
     @property
     def kv_groups(self) -> int:
-        """Return how many head groups have key/value heads of their own; others share one, which
-        goes around a ring with each of them."""
+        """Return how many different sets of key/value heads the head groups have. Where there are
+        more groups, several of them share a key/value head."""
         return min(self.head_groups, max(1, self.column.kv_heads // self.head_ranks))
 
     @property
@@ -216,26 +232,34 @@ class Plan:
 
     @property
     def micro_batches(self) -> int:
-        """Return M."""
+        """Return M, the micro-batches per step."""
         return self.batch // self.dp // self.micro_batch
 
     @property
     def in_flight(self) -> int:
-        """Return how many layers' activations wait for their backward on a stage, at the most."""
+        """Return the most layers of a stage, over all micro-batches, that wait for their backward:
+        of the first stage, in Megatron's order of passes."""
         v = self.pp_chunks
-        passes = self.pp if v == 1 else self.pp * (v + 1) - 1
+        if v == 1:
+            passes = self.pp
+        else:
+            passes = self.pp * (v - 1) + 2 * (self.pp - 1) + 1
         return min(passes, v * self.micro_batches) * self.part_layers
 
     @functools.cached_property
     def collectives(self):
-        """Return the table in shard.py's docstring, a row a collective: its stream and operation,
-        among every inner-th of so many neighbours, which hold an inner-th part of each matrix, and
-        inner; whether micro-batches before the last run it, and whether the last does."""
+        """Return the collectives of model states, as the table in shard.py's docstring has them. Each
+        is a row
+
+            stream, operation, ranks, inner, in earlier micro-batches, in the last micro-batch
+
+        Its group is every inner-th of `ranks` neighbours, each of which has 1/inner of each matrix.
+        """
         p, g, os = astuple(self.factors)
-        apart = g > p  # a rank keeps its owned part of gradients alone
+        apart = g > p  # a rank keeps the gradients that it updates, and no others
         intra = self.os_layout == "intra"
         sums = "grad_scatter" if apart else "grad_reduce"
-        # of layout inter the last sum over all replicas takes the place of that inside
+        # in layout inter the last micro-batch has one sum over all replicas, and none inside os
         last, inner = ("grad_reduce", os) if intra else (sums, p)
         return (
             ("param_gather", "all_gather", p, 1, True, True),
@@ -255,11 +279,11 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        return float(sum(self.seconds.values()))  # numpy's are among them
+        return float(sum(self.seconds.values()))  # some of them are numpy's
 
     def rates(self, seconds: float, peak: float | None, seen: float | None = None) -> dict:
-        """Return what a step that takes so many seconds does: tokens a GPU and second (TGS), and
-        MFU, None of a GPU whose FLOP/s are not known. seen: flops_per_token's."""
+        """Return the rates of a step that takes so many seconds: tokens per GPU and second (TGS), and
+        MFU, which is None if the GPU's peak FLOP/s are unknown. seen: see flops_per_token."""
         tgs = self.batch * self.seq / seconds / self.ranks
         causal, full = (
             peak and flops * tgs / peak for flops in flops_per_token(self.model, self.seq, seen)
@@ -268,13 +292,18 @@ class Plan:
 
     @property
     def token_s(self) -> float:
-        """Return seconds a token of a rank: plans of other batches compare by it."""
+        """Return the seconds per token of one rank. It compares plans of different batches."""
         return self.step_s * self.ranks / (self.batch * self.seq)
+
+
+def ceil_div(a, b):
+    """Return a / b, rounded up."""
+    return -(-a // b)
 
 
 @functools.cache
 def block_matrices(block_class, cfg):
-    """Return (rows, cols) of a block's matrices in the order of use."""
+    """Return (rows, cols) of a block's matrices, in the order of use."""
     with torch.device("meta"):
         return tuple(matrix.shape for matrix in matrices_of(block_class(cfg)))
 
@@ -308,7 +337,7 @@ class ElementwiseKernel(NamedTuple):
     writes: tuple[str, ...]
 
 
-def kernel(name: str, reads: str, writes: str) -> ElementwiseKernel:
+def elementwise(name: str, reads: str, writes: str) -> ElementwiseKernel:
     """Return a row of a table of kernels. reads, writes: names of tensors, with spaces between."""
     return ElementwiseKernel(name, tuple(reads.split()), tuple(writes.split()))
 
@@ -329,7 +358,7 @@ def column_bytes(plan: Plan) -> LayerBytes:
 
         S_input     x
         S_attn      o and its log-sum-exp
-        S_others    what model.Block really saves beside them (offload.block_saves): q, k, v, h,
+        S_others    what else model.Block saves (offload.block_saves tells): q, k, v, h,
                     gate|up, and 1 / rms of x and of h
 
     In fsp a rank keeps x and h of its own tokens only. (So it does 1 / rms, whose 8 bytes per token
@@ -395,7 +424,7 @@ def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
     # a rounding buffer has room for the largest group that is swapped. That is the last one: it has
     # the most layers that keep o
     groups, outputs = parts_on_host(plan)
-    chunks = -(-plan.swapped_chunks // np.maximum(1, swapped))  # of one layer, rounded up
+    chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of one layer, rounded up
     largest = x + np.minimum(m, outputs) * attn + chunks * others / plan.chunks
     return most + np.where(groups > 0, 2 * largest, 0.0)
 
@@ -409,7 +438,7 @@ def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
     first = group * m
     end = np.minimum(n, first + m)
 
-    resident_inputs = -(-np.maximum(0, end - swapped) // m)
+    resident_inputs = ceil_div(np.maximum(0, end - swapped), m)
     recomputed_inputs = end - first - 1
     resident_outputs = np.maximum(0, end - np.maximum(swapped, dropping))
     recomputed_outputs = np.clip(dropping - first, 0, end - first)
@@ -454,8 +483,7 @@ def receive_buffers(plan: Plan) -> list[TensorSize]:
 
 
 def working_bytes(plan):
-    """Return the bytes that a step needs at most beside all that lasts: those of its largest
-    moment."""
+    """Return the bytes that a step needs in addition to all that lasts, at its largest moment."""
     return max(map(total_bytes, working_moments(plan).values()))
 
 
@@ -482,7 +510,7 @@ def recomputes_chunks(plan) -> bool:
 
 
 def layer_backward_tensors(plan) -> list[TensorSize]:
-    """Return what is alive throughout a layer's backward, beside what the layer kept."""
+    """Return what is alive throughout a layer's backward, apart from what the layer kept."""
     cfg, n, dtype = plan.column, plan.tokens, plan.dtype
     q, kv = plan.widths
     tensors = [
@@ -498,8 +526,8 @@ def layer_backward_tensors(plan) -> list[TensorSize]:
 
 
 def attention_backward_tensors(plan) -> list[TensorSize]:
-    """Return what attention's backward allocates beside layer_backward_tensors, for one head group
-    after the other."""
+    """Return what attention's backward allocates in addition to layer_backward_tensors. It runs one
+    head group after the other."""
     cfg, n, dtype, wide = plan.column, plan.tokens, plan.dtype, plan.accum_dtype
     q, kv = plan.widths
     groups, kept = plan.head_groups, plan.activations
@@ -511,8 +539,9 @@ def attention_backward_tensors(plan) -> list[TensorSize]:
     if not in_place:
         tensors.append(TensorSize("dq, dk and dv", n, q + kv, dtype))
 
-    # what a kernel sees of a head group, and its gradients. With all-to-alls this is an upper
-    # bound, within 1 % of the memory that GPUs needed: two groups, each sent and received
+    # a head group's inputs and gradients, where they are not views of whole tensors. With
+    # all-to-alls we count them for two groups, as sent and as received. That is an upper bound: the
+    # memory that GPUs needed was within 1 % of it
     copies = 2 * min(2, groups) if plan.head_ranks > 1 else 1
     if not one_call:
         tensors += [
@@ -620,7 +649,7 @@ def state_bytes(plan: Plan) -> dict[str, float]:
     }
 
 
-def buffer_bytes(plan: Plan) -> dict[str, float]:
+def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
     """Return the bytes of the buffers for gathered weights and for whole gradients: one each for
     embedding and head, two for each matrix of a layer (shard.States)."""
     f, e = plan.factors, plan.dtype.itemsize
@@ -653,7 +682,7 @@ def visit_bytes(plan: Plan) -> float:
 def with_memory(plan: Plan) -> Plan:
     """Return the plan with its bytes counted."""
     layer, kept = column_bytes(plan), plan.activations
-    memory = state_bytes(plan) | buffer_bytes(plan)
+    memory = state_bytes(plan) | weight_buffer_bytes(plan)
     host = {}
 
     if kept:
@@ -683,11 +712,11 @@ def message_bytes(plan):
 
 
 class Estimator:
-    """Seconds of operations on a machine."""
+    """Predicts the seconds of single operations from a machine's profile."""
 
     def __init__(self, profile: Profile):
         self.profile = profile
-        self.held = set()  # what lies outside the profile's points, in words
+        self.held = set()  # what was asked outside the profile's points, in words
         self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)
 
@@ -703,9 +732,13 @@ class Estimator:
         return nbytes / self.profile.memory
 
     def collective(self, op, size, mesh):
-        """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
-        bandwidth(op, bytes, mesh). Between measured numbers of nodes the bandwidth is interpolated,
-        for GPUs of a node the nearest is taken, and outside it is held."""
+        """Return seconds of a collective on so many bytes: t = bytes / bandwidth(op, bytes, mesh)
+        (AMSP, section IV).
+
+        The profile has tables for some meshes. The one with the nearest number of GPUs per node is
+        taken, and among its numbers of nodes the bandwidth is interpolated. Outside of the measured
+        numbers the bandwidth is that of the nearest one.
+        """
         if mesh == (1, 1) or not size:
             return 0.0
         per_node, nodes = mesh
@@ -720,13 +753,17 @@ class Estimator:
         return size / interpolate(sorted(by_distance[min(by_distance)]), nodes)
 
 
-def beside(compute, other, slow):
-    """Return the seconds of communication that computation does not hide, and those that it takes
-    longer meanwhile. slow: the factors on the seconds of computation and of communication while
-    both run, so that neither is ever hidden for free (Galvatron's two coefficients)."""
+def overlap(compute, other, slow):
+    """Return the seconds of communication that computation does not hide, and the seconds by which
+    computation gets longer.
+
+    slow: two factors, by which computation and communication take longer while both run, so that
+    neither is hidden for free (Galvatron's two coefficients).
+    """
     slow_compute, slow_other = slow
-    hidden = min(other, compute * slow_compute / slow_other)
-    return other - hidden, hidden * slow_other * (1 - 1 / slow_compute)
+    hidden = min(other, compute * slow_compute / slow_other)  # in seconds of communication alone
+    together = hidden * slow_other
+    return other - hidden, together * (1 - 1 / slow_compute)
 
 
 # ---------------------------------------------------------------------------- seconds of a layer
@@ -734,48 +771,48 @@ def beside(compute, other, slow):
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer for a micro-batch, if no communication of states runs beside it."""
+    """Seconds of one layer for a micro-batch, if no communication of model states runs meanwhile."""
 
     forward: float
     backward: float
-    final: float  # of backward, from its begin to the last matrix' gradients
+    final: float  # of backward, up to the gradients of the last matrix
     attention: float  # of forward, with its all-to-alls
-    post: float  # of forward, what makes the next layer's input from attention's output
-    recompute: float  # of the intermediates of all tokens, in backward
+    post: float  # of forward, from attention's output to the next layer's input
+    recompute: float  # of backward, where the activations of all tokens are recomputed
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
 # The element-wise kernels of model.Block, as ops.py has them. Tensors are named by layer_tensors; n1
 # and n2 are the norms of x and h, o_out and a_down are results of the matrices out and down.
 #
-# Sums of the residual stream are counted as if the norm beside them read their operands in its own
-# pass. PyTorch runs each in a pass of its own, which moves 5 C columns more per token. The profile's
-# `memory` is the rate at which this count takes as long as a measured layer (measure.py), so it
-# has their time in it; with a separate count, predictions of measured steps were no better.
+# Sums of the residual stream are counted as if they were fused with the norm next to them. PyTorch
+# runs each in a pass of its own, which moves up to 5 C elements more per token. The profile's `memory`
+# is the rate at which this count takes as long as a measured layer (measure.py), so the time of these
+# passes is in it. Counting them as well made predictions of measured steps no better.
 
 PRE = [
-    kernel("norm", "x", "n1"),
-    kernel("cut into heads and rotate", "qkv", "q kv"),
+    elementwise("norm", "x", "n1"),
+    elementwise("cut into heads and rotate", "qkv", "q kv"),
 ]
-PRE_CHUNKS = [kernel("copy a chunk's heads to those of all tokens", "q kv", "q kv")]
+PRE_CHUNKS = [elementwise("copy a chunk's heads to those of all tokens", "q kv", "q kv")]
 
 POST = [
-    kernel("h = x + out, and its norm", "x o_out", "h n2"),
-    kernel("SwiGLU", "gate_up", "a"),
-    kernel("y = h + down", "h a_down", "y"),
+    elementwise("h = x + out, and its norm", "x o_out", "h n2"),
+    elementwise("SwiGLU", "gate_up", "a"),
+    elementwise("y = h + down", "h a_down", "y"),
 ]
-POST_CHUNKS = [kernel("copy a chunk's y to that of all tokens", "y", "y")]
+POST_CHUNKS = [elementwise("copy a chunk's y to that of all tokens", "y", "y")]
 
-BACKWARD_DOWN = [kernel("SwiGLU again, and its gradient", "da gate_up", "a dgate_up")]
+BACKWARD_DOWN = [elementwise("SwiGLU again, and its gradient", "da gate_up", "a dgate_up")]
 BACKWARD = [
-    kernel("norm again, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
-    kernel("rotate back", "dq dkv", "dqkv"),
+    elementwise("norm again, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
+    elementwise("rotate back", "dq dkv", "dqkv"),
 ]
-BACKWARD_WHOLE = [kernel("norm again, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")]
+BACKWARD_WHOLE = [elementwise("norm again, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")]
 BACKWARD_CHUNKS = [
-    kernel("copy a chunk's do to that of all tokens", "do", "do"),
-    kernel("norm again, and its gradient", "dn1 x", "n1 dx"),
-    kernel("sum with dh, into dx of all tokens", "dx dh", "dx"),
+    elementwise("copy a chunk's do to that of all tokens", "do", "do"),
+    elementwise("norm again, and its gradient", "dn1 x", "n1 dx"),
+    elementwise("sum with dh, into dx of all tokens", "dx dh", "dx"),
 ]
 
 
@@ -812,6 +849,7 @@ class KernelSeconds:
 
 
 def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
+    """Return the seconds of the element-wise kernels in the tables above."""
     nbytes = layer_tensors(plan)
 
     def moved(*tables):
@@ -857,7 +895,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     post = sum(later) + moved.post + columns
     final = last + moved.backward_down
     rest = sum(earlier) + moved.backward_rest
-    # a recomputed block.post runs neither the last product nor the exchange that joins it
+    # a recomputed block.post runs neither the last product nor the exchange that joins it. (Nor does
+    # it run SwiGLU, which we count: predictions of measured steps are better with it)
     post_again = sum(later[:-1]) + moved.post + columns / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
@@ -890,24 +929,25 @@ def column_exchange_seconds(est, plan):
     return both, both
 
 
-# Kernels of attention.Ring beside the attention kernel. o_sum, dq_sum and dkv_sum are float32. The
-# last sum of dk and dv is counted as one pass, and not at all that their sums begin at 0.
+# What attention.Ring does besides the attention kernel. o_sum, dq_sum and dkv_sum are float32. Two
+# things are simpler here than in attend_backward: the last sum of dk and dv is counted as one pass,
+# and the pass that sets their sums to 0 is left out.
 
 RING = [
-    kernel("o of the square in float32", "o", "o_sum"),
-    kernel("o in its own dtype", "o_sum", "o"),
+    elementwise("o of the square in float32", "o", "o_sum"),
+    elementwise("o in its own dtype", "o_sum", "o"),
 ]
-RING_STEP = [kernel("merge_into", "o_sum o", "o_sum")]
+RING_STEP = [elementwise("merge_into", "o_sum o", "o_sum")]
 
 RING_BACKWARD = [
-    kernel("dq = 0", "", "dq_sum"),
-    kernel("add dq of the square", "dq_sum dq", "dq_sum"),
-    kernel("dq in its own dtype", "dq_sum", "dq"),
-    kernel("add dk, dv of the square, in their own dtype", "dkv_sum dkv", "dkv"),
+    elementwise("dq = 0", "", "dq_sum"),
+    elementwise("add dq of the square", "dq_sum dq", "dq_sum"),
+    elementwise("dq in its own dtype", "dq_sum", "dq"),
+    elementwise("add dk, dv of the square, in their own dtype", "dkv_sum dkv", "dkv"),
 ]
 RING_BACKWARD_STEP = [
-    kernel("add dq of a rectangle", "dq_sum dq", "dq_sum"),
-    kernel("add dk, dv of a rectangle", "dkv_sum dkv", "dkv_sum"),
+    elementwise("add dq of a rectangle", "dq_sum dq", "dq_sum"),
+    elementwise("add dk, dv of a rectangle", "dkv_sum dkv", "dkv_sum"),
 ]
 
 # A rectangle has all of a rank's queries and half of the keys, or half of the queries and all keys:
@@ -916,7 +956,7 @@ SHARE_OF_RECTANGLE = 0.75
 
 
 def ring_bytes(plan, backward):
-    """Return the bytes that the kernels of a ring move, beside the attention kernel."""
+    """Return the bytes that a ring's element-wise kernels read and write."""
     n, e, wide = plan.tokens, plan.dtype.itemsize, plan.accum_bytes
     q, kv = plan.widths
     nbytes = {
@@ -974,7 +1014,7 @@ def attention_seconds(est, plan, backward):
     # a ring takes multiprocessors; all-to-alls in a node take only copy engines
     slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
     hideable = groups * exchange - exposed_exchange + around
-    return kernel, exposed_exchange + sum(beside(kernel, hideable, slow))
+    return kernel, exposed_exchange + sum(overlap(kernel, hideable, slow))
 
 
 # The element-wise kernels of ops._HeadLoss and ops._Embedding. Logits and dhead_wide, the head's
@@ -982,15 +1022,15 @@ def attention_seconds(est, plan, backward):
 # kept ones right here, they are counted as if they were written to a buffer.
 
 LOSS = [
-    kernel("largest logit of a token", "logits", ""),
-    kernel("sum of exponentials", "logits", ""),
-    kernel("gradient", "logits", "dlogits"),
-    kernel("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
+    elementwise("largest logit of a token", "logits", ""),
+    elementwise("sum of exponentials", "logits", ""),
+    elementwise("gradient", "logits", "dlogits"),
+    elementwise("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
 ]
 ENDS = [
-    kernel("the head's gradient, times that of the loss", "dhead_wide", "dhead"),
-    kernel("the embedding's gradient = 0", "", "dembed"),
-    kernel("the embedding's gradient, to its buffer", "dembed", "dembed"),
+    elementwise("the head's gradient, times that of the loss", "dhead_wide", "dhead"),
+    elementwise("the embedding's gradient = 0", "", "dembed"),
+    elementwise("the embedding's gradient, to its buffer", "dembed", "dembed"),
 ]
 
 
@@ -1017,16 +1057,18 @@ def head_seconds(est, plan):
 
 
 def unit_seconds(est, plan, matrices):
-    """Return the seconds, each stream alone, of a layer's matrices, or of the embedding or the
-    head: param_gather, grad_scatter, grad_reduce, param_broadcast (as STREAMS), and grad_scatter of
-    micro-batches before the last."""
-    found = np.zeros(5)
-    for stream, op, ranks, inner, earlier, last in plan.collectives:
+    """Return the seconds of communication for the model states of some matrices, if nothing runs
+    meanwhile: param_gather, grad_scatter, grad_reduce and param_broadcast (as STREAMS) of the last
+    micro-batch; and grad_scatter of an earlier micro-batch."""
+    seconds = np.zeros(5)
+    for stream, op, ranks, inner, in_earlier, in_last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
-        seconds = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
-        found[STREAMS.index(stream)] += last * seconds
-        found[4] += (stream == "grad_scatter") * earlier * seconds
-    return found
+        taken = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
+        if in_last:
+            seconds[STREAMS.index(stream)] += taken
+        if in_earlier and stream == "grad_scatter":
+            seconds[4] += taken
+    return seconds
 
 
 def update_bytes(dtype: torch.dtype) -> int:
@@ -1044,66 +1086,100 @@ def visit_seconds(est: Estimator, plan: Plan) -> float:
     return moved / est.profile.visits / (plan.stage_layers * plan.micro_batches)
 
 
-def not_hidden(est, plan, compute, traffic, final=math.inf):
-    """Yield by name the seconds by which communication makes a pass longer. What stays in a node
-    and what crosses nodes take other wires, of which the one that is late counts; what does not
-    overlap runs in the open, by its stream. final: of backward, LayerSeconds.final of all layers.
-    There a whole layer gathers a matrix ahead, behind the gradients of the layer before: these and
-    half of the weights hide under the last matrix alone."""
-    across = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
-    wires = [0.0, 0.0]
-    for name, seconds in traffic.items():
-        if name in plan.overlap:
-            wires[name in across] += seconds
+def exposed(est, plan, compute, traffic, final=math.inf):
+    """Yield, by name, the seconds by which communication makes a pass longer.
+
+    compute: seconds of the pass. traffic: seconds of communication by stream. final: for a backward
+    pass, LayerSeconds.final of all its layers.
+
+    Streams that do not overlap are exposed in full. The others use two wires, one inside nodes and
+    one across nodes, at the same time; the one that delays the pass more counts.
+    """
+    crosses_nodes = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
+    inside = across = 0.0
+    for stream, seconds in traffic.items():
+        if stream not in plan.overlap:
+            yield stream, seconds
+        elif stream in crosses_nodes:
+            across += seconds
         else:
-            yield name, seconds
-    hides = [compute, compute]
+            inside += seconds
+
+    # backward of whole layers gathers weights one matrix ahead, and a gather waits for gradients that
+    # were launched before it. So these gradients and half of the weights have only the last matrix of
+    # a layer to hide under
     slow_compute, slow_other = slow = est.profile.overlap["collectives"]
+    hides_inside = hides_across = compute
     weights = traffic["param_gather"]
     if weights and plan.recompute == "none":
-        behind = final + weights / 2 * slow_other / slow_compute
-        hides["param_gather" in across] = min(compute, behind)
-    inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
-    late, slowed = max(inside, between, key=sum)
-    yield "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes"), late
+        ahead = min(compute, final + weights / 2 * slow_other / slow_compute)
+        if "param_gather" in crosses_nodes:
+            hides_across = ahead
+        else:
+            hides_inside = ahead
+
+    wires = {
+        "communication in a node": overlap(hides_inside, inside, slow),
+        "communication across nodes": overlap(hides_across, across, slow),
+    }
+    slower = "communication across nodes"
+    if sum(wires["communication in a node"]) > sum(wires["communication across nodes"]):
+        slower = "communication in a node"
+    late, slowed = wires[slower]
+    yield slower, late
     yield "slowed by communication", slowed
 
 
 def traffic_seconds(est, plan, forward, backward, final):
-    """Return what states add to a step: communication as far as no pass hides it, and what the GPU
-    itself does. forward, backward: a micro-batch's seconds of all layers of a stage; final:
-    LayerSeconds.final of all.
+    """Return what model states add to a step, in seconds by name: communication that no pass hides,
+    and what the GPU does for gradients and the update.
 
-    The first forward hides new parameters, the last backward sums over replicas, each pass what is
-    gathered for it. In the open are the embedding's and the first layer's before the one, and
-    after the other."""
+    forward, backward: seconds of a micro-batch through all layers of a stage. final:
+    LayerSeconds.final of all these layers.
+
+    The passes of a step, and the communication that overlaps with each:
+
+        outside of all passes    weights of the embedding and the first layer, and, at the step's
+                                 end, their gradients: nothing hides them
+        first forward            weights, and broadcasts of updated parameters
+        other forwards           weights
+        backwards but the last   weights, and gradients to their shards
+        last backward            weights, gradients to their shards, and sums over replicas
+    """
     layers, count = plan.stage_layers, plan.micro_batches
     layer = unit_seconds(est, plan, plan.matrices)
     end = unit_seconds(est, plan, [plan.end])
-    *alone, first_earlier = layer + end
-    gather, scatter, reduce, broadcast, earlier = (layers - 1) * layer + (plan.ends - 1) * end
-    sums, casts, update = own_seconds(est, plan)
-    casts *= alone[2] > 0
+    *exposed_units, exposed_earlier = layer + end
+    hidden = (layers - 1) * layer + (plan.ends - 1) * end
+    gather, scatter, reduce, broadcast, earlier = hidden
+
+    sums, casts, update = local_seconds(est, plan)
+    *_, reduced, _ = exposed_units
+    if reduced == 0:  # no sum over replicas, so nothing is cast for it
+        casts = 0.0
     backward += sums
-    # the last two layers' buffers still hold their weights
+
+    # a pass begins with two layers' weights still in their buffers
     gathers = {"param_gather": max(0, layers - 2) * layer[0]}
-    passes = [
-        (1, 0.0, dict(zip(STREAMS, alone))),
-        (1, forward, {"param_gather": gather, "param_broadcast": broadcast}),
+    first_forward = {"param_gather": gather, "param_broadcast": broadcast}
+    early_backward = gathers | {"grad_scatter": earlier + exposed_earlier}
+    last_backward = gathers | {"grad_scatter": scatter, "grad_reduce": reduce}
+    passes = [  # how many, seconds of computation, of communication
+        (1, 0.0, dict(zip(STREAMS, exposed_units))),
+        (1, forward, first_forward),
         (count - 1, forward, gathers),
-        (count - 1, backward, gathers | {"grad_scatter": earlier + first_earlier}, final),
-        (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, final),
+        (count - 1, backward, early_backward, final),
+        (1, backward + casts, last_backward, final),
     ]
+
     visits = layers * count * visit_seconds(est, plan)
+    if "host_update" in plan.overlap:
+        visits = max(0.0, visits - forward)
     total = Counter(
-        {
-            "gradient sums": count * sums + casts,
-            "optimizer": update,
-            "host_update": max(0.0, visits - forward * ("host_update" in plan.overlap)),
-        }
+        {"gradient sums": count * sums + casts, "optimizer": update, "host_update": visits}
     )
-    for times, *rest in passes:
-        for name, seconds in not_hidden(est, plan, *rest):
+    for times, *of_pass in passes:
+        for name, seconds in exposed(est, plan, *of_pass):
             total[name] += times * seconds
     return total
 
@@ -1111,16 +1187,18 @@ def traffic_seconds(est, plan, forward, backward, final):
 # What a rank does to gradients for itself (shard.States). `whole` is a matrix' gradient before it is
 # reduced, `kept` the part that the rank keeps, `sent` a copy of that part as it travels.
 
-ADD_GRADIENTS = [kernel("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
-CAST_CHUNKS = [kernel("a sum of chunks, in the dtype in which it travels", "whole_wide", "whole")]
-CAST_SUMS = [
-    kernel("a sum of micro-batches, in the dtype in which it travels", "kept", "sent"),
-    kernel("the sum over replicas, in the dtype in which it is kept", "sent", "kept"),
+ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
+CAST_CHUNKS = [
+    elementwise("a sum of chunks, in the dtype in which it travels", "whole_wide", "whole")
 ]
-NORM = [kernel("norm of owned gradients", "owned", "")]
+CAST_SUMS = [
+    elementwise("a sum of micro-batches, in the dtype in which it travels", "kept", "sent"),
+    elementwise("the sum over replicas, in the dtype in which it is kept", "sent", "kept"),
+]
+NORM = [elementwise("norm of owned gradients", "owned", "")]
 
 
-def own_seconds(est, plan):
+def local_seconds(est, plan):
     """Return the seconds in which a GPU adds a micro-batch's gradients to those it keeps; casts
     their sums to the dtype in which they travel, and back; and takes their norm and updates."""
     f, e = plan.factors, plan.dtype.itemsize
@@ -1151,25 +1229,32 @@ def own_seconds(est, plan):
 def lost_seconds(
     plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
 ) -> tuple[float, float]:
-    """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
-    of its forward in which compute waits for copies. busy: of a layer's forward, in which others
-    copy."""
-    saved = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
-    inputs = -(-plan.layers // plan.stride)
-    dropped = plan.layers_recomputing_attention
+    """Return the seconds that a micro-batch loses because of its activation plan: of backward, in
+    which parts of forward run again, and of forward, in which compute waits for copies.
+
+    bandwidth: bytes per second to the host. busy: seconds of a layer's forward in which the link to
+    the host has other copies.
+    """
+    n, m = plan.layers, plan.stride
+    saved_layers = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
+    recomputed_inputs = n - ceil_div(n, m)
+    dropped_outputs = plan.layers_recomputing_attention
+    pre = s.forward - s.attention - s.post
+
     again = (
-        (plan.layers - saved) * s.recompute
-        + (plan.layers - inputs) * s.post
-        + (dropped - dropped // plan.stride) * (s.forward - s.attention - s.post)
-        + dropped * s.attention
+        (n - saved_layers) * s.recompute
+        + recomputed_inputs * s.post
+        # q, k, v for a dropped output, unless the layer recomputes them anyway: a group's last one
+        + (dropped_outputs - dropped_outputs // m) * pre
+        + dropped_outputs * s.attention
     )
     hidden = plan.swapped_layers * max(0.0, s.forward - busy)
     return again, np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
 
 
 def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, float]:
-    """Return a step's seconds by what takes them: they add up to the step. states: with what these
-    add; what layers lose is counted once they say what they keep."""
+    """Return a step's seconds by what takes them; they add up to the step. states: whether to add
+    what model states take. Without an activation plan, layers recompute nothing."""
     layers, count = plan.stage_layers, plan.micro_batches
     layer, launch = layer_seconds(est, plan), est.profile.launch
     again = waits = 0.0
@@ -1182,23 +1267,27 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
             visit_seconds(est, plan),
         )
         again, waits = (seconds / plan.part_layers for seconds in lost)
-    # the host must launch a pass in less than it takes
+
+    # a pass takes at least as long as the host takes to launch its kernels
     forward = max(layer.forward, plan.chunks * launch["forward"])
     backward = max(layer.backward + again, plan.chunks * launch["backward"])
-    both = layer.forward + layer.backward
+    computed = layer.forward + layer.backward
     of_layer = layer.named | {
-        "rest of layers": both - sum(layer.named.values()),
+        "rest of layers": computed - sum(layer.named.values()),
         "recomputation": again,
         "copies": waits,
-        "launches": forward + backward - both - again,
+        "launches": forward + backward - computed - again,
     }
     seconds = {name: count * layers * value for name, value in of_layer.items()}
     seconds["head and loss"] = count * head_seconds(est, plan)
-    # while a micro-batch goes through a part of each other stage
-    seconds["pipeline idle"] = (forward + backward) * (plan.model.layers - layers) / plan.pp_chunks
+
+    # a stage is idle while a micro-batch goes through one part of each other stage
+    other_layers = plan.model.layers - layers
+    seconds["pipeline idle"] = (forward + backward) * other_layers / plan.pp_chunks
+
     if states:
-        pair = (1, 2) if plan.ranks > plan.per_node else (2, 1)
-        message = est.collective("all_gather", 2 * message_bytes(plan), pair)
+        two_stages = (1, 2) if plan.ranks > plan.per_node else (2, 1)
+        message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
         seconds["stage messages"] = exposed_messages(plan) * message
         seconds |= traffic_seconds(
             est, plan, layers * forward, layers * backward, layers * layer.final
@@ -1207,10 +1296,15 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
 
 
 def exposed_messages(plan):
-    """Return how many messages all stages wait for. With one part a stage, whose first backward is
-    due as it arrives, P micro-batches wait for the 2 (P - 1) of one; and at first and last for
-    those to and from other stages than the last. With several parts there are passes to run
-    meanwhile, but under the first micro-batch."""
+    """Return how many messages between stages are not hidden.
+
+    One part per stage: a stage runs a backward as soon as its gradient arrives. So P micro-batches
+    wait together for the 2 (P - 1) messages of one of them, to the last stage and back. The step's
+    begin and end expose 2 (P - 2) more, to and from the stages before the last.
+
+    Several parts per stage: only the first micro-batch's messages are exposed. Later there are
+    other passes to run meanwhile.
+    """
     stages = plan.pp
     if plan.pp_chunks > 1:
         return 2 * (stages * plan.pp_chunks - 1)
@@ -1218,5 +1312,5 @@ def exposed_messages(plan):
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan, what its layers keep included, with its bytes and seconds."""
+    """Return the plan with its bytes and seconds. Its `activations` say what layers keep."""
     return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))
