@@ -19,12 +19,12 @@ Seconds come in three stages, and no number is fitted to whole steps:
                  counts, and each slows down the other: step_seconds
 
 In a pipeline the stages differ. We count the bytes of a stage that has the most of everything: as
-many micro-batches in flight as the first stage, layers and logits as the last. The seconds are those
-of the last stage, which has the most layers, and the time in which it is idle.
+many micro-batches in flight as the first stage, layers and logits as the last. The seconds are
+those of the last stage, which has the most layers, and the time in which it is idle.
 
 With tensor parallelism a rank has H/T query heads, K/T key/value heads and F/T features of each
-layer, a *column* of it. `Plan.column` is a model with these sizes, and is counted as any other; what
-the T ranks exchange is added. With N tokens of all columns:
+layer, a *column* of it. `Plan.column` is a model with these sizes, and is counted as any other.
+What the T ranks exchange is added. With N tokens of all columns:
 
     mode   a layer's forward            its backward              x, h that are kept
     mtp    2 all-reduces (N, C)         the same                  N tokens
@@ -33,9 +33,9 @@ the T ranks exchange is added. With N tokens of all columns:
     fsp    as msp                       the same, and 2           N/T
                                         all-gathers more
 
-Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers (0.1
-% of the shortest steps), the embedding and the last norm, and gathers of weights that the host still
-updates. A pipeline is timed as if a micro-batch ran through all layers of a stage at once.
+Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers
+(0.1 % of the shortest steps), the embedding and the last norm, and gathers of weights that the host
+still updates. A pipeline is timed as if a micro-batch ran through all layers of a stage at once.
 
 If you change model.Block, its matrices and what it saves are counted as they are. Its element-wise
 kernels are rows of the tables above `layer_tensors`: add yours there.
@@ -43,8 +43,8 @@ kernels are rows of the tables above `layer_tensors`: add yours there.
 Legend: N tokens that a rank has at once (of all columns), L layers, M micro-batches per step, C
 width, H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; e bytes
 per element; p, g, os sharding factors; a mesh is (GPUs in a node, nodes) of a group of ranks; P
-stages of a pipeline, V parts of the model on one stage (`pp_chunks`); n layers of which a rank keeps
-activations, k resident layers, m layers per group, of which one keeps x, X layers that drop o.
+stages of a pipeline, V parts of the model on one stage (`pp_chunks`). What layers keep: n layers, k
+resident layers, m layers per group, of which one keeps x, X layers that drop o.
 """
 
 import functools
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes of an element of kept gradients. Sums of several micro-batches are wide."""
+        """Return the bytes of an element of kept gradients. Sums of micro-batches are wide."""
         return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
 
     @property
@@ -248,8 +248,8 @@ class Plan:
 
     @functools.cached_property
     def collectives(self):
-        """Return the collectives of model states, as the table in shard.py's docstring has them. Each
-        is a row
+        """Return the collectives of model states, as the table in shard.py's docstring has them.
+        Each is a row
 
             stream, operation, ranks, inner, in earlier micro-batches, in the last micro-batch
 
@@ -282,8 +282,8 @@ class Plan:
         return float(sum(self.seconds.values()))  # some of them are numpy's
 
     def rates(self, seconds: float, peak: float | None, seen: float | None = None) -> dict:
-        """Return the rates of a step that takes so many seconds: tokens per GPU and second (TGS), and
-        MFU, which is None if the GPU's peak FLOP/s are unknown. seen: see flops_per_token."""
+        """Return the rates of a step that takes so many seconds: tokens per GPU and second (TGS),
+        and MFU, which is None if the GPU's peak FLOP/s are unknown. seen: see flops_per_token."""
         tgs = self.batch * self.seq / seconds / self.ranks
         causal, full = (
             peak and flops * tgs / peak for flops in flops_per_token(self.model, self.seq, seen)
@@ -771,7 +771,7 @@ def overlap(compute, other, slow):
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer for a micro-batch, if no communication of model states runs meanwhile."""
+    """Seconds of one layer for a micro-batch, without any communication of model states."""
 
     forward: float
     backward: float
@@ -782,13 +782,13 @@ class LayerSeconds:
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
 
 
-# The element-wise kernels of model.Block, as ops.py has them. Tensors are named by layer_tensors; n1
+# The element-wise kernels of model.Block, as ops.py has them. layer_tensors names the tensors: n1
 # and n2 are the norms of x and h, o_out and a_down are results of the matrices out and down.
 #
 # Sums of the residual stream are counted as if they were fused with the norm next to them. PyTorch
-# runs each in a pass of its own, which moves up to 5 C elements more per token. The profile's `memory`
-# is the rate at which this count takes as long as a measured layer (measure.py), so the time of these
-# passes is in it. Counting them as well made predictions of measured steps no better.
+# runs each in a pass of its own, which moves up to 5 C elements more per token. The profile's
+# `memory` is the rate at which this count takes as long as a measured layer (measure.py), so the
+# time of these passes is in it. Counting them as well made predictions of measured steps no better.
 
 PRE = [
     elementwise("norm", "x", "n1"),
@@ -820,11 +820,12 @@ def layer_tensors(plan: Plan) -> dict[str, float]:
     """Return the bytes of a layer's tensors, of all tokens, by their names in the tables above."""
     cfg, n = plan.column, plan.tokens
     q, kv = plan.widths
-    # in fsp norms, and sums beside them, are of a column's tokens; in msp counted of all tokens
-    own = normed = plan.own_tokens if plan.tp_mode == "fsp" else n
+    # in fsp a column works on its own tokens between products. In msp, too, but its norms see all
+    # tokens, and the sums next to them are counted likewise
+    own = plan.own_tokens if plan.tp_mode == "fsp" else n
     table = (
         ("x h y o_out a_down dx dh dy", own, cfg.dim),
-        ("n1 n2 dn1 dn2", normed, cfg.dim),
+        ("n1 n2 dn1 dn2", own, cfg.dim),
         ("q o do dq", n, q),
         ("kv dkv", n, kv),  # k and v
         ("qkv dqkv", n, q + kv),
@@ -895,8 +896,8 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     post = sum(later) + moved.post + columns
     final = last + moved.backward_down
     rest = sum(earlier) + moved.backward_rest
-    # a recomputed block.post runs neither the last product nor the exchange that joins it. (Nor does
-    # it run SwiGLU, which we count: predictions of measured steps are better with it)
+    # a recomputed block.post runs neither the last product nor the exchange that joins it. (Nor
+    # does it run SwiGLU, which we count: predictions of measured steps are better with it)
     post_again = sum(later[:-1]) + moved.post + columns / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
@@ -1105,9 +1106,9 @@ def exposed(est, plan, compute, traffic, final=math.inf):
         else:
             inside += seconds
 
-    # backward of whole layers gathers weights one matrix ahead, and a gather waits for gradients that
-    # were launched before it. So these gradients and half of the weights have only the last matrix of
-    # a layer to hide under
+    # backward of whole layers gathers weights one matrix ahead, and a gather waits for gradients
+    # that were launched before it. So these gradients and half of the weights have only the last
+    # matrix of a layer to hide under
     slow_compute, slow_other = slow = est.profile.overlap["collectives"]
     hides_inside = hides_across = compute
     weights = traffic["param_gather"]
@@ -1184,8 +1185,8 @@ def traffic_seconds(est, plan, forward, backward, final):
     return total
 
 
-# What a rank does to gradients for itself (shard.States). `whole` is a matrix' gradient before it is
-# reduced, `kept` the part that the rank keeps, `sent` a copy of that part as it travels.
+# What a rank does to gradients for itself (shard.States). `whole` is a matrix' gradient before it
+# is reduced, `kept` the part that the rank keeps, `sent` a copy of that part as it travels.
 
 ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
 CAST_CHUNKS = [
