@@ -1,43 +1,58 @@
-"""What does a plan cost? Bytes and seconds of a step on one rank, from the profile of a machine.
+"""Count what a plan costs: the bytes of a rank, and the seconds of a step, for a machine's profile.
 
-Bytes are named terms: states, their buffers and what layers keep, as shard.py and offload.py
-allocate them, and of what works beside them the largest of three upper terms (`working_bytes`).
-Seconds come in three stages,
+Bytes are named terms. Model states, their buffers, and what layers keep last from one moment to the
+next, and are counted as shard.py and offload.py allocate them. Beside them a step needs working
+memory: `working_moments` lists the tensors that are alive at three moments, of which the largest
+counts. For example, in the loss of 1b (V = 32000) with 4096 tokens in bf16:
+
+    logits and their gradient            2 x (4096, 32000) float32
+    gradient of the head                     (32000, 2048) float32
+    the last layer's output, its norm,       (4096, 3 x 2048) bf16
+    the norm's gradient
+
+Seconds come in three stages, and no number is fitted to whole steps:
 
     operations   FLOPs / rate(shape), bytes / bandwidth(operation, bytes, mesh): Estimator
-    layers       products, attention with its all-to-alls, element-wise parts: layer_seconds
-    step         each pass with the communication that runs beside it (`beside`): what is longer
-                 counts, and neither hides the other for free: step_seconds
+    layers       matrix products, attention with its all-to-alls, and element-wise kernels, each
+                 with the tensors that it reads and writes: layer_seconds
+    step         each pass with the communication that overlaps with it: the longer of the two
+                 counts, and each slows down the other: step_seconds
 
-and no number is fitted to whole steps: they follow from a Profile (hardware.py).
+In a pipeline the stages differ. We count the bytes of a stage that has the most of everything: as
+many micro-batches in flight as the first stage, layers and logits as the last. The seconds are
+those of the last stage, which has the most layers, and the time in which it is idle.
 
-For a pipeline we count the bytes of a stage that has the most of everything (micro-batches in
-flight as the first, layers and logits as the last), and the seconds of the last one, which has most
-layers, plus the time it idles. Of T columns of a layer (tensor modes) one has H/T, K/T heads and
-F/T: `Plan.column`, which is counted and timed as any other model; what the columns exchange is
-added. With e bytes an element and N tokens of all columns
+With tensor parallelism a rank has H/T query heads, K/T key/value heads and F/T features of each
+layer, a *column* of it. `Plan.column` is a model with these sizes, and is counted as any other.
+What the T ranks exchange is added. With N tokens of all columns:
 
-    mode   a layer's forward            its backward             x, h that are kept
-    mtp    2 all-reduces (N, C)         the same                 N tokens
-    msp    2 all-gathers of N, 2        the same                 N
-           reduce-scatters
-    fsp    as msp                       and 2 all-gathers more   N/T
+    mode   a layer's forward            its backward              x, h that are kept
+    mtp    2 all-reduces (N, C)         the same                  N tokens
+    msp    2 all-gathers and 2          the same                  N
+           reduce-scatters (N, C)
+    fsp    as msp                       the same, and 2           N/T
+                                        all-gathers more
 
-Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers (0.1
-% of the shortest steps), and gathers of weights that the host still updates. If you change
-model.Block, only its matrices are counted; its element-wise kernels are assumed to be ours. A
-pipeline's parts are timed as if a micro-batch ran through all of a stage's layers at once.
+Left out: ranks that wait for a slower one, the first step's compilation, sums of a few numbers
+(0.1 % of the shortest steps), the embedding and the last norm, and gathers of weights that the host
+still updates. A pipeline is timed as if a micro-batch ran through all layers of a stage at once.
 
-Legend: N tokens on a rank at once (of all its columns), L layers, M micro-batches a step, C width,
-H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; p, g, os shards;
-mesh (GPUs in a node, nodes) of a group of ranks; of pipelines P stages, V parts of the model on
-one; of what layers keep n layers, k resident layers, m layers of which one keeps x, X without o.
+If you change model.Block, its matrices and what it saves are counted as they are. Its element-wise
+kernels are rows of the tables above `layer_tensors`: add yours there.
+
+Legend: N tokens that a rank has at once (of all columns), L layers, M micro-batches per step, C
+width, H query heads, K key/value heads, D head width, F feed-forward width, V vocabulary; e bytes
+per element; p, g, os sharding factors; a mesh is (GPUs in a node, nodes) of a group of ranks; P
+stages of a pipeline, V parts of the model on one stage (`pp_chunks`). What layers keep: n layers, k
+resident layers, m layers per group, of which one keeps x, X layers that drop o.
 """
 
 import functools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,37 +70,37 @@ from shard import STREAMS, Factors
 
 @dataclass(frozen=True)
 class Plan:
-    """What is chosen, and what it costs."""
+    """The choices that make a plan, and what it costs."""
 
     model: ModelConfig
     dtype: torch.dtype
     ranks: int
-    per_node: int  # of them
+    per_node: int  # ranks of a node
     seq: int  # tokens of a sequence
-    sp: int = 1  # ranks that share one
-    ring: int = 1  # of them, by context: each has a part of the tokens; the others share heads
-    batch: int = 1  # sequences a step
+    sp: int = 1  # ranks that share a sequence
+    ring: int = 1  # ranks around which k and v travel; the other factor of sp shares heads
+    batch: int = 1  # sequences per step, of all ranks
     micro_batch: int = 1  # sequences that sp ranks run at once
     head_groups: int = 1
-    recompute: str = "none"  # auto: layers run in chunks; none: whole
-    chunk: int = 0  # tokens, the most that a layer runs at once
+    recompute: str = "none"  # auto: layers run in chunks of tokens; none: layers run whole
+    chunk: int = 0  # the most tokens that a layer runs at once
     factors: Factors = Factors()
     os_layout: str = "intra"
-    os_place: str = "gpu"  # or host: where optimizer states lie
-    optimizer: str = "adamw"  # of matrices: a row of optim.OPTIMIZERS
+    os_place: str = "gpu"  # where optimizer states lie: gpu, or host
+    optimizer: str = "adamw"  # a row of optim.OPTIMIZERS, for matrices
     overlap: tuple[str, ...] = STREAMS
-    activations: ActivationPlan | None = None  # of layers in chunks
-    memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by what they are for
-    host: dict[str, float] = field(default_factory=dict)  # bytes of a rank there, likewise
+    activations: ActivationPlan | None = None  # None: layers keep everything
+    memory: dict[str, float] = field(default_factory=dict)  # bytes of a GPU, by purpose
+    host: dict[str, float] = field(default_factory=dict)  # bytes of host memory per rank
     seconds: dict[str, float] | None = None  # of a step, by what takes them
     tp: int = 1  # ranks that share a layer's matrices
     tp_mode: str = "msp"
     pp: int = 1  # stages of a pipeline
-    pp_chunks: int = 1  # V: parts of the model on a stage
+    pp_chunks: int = 1  # V, parts of the model on a stage
 
     @functools.cached_property
     def column(self) -> ModelConfig:
-        """Return the model whose layers are one column of the model's."""
+        """Return a model whose layers have the sizes of one column."""
         cfg, tp = self.model, self.tp
         return replace(
             cfg,
@@ -96,39 +111,44 @@ class Plan:
 
     @property
     def matrices(self):
-        """Return (rows, cols) of a column's block, in the order of use."""
+        """Return (rows, cols) of each matrix of a column's layer, in the order of use."""
         return block_matrices(llama.Block, self.column)
 
     @property
     def widths(self):
-        """Return the columns of q or o, and of k and v together."""
+        """Return how many columns q has (o has as many), and how many k and v have together."""
         cfg = self.column
         return cfg.heads * cfg.head_dim, 2 * cfg.kv_heads * cfg.head_dim
 
     @property
     def end(self):
-        """Return (rows, cols) of the embedding, and of the head."""
+        """Return (rows, cols) of the embedding; the head has the same."""
         return self.model.vocab, self.model.dim
 
     @property
     def ends(self) -> int:
-        """Return how many of them a stage has."""
+        """Return how many of embedding and head a stage has."""
         return 2 if self.pp == 1 else 1
 
     @functools.cached_property
     def params(self) -> int:
-        """Return the parameters of a rank before they are sharded, but for vectors."""
+        """Return how many parameters a rank has before they are sharded. Vectors do not count."""
         layers = self.stage_layers * sum(map(math.prod, self.matrices))
         return layers + self.ends * math.prod(self.end)
 
     @property
+    def accum_dtype(self) -> torch.dtype:
+        """Return the dtype in which sums are kept: float32, or wider."""
+        return accumulation_dtype(self.dtype)
+
+    @property
     def accum_bytes(self) -> int:
-        """Return the bytes of an element where sums are kept: in float32, or wider."""
-        return accumulation_dtype(self.dtype).itemsize
+        """Return the bytes of an element of accum_dtype."""
+        return self.accum_dtype.itemsize
 
     @property
     def grad_bytes(self) -> int:
-        """Return the bytes of a gradient's element where it is kept: sums of several are wide."""
+        """Return the bytes of an element of kept gradients. Sums of micro-batches are wide."""
         return self.accum_bytes if self.micro_batches > 1 else self.dtype.itemsize
 
     @property
@@ -138,92 +158,108 @@ class Plan:
 
     @property
     def part_layers(self) -> int:
-        """Return the most layers of a part of the model."""
-        return -(-self.model.layers // (self.pp * self.pp_chunks))
+        """Return the layers of the largest part of the model."""
+        return ceil_div(self.model.layers, self.pp * self.pp_chunks)
 
     @property
     def stage_layers(self) -> int:
-        """Return the most layers of a stage."""
+        """Return the layers of the largest stage."""
         return self.pp_chunks * self.part_layers
 
     @property
     def tokens(self) -> int:
-        """Return N."""
+        """Return N, the tokens of a micro-batch on a rank."""
         return self.micro_batch * self.seq // self.sp
 
     @property
     def own_tokens(self) -> int:
-        """Return the tokens that a column has alone between products."""
+        """Return how many tokens a column has between products."""
         return self.tokens // (self.tp if self.splits_tokens else 1)
 
     @property
     def splits_tokens(self) -> bool:
-        """Whether columns have parts of the tokens between products."""
+        """Whether each column has only a part of the tokens between products."""
         return self.tp > 1 and self.tp_mode != "mtp"
 
     @property
     def chunks(self) -> int:
-        """Return in how many parts of its tokens a layer runs."""
-        return -(-self.tokens // self.chunk) if self.recompute == "auto" else 1
+        """Return in how many chunks of tokens a layer runs."""
+        return ceil_div(self.tokens, self.chunk) if self.recompute == "auto" else 1
 
     @property
     def state_ranks(self) -> int:
-        """Return R, the ranks over which states of a stage and a column are sharded."""
+        """Return R, the ranks that have the same stage and column, and share their model states."""
         return self.ranks // (self.tp * self.pp)
 
     @property
     def in_node(self) -> int:
-        """Return how many of these a node has."""
+        """Return how many of the state_ranks are in one node."""
         return min(self.per_node, self.ranks // self.pp) // self.tp
 
     def mesh(self, ranks, inner=1):
-        """Return (GPUs in a node, nodes) of every inner-th of `ranks` neighbours of these."""
+        """Return (GPUs in a node, nodes) of a group: every inner-th of `ranks` neighbours among the
+        state_ranks."""
         node = self.in_node
-        return (min(ranks, node) // min(inner, node), -(-ranks // node) // -(-inner // node))
+        gpus = min(ranks, node) // min(inner, node)
+        nodes = ceil_div(ranks, node) // ceil_div(inner, node)
+        return gpus, nodes
 
     @property
     def dp(self) -> int:
-        """Return how many sequences, or parts of so many, are under way on all ranks."""
+        """Return how many groups of sp ranks there are, each with its own sequences."""
         return self.state_ranks // self.sp
 
     @property
     def head_ranks(self) -> int:
-        """Return U, the ranks that share the heads of the same tokens."""
+        """Return U, the ranks that share the heads of a sequence by all-to-all."""
         return self.sp // self.ring
 
     @property
     def kv_groups(self) -> int:
-        """Return how many head groups have key/value heads of their own; others share one, which
-        goes around a ring with each of them."""
+        """Return how many different sets of key/value heads the head groups have. Where there are
+        more groups, several of them share a key/value head."""
         return min(self.head_groups, max(1, self.column.kv_heads // self.head_ranks))
 
     @property
+    def sum_dtype(self) -> torch.dtype:
+        """Return the dtype of dk and dv on their way around a ring."""
+        return self.dtype if self.ring == 2 else self.accum_dtype
+
+    @property
     def sum_bytes(self) -> int:
-        """Return the bytes of an element of dk, dv on its way around a ring."""
-        return self.dtype.itemsize if self.ring == 2 else self.accum_bytes
+        """Return the bytes of an element of sum_dtype."""
+        return self.sum_dtype.itemsize
 
     @property
     def micro_batches(self) -> int:
-        """Return M."""
+        """Return M, the micro-batches per step."""
         return self.batch // self.dp // self.micro_batch
 
     @property
     def in_flight(self) -> int:
-        """Return how many layers' activations wait for their backward on a stage, at the most."""
+        """Return the most layers of a stage, over all micro-batches, that wait for their backward:
+        of the first stage, in Megatron's order of passes."""
         v = self.pp_chunks
-        passes = self.pp if v == 1 else self.pp * (v + 1) - 1
+        if v == 1:
+            passes = self.pp
+        else:
+            passes = self.pp * (v - 1) + 2 * (self.pp - 1) + 1
         return min(passes, v * self.micro_batches) * self.part_layers
 
     @functools.cached_property
     def collectives(self):
-        """Return the table in shard.py's docstring, a row a collective: its stream and operation,
-        among every inner-th of so many neighbours, which hold an inner-th part of each matrix, and
-        inner; whether micro-batches before the last run it, and whether the last does."""
+        """Return the collectives of model states, as the table in shard.py's docstring has them.
+        Each is a row
+
+            stream, operation, ranks, inner, in earlier micro-batches, in the last micro-batch
+
+        Its group is every inner-th of `ranks` neighbours, each of which has 1/inner of each matrix.
+        """
         p, g, os = astuple(self.factors)
-        apart = g > p  # a rank keeps its owned part of gradients alone
+        apart = g > p  # a rank keeps the gradients that it updates, and no others
         intra = self.os_layout == "intra"
         sums = "grad_scatter" if apart else "grad_reduce"
-        # of layout inter the last sum over all replicas takes the place of that inside
+        # in layout inter the last micro-batch has one sum over all replicas, and none inside os
         last, inner = ("grad_reduce", os) if intra else (sums, p)
         return (
             ("param_gather", "all_gather", p, 1, True, True),
@@ -243,11 +279,11 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        return float(sum(self.seconds.values()))  # numpy's are among them
+        return float(sum(self.seconds.values()))  # some of them are numpy's
 
     def rates(self, seconds: float, peak: float | None, seen: float | None = None) -> dict:
-        """Return what a step that takes so many seconds does: tokens a GPU and second (TGS), and
-        MFU, None of a GPU whose FLOP/s are not known. seen: flops_per_token's."""
+        """Return the rates of a step that takes so many seconds: tokens per GPU and second (TGS),
+        and MFU, which is None if the GPU's peak FLOP/s are unknown. seen: see flops_per_token."""
         tgs = self.batch * self.seq / seconds / self.ranks
         causal, full = (
             peak and flops * tgs / peak for flops in flops_per_token(self.model, self.seq, seen)
@@ -256,15 +292,59 @@ class Plan:
 
     @property
     def token_s(self) -> float:
-        """Return seconds a token of a rank: plans of other batches compare by it."""
+        """Return the seconds per token of one rank. It compares plans of different batches."""
         return self.step_s * self.ranks / (self.batch * self.seq)
+
+
+def ceil_div(a, b):
+    """Return a / b, rounded up."""
+    return -(-a // b)
 
 
 @functools.cache
 def block_matrices(block_class, cfg):
-    """Return (rows, cols) of a block's matrices in the order of use."""
+    """Return (rows, cols) of a block's matrices, in the order of use."""
     with torch.device("meta"):
         return tuple(matrix.shape for matrix in matrices_of(block_class(cfg)))
+
+
+# ---------------------------------------------------------------------------- tables of tensors
+
+
+class TensorSize(NamedTuple):
+    """One row of a table of tensors: `copies` tensors (rows, columns) of a dtype."""
+
+    name: str
+    rows: float
+    columns: float
+    dtype: torch.dtype
+    copies: float = 1
+
+    @property
+    def nbytes(self) -> float:
+        return self.copies * self.rows * self.columns * self.dtype.itemsize
+
+
+def total_bytes(tensors: Iterable[TensorSize]) -> float:
+    return sum(t.nbytes for t in tensors)
+
+
+class ElementwiseKernel(NamedTuple):
+    """A kernel that reads and writes each element of its tensors once. Tensors go by name."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+def elementwise(name: str, reads: str, writes: str) -> ElementwiseKernel:
+    """Return a row of a table of kernels. reads, writes: names of tensors, with spaces between."""
+    return ElementwiseKernel(name, tuple(reads.split()), tuple(writes.split()))
+
+
+def moved_bytes(kernels: Iterable[ElementwiseKernel], nbytes: dict[str, float]) -> float:
+    """Return the bytes that kernels read and write. nbytes: the bytes of each tensor."""
+    return sum(nbytes[name] for row in kernels for name in row.reads + row.writes)
 
 
 # ---------------------------------------------------------------------------- bytes of layers
@@ -273,58 +353,105 @@ LayerBytes = tuple[float, float, float]  # of x, of o and its log-sum-exp, of al
 
 
 def column_bytes(plan: Plan) -> LayerBytes:
-    """Return S_input, S_attn and S_others of a micro-batch on one rank (Memo, section 4.1): x; o
-    and the log-sum-exp; what model.Block saves beside them, as it really does: q, k, v, h, gate|up
-    and 1 / rms of x and h. In fsp x and h are of own tokens (1 / rms, too: 8 bytes, counted of
-    all).
+    """Return what a layer keeps of a micro-batch on one rank, in bytes: S_input, S_attn and
+    S_others of Memo's section 4.1.
 
-    With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements a token, the log-sum-exp and two
-    numbers (Memo's 16 C less norm(x), norm(h) and SwiGLU, which are computed again)."""
+        S_input     x
+        S_attn      o and its log-sum-exp
+        S_others    what else model.Block saves (offload.block_saves tells): q, k, v, h,
+                    gate|up, and 1 / rms of x and of h
+
+    In fsp a rank keeps x and h of its own tokens only. (So it does 1 / rms, whose 8 bytes per token
+    are counted for all tokens.)
+
+    With H = K and F = 8/3 C a layer so keeps 11 1/3 C elements per token, the log-sum-exp and two
+    numbers. That is Memo's 16 C without norm(x), norm(h) and SwiGLU, which are computed again.
+    """
     cfg, e, tokens = plan.column, plan.dtype.itemsize, plan.tokens
     q, kv = plan.widths
-    x = tokens * cfg.dim * e
     pre, post, *_ = block_saves(cfg, tokens, plan.dtype)
-    others = tokens * (q + kv) * e + sum(t.nbytes for t in pre + post)
-    elsewhere = x - x / plan.tp if plan.tp_mode == "fsp" else 0
+
+    x = tokens * cfg.dim * e
     attn = tokens * (q * e + cfg.heads * plan.accum_bytes)
-    return x - elsewhere, attn, others - elsewhere
+    others = tokens * (q + kv) * e + sum(t.nbytes for t in pre + post)
+
+    if plan.tp_mode == "fsp":
+        on_other_ranks = x - x / plan.tp  # of x, and as many of h
+        return x - on_other_ranks, attn, others - on_other_ranks
+    return x, attn, others
 
 
 def parts_on_host(plan):
-    """Return of how many layers x, and o, leave for the host. Fields may be arrays (an entry a
-    plan), here and below."""
-    away = plan.swapped_layers
-    outputs = np.maximum(0, away - plan.layers_recomputing_attention)
-    return away // plan.stride, outputs  # groups leave as wholes
+    """Return how many layers send their x to the host, and how many their o.
+
+    The fields of an ActivationPlan may be arrays with one entry per plan, here and in the next
+    functions: the planner compares all plans at once.
+    """
+    swapped = plan.swapped_layers
+    inputs = swapped // plan.stride  # whole groups are swapped, each with the x of its first layer
+    outputs = np.maximum(0, swapped - plan.layers_recomputing_attention)
+    return inputs, outputs
 
 
 def resident_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
-    """Return the most bytes of a rank that hold what layers keep: in resident layers, in two
-    rounding buffers, and what backward makes again of a group of layers. layer: column_bytes."""
+    """Return the most GPU bytes that hold what layers keep: the resident layers' tensors, what
+    backward recomputes for a group of layers, and the two rounding buffers. layer: column_bytes.
+
+    In forward the GPU holds x and o of the two layers that are on their way to the host. In
+    backward the need depends on the group of layers that backward has reached (group_bytes), and
+    four groups are enough to find the largest. Compare the groups of m layers from the first to the
+    last. What the resident layers up to a group keep only grows. What is recomputed is m - 1 inputs
+    in each group, and as many outputs as the group has layers that drop o. So there are three kinds
+    of groups:
+
+        all layers drop o       m outputs are recomputed: the last such group needs most
+        some layers drop o      there is one such group at most
+        no layer drops o        no output is recomputed: the last group needs most
+
+    `last_dropping` is the last group in which a layer drops o, so the first two kinds are covered
+    by it and the group before it. Of the third kind the very last group may have fewer than m
+    layers, so that it recomputes less: the last whole group is compared, too.
+    """
     x, attn, others = layer
     n, m = plan.layers, plan.stride
-    away, dropped = plan.swapped_layers, plan.layers_recomputing_attention
-    most = 2 * (away > 0) * (x + attn)  # in forward two are leaving
-    # it is most at the last groups, one of which has fewer layers, and at the last that drop o
-    last_dropping = (dropped - 1) // m
+    swapped, dropping = plan.swapped_layers, plan.layers_recomputing_attention
+
+    most = np.where(swapped > 0, 2 * (x + attn), 0.0)
+    last_dropping = (dropping - 1) // m
     for group in ((n - 1) // m, n // m - 1, last_dropping, last_dropping - 1):
-        first = np.maximum(0, group) * m
-        end = np.minimum(n, first + m)
-        # what resident layers have left, and what is made again
-        inputs = -(-np.maximum(0, end - away) // m) + end - first - 1
-        again = np.clip(dropped - first, 0, end - first)
-        outputs = np.maximum(0, end - np.maximum(away, dropped)) + again
-        kept = (end == n) * plan.kept_chunks * others / plan.chunks
-        most = np.maximum(most, inputs * x + outputs * attn + kept)
+        most = np.maximum(most, group_bytes(plan, layer, np.maximum(0, group)))
+
+    # a rounding buffer has room for the largest group that is swapped. That is the last one: it has
+    # the most layers that keep o
     groups, outputs = parts_on_host(plan)
-    swapped = -(-plan.swapped_chunks // np.maximum(1, away))
-    # of two rounding buffers: a group keeps most if it is the last that leaves
-    largest = x + np.minimum(m, outputs) * attn + swapped * others / plan.chunks
-    return most + 2 * (groups > 0) * largest
+    chunks = ceil_div(plan.swapped_chunks, np.maximum(1, swapped))  # of one layer, rounded up
+    largest = x + np.minimum(m, outputs) * attn + chunks * others / plan.chunks
+    return most + np.where(groups > 0, 2 * largest, 0.0)
+
+
+def group_bytes(plan: ActivationPlan, layer: LayerBytes, group) -> float:
+    """Return the GPU bytes that resident layers, and recomputed tensors, take when backward has
+    reached a group of m layers, whose first one keeps x. What later layers kept is free by then."""
+    x, attn, others = layer
+    n, m = plan.layers, plan.stride
+    swapped, dropping = plan.swapped_layers, plan.layers_recomputing_attention
+    first = group * m
+    end = np.minimum(n, first + m)
+
+    resident_inputs = ceil_div(np.maximum(0, end - swapped), m)
+    recomputed_inputs = end - first - 1
+    resident_outputs = np.maximum(0, end - np.maximum(swapped, dropping))
+    recomputed_outputs = np.clip(dropping - first, 0, end - first)
+
+    inputs = resident_inputs + recomputed_inputs
+    outputs = resident_outputs + recomputed_outputs
+    # backward takes kept chunks from the last layer on, so later groups find all of them
+    kept = np.where(end == n, plan.kept_chunks * others / plan.chunks, 0.0)
+    return inputs * x + outputs * attn + kept
 
 
 def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
-    """Return the bytes of a rank for the host buffers of the layers that are swapped."""
+    """Return the bytes of a rank's host buffers, for the layers that are swapped."""
     x, attn, others = layer
     inputs, outputs = parts_on_host(plan)
     return inputs * x + outputs * attn + plan.swapped_chunks * others / plan.chunks
@@ -334,53 +461,164 @@ def host_bytes(plan: ActivationPlan, layer: LayerBytes) -> float:
 
 
 def sent_bytes(plan: Plan) -> float:
-    """Return the bytes of all-to-all buffers: q, k, v, o and do of two head groups, dq, dk and dv
-    of one (attention.Ulysses). Groups that share a key/value head have one place for it."""
+    """Return the bytes of the buffers in which all-to-alls receive."""
+    return total_bytes(receive_buffers(plan))
+
+
+def receive_buffers(plan: Plan) -> list[TensorSize]:
+    """Return the buffers in which all-to-alls receive (attention.Ulysses). Inputs have a set of
+    buffers for each of two head groups, gradients have one set."""
+    if plan.head_ranks == 1:
+        return []
+    n, dtype = plan.tokens, plan.dtype
     q, kv = plan.widths
-    groups, kv_groups = plan.head_groups, plan.kv_groups
-    columns = (3 * min(2, groups) + 1) * q / groups
-    columns += (min(2, kv_groups) + 1) * kv / kv_groups
-    return (plan.head_ranks > 1) * plan.tokens * columns * plan.dtype.itemsize
+    groups = plan.head_groups
+    kv_groups = plan.kv_groups  # head groups that share k and v share their buffers
+    return [
+        TensorSize("q, o and do of two head groups", n, 3 * q / groups, dtype, min(2, groups)),
+        TensorSize("dq of a head group", n, q / groups, dtype),
+        TensorSize("k and v of two head groups", n, kv / kv_groups, dtype, min(2, kv_groups)),
+        TensorSize("dk and dv of a head group", n, kv / kv_groups, dtype),
+    ]
 
 
 def working_bytes(plan):
-    """Return the bytes that a step needs at most beside all that lasts: in attention's backward, in
-    a chunk's products, or in head and loss."""
-    cfg, groups, e = plan.column, plan.head_groups, plan.dtype.itemsize
-    wide = plan.accum_bytes / e
-    x, (q, kv) = cfg.dim, plan.widths  # in columns of N tokens, as all but logits and loss
-    products = 4 * cfg.ffn / plan.chunks  # of down da, a and dgate|up
-    grads = q + kv
-    held = 2 * x + q
+    """Return the bytes that a step needs in addition to all that lasts, at its largest moment."""
+    return max(map(total_bytes, working_moments(plan).values()))
+
+
+def working_moments(plan) -> dict[str, list[TensorSize]]:
+    """Return the three moments of a step that may need most memory, each with the tensors that are
+    alive then. What lasts is not among them: states, gathered weights, what layers keep."""
+    cfg = plan.column
+    passes = plan.in_flight / plan.part_layers
+    angles = TensorSize("cos and sin", plan.tokens, cfg.head_dim, plan.accum_dtype, passes)
+    backward = [angles, *layer_backward_tensors(plan)]
+    received = receive_buffers(plan)
+    return {
+        "attention's backward": backward + attention_backward_tensors(plan),
+        "backward of a chunk's products": backward + received + product_backward_tensors(plan),
+        "head and loss": [angles, *received, *loss_tensors(plan)],
+    }
+
+
+def recomputes_chunks(plan) -> bool:
+    """Whether the last layer recomputes some of its chunks in backward. (Earlier layers keep no
+    more of them.)"""
     kept = plan.activations
-    if kept:
-        again = kept.kept_chunks < kept.chunks  # gate|up, q, k, v, unless the last layer's stay
-        products *= 1 + again / 2
-        held += again * grads * (1 + cfg.qk_norm)
-        if kept.chunks > 1 and plan.head_ranks * groups > 1:  # in the places of q, k, v
-            grads = 0.0
-    # of a head group q, k, v, o, do and gradients; of two what is sent and received
-    several = 2 * min(2, groups) if plan.head_ranks > 1 else groups > 1
-    buffers = several * (4 * q + 2 * kv) / groups
-    # the kernel's sums in float32: of q, with fewer key/value heads of k and v, and two of rows;
-    # those of one head group are still there as the next one begins
-    sums = wide * (q + kv * (cfg.heads > cfg.kv_heads) + 2 * cfg.heads) / groups
-    first = (plan.head_ranks > 1) * (3 * q + kv) / groups
+    return kept is not None and kept.kept_chunks < kept.chunks
+
+
+def layer_backward_tensors(plan) -> list[TensorSize]:
+    """Return what is alive throughout a layer's backward, apart from what the layer kept."""
+    cfg, n, dtype = plan.column, plan.tokens, plan.dtype
+    q, kv = plan.widths
+    tensors = [
+        TensorSize("dy, of the layer's output", n, cfg.dim, dtype),
+        TensorSize("dx, as far as it comes from block.post", n, cfg.dim, dtype),
+        TensorSize("do, of attention's output", n, q, dtype),
+    ]
+    if recomputes_chunks(plan):
+        tensors.append(TensorSize("q, k and v, recomputed", n, q + kv, dtype))
+        if cfg.qk_norm:  # their gradients need what the norms have read
+            tensors.append(TensorSize("q and k before their norms", n, q + kv / 2, dtype))
+    return tensors
+
+
+def attention_backward_tensors(plan) -> list[TensorSize]:
+    """Return what attention's backward allocates in addition to layer_backward_tensors. It runs one
+    head group after the other."""
+    cfg, n, dtype, wide = plan.column, plan.tokens, plan.dtype, plan.accum_dtype
+    q, kv = plan.widths
+    groups, kept = plan.head_groups, plan.activations
+    one_call = plan.head_ranks * groups == 1  # the kernel sees all heads of these tokens at once
+    tensors = []
+
+    # in chunks, head groups bring their gradients back to the memory of q, k and v
+    in_place = kept is not None and kept.chunks > 1 and not one_call
+    if not in_place:
+        tensors.append(TensorSize("dq, dk and dv", n, q + kv, dtype))
+
+    # a head group's inputs and gradients, where they are not views of whole tensors. With
+    # all-to-alls we count them for two groups, as sent and as received. That is an upper bound: the
+    # memory that GPUs needed was within 1 % of it
+    copies = 2 * min(2, groups) if plan.head_ranks > 1 else 1
+    if not one_call:
+        tensors += [
+            TensorSize("q, o, do, dq of a head group", n, 4 * q / groups, dtype, copies),
+            TensorSize("k, v, dk, dv of a head group", n, 2 * kv / groups, dtype, copies),
+        ]
+
+    # the kernel's own sums. Those of one group are still there when the next one begins
+    copies = min(2, groups)
+    tensors += [
+        TensorSize("the kernel's dq", n, q / groups, wide, copies),
+        TensorSize("the kernel's two numbers per row", n, 2 * cfg.heads / groups, wide, copies),
+    ]
+    if cfg.heads > cfg.kv_heads:  # several query heads add to the same dk and dv
+        tensors.append(TensorSize("the kernel's dk and dv", n, kv / groups, wide, copies))
+
     if plan.ring > 1:
-        # k, v and sums of this step and the next; dq
-        turning = 3 * plan.sum_bytes / e + 1 + 2 * (groups > 1)
-        buffers += (turning * kv + 3 * q) / groups
-        first += 2 * kv / groups
-    if plan.tp > 1:  # dy, dx, inputs of all tokens, and copies for a sum
-        products += 3 * x + 2 * x / plan.chunks
-    logits = 2 * min(LOSS_ELEMENTS, plan.own_tokens * cfg.vocab) + cfg.vocab * x
-    loss = plan.accum_bytes * logits + 3 * plan.own_tokens * e * x
-    column = plan.tokens * e
-    angles = plan.in_flight / plan.part_layers * wide * cfg.head_dim  # of each pass
-    return column * angles + max(
-        column * (held + grads + buffers + min(2, groups) * sums),
-        sent_bytes(plan) + max(column * (held + first + products), loss),
-    )
+        tensors += ring_backward_tensors(plan)
+    return tensors
+
+
+def ring_backward_tensors(plan) -> list[TensorSize]:
+    """Return what a ring has in attention's backward (attention.Ring.attend_backward)."""
+    n, dtype = plan.tokens, plan.dtype
+    q, kv = plan.widths
+    q, kv = q / plan.head_groups, kv / plan.head_groups  # of a head group
+    steps = min(2, plan.ring - 1)  # a step's k and v are here while the next step's arrive
+    tensors = [
+        TensorSize("k and v of other ranks", n, kv, dtype, steps),
+        TensorSize("sums of dk and dv, received and sent", n, kv, plan.sum_dtype, 2),
+        TensorSize("sum of dq", n, q, plan.accum_dtype),
+        TensorSize("dq, dk and dv of the step before", n, q + kv, dtype),
+    ]
+    if plan.head_groups > 1:
+        tensors.append(TensorSize("k and v of the next group, sent and received", n, kv, dtype, 2))
+    return tensors
+
+
+def product_backward_tensors(plan) -> list[TensorSize]:
+    """Return what the backward of a chunk's largest products, of down, allocates beside
+    layer_backward_tensors, while the first head group's inputs travel."""
+    cfg, n, dtype = plan.column, plan.tokens, plan.dtype
+    q, kv = plan.widths
+    groups = plan.head_groups
+    rows = n / plan.chunks
+    tensors = [
+        TensorSize("a = SwiGLU(gate|up), and da", rows, cfg.ffn, dtype, 2),
+        TensorSize("gradient of gate|up", rows, 2 * cfg.ffn, dtype),
+    ]
+    if recomputes_chunks(plan):
+        tensors.append(TensorSize("gate|up, recomputed", rows, 2 * cfg.ffn, dtype))
+    if plan.head_ranks > 1:
+        tensors.append(
+            TensorSize("q, k, v, o, do of a head group, sent", n, (3 * q + kv) / groups, dtype)
+        )
+    if plan.ring > 1:
+        tensors.append(TensorSize("k and v, sent and received", n, kv / groups, dtype, 2))
+    if plan.tp > 1:
+        tensors += [
+            TensorSize("dy, dx and x of all columns' tokens", n, cfg.dim, dtype, 3),
+            TensorSize("summands, and their sum", rows, cfg.dim, dtype, 2),
+        ]
+    return tensors
+
+
+def loss_tensors(plan) -> list[TensorSize]:
+    """Return what head and loss allocate (ops._HeadLoss): logits of a chunk of tokens only."""
+    n, wide = plan.own_tokens, plan.accum_dtype
+    vocab, dim = plan.end
+    rows = min(LOSS_ELEMENTS / vocab, n)
+    return [
+        TensorSize("logits and their gradient", rows, vocab, wide, 2),
+        TensorSize("gradient of the head", vocab, dim, wide),
+        TensorSize(
+            "the last layer's output, its norm, the norm's gradient", n, 3 * dim, plan.dtype
+        ),
+    ]
 
 
 def largest_matrix(plan):
@@ -388,68 +626,97 @@ def largest_matrix(plan):
 
 
 def imbalance(plan):
-    """Return the largest share of whole matrices among their owners over the mean (layout inter):
-    nearly as much for all, or the largest matrix."""
-    owners = (plan.os_layout == "inter") * plan.factors.os / plan.factors.p
+    """Return how much more than the mean the owner of the most holds, where whole matrices have
+    owners (layout inter): nearly the same, or the largest matrix."""
+    if plan.os_layout == "intra":
+        return 1.0
+    owners = plan.factors.os / plan.factors.p
     return max(1.0, largest_matrix(plan) * owners / plan.params)
 
 
 def state_bytes(plan: Plan) -> dict[str, float]:
-    """Return the bytes of states of a rank (AMSP, section IV); gradients of several micro-batches
-    add up in float32."""
-    f, more = plan.factors, imbalance(plan)
+    """Return the bytes of a rank's model states (AMSP, section IV). Gradients of several
+    micro-batches are summed in float32."""
+    f = plan.factors
+    owned = imbalance(plan)
+    gradients = plan.grad_bytes * plan.params / f.g
+    if f.g > f.p:  # a rank keeps the gradients of the matrices that it owns
+        gradients *= owned
     return {
         "parameters": plan.dtype.itemsize * plan.params / f.p,
-        "gradients": plan.grad_bytes * plan.params / f.g * (more if f.g > f.p else 1),
-        "optimizer": plan.moment_bytes * plan.params / f.os * more,
+        "gradients": gradients,
+        "optimizer": plan.moment_bytes * plan.params / f.os * owned,
     }
+
+
+def weight_buffer_bytes(plan: Plan) -> dict[str, float]:
+    """Return the bytes of the buffers for gathered weights and for whole gradients: one each for
+    embedding and head, two for each matrix of a layer (shard.States)."""
+    f, e = plan.factors, plan.dtype.itemsize
+    ends = plan.ends * math.prod(plan.end)
+    layers = 2 * sum(map(math.prod, plan.matrices))
+
+    weights = gradients = 0
+    if f.p > 1:
+        weights = (layers + ends) * e
+
+    # gradients of chunks are summed in float32: where a rank keeps all gradients of several
+    # micro-batches, in these, and else in a buffer
+    sums_chunks = plan.chunks > 1 and plan.micro_batches == 1
+    if f.g > 1:
+        gradients += ends * e
+    if f.g > 1 or sums_chunks:
+        gradients += layers * (plan.accum_bytes if plan.chunks > 1 else e)
+    return {"gathered weights": weights, "whole gradients": gradients}
+
+
+def visit_bytes(plan: Plan) -> float:
+    """Return the bytes of the buffers in which optimizer states of the host visit the GPU."""
+    f = plan.factors
+    elements = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
+    if not OPTIMIZERS[plan.optimizer].whole:
+        elements = min(elements, VISIT_ELEMENTS)
+    return VISIT_BUFFERS * plan.moment_bytes * elements
 
 
 def with_memory(plan: Plan) -> Plan:
     """Return the plan with its bytes counted."""
-    f, e, kept = plan.factors, plan.dtype.itemsize, plan.activations
-    # of embedding and head one each, of a layer's matrices two (shard.States)
-    ends = plan.ends * math.prod(plan.end)
-    layers = 2 * sum(map(math.prod, plan.matrices))
-    # chunks add up in float32, those of several micro-batches where these do
-    adds_up = plan.chunks > 1 and plan.micro_batches == 1
-    wide = plan.accum_bytes if plan.chunks > 1 else e
-    layer = column_bytes(plan)
-    memory = state_bytes(plan) | {
-        "gathered weights": (layers + ends) * e * (f.p > 1),
-        "whole gradients": ends * e * (f.g > 1) + (f.g > 1 or adds_up) * layers * wide,
-        "activations": plan.in_flight * sum(layer),
-        "messages": 4 * message_bytes(plan),  # sent and received, there and back
-        "working": working_bytes(plan),
-    }
+    layer, kept = column_bytes(plan), plan.activations
+    memory = state_bytes(plan) | weight_buffer_bytes(plan)
     host = {}
+
     if kept:
-        times = plan.in_flight / kept.layers
-        memory["activations"] = times * resident_bytes(kept, layer)
-        host["activations"] = times * host_bytes(kept, layer)
+        passes = plan.in_flight / kept.layers
+        memory["activations"] = passes * resident_bytes(kept, layer)
+        host["activations"] = passes * host_bytes(kept, layer)
+    else:
+        memory["activations"] = plan.in_flight * sum(layer)
+
+    memory["messages"] = 4 * message_bytes(plan)  # sent and received, in forward and in backward
+    memory["working"] = working_bytes(plan)
+
     if plan.os_place == "host":
         host["optimizer"] = memory.pop("optimizer")
-        visit = largest_matrix(plan) / (f.p if plan.os_layout == "inter" else f.os)
-        if not OPTIMIZERS[plan.optimizer].whole:
-            visit = min(visit, VISIT_ELEMENTS)
-        memory["visiting states"] = VISIT_BUFFERS * plan.moment_bytes * visit
+        memory["visiting states"] = visit_bytes(plan)
     return replace(plan, memory=memory, host=host)
 
 
 def message_bytes(plan):
-    """Return the bytes of a micro-batch between two stages, if there are several."""
-    return (plan.pp > 1) * plan.own_tokens * plan.model.dim * plan.dtype.itemsize
+    """Return the bytes of a micro-batch that one pipeline stage sends to the next."""
+    if plan.pp == 1:
+        return 0
+    return plan.own_tokens * plan.model.dim * plan.dtype.itemsize
 
 
 # ---------------------------------------------------------------------------- seconds of operations
 
 
 class Estimator:
-    """Seconds of operations on a machine."""
+    """Predicts the seconds of single operations from a machine's profile."""
 
     def __init__(self, profile: Profile):
         self.profile = profile
-        self.held = set()  # what lies outside the profile's points, in words
+        self.held = set()  # what was asked outside the profile's points, in words
         self.products = functools.cache(self.products)
         self.collective = functools.cache(self.collective)
 
@@ -460,14 +727,18 @@ class Estimator:
             flops / interpolate_twice(self.profile.products[kind], tokens, width) for kind in kinds
         )
 
-    def moved(self, plan, columns):
-        """Return seconds of element-wise kernels that read and write tensors (N, columns)."""
-        return plan.tokens * columns * plan.dtype.itemsize / self.profile.memory
+    def moved(self, nbytes):
+        """Return seconds of element-wise kernels that read and write so many bytes."""
+        return nbytes / self.profile.memory
 
     def collective(self, op, size, mesh):
-        """Return seconds of a collective on so many bytes (AMSP, section IV): t = bytes /
-        bandwidth(op, bytes, mesh). Between measured numbers of nodes the bandwidth is interpolated,
-        for GPUs of a node the nearest is taken, and outside it is held."""
+        """Return seconds of a collective on so many bytes: t = bytes / bandwidth(op, bytes, mesh)
+        (AMSP, section IV).
+
+        The profile has tables for some meshes. The one with the nearest number of GPUs per node is
+        taken, and among its numbers of nodes the bandwidth is interpolated. Outside of the measured
+        numbers the bandwidth is that of the nearest one.
+        """
         if mesh == (1, 1) or not size:
             return 0.0
         per_node, nodes = mesh
@@ -482,13 +753,17 @@ class Estimator:
         return size / interpolate(sorted(by_distance[min(by_distance)]), nodes)
 
 
-def beside(compute, other, slow):
-    """Return the seconds of communication that computation does not hide, and those that it takes
-    longer meanwhile. slow: the factors on the seconds of computation and of communication while
-    both run, so that neither is ever hidden for free (Galvatron's two coefficients)."""
+def overlap(compute, other, slow):
+    """Return the seconds of communication that computation does not hide, and the seconds by which
+    computation gets longer.
+
+    slow: two factors, by which computation and communication take longer while both run, so that
+    neither is hidden for free (Galvatron's two coefficients).
+    """
     slow_compute, slow_other = slow
-    hidden = min(other, compute * slow_compute / slow_other)
-    return other - hidden, hidden * slow_other * (1 - 1 / slow_compute)
+    hidden = min(other, compute * slow_compute / slow_other)  # in seconds of communication alone
+    together = hidden * slow_other
+    return other - hidden, together * (1 - 1 / slow_compute)
 
 
 # ---------------------------------------------------------------------------- seconds of a layer
@@ -496,57 +771,141 @@ def beside(compute, other, slow):
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of one layer for a micro-batch, if no communication of states runs beside it."""
+    """Seconds of one layer for a micro-batch, without any communication of model states."""
 
     forward: float
     backward: float
-    final: float  # of backward, from its begin to the last matrix' gradients
+    final: float  # of backward, up to the gradients of the last matrix
     attention: float  # of forward, with its all-to-alls
-    post: float  # of forward, what makes the next layer's input from attention's output
-    recompute: float  # of the intermediates of all tokens, in backward
+    post: float  # of forward, from attention's output to the next layer's input
+    recompute: float  # of backward, where the activations of all tokens are recomputed
     named: dict[str, float]  # of both passes: attention, all-to-all, tensor exchanges
+
+
+# The element-wise kernels of model.Block, as ops.py has them. layer_tensors names the tensors: n1
+# and n2 are the norms of x and h, o_out and a_down are results of the matrices out and down.
+#
+# Sums of the residual stream are counted as if they were fused with the norm next to them. PyTorch
+# runs each in a pass of its own, which moves up to 5 C elements more per token. The profile's
+# `memory` is the rate at which this count takes as long as a measured layer (measure.py), so the
+# time of these passes is in it. Counting them as well made predictions of measured steps no better.
+
+PRE = [
+    elementwise("norm", "x", "n1"),
+    elementwise("cut into heads and rotate", "qkv", "q kv"),
+]
+PRE_CHUNKS = [elementwise("copy a chunk's heads to those of all tokens", "q kv", "q kv")]
+
+POST = [
+    elementwise("h = x + out, and its norm", "x o_out", "h n2"),
+    elementwise("SwiGLU", "gate_up", "a"),
+    elementwise("y = h + down", "h a_down", "y"),
+]
+POST_CHUNKS = [elementwise("copy a chunk's y to that of all tokens", "y", "y")]
+
+BACKWARD_DOWN = [elementwise("SwiGLU again, and its gradient", "da gate_up", "a dgate_up")]
+BACKWARD = [
+    elementwise("norm again, its gradient, and the sum with dy", "dn2 h dy", "n2 dh"),
+    elementwise("rotate back", "dq dkv", "dqkv"),
+]
+BACKWARD_WHOLE = [elementwise("norm again, its gradient, and the sum with dh", "dn1 x dh", "n1 dx")]
+BACKWARD_CHUNKS = [
+    elementwise("copy a chunk's do to that of all tokens", "do", "do"),
+    elementwise("norm again, and its gradient", "dn1 x", "n1 dx"),
+    elementwise("sum with dh, into dx of all tokens", "dx dh", "dx"),
+]
+
+
+def layer_tensors(plan: Plan) -> dict[str, float]:
+    """Return the bytes of a layer's tensors, of all tokens, by their names in the tables above."""
+    cfg, n = plan.column, plan.tokens
+    q, kv = plan.widths
+    # in fsp a column works on its own tokens between products. In msp, too, but its norms see all
+    # tokens, and the sums next to them are counted likewise
+    own = plan.own_tokens if plan.tp_mode == "fsp" else n
+    table = (
+        ("x h y o_out a_down dx dh dy", own, cfg.dim),
+        ("n1 n2 dn1 dn2", own, cfg.dim),
+        ("q o do dq", n, q),
+        ("kv dkv", n, kv),  # k and v
+        ("qkv dqkv", n, q + kv),
+        ("a da", n, cfg.ffn),
+        ("gate_up dgate_up", n, 2 * cfg.ffn),
+    )
+    return {
+        name: rows * columns * plan.dtype.itemsize
+        for names, rows, columns in table
+        for name in names.split()
+    }
+
+
+@dataclass(frozen=True)
+class KernelSeconds:
+    """Seconds of a layer's element-wise kernels."""
+
+    pre: float
+    post: float
+    backward_down: float  # of backward, before the gradient of the matrix down
+    backward_rest: float
+
+
+def kernel_seconds(est: Estimator, plan: Plan) -> KernelSeconds:
+    """Return the seconds of the element-wise kernels in the tables above."""
+    nbytes = layer_tensors(plan)
+
+    def moved(*tables):
+        return est.moved(sum(moved_bytes(table, nbytes) for table in tables))
+
+    if plan.chunks > 1:
+        return KernelSeconds(
+            pre=moved(PRE, PRE_CHUNKS),
+            post=moved(POST, POST_CHUNKS),
+            backward_down=moved(BACKWARD_DOWN),
+            backward_rest=moved(BACKWARD, BACKWARD_CHUNKS),
+        )
+    return KernelSeconds(
+        pre=moved(PRE),
+        post=moved(POST),
+        backward_down=moved(BACKWARD_DOWN),
+        backward_rest=moved(BACKWARD, BACKWARD_WHOLE),
+    )
 
 
 def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     """Return the seconds of model.Block, whole or in chunks of tokens."""
-    cfg = plan.column
-    copied = plan.chunks > 1  # chunks are put together and cut
-    # in the gradient's own place, in float32, where several contributions add up
-    summed = copied or (plan.micro_batches > 1 and plan.factors.g == 1)
 
     def products(*kinds):
+        """Return the seconds of each matrix' products, in the order of use."""
         return [
             plan.chunks * est.products(kinds, plan.tokens / plan.chunks, *matrix)
             for matrix in plan.matrices
         ]
 
+    # where a gradient is a sum of several products, each is added to it in float32
+    sums = plan.chunks > 1 or (plan.micro_batches > 1 and plan.factors.g == 1)
+    weight_grad = "weight_grad_sum" if sums else "weight_grad"
     first, *later = products("forward")
-    *earlier, last = products("input_grad", "weight_grad_sum" if summed else "weight_grad")
-    q, kv = plan.widths
-    # columns exchange in the open; in forward as part of post, where chunks' products are joined
-    size = plan.tokens * cfg.dim * plan.dtype.itemsize
-    ops = ("all_reduce",) if plan.tp_mode == "mtp" else ("all_gather", "reduce_scatter")
-    exchanged = [2 * est.collective(op, size, (plan.tp, 1)) for op in ops]
-    columns = sum(exchanged)
-    columns_back = columns + exchanged[0] * (plan.tp_mode == "fsp")
-    # norms are of own tokens
-    dim = cfg.dim / plan.tp if plan.tp_mode == "fsp" else cfg.dim
-    # read and written, in columns: norms, rotation; second norm, residuals, SwiGLU; backward
-    pre = first + est.moved(plan, 2 * dim + (2 + 2 * copied) * (q + kv))
-    moved = 7 * dim + 3 * cfg.ffn + copied * 2 * cfg.dim
-    post = sum(later) + est.moved(plan, moved) + columns
-    final = last + est.moved(plan, 6 * cfg.ffn)
-    moved = 10 * dim + 2 * (q + kv) + copied * (2 * q + 3 * cfg.dim)
-    rest = sum(earlier) + est.moved(plan, moved)
-    kernel, exchange = attention_seconds(est, plan, False)
-    kernel_back, exchange_back = attention_seconds(est, plan, True)
+    *earlier, last = products("input_grad", weight_grad)
+
+    moved = kernel_seconds(est, plan)
+    columns, columns_back = column_exchange_seconds(est, plan)
+    kernel, exchange = attention_seconds(est, plan, backward=False)
+    kernel_back, exchange_back = attention_seconds(est, plan, backward=True)
+
+    pre = first + moved.pre
+    post = sum(later) + moved.post + columns
+    final = last + moved.backward_down
+    rest = sum(earlier) + moved.backward_rest
+    # a recomputed block.post runs neither the last product nor the exchange that joins it. (Nor
+    # does it run SwiGLU, which we count: predictions of measured steps are better with it)
+    post_again = sum(later[:-1]) + moved.post + columns / 2
     return LayerSeconds(
         forward=pre + kernel + exchange + post,
         backward=final + rest + kernel_back + exchange_back + columns_back,
         final=final,
         attention=kernel + exchange,
         post=post,
-        recompute=pre + post - later[-1] - columns / 2,  # without the last product, and its sum
+        recompute=pre + post_again,
         named={
             "attention": kernel + kernel_back,
             "all-to-all": exchange + exchange_back,  # and around a ring
@@ -555,67 +914,162 @@ def layer_seconds(est: Estimator, plan: Plan) -> LayerSeconds:
     )
 
 
+def column_exchange_seconds(est, plan):
+    """Return the seconds in which the columns of a layer exchange tokens, in forward and in
+    backward. Nothing hides them."""
+    size = plan.tokens * plan.model.dim * plan.dtype.itemsize
+    mesh = (plan.tp, 1)
+    if plan.tp_mode == "mtp":
+        reduces = 2 * est.collective("all_reduce", size, mesh)
+        return reduces, reduces
+
+    gathers = 2 * est.collective("all_gather", size, mesh)
+    both = gathers + 2 * est.collective("reduce_scatter", size, mesh)
+    if plan.tp_mode == "fsp":  # backward gathers the norms again
+        return both, both + gathers
+    return both, both
+
+
+# What attention.Ring does besides the attention kernel. o_sum, dq_sum and dkv_sum are float32. Two
+# things are simpler here than in attend_backward: the last sum of dk and dv is counted as one pass,
+# and the pass that sets their sums to 0 is left out.
+
+RING = [
+    elementwise("o of the square in float32", "o", "o_sum"),
+    elementwise("o in its own dtype", "o_sum", "o"),
+]
+RING_STEP = [elementwise("merge_into", "o_sum o", "o_sum")]
+
+RING_BACKWARD = [
+    elementwise("dq = 0", "", "dq_sum"),
+    elementwise("add dq of the square", "dq_sum dq", "dq_sum"),
+    elementwise("dq in its own dtype", "dq_sum", "dq"),
+    elementwise("add dk, dv of the square, in their own dtype", "dkv_sum dkv", "dkv"),
+]
+RING_BACKWARD_STEP = [
+    elementwise("add dq of a rectangle", "dq_sum dq", "dq_sum"),
+    elementwise("add dk, dv of a rectangle", "dkv_sum dkv", "dkv_sum"),
+]
+
+# A rectangle has all of a rank's queries and half of the keys, or half of the queries and all keys:
+# over all ranks and steps, each as often as the other. So a step moves 3/4 of q, and of k and v.
+SHARE_OF_RECTANGLE = 0.75
+
+
+def ring_bytes(plan, backward):
+    """Return the bytes that a ring's element-wise kernels read and write."""
+    n, e, wide = plan.tokens, plan.dtype.itemsize, plan.accum_bytes
+    q, kv = plan.widths
+    nbytes = {
+        "o": n * q * e,
+        "dq": n * q * e,
+        "dkv": n * kv * e,
+        "o_sum": n * q * wide,
+        "dq_sum": n * q * wide,
+        "dkv_sum": n * kv * wide,
+    }
+    once, step = (RING_BACKWARD, RING_BACKWARD_STEP) if backward else (RING, RING_STEP)
+    steps = (plan.ring - 1) * SHARE_OF_RECTANGLE
+    return moved_bytes(once, nbytes) + steps * moved_bytes(step, nbytes)
+
+
 def attention_seconds(est, plan, backward):
-    """Return the seconds of attention's kernel, forward or backward, with what is copied for it;
-    and of the all-to-alls and the ring that no computation hides. Other head groups and the ring's
-    next part travel under the kernel; the first group's way there and the last one's way back in
-    the open, but in backward of chunks under products (attention.Ulysses)."""
+    """Return the seconds of attention's kernel, forward or backward, with the copies made for it;
+    and of the all-to-alls and the ring, as far as no computation hides them.
+
+    The kernel hides the all-to-alls of other head groups, and the ring's next step. Nothing hides
+    the first group's way to heads and the last group's way back to tokens; but in backward of
+    chunks, products do (attention.Ulysses)."""
     groups, e = plan.head_groups, plan.dtype.itemsize
     q, kv = plan.widths
-    # columns that travel to heads, and back to tokens, and that a ring merges
-    name, flops, there, back, merged = (
-        ("backward", 5, 3 * q + kv, q + kv, 10 * q + 4 * kv)
-        if backward
-        else ("forward", 2, q + kv, q, 6 * q)
-    )
+    if backward:
+        name, flops = "backward", 5
+        to_heads = 3 * q + kv  # columns of q, k, v, o, do
+        to_tokens = q + kv  # of dq, dk, dv
+    else:
+        name, flops = "forward", 2
+        to_heads = q + kv  # of q, k, v
+        to_tokens = q  # of o
+
     # a ring's kernels are squares of its part of a sequence
     rate = interpolate(est.profile.attention[name], plan.seq / plan.ring)
     kernel = flops * q * plan.tokens * plan.seq / rate
-    if plan.ring > 1:  # merged, and summed, in float32
-        kernel += est.moved(plan, merged + 3.75 * (plan.ring - 1) * back)
-    if plan.head_ranks * groups > 1:  # copies to and from the order of heads
-        kernel += est.moved(plan, 2 * (there + back))
+    if plan.ring > 1:
+        kernel += est.moved(ring_bytes(plan, backward))
+    if plan.head_ranks * groups > 1:  # copies to and from the order of heads: read and written
+        kernel += est.moved(plan.tokens * 2 * (to_heads + to_tokens) * e)
+
     exchange = sum(
         est.collective("all_to_all", plan.tokens * columns * e / groups, plan.mesh(plan.head_ranks))
-        for columns in (there, back)
+        for columns in (to_heads, to_tokens)
     )
-    parts = plan.ring * plan.tokens * kv * e / plan.kv_groups
-    ring = plan.mesh(plan.sp, plan.head_ranks)
-    around = groups * est.collective("all_gather", parts, ring)
+    exposed_exchange = exchange
+    if backward and plan.recompute == "auto":
+        exposed_exchange = 0.0
+
+    kv_bytes = plan.ring * plan.tokens * kv * e / plan.kv_groups
+    around = groups * est.collective("all_gather", kv_bytes, plan.mesh(plan.sp, plan.head_ranks))
     if backward:  # dk, dv too
         around *= 1 + plan.sum_bytes / e
-    # a ring takes multiprocessors; all-to-alls in a node, copy engines alone
+
+    # a ring takes multiprocessors; all-to-alls in a node take only copy engines
     slow = est.profile.overlap["collectives" if plan.ring > 1 else "all_to_all"]
-    opened = 0.0 if backward and plan.recompute == "auto" else exchange
-    return kernel, opened + sum(beside(kernel, groups * exchange - opened + around, slow))
+    hideable = groups * exchange - exposed_exchange + around
+    return kernel, exposed_exchange + sum(overlap(kernel, hideable, slow))
+
+
+# The element-wise kernels of ops._HeadLoss and ops._Embedding. Logits and dhead_wide, the head's
+# gradient as it is computed, are float32. Where gradients of several micro-batches are added to the
+# kept ones right here, they are counted as if they were written to a buffer.
+
+LOSS = [
+    elementwise("largest logit of a token", "logits", ""),
+    elementwise("sum of exponentials", "logits", ""),
+    elementwise("gradient", "logits", "dlogits"),
+    elementwise("gradient in the dtype of x", "dlogits", "dlogits_narrow"),
+]
+ENDS = [
+    elementwise("the head's gradient, times that of the loss", "dhead_wide", "dhead"),
+    elementwise("the embedding's gradient = 0", "", "dembed"),
+    elementwise("the embedding's gradient, to its buffer", "dembed", "dembed"),
+]
 
 
 def head_seconds(est, plan):
     """Return the seconds of head and loss, whose gradients are computed at once, and of the
-    embedding's."""
+    embedding's gradient."""
     vocab, dim = plan.end
     e, wide = plan.dtype.itemsize, plan.accum_bytes
+    logits, matrix = plan.own_tokens * vocab, vocab * dim
+    nbytes = {
+        "logits": logits * wide,
+        "dlogits": logits * wide,
+        "dlogits_narrow": logits * e,
+        "dhead_wide": matrix * wide,
+        "dhead": matrix * e,
+        "dembed": matrix * e,
+    }
     kinds = "forward", "input_grad", "weight_grad_sum"
     products = est.products(kinds, plan.own_tokens, vocab, dim)
-    logits = plan.own_tokens * vocab * (5 * wide + e)  # read and written
-    ends = vocab * dim * (2 * wide + 4 * e)  # gradients
-    return products + (logits + ends) / est.profile.memory
+    return products + est.moved(moved_bytes(LOSS + ENDS, nbytes))
 
 
 # ---------------------------------------------------------------------------- seconds of states
 
 
 def unit_seconds(est, plan, matrices):
-    """Return the seconds, each stream alone, of a layer's matrices, or of the embedding or the
-    head: param_gather, grad_scatter, grad_reduce, param_broadcast (as STREAMS), and grad_scatter of
-    micro-batches before the last."""
-    found = np.zeros(5)
-    for stream, op, ranks, inner, earlier, last in plan.collectives:
+    """Return the seconds of communication for the model states of some matrices, if nothing runs
+    meanwhile: param_gather, grad_scatter, grad_reduce and param_broadcast (as STREAMS) of the last
+    micro-batch; and grad_scatter of an earlier micro-batch."""
+    seconds = np.zeros(5)
+    for stream, op, ranks, inner, in_earlier, in_last in plan.collectives:
         mesh, size = plan.mesh(ranks, inner), plan.dtype.itemsize / inner
-        seconds = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
-        found[STREAMS.index(stream)] += last * seconds
-        found[4] += (stream == "grad_scatter") * earlier * seconds
-    return found
+        taken = sum(est.collective(op, size * math.prod(matrix), mesh) for matrix in matrices)
+        if in_last:
+            seconds[STREAMS.index(stream)] += taken
+        if in_earlier and stream == "grad_scatter":
+            seconds[4] += taken
+    return seconds
 
 
 def update_bytes(dtype: torch.dtype) -> int:
@@ -625,90 +1079,149 @@ def update_bytes(dtype: torch.dtype) -> int:
 
 
 def visit_seconds(est: Estimator, plan: Plan) -> float:
-    """Return seconds of a layer's forward in which optimizer states take the link to the host:
-    there and back."""
-    moved = state_bytes(plan)["optimizer"] * (plan.os_place == "host")
+    """Return seconds of a layer's forward in which optimizer states take the link to the host: to
+    the GPU and back."""
+    if plan.os_place != "host":
+        return 0.0
+    moved = state_bytes(plan)["optimizer"]
     return moved / est.profile.visits / (plan.stage_layers * plan.micro_batches)
 
 
-def not_hidden(est, plan, compute, traffic, final=math.inf):
-    """Yield by name the seconds by which communication makes a pass longer. What stays in a node
-    and what crosses nodes take other wires, of which the one that is late counts; what does not
-    overlap runs in the open, by its stream. final: of backward, LayerSeconds.final of all layers.
-    There a whole layer gathers a matrix ahead, behind the gradients of the layer before: these and
-    half of the weights hide under the last matrix alone."""
-    across = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
-    wires = [0.0, 0.0]
-    for name, seconds in traffic.items():
-        if name in plan.overlap:
-            wires[name in across] += seconds
+def exposed(est, plan, compute, traffic, final=math.inf):
+    """Yield, by name, the seconds by which communication makes a pass longer.
+
+    compute: seconds of the pass. traffic: seconds of communication by stream. final: for a backward
+    pass, LayerSeconds.final of all its layers.
+
+    Streams that do not overlap are exposed in full. The others use two wires, one inside nodes and
+    one across nodes, at the same time; the one that delays the pass more counts.
+    """
+    crosses_nodes = {stream for stream, _, ranks, *_ in plan.collectives if ranks > plan.in_node}
+    inside = across = 0.0
+    for stream, seconds in traffic.items():
+        if stream not in plan.overlap:
+            yield stream, seconds
+        elif stream in crosses_nodes:
+            across += seconds
         else:
-            yield name, seconds
-    hides = [compute, compute]
+            inside += seconds
+
+    # backward of whole layers gathers weights one matrix ahead, and a gather waits for gradients
+    # that were launched before it. So these gradients and half of the weights have only the last
+    # matrix of a layer to hide under
     slow_compute, slow_other = slow = est.profile.overlap["collectives"]
+    hides_inside = hides_across = compute
     weights = traffic["param_gather"]
     if weights and plan.recompute == "none":
-        behind = final + weights / 2 * slow_other / slow_compute
-        hides["param_gather" in across] = min(compute, behind)
-    inside, between = (beside(hide, wire, slow) for hide, wire in zip(hides, wires))
-    late, slowed = max(inside, between, key=sum)
-    yield "communication " + ("in a node" if sum(inside) > sum(between) else "across nodes"), late
+        ahead = min(compute, final + weights / 2 * slow_other / slow_compute)
+        if "param_gather" in crosses_nodes:
+            hides_across = ahead
+        else:
+            hides_inside = ahead
+
+    wires = {
+        "communication in a node": overlap(hides_inside, inside, slow),
+        "communication across nodes": overlap(hides_across, across, slow),
+    }
+    slower = "communication across nodes"
+    if sum(wires["communication in a node"]) > sum(wires["communication across nodes"]):
+        slower = "communication in a node"
+    late, slowed = wires[slower]
+    yield slower, late
     yield "slowed by communication", slowed
 
 
 def traffic_seconds(est, plan, forward, backward, final):
-    """Return what states add to a step: communication as far as no pass hides it, and what the GPU
-    itself does. forward, backward: a micro-batch's seconds of all layers of a stage; final:
-    LayerSeconds.final of all.
+    """Return what model states add to a step, in seconds by name: communication that no pass hides,
+    and what the GPU does for gradients and the update.
 
-    The first forward hides new parameters, the last backward sums over replicas, each pass what is
-    gathered for it. In the open are the embedding's and the first layer's before the one, and
-    after the other."""
+    forward, backward: seconds of a micro-batch through all layers of a stage. final:
+    LayerSeconds.final of all these layers.
+
+    The passes of a step, and the communication that overlaps with each:
+
+        outside of all passes    weights of the embedding and the first layer, and, at the step's
+                                 end, their gradients: nothing hides them
+        first forward            weights, and broadcasts of updated parameters
+        other forwards           weights
+        backwards but the last   weights, and gradients to their shards
+        last backward            weights, gradients to their shards, and sums over replicas
+    """
     layers, count = plan.stage_layers, plan.micro_batches
     layer = unit_seconds(est, plan, plan.matrices)
     end = unit_seconds(est, plan, [plan.end])
-    *alone, first_earlier = layer + end
-    gather, scatter, reduce, broadcast, earlier = (layers - 1) * layer + (plan.ends - 1) * end
-    sums, casts, update = own_seconds(est, plan)
-    casts *= alone[2] > 0
+    *exposed_units, exposed_earlier = layer + end
+    hidden = (layers - 1) * layer + (plan.ends - 1) * end
+    gather, scatter, reduce, broadcast, earlier = hidden
+
+    sums, casts, update = local_seconds(est, plan)
+    *_, reduced, _ = exposed_units
+    if reduced == 0:  # no sum over replicas, so nothing is cast for it
+        casts = 0.0
     backward += sums
-    # the last two layers' buffers still hold their weights
+
+    # a pass begins with two layers' weights still in their buffers
     gathers = {"param_gather": max(0, layers - 2) * layer[0]}
-    passes = [
-        (1, 0.0, dict(zip(STREAMS, alone))),
-        (1, forward, {"param_gather": gather, "param_broadcast": broadcast}),
+    first_forward = {"param_gather": gather, "param_broadcast": broadcast}
+    early_backward = gathers | {"grad_scatter": earlier + exposed_earlier}
+    last_backward = gathers | {"grad_scatter": scatter, "grad_reduce": reduce}
+    passes = [  # how many, seconds of computation, of communication
+        (1, 0.0, dict(zip(STREAMS, exposed_units))),
+        (1, forward, first_forward),
         (count - 1, forward, gathers),
-        (count - 1, backward, gathers | {"grad_scatter": earlier + first_earlier}, final),
-        (1, backward + casts, gathers | {"grad_scatter": scatter, "grad_reduce": reduce}, final),
+        (count - 1, backward, early_backward, final),
+        (1, backward + casts, last_backward, final),
     ]
+
     visits = layers * count * visit_seconds(est, plan)
+    if "host_update" in plan.overlap:
+        visits = max(0.0, visits - forward)
     total = Counter(
-        {
-            "gradient sums": count * sums + casts,
-            "optimizer": update,
-            "host_update": max(0.0, visits - forward * ("host_update" in plan.overlap)),
-        }
+        {"gradient sums": count * sums + casts, "optimizer": update, "host_update": visits}
     )
-    for times, *rest in passes:
-        for name, seconds in not_hidden(est, plan, *rest):
+    for times, *of_pass in passes:
+        for name, seconds in exposed(est, plan, *of_pass):
             total[name] += times * seconds
     return total
 
 
-def own_seconds(est, plan):
+# What a rank does to gradients for itself (shard.States). `whole` is a matrix' gradient before it
+# is reduced, `kept` the part that the rank keeps, `sent` a copy of that part as it travels.
+
+ADD_GRADIENTS = [elementwise("add a micro-batch's gradient to the kept one", "sent kept", "kept")]
+CAST_CHUNKS = [
+    elementwise("a sum of chunks, in the dtype in which it travels", "whole_wide", "whole")
+]
+CAST_SUMS = [
+    elementwise("a sum of micro-batches, in the dtype in which it travels", "kept", "sent"),
+    elementwise("the sum over replicas, in the dtype in which it is kept", "sent", "kept"),
+]
+NORM = [elementwise("norm of owned gradients", "owned", "")]
+
+
+def local_seconds(est, plan):
     """Return the seconds in which a GPU adds a micro-batch's gradients to those it keeps; casts
-    their sums to the type in which they travel, and back; and takes their norm and updates."""
-    f, e, wide = plan.factors, plan.dtype.itemsize, plan.grad_bytes
-    added = (e + 2 * wide) / f.g
-    if plan.chunks > 1:  # they add up in float32, and are cast whole
-        added += plan.accum_bytes + e
-    element = plan.params / est.profile.memory
-    moved = imbalance(plan) * update_bytes(plan.dtype) / est.profile.optimizer
-    return (
-        (f.g > 1) * added * element,
-        (wide != e) * 2 * (wide + e) / f.g * element,
-        (plan.params * moved + wide * element) / f.os,
-    )
+    their sums to the dtype in which they travel, and back; and takes their norm and updates."""
+    f, e = plan.factors, plan.dtype.itemsize
+    nbytes = {
+        "whole": plan.params * e,
+        "whole_wide": plan.params * plan.accum_bytes,
+        "kept": plan.params * plan.grad_bytes / f.g,
+        "sent": plan.params * e / f.g,
+        "owned": plan.params * plan.grad_bytes / f.os,
+    }
+
+    sums = casts = 0.0
+    if f.g > 1:
+        sums = moved_bytes(ADD_GRADIENTS, nbytes)
+        if plan.chunks > 1:
+            sums += moved_bytes(CAST_CHUNKS, nbytes)
+    if plan.grad_bytes != e:
+        casts = moved_bytes(CAST_SUMS, nbytes)
+
+    updated = imbalance(plan) * plan.params * update_bytes(plan.dtype) / f.os
+    update = updated / est.profile.optimizer + est.moved(moved_bytes(NORM, nbytes))
+    return est.moved(sums), est.moved(casts), update
 
 
 # ---------------------------------------------------------------------------- seconds of a step
@@ -717,25 +1230,32 @@ def own_seconds(est, plan):
 def lost_seconds(
     plan: ActivationPlan, layer: LayerBytes, s: LayerSeconds, bandwidth: float, busy: float
 ) -> tuple[float, float]:
-    """Return the seconds of a micro-batch's backward in which parts of its forward run again, and
-    of its forward in which compute waits for copies. busy: of a layer's forward, in which others
-    copy."""
-    saved = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
-    inputs = -(-plan.layers // plan.stride)
-    dropped = plan.layers_recomputing_attention
+    """Return the seconds that a micro-batch loses because of its activation plan: of backward, in
+    which parts of forward run again, and of forward, in which compute waits for copies.
+
+    bandwidth: bytes per second to the host. busy: seconds of a layer's forward in which the link to
+    the host has other copies.
+    """
+    n, m = plan.layers, plan.stride
+    saved_layers = (plan.kept_chunks + plan.swapped_chunks) / plan.chunks
+    recomputed_inputs = n - ceil_div(n, m)
+    dropped_outputs = plan.layers_recomputing_attention
+    pre = s.forward - s.attention - s.post
+
     again = (
-        (plan.layers - saved) * s.recompute
-        + (plan.layers - inputs) * s.post
-        + (dropped - dropped // plan.stride) * (s.forward - s.attention - s.post)
-        + dropped * s.attention
+        (n - saved_layers) * s.recompute
+        + recomputed_inputs * s.post
+        # q, k, v for a dropped output, unless the layer recomputes them anyway: a group's last one
+        + (dropped_outputs - dropped_outputs // m) * pre
+        + dropped_outputs * s.attention
     )
     hidden = plan.swapped_layers * max(0.0, s.forward - busy)
     return again, np.maximum(0.0, host_bytes(plan, layer) / bandwidth - hidden)
 
 
 def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, float]:
-    """Return a step's seconds by what takes them: they add up to the step. states: with what these
-    add; what layers lose is counted once they say what they keep."""
+    """Return a step's seconds by what takes them; they add up to the step. states: whether to add
+    what model states take. Without an activation plan, layers recompute nothing."""
     layers, count = plan.stage_layers, plan.micro_batches
     layer, launch = layer_seconds(est, plan), est.profile.launch
     again = waits = 0.0
@@ -748,23 +1268,27 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
             visit_seconds(est, plan),
         )
         again, waits = (seconds / plan.part_layers for seconds in lost)
-    # the host must launch a pass in less than it takes
+
+    # a pass takes at least as long as the host takes to launch its kernels
     forward = max(layer.forward, plan.chunks * launch["forward"])
     backward = max(layer.backward + again, plan.chunks * launch["backward"])
-    both = layer.forward + layer.backward
+    computed = layer.forward + layer.backward
     of_layer = layer.named | {
-        "rest of layers": both - sum(layer.named.values()),
+        "rest of layers": computed - sum(layer.named.values()),
         "recomputation": again,
         "copies": waits,
-        "launches": forward + backward - both - again,
+        "launches": forward + backward - computed - again,
     }
     seconds = {name: count * layers * value for name, value in of_layer.items()}
     seconds["head and loss"] = count * head_seconds(est, plan)
-    # while a micro-batch goes through a part of each other stage
-    seconds["pipeline idle"] = (forward + backward) * (plan.model.layers - layers) / plan.pp_chunks
+
+    # a stage is idle while a micro-batch goes through one part of each other stage
+    other_layers = plan.model.layers - layers
+    seconds["pipeline idle"] = (forward + backward) * other_layers / plan.pp_chunks
+
     if states:
-        pair = (1, 2) if plan.ranks > plan.per_node else (2, 1)
-        message = est.collective("all_gather", 2 * message_bytes(plan), pair)
+        two_stages = (1, 2) if plan.ranks > plan.per_node else (2, 1)
+        message = est.collective("all_gather", 2 * message_bytes(plan), two_stages)
         seconds["stage messages"] = exposed_messages(plan) * message
         seconds |= traffic_seconds(
             est, plan, layers * forward, layers * backward, layers * layer.final
@@ -773,10 +1297,15 @@ def step_seconds(est: Estimator, plan: Plan, states: bool = True) -> dict[str, f
 
 
 def exposed_messages(plan):
-    """Return how many messages all stages wait for. With one part a stage, whose first backward is
-    due as it arrives, P micro-batches wait for the 2 (P - 1) of one; and at first and last for
-    those to and from other stages than the last. With several parts there are passes to run
-    meanwhile, but under the first micro-batch."""
+    """Return how many messages between stages are not hidden.
+
+    One part per stage: a stage runs a backward as soon as its gradient arrives. So P micro-batches
+    wait together for the 2 (P - 1) messages of one of them, to the last stage and back. The step's
+    begin and end expose 2 (P - 2) more, to and from the stages before the last.
+
+    Several parts per stage: only the first micro-batch's messages are exposed. Later there are
+    other passes to run meanwhile.
+    """
     stages = plan.pp
     if plan.pp_chunks > 1:
         return 2 * (stages * plan.pp_chunks - 1)
@@ -784,5 +1313,5 @@ def exposed_messages(plan):
 
 
 def predict(plan: Plan, profile: Profile) -> Plan:
-    """Return a plan, what its layers keep included, with its bytes and seconds."""
+    """Return the plan with its bytes and seconds. Its `activations` say what layers keep."""
     return replace(with_memory(plan), seconds=step_seconds(Estimator(profile), plan))
