@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 from pytest import approx, raises
 
-import bench
 import hardware
 import measure
 from test_all import on_ranks, parametrize, slow
@@ -93,16 +92,16 @@ def test_known_profiles_are_those_of_the_node():
 def measured_profile_worker():
     """memory is what makes costs.py count the measured seconds of a layer."""
     machine = measure.Machine(torch.device("cpu"), torch.float32, "cpu", 2)
-    measured = machine.profile("here", bench.layer_seconds, {})
+    measured = machine.profile("here", {})
     hardware.check_profile(measured)
     assert measured.sources == {"all": "measured"} and measured.peak_flops is None
     assert 1e6 < min(measured.memory, measured.optimizer, measured.visits) < 1e15
     cfg, _ = machine.make_layers()
     known = replace(measured, memory=1e6)
-    counted = bench.layer_seconds(known, cfg, machine.dtype, machine.middle)
+    counted = measure.layer_seconds(known, cfg, machine.dtype, machine.middle)
     machine.time = lambda fn: cfg.layers * counted
     fast = replace(measured, memory=math.inf)
-    assert machine.memory_rate(fast, bench.layer_seconds) == approx(1e6)
+    assert machine.memory_rate(fast) == approx(1e6)
     assert [*measured.collectives["all_gather"]] == ["2x1"]
 
 
