@@ -1,36 +1,48 @@
 # make train      set everything up and train a tiny LLaMA on the CPU
-# make check      after an edit: the tests that take no processes, and one start of two ranks
-# make test       the tests that CI runs: a pairwise cover of combinations
+# make check      after an edit: all tests that need neither many ranks nor many seconds
+# make lint       the format and the lint rules (pyproject.toml)
+# make test       what CI runs: lint, then all tests, among them a pairwise cover of combinations
 # make test-all   many more combinations
 # make test-gpu   what needs GPUs, on all that are there
 PYTHON ?= python3
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
+PYTEST := .venv/bin/python -m pytest -v
 
 train: .venv/ready
 	.venv/bin/python train.py --device cpu --model tiny --out out/tiny
 
-check: .venv/ready
-	CHECK=1 .venv/bin/python -m pytest -q test_all.py tests
+check:
+	@echo "make check takes about 3 minutes on two cores. Each line ends with how much is done."
+	CHECK=1 $(PYTEST) test_all.py tests
 
-# the cases of many ranks and simulated steps beside all else, for which they make way
-CASES = equals_one_process or resumed_under or counted_memory
-test: .venv/ready
-	@$(MAKE) --no-print-directory --output-sync -j2 test-cases test-others
+lint: .venv/ready
+	.venv/bin/ruff format --check
+	.venv/bin/ruff check
 
-test-cases:
-	nice .venv/bin/python -m pytest -q test_all.py tests -k "$(CASES)"
+# The tests run in two halves at once, which end together. The half with the cases of many ranks and
+# with simulated steps makes way for the other one, some of whose tests wait for a few seconds only.
+MANY_RANKS := equals_one_process or resumed_under or counted_memory
+test: lint
+	@echo "make test takes about 10 minutes on two cores. It runs two halves at once: each line begins"
+	@echo "with its half, and ends with how much of that half is done."
+	@$(MAKE) --no-print-directory -j2 test-many-ranks test-others
+
+test-many-ranks:
+	@nice $(PYTEST) test_all.py tests -k "$(MANY_RANKS)" | sed -u "s/^/many ranks | /"
 
 test-others:
-	.venv/bin/python -m pytest -q test_all.py tests -k "not ($(CASES))"
+	@$(PYTEST) test_all.py tests -k "not ($(MANY_RANKS))" | sed -u "s/^/others     | /"
 
 test-all: .venv/ready
-	ALL_COMBINATIONS=1 .venv/bin/python -m pytest -q test_all.py tests
+	ALL_COMBINATIONS=1 $(PYTEST) test_all.py tests
 
 test-gpu: .venv/ready
-	.venv/bin/python -m pytest -q test_all.py tests -k "test_gpu or cuda"
+	$(PYTEST) test_all.py tests -k "test_gpu or cuda"
 
 .venv/ready: requirements.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet -r requirements.txt
 	touch $@
 
-.PHONY: train check test test-cases test-others test-all test-gpu
+.PHONY: train check lint test test-many-ranks test-others test-all test-gpu
