@@ -133,7 +133,10 @@ class Plan:
     @functools.cached_property
     def params(self) -> int:
         """Return how many parameters a rank has before they are sharded. Vectors do not count."""
-        layers = self.stage_layers * sum(map(math.prod, self.matrices))
+        per_layer = layer_params(llama.LLaMA, llama.Block, self.column)
+        layers = sum(per_layer)
+        if self.pp > 1:  # of a fork's layers that differ, a stage may have the largest
+            layers = self.stage_layers * max(per_layer)
         return layers + self.ends * math.prod(self.end)
 
     @property
@@ -306,6 +309,15 @@ def block_matrices(block_class, cfg):
     """Return (rows, cols) of a block's matrices, in the order of use."""
     with torch.device("meta"):
         return tuple(matrix.shape for matrix in matrices_of(block_class(cfg)))
+
+
+@functools.cache
+def layer_params(model_class: type, block_class: type, cfg: ModelConfig) -> list[int]:
+    """Return how many parameters the matrices of each layer have. block_class is part of the key
+    only: a fork's Block has matrices of its own."""
+    with torch.device("meta"):
+        blocks = model_class(cfg).blocks
+    return [sum(math.prod(matrix.shape) for matrix in matrices_of(block)) for block in blocks]
 
 
 # ---------------------------------------------------------------------------- tables of tensors

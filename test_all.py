@@ -1323,7 +1323,7 @@ def test_refused_columns_of_a_matrix_that_does_not_say_how():
     each rank would hold all, or the wrong part."""
     with torch.device("meta"):
         model = m.LLaMA(SMALL)
-    columns = SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None)
+    columns = SimpleNamespace(ranks=2, index=0, enter=None, around=None, join=None, own_tokens=None)
     for cut in ("", "row"):
         model.blocks[1].router = m.Matrix(8, SMALL.dim, cut)
         with raises(ValueError, match="--tp 2: the matrix 1.router does not say how it is cut"):

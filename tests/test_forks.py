@@ -360,6 +360,9 @@ def test_parameters_are_counted_layer_by_layer(monkeypatch):
     plain = model.param_count(cfg)
     monkeypatch.setattr(model, "LLaMA", WideEveryThird)
     assert model.param_count(cfg) == plain + 2 * 4 * cfg.ffn * cfg.dim
+    plan = costs.Plan(cfg, torch.float32, 1, 1, 64)
+    vectors = cfg.dim * (2 * cfg.layers + 1)
+    assert plan.params == model.param_count(cfg) - vectors
 
 
 def test_first_weights_follow_from_what_a_weight_is():
