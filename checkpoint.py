@@ -161,6 +161,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         check_meta(meta)
         saved = Checkpoint(folder, meta)
         for name, (size, _) in meta["files"].items():
+            if not os.path.lexists(folder / name):
+                raise ValueError(f"{name} is missing")
             if (folder / name).is_symlink() or not (folder / name).is_file():
                 raise ValueError(f"{name} is no regular file")
             if (found := (folder / name).stat().st_size) != size:
