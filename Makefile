@@ -12,8 +12,8 @@ PYTEST := .venv/bin/python -m pytest -v
 train: .venv/ready
 	.venv/bin/python train.py --device cpu --model tiny --out out/tiny
 
-check:
-	@echo "make check takes about 3 minutes on two cores. Each line ends with how much is done."
+check: .venv/ready
+	@echo "make check takes about 3 minutes on two idle cores. Each line ends with how much is done."
 	CHECK=1 $(PYTEST) test_all.py tests
 
 lint: .venv/ready
@@ -24,7 +24,7 @@ lint: .venv/ready
 # with simulated steps makes way for the other one, some of whose tests wait for a few seconds only.
 MANY_RANKS := equals_one_process or resumed_under or counted_memory
 test: lint
-	@echo "make test takes about 10 minutes on two cores. It runs two halves at once: each line begins"
+	@echo "make test takes about 10 minutes on two idle cores. It runs two halves at once: each line begins"
 	@echo "with its half, and ends with how much of that half is done."
 	@$(MAKE) --no-print-directory -j2 test-many-ranks test-others
 
