@@ -66,7 +66,12 @@ def test_newest_whole_checkpoint_is_found(tmp_path, capsys):
     assert len(losses(tmp_path)) == 4
     shutil.copy(second / "rank-00000-0.safetensors", tmp_path / "step-00000004")
     with raises(ValueError, match="step-00000004/rank.* is not what was written"):
-        main(f"{flags} --resume")
+        main(f"{flags} --resume {tmp_path}/step-00000004")
+    dist.destroy_process_group()
+    main(f"{flags} --steps 4 --resume")
+    said = capsys.readouterr().out
+    assert "step-00000004/rank-00000-0.safetensors is not what was written" in said
+    assert f"resumed {third}" in said
 
 
 def test_going_back_is_one_with_the_log(tmp_path):

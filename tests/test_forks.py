@@ -17,7 +17,18 @@ import optim
 import shard
 import tensor
 from examples.block import ForkBlock
-from test_all import SEQ, SIZES, activations_of, example, log, losses, parametrize, run, seeded
+from test_all import (
+    SEQ,
+    SIZES,
+    activations_of,
+    example,
+    log,
+    losses,
+    parametrize,
+    run,
+    seeded,
+    slow,
+)
 
 CPU = torch.device("cpu")
 
@@ -437,6 +448,7 @@ class LogN(m.Block):
 '''
 
 
+@slow
 @parametrize("fork", ["TwoAhead", "Learned", "Weighted", "LogN"])
 def test_forks_that_look_at_positions_are_right_on_any_rank(fork, tmp_path):
     """Catches a fork that counts the tokens of a call as if they were a whole sequence: shifted
@@ -487,6 +499,7 @@ attention.KERNELS["local"] = attention.Kernel(local_forward, local_backward, ())
 '''
 
 
+@slow
 def test_attention_may_differ_by_layer(tmp_path):
     """Catches a kernel that is not told its layer: layers in chunks took the attention of the first
     one. Local and global layers in turn are one line of a kernel."""
