@@ -542,7 +542,7 @@ def sequence_positions(seq: int, sp: int, ring: int, rank: int) -> Tensor:
 
 @compiled
 def merge_into(o: Tensor, lse: Tensor, more: Tensor, lse_more: Tensor) -> None:
-    """Make o (B, T, H, D), lse (B, H, T) of some keys those of more: softmax over parts of a row."""
+    """Merge attention over more keys into o (B, T, H, D) and lse (B, H, T), which are changed."""
     both = torch.logaddexp(lse, lse_more)
     share = torch.exp(lse_more - both).transpose(1, 2).unsqueeze(-1)  # (B, T, H, 1)
     o.copy_(o + share * (more - o))

@@ -543,7 +543,7 @@ def kernels_alone(run: Run) -> tuple[Callable, Callable]:
 
 
 def kernel_seconds(bench: Bench, run: Run) -> float:
-    """Return the seconds that a step's attention and matrix kernels take on a rank when nothing else
+    """Return the seconds that a step's attention and matrix kernels take on a rank if nothing else
     runs. Norms, rotary embedding, softmax, communication and recomputation do not count. For a
     pipeline this is the mean of its stages. A collective."""
     plan = run.plan
@@ -1012,7 +1012,7 @@ UNKNOWN = "-"
 
 
 def plan_text(row: dict) -> str:
-    """Return the plan of a row of ours: the sharding factors p,g,os, every other degree above 1, and
+    """Return the plan of a row of ours: the sharding factors p,g,os, each other degree above 1, and
     how activations are treated."""
     if not row.get("sp") or row["system"].startswith(tuple(PEERS)):
         return UNKNOWN

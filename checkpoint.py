@@ -136,9 +136,9 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 # ---------------------------------------------------------------------------- reading
 #
-# A checkpoint may come from anybody. Nothing of it is believed before it is checked: the checksum of
-# meta.json, the type and the range of each number, the names, kinds and sizes of the files, and that
-# the parts of each state cover each of its elements exactly once.
+# A checkpoint may come from anybody. Nothing of it is believed before it is checked: the checksum
+# of meta.json, the type and the range of each number, the names, kinds and sizes of the files, and
+# that the parts of each state cover each of its elements exactly once.
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,8 @@ def regular(path: Path) -> Path:
 def own_file(path: Path, folder: Path) -> Path:
     """Return the path of a regular file to read that belongs to a folder. Raises OSError if it is a
     link that leads out of the folder: an export copies such files, and would publish what the link
-    leads to. Links into `blobs` of a Hugging Face cache, where `folder` is a snapshot, are followed:
+    leads to. Links into `blobs` of a Hugging Face cache, of which `folder` is a snapshot, may be
+    followed:
 
         models--org--name/snapshots/REVISION/config.json -> ../../blobs/HASH
     """

@@ -271,7 +271,7 @@ def with_rope(text, model):
 
 def export_config(cfg: ModelConfig, source: dict, dtype: torch.dtype):
     """Return the transformers config of an export: of its import's family, else of the first that
-    computes cfg. source: of read_config, or {}; what changes no logits goes along. Raises ValueError
+    computes cfg. source: of read_config, or {}; what changes no logits is kept. Raises ValueError
     if cfg cannot be read from it again, or a weight has no name there: an export would drop a
     field in silence, or end at its end."""
     from transformers import AutoConfig

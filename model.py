@@ -43,8 +43,8 @@ A call trace of layer i, with the file and the function of each step. Whole laye
                  shard.States.unshard(down)               W again: gathered ahead, a matrix earlier
                                                           da = dy W; SwiGLU again, and its gradient
                  ops.weight_grad                          dW = dy^T a, by way of an event:
-                   shard.States.add_grad(down)            computes dW into a buffer, and launches its
-                     shard.States.scatter_grad            reduce-scatter behind it
+                   shard.States.add_grad(down)            computes dW into a buffer, and launches
+                     shard.States.scatter_grad            its reduce-scatter behind it
                ...                                        gate_up, out
                attention.Attention.backward               dq, dk, dv
                ops._SplitRotate.backward
@@ -56,8 +56,8 @@ In chunks of tokens (`--recompute auto`) the layer_runner is offload.ChunkedLaye
                                                           then `offload` launches the copy to the
                                                           host
     backward   offload.ChunkedLayers.backward             enter_group waits for what was prefetched,
-                                                          and launches the next prefetch; chunks that
-                                                          were not saved run forward again
+                                                          and launches the next prefetch; chunks
+                                                          that were not saved run forward again
                  attention.Attention.backward             make_do is backward_post: o's gradient
                  offload.ChunkedLayers.backward_pre       dx
 
@@ -147,8 +147,8 @@ class ModelConfig:
 class Block(nn.Module):
     """One layer. Whoever changes it changes it here alone: chunks, swapping, recomputation and
     sharding follow, since they act on what autograd saves and on the events of a Matrix. Matrices
-    are defined in the order of their use, by which they are gathered. A Matrix or a Vector says what
-    its weight begins as; hf._HF says what the weight is called in Hugging Face's files.
+    are defined in the order of their use, by which they are gathered. A Matrix or a Vector says
+    what its weight begins as; hf._HF says what the weight is called in Hugging Face's files.
 
     A norm behind the layer (a sandwich), say, is a vector in __init__, and a line in post:
 
@@ -207,8 +207,8 @@ class Block(nn.Module):
         return _SplitRotate.apply(qkv, positions.cos, positions.sin, heads)
 
     def post(self, x: Tensor, o: Tensor, positions: Positions) -> Tensor:
-        """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C). T tokens
-        of a sequence, not all of them: `positions` says which."""
+        """The layer's input x (B, T, C) and attention output o (B, T, H, D) -> y (B, T, C). T
+        tokens of a sequence, not all of them: `positions` says which."""
         h = x + self.out(o.flatten(2))
         gate_up = project(self.gate_up, self.norm, h, self.norm2.weight)
         return h + project(self.down, SWIGLU, gate_up)
@@ -382,7 +382,7 @@ class LLaMA(nn.Module):
         return loss
 
 
-# ---------------------------------------------------------------------------- published sizes, parameters, FLOPs
+# ---------------------------------------------------------------------------- sizes and counts
 
 
 def divisors(count: int) -> list[int]:

@@ -226,7 +226,7 @@ def weight_grad_into(dy: Tensor, x: Tensor, out: Tensor | None, beta: int) -> Te
     return torch.addmm(out, dy.t(), x, beta=beta, out=out, **mixed)
 
 
-# ---------------------------------------------------------------------------- weights and their events
+# ---------------------------------------------------------------------------- weights, events
 
 
 class PlainEvents:
@@ -441,7 +441,7 @@ def graph_of(node) -> set:
     return found
 
 
-# ---------------------------------------------------------------------------- what a backward by hand asks for
+# ---------------------------------------------------------------------------- backward by hand
 
 
 class _Mode(threading.local):

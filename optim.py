@@ -8,7 +8,7 @@ its states are then sharded, saved, resumed, moved to the host and counted like 
     def sgd(u: Update) -> None:                         # u.weight, u.grad, u.lr, ... by name
         master = u.states["master"]
         new = master - u.lr * u.clip * u.grad.to(master.dtype)
-        master.copy_(torch.where(u.finite, new, master))  # a step that is not finite changes nothing
+        master.copy_(torch.where(u.finite, new, master))  # if not finite, nothing changes
         u.weight.copy_(master)
 
     OPTIMIZERS["sgd"] = Optimizer(sgd, (State("master"),))
@@ -187,8 +187,8 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
     dtypes = optimizer.dtypes(torch.float64)
     if "master" not in dtypes or len(dtypes) < len(optimizer.states):
         raise ValueError(
-            f"--optimizer {name}: its states are {', '.join(s.name for s in optimizer.states)}; they "
-            'have names of their own, and one is "master", the weight itself'
+            f"--optimizer {name}: its states are {', '.join(s.name for s in optimizer.states)}; "
+            'they have names of their own, and one is "master", the weight itself'
         )
     shape = (16, 16) if optimizer.whole else (256,)
     rng = torch.Generator().manual_seed(0)

@@ -36,8 +36,8 @@ none.
 Left out: passes for weights' gradients alone (zero bubble), which keep what long sequences have no
 room for; embedding and head by columns of the vocabulary.
 
-Legend: P stages, V parts of the model on a stage, c one of all P*V parts, L layers, M micro-batches,
-B sequences of one, n tokens of a sequence that lie on a rank, C width.
+Legend: P stages, V parts of the model on a stage, c one of all P*V parts, L layers, M
+micro-batches, B sequences of one, n tokens of a sequence that lie on a rank, C width.
 """
 
 import functools

@@ -291,8 +291,8 @@ def check_weights(model: nn.Module, stages: int = 1) -> None:
     wrong += [name for name, buffer in model.named_buffers() if buffer.is_meta]
     if wrong:
         raise ValueError(
-            f"{', '.join(wrong)}: what is sharded is the weight of a model.Matrix (large) or Vector "
-            "(small) that trains, no nn.Linear's and no buffer"
+            f"{', '.join(wrong)}: what is sharded is the weight of a model.Matrix (large) or "
+            "Vector (small) that trains, no nn.Linear's and no buffer"
         )
 
 

@@ -236,8 +236,8 @@ def compare_columns(
     mode: str,
     rng: torch.Generator,
 ) -> None:
-    """Raise ValueError if two columns of a layer differ from the whole layer. columns: two layers of
-    the same kind, whose weights are set here."""
+    """Raise ValueError if two columns of a layer differ from the whole layer. columns: two layers
+    of the same kind, whose weights are set here."""
     tokens = 6
     x, dy = torch.randn(2, 1, tokens, cfg.dim, dtype=torch.float64, generator=rng)
     numbers = torch.arange(tokens)
@@ -295,8 +295,9 @@ def compare_columns(
         error = ((found - want).norm() / want.norm().clamp(min=1e-30)).item()
         if not error < 1e-9:
             raise ValueError(
-                f"--tp with --tp-mode {mode}: a layer that is cut in two columns computes something "
-                f"else than the whole layer: {what} differs by {error:.2g} of its size. A matrix "
+                f"--tp with --tp-mode {mode}: a layer that is cut in two columns computes "
+                f"something else than the whole layer: {what} differs by {error:.2g} of its size. "
+                "A matrix "
                 "whose rows feed heads says so, cut='rows', parts=(q, k, v); the input of a matrix "
                 "of columns is one run of features, no concatenation; nothing but a product sums "
                 "over heads or features; or --tp 1"

@@ -1160,7 +1160,7 @@ def test_refused_cases(line, why):
     assert re.search(why, refusal(make_case(line)))
 
 
-# ---------------------------------------------------------------------------- what a fork gets wrong is refused
+# ---------------------------------------------------------------------------- refused forks
 
 
 class ExpertBlock(Block):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from test_all import clean_up, group, run  # noqa: F401  (first, for it sets how many threads compute)
+# first, because it sets how many threads compute
+from test_all import clean_up, group, run  # noqa: F401
 
 pytest.register_assert_rewrite("helpers")
 

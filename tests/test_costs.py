@@ -300,8 +300,8 @@ def test_predictions_are_what_was_measured():
     import report
 
     rows = report.predicted_rows()
-    # two rows on four H200s, each with what is known of it: the first step of a run, which holds the
-    # first uses of kernels; and layers that run whole in all of a GPU's memory, 12 % slower than
+    # two rows on four H200s, each with what is known of it: the first step of a run, which holds
+    # the first uses of kernels; and layers that run whole in all of a GPU's memory, 12 % slower than
     # predicted for a reason that is not known
     apart = {"ours (first step of train.py)": (0.94, 1.02), "ours": (0.88, 1.01)}
     for r in rows[:]:

@@ -329,7 +329,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_an_export_proves_itself(flags, monkeypatch):
-    """Catches an export that transformers computes in another way: it says llama of what is none."""
+    """Catches an export that says llama of what is none: transformers computes other logits."""
     cfg = replace(model.MODELS["tiny"], **flags)
     hf.check_export(cfg, {})
     for block in (ParallelMLP, WithoutPositions):
@@ -444,7 +444,8 @@ class LogN(m.Block):
         return q * torch.log(2.0 + positions.of_qkv)[..., None, None].to(q.dtype), k, v
 
     def post(self, x, o, positions):
-        return super().post(x * torch.log(2.0 + positions.of_x)[..., None].to(x.dtype), o, positions)
+        scale = torch.log(2.0 + positions.of_x)[..., None]
+        return super().post(x * scale.to(x.dtype), o, positions)
 '''
 
 
