@@ -698,7 +698,33 @@ def check_ring(
     A kernel that looks at heads or at positions fails here, and so does a backward that recomputes
     its own o and log-sum-exp: on a ring these are of the keys of all ranks. heads, kv_heads: of a
     rank; two at most are tried."""
-    kernel = KERNELS[name]
+    refused = f"--attention {name} on a ring"
+    try:
+        errors = ring_errors(KERNELS[name], heads, kv_heads, head_dim, device, dtype)
+    except Exception as e:  # of a rectangle a kernel is not told its heads
+        raise ValueError(
+            f"{refused}: the kernel fails where queries attend to the keys of another rank "
+            f"({type(e).__name__}: {e}), so it is not Kernel(..., plain=True); --ring 1"
+        ) from e
+    for what, error in errors.items():
+        if not error < (1e-4 if dtype.itemsize > 2 else 3e-2):
+            raise ValueError(
+                f"{refused}: {what} differs by {error:.2g} of its size from attention over the "
+                "whole sequence. Its backward must use the o and log-sum-exp that it is given, and "
+                "its scores may depend on q and k only; --ring 1"
+            )
+
+
+def ring_errors(
+    kernel: Kernel,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> dict[str, float]:
+    """Return how far o, dq, dk and dv of a ring of two are from attention over the whole of a small
+    sequence, as fractions of their size."""
     shared = heads > kv_heads
     n, n_kv = (2, 1) if shared else (min(2, heads), min(2, heads))
     part = 64  # tokens; a ring of two cuts a sequence into four parts
@@ -714,7 +740,7 @@ def check_ring(
     for ring_rank in (0, 1):
         own = sequence_positions(4 * part, 2, 2, ring_rank).to(device)
         other = sequence_positions(4 * part, 2, 2, 1 - ring_rank).to(device)
-        # as Ring.kv_blocks has them: which of its queries attend to which of the other's keys
+        # as Ring.steps yields them: which of its queries attend to which of the other's keys
         queries, keys = (own, other[:part]) if ring_rank else (own[part:], other)
         here = slice(None) if ring_rank else slice(part, None)
         o, lse = kernel.forward(q[:, own], k[:, own], v[:, own], causal)
@@ -737,14 +763,10 @@ def check_ring(
             total[:, at] += grad
         for total, grad, at in zip(found[1:], rectangle, (queries, keys, keys)):
             total[:, at] += grad
-    for what, ring, whole in zip(("o", "dq", "dk", "dv"), found, want):
-        error = ((ring - whole).norm() / whole.norm()).item()
-        if not error < (1e-4 if dtype.itemsize > 2 else 3e-2):
-            raise ValueError(
-                f"--attention {name} on a ring: {what} differs by {error:.2g} of its size from "
-                "attention over the whole sequence. Its backward must use the o and log-sum-exp "
-                "that it is given, and its scores may depend on q and k only; --ring 1"
-            )
+    return {
+        what: ((ring - whole).norm() / whole.norm()).item()
+        for what, ring, whole in zip(("o", "dq", "dk", "dv"), found, want)
+    }
 
 
 # ---------------------------------------------------------------------------- all of it

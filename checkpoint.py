@@ -137,8 +137,9 @@ def write_meta(folder: Path, meta: dict) -> None:
 # ---------------------------------------------------------------------------- reading
 #
 # A checkpoint may come from anybody. Nothing of it is believed before it is checked: the checksum
-# of meta.json, the type and the range of each number, the names, kinds and sizes of the files, and
-# that the parts of each state cover each of its elements exactly once.
+# of meta.json, the numbers that a resume computes with, the flags of the run (by train.Config), the
+# names, kinds and sizes of the files, and that the parts of each state cover each of its elements
+# exactly once.
 
 
 @dataclass(frozen=True)
@@ -284,10 +285,11 @@ def check_cover(name: str, state: SavedState) -> None:
     for cut, parts in state.parts.items():
         end = 0
         for part in sorted(parts, key=lambda part: part.start):
-            if part.start != end:
-                what = "are missing" if part.start > end else "are there twice"
-                first, last = sorted((part.start, end))
-                raise ValueError(f"elements {first} to {last} of {name} {what}")
+            if part.start > end:
+                raise ValueError(f"elements {end} to {part.start - 1} of {name} are missing")
+            if part.start < end:
+                last = min(end, part.start + part.count) - 1
+                raise ValueError(f"elements {part.start} to {last} of {name} are there twice")
             end = part.start + part.count
         whole = math.prod(cut.shape) if cut else size
         if end != whole:
@@ -304,8 +306,8 @@ def overlaps(one: Cut, two: Cut) -> bool:
 
 
 def check_files(saved: Checkpoint) -> None:
-    """Read the files that the rank of this number saved, or of such a number modulo ranks. Raises
-    OSError, or ValueError if they are not what was written."""
+    """Compare the checksums of files: rank r reads those of saved ranks r, r + world size, and so
+    on. Raises OSError, or ValueError if they are not what was written."""
 
     def check(name):
         if checksum(saved.folder / name) != saved.meta["files"][name]:

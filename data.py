@@ -43,8 +43,9 @@ SEGMENT_CHARS = 2**17  # of text that is tokenised at once
 # ---------------------------------------------------------------------------- opening files safely
 #
 # A folder that somebody else prepared may hold anything. A FIFO blocks whoever opens it, a device
-# never ends, and a link may lead to a file that is nobody's business. These functions are used
-# wherever the project opens a file of such a folder, or writes into one.
+# never ends, and a link may lead to a file that is nobody's business. These functions guard
+# checkpoints, imports, tokenizers, sidecars and what a run writes. Files of --data itself may be
+# links; find_files takes regular files only.
 
 
 def regular(path: Path) -> Path:

@@ -1,7 +1,8 @@
 """Hugging Face's folders: read a model from one, extend its length, write one.
 
-Exactly or not at all: an imported model has the logits that transformers computes, and so has an
-exported one. Otherwise a ValueError names the key, the tensor or the file that stands in the way.
+Exactly or not at all: an imported model has the logits that transformers computes, up to rounding,
+and so has an exported one. Otherwise a ValueError names what stands in the way: a key, a tensor, a
+file, or the difference of the logits of a small model (`check_export`).
 
     cfg, source = read_config(folder)          config.json -> ModelConfig
     read = open_weights(folder, cfg)           name -> tensor; one tensor is in memory at a time
@@ -305,9 +306,10 @@ def check_export(cfg: ModelConfig, source: dict) -> None:
 
     A small model of the same Block is exported to a temporary folder and loaded by transformers,
     and the logits are compared. It keeps the number of layers, all flags of the configuration, and
-    positions on both sides of each length that its rotary scaling distinguishes; only widths and
-    the vocabulary shrink. All weights are random, norms and biases too: first weights would hide a
-    norm that is lost. Not a collective; it takes some seconds, most of them to import transformers.
+    positions on both sides of each length that its rotary scaling distinguishes; only widths, head
+    counts and the vocabulary shrink. All weights are random, norms and biases too: first weights
+    would hide a norm that is lost. Not a collective; it takes some seconds, most of them to import
+    transformers.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -367,9 +369,10 @@ def write_small(folder: Path, model: LLaMA, config) -> None:
 
 
 def files_beside(folders: list[Path]) -> list[Path]:
-    """Return the tokenizer and license files of folders, which an export copies: of one name the
-    last folder's. Raises OSError for a link that leads out of its folder, since an export would
-    publish the file that it leads to."""
+    """Return the tokenizer and license files of folders, which an export copies. If two folders
+    have a file of the same name, the last folder's is used. Raises OSError for a link that leads
+    out of its folder (own_file), since an export would publish the file that it leads to, and for
+    what is no regular file."""
     found = {}
     for folder in folders:
         for file in sorted(folder.glob("*")):

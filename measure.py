@@ -2,13 +2,14 @@
 
     torchrun --nproc_per_node 8 bench.py --profile NAME
 
-runs every measurement of `Machine` on all ranks at once, and writes a hardware.Profile. Each rate
-is of one operation at one shape: matrix products, attention, the update, copies to the host,
-collectives by bytes and mesh, and how much computation and communication slow each other down.
+runs every measurement of `Machine` on all ranks at once, and writes a hardware.Profile. It has the
+rate of each operation at some shapes (matrix products, attention, the update, copies to the host,
+collectives by bytes and mesh), the seconds that the host takes to launch a layer, and the factors
+by which computation and communication slow each other down.
 
 One number cannot be measured by itself: `memory`, the bytes per second of the element-wise kernels
-between products, launches included. A whole layer is timed, and the rate follows from what
-costs.layer_seconds counts for it:
+between products, launches included. Two whole layers are timed, and the rate follows from what
+costs.layer_seconds counts for one:
 
     seconds of a layer = seconds of its products and attention + element-wise bytes / memory
 

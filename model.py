@@ -10,8 +10,9 @@ A layer works on each token separately, except for attention. The code is cut al
     model.init_weights(seed=0)
     loss = model(tokens, labels)        # tokens, labels: (B, T) integers
 
-The model knows neither ranks nor streams. The other files act on it from outside, through five
-places and no others (tests that simulate a step also wrap what `ops.compiled` returns):
+The model knows neither ranks nor streams. The other files act on it from outside, through these
+places (and offload.py tells operators through ops.recomputation and ops.deferred_weight_grads what
+a backward by hand wants of them):
 
     matrix.events          raised where a weight is used (ops.PlainEvents): shard.py gathers the
                            weight and reduces its gradient there
@@ -21,19 +22,22 @@ places and no others (tests that simulate a step also wrap what `ops.compiled` r
                            `within` gives the attention of a micro-batch's documents
     model.layer_runner     called at the start of a forward pass, returns run_layer(i, x) -> y:
                            offload.py runs layers in chunks of tokens
-    its parts and shapes   pipeline.py drops the layers that lie on other stages and runs embedded,
-                           run_layers and result itself; weights become views of a rank's memory
+    its parts and weights  pipeline.py drops the layers of other stages, and calls embedded,
+                           run_layers and result itself; shard.py replaces the weights by views of
+                           its buffers
+    model.own_tokens       positions -> those of x's tokens, where tensor.py splits tokens
 
 A call trace of layer i, with the file and the function of each step. Whole layers:
 
     forward    model.LLaMA.run_layers                     x = run_layer(i, x)
                model.whole_layer                          pre, attention, post
                  model.Block.pre
-                   ops.project(qkv, norm, x)              matrix.enter: nothing, or tensor.Columns
+                   ops.project(qkv, norm, x, ...)         matrix.enter: nothing, or tensor.Columns
                      ops._Project.forward                 n = norm(x)
-                       shard.States.unshard(qkv)          waits until W is gathered, and launches
-                                                          the gathers of layer i + 1
-                                                          y = n W^T; autograd saves x, never W or n
+                       shard.States.unshard(qkv)          launches the gathers of layer i + 1 (if
+                                                          p > 1), and waits until W is here
+                                                          y = n W^T; autograd saves x and 1 / rms,
+                                                          never W or n
                    ops._SplitRotate.forward               q, k, v
                  attention.Attention.forward              heads travel, a kernel runs, o travels
                  model.Block.post                         out, gate_up, down by ops.project; behind
@@ -43,22 +47,27 @@ A call trace of layer i, with the file and the function of each step. Whole laye
                  shard.States.unshard(down)               W again: gathered ahead, a matrix earlier
                                                           da = dy W; SwiGLU again, and its gradient
                  ops.weight_grad                          dW = dy^T a, by way of an event:
-                   shard.States.add_grad(down)            computes dW into a buffer, and launches
-                     shard.States.scatter_grad            its reduce-scatter behind it
+                   shard.States.add_grad(down)            computes dW into a buffer
+                     shard.States.scatter_unit            when dW is complete, launches
+                       shard.States.scatter_grad          its reduction to the rank's shard (if
+                                                          g > 1), and after the last micro-batch
+                       shard.States.reduce_unit           the sum over replicas
                ...                                        gate_up, out
                attention.Attention.backward               dq, dk, dv
                ops._SplitRotate.backward
                ops._Project.backward(qkv)                 dx
 
-In chunks of tokens (`--recompute auto`) the layer_runner is offload.ChunkedLayers.start:
+In chunks of tokens, if the plan says so, the layer_runner is offload.ChunkedLayers.start, and
+ops.ThereAndBack is what autograd calls:
 
     forward    offload.ChunkedLayers.forward              pre by chunks, attention, post by chunks;
-                                                          then `offload` launches the copy to the
-                                                          host
-    backward   offload.ChunkedLayers.backward             enter_group waits for what was prefetched,
-                                                          and launches the next prefetch; chunks
-                                                          that were not saved run forward again
-                 attention.Attention.backward             make_do is backward_post: o's gradient
+                                                          `offload` then launches the copy of a
+                                                          swapped layer to the host
+    backward   offload.ChunkedLayers.backward             enter_group launches the next prefetch,
+                                                          and waits for this layer's; pre runs
+                                                          again on chunks that were not saved
+                 attention.Attention.backward             calls backward_post first (make_do): post
+                                                          again on such chunks, then o's gradient
                  offload.ChunkedLayers.backward_pre       dx
 
 Another layer changes class Block only; chunks, swapping, recomputation and sharding follow. Its
@@ -145,8 +154,9 @@ class ModelConfig:
 
 
 class Block(nn.Module):
-    """One layer. Whoever changes it changes it here alone: chunks, swapping, recomputation and
-    sharding follow, since they act on what autograd saves and on the events of a Matrix. Matrices
+    """One layer. This is the only class that you edit to change a layer: chunks, swapping,
+    recomputation and sharding follow, since they act on what autograd saves and on the events of a
+    Matrix. Matrices
     are defined in the order of their use, by which they are gathered. A Matrix or a Vector says
     what its weight begins as; hf._HF says what the weight is called in Hugging Face's files.
 
@@ -231,17 +241,6 @@ class PlainAttention:
 plain_attention = PlainAttention()
 
 
-def whole_layer(block: Block, x: Tensor, positions: Positions, attention: Callable) -> Tensor:
-    """x (B, T, C) -> y (B, T, C); autograd keeps what operators save."""
-    o, _ = attention(*block.pre(x, positions))
-    return block.post(x, o, positions)
-
-
-def whole_layers(model: "LLaMA", positions: Positions, attention: Callable) -> Callable:
-    """Return the layer_runner's run_layer for whole layers."""
-    return lambda i, x: whole_layer(model.blocks[i], x, positions, attention.of_layer(i))
-
-
 class LLaMA(nn.Module):
     """The model around its layers.
 
@@ -303,16 +302,15 @@ class LLaMA(nn.Module):
         each: bool = False,
     ) -> Tensor:
         """Return logits (B, T, V) without labels, else the sum of the valid tokens' losses * scale;
-        each: of each token its loss (B, T) instead, 0 where it does not count, and without
-        gradients.
+        if `each`, each token's loss (B, T) instead, without gradients: ignored tokens have 0.
 
         tokens, labels (B, T); labels equal to IGNORE do not count. scale: a 0-dim tensor, by
-        default 1 / valid tokens here; whoever splits a batch passes 1 / valid tokens of all parts,
-        and the parts' losses and gradients add up. positions (T,), or (B, T): by default 0 ... T-1.
-        documents: where they lie, as model.attention wants it (attention.Documents).
+        default 1 / (valid tokens here). If you split a batch, pass 1 / (valid tokens of the whole
+        batch) with every part: losses and gradients then add up. positions (T,), or (B, T): by
+        default 0 ... T-1. documents: where they lie (attention.Documents).
 
-        A stage of a pipeline runs embedded, run_layers (of x of the stage before it) and result,
-        not this: what a fork changes is changed in them.
+        A stage of a pipeline does not call this. It calls embedded, run_layers and result, so a
+        fork changes those three.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -380,6 +378,17 @@ class LLaMA(nn.Module):
             part.backward()
             loss += part.detach()
         return loss
+
+
+def whole_layer(block: Block, x: Tensor, positions: Positions, attention: Callable) -> Tensor:
+    """x (B, T, C) -> y (B, T, C); autograd keeps what operators save."""
+    o, _ = attention(*block.pre(x, positions))
+    return block.post(x, o, positions)
+
+
+def whole_layers(model: "LLaMA", positions: Positions, attention: Callable) -> Callable:
+    """Return the layer_runner's run_layer for whole layers."""
+    return lambda i, x: whole_layer(model.blocks[i], x, positions, attention.of_layer(i))
 
 
 # ---------------------------------------------------------------------------- sizes and counts
@@ -506,12 +515,12 @@ def initial_weight(
     name: str, shape: tuple[int, ...], start: tuple[float, float], seed: int, device
 ) -> Tensor:
     """Return one tensor of a fresh model, float32: normal(mean, std), or constant if std is 0.
-    start: mean and std, of LLaMA.starts. It depends on nothing but (seed, name, shape, start), so
-    ranks may make their parts in any order."""
+    start: mean and std, of LLaMA.starts. On one kind of device it depends on nothing but (seed,
+    name, shape, start), so ranks may make their parts in any order."""
     mean, std = start
     if std == 0:
         return torch.full(shape, mean, device=device)
-    # a CPU's generator takes 32 bits; of one name, crc32 gives every start value another result
+    # a CPU's generator takes 32 bits; for one name, different seeds give different crc32 values
     seed_of_name = zlib.crc32(name.encode(), seed)
     rng = torch.Generator(device).manual_seed(seed_of_name)
     return torch.empty(shape, device=device).normal_(mean, std, generator=rng)

@@ -137,7 +137,8 @@ def memory_of(t: Tensor) -> int:
 
 
 def check_unchanged(half: str, tensors: Iterable[tuple[Tensor, int]]) -> None:
-    """Raise ValueError if a tensor's version is not the one beside it: something has written to it.
+    """Raise ValueError if a tensor was changed in place after its version was noted. tensors: pairs
+    of a tensor and the version that was noted.
 
     PyTorch compares versions where autograd itself keeps a tensor. Chunks keep tensors elsewhere
     (SavedLayer.saving), and other chunks and other passes read them again, so a change in place

@@ -5,8 +5,8 @@ reason: autograd may only save what a layer keeps anyway (x, o, the residual str
 numbers as small as 1 / rms. Norms and SwiGLU are computed again in backward, in one pass with their
 gradients:
 
-    project(qkv, norm, x)         saves x and 1 / rms(x); norm(x) is computed again
-    project(down, SWIGLU, gu)     saves gate|up; SwiGLU(gate|up) is computed again
+    project(qkv, norm, x, norm_weight)    saves x and 1 / rms(x); norm(x) is computed again
+    project(down, SWIGLU, gate_up)        saves gate|up; SwiGLU(gate|up) is computed again
 
 `project` is before(*inputs) W^T. A `Before` is a pair of functions, what is computed before the
 product and its gradient; another activation is another Before. The weight W itself is never saved:
@@ -110,14 +110,14 @@ def norm_backward(dn, x, weight, scale):
 
 
 class Positions(NamedTuple):
-    """Where the tokens of a call stand, each in its sequence or its document.
+    """The position of each token of a call, in its sequence or its document.
 
-    The tokens of a call are some of a sequence's: a chunk of it, or those of one of the ranks that
-    share it. Neighbours in a tensor need not be neighbours in the sequence, and the first token
-    need not be its first. So whoever needs a token's number takes it from here and counts nothing.
+    A call gets some tokens of a sequence: a chunk of it, or those of one of the ranks that share
+    it. Neighbours in a tensor need not be neighbours in the sequence, and the first token need not
+    be its first. So read positions from here, and do not derive them from an index in a tensor.
     """
 
-    cos: Tensor  # of the rotary angles of q, k and v: (T, D/2), or (B, T, D/2)
+    cos: Tensor  # of the rotary angles of q and k: (T, D/2), or (B, T, D/2)
     sin: Tensor
     of_qkv: Tensor  # integers of the tokens of q, k, v and o: (T,), or (B, T)
     of_x: Tensor  # integers of the tokens of x: fewer, where --tp-mode msp or fsp splits them
@@ -285,12 +285,13 @@ class Cut:
 class Matrix(nn.Module):
     """A weight (rows, cols), used as a projection; `events` tells the outside when.
 
-    cut: how neighbouring ranks may share it (tensor.py): "rows", and in these `parts` each by
-    itself, or "columns". Such a rank has `part` of it, and the outside says how x enters the
-    product and how products join, and what goes around what is computed before. "whole": it is not
-    cut, and each column applies all of it to its own tokens. "": nobody has said; --tp refuses it.
-    A matrix of columns is cut in equal runs: its input is no concatenation of `parts`. A weight is
-    project's to use: the gradient of another use of it ends the run.
+    cut: how tensor-parallel ranks may share the matrix (tensor.py).
+        "rows"      split by rows, each of `parts` (q, k and v, say) by itself
+        "columns"   split by columns, evenly: the input must not be a concatenation such as q|k|v
+        "whole"     not split: each rank applies all of it to its own tokens
+        ""          nobody has said; --tp refuses it
+    tensor.py then sets `part`, `enter`, `join` and `around`. Use a weight only through `project`: a
+    gradient from any other use stops the run with an error that names it.
 
     A fresh weight is normal(0, std). std: 1/sqrt(columns) by default, so that each product is as
     large as its input. residual: the product is added to the residual stream, so std is smaller by
@@ -312,7 +313,7 @@ class Matrix(nn.Module):
     ):
         super().__init__()
         self.shape = (rows, cols)
-        self.std = std or 1 / math.sqrt(cols)
+        self.std = 1 / math.sqrt(cols) if std is None else std
         self.residual = residual
         self.cut = cut
         self.parts = parts or (rows,)

@@ -62,7 +62,9 @@ class Update(NamedTuple):
     """What an optimizer is called with. It writes `weight` and `states` in place."""
 
     name: str  # of the parameter, as in a checkpoint
-    first: int  # index of the first element here within the whole matrix
+    # index of the first element within the whole matrix; with tensor parallelism, within this
+    # rank's part of it. The last elements may be padding behind the matrix's end
+    first: int
     weight: Tensor  # in the compute dtype: (n,), a part of a matrix; (rows, cols) if `whole`
     grad: Tensor  # of the same shape, in the compute dtype or wider
     states: dict[str, Tensor]  # of the same shape, each in its own dtype
@@ -123,8 +125,8 @@ class State:
 class Optimizer:
     """A function and its states: all that an optimizer is.
 
-    update(u: Update) writes u.weight and u.states in place. The first state is "master", the
-    weight itself in float32; the others start at 0. Where u.finite is false, it changes nothing:
+    update(u: Update) writes u.weight and u.states in place. One state is named "master": the weight
+    itself, in float32 or wider. The others start at 0. Where u.finite is false, it changes nothing:
     by torch.where, as in `adamw`, because what is not finite times 0 is not 0.
 
     It updates every Matrix: embedding, head, and q|k|v and gate|up as they are fused. Vectors
@@ -181,7 +183,7 @@ OPTIMIZERS = {"adamw": ADAMW}  # of matrices, by the name in a plan
 def check_optimizer(name: str, optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer would train wrong without a word: if the update of a matrix
     in two halves is not the update of the whole (a rank updates only the part that it owns), if a
-    step that is not finite changes something, or if no state is the master weight.
+    step that is not finite changes the weight or a state, or if no state is the master weight.
 
     It is tried on 256 numbers in float64 on the CPU; weight, gradient and states are random."""
     dtypes = optimizer.dtypes(torch.float64)
@@ -193,15 +195,17 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
     shape = (16, 16) if optimizer.whole else (256,)
     rng = torch.Generator().manual_seed(0)
     random = functools.partial(torch.rand, shape, generator=rng, dtype=torch.float64)
-    before = {"weight": random(), **{state: random().to(dtype) for state, dtype in dtypes.items()}}
-    grad = random() - 0.5
+    before = {state: random().to(dtype) for state, dtype in dtypes.items()}
+    before["weight"] = before["master"].clone()
+    gradient = random() - 0.5
 
     def updated(parts: list[slice], finite: bool) -> dict[str, Tensor]:
         after = {key: value.clone() for key, value in before.items()}
         scalars = make_scalars(torch.device("cpu"), torch.float64)
         norm = torch.tensor(2.0 if finite else math.inf, dtype=torch.float64)
-        for _ in range(2):  # the second update: of the first, m and v say the same
+        for _ in range(2):  # t = 2: at t = 1 a bias-corrected m and v carry the same information
             set_scalars(scalars, 0.01, 1.0, norm, 0.0)
+        grad = gradient if finite else torch.full_like(gradient, math.inf)
         for part in parts:
             states = {state: after[state][part] for state in dtypes}
             weight, first = after["weight"][part], part.start or 0
@@ -212,10 +216,10 @@ def check_optimizer(name: str, optimizer: Optimizer) -> None:
 
     everything = slice(None)
     skipped = updated([everything], finite=False)
-    for state in dtypes:
-        if not torch.equal(skipped[state], before[state]):
+    for key, value in before.items():
+        if not torch.equal(skipped[key], value):
             raise ValueError(
-                f"--optimizer {name}: a step that is not finite changes {state!r}: write it by "
+                f"--optimizer {name}: a step that is not finite changes {key!r}: write it by "
                 "torch.where(u.finite, new, old)"
             )
     if not optimizer.whole:

@@ -173,8 +173,11 @@ def on_all_ranks(check, *args, group: Group = None):
     raise the same error, so that none waits for another:
 
         ValueError, OSError, MemoryError    ConfigError: what a user can mend
-        torch.OutOfMemoryError              the same, of a GPU
-        anything else                       UnexpectedError, with the traceback
+        torch.OutOfMemoryError              torch.OutOfMemoryError, on all ranks
+        any other Exception                 UnexpectedError, with the traceback
+
+    If ranks fail in different ways, UnexpectedError comes before out of memory, and that before
+    ConfigError.
 
     Ranks wait for each other as long as the group does. A collective, and check holds none."""
     result = kind = text = ""

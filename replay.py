@@ -9,7 +9,8 @@ while a step is recorded or replayed.
                     memplan.solve then gives each request an offset in one arena
     run 4 onwards   replayed: request n of a step gets the n-th planned address. On one GPU a step
                     that is one stream then becomes one launch, a CUDA graph
-    if fewer than nine tenths of a replay's requests met the plan, the step is recorded again
+    if fewer than nine tenths of the plan's requests were met in a replay, the step is recorded and
+    planned again, three times in all, once no tensor lies in the arena any more
 
 A wrong plan costs memory and never a wrong number: a request that differs from the plan goes to
 PyTorch's pool, and so does one whose planned block would overlap a live tensor. Both are counted.

@@ -34,8 +34,8 @@ from torch import Tensor
 
 
 class CommStream:
-    """A CUDA stream for one kind of communication, of high priority: its few blocks go before the
-    many of a kernel that computes, not behind its last.
+    """A CUDA stream for one kind of communication. It has high priority, so that its few thread
+    blocks are scheduled before those of a large compute kernel.
 
     On a CPU, or with `overlap` off, it is the compute stream itself: then everything happens in the
     order of the program, and nothing needs a wait.
@@ -62,8 +62,8 @@ class CommStream:
         return self.stream.record_event() if self.stream else None
 
     def used(self, *buffers: Tensor) -> None:
-        """Say, on the current stream, that buffers, which are filled again, were read for the last
-        time. Nothing happens: a test's streams, which start late, spoil them here."""
+        """Mark buffers as read on the current stream: from here on they may be filled again. Does
+        nothing; the streams of tests, which start late, fill the buffers with NaN here."""
 
 
 def wait(event) -> None:
@@ -92,7 +92,7 @@ class Buffer:
     """A fixed place for a whole weight, for one micro-batch's whole gradient, or for states that
     visit. A gradient or state that is put there waits for its event; a weight, for compute."""
 
-    data: Tensor  # (S,)
+    data: Tensor | list[Tensor]  # (S,); for states, one tensor per state
     holder: object = None  # the ShardedParam whose newest weight it holds, or will at `event`
     # of param_gather: the weight is here; of grad_scatter: the gradient was read, the place is free
     event: object = None
@@ -106,9 +106,10 @@ HOST_ALIGN_BYTES = 512  # where a tensor starts in a host buffer
 
 
 def host_budget(ranks: int, asked: int | None) -> float:
-    """Return the bytes of host memory of a rank to swap to: as asked, or what control groups or the
-    machine allow, less an eighth for all else. ranks: that share a node; asked: --host-memory.
-    Raises ValueError if control groups allow less."""
+    """Return the bytes of host memory that a rank may use for states and activations: its share of
+    what was asked for, or else of seven eighths of what control groups and the machine allow.
+    ranks: how many share the node; asked: --host-memory, bytes of the node. Raises ValueError if
+    less is allowed than was asked for."""
     limits = [HOST_BYTES]
     path = Path("/proc/self/cgroup").read_text().partition("::")[2].strip()
     group = Path("/sys/fs/cgroup" + path)

@@ -204,10 +204,10 @@ def check_columns(cfg: ModelConfig, mode: str) -> None:
     """Raise ValueError if a layer that is cut in two columns computes something else than the whole
     layer: its output, the gradient of its input, or the gradient of a weight.
 
-    It finds what Matrix's arguments leave to the author of a layer: a matrix of rows that feeds
-    heads and does not say its `parts`, a matrix of columns whose input is a concatenation, and sums
-    over heads or features that are no products. A small layer of each kind that the model has runs
-    in float64 on the CPU, with random weights."""
+    It finds three mistakes that no check of arguments can find: a fused matrix cut by rows without
+    `parts`, a matrix cut by columns whose input is a concatenation, and a sum over heads or
+    features that is no matrix product. A small layer of each kind that the model has runs in
+    float64 on the CPU, with random weights."""
     kv_heads = 4 if cfg.kv_heads == cfg.heads else 2
     small = replace(cfg, vocab=8, dim=32, heads=4, kv_heads=kv_heads, ffn=24, head_dim=8)
     try:
@@ -297,8 +297,7 @@ def compare_columns(
             raise ValueError(
                 f"--tp with --tp-mode {mode}: a layer that is cut in two columns computes "
                 f"something else than the whole layer: {what} differs by {error:.2g} of its size. "
-                "A matrix "
-                "whose rows feed heads says so, cut='rows', parts=(q, k, v); the input of a matrix "
-                "of columns is one run of features, no concatenation; nothing but a product sums "
-                "over heads or features; or --tp 1"
+                "Give a fused q|k|v matrix parts=(q, k, v); the input of a matrix of columns must "
+                "not be a concatenation; only a matrix product may sum over heads or features; or "
+                "--tp 1"
             )

@@ -19,9 +19,9 @@ one process. A *case* is one line of CASES that says how the project runs the sa
     the rest       has its default, the first value of its row in VALUES
 
 Such a case trains four steps: with gradient clipping, with an evaluation in between, and with one
-step whose loss is not finite and which must change nothing. Its losses, gradient norms and updated
-weights are compared with Plain's, in float64 up to 1e-10. Reused buffers are filled with NaN, so a
-value that is read too late is wrong and not merely old.
+step whose loss or gradients are not finite and which must change nothing. Its losses, gradient
+norms and updated weights are compared with Plain's, in float64 up to 1e-10. Reused buffers are
+filled with NaN, so a value that is read too late is wrong and not merely old.
 
 Read from top to bottom: the plain model, one case, how ranks are started, all cases, what is
 refused, what a fork may do (examples/), and a run that is resumed under other cases. If you change

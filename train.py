@@ -465,10 +465,6 @@ def describe(run: Run, others: Sequence[costs.Plan] = ()) -> None:
 def make_attention(run: Run, groups: Groups) -> Attention:
     """Return attention over the ranks of a sequence. A collective of all ranks."""
     plan = run.plan
-    if plan.ring > 1:
-        cfg = plan.column
-        heads, kv_heads = cfg.heads // plan.head_ranks, cfg.kv_heads // plan.head_ranks
-        on_all_ranks(check_ring, run.kernel, heads, kv_heads, cfg.head_dim, run.device, plan.dtype)
     exchange = make_exchange(
         groups, plan.head_ranks, CommStream(run.device), plan.per_node // plan.tp
     )
@@ -479,6 +475,22 @@ def make_attention(run: Run, groups: Groups) -> Attention:
         Ring(groups, plan.sp, plan.ring, CommStream(run.device)),
         groups.column,
     )
+
+
+def try_parts(run: Run) -> None:
+    """Try on small random tensors what a fork may get wrong without a word, of what this run uses:
+    an optimizer that updates parts of a matrix, a kernel on a ring, a layer cut in columns, an
+    export. Raises ConfigError with what differs. A collective of all ranks."""
+    plan = run.plan
+    on_all_ranks(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
+    if plan.ring > 1:
+        cfg = plan.column
+        heads, kv_heads = cfg.heads // plan.head_ranks, cfg.kv_heads // plan.head_ranks
+        on_all_ranks(check_ring, run.kernel, heads, kv_heads, cfg.head_dim, run.device, plan.dtype)
+    if plan.tp > 1:
+        on_all_ranks(check_columns, plan.model, plan.tp_mode)
+    if run.cfg.export:
+        on_rank_0(hf.check_export, plan.model, run.record["source"])
 
 
 def works_alone(run: Run) -> bool:
@@ -498,10 +510,7 @@ def build(run: Run, op: Attention, groups: Groups) -> tuple[LLaMA | Pipeline, St
     for of_whole in ("shapes", "starts"):  # kept from now, when the model is whole
         on_all_ranks(getattr, model, of_whole)
     on_all_ranks(check_weights, model, plan.pp)
-    on_all_ranks(check_optimizer, plan.optimizer, OPTIMIZERS[plan.optimizer])
     on_all_ranks(split_columns, model, Columns(plan.tp_mode, groups))
-    if plan.tp > 1:
-        on_all_ranks(check_columns, plan.model, plan.tp_mode)
     parts = keep_stage(model, groups.stage, plan.pp, plan.pp_chunks)
     order = pipeline_order(groups.stage, plan.pp, plan.pp_chunks, plan.micro_batches)
     runners = on_all_ranks(
@@ -1009,8 +1018,6 @@ def settle(given, local_rank):
     # ---- data
     if not cfg.dry_run:
         on_all_ranks(check_folders, cfg, model, source)
-        if cfg.export:
-            on_rank_0(hf.check_export, model, source)
     cfg, training, val, data = open_data(cfg, model)
 
     # ---- plan
@@ -1068,6 +1075,7 @@ def prepare(run):
     Returns the model, its states, the memory that steps are planned in (or None), and what saves
     them. A collective of all ranks."""
     cfg, resumed, out = run.cfg, run.resumed, Path(run.cfg.out)
+    try_parts(run)
     if cfg.save_every >= 0:
         checkpoint.check_shared(out)
     memory = on_all_ranks(plan_memory, run)

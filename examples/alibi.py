@@ -1,12 +1,13 @@
 """Add an attention kernel: two functions and a row of attention.KERNELS.
 
-ALiBi (arXiv 2108.12409) adds a bias to each score that grows with the distance between the query
-and the key, with a slope for each head. So the kernel has to know which heads of the model it gets:
-`mask.heads` says so. Ring attention does not know it for every block of keys, and refuses this
-kernel.
+ALiBi (arXiv 2108.12409) subtracts from each score a penalty that grows with the distance between
+the query and the key, with a slope for each head. So the kernel has to know which heads of the
+model it gets: `mask.heads` says so. Ring attention does not know it for every block of keys, and
+refuses this kernel.
 
 To switch it on, copy both functions and the row into attention.py below KERNELS, or write `import
-examples.alibi` in train.py, and train with `--attention alibi`.
+examples.alibi` in train.py, and train with `--attention alibi`, on a CPU: the empty tuple in its
+row says that no GPU runs it. On a GPU, name the CUDA major versions there.
 """
 
 import torch

@@ -6,9 +6,10 @@ input. A parameter of a layer is a Matrix or a Vector, never a module of torch.n
 shards only these.
 
 To switch it on, copy the class into model.py below Block, and write `Block = ForkBlock` under it.
-Nothing else changes: sharding, swapping, sequence, tensor and pipeline parallelism find the new
-parameters by themselves. To prove that a layer of your own is right, write it a second time in
-test_all.PlainLayer with modules of torch.nn, and run `pytest test_all.py`.
+Sharding, swapping, sequence, tensor and pipeline parallelism find the new parameters by themselves;
+`--export` refuses the model, since Hugging Face's files have no names for them. To prove that a
+layer of your own is right, write it a second time in test_all.PlainLayer with modules of torch.nn,
+and run `pytest test_all.py`.
 """
 
 import torch

@@ -313,11 +313,11 @@ LEFT, MIDDLE = Cut((6, 4), ((0, 6),), (0, 2)), Cut((6, 4), ((0, 6),), (1, 3))
     "parts, says",
     [
         ([(FLAT[:10], 0, None)], "x ends at element 10, not 24"),
-        ([(FLAT[:10], 0, None), (FLAT[12:], 12, None)], "elements 10 to 12 of x are missing"),
+        ([(FLAT[:10], 0, None), (FLAT[12:], 12, None)], "elements 10 to 11 of x are missing"),
         # as many elements as the matrix has: half of them twice, half of them never
-        ([(FLAT[:12], 0, None), (FLAT[:12], 0, None)], "elements 0 to 12 of x are there twice"),
-        ([(FLAT[:12], 0, None), (FLAT[11:23], 11, None)], "elements 11 to 12 of x are there twice"),
-        ([(FLAT, 1, None)], "elements 0 to 1 of x are missing"),
+        ([(FLAT[:12], 0, None), (FLAT[:12], 0, None)], "elements 0 to 11 of x are there twice"),
+        ([(FLAT[:12], 0, None), (FLAT[11:23], 11, None)], "elements 11 to 11 of x are there twice"),
+        ([(FLAT, 1, None)], "elements 0 to 0 of x are missing"),
         ([(FLAT[:12], 0, UPPER)], "the parts of x that ranks share do not make the whole"),
         ([(FLAT[:12], 0, UPPER), (FLAT[:12], 0, UPPER)], "do not make the whole"),
         ([(FLAT[:12], 0, LEFT), (FLAT[:12], 0, MIDDLE)], "do not make the whole"),

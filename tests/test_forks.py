@@ -265,7 +265,7 @@ def forgets_skips(u):
 @parametrize(
     "update, states, says",
     [
-        (lars, "master", "the update of a matrix in two halves differs .* 'weight'.* whole=True"),
+        (lars, "master", "the update of a matrix in two halves differs .* 'master'.* whole=True"),
         (cautious, "master momentum", "the update of a matrix in two halves"),
         (by_index, "master", "the update of a matrix in two halves"),
         (by_first, "master", None),
