@@ -32,6 +32,8 @@ strided tensor are all from its first to its last one.
 
 import contextlib
 import functools
+import linecache
+import re
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -268,8 +270,10 @@ class PretendedStream(streams.CommStream):
         self.overlap = overlap
         self.stream = None
         if overlap:
-            lines = [f" of {name}:{line}" for name, line in caller_lines(1)]
-            self.name = f"stream {Recorder.current.number()}{''.join(lines)}"
+            caller = sys._getframe(1)
+            line = linecache.getline(caller.f_code.co_filename, caller.f_lineno)
+            assigned = re.search(r"(\w+) = CommStream", line)
+            self.name = f"{assigned[1] if assigned else 'stream'} {Recorder.current.number()}"
             self.stream = SimpleNamespace(device=device)
 
     def after_compute(self):
