@@ -9,7 +9,6 @@ has the waits that it needs, and that a change which loses one will be noticed.
 """
 
 import ast
-import functools
 import json
 import re
 import tempfile
@@ -209,9 +208,10 @@ def check_on_ranks(cases: dict[str, tuple]) -> dict[str, list[dict]]:
     return found
 
 
-@functools.cache
+@pytest.fixture(scope="module")
 def results() -> dict[str, list[dict]]:
-    """Return what is found in the cases above. They run once for all tests of this file."""
+    """What is found in the cases above. They run once for all tests of this file, also if they
+    fail."""
     return check_on_ranks(LINES)
 
 
@@ -225,11 +225,11 @@ def assert_ordered(of_ranks: list[dict]) -> None:
 
 @slow
 @parametrize("line", LINES)
-def test_accesses_have_an_order(line):
+def test_accesses_have_an_order(line, results):
     """Any two accesses to the same bytes, of which one writes, are separated by a wait; and memory
     is freed behind all that other streams do with it. Catches a race that a GPU shows now and then:
     a buffer that is filled while it is still read, a tensor that is read before it has arrived."""
-    assert_ordered(results()[line])
+    assert_ordered(results[line])
 
 
 @pytest.mark.skipif(not ALL_COMBINATIONS, reason="make test-all")
@@ -271,7 +271,7 @@ WAITS = {
 
 @slow
 @parametrize("wait", WAITS)
-def test_each_wait_has_a_reason(wait):
+def test_each_wait_has_a_reason(wait, results):
     """Without this line of the source some case has a pair of accesses that nothing separates.
     Catches a wait that no case reaches, so that nobody would notice if it were lost; and a wait
     that another one makes needless, which costs time."""
@@ -281,7 +281,7 @@ def test_each_wait_has_a_reason(wait):
         case: [
             pair for found in of_ranks for line in lines for pair in found["waits"].get(line, [])
         ]
-        for case, of_ranks in results().items()
+        for case, of_ranks in results.items()
         if any(line in found["waits"] for found in of_ranks for line in lines)
     }
     assert reaching, f"{wait}: no case reaches {call}"
@@ -292,7 +292,7 @@ def test_each_wait_has_a_reason(wait):
 
 
 @slow
-def test_waits_are_those_of_the_source():
+def test_waits_are_those_of_the_source(results):
     """Each line that waits in a case is a call that this file has found in the source, and each row
     of NOT_JUDGED excuses one. Catches a wait under a new name, which no test would leave out."""
     known = {
@@ -301,7 +301,7 @@ def test_waits_are_those_of_the_source():
         for number in range(first, end + 1)
     }
     reached = {
-        line for of_ranks in results().values() for found in of_ranks for line in found["waits"]
+        line for of_ranks in results.values() for found in of_ranks for line in found["waits"]
     }
     assert reached <= known
     excused = [names_in_table(file, call) for file, call in waiting_calls()]
