@@ -88,11 +88,15 @@ def waiting_line() -> tuple[str, int] | None:
     return (name, frame.f_lineno) if frame else None
 
 
+expired = torch.UntypedStorage._expired  # of a weak reference's address: asked at each operation
+
+
 class Memory:
     """A storage: its number, the stream that allocated it, and whether it is the host's."""
 
     def __init__(self, storage: torch.UntypedStorage, number: int, stream: str, on_host: bool):
         self.ref = StorageWeakRef(storage)
+        self.address = self.ref.cdata
         self.number = number
         self.stream = stream
         self.on_host = on_host
@@ -181,7 +185,7 @@ class Recorder(TorchDispatchMode):
         storage = t.untyped_storage()
         key = storage._cdata
         memory = self.memory.get(key)
-        if memory is None or memory.ref.expired():
+        if memory is None or expired(memory.address):
             stream = HOST if on_host else self.stack[-1]
             memory = Memory(storage, self.number(), stream, on_host)
             self.memory[key] = memory
@@ -189,13 +193,13 @@ class Recorder(TorchDispatchMode):
 
     def note_freed(self) -> None:
         """Note which shared memory is gone since the last operation."""
-        gone = [key for key, memory in self.shared.items() if memory.ref.expired()]
+        gone = [key for key, memory in self.shared.items() if expired(memory.address)]
         for key in gone:
             memory = self.shared.pop(key)
             if not memory.on_host:
                 self.trace.append(("free", memory.number, memory.stream))
 
-    def access(self, t: torch.Tensor, write: bool, stream: str) -> None:
+    def access(self, t: torch.Tensor, write: bool, stream: str, where: tuple = ()) -> None:
         memory = self.memory_of(t)
         first = t.storage_offset() * t.itemsize
         span = sum((n - 1) * abs(step) for n, step in zip(t.shape, t.stride())) + 1
@@ -203,7 +207,7 @@ class Recorder(TorchDispatchMode):
         if stream != memory.stream and memory.number not in self.shared_numbers:
             self.shared_numbers.add(memory.number)
             self.shared[t.untyped_storage()._cdata] = memory
-        where = caller_lines()
+        where = where or caller_lines()
         self.trace.append(("access", stream, memory.number, first, end, write, where))
 
     # -- operators
@@ -230,8 +234,9 @@ class Recorder(TorchDispatchMode):
                 self.memory_of(t, on_host)
                 if not op.allocates_only:
                     accesses.append((t, True))
+        where = caller_lines()
         for t, write in accesses:
-            self.access(t, write, stream)
+            self.access(t, write, stream, where)
         blocking = not any(args[op.non_blocking_at :][:1]) and not kwargs.get("non_blocking")
         blocking_copy = any(hosts) and not on_host and blocking
         if op.synchronizes or blocking_copy:
