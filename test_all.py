@@ -21,7 +21,9 @@ one process. A *case* is one line of CASES that says how the project runs the sa
 Such a case trains four steps: with gradient clipping, with an evaluation in between, and with one
 step whose loss or gradients are not finite and which must change nothing. Its losses, gradient
 norms and updated weights are compared with Plain's, in float64 up to 1e-10. Reused buffers are
-filled with NaN, so a value that is read too late is wrong and not merely old.
+filled with NaN, so a value that is read too late is wrong and not merely old; so are messages that
+have left. Streams and messages are late now and then, each round at other places: a case that fails
+prints the seed of its delays, and `DELAY_SEED=... pytest ...` repeats them.
 
 Read from top to bottom: the plain model, one case, how ranks are started, all cases, what is
 refused, what a fork may do (examples/), and a run that is resumed under other cases. If you change
@@ -78,11 +80,14 @@ import tensor
 import train
 from examples.block import ForkBlock
 from examples.muon import FLAG, muon
-from ranks import Groups
+from ranks import Groups, use_more_queues
 
 ROOT = Path(__file__).parent  # the project's folder
 ALL_COMBINATIONS = bool(os.environ.get("ALL_COMBINATIONS"))  # make test-all: many more cases
 RUN_SECONDS = 10800 if ALL_COMBINATIONS else 1200  # of train.py, or of a worker of many cases
+# of what the harness delays: the time, so that rounds differ; set it to repeat a round. Processes
+# that this one starts inherit it
+DELAY_SEED = os.environ.setdefault("DELAY_SEED", str(int(time.time())))
 parametrize = pytest.mark.parametrize
 slow = pytest.mark.skipif("CHECK" in os.environ, reason="make check")  # processes, or seconds
 GPUS = torch.cuda.device_count()
@@ -432,7 +437,7 @@ def groups_of(plan: costs.Plan, made: dict) -> Groups:
 
 
 def let_streams_be(kind: type) -> None:
-    for module in (offload, shard, train):
+    for module in (offload, optim, shard, train):
         module.CommStream = kind
 
 
@@ -575,9 +580,9 @@ def save(states: shard.States, folder: Path, step: int) -> None:
 
 class Spoiled(streams.CommStream):
     """A CommStream that spoils what was used, and now and then starts late, or lets compute be
-    late: by more than two layers take."""
+    late: by more than two layers take. Delays are other ones in each round (DELAY_SEED)."""
 
-    random = random.Random(0)  # of a rank
+    random = random.Random(DELAY_SEED)  # of a rank, from `seed_delays` on
 
     def used(self, *buffers):
         for x in buffers:
@@ -618,22 +623,36 @@ class Message:
     def __init__(self, link, way, x):
         if Spoiled.random.random() < 0.02:
             time.sleep(0.003)
+        self.sends = way is dist.isend
         self.x = self.sent = x
         if x.is_cuda and torch.cuda.device_count() < dist.get_world_size():
-            self.sent = x.cpu() if way is dist.isend else torch.empty_like(x, device="cpu")
+            self.sent = x.cpu() if self.sends else torch.empty_like(x, device="cpu")
         self.work = Message.launch(link, way, self.sent)
 
     def wait(self):
+        """Let compute wait. A message that was received is there; one that was sent has left, and
+        is spoiled, because its memory may belong to others now."""
+        self.wait_for_work()
+        if self.sends:
+            self.x.fill_(math.nan)
+        elif self.sent is not self.x:
+            self.x.copy_(self.sent)
+
+    def wait_for_work(self):
         self.work.wait()
-        if self.sent is not self.x:
-            self.x.copy_(self.sent)  # of what was sent: the same
+
+
+def seed_delays(what: str) -> None:
+    """Let this rank's delays from here on follow from DELAY_SEED and from what runs, so that a case
+    has the same delays by itself as among others."""
+    Spoiled.random.seed(f"{DELAY_SEED}, rank {dist.get_rank()}, {what}")
 
 
 def make_small() -> None:
     """Let what is tiny here have several parts."""
     torch.use_deterministic_algorithms(True)  # with fill_uninitialized_memory
     optim.VISIT_ELEMENTS, ops.LOSS_ELEMENTS = 300, 67 * 7
-    Spoiled.random = random.Random(dist.get_rank())
+    seed_delays("")
     pipeline.Link.launch = lambda *message: Message(*message)
 
 
@@ -645,13 +664,17 @@ def check_cases(cases: list[dict], folder: Path, first: int = -1) -> None:
     for i, (case, wanted) in enumerate(zip(cases, torch.load(folder / "answers"))):
         # in float64 what is computed counts, in bf16 how a kernel rounds
         stance = "force_eager" if case["dtype"] == "fp64" else "default"
+        what = {key: value for key, value in case.items() if value != DEFAULTS[key]}
+        seed_delays(str(what))
         try:
             with torch.compiler.set_stance(stance):
                 equal(case, groups, wanted, folder, -1 if first < 0 else first + i)
         except AssertionError as e:
-            what = {key: value for key, value in case.items() if value != DEFAULTS[key]}
             wrong.append(f"{what}: {e}")
-    assert not wrong, f"{len(wrong)} of {len(cases)} cases are wrong\n" + "\n".join(wrong)
+    assert not wrong, (
+        f"{len(wrong)} of {len(cases)} cases are wrong; DELAY_SEED={DELAY_SEED} repeats their "
+        "delays\n" + "\n".join(wrong)
+    )
 
 
 # ---------------------------------------------------------------------------- processes
@@ -715,6 +738,8 @@ def print_to(file: Path) -> None:
 def on_ranks(ranks: int, worker: Callable, *args, gpus: int = 0) -> str:
     """Run worker(*args) on so many ranks, and return what they print. gpus: that they have."""
     method = "spawn" if gpus else "forkserver"
+    if gpus:
+        use_more_queues()  # as train.py; the processes inherit it before their CUDA starts
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "said"
         rest = ranks, get_free_port(), gpus, worker, args

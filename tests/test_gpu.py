@@ -18,6 +18,7 @@ import torch.distributed as dist
 import attention
 from test_all import (
     CASES,
+    DELAY_SEED,
     GPUS,
     Message,
     answer_of,
@@ -71,6 +72,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
     """Runs on each rank: each line that lets a stream wait, of those that these cases reach and
     nothing hides, is left out by itself, and then one of them must fail. Prints what becomes."""
     make_small()
+    print(f"DELAY_SEED={DELAY_SEED} repeats these delays", flush=True)
     torch.compiler.set_stance("force_eager")
     left_out, reached, groups = None, [], {}
     passed_on = {"wait", "wait_stream", "after_compute", "__enter__"}
@@ -94,7 +96,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
         return wait_unless_left_out
 
     torch.cuda.Stream.wait_event = may_be_left_out(torch.cuda.Stream.wait_event)
-    Message.wait = may_be_left_out(Message.wait)
+    Message.wait_for_work = may_be_left_out(Message.wait_for_work)
     asked = list(zip(cases, torch.load(folder / "answers")))
     for case, answers_of in asked:
         reached.append(set())
@@ -151,6 +153,7 @@ def check_waits(cases: list[dict], hidden: set[str], folder: Path) -> None:
                 "tp=2 mode=mtp",
                 "g=2 os=2 layout=inter place=host",
                 "pp=2 micro=4",
+                "pp=2 micro=4 keep=swapped model=deep",
             ],
         ),
     ],
