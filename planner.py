@@ -715,7 +715,8 @@ def search(c, model, hardware):
         too_large.sort(key=lambda plan: over(plan, hardware))
         nearest = choose(c, too_large[:8], [states])
         plan = min(
-            (fit(c, plan, hardware) for plan in nearest), key=lambda plan: over(plan, hardware)
+            (fit(c, plan, hardware) for plan in nearest),
+            key=lambda plan: (over(plan, hardware), plan.gpu_bytes),
         )
         raise TooLarge(
             f"a step needs {in_unit(plan.gpu_bytes)} a GPU of "
