@@ -662,7 +662,7 @@ def search(c, model, hardware):
     The usual shapes are priced first. The other ones follow if they may be faster than all that
     is found: each is tried with the states of the best plans so far, and for those that come out
     best all states are compared."""
-    found, too_large, fastest = [], [], {}
+    found, too_large, fastest, least = [], [], {}, {}
 
     def late(plan):
         return any(
@@ -675,7 +675,7 @@ def search(c, model, hardware):
 
     def possible(stage, skip):  # by the seconds without memory, then with the most of it
         stage = by_bound(hardware, stage, with_states=False)
-        stage = [best_case(c, shape, hardware) for shape in stage if not skip(shape)]
+        stage = [best_case(c, shape, hardware, least) for shape in stage if not skip(shape)]
         too_large.extend(shape for shape in stage if shape.step_s == math.inf)
         return sorted((shape for shape in stage if shape.step_s < math.inf), key=token_s)
 
@@ -701,7 +701,10 @@ def search(c, model, hardware):
 
     known = set(map(shape_of, usual))
     every = shapes(c, model, hardware, every=True)
-    likely = {states_of(plan) for plan in sorted(found, key=token_s)[:LIKELY_STATES]}
+    by_time = sorted(found, key=token_s)
+    likely = {states_of(plan) for plan in by_time[:LIKELY_STATES]}
+    best_of_p = {plan.factors.p: states_of(plan) for plan in by_time[::-1]}
+    likely |= set(best_of_p.values())
     tried = []
     for shape in possible([plan for plan in every if shape_of(plan) not in known], no_faster):
         if not no_faster(shape):
@@ -769,11 +772,12 @@ def choose(c, plans, degrees, every=False):
 
 def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
     """Return whether there is a plan, legal and however slow."""
+    least = {}
     try:
         return any(
             fit(c, plan, hardware).step_s < math.inf
             for shape in smallest(shapes(c, model, hardware, every=True))
-            if best_case(c, shape, hardware).step_s < math.inf
+            if best_case(c, shape, hardware, least).step_s < math.inf
             for plan in choose(c, [shape], [states])
         )
     except ValueError:
@@ -794,12 +798,18 @@ def smallest(plans):
             yield from [plan for plan in by_chunk[1:] if plan.chunk == plan.tokens]
 
 
-def best_case(c, shape, hardware):
+def best_case(c, shape, hardware, least):
     """Return a shape with what its layers keep, and seconds without those of states, if states took
-    as little memory as any legal ones: no plan of this shape takes less time."""
+    as little memory as any legal ones: no plan of this shape takes less time. least: these bytes,
+    of all shapes whose states take equally many, which is filled here."""
     shape = replace(shape, os_place="gpu")
-    least = min(sum(memory_of_states(plan)[0].values()) for plan in choose(c, [shape], [states]))
-    return fit(c, shape, hardware, sum(memory_of_states(shape)[0].values()) - least)
+    several = shape.micro_batches > 1
+    same = shape.tp, shape.pp, shape.pp_chunks, several, shape.chunks > 1
+    if same not in least:
+        plans = choose(c, [shape], [states])
+        least[same] = min(sum(memory_of_states(plan)[0].values()) for plan in plans)
+    saved = sum(memory_of_states(shape)[0].values()) - least[same]
+    return fit(c, shape, hardware, saved)
 
 
 def over(plan, hardware):
