@@ -461,7 +461,8 @@ def sequences(c, plan, every=False):
         if ring > 1 and by_heads:
             return f"{by_heads} goes by heads alone: --ring 1"
         if sp % ring or kv_heads % heads:
-            return f"sp / ring ranks share {kv_heads} key/value heads"
+            no_ring = f", and {by_heads} goes by heads alone, without a ring" if by_heads else ""
+            return f"sp / ring ranks share {kv_heads} key/value heads{no_ring}"
         if ring > 1 and (in_node % heads or c.seq % (2 * ring)):
             return (
                 f"ranks that share heads are of one node of {in_node}, and --seq {c.seq} is cut in "
@@ -594,7 +595,13 @@ def states(c, plan, every=True):
     def why_not(p, g, os):
         if whole and (plan.tp * p > 1 or c.os_layout == "intra"):
             return f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 --tp 1"
-        return illegal(Factors(p, g, os), world, in_node)
+        reason = illegal(Factors(p, g, os), world, in_node)
+        if reason and world < plan.ranks:
+            return (
+                f"{reason} (--tp {plan.tp} --pp {plan.pp} leave {world} of {plan.ranks} ranks for "
+                "the states)"
+            )
+        return reason
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
