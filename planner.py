@@ -739,11 +739,15 @@ def search(c, model, hardware):
 
 
 def by_bound(hardware, plans, with_states):
-    """Return plans with the seconds that they take at least, fastest first."""
-    return sorted(
-        (replace(plan, seconds=step_seconds(hardware.est, plan, with_states)) for plan in plans),
-        key=token_s,
-    )
+    """Return plans with the seconds that they take at least, fastest first. with_states: of the
+    plans of a best_case, whose copies to the host wait for no states."""
+    timed = []
+    for plan in plans:
+        seconds = step_seconds(hardware.est, plan, with_states)
+        if with_states:
+            seconds["copies"] = min(seconds["copies"], plan.seconds["copies"])
+        timed.append(replace(plan, seconds=seconds))
+    return sorted(timed, key=token_s)
 
 
 def shapes(c, model, hardware, every=False):
