@@ -691,11 +691,20 @@ def visit_bytes(plan: Plan) -> float:
     return VISIT_BUFFERS * plan.moment_bytes * elements
 
 
+def memory_of_states(plan: Plan) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the bytes that model states and their buffers take of a GPU, and of host memory."""
+    memory = state_bytes(plan) | weight_buffer_bytes(plan)
+    host = {}
+    if plan.os_place == "host":
+        host["optimizer"] = memory.pop("optimizer")
+        memory["visiting states"] = visit_bytes(plan)
+    return memory, host
+
+
 def with_memory(plan: Plan) -> Plan:
     """Return the plan with its bytes counted."""
     layer, kept = column_bytes(plan), plan.activations
-    memory = state_bytes(plan) | weight_buffer_bytes(plan)
-    host = {}
+    memory, host = memory_of_states(plan)
 
     if kept:
         passes = plan.in_flight / kept.layers
@@ -706,10 +715,6 @@ def with_memory(plan: Plan) -> Plan:
 
     memory["messages"] = 4 * message_bytes(plan)  # sent and received, in forward and in backward
     memory["working"] = working_bytes(plan)
-
-    if plan.os_place == "host":
-        host["optimizer"] = memory.pop("optimizer")
-        memory["visiting states"] = visit_bytes(plan)
     return replace(plan, memory=memory, host=host)
 
 

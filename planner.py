@@ -56,6 +56,7 @@ from costs import (
     host_bytes,
     layer_seconds,
     lost_seconds,
+    memory_of_states,
     resident_bytes,
     step_seconds,
     visit_seconds,
@@ -294,6 +295,15 @@ def whole_chunks(number):
     return np.floor(number + 1e-9)
 
 
+@functools.lru_cache(maxsize=8)
+def bytes_of_ways(n, layer, resident, swaps):
+    """Return the bytes of a GPU and of the host that each of ways_to_keep needs at least. Plans
+    that differ in model states only ask for the same ones."""
+    m, away, x, _ = ways_to_keep(n, resident, swaps)
+    plans = ActivationPlan(n, 1, n - away, 0, 0, x, m)
+    return resident_bytes(plans, layer), host_bytes(plans, layer)
+
+
 @functools.cache
 def ways_to_keep(n, resident, swaps):
     """Return m, layers that leave and X of all plans that are as asked, and whether they save
@@ -328,11 +338,12 @@ def plan_activations(
         max alpha:  (input + attn + alpha*S_others)/bandwidth <= layer_s
                     (n - 2)*(input + attn + alpha*S_others) <= host
     """
+    part = layer[-1] / chunks
+    if alpha is None and resident is None and n * sum(layer) <= gpu:  # everything has room
+        return ActivationPlan(n, chunks, n, n * chunks, 0, 0), 0.0
     m, away, x, saves = ways_to_keep(n, resident, bool(alpha))
     k = n - away
-    plans = ActivationPlan(n, 1, k, 0, 0, x, m)
-    needed, copied = resident_bytes(plans, layer), host_bytes(plans, layer)
-    part = layer[-1] / chunks
+    needed, copied = bytes_of_ways(n, layer, resident, bool(alpha))
     room = gpu - needed
     # of a layer: in two buffers, and in forward on two of the k layers' room
     buffered = whole_chunks(np.minimum(2 * room, room + (k - 2) * sum(layer[:2])) / (4 * part))
@@ -361,7 +372,8 @@ def plan_activations(
 # ---------------------------------------------------------------------------- which plan
 
 
-# A degree is a function of constraints and a plan that yields, as changes to it, its legal choices.
+# A degree is a function of constraints and a plan that yields, as changes to it, its legal choices:
+# the usual ones, or with `every` all that could be asked for by hand.
 
 
 def legal(c, names, every, why_not):
@@ -388,7 +400,7 @@ def legal(c, names, every, why_not):
     return found
 
 
-def columns(c, plan):
+def columns(c, plan, every=False):
     """Columns of a layer's matrices are neighbours in a node, each with as many heads and
     features."""
     model, per_node = plan.model, plan.per_node
@@ -407,7 +419,7 @@ def columns(c, plan):
     )
 
 
-def stages(c, plan):
+def stages(c, plan, every=False):
     """Stages of a pipeline have whole nodes or lie within one, and some parts of the model each."""
     ranks, per_node, layers = plan.ranks, plan.per_node, plan.model.layers
 
@@ -424,14 +436,14 @@ def stages(c, plan):
                 "pipeline"
             )
 
-    every = itertools.product(divisors(ranks), {1, 2, 4, c.pp_chunks or 1})
-    return legal(c, ["pp", "pp_chunks"], every, why_not)
+    parts = divisors(layers) if every else {1, 2, 4, c.pp_chunks or 1}
+    return legal(c, ["pp", "pp_chunks"], itertools.product(divisors(ranks), parts), why_not)
 
 
-def sequences(c, plan):
+def sequences(c, plan, every=False):
     """Of the ranks that share a sequence the ring is the least one that leaves those that share
-    heads in one node: their all-to-alls cross no network. Long sequences try larger ones too: where
-    fewer ranks share the heads there are more groups of them, which need less memory."""
+    heads in one node: their all-to-alls cross no network. Larger rings are usual for long sequences:
+    where fewer ranks share the heads there are more groups of them, which need less memory."""
     ranks, in_node, kv_heads = plan.state_ranks, plan.in_node, plan.column.kv_heads
     by_heads = ""  # what goes by heads alone
     if c.attention in KERNELS and not KERNELS[c.attention].plain:
@@ -449,25 +461,26 @@ def sequences(c, plan):
         if ring > 1 and by_heads:
             return f"{by_heads} goes by heads alone: --ring 1"
         if sp % ring or kv_heads % heads:
-            return f"sp / ring ranks share {kv_heads} key/value heads"
+            no_ring = f", and {by_heads} goes by heads alone, without a ring" if by_heads else ""
+            return f"sp / ring ranks share {kv_heads} key/value heads{no_ring}"
         if ring > 1 and (in_node % heads or c.seq % (2 * ring)):
             return (
                 f"ranks that share heads are of one node of {in_node}, and --seq {c.seq} is cut in "
                 "2 x ring parts"
             )
 
-    every = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
-    found = legal(c, ["sp", "ring"], every, why_not)
+    pairs = [(sp, ring) for sp in divisors(ranks) for ring in divisors(sp)]
+    found = legal(c, ["sp", "ring"], pairs, why_not)
     least = {}
     for pair in sorted(found, key=lambda pair: in_node % (pair["sp"] // pair["ring"]) > 0):
         sp, ring = pair.values()
-        if ring == least.setdefault(sp, ring) or c.seq // sp > 2**16:
+        if ring == least.setdefault(sp, ring) or c.seq // sp > 2**16 or every:
             yield pair
 
 
-def batches(c, plan):
-    """Sequences a step, and at once: one, or the most within 4K, 8K or 32K tokens a rank. (8K of a
-    small model a GPU computes sooner than its host launches the kernels.)"""
+def batches(c, plan, every=False):
+    """Sequences a step, and at once: usually one, or the most within 4K, 8K or 32K tokens a rank.
+    (8K of a small model a GPU computes sooner than its host launches the kernels.)"""
     dp = plan.dp
     most = c.most_sequences or 2**40
     usual = c.default_tokens // c.seq
@@ -494,6 +507,8 @@ def batches(c, plan):
         )
 
     sizes = [x["micro_batch"] for x in legal(c, ["micro_batch"], zip(divisors(each)), why_not)]
+    if every:
+        return [{"batch": batch, "micro_batch": size} for size in sizes]
     within = {
         max(1, bisect.bisect(sizes, tokens * plan.sp // c.seq))
         for tokens in (0, 2**12, 2**13, 2**15)
@@ -501,41 +516,50 @@ def batches(c, plan):
     return [{"batch": batch, "micro_batch": sizes[n - 1]} for n in within]
 
 
-def head_groups(c, plan):
-    """4 parts of a rank's heads hide all-to-alls; of long sequences the most too, which need less
-    memory."""
+def head_groups(c, plan, every=False):
+    """4 parts of a rank's heads hide all-to-alls. More of them need less memory: of long sequences
+    the most within 8 or 16 are usual, too."""
     column, ranks = plan.column, plan.head_ranks
     heads, kv_heads = column.heads // ranks, column.kv_heads // ranks
     counts = head_group_counts(heads, kv_heads, plan.tokens * column.heads * column.head_dim)
-    found = legal(
-        c,
-        ["head_groups"],
-        zip(counts),
-        lambda groups: (
-            groups not in counts
-            and (
-                f"a rank has {heads} query heads at a time, and {kv_heads} of keys and values; a head of "
-                f"{plan.tokens} tokens may have too many elements: more --sp"
+
+    def why_not(groups):
+        if groups not in head_group_counts(heads, kv_heads, 0):
+            return (
+                f"each group has as many of a rank's {heads} query heads at a time, and {kv_heads} of keys "
+                "and values, or some query heads of one of these"
             )
-        ),
-    )
+        if groups not in counts:
+            return (
+                f"a group of {heads // groups} query heads has {plan.tokens} x {column.head_dim} "
+                "elements of each, more than attention takes at once: more --head-groups, or more "
+                "--sp"
+            )
+
+    found = legal(c, ["head_groups"], zip(divisors(heads)), why_not)
+    if every:
+        return found
     few, many = (4, 16) if ranks > 1 else (1, 8)
-    for most in {few, many if plan.tokens > 2**16 else few}:
-        yield max(found, key=lambda x: x["head_groups"] * (x["head_groups"] <= most))
+    usual = {few, many if plan.tokens > 2**16 else few}
+    return [max(found, key=lambda x: x["head_groups"] * (x["head_groups"] <= n)) for n in usual]
 
 
-def treatments(c, plan):
-    """Layers run whole, or in equal chunks of at most 16K or 8K tokens: below that products slow
-    down. What is said of chunks by hand asks for them."""
+def treatments(c, plan, every=False):
+    """Layers run whole, or in equal chunks. Chunks of 16K or 8K tokens are usual: smaller ones slow
+    products down, and larger ones need more memory. What is said of chunks by hand asks for
+    them."""
     swaps = bool(c.alpha)  # at least one layer
     if (c.resident_layers or 2 * swaps) > plan.part_layers - swaps:
-        raise ValueError(
-            f"--resident-layers {c.resident_layers or 'auto'}: a stage runs {plan.part_layers} "
-            f"layers; at most {plan.part_layers - swaps}"
-            + f" with --alpha {c.alpha}, and at least 2"
-            * swaps
-        )
-    by_hand = c.alpha is not None or c.resident_layers or c.chunk and c.chunk < plan.tokens
+        asked = [f"--alpha {c.alpha}"] * (c.alpha is not None)
+        asked += [f"--resident-layers {c.resident_layers}"] * bool(c.resident_layers)
+        most = plan.part_layers - swaps
+        if c.resident_layers:
+            rule = f"at most {most} can stay on the GPU"
+        else:
+            rule = "one has to swap, and 2 others stay on the GPU"
+        raise ValueError(f"{' '.join(asked)}: a stage runs {plan.part_layers} layers; {rule}")
+    limit = min(c.chunk or plan.tokens, plan.tokens)  # a larger one asks for nothing
+    by_hand = c.alpha is not None or c.resident_layers or limit < plan.tokens
     # chunks alone let a group's gradients take its tensors' places
     in_chunks = c.recompute == "full" or by_hand or plan.sp == 1 < plan.head_groups
     if c.recompute == "none" or not in_chunks:
@@ -548,12 +572,17 @@ def treatments(c, plan):
         )
     if c.recompute == "none" or plan.splits_tokens:
         return
-    for most in {min(plan.tokens, c.chunk or size) for size in (2**14, 2**13)}:
-        parts = -(-plan.tokens // most)
-        yield {"recompute": "auto", "chunk": -(-plan.tokens // parts)}
+    sizes = (2**14, 2**13)
+    if limit < plan.tokens:
+        sizes = (limit,)
+    elif every:
+        sizes = (plan.tokens, *(2**i for i in range(16, 10, -1)))
+    parts = {-(-plan.tokens // min(size, plan.tokens)) for size in sizes}
+    for n in sorted(parts):
+        yield {"recompute": "auto", "chunk": -(-plan.tokens // n)}
 
 
-def states(c, plan):
+def states(c, plan, every=True):
     """States have the legal factors, and lie on GPUs or hosts. Layout intra: all ranks have as much
     to update."""
     world, in_node = plan.state_ranks, plan.in_node
@@ -566,7 +595,13 @@ def states(c, plan):
     def why_not(p, g, os):
         if whole and (plan.tp * p > 1 or c.os_layout == "intra"):
             return f"--optimizer {c.optimizer} needs whole matrices: --os-layout inter --p 1 --tp 1"
-        return illegal(Factors(p, g, os), world, in_node)
+        reason = illegal(Factors(p, g, os), world, in_node)
+        if reason and world < plan.ranks:
+            return (
+                f"{reason} (--tp {plan.tp} --pp {plan.pp} leave {world} of {plan.ranks} ranks for "
+                "the states)"
+            )
+        return reason
 
     layout = c.os_layout if c.os_layout != "auto" else "inter" if whole else "intra"
     places = ("gpu", "host") if c.os_place == "auto" else (c.os_place,)
@@ -575,9 +610,9 @@ def states(c, plan):
             yield {"factors": Factors(**f), "os_layout": layout, "os_place": place}
 
 
-def some_states(c, plan):
-    """States have legal factors, the first ones for now: which of them is chosen last."""
-    return [next(states(c, plan))]
+def some_states(c, plan, every=False):
+    """States have legal factors, the most shards for now: which of them is chosen last."""
+    return [list(states(c, plan))[-1]]
 
 
 # of the computation
@@ -588,6 +623,12 @@ FAR = 1.3  # times the best: what takes longer is not looked at
 
 token_s = operator.attrgetter("token_s")
 kind = operator.attrgetter("tp", "pp", "sp")  # what plans of a kind have in common
+states_of = operator.attrgetter("factors", "os_place")
+LIKELY_STATES = 3  # of the best plans, with which an unusual shape is tried
+LIKELY_SHAPES = 8  # unusual ones, for which all states are compared
+shape_of = operator.attrgetter(
+    *("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch", "head_groups", "recompute", "chunk")
+)
 
 
 def preference(plan):
@@ -623,42 +664,93 @@ def best_of_kinds(found):
 
 def search(c, model, hardware):
     """Return plans that fit, fastest first, among them the best of each kind. Raises ValueError if
-    there is none: with what the one that is nearest needs, or why what is asked is illegal."""
-    found, too_large = [], []
+    there is none: with what the one that is nearest needs, or why what is asked is illegal.
 
-    def by_bound(plans, with_states):  # by the seconds that they take at least
-        plans = [
-            replace(plan, seconds=step_seconds(hardware.est, plan, with_states)) for plan in plans
-        ]
-        return sorted(plans, key=token_s)
+    The usual shapes are priced first. The other ones follow if they may be faster than all that
+    is found: each is tried with the states of the best plans so far, and for those that come out
+    best all states are compared."""
+    found, too_large, fastest, least = [], [], {}, {}
 
     def late(plan):
         return any(
-            plan.token_s > other.token_s * (1 + TIE if kind(other) == kind(plan) else FAR)
-            for other in found
+            plan.token_s > other * (1 + TIE if same == kind(plan) else FAR)
+            for same, other in fastest.items()
         )
 
-    for shape in by_bound(shapes(c, model, hardware), with_states=False):
-        if late(shape):
-            continue
-        for plan in by_bound(choose(c, [shape], states), with_states=True):
-            if late(plan):
-                break
-            plan = fit(c, plan, hardware)
-            (found if plan.step_s < math.inf else too_large).append(plan)
+    def no_faster(plan):
+        return plan.token_s * (1 + 1e-6) >= min(fastest.values(), default=math.inf)
+
+    def possible(stage, skip):  # by the seconds without memory, then with the most of it
+        stage = by_bound(hardware, stage, with_states=False)
+        stage = [best_case(c, shape, hardware, least) for shape in stage if not skip(shape)]
+        too_large.extend(shape for shape in stage if shape.step_s == math.inf)
+        return sorted((shape for shape in stage if shape.step_s < math.inf), key=token_s)
+
+    def price(plan):
+        plan = fit(c, plan, hardware)
+        if plan.step_s < math.inf:
+            found.append(plan)
+            fastest[kind(plan)] = min(plan.token_s, fastest.get(kind(plan), math.inf))
+        else:
+            too_large.append(plan)
+        return plan.token_s
+
+    def price_states(shape, skip):
+        if not skip(shape):
+            for plan in by_bound(hardware, choose(c, [shape], [states]), with_states=True):
+                if skip(plan):
+                    break
+                price(plan)
+
+    usual = shapes(c, model, hardware)
+    for shape in possible(usual, late):
+        price_states(shape, late)
+
+    known = set(map(shape_of, usual))
+    every = shapes(c, model, hardware, every=True)
+    by_time = sorted(found, key=token_s)
+    likely = {states_of(plan) for plan in by_time[:LIKELY_STATES]}
+    best_of_p = {plan.factors.p: states_of(plan) for plan in by_time[::-1]}
+    likely |= set(best_of_p.values())
+    tried = []
+    for shape in possible([plan for plan in every if shape_of(plan) not in known], no_faster):
+        if not no_faster(shape):
+            plans = choose(c, [shape], [states])
+            plans = [plan for plan in plans if states_of(plan) in likely] or plans[-2:]
+            tried.append((min(map(price, plans)), len(tried), shape))
+    for i, (_, _, shape) in enumerate(sorted(tried)):
+        if i < LIKELY_SHAPES or not found:
+            price_states(shape, no_faster)
     if not found:
-        plan = min(too_large, key=lambda plan: over(plan, hardware))
+        too_large.sort(key=lambda plan: over(plan, hardware))
+        nearest = choose(c, too_large[:8], [states])
+        plan = min(
+            (fit(c, plan, hardware) for plan in nearest),
+            key=lambda plan: (over(plan, hardware), plan.gpu_bytes),
+        )
         raise TooLarge(
-            f"a step needs {plan.gpu_bytes / GIB:.1f} GiB a GPU of "
-            f"{hardware.gpu_budget / GIB:.1f} ({in_gib(plan)}), and "
-            f"{plan.host_bytes / GIB:.1f} GiB of host memory a rank of "
-            f"{hardware.host_budget / GIB:.1f}, with {in_words(plan)}, at least (asked for, "
+            f"a step needs {in_unit(plan.gpu_bytes)} a GPU of "
+            f"{in_unit(hardware.gpu_budget)} ({in_gib(plan)}), and "
+            f"{in_unit(plan.host_bytes)} of host memory a rank of "
+            f"{in_unit(hardware.host_budget)}, with {in_words(plan)}, at least (asked for, "
             f"which may need more: {given(vars(c)) or 'nothing'})"
         )
     return sorted(found, key=token_s)
 
 
-def shapes(c, model, hardware):
+def by_bound(hardware, plans, with_states):
+    """Return plans with the seconds that they take at least, fastest first. with_states: of the
+    plans of a best_case, whose copies to the host wait for no states."""
+    timed = []
+    for plan in plans:
+        seconds = step_seconds(hardware.est, plan, with_states)
+        if with_states:
+            seconds["copies"] = min(seconds["copies"], plan.seconds["copies"])
+        timed.append(replace(plan, seconds=seconds))
+    return sorted(timed, key=token_s)
+
+
+def shapes(c, model, hardware, every=False):
     """Return plans with all that SHAPE may choose, states left open. Raises ValueError."""
     start = Plan(
         model,
@@ -670,17 +762,17 @@ def shapes(c, model, hardware):
         overlap=c.overlaps,
         tp_mode=c.tp_mode,
     )
-    return choose(c, [start], *SHAPE)
+    return choose(c, [start], SHAPE, every)
 
 
-def choose(c, plans, *degrees):
+def choose(c, plans, degrees, every=False):
     """Return the plans with all that the degrees may choose. Raises ValueError if one leaves no
     legal choice."""
     for degree in degrees:
         found, errors = [], []
         for plan in plans:
             try:
-                found += [replace(plan, **choice) for choice in degree(c, plan)]
+                found += [replace(plan, **choice) for choice in degree(c, plan, every)]
             except ValueError as e:
                 errors.append(e)
         if not found:
@@ -690,15 +782,45 @@ def choose(c, plans, *degrees):
 
 
 def fits(c: Constraints, model: ModelConfig, hardware: Hardware) -> bool:
-    """Return whether there is a plan, legal and however slow: with the most shards."""
+    """Return whether there is a plan, legal and however slow."""
+    least = {}
     try:
         return any(
             fit(c, plan, hardware).step_s < math.inf
-            for shape in shapes(c, model, hardware)
-            for plan in choose(c, [shape], states)[-2:]
+            for shape in smallest(shapes(c, model, hardware, every=True))
+            if best_case(c, shape, hardware, least).step_s < math.inf
+            for plan in choose(c, [shape], [states])
         )
     except ValueError:
         return False
+
+
+def smallest(plans):
+    """Return the shapes that may need the least memory, of those that differ in head groups and
+    chunks only: with the most or the fewest of both."""
+    same = operator.attrgetter("tp", "pp", "pp_chunks", "sp", "ring", "micro_batch")
+    for _, alike in itertools.groupby(sorted(plans, key=same), same):
+        alike = list(alike)
+        groups = [plan.head_groups for plan in alike]
+        for number in sorted({min(groups), max(groups)}, reverse=True):
+            by_chunk = [plan for plan in alike if plan.head_groups == number]
+            by_chunk.sort(key=lambda plan: (plan.chunk, plan.recompute))
+            yield by_chunk[0]
+            yield from [plan for plan in by_chunk[1:] if plan.chunk == plan.tokens]
+
+
+def best_case(c, shape, hardware, least):
+    """Return a shape with what its layers keep, and seconds without those of states, if states took
+    as little memory as any legal ones: no plan of this shape takes less time. least: these bytes,
+    of all shapes whose states take equally many, which is filled here."""
+    shape = replace(shape, os_place="gpu")
+    several = shape.micro_batches > 1
+    same = shape.tp, shape.pp, shape.pp_chunks, several, shape.chunks > 1
+    if same not in least:
+        plans = choose(c, [shape], [states])
+        least[same] = min(sum(memory_of_states(plan)[0].values()) for plan in plans)
+    saved = sum(memory_of_states(shape)[0].values()) - least[same]
+    return fit(c, shape, hardware, saved)
 
 
 def over(plan, hardware):
@@ -707,14 +829,17 @@ def over(plan, hardware):
     return max(host, plan.gpu_bytes / hardware.gpu_budget)
 
 
-def fit(c, plan, hardware):
+def fit(c, plan, hardware, saved=None):
     """Return the plan with what its layers keep, its bytes and its seconds: it takes forever, if it
-    does not fit."""
+    does not fit. saved: bytes that other states would save, of a plan that is to be timed without
+    them."""
     est, n = hardware.est, plan.part_layers
     lost = 0.0
     if plan.recompute == "auto":
         plan = replace(plan, activations=ActivationPlan(n, plan.chunks, n, 0, 0, n))
     plan = with_memory(plan)
+    if saved:
+        plan.memory["other states save"] = -saved
     if plan.recompute == c.recompute == "auto":
         times = plan.in_flight / n
         room = hardware.gpu_budget - plan.gpu_bytes + plan.memory["activations"]
@@ -732,8 +857,11 @@ def fit(c, plan, hardware):
             visit_seconds(est, plan),
         )
         plan = with_memory(replace(plan, activations=kept))
+        if saved:
+            plan.memory["other states save"] = -saved
     fits = lost < math.inf and over(plan, hardware) <= 1 + 1e-9
-    return replace(plan, seconds=step_seconds(est, plan) if fits else {"never": math.inf})
+    seconds = step_seconds(est, plan, states=saved is None) if fits else {"never": math.inf}
+    return replace(plan, seconds=seconds)
 
 
 # ---------------------------------------------------------------------------- the order of nodes
@@ -923,6 +1051,15 @@ def in_words(plan: Plan, other: Plan | None = None) -> str:
     return ", ".join(
         f"{name} {text}" for name, text in choices(plan).items() if text != known.get(name)
     )
+
+
+def in_unit(nbytes):
+    """Return bytes in words, in the largest of GiB, MiB and KiB of which there is at least one
+    tenth: '131.7 GiB', '1.3 MiB'."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
+        if nbytes >= unit / 10 or not nbytes:
+            return f"{nbytes / unit:.1f} {name}"
+    return f"{nbytes / 2**10:.1f} KiB"
 
 
 def in_gib(plan):
@@ -1118,27 +1255,43 @@ class Question(Constraints):
 
 
 def changes_that_fit(asked, hardware):
-    """Return flags with which there is a plan, the smallest change first: fewer tokens, more memory
-    of the host or of a GPU, more GPUs."""
+    """Return flags with which there is a plan, the smallest change first: fewer sequences a step or
+    at once, fewer tokens, more head groups, smaller chunks, another tensor mode, more memory of the
+    host or of a GPU, more GPUs."""
     seq, ranks = asked.seq, hardware.ranks
     gpu = round(hardware.gpu_budget / GPU_SHARE / GIB) * GIB
     node = int(hardware.host_budget * hardware.per_node / GIB) * GIB
     unit = math.lcm(256, ranks)
+    batch = asked.batch or max(1, asked.default_tokens // seq)
     found = {}
-    for name, now, values in (  # values from the smallest change on
+
+    def enough(name, value):
+        more = replace(asked, **{name: value})
+        return fits(more, MODELS[more.model], more.hardware())
+
+    # what fits, if it fits at all, with each value behind the first one that does
+    for name, now, values in (
         ("seq", seq, range((seq - 1) // unit * unit, 0, -unit)),
         ("host_memory", node, range(node + GIB, 16 * node + 2**10 * GIB, GIB)),
         ("gpu_memory", gpu, range(gpu + GIB, 192 * GIB, GIB)),  # the largest GPU's
         ("ranks", ranks, [ranks * 2**i for i in range(1, 6)]),
     ):
-
-        def enough(value):
-            more = replace(asked, **{name: value})
-            return fits(more, MODELS[more.model], more.hardware())
-
-        for value in values[bisect.bisect_left(values, True, key=enough) :][:1]:
+        key = functools.partial(enough, name)
+        for value in values[bisect.bisect_left(values, True, key=key) :][:1]:
             text = f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"
             found[text] = abs(math.log(value / max(1, now)))
+
+    # what was asked by hand and need not be, and one micro-batch, which keeps no sums in float32
+    smaller = [("batch", n, abs(math.log(n / batch))) for n in divisors(ranks) if n < batch]
+    for name, value, change in (
+        *smaller[::-1],
+        *[(name, None, 0.0) for name in ("micro_batch", "head_groups", "chunk")],
+        *[("tp_mode", mode, 0.0) for mode in ("mtp", "fsp") if asked.tp != 1],
+    ):
+        now = getattr(asked, name)
+        if value != now and not any(text.startswith(flag_name(name)) for text in found):
+            if enough(name, value):
+                found[f"{flag_name(name)} {in_size(value)} instead of {in_size(now)}"] = change
     return sorted(found, key=found.get)
 
 

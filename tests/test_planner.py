@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import math
+import os
 import random
 import re
 import time
@@ -174,6 +175,66 @@ def test_no_choice_by_hand_is_better(network, seq, gib):
                 ).token_s
             )
     assert len(found) > 99 and min(found) / 1.002 <= best <= 1.002 * min(found)
+
+
+# values of flags that a command leaves open
+BY_HAND = {
+    "head_groups": (1, 2, 4, 8, 16, 32),
+    "chunk": (2**12, 2**13, 2**14, 2**15, 2**16, 2**20),
+    "micro_batch": (1, 2, 4, 8, 16),
+    "recompute": ("none", "full"),
+    "alpha": (0.0, 0.5, 1.0),
+    "resident_layers": (2, 8, 16),
+    "sp": (1, 2, 4, 8),
+    "ring": (1, 2, 4),
+    "p": (1, 2, 8),
+    "os": (1, 2, 4, 8),
+    "os_place": ("gpu", "host"),
+}
+MANY = bool(os.environ.get("ALL_COMBINATIONS"))
+
+
+def draw_question(some: random.Random) -> planner.Question:
+    return planner.Question(
+        model=some.choice(["1b", "7b", "llama3-8b", "13b"]),
+        cluster=some.choice(["h200x8", "h100x1", "a800"]),
+        ranks=some.choice([1, 2, 4, 8]),
+        seq=2 ** some.randint(12, 20),
+        gpu_memory=some.choice([None, None, 2**30 * some.randint(24, 80)]),
+    )
+
+
+def first_plan(asked: planner.Question) -> costs.Plan | None:
+    """Return the first choice, None if nothing fits or the flags are illegal together."""
+    with contextlib.suppress(ValueError):
+        planner.check_values(asked)
+        return planner.plan(asked, m.MODELS[asked.model], asked.hardware())[0]
+
+
+@parametrize("seed", range(100 if MANY else 20))
+def test_a_flag_by_hand_finds_nothing_better(seed):
+    """No flag that is given by hand makes a question's answer faster, or finds one where without it
+    nothing fits. No plan is over memory, and its command plans back to it. Catches choices that the
+    planner offers as flags and does not price."""
+    print("seed", seed)
+    some = random.Random(seed)
+    asked = draw_question(some)
+    best = first_plan(asked)
+    if best:
+        here = asked.hardware()
+        assert best.gpu_bytes <= here.gpu_budget * (1 + 1e-9)
+        assert best.host_bytes <= here.host_budget * (1 + 1e-9)
+        command = re.search("--model .*", planner.command(best, asked))[0]
+        flags = f"{command} --cluster {asked.cluster} --ranks {asked.ranks} --json --top 1"
+        (again,) = json.loads(ask(flags))["plans"]
+        same = ["sp", "ring", "micro_batch", "head_groups", "chunk", "recompute", "os_place"]
+        assert [again[name] for name in same] == [getattr(best, name) for name in same]
+        assert again["step_s"] == approx(best.step_s)
+    for name in some.sample(list(BY_HAND), 10 if MANY else 3):
+        value = some.choice(BY_HAND[name])
+        by_hand = first_plan(replace(asked, **{name: value}))
+        if by_hand:
+            assert best and best.token_s <= 1.002 * by_hand.token_s, (asked, name, value)
 
 
 @slow
@@ -378,6 +439,9 @@ def test_planner_places_rings(tmp_path):
             "--ring 2: attention inside documents .*: --ring 1",
         ),
         ("--ranks 8 --sp 3 --tokenizer x", "--sp 3 .* 8 ranks, .* --sp 2 --ring 1"),
+        ("--ranks 3 --seq 3K --sp 3 --document-token 3", "heads, and attention inside documents"),
+        ("--ranks 4 --tp 2 --os 4", "--tp 2 --pp 1 leave 2 of 4 ranks for the states"),
+        ("--ranks 8 --pp 8 --alpha 0.5 --batch 8 --sp 1 --resident-layers 3", "at most 2 can stay"),
         ("--ranks 8 --tp 3", "--tp 3: .* 16 heads, 16 key/value .* --tp 2, --tp 4, --tp 8$"),
         ("--ranks 8 --per-node 4 --pp 16", "--pp 16 .*--pp 8 --pp-chunks 1"),
         ("--ranks 24 --per-node 4 --pp 4", "--pp 4 .* 24 ranks, 4 a node, .*--pp 3 --pp-chunks 1"),
