@@ -526,8 +526,8 @@ def head_groups(c, plan, every=False):
     def why_not(groups):
         if groups not in head_group_counts(heads, kv_heads, 0):
             return (
-                f"each group has as many of a rank's {heads} query heads at a time, and {kv_heads} of keys "
-                "and values, or some query heads of one of these"
+                f"groups have equally many of a rank's {heads} query heads and of its {kv_heads} "
+                "key/value heads, or equal parts of the query heads of one key/value head"
             )
         if groups not in counts:
             return (

@@ -888,7 +888,10 @@ NEVER_MEET = {
     ),
 }
 REFUSED = [row for row in NEVER_MEET.values() if row] + [
-    ("1 groups=3", "--head-groups 3: a rank has 8 query heads at a time, and 4 of keys"),
+    (
+        "1 groups=3",
+        "--head-groups 3: groups have equally many of a rank's 8 query heads and of its 4",
+    ),
     ("2 sp=2 ring=2 kernel=alibi", "--ring 2: --attention alibi, which may see heads.*: --ring 1"),
 ]
 

@@ -48,7 +48,7 @@ REFUSED = [
     # ---- flags that this model, these ranks or this memory cannot have
     ("train.py --document-token 256", "--document-token 256: .*vocabulary ends at 255"),
     ("train.py --micro-batch 4", "--micro-batch 4: .* 6 sequences .* --micro-batch 3, .* 6$"),
-    ("train.py --head-groups 4", "a rank has 6 query heads at .*; legal .* 3, --head-groups 6$"),
+    ("train.py --head-groups 4", "a rank's 6 query heads .*; legal .* 3, --head-groups 6$"),
     ("train.py --resident-layers 5", "--resident-layers 5: a stage runs 4 layers; at most 4"),
     ("train.py --resident-layers 4 --alpha 0.5", "4: a stage .*; at most 3 with --alpha 0.5"),
     ("train.py --chunk 8 --alpha 1 --host-memory 0", "rank of 0.0.*asked for.* --alpha 1"),

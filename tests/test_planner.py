@@ -427,7 +427,7 @@ def test_planner_places_rings(tmp_path):
         ),
         (
             "--ranks 8 --model llama3-8b --sp 8 --ring 1 --head-groups 3",
-            "4 query heads .*, and 1 of .* --head-groups 1, --head-groups 2, --head-groups 4$",
+            "4 query heads and of its 1 .* --head-groups 1, --head-groups 2, --head-groups 4$",
         ),
         (
             "--ranks 16 --per-node 16 --model llama3-8b --sp 16 --ring 1",
