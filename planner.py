@@ -74,6 +74,7 @@ from streams import GIB
 # ---------------------------------------------------------------------------- flags
 
 
+NO_LIMIT = 2.0**60  # bytes of a memory that is not planned for
 UNITS = {"G": 2**30, "M": 2**20, "K": 2**10, "": 1}
 
 
@@ -270,8 +271,8 @@ class Hardware:
     ranks: int
     per_node: int  # ranks of a node
     profile: Profile
-    gpu_budget: float = 2.0**60  # bytes of a GPU to plan with
-    host_budget: float = 2.0**60  # bytes of host memory of a rank, for states and to swap to
+    gpu_budget: float = NO_LIMIT  # bytes of a GPU to plan with
+    host_budget: float = NO_LIMIT  # bytes of host memory of a rank, for states and to swap to
 
     @functools.cached_property
     def est(self):
@@ -1055,7 +1056,9 @@ def in_words(plan: Plan, other: Plan | None = None) -> str:
 
 def in_unit(nbytes):
     """Return bytes in words, in the largest of GiB, MiB and KiB of which there is at least one
-    tenth: '131.7 GiB', '1.3 MiB'."""
+    tenth: '131.7 GiB', '1.3 MiB'; 'any size' of a machine whose memory has no limit here."""
+    if nbytes >= NO_LIMIT / 2:
+        return "any size"
     for unit, name in ((2**30, "GiB"), (2**20, "MiB")):
         if nbytes >= unit / 10 or not nbytes:
             return f"{nbytes / unit:.1f} {name}"
