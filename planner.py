@@ -15,6 +15,10 @@ rule (RULES), the rest loops: over shapes of the computation, those that compute
 for each over states, by the seconds of a step that recomputes nothing; what layers keep is planned
 last (`plan_activations`), and what can be no better than what is found is left out (`late`).
 
+The search has two stages. The usual values of each degree are priced first: a few head groups,
+chunks of 16K and 8K tokens. All other values that a flag could ask for follow, as far as they could
+still be faster, so that a flag given by hand finds nothing better (within the tie below).
+
 Ties, within 0.2 %, go to fewer stages, columns and ranks a sequence, micro-batches near 8K tokens,
 states on the GPU, fewer shards (`preference`). Nodes are put in an order in which few bytes cross
 the spine of a cluster's switches (`place_nodes`; AMSP, section V-D).
@@ -234,13 +238,14 @@ class Constraints:
         "the fewest")
     head_groups: Count = flag(
         None, "parts of a rank's heads: the next one's all-to-all runs under this one's attention; "
-        "without --sp they save memory; auto: 4, or more")
+        "without --sp they save memory; auto: by predicted time")
     recompute: str = flag(
         "auto", "layers keep, swap or recompute chunks as planned; keep everything (none); or keep "
         "their input alone and run again, attention included (full)",
         among=("auto", "none", "full"), group="memory")
     chunk: Count = flag(
-        None, "most tokens that a layer runs at once, in equal parts; auto: 16K or 8K", 1, 2**40)
+        None, "most tokens that a layer runs at once, in equal parts; auto: by predicted time", 1,
+        2**40)
     alpha: float | None = flag(
         None, "fraction of tokens whose activations a swapped layer swaps; auto: as planned", 0, 1)
     resident_layers: Count = flag(
