@@ -27,7 +27,7 @@ from helpers import hf_model, make_tokenizer
 from ops import Cut
 from ranks import ConfigError
 from shard import StatePart
-from test_all import ROOT, main, parametrize
+from test_all import ROOT, main, parametrize, slow
 
 PROGRAM = [*ROOT.glob("*.py"), *ROOT.glob("results/*.py"), *ROOT.glob("examples/*.py")]
 
@@ -101,6 +101,7 @@ def no_hang():
     signal.signal(signal.SIGALRM, old)
 
 
+@slow
 @parametrize("make", [fifo, link_to(Path("/dev/zero"))], ids=["fifo", "device"])
 @parametrize(
     "name, says",
@@ -135,6 +136,7 @@ def test_special_files_block_no_start(make, name, says, tmp_path, no_hang):
         main(flags[name.split("/")[0]])
 
 
+@slow
 @parametrize("name", ["lock", "log.jsonl", "loss.png", "tokens", "step-00000001.tmp", "log.tmp"])
 def test_nothing_is_written_through_a_link(name, tmp_path, no_hang):
     """Catches a link in OUT through which a file of somebody else is overwritten or removed."""
@@ -158,6 +160,8 @@ def test_nothing_is_written_through_a_link(name, tmp_path, no_hang):
     assert not any(outside.iterdir()) if outside.is_dir() else outside.read_text() == "precious"
 
 
+@slow
+@slow
 @parametrize("name", ["config.json", "model-00001*", "tokenizer_private"])
 def test_links_of_an_import_stay_in_its_folder(name, tmp_path):
     """Catches a link in a downloaded folder that leads to a private file, which an export would
@@ -254,6 +258,7 @@ META = {
 }
 
 
+@slow
 @parametrize("kind", META)
 def test_meta_json_is_not_believed(kind, trained, tmp_path, capsys):
     """Catches a meta.json, checksum right, that names files elsewhere or numbers that are none."""
@@ -267,6 +272,7 @@ def test_meta_json_is_not_believed(kind, trained, tmp_path, capsys):
     assert "passed over: " in said and f"resumed {out}/step-00000001" in said
 
 
+@slow
 @parametrize(
     "field, value, says",
     [
@@ -370,6 +376,7 @@ PLACES = {
 }
 
 
+@slow
 @parametrize("kind", PLACES)
 def test_places_that_do_not_parse_are_refused(kind, trained, tmp_path, capsys):
     """Catches a file, all checksums right, whose words about its tensors end in a traceback."""
@@ -388,6 +395,7 @@ def test_places_that_do_not_parse_are_refused(kind, trained, tmp_path, capsys):
     assert f"resumed {out}/step-00000001" in capsys.readouterr().out
 
 
+@slow
 @parametrize("kind", ["no metadata", "bad header", "long header", "flipped bit"])
 def test_damaged_files_are_passed_over(kind, trained, tmp_path, capsys):
     """Catches a damaged file that ends a run although the checkpoint before it is whole."""
@@ -417,9 +425,8 @@ def test_damaged_files_are_passed_over(kind, trained, tmp_path, capsys):
         main(f"--out {tmp_path}/p --steps 3 --resume {out}/earlier-1/step-00000002")
 
 
+@slow
 # ---------------------------------------------------------------------------- unexpected exceptions
-
-
 def test_an_unexpected_exception_ends_all_ranks_together(tmp_path):
     """Catches a bug that is reported as bad input, or leaves the other ranks waiting."""
     code = """

@@ -317,6 +317,7 @@ class AddsNorm(model.Block):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 
 
+@slow
 @parametrize(
     "flags",
     [
