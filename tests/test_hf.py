@@ -134,6 +134,7 @@ def test_hf_keys_that_disagree_mean_what_transformers_reads(keys, tmp_path):
     assert hf_error(hf.load_model(tmp_path), hf_load(tmp_path), 40) < 2e-6
 
 
+@slow
 @parametrize(
     "kind, keys, window",
     [

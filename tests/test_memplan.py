@@ -117,6 +117,7 @@ def test_memory_plan_ends_in_time(tmp_path, monkeypatch):
     assert plan.method == "first fit" and plan.seconds < 30
 
 
+@slow
 @parametrize("name", ["16k", "64k", "256k"])
 def test_memory_plans_of_recorded_steps(name):
     """Plans of steps that bench.py recorded on GPUs take no byte more than is alive at once.
