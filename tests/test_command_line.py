@@ -196,7 +196,6 @@ REFUSED = [
 ]
 
 
-@slow
 @parametrize("command, sentence", REFUSED)
 def test_refused(command, sentence, sandbox, tmp_path, monkeypatch, capsys):
     """Each command of REFUSED ends with its sentence before any work. Catches bad input that is

@@ -211,6 +211,7 @@ def first_plan(asked: planner.Question) -> costs.Plan | None:
         return planner.plan(asked, m.MODELS[asked.model], asked.hardware())[0]
 
 
+@slow
 @parametrize("seed", range(100 if MANY else 20))
 def test_a_flag_by_hand_finds_nothing_better(seed):
     """No flag that is given by hand makes a question's answer faster, or finds one where without it
