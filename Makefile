@@ -24,7 +24,7 @@ lint: .venv/ready
 # with simulated steps makes way for the other one, some of whose tests wait for a few seconds only.
 MANY_RANKS := equals_one_process or resumed_under or counted_memory
 test: lint
-	@echo "make test takes about 10 minutes on two idle cores. It runs two halves at once: each line begins"
+	@echo "make test takes about 12 minutes on two idle cores. It runs two halves at once: each line begins"
 	@echo "with its half, and ends with how much of that half is done."
 	@$(MAKE) --no-print-directory -j2 test-many-ranks test-others
 
